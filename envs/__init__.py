@@ -1,0 +1,1 @@
+"""Environments: what the agent acts in. Knows nothing of tokens, torch or models."""

@@ -1,0 +1,53 @@
+"""Frozen types that every package shares: a task's row (`Sample`) and the chat messages it is shown as.
+
+A message is a plain dict, as chat templates take them: ``{"role": ..., "content": ...}`` where content is a string or a
+list of parts, each ``{"type": "text", "text": str}`` or ``{"type": "image", "image": PIL.Image.Image}``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from PIL import Image
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One task: the prompt that the model is shown and the label that its answer is held against.
+
+    Example::
+
+        Sample(id="geo3k-train-17", label="68", prompt=(
+            {"role": "user", "content": [{"type": "image", "image": diagram}, {"type": "text", "text": "Find x."}]},))
+    """
+
+    id: str
+    prompt: tuple[Message, ...]
+    label: str | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+class SampleSource(Protocol):
+    """A finite, indexable set of samples; reading the same index twice gives the same sample."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Sample: ...
+
+
+def content_parts(message: Message) -> list[dict[str, Any]]:
+    """Return a message's content as a list of parts, whichever of the two forms it has."""
+    content = message.get("content") or ""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+
+
+def message_images(messages: Sequence[Message]) -> Iterator[Image.Image]:
+    """Yield the images of the messages in reading order."""
+    for message in messages:
+        for part in content_parts(message):
+            if part.get("type") == "image":
+                yield part["image"]
