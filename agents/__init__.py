@@ -1,0 +1,1 @@
+"""Agents: turns environments and an engine into trajectories. Knows nothing of losses or optimizers."""

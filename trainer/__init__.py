@@ -1,0 +1,1 @@
+"""The trainer: turns trajectories into better weights."""

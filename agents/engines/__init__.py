@@ -1,0 +1,1 @@
+"""Engines: one protocol (`agents.engine`), one file per engine."""

@@ -1,0 +1,45 @@
+"""Multimodal rotary positions (mRoPE) of a token stream: ids and image grids in, three position rows out.
+
+A text token stands at the same place on all three axes (time, height, width). An image's tokens share one time and spread
+over height and width; the text after it goes on from one past the image's largest position. Qwen2-VL, arXiv 2409.12191,
+section 2.1; equal to `get_rope_index` of Transformers (tests hold it against that).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def mrope_positions(
+    ids_T: NDArray[np.int64], grids: Sequence[tuple[int, int, int]], image_token_id: int, merge_size: int
+) -> NDArray[np.int64]:
+    """Return the positions of every token, shape (3, T).
+
+    `grids` are the (time, height, width) patch grids of the images in stream order; each image's placeholders must be
+    one unbroken run. Raises AssertionError when placeholders and grids disagree.
+
+    >>> mrope_positions(np.array([7, 9, 9, 7]), [(1, 2, 4)], image_token_id=9, merge_size=2).tolist()
+    [[0, 1, 1, 3], [0, 1, 1, 3], [0, 1, 2, 3]]
+    """
+    positions_3T = np.empty((3, len(ids_T)), dtype=np.int64)
+    cursor, start = 0, 0
+    image_at = np.flatnonzero(ids_T == image_token_id)
+    used = 0
+    for time, height, width in grids:
+        rows, columns = height // merge_size, width // merge_size
+        count = time * rows * columns
+        assert used + count <= len(image_at), f"placeholders: {len(image_at)} in the stream, over {used + count} in grids"
+        first = int(image_at[used])
+        text = first - start
+        positions_3T[:, start:first] = cursor + np.arange(text)
+        cursor += text
+        grid = np.stack(np.meshgrid(np.arange(time), np.arange(rows), np.arange(columns), indexing="ij"))
+        positions_3T[:, first : first + count] = cursor + grid.reshape(3, -1)
+        cursor += max(rows, columns)
+        start, used = first + count, used + count
+    assert used == len(image_at), f"placeholders: {len(image_at)} in the stream, {used} in grids"
+    positions_3T[:, start:] = cursor + np.arange(len(ids_T) - start)
+    return positions_3T

@@ -1,0 +1,156 @@
+"""Frozen types of a rollout: what is asked of an engine, what comes back, and the finished trajectory.
+
+Legend of the shape suffixes: T tokens of one stream, G samples of one group, P patches of one image, D values of a patch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class EndReason(StrEnum):
+    """Why an episode ended. Only `completed` is the environment's word; the limits are the agent loop's."""
+
+    COMPLETED = "completed"
+    MAX_TURNS = "max_turns"
+    TOKEN_BUDGET = "token_budget"
+    CONTEXT_FULL = "context_full"
+    PARSE_ERROR = "parse_error"
+    ENV_ERROR = "env_error"
+    ENV_TIMEOUT = "env_timeout"
+    ABORTED = "aborted"
+    INVALID_STREAM = "invalid_stream"
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the episode's reward says something about the policy; others are left out of statistics and loss."""
+        return self in (EndReason.COMPLETED, EndReason.MAX_TURNS, EndReason.TOKEN_BUDGET, EndReason.CONTEXT_FULL)
+
+
+@dataclass(frozen=True, eq=False)
+class ProcessedImage:
+    """An image as the model takes it, addressed by the hash of its pixels.
+
+    Example: a 160 x 128 picture in 16-pixel patches has `grid_thw` (1, 8, 10), 80 rows of `pixels_PD` and, merged
+    2 x 2, 20 tokens.
+    """
+
+    digest: str
+    pixels_PD: NDArray[np.float32]
+    grid_thw: tuple[int, int, int]
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn. The trainer applies the same temperature and the same suppressed ids to its log-probs.
+
+    `temperature` 0 takes the most likely token; its log-probs are those of temperature 1.
+    """
+
+    temperature: float = 1.0
+    stop_ids: tuple[int, ...] = ()
+    suppressed_ids: tuple[int, ...] = ()
+
+    @property
+    def logprob_temperature(self) -> float:
+        """The temperature under which log-probs are reported and trained."""
+        return self.temperature or 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class GenerateRequest:
+    """One model turn to write: the whole stream so far, placeholders expanded, with the images in it."""
+
+    ids: tuple[int, ...]
+    images: tuple[ProcessedImage, ...]
+    max_new_tokens: int
+    sampling: SamplingParams
+    seed: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The ids that the engine sampled (the stop id included), verbatim, with the log-prob of each."""
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish: Literal["stop", "length", "abort"]
+    prompt_length: int
+    weight_version: int
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """One model turn: the span `[start, end)` of its tokens in the stream, its text, and what the environment said.
+
+    `observation` is the chat message shown next, or None when the episode ended here. Times are seconds.
+    """
+
+    start: int
+    end: int
+    text: str
+    finish: str
+    weight_version: int
+    observation: Mapping[str, Any] | None
+    info: Mapping[str, Any]
+    engine_s: float
+    env_s: float
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Trajectory:
+    """One finished episode as one append-only token stream.
+
+    `mask_T` is True on the tokens that the model sampled, and only there; `logprobs_T` is 0 elsewhere.
+
+    Example: prompt of 4 tokens, the model writes 3, the environment 2, the model 2::
+
+        ids_T       p p p p m m m e e m m
+        mask_T      0 0 0 0 1 1 1 0 0 1 1
+    """
+
+    sample_id: str
+    sample_index: int
+    seed: int
+    ids_T: NDArray[np.int64]
+    mask_T: NDArray[np.bool_]
+    logprobs_T: NDArray[np.float32]
+    images: tuple[ProcessedImage, ...]
+    turns: tuple[Turn, ...]
+    reward: float
+    end_reason: EndReason
+    prompt_length: int
+    messages: tuple[Mapping[str, Any], ...] = ()
+    error: str | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return (
+            f"Trajectory({self.sample_id!r}, {len(self.turns)} turns, {len(self.ids_T)} tokens, "
+            f"reward {self.reward}, {self.end_reason.value}{f', {self.error!r:.200}' if self.error else ''})"
+        )
+
+    @property
+    def num_model_tokens(self) -> int:
+        """Tokens that the model sampled."""
+        return int(self.mask_T.sum())
+
+
+@dataclass(frozen=True, eq=False)
+class TrajectoryGroup:
+    """The G trajectories of one problem."""
+
+    sample_id: str
+    trajectories: tuple[Trajectory, ...]
+
+    @property
+    def valid(self) -> tuple[Trajectory, ...]:
+        """The trajectories whose reward counts."""
+        return tuple(t for t in self.trajectories if t.end_reason.is_valid)

@@ -1,0 +1,66 @@
+"""Exact arithmetic that shows its steps: integers come in, short reasoning and an answer in spaced LaTeX go out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+
+def fraction(numerator: int, denominator: int) -> str:
+    r"""Return a reduced fraction: fraction(7, 2) is '\frac { 7 } { 2 }', fraction(8, 2) is '4'."""
+    common = math.gcd(numerator, denominator)
+    numerator, denominator = numerator // common, denominator // common
+    return str(numerator) if denominator == 1 else f"\\frac {{ {numerator} }} {{ {denominator} }}"
+
+
+def radical(factor: int, radicand: int, denominator: int = 1) -> str:
+    r"""Return factor * sqrt(radicand) / denominator in lowest terms: radical(1, 50) is '5 \sqrt { 2 }'."""
+    for root in range(math.isqrt(radicand), 1, -1):
+        if radicand % (root * root) == 0:
+            factor, radicand = factor * root, radicand // (root * root)
+            break
+    if radicand == 1:
+        return fraction(factor, denominator)
+    common = math.gcd(factor, denominator)
+    factor, denominator = factor // common, denominator // common
+    surd = f"\\sqrt {{ {radicand} }}" if factor == 1 else f"{factor} \\sqrt {{ {radicand} }}"
+    return surd if denominator == 1 else f"\\frac {{ {surd} }} {{ {denominator} }}"
+
+
+def add(values: Sequence[int]) -> tuple[list[str], int]:
+    """Return the steps of a sum from left to right, and the sum: [47, 65, 10] -> two steps, 122."""
+    steps, total = [], values[0]
+    for value in values[1:]:
+        steps.append(f"{total} + {value} = {total + value}.")
+        total += value
+    return steps, total
+
+
+def multiply(a: int, b: int) -> tuple[list[str], int]:
+    """Return the steps of a product and the product; two factors above 12 go by tens and ones."""
+    tens, ones = b - b % 10, b % 10
+    if min(a, b) <= 12 or ones == 0:
+        return [f"{a} * {b} = {a * b}."], a * b
+    return [
+        f"{a} * {tens} = {a * tens}.",
+        f"{a} * {ones} = {a * ones}.",
+        f"{a * tens} + {a * ones} = {a * b}.",
+    ], a * b
+
+
+def divide(a: int, b: int) -> tuple[str, str]:
+    r"""Return the step and the exact quotient: divide(7, 2) is ('7 / 2 = \frac { 7 } { 2 }.', '\frac { 7 } { 2 }')."""
+    answer = fraction(a, b)
+    return f"{a} / {b} = {answer}.", answer
+
+
+def rest(whole: int, parts: Sequence[int]) -> tuple[str, str]:
+    """Return the reasoning and answer of `whole` minus all parts; raise ValueError unless something is left.
+
+    >>> rest(180, (47, 65))
+    ('47 + 65 = 112. 180 - 112 = 68.', '68')
+    """
+    steps, total = add(parts)
+    if total >= whole:
+        raise ValueError(f"the parts must add up to less than {whole}")
+    return " ".join([*steps, f"{whole} - {total} = {whole - total}."]), str(whole - total)

@@ -1,0 +1,118 @@
+"""Geometry problems made from code: split, size and seed come in; a source of `Sample`s with diagrams goes out.
+
+No file is read and nothing is downloaded. A problem's key (family, numbers, what is asked) decides by its hash to which
+split it belongs, so train and held-out share no problem, whatever the seeds, sizes, families and levels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from random import Random
+from typing import Literal, overload
+
+from PIL import Image
+
+from envs.errors import UserError, did_you_mean
+from envs.geo3k.problem import FAMILIES, LEVELS, Problem, draw_problem, make_problem
+from envs.types import Sample
+
+Split = Literal["train", "heldout"]
+SPLITS = ("train", "heldout")
+HELDOUT_ONE_IN = 5
+KEY_TRIES = 1000  # the chance that all of them miss a held-out fifth is 1e-97
+
+
+def split_of(key: str) -> Split:
+    """Return the split that a problem's key belongs to: one key in five is held out.
+
+    >>> split_of("triangle_angles/47-65/x")
+    'heldout'
+    """
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+    return "heldout" if int.from_bytes(digest, "big") % HELDOUT_ONE_IN == 0 else "train"
+
+
+class ProceduralGeo3k(Sequence[Sample]):
+    """Procedural problems of one split; sample i depends on seed, split and i alone (and on families and levels).
+
+    Example::
+
+        source = ProceduralGeo3k("train", size=1000, seed=7, families=["triangle_angles"], levels=(1,))
+        source[0].label, source[0].metadata["key"]       # "40", "triangle_angles/50-90/x"
+        problem, image = source.item(0)                  # the same problem with its reasoning, 160x128 RGB
+
+    Raises UserError for an unknown split, family or level, or a negative size.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        size: int,
+        seed: int = 0,
+        families: Sequence[str] | None = None,
+        levels: Sequence[int] = LEVELS,
+    ) -> None:
+        if split not in SPLITS:
+            raise UserError("split", "must be a known split", split, did_you_mean(split, SPLITS))
+        if size < 0:
+            raise UserError("size", "must be at least 0", size, "give the number of samples")
+        if unknown := [name for name in families or () if name not in FAMILIES]:
+            raise UserError("families", "must be known families", unknown[0], did_you_mean(unknown[0], FAMILIES))
+        if wrong := [level for level in levels if level not in LEVELS]:
+            raise UserError("levels", "must be among 1, 2, 3", wrong[0], "give some of 1, 2, 3")
+        if not levels or (families is not None and not families):
+            raise UserError("families and levels", "must not be empty", [], "leave them out for all")
+        self.split: Split = split
+        self.size, self.seed = size, seed
+        self.families = tuple(families or FAMILIES)
+        self.levels = tuple(levels)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def item(self, index: int) -> tuple[Problem, Image.Image]:
+        """Return problem and picture at an index from -size to size - 1."""
+        problem, rng = self._sample(index)
+        return problem, draw_problem(problem, rng)
+
+    def problem(self, index: int) -> Problem:
+        """Return the problem at an index without drawing it."""
+        return self._sample(index)[0]
+
+    def _sample(self, index: int) -> tuple[Problem, Random]:
+        rng = Random(f"{self.seed}/{self.split}/{self._place(index)}")
+        family, level = rng.choice(self.families), rng.choice(self.levels)
+        for _ in range(KEY_TRIES):
+            problem = make_problem(family, level, rng)
+            if split_of(problem.key) == self.split:
+                return problem, rng
+        raise RuntimeError(f"{KEY_TRIES} problems of {family}, level {level}: none belongs to split {self.split}")
+
+    def _place(self, index: int) -> int:
+        if not -self.size <= index < self.size:
+            raise IndexError(f"index {index} is out of range for {self.size} samples")
+        return index % self.size
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Sample]: ...
+
+    def __getitem__(self, index: int | slice) -> Sample | Sequence[Sample]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(self.size))]
+        problem, image = self.item(index)
+        content = [{"type": "image", "image": image}, {"type": "text", "text": problem.question}]
+        return Sample(
+            id=f"geo3k-procedural-{self.split}-{self.seed}-{self._place(index)}",
+            label=problem.answer,
+            prompt=({"role": "user", "content": content},),
+            metadata={
+                "family": problem.family,
+                "level": problem.level,
+                "key": problem.key,
+                "unknown": problem.unknown,
+            },
+        )

@@ -1,0 +1,181 @@
+"""Pictures from outside, safely: any form a data set keeps an image in comes in, a fully decoded RGB image goes out.
+
+Comes in: encoded bytes, ``{"bytes": ..., "path": ...}``, base64 text, a data URI, a path, or a `PIL.Image.Image`.
+`find_image` says where the picture is without reading it, `decode_image` reads it, `load_image` does both.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from io import BytesIO
+from pathlib import Path
+
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from envs.errors import UserError
+
+#: Where a picture is: a checked path, its encoded bytes, or an image that is in memory already.
+ImageSource = Path | bytes | Image.Image
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+MAX_PIXELS = 50_000_000
+MAX_BYTES = 64 * 2**20
+
+_LONGEST_PATH = 4096
+_FORMATS_FIX = f"give one of {', '.join(FORMATS)}"
+
+
+def load_image(
+    value: object, field: str, root: Path | None, allow_outside: bool = False, max_pixels: int = MAX_PIXELS
+) -> Image.Image:
+    """Return the picture as an upright RGB image, transparency laid on white, every pixel decoded.
+
+    A string is, in this order: a data URI, the path of an existing file, base64 of an image. Paths are relative to
+    `root` and must stay below it after symbolic links are followed, unless `allow_outside`; with no `root` no path is
+    allowed. Of an animation the first frame is taken. `field` names the place in errors: "train.jsonl row 3 images[0]".
+
+    Example::
+
+        >>> load_image("images/1622.png", "row 0 images[0]", Path("geo3k")).mode
+        'RGB'
+
+    Raises:
+        UserError: no such file, a path outside `root`, a file over 64 MiB, over `max_pixels` pixels, another format
+            than PNG, JPEG, WEBP, GIF or BMP, or a damaged file.
+    """
+    return decode_image(find_image(value, field, root, allow_outside), field, max_pixels)
+
+
+def find_image(value: object, field: str, root: Path | None, allow_outside: bool = False) -> ImageSource:
+    """Return where the picture is, with a path checked and base64 decoded, and no pixel read (see `load_image`)."""
+    if isinstance(value, Image.Image):
+        return value
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
+    if isinstance(value, Path):
+        value = str(value)
+    if isinstance(value, str):
+        return _find_text(value, field, root, allow_outside)
+    if isinstance(value, Mapping) and not {"bytes", "path"}.isdisjoint(value):
+        data, path = value.get("bytes"), value.get("path")
+        if isinstance(data, str):
+            return _from_base64(data, field)
+        if data is not None or path is not None:
+            return find_image(path if data is None else data, field, root, allow_outside)
+    got = value if value is None or isinstance(value, int | float) else f"{type(value).__name__}: {value!r}"
+    raise UserError(field, "must be an image", got, "give a path, base64 text, bytes or {'bytes': ..., 'path': ...}")
+
+
+def decode_image(source: ImageSource, field: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """Read the picture and return it as RGB; limits are checked before its pixels are (see `load_image` for errors)."""
+    shown = source.name if isinstance(source, Path) else f"{type(source).__name__} of an image"
+    try:
+        if isinstance(source, Image.Image):
+            _check_pixels(source, field, max_pixels)
+            return _to_rgb(source)
+        data = _read(source, field)
+        with Image.open(BytesIO(data), formats=FORMATS) as header:
+            _check_pixels(header, field, max_pixels)
+            # verify() alone sees a wrong checksum, load() alone sees missing pixels.
+            header.verify()
+        with Image.open(BytesIO(data), formats=FORMATS) as image:
+            return _to_rgb(image)
+    except UserError:
+        raise
+    except UnidentifiedImageError as error:
+        raise UserError(field, "must be a picture of a known format", shown, _FORMATS_FIX) from error
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise UserError(
+            field, f"must have at most {max_pixels} pixels", f"{shown}: {error}", "scale it down"
+        ) from error
+    # Pillow's format plugins raise a dozen unrelated types on damaged files.
+    except Exception as error:
+        got = f"{shown}: {type(error).__name__}: {error}"
+        raise UserError(
+            field, "must be a whole picture", got, "the file is damaged: replace it or drop the row"
+        ) from error
+
+
+def _find_text(text: str, field: str, root: Path | None, allow_outside: bool) -> ImageSource:
+    """Tell the three meanings of a string apart: a data URI, an existing file, base64 of an image."""
+    if text.startswith("data:"):
+        header, comma, body = text.partition(",")
+        if not comma or not header.endswith(";base64"):
+            raise UserError(field, "must be a base64 data URI", text, "write data:image/png;base64,...")
+        return _from_base64(body, field)
+    if text.startswith(("http://", "https://")):
+        raise UserError(field, "must not be a URL", text, "download the picture and give its path")
+    # A relative path has no meaning without a root: it must not fall back on the working directory.
+    path = Path(text) if root is None else root / text
+    if (root is not None or path.is_absolute()) and _is_file(path):
+        return _check_inside(path, field, root, allow_outside)
+    data = _decode_base64(text)
+    if data is not None and _is_image(data):
+        return data
+    below = "there is no folder that paths are relative to" if root is None else f"paths are relative to {root}"
+    raise UserError(field, "no such file, and no base64 image", text, below)
+
+
+def _is_file(path: Path) -> bool:
+    """Whether the path is a file; a string that cannot be a path (too long, a NUL in it) is none."""
+    if len(str(path)) > _LONGEST_PATH:
+        return False
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _check_inside(path: Path, field: str, root: Path | None, allow_outside: bool) -> Path:
+    resolved = path.resolve()
+    if not allow_outside and (root is None or not resolved.is_relative_to(root.resolve())):
+        rule = "must be inside the data set's folder, symbolic links followed"
+        raise UserError(field, rule, str(path), "move the picture there, or allow outside images")
+    return resolved
+
+
+def _from_base64(text: str, field: str) -> bytes:
+    data = _decode_base64(text)
+    if data is None:
+        raise UserError(field, "must be base64", text[:40], "encode the image's bytes with the standard alphabet")
+    return data
+
+
+def _decode_base64(text: str) -> bytes | None:
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    # A character outside ASCII is a ValueError; the other faults are its subclass binascii.Error.
+    except ValueError:
+        return None
+
+
+def _is_image(data: bytes) -> bool:
+    riff = data[:4] == b"RIFF" and data[8:12] == b"WEBP"
+    return riff or data.startswith((b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF8", b"BM"))
+
+
+def _read(source: Path | bytes, field: str) -> bytes:
+    size = source.stat().st_size if isinstance(source, Path) else len(source)
+    if size > MAX_BYTES:
+        raise UserError(field, f"must have at most {MAX_BYTES} bytes", size, "compress it or scale it down")
+    return source.read_bytes() if isinstance(source, Path) else source
+
+
+def _check_pixels(image: Image.Image, field: str, max_pixels: int) -> None:
+    width, height = image.size
+    if width * height > max_pixels:
+        raise UserError(field, f"must have at most {max_pixels} pixels", f"{width}x{height}", "scale it down")
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    """Decode every pixel and convert: EXIF rotation applied, transparency on white, 16-bit grey scaled to 8 bits."""
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I"):
+        # Pillow's own conversion clips at 255, which turns nearly all of a 16-bit picture white.
+        grey = image.convert("I").point(lambda value: value * (1 / 257))
+        return grey.convert("L").convert("RGB")
+    if image.has_transparency_data:
+        on_top = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", on_top.size, "white"), on_top).convert("RGB")
+    return image.convert("RGB")

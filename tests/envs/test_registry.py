@@ -1,0 +1,226 @@
+"""Claims about the registry: entries are checked when read, code is imported when used, errors name file and entry."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from envs.env import Env
+from envs.errors import UserError
+from envs.registry import EnvArgs, EnvSpec, get_spec, load_registry
+from envs.types import Sample
+
+MODULE = """
+from envs.env import Env
+from envs.types import Sample
+
+PROMPT = "Count."
+TURNS = 4
+
+
+class Counter(Env):
+    def __init__(self, sample, args):
+        self.limit = args.max_turns
+
+    def reset(self):
+        return {}, {"limit": self.limit}
+
+    def step(self, response_text):
+        return {"obs_str": "1"}, True, {}
+
+    def reward(self, final_text):
+        return 1.0
+
+
+def build_env(sample=None, args=None, **_):
+    return Counter(sample, args)
+
+
+def make_samples(split, size, seed):
+    return [Sample(id=f"{split}-{seed}-{i}", prompt=()) for i in range(size)]
+"""
+
+ENTRY = """
+counter:
+  entry_point: {module}
+  description: counts
+  dataset: {module}:make_samples
+  system_prompt: {module}:PROMPT
+  max_turns: 2
+"""
+
+
+@pytest.fixture
+def write_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def write(name: str, text: str) -> None:
+        (tmp_path / f"{name}.py").write_text(text)
+        sys.modules.pop(name, None)
+
+    return write
+
+
+def overlay(folder: Path, text: str, name: str = "mine.yaml") -> Path:
+    file = folder / name
+    file.write_text(text)
+    return file
+
+
+def error_of(file: Path) -> str:
+    with pytest.raises(UserError) as caught:
+        load_registry(file)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_an_entry_loads_its_environment_samples_and_prompt(tmp_path: Path, write_module) -> None:
+    write_module("counter_env", MODULE)
+    spec = get_spec("counter", overlay(tmp_path, ENTRY.format(module="counter_env")))
+    samples = spec.load_dataset("train", size=3, seed=5)
+    env = spec.load()(samples[0], EnvArgs(spec.max_turns))
+    assert isinstance(env, Env)
+    assert env.reset()[1] == {"limit": 2}
+    assert (len(samples), samples[2].id, spec.load_system_prompt()) == (3, "train-5-2", "Count.")
+
+
+def test_reading_the_registry_imports_no_environment(tmp_path: Path) -> None:
+    file = overlay(tmp_path, ENTRY.format(module="no_such_module"))
+    assert get_spec("counter", file).max_turns == 2
+
+
+def test_a_later_file_replaces_an_entry_and_keeps_the_others(tmp_path: Path) -> None:
+    first = overlay(tmp_path, ENTRY.format(module="one"), "one.yaml")
+    second = overlay(tmp_path, ENTRY.format(module="two").replace("max_turns: 2", "max_turns: 9"), "two.yaml")
+    registry = load_registry(first, second)
+    assert (registry["counter"].entry_point, registry["counter"].max_turns) == ("two", 9)
+    assert set(load_registry()) | {"counter"} == set(registry)
+
+
+def test_an_empty_overlay_adds_nothing(tmp_path: Path) -> None:
+    assert load_registry(overlay(tmp_path, "# nothing yet\n")) == load_registry()
+
+
+@pytest.mark.parametrize("env_id", sorted(load_registry()))
+def test_every_packaged_entry_imports_and_builds(env_id: str) -> None:
+    spec = get_spec(env_id)
+    assert spec.description
+    sample = Sample(id="0", prompt=(), label="1")
+    if spec.dataset is not None:
+        samples = spec.load_dataset("train", size=2, seed=0)
+        assert len(samples) == 2
+        sample = samples[1]
+    env = spec.load()(sample, EnvArgs(spec.max_turns))
+    assert isinstance(env, Env)
+    env.reset()
+    env.close()
+    prompt = spec.load_system_prompt()
+    assert prompt is None or prompt.strip()
+
+
+def test_an_unknown_environment_is_answered_with_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"environment: must be in the registry, got countr; did you mean 'counter'\?"):
+        get_spec("countr", overlay(tmp_path, ENTRY.format(module="m")))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("max_turns", "max_turn"), "mine.yaml entry 'counter': must have known keys only, got max_turn; did you mean"),
+        (("max_turns: 2", "max_turns: '2'"), "entry 'counter' max_turns: input should be a valid integer, got 2"),
+        (("max_turns: 2", "max_turns: true"), "entry 'counter' max_turns: input should be a valid integer, got True"),
+        (("max_turns: 2", "max_turns: 0"), "max_turns: input should be greater than or equal to 1, got 0"),
+        (("  max_turns: 2\n", ""), "entry 'counter' max_turns: is required"),
+        (("  max_turns", "  id: x\n  max_turns"), "must have known keys only, got id"),
+        (("m:PROMPT", "Count the dots."), "write module:ATTRIBUTE"),
+        (("entry_point: m", "entry_point: m.py:1"), "write module:ATTRIBUTE"),
+        (("description: counts", "description: [a]"), "description: input should be a valid string"),
+        (("counter:", "7:"), "entry '7': must have a text as its id, got int; write \"7\": in quotes"),
+        (("counter:", "counter: [1]\nother:"), "entry 'counter': must be a mapping, got list"),
+        (
+            ("  max_turns", "  description: twice\n  max_turns"),
+            "mine.yaml line 7: must be YAML, got 'description' stands",
+        ),
+        (("counter:", "counter: {"), "must be YAML"),
+    ],
+)
+def test_a_wrong_entry_is_one_line_that_names_file_and_entry(
+    change: tuple[str, str], message: str, tmp_path: Path
+) -> None:
+    file = overlay(tmp_path, ENTRY.format(module="m").replace(*change, 1))
+    error = error_of(file)
+    assert error.startswith(str(file))
+    assert message in error
+
+
+def test_a_missing_overlay_is_a_user_error(tmp_path: Path) -> None:
+    assert "No such file" in error_of(tmp_path / "gone.yaml")
+
+
+def test_an_overlay_that_is_a_list_is_a_user_error(tmp_path: Path) -> None:
+    assert "must map environment ids to entries, got list" in error_of(overlay(tmp_path, "- a\n"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import no_such_package\n", "install 'no_such_package', which the module imports"),
+        (
+            "x = 1\nraise RuntimeError('first\\nsecond')\n",
+            "RuntimeError: first second (broken_env.py:2); mend the module",
+        ),
+        ("def f(:\n", "SyntaxError"),
+        ("def build_en(): ...\n", "got build_env; did you mean 'build_en'?"),
+        ("build_env = 3\n", "'broken_env:build_env' must be callable, got int"),
+    ],
+)
+def test_an_import_problem_names_module_and_cause(text: str, message: str, write_module) -> None:
+    write_module("broken_env", text)
+    spec = EnvSpec(id="mine", entry_point="broken_env", description="", max_turns=1)
+    with pytest.raises(UserError) as caught:
+        spec.load()
+    error = str(caught.value)
+    assert error.startswith("environment 'mine' entry_point: 'broken_env")
+    assert message in error
+    assert "\n" not in error
+
+
+def test_a_module_that_is_not_there_is_told_from_one_that_it_imports() -> None:
+    spec = EnvSpec(id="mine", entry_point="no_such_module.env", description="", max_turns=1)
+    with pytest.raises(UserError, match=r"'no_such_module\.env' must import, .* put its folder on PYTHONPATH"):
+        spec.load()
+
+
+def test_an_entry_without_a_data_set_says_so() -> None:
+    spec = EnvSpec(id="mine", entry_point="m", description="", max_turns=1)
+    assert spec.load_system_prompt() is None
+    with pytest.raises(UserError, match="environment 'mine': must have a built-in data set"):
+        spec.load_dataset("train", 1, 0)
+
+
+def test_a_system_prompt_that_is_no_string_is_refused(write_module) -> None:
+    write_module("typed_env", MODULE)
+    spec = EnvSpec(id="mine", entry_point="m", description="", system_prompt="typed_env:TURNS", max_turns=1)
+    with pytest.raises(UserError, match="'typed_env:TURNS' must be a string, got int"):
+        spec.load_system_prompt()
+
+
+def test_specs_and_registry_are_frozen() -> None:
+    registry = load_registry()
+    with pytest.raises(ValidationError):
+        next(iter(registry.values())).max_turns = 5
+    with pytest.raises(TypeError):
+        registry["x"] = next(iter(registry.values()))  # pyright: ignore[reportIndexIssue]
+
+
+def test_importing_the_data_modules_loads_no_heavy_library() -> None:
+    code = (
+        "import sys, envs, envs.data, envs.images, envs.registry; envs.registry.load_registry();"
+        "print([m for m in ('torch', 'transformers', 'datasets', 'pyarrow') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,174 @@
+"""The learner: one sharded copy of the policy and its optimizer. Training samples in, step statistics out.
+
+FSDP2 (`fully_shard`) runs over every process of the default group; one process with gloo on a CPU is the smallest case of the
+same code. Each rank passes its share of the step's samples to `step`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from agents.engines.hf import sampling_logprobs
+from agents.model import PolicyModel
+from agents.types import SamplingParams
+from trainer.batching import collate, split_into_microbatches
+from trainer.config import OptimConfig
+from trainer.loss import clipped_loss, entropy, k3_kl
+from trainer.types import MicroBatch, StepStats, TrainingSample
+
+
+@dataclass
+class _Sums:
+    """Running sums over the model tokens of a step, on this rank."""
+
+    loss: float = 0.0
+    tokens: float = 0.0
+    kl: float = 0.0
+    gap: float = 0.0
+    entropy: float = 0.0
+    clipped: float = 0.0
+    gap_max: float = 0.0
+
+
+class Learner:
+    """Owns the training weights.
+
+    Example::
+
+        learner = Learner(PolicyModel.load(path), OptimConfig(), SamplingParams(), num_steps=20)
+        stats = learner.step(samples)            # one optimizer step
+        engine.load_weights(learner.weights(), version=1)
+    """
+
+    def __init__(
+        self,
+        model: PolicyModel,
+        optim: OptimConfig,
+        sampling: SamplingParams,
+        num_steps: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        ensure_process_group()
+        self.device = torch.device(device)
+        mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
+        self.model = model.to(self.device).train()
+        text, vision = self.model.backbone.model.language_model, self.model.backbone.model.visual  # type: ignore[union-attr]
+        for layer in [*text.layers, *vision.blocks]:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+        self.optim, self.sampling, self.num_steps = optim, sampling, num_steps
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=optim.lr, betas=(optim.beta1, optim.beta2), weight_decay=optim.weight_decay
+        )
+        self.steps_done = 0
+
+    def step(self, samples: Sequence[TrainingSample]) -> StepStats:
+        """Take one optimizer step on this rank's samples; every rank must call it, also with none."""
+        bins = split_into_microbatches(samples, self.optim.max_tokens_per_microbatch)
+        rounds = int(self._reduce([float(len(bins))], dist.ReduceOp.MAX)[0])
+        # FSDP communicates in every forward and backward, so all ranks need the same number of rounds.
+        assert len(bins) == rounds or dist.get_world_size() > 1
+        sums = _Sums()
+        for index in range(rounds):
+            if index < len(bins):
+                self._backward(collate(bins[index], self.device), sums)
+            else:
+                self._backward_nothing(bins[0] if bins else None)
+        lr = self._set_lr()
+        grad_norm = self._update() if rounds else 0.0
+        self.steps_done += 1
+        return self._stats(sums, grad_norm, lr)
+
+    def _backward(self, batch: MicroBatch, sums: _Sums) -> None:
+        logits_NV = self.model(batch.ids_BT, batch.positions_3BT, None, batch.select_BT, batch.vision)
+        sampling = self.sampling
+        logprobs_NV = sampling_logprobs(logits_NV, sampling.logprob_temperature, sampling.suppressed_ids)
+        logprobs_N = logprobs_NV.gather(-1, batch.targets_N[:, None])[:, 0]
+        loss_N, clipped_N = clipped_loss(
+            logprobs_N, batch.rollout_logprobs_N, batch.advantages_N, self.optim.clip_low, self.optim.clip_high
+        )
+        loss = (loss_N * batch.weights_N).sum()
+        # FSDP averages gradients over ranks; the weights already hold the global denominator, so undo it.
+        (loss * dist.get_world_size()).backward()
+        with torch.no_grad():
+            gap_N = (logprobs_N - batch.rollout_logprobs_N).abs()
+            sums.loss += loss.item()
+            sums.tokens += len(gap_N)
+            sums.kl += k3_kl(logprobs_N, batch.rollout_logprobs_N).sum().item()
+            sums.gap += gap_N.sum().item()
+            sums.entropy += entropy(logprobs_NV).sum().item()
+            sums.clipped += clipped_N.sum().item()
+            sums.gap_max = max(sums.gap_max, gap_N.max().item())
+
+    def _backward_nothing(self, samples: Sequence[TrainingSample] | None) -> None:
+        """Take part in a round without adding to the gradient."""
+        ids_BT = torch.zeros(1, 2, dtype=torch.long, device=self.device)
+        positions_3BT = torch.zeros(3, 1, 2, dtype=torch.long, device=self.device)
+        vision = collate(samples[:1], self.device).vision if samples else None
+        if vision is not None:
+            batch = collate(samples[:1], self.device)  # type: ignore[index]
+            ids_BT, positions_3BT = batch.ids_BT, batch.positions_3BT
+        logits_NV = self.model(ids_BT, positions_3BT, None, torch.ones_like(ids_BT, dtype=torch.bool), vision)
+        (logits_NV.sum() * 0.0).backward()
+
+    def _set_lr(self) -> float:
+        warm = min(1.0, (self.steps_done + 1) / max(1, self.optim.warmup_steps))
+        lr = self.optim.lr * warm
+        if self.optim.schedule == "cosine":
+            lr *= 0.5 * (1 + math.cos(math.pi * self.steps_done / max(1, self.num_steps)))
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        return lr
+
+    def _update(self) -> float:
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.optim.max_grad_norm)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if norm.isfinite():
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return float(norm)
+
+    def _stats(self, sums: _Sums, grad_norm: float, lr: float) -> StepStats:
+        loss, tokens, kl, gap, ent, clipped = self._reduce(
+            [sums.loss, sums.tokens, sums.kl, sums.gap, sums.entropy, sums.clipped], dist.ReduceOp.SUM
+        )
+        gap_max = self._reduce([sums.gap_max], dist.ReduceOp.MAX)[0]
+        count = max(1.0, tokens)
+        return StepStats(
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=lr,
+            num_tokens=int(tokens),
+            rollout_train_kl=kl / count,
+            logprob_gap_mean=gap / count,
+            logprob_gap_max=gap_max,
+            entropy=ent / count,
+            clip_frac=clipped / count,
+        )
+
+    def _reduce(self, values: list[float], op: dist.ReduceOp.RedOpType) -> list[float]:
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, op=op)
+        return tensor.tolist()
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the full weights by parameter name, gathered from all ranks."""
+        return {
+            name: parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+            for name, parameter in self.model.named_parameters()
+        }
+
+
+def ensure_process_group() -> None:
+    """Join the default process group, or make one of this process alone with gloo."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -1,0 +1,253 @@
+"""Supervised training of the starter model: `python -m trainer.sft --recipe starter`.
+
+In: a recipe. Out: a checkpoint folder with weights in bfloat16, tokenizer, chat template, image processor settings and
+`recipe.json` (settings, seed, seconds, losses, SHA-256 of the weights).
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from agents.model import PolicyModel, VisionBatch
+from agents.positions import mrope_positions
+from envs.errors import UserError
+from trainer.starter.architecture import SHAPES, build_config, build_tokenizer, write_parts
+from trainer.starter.demonstrations import Demonstration, Demonstrator, Mixture, corpus
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides a starter's weights but the hardware."""
+
+    shape: str
+    steps: int
+    batch_size: int
+    lr: float
+    warmup_steps: int
+    weight_decay: float = 0.05
+    max_grad_norm: float = 1.0
+    seed: int = 17
+    levels: tuple[int, ...] = (1, 2, 3)
+    corpus_size: int = 20_000
+    reuse: int = 1  # how often a batch of demonstrations is trained on
+    mixture: Mixture = field(default_factory=Mixture)
+
+
+RECIPES = {
+    "starter": Recipe("starter", steps=11_000, batch_size=512, lr=1.2e-3, warmup_steps=400),
+    "smoke": Recipe("smoke", steps=150, batch_size=16, lr=2e-3, warmup_steps=10, levels=(1,), corpus_size=2_000),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class SftBatch:
+    """A padded batch. Legend: B demonstrations, T tokens, H W picture sides."""
+
+    ids_BT: Tensor
+    loss_mask_BT: Tensor
+    positions_3BT: Tensor
+    images_BHW: Tensor
+
+    def to(self, device: torch.device) -> SftBatch:
+        """Move to a device."""
+        parts = (self.ids_BT, self.loss_mask_BT, self.positions_3BT, self.images_BHW)
+        return SftBatch(*(part.to(device, non_blocking=True) for part in parts))
+
+    def pin_memory(self) -> SftBatch:
+        """Called by the data loader, so that copies to the device overlap with work."""
+        parts = (self.ids_BT, self.loss_mask_BT, self.positions_3BT, self.images_BHW)
+        return SftBatch(*(part.pin_memory() for part in parts))
+
+
+@dataclass(frozen=True)
+class Collator:
+    """Pads demonstrations on the right, to a multiple of 16 so that few shapes occur."""
+
+    image_token_id: int
+    pad_id: int
+    patch_size: int = 16
+    merge_size: int = 2
+
+    def __call__(self, demonstrations: Sequence[Demonstration]) -> SftBatch:
+        width = -(-max(len(d.ids_T) for d in demonstrations) // 16) * 16
+        ids_BT = np.full((len(demonstrations), width), self.pad_id, dtype=np.int64)
+        mask_BT = np.zeros((len(demonstrations), width), dtype=bool)
+        positions_3BT = np.zeros((3, len(demonstrations), width), dtype=np.int64)
+        for row, d in enumerate(demonstrations):
+            height, breadth = (side // self.patch_size for side in d.image_HW.shape)
+            ids_BT[row, : len(d.ids_T)] = d.ids_T
+            mask_BT[row, : len(d.ids_T)] = d.loss_mask_T
+            positions_3BT[:, row, : len(d.ids_T)] = mrope_positions(
+                d.ids_T, [(1, height, breadth)], self.image_token_id, self.merge_size
+            )
+        images_BHW = np.stack([d.image_HW for d in demonstrations])
+        return SftBatch(*(torch.from_numpy(x) for x in (ids_BT, mask_BT, positions_3BT, images_BHW)))
+
+
+def patchify(images_BHW: Tensor, patch_size: int = 16, merge_size: int = 2, temporal: int = 2) -> Tensor:
+    """Cut uint8 grey pictures into patches, (B * patches, D), as the starter's image processor does for RGB ones.
+
+    Values go from 0..255 to -1..1; patches come in merge-block order; the one frame fills the temporal axis.
+    """
+    batch, height, width = images_BHW.shape
+    rows, columns = height // patch_size // merge_size, width // patch_size // merge_size
+    x = images_BHW.float() / 127.5 - 1.0
+    x = x.view(batch, rows, merge_size, patch_size, columns, merge_size, patch_size)
+    x = x.permute(0, 1, 4, 2, 5, 3, 6).reshape(-1, 1, 1, patch_size * patch_size)
+    return x.expand(-1, 3, temporal, -1).reshape(x.shape[0], -1)
+
+
+def sft_loss(model: PolicyModel, batch: SftBatch) -> Tensor:
+    """Return the mean cross-entropy over the tokens that count."""
+    batch_size, height, width = batch.images_BHW.shape
+    grid = (1, height // 16, width // 16)
+    tokens = batch_size * grid[1] * grid[2] // model.merge_size**2
+    vision = VisionBatch(
+        pixels_PD=patchify(batch.images_BHW),
+        grids=(grid,) * batch_size,
+        feature_index_N=torch.arange(tokens, device=batch.ids_BT.device),
+    )
+    target_BT = batch.loss_mask_BT.roll(-1, dims=1)  # the prompt comes first, so no target wraps around
+    logits_NV = model(batch.ids_BT, batch.positions_3BT, None, target_BT, vision)
+    return F.cross_entropy(logits_NV.float(), batch.ids_BT[batch.loss_mask_BT])
+
+
+def lr_at(step: int, recipe: Recipe) -> float:
+    """Return the learning rate of a step: linear warm-up, then half a cosine down to a hundredth."""
+    if step < recipe.warmup_steps:
+        return recipe.lr * (step + 1) / recipe.warmup_steps
+    progress = (step - recipe.warmup_steps) / max(1, recipe.steps - recipe.warmup_steps)
+    return recipe.lr * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def batches(recipe: Recipe, tokenizer: Any, num_workers: int, device: torch.device) -> Iterator[SftBatch]:
+    """Yield the recipe's batches in order, made by `num_workers` processes (0: in this one)."""
+    from torch.utils.data import DataLoader
+
+    fresh = -(-recipe.steps // recipe.reuse)
+    demonstrator = Demonstrator(tokenizer, fresh * recipe.batch_size, recipe.seed, recipe.mixture, recipe.levels)
+    collator = Collator(int(tokenizer.convert_tokens_to_ids("<|image_pad|>")), int(tokenizer.pad_token_id))
+    loader: DataLoader[Any] = DataLoader(
+        demonstrator,  # type: ignore[arg-type]
+        batch_size=recipe.batch_size,
+        collate_fn=collator,
+        num_workers=num_workers,
+        pin_memory=device.type == "cuda",
+        prefetch_factor=8 if num_workers else None,
+    )
+    rng = np.random.default_rng(recipe.seed)
+    ring: list[SftBatch] = []
+    for batch in loader:
+        moved = batch.to(device)
+        yield moved
+        ring.append(moved)
+        if len(ring) > 256:
+            ring.pop(0)
+        for _ in range(recipe.reuse - 1):
+            yield ring[int(rng.integers(len(ring)))]
+
+
+def train(recipe: Recipe, folder: Path, device: torch.device, num_workers: int, budget_s: float) -> dict[str, Any]:
+    """Train a starter and write its checkpoint to `folder`; return what `recipe.json` holds.
+
+    `budget_s` > 0 shortens the schedule to what fits that time at the speed of the first 200 steps; the number of
+    steps taken is reported.
+    """
+    torch.manual_seed(recipe.seed)
+    started = time.perf_counter()
+    shape = SHAPES[recipe.shape]
+    tokenizer = build_tokenizer(corpus(recipe.corpus_size, recipe.seed), shape.vocabulary)
+    config = build_config(shape, tokenizer)
+    write_parts(folder, tokenizer, config)
+    model = PolicyModel.from_config(config).to(device)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=recipe.lr, betas=(0.9, 0.95), weight_decay=recipe.weight_decay, fused=True
+    )
+    losses: list[float] = []
+    recent: list[Tensor] = []
+    trained = 0
+    loop_started = time.perf_counter()
+    for step, batch in enumerate(batches(recipe, tokenizer, num_workers, device)):
+        if budget_s and step == 200:
+            speed = (time.perf_counter() - loop_started) / 200
+            steps = min(recipe.steps, int((budget_s - (time.perf_counter() - started)) / speed) + 200)
+            recipe = Recipe(**{**asdict(recipe), "steps": steps, "mixture": recipe.mixture})
+        if step >= recipe.steps or (budget_s and time.perf_counter() - started > 1.1 * budget_s):
+            break
+        for group in optimizer.param_groups:
+            group["lr"] = lr_at(step, recipe)
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            loss = sft_loss(model, batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        recent.append(loss.detach())
+        trained += 1
+        if (step + 1) % max(1, recipe.steps // 40) == 0:
+            losses.append(round(torch.stack(recent).mean().item(), 5))
+            recent.clear()
+            speed = (time.perf_counter() - loop_started) / (step + 1)
+            print(f"step {step + 1}/{recipe.steps}  loss {losses[-1]:.4f}  {speed * 1e3:.0f} ms/step", flush=True)
+    digest = save_weights(model, folder)
+    report = {
+        "recipe": asdict(recipe),
+        "steps_taken": trained,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "seconds": round(time.perf_counter() - started, 1),
+        "losses": losses,
+        "sha256": digest,
+    }
+    (folder / "recipe.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return report
+
+
+def save_weights(model: PolicyModel, folder: Path) -> str:
+    """Write `model.safetensors` in bfloat16, tied weights once; return its SHA-256."""
+    model.backbone.to(torch.bfloat16).save_pretrained(folder)  # type: ignore[operator]
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(prog="python -m trainer.sft", description=__doc__.split("\n")[0])
+    parser.add_argument("--recipe", default="starter", help=f"one of: {', '.join(RECIPES)}")
+    parser.add_argument("--out", type=Path, default=Path("runs/sft"), help="checkpoint folder to write")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="torch device")
+    parser.add_argument("--num-workers", type=int, default=0, help="processes that draw demonstrations; 0: none")
+    parser.add_argument("--budget-s", type=float, default=0, help="seconds to fit the schedule into; 0: all steps")
+    parser.add_argument("--steps", type=int, default=0, help="steps to take instead of the recipe's; 0: the recipe's")
+    parser.add_argument("--reuse", type=int, default=0, help="times to train on a batch instead of the recipe's")
+    args = parser.parse_args(argv)
+    try:
+        if args.recipe not in RECIPES:
+            raise UserError("--recipe", "must be a known recipe", args.recipe, f"give one of {', '.join(RECIPES)}")
+        recipe = RECIPES[args.recipe]
+        changes = {"steps": args.steps or recipe.steps, "reuse": args.reuse or recipe.reuse}
+        recipe = Recipe(**{**asdict(recipe), **changes, "mixture": recipe.mixture})
+        report = train(recipe, args.out, torch.device(args.device), args.num_workers, args.budget_s)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps({key: report[key] for key in ("steps_taken", "parameters", "seconds", "sha256")}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

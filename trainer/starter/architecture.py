@@ -1,0 +1,149 @@
+"""The starter's parts that are not learnt: tokenizer, chat template, image processor settings and network shape.
+
+A size name in, Transformers objects out; `write_parts` puts a complete checkpoint folder (less weights) on disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SPECIAL_TOKENS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+# Ordinary tokens in the sense that decoding keeps them, as in Qwen's own tokenizer.
+TOOL_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a small Qwen3-VL network."""
+
+    hidden: int
+    layers: int
+    mlp: int
+    heads: int
+    head_dim: int
+    vision_hidden: int
+    vision_layers: int
+    vocabulary: int
+
+
+#: `starter` ships; `smoke` only proves that the recipe runs.
+SHAPES = {
+    "starter": Shape(256, 4, 512, 4, 32, vision_hidden=160, vision_layers=6, vocabulary=768),
+    "smoke": Shape(128, 2, 256, 4, 32, vision_hidden=64, vision_layers=2, vocabulary=768),
+}
+
+
+def build_tokenizer(texts: Iterable[str], vocabulary: int) -> Any:
+    """Train a byte-level BPE tokenizer with single digits and ChatML, tool and vision tokens.
+
+    Returns a `PreTrainedTokenizerFast` that can write any text, since every byte is a token.
+    """
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    split = Regex(r"\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(split, behavior="isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary - len(SPECIAL_TOKENS) - len(TOOL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in TOOL_TOKENS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=(Path(__file__).parent / "chat_template.jinja").read_text(encoding="utf-8"),
+        clean_up_tokenization_spaces=False,
+        model_max_length=4096,
+    )
+
+
+def build_config(shape: Shape, tokenizer: Any) -> Any:
+    """Return the `Qwen3VLConfig` of a shape, its special ids taken from the tokenizer."""
+    from transformers import Qwen3VLConfig
+
+    def token_id(token: str) -> int:
+        return int(tokenizer.convert_tokens_to_ids(token))
+
+    pairs = shape.head_dim // 2
+    height_width = pairs // 3
+    rope: dict[str, Any] = {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_interleaved": True,
+        "mrope_section": [pairs - 2 * height_width, height_width, height_width],
+    }
+    return Qwen3VLConfig(
+        text_config={
+            "vocab_size": len(tokenizer),
+            "hidden_size": shape.hidden,
+            "intermediate_size": shape.mlp,
+            "num_hidden_layers": shape.layers,
+            "num_attention_heads": shape.heads,
+            "num_key_value_heads": shape.heads,
+            "head_dim": shape.head_dim,
+            "max_position_embeddings": 4096,
+            "rope_parameters": rope,
+            "tie_word_embeddings": True,
+            "eos_token_id": token_id("<|im_end|>"),
+            "pad_token_id": token_id("<|endoftext|>"),
+            "bos_token_id": None,
+        },
+        vision_config={
+            "depth": shape.vision_layers,
+            "hidden_size": shape.vision_hidden,
+            "intermediate_size": 4 * shape.vision_hidden,
+            "num_heads": max(1, shape.vision_hidden // 32),
+            "patch_size": 16,
+            "temporal_patch_size": 2,
+            "spatial_merge_size": 2,
+            "out_hidden_size": shape.hidden,
+            "num_position_embeddings": 256,
+            "deepstack_visual_indexes": [shape.vision_layers // 2],
+        },
+        image_token_id=token_id("<|image_pad|>"),
+        video_token_id=token_id("<|video_pad|>"),
+        vision_start_token_id=token_id("<|vision_start|>"),
+        vision_end_token_id=token_id("<|vision_end|>"),
+        tie_word_embeddings=True,
+    )
+
+
+def build_image_processor() -> Any:
+    """Return the starter's image processor: 16-pixel patches, 20 tokens for a bundled 160 x 128 diagram, 64 at most."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    return Qwen2VLImageProcessorPil(
+        patch_size=16,
+        merge_size=2,
+        temporal_patch_size=2,
+        image_mean=[0.5, 0.5, 0.5],
+        image_std=[0.5, 0.5, 0.5],
+        size={"shortest_edge": 64 * 64, "longest_edge": 64 * 32 * 32},
+    )
+
+
+def write_parts(folder: Path, tokenizer: Any, config: Any) -> None:
+    """Write everything of a checkpoint but its weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(folder)
+    config.save_pretrained(folder)
+    build_image_processor().save_pretrained(folder)
