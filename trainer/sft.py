@@ -7,13 +7,14 @@ In: a recipe. Out: a checkpoint folder with weights in bfloat16, tokenizer, chat
 from __future__ import annotations
 
 import argparse
+import copy
 import hashlib
 import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -48,81 +49,102 @@ class Recipe:
 
 
 RECIPES = {
-    "starter": Recipe("starter", steps=11_000, batch_size=512, lr=1.2e-3, warmup_steps=400),
+    "starter": Recipe("starter", steps=20_000, batch_size=384, lr=1.2e-3, warmup_steps=400),
     "smoke": Recipe("smoke", steps=150, batch_size=16, lr=2e-3, warmup_steps=10, levels=(1,), corpus_size=2_000),
 }
 
 
 @dataclass(frozen=True, eq=False)
 class SftBatch:
-    """A padded batch. Legend: B demonstrations, T tokens, H W picture sides."""
+    """Packed rows. Legend: B rows, T tokens, D demonstrations, H W picture sides.
+
+    `document_BT` numbers the demonstrations inside a row from 1; 0 is padding. Pictures stand in row order.
+    """
 
     ids_BT: Tensor
+    document_BT: Tensor
     loss_mask_BT: Tensor
     positions_3BT: Tensor
-    images_BHW: Tensor
+    images_DHW: Tensor
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> SftBatch:
+        return SftBatch(*(function(getattr(self, f.name)) for f in fields(self)))
 
     def to(self, device: torch.device) -> SftBatch:
         """Move to a device."""
-        parts = (self.ids_BT, self.loss_mask_BT, self.positions_3BT, self.images_BHW)
-        return SftBatch(*(part.to(device, non_blocking=True) for part in parts))
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> SftBatch:
         """Called by the data loader, so that copies to the device overlap with work."""
-        parts = (self.ids_BT, self.loss_mask_BT, self.positions_3BT, self.images_BHW)
-        return SftBatch(*(part.pin_memory() for part in parts))
+        return self._map(Tensor.pin_memory)
 
 
 @dataclass(frozen=True)
 class Collator:
-    """Pads demonstrations on the right, to a multiple of 16 so that few shapes occur."""
+    """Packs demonstrations into rows of `width` tokens, longest first, each where it still fits."""
 
     image_token_id: int
     pad_id: int
+    width: int = 576
     patch_size: int = 16
     merge_size: int = 2
 
     def __call__(self, demonstrations: Sequence[Demonstration]) -> SftBatch:
-        width = -(-max(len(d.ids_T) for d in demonstrations) // 16) * 16
-        ids_BT = np.full((len(demonstrations), width), self.pad_id, dtype=np.int64)
-        mask_BT = np.zeros((len(demonstrations), width), dtype=bool)
-        positions_3BT = np.zeros((3, len(demonstrations), width), dtype=np.int64)
-        for row, d in enumerate(demonstrations):
-            height, breadth = (side // self.patch_size for side in d.image_HW.shape)
-            ids_BT[row, : len(d.ids_T)] = d.ids_T
-            mask_BT[row, : len(d.ids_T)] = d.loss_mask_T
-            positions_3BT[:, row, : len(d.ids_T)] = mrope_positions(
-                d.ids_T, [(1, height, breadth)], self.image_token_id, self.merge_size
-            )
-        images_BHW = np.stack([d.image_HW for d in demonstrations])
-        return SftBatch(*(torch.from_numpy(x) for x in (ids_BT, mask_BT, positions_3BT, images_BHW)))
+        rows: list[list[Demonstration]] = []
+        room: list[int] = []
+        for d in sorted(demonstrations, key=lambda d: -len(d.ids_T)):
+            length = len(d.ids_T)
+            row = next((index for index, free in enumerate(room) if free >= length), len(rows))
+            if row == len(rows):
+                rows.append([])
+                room.append(max(self.width, length))
+            rows[row].append(d)
+            room[row] -= length
+        width = max(self.width, max(len(d.ids_T) for d in demonstrations))
+        height = -(-len(rows) // 16) * 16  # few shapes, so that few graphs are compiled
+        ids_BT = np.full((height, width), self.pad_id, dtype=np.int64)
+        document_BT = np.zeros((height, width), dtype=np.int32)
+        mask_BT = np.zeros((height, width), dtype=bool)
+        positions_3BT = np.zeros((3, height, width), dtype=np.int64)
+        for row, packed in enumerate(rows):
+            end = 0
+            for number, d in enumerate(packed, 1):
+                grid = (1, *(side // self.patch_size for side in d.image_HW.shape))
+                start, end = end, end + len(d.ids_T)
+                ids_BT[row, start:end] = d.ids_T
+                document_BT[row, start:end] = number
+                mask_BT[row, start:end] = d.loss_mask_T
+                positions_3BT[:, row, start:end] = mrope_positions(d.ids_T, [grid], self.image_token_id, self.merge_size)
+        images_DHW = np.stack([d.image_HW for packed in rows for d in packed])
+        return SftBatch(*(torch.from_numpy(x) for x in (ids_BT, document_BT, mask_BT, positions_3BT, images_DHW)))
 
 
-def patchify(images_BHW: Tensor, patch_size: int = 16, merge_size: int = 2, temporal: int = 2) -> Tensor:
-    """Cut uint8 grey pictures into patches, (B * patches, D), as the starter's image processor does for RGB ones.
+def patchify(images_DHW: Tensor, patch_size: int = 16, merge_size: int = 2, temporal: int = 2) -> Tensor:
+    """Cut uint8 grey pictures into patches, (patches of all, values), as the starter's image processor does for RGB ones.
 
     Values go from 0..255 to -1..1; patches come in merge-block order; the one frame fills the temporal axis.
     """
-    batch, height, width = images_BHW.shape
+    count, height, width = images_DHW.shape
     rows, columns = height // patch_size // merge_size, width // patch_size // merge_size
-    x = images_BHW.float() / 127.5 - 1.0
-    x = x.view(batch, rows, merge_size, patch_size, columns, merge_size, patch_size)
+    x = images_DHW.float() / 127.5 - 1.0
+    x = x.view(count, rows, merge_size, patch_size, columns, merge_size, patch_size)
     x = x.permute(0, 1, 4, 2, 5, 3, 6).reshape(-1, 1, 1, patch_size * patch_size)
     return x.expand(-1, 3, temporal, -1).reshape(x.shape[0], -1)
 
 
 def sft_loss(model: PolicyModel, batch: SftBatch) -> Tensor:
     """Return the mean cross-entropy over the tokens that count."""
-    batch_size, height, width = batch.images_BHW.shape
+    count, height, width = batch.images_DHW.shape
     grid = (1, height // 16, width // 16)
-    tokens = batch_size * grid[1] * grid[2] // model.merge_size**2
+    tokens = count * grid[1] * grid[2] // model.merge_size**2
     vision = VisionBatch(
-        pixels_PD=patchify(batch.images_BHW),
-        grids=(grid,) * batch_size,
+        pixels_PD=patchify(batch.images_DHW),
+        grids=(grid,) * count,
         feature_index_N=torch.arange(tokens, device=batch.ids_BT.device),
     )
-    target_BT = batch.loss_mask_BT.roll(-1, dims=1)  # the prompt comes first, so no target wraps around
-    logits_NV = model(batch.ids_BT, batch.positions_3BT, None, target_BT, vision)
+    same_BTT = batch.document_BT[:, :, None] == batch.document_BT[:, None, :]
+    target_BT = batch.loss_mask_BT.roll(-1, dims=1)  # every demonstration begins with a prompt, so no target wraps around
+    logits_NV = model(batch.ids_BT, batch.positions_3BT, same_BTT.tril()[:, None], target_BT, vision)
     return F.cross_entropy(logits_NV.float(), batch.ids_BT[batch.loss_mask_BT])
 
 
@@ -164,8 +186,8 @@ def batches(recipe: Recipe, tokenizer: Any, num_workers: int, device: torch.devi
 def train(recipe: Recipe, folder: Path, device: torch.device, num_workers: int, budget_s: float) -> dict[str, Any]:
     """Train a starter and write its checkpoint to `folder`; return what `recipe.json` holds.
 
-    `budget_s` > 0 shortens the schedule to what fits that time at the speed of the first 200 steps; the number of
-    steps taken is reported.
+    `budget_s` > 0 fits the schedule into that time at the speed of steps 100 to 300; the number of steps taken is
+    reported.
     """
     torch.manual_seed(recipe.seed)
     started = time.perf_counter()
@@ -174,17 +196,21 @@ def train(recipe: Recipe, folder: Path, device: torch.device, num_workers: int, 
     config = build_config(shape, tokenizer)
     write_parts(folder, tokenizer, config)
     model = PolicyModel.from_config(config).to(device)
+    if device.type == "cuda":
+        compile_blocks(model)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=recipe.lr, betas=(0.9, 0.95), weight_decay=recipe.weight_decay, fused=True
     )
     losses: list[float] = []
     recent: list[Tensor] = []
     trained = 0
-    loop_started = time.perf_counter()
+    loop_started = warm = time.perf_counter()
     for step, batch in enumerate(batches(recipe, tokenizer, num_workers, device)):
-        if budget_s and step == 200:
-            speed = (time.perf_counter() - loop_started) / 200
-            steps = min(recipe.steps, int((budget_s - (time.perf_counter() - started)) / speed) + 200)
+        if step == 100:
+            warm = time.perf_counter()
+        if budget_s and step == 300:
+            now = time.perf_counter()
+            steps = 300 + int((budget_s - (now - started)) / (now - warm) * 200)
             recipe = Recipe(**{**asdict(recipe), "steps": steps, "mixture": recipe.mixture})
         if step >= recipe.steps or (budget_s and time.perf_counter() - started > 1.1 * budget_s):
             break
@@ -203,6 +229,7 @@ def train(recipe: Recipe, folder: Path, device: torch.device, num_workers: int, 
             recent.clear()
             speed = (time.perf_counter() - loop_started) / (step + 1)
             print(f"step {step + 1}/{recipe.steps}  loss {losses[-1]:.4f}  {speed * 1e3:.0f} ms/step", flush=True)
+            save_weights(model, folder)  # a run that is cut off leaves its latest weights
     digest = save_weights(model, folder)
     report = {
         "recipe": asdict(recipe),
@@ -218,9 +245,21 @@ def train(recipe: Recipe, folder: Path, device: torch.device, num_workers: int, 
     return report
 
 
+def compile_blocks(model: PolicyModel) -> None:
+    """Compile every transformer block on its own: the blocks of a tower share one graph."""
+    inner: Any = model.backbone.model
+    for block in [*inner.language_model.layers, *inner.visual.blocks]:
+        block.compile(dynamic=False)
+
+
 def save_weights(model: PolicyModel, folder: Path) -> str:
     """Write `model.safetensors` in bfloat16, tied weights once; return its SHA-256."""
-    model.backbone.to(torch.bfloat16).save_pretrained(folder)  # type: ignore[operator]
+    state = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in model.backbone.state_dict().items()}
+    del state["lm_head.weight"]  # tied to the embedding
+    model.backbone.save_pretrained(folder, state_dict=state)  # type: ignore[operator]
+    config = copy.deepcopy(model.config)
+    config.dtype = config.text_config.dtype = config.vision_config.dtype = "bfloat16"
+    config.save_pretrained(folder)
     return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
 
 

@@ -68,7 +68,10 @@ class Geo3kEnv(Env):
         return {}, {}
 
     def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
-        """Take one turn of the model: a call, also a broken one, is answered; no call ends the episode. No raise."""
+        """Take one turn of the model: a call, also a broken one, is answered; a text without one ends the episode.
+
+        Never raises, and takes time linear in the text.
+        """
         self.turn += 1
         call = parse_tool_call(response_text)
         if call is None:

@@ -65,7 +65,8 @@ def test_a_turn_without_a_call_ends_the_episode_without_an_observation() -> None
 @pytest.mark.parametrize(
     ("text", "outcome", "finding"),
     [
-        ("<tool_call>{</tool_call>", "malformed", "Bad JSON: Expecting property name enclosed in double quotes."),
+        ("<tool_call>{</tool_call>", "malformed", "The JSON ends too early."),
+        ("<tool_call>calc_score(68)</tool_call>", "malformed", "Bad JSON: Expecting value."),
         ('<tool_call>{"function":"calc_score"}</tool_call>', "malformed", '"name" is missing.'),
         ('<tool_call>{"name":5}</tool_call>', "malformed", '"name" must be a string.'),
         (call("68", name="calculator"), "unknown_tool", "Unknown tool."),

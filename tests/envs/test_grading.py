@@ -126,11 +126,10 @@ def test_every_gold_answer_scores_1_against_itself_bare_and_boxed() -> None:
 
 
 def test_the_numeric_value_of_a_gold_answer_scores_1_where_it_is_irrational() -> None:
-    # The one missed has a value that is rounded to three decimals in the data.
     irrational = [row for row in rows() if "\\sqrt" in row["answer"] or "\\pi" in row["answer"]]
     missed = [row["answer"] for row in irrational if grade(repr(row["answer_value"]), row["answer"]) == 0.0]
     assert len(irrational) > 100
-    assert missed == [r"16 \sqrt { 61 }"]
+    assert missed == []
 
 
 def test_no_wrong_answer_scores_against_a_gold_answer() -> None:
@@ -223,7 +222,7 @@ MATH = st.sampled_from(
 @given(
     st.one_of(st.text(), st.lists(MATH, max_size=20).map("".join)), st.sampled_from(["5", r"8\sqrt{2}", "x+1", "(1,2)"])
 )
-def test_no_text_makes_the_grader_raise_and_each_equals_itself(answer: str, label: str) -> None:
+def test_no_text_makes_the_grader_raise(answer: str, label: str) -> None:
     assert grade(answer, label) in (0.0, 1.0)
     assert extract_answer(answer) is None or grade(answer, answer) in (0.0, 1.0)
     assert grade(label, label) == 1.0

@@ -226,10 +226,10 @@ class ParallelLines(Family):
         shape = rotated(shape, rng.uniform(-0.12, 0.12))
         if rng.random() < 0.5:
             shape = mirrored(shape)
-        corner, a, b, end_a, end_b = canvas.fit(shape, rng, (6, 6))
+        corner, a, b, end_a, end_b = canvas.fit(shape, rng, (7, 11))
         for start, end in ((a, end_a), (b, end_b)):
             canvas.line(start, end)
-            canvas.arrow(start, end, 0.92)
+            canvas.arrow(start, end, 0.88)
         canvas.line(a, corner)
         canvas.line(corner, b)
         canvas.angle(a, end_a, corner, f"{givens[0]}°")

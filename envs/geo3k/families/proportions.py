@@ -106,7 +106,7 @@ class SimilarTriangles(Family):
         shape = rotated([0j, 1.6 + 0j, apex, d, e], upright(rng, 0.12))
         if rng.random() < 0.5:
             shape = mirrored(shape)
-        a, b, apex, d, e = canvas.fit(shape, rng, (24, 8), stretch=1)
+        a, b, apex, d, e = canvas.fit(shape, rng, (24, 10), stretch=1)
         canvas.polygon((a, b, apex))
         canvas.line(d, e)
         canvas.arrow(a, b, 0.55)

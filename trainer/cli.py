@@ -1,0 +1,85 @@
+"""Command lines from configuration models: a pydantic tree and argv in, a validated model out.
+
+Every field of every section is one flag, `--max-turns` for `max_turns`; every error is one line that names the flag.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from envs.errors import UserError, did_you_mean
+
+M = TypeVar("M", bound=BaseModel)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises `UserError` where argparse would print usage and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        flag, _, rule = message.removeprefix("argument ").partition(":")
+        raise UserError(flag.strip(), (rule or "is wrong").strip(), " ".join(sys.argv[1:]), "see --help")
+
+
+def leaves(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
+    """Yield every field of the tree that is not itself a section, with its path."""
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from leaves(field.annotation, (*path, name))
+        else:
+            yield (*path, name), field
+
+
+def parse(model: type[M], argv: Sequence[str] | None, prog: str, description: str) -> M:
+    """Return the model that the flags describe. Raises `UserError` on unknown flags and broken rules."""
+    parser = _Parser(prog=prog, description=description, allow_abbrev=False)
+    flags: dict[str, tuple[str, ...]] = {}
+    for path, field in leaves(model):
+        flag = "--" + path[-1].replace("_", "-")
+        assert flag not in flags, f"two fields are called {flag}"
+        flags[flag] = path
+        _add(parser, flag, field)
+    known, unknown = parser.parse_known_args(argv)
+    if unknown:
+        raise UserError(unknown[0].split("=")[0], "is no flag of this command", unknown[0], did_you_mean(unknown[0], flags))
+    given = {path: value for path in flags.values() if (value := vars(known)[path[-1]]) is not None}
+    tree: dict[str, Any] = {}
+    for path, value in given.items():
+        place = tree
+        for name in path[:-1]:
+            place = place.setdefault(name, {})
+        place[path[-1]] = value
+    try:
+        return model.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = next(str(part) for part in reversed(first["loc"]) if isinstance(part, str))
+        flag = "--" + name.replace("_", "-")
+        rule = first["msg"].replace("Input should be", "must be").replace("Value error, ", "")
+        help_text = next(field.description for path, field in leaves(model) if path[-1] == name)
+        raise UserError(flag, rule, first["input"], f"it is the {help_text}") from None
+
+
+def _add(parser: argparse.ArgumentParser, flag: str, field: FieldInfo) -> None:
+    default = field.get_default()
+    text = f"{field.description} (default: {default if default not in ('', ()) else 'empty'})".replace("%", "%%")
+    if field.annotation is bool:
+        parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
+    elif isinstance(default, tuple):
+        parser.add_argument(flag, action="append", metavar="VALUE", default=None, help=text)
+    else:
+        parser.add_argument(flag, metavar="VALUE", default=None, help=text)
+
+
+def exit_code(main: Callable[[], int]) -> int:
+    """Run a command; print a user's error as one line and return 2 for it."""
+    try:
+        return main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
