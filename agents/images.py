@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -24,7 +25,7 @@ class ImageStore:
         image = store.process(Image.new("RGB", (160, 128)))    # image.num_tokens == 20
     """
 
-    def __init__(self, processor: object, merge_size: int, capacity: int = 1024) -> None:
+    def __init__(self, processor: Any, merge_size: int, capacity: int = 1024) -> None:
         self._processor, self.merge_size, self._capacity = processor, merge_size, capacity
         self._images: OrderedDict[str, ProcessedImage] = OrderedDict()
 
@@ -36,6 +37,10 @@ class ImageStore:
         processor = Qwen2VLImageProcessorPil.from_pretrained(path)
         return cls(processor, merge_size=int(processor.merge_size))
 
+    def save(self, folder: str | Path) -> None:
+        """Write `preprocessor_config.json`."""
+        self._processor.save_pretrained(folder)
+
     def process(self, image: Image.Image) -> ProcessedImage:
         """Return the patches of a picture (RGB), from the store when it was seen before."""
         image = image.convert("RGB")
@@ -43,7 +48,7 @@ class ImageStore:
         if digest in self._images:
             self._images.move_to_end(digest)
             return self._images[digest]
-        processed = self._processor(images=[image], return_tensors="np")  # type: ignore[operator]
+        processed = self._processor(images=[image], return_tensors="np")
         time, height, width = (int(n) for n in processed["image_grid_thw"][0])
         result = ProcessedImage(
             digest=digest,

@@ -10,6 +10,7 @@ V vocabulary.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -152,6 +153,18 @@ class PolicyModel(nn.Module):
         register_attention()
         config._attn_implementation = "sdpa"
         return cls(Qwen3VLForConditionalGeneration(config))
+
+    def save(self, folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
+        """Write configuration and weights as a Hugging Face folder, tied weights once."""
+        state = {name: tensor.detach().to("cpu", dtype) for name, tensor in self.backbone.state_dict().items()}
+        if self.config.tie_word_embeddings:
+            del state["lm_head.weight"]
+        backbone: Any = self.backbone
+        backbone.save_pretrained(folder, state_dict=state)
+        config = copy.deepcopy(self.config)
+        for part in (config, config.text_config, config.vision_config):
+            part.dtype = str(dtype).removeprefix("torch.")
+        config.save_pretrained(folder)
 
     @property
     def image_token_id(self) -> int:

@@ -32,7 +32,8 @@ def mrope_positions(
         rows, columns = height // merge_size, width // merge_size
         count = time * rows * columns
         assert used + count <= len(image_at), f"placeholders: {len(image_at)} in the stream, over {used + count} in grids"
-        first = int(image_at[used])
+        first, last = int(image_at[used]), int(image_at[used + count - 1])
+        assert last - first == count - 1, f"placeholders {first} to {last} are no unbroken run of {count}"
         text = first - start
         positions_3T[:, start:first] = cursor + np.arange(text)
         cursor += text

@@ -61,6 +61,11 @@ class Renderer:
             raise UserError("--model", "must have a chat template", str(path), "add chat_template.jinja")
         return cls(tokenizer, ImageStore.from_checkpoint(path))
 
+    def save(self, folder: str | Path) -> None:
+        """Write tokenizer, chat template and image processor settings into a model folder."""
+        self.tokenizer.save_pretrained(folder)
+        self.images.save(folder)
+
     def _stop_ids(self) -> tuple[int, ...]:
         ends = {self.tokenizer.eos_token_id, self.tokenizer.convert_tokens_to_ids("<|im_end|>")}
         return tuple(sorted(i for i in ends if i is not None and i != self.tokenizer.unk_token_id))

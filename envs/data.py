@@ -103,7 +103,7 @@ class RowSamples:
         messages = _parse_prompt(row, self._keys.prompt, where)
         messages = _place_images(messages, len(images), where)
         if self._system_prompt is not None:
-            messages = _add_system_prompt(messages, self._system_prompt)
+            messages = add_system_prompt(messages, self._system_prompt)
         row_id = row.get("id")
         return Record(
             id=f"{self._source.stem}-{index}" if row_id is None else str(row_id),
@@ -316,7 +316,7 @@ def _place_images(messages: Sequence[Message], num_images: int, where: str) -> l
     return placed
 
 
-def _add_system_prompt(messages: Sequence[Message], system_prompt: str) -> list[Message]:
+def add_system_prompt(messages: Sequence[Message], system_prompt: str) -> list[Message]:
     """Put the system prompt first; a system message of the row's own follows in the same message."""
     if messages[0]["role"] != "system":
         return [{"role": "system", "content": system_prompt}, *messages]

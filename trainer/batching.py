@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from agents.model import VisionBatch
+from agents.model import PolicyModel, VisionBatch
 from agents.positions import mrope_positions
-from agents.types import TrajectoryGroup
+from agents.types import ProcessedImage, TrajectoryGroup
 from trainer.advantages import group_advantages
 from trainer.types import MicroBatch, TrainingSample
 
@@ -19,9 +19,9 @@ def training_samples(
 ) -> list[TrainingSample]:
     """Return the samples that an optimizer step trains on, weighted by one over the step's model tokens (token-mean).
 
-    Broken episodes are left out of their group's statistics and of the loss; groups with fewer than two valid ones, or
-    with equal rewards, teach nothing and are left out too. The tokens of the latter still count in the denominator, as
-    in GRPO, where their gradient is 0 and not absent.
+    Broken episodes are left out of their group's statistics and of the loss; groups with fewer than two valid ones teach
+    nothing and are left out whole. A group with equal rewards has advantage 0 and stays: as in GRPO its tokens count in
+    the denominator, and in the step's statistics. A stream without model tokens counts in its group's statistics alone.
     """
     valid = [group for group in groups if len(group.valid) >= 2]
     total = sum(t.num_model_tokens for group in valid for t in group.valid)
@@ -29,6 +29,8 @@ def training_samples(
     for group in valid:
         advantages = group_advantages([t.reward for t in group.valid], scale_by_std)
         for trajectory, advantage in zip(group.valid, advantages, strict=True):
+            if trajectory.num_model_tokens == 0:
+                continue
             grids = [image.grid_thw for image in trajectory.images]
             samples.append(
                 TrainingSample(
@@ -53,6 +55,27 @@ def split_into_microbatches(samples: Sequence[TrainingSample], max_tokens: int) 
         else:
             bins.append([sample])
     return bins
+
+
+def filler_sample(model: PolicyModel, with_image: bool) -> TrainingSample:
+    """Return a stream of two tokens, none of them the model's: a row that runs the network and adds nothing to a gradient.
+
+    `with_image` makes the second token the placeholder of the smallest image there is.
+    """
+    vision, merge = model.config.vision_config, model.merge_size
+    patch_values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    pixels_PD = np.zeros((merge * merge, patch_values), dtype=np.float32)
+    images = (ProcessedImage("filler", pixels_PD, (1, merge, merge), num_tokens=1),) if with_image else ()
+    ids_T = np.array([0, model.image_token_id if with_image else 0])
+    return TrainingSample(
+        ids_T=ids_T,
+        mask_T=np.zeros(2, dtype=np.bool_),
+        logprobs_T=np.zeros(2, dtype=np.float32),
+        positions_3T=mrope_positions(ids_T, [image.grid_thw for image in images], model.image_token_id, merge),
+        images=images,
+        advantage=0.0,
+        weight=0.0,
+    )
 
 
 def collate(samples: Sequence[TrainingSample], device: torch.device | str) -> MicroBatch:

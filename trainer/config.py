@@ -38,7 +38,7 @@ class DataConfig(Section):
     system_prompt: str = Field("", description="system prompt; empty: the environment's")
     allow_outside_images: bool = Field(False, description="allow image paths outside the data file's folder")
     max_prompt_tokens: int = Field(1024, ge=1, description="longer prompts are left out and counted, never cut")
-    train_size: int = Field(4096, ge=1, description="how many of the environment's own training problems to use")
+    train_size: int = Field(1024, ge=1, description="how many of the environment's own training problems to use")
     eval_size: int = Field(256, ge=0, description="held-out problems before and after training; 0: no evaluation")
 
 
@@ -72,7 +72,7 @@ class OptimConfig(Section):
     clip_low: float = Field(0.2, ge=0, lt=1, description="lower clip of the ratio: 1 - clip_low")
     clip_high: float = Field(0.28, ge=0, description="upper clip of the ratio: 1 + clip_high")
     scale_by_std: bool = Field(True, description="divide advantages by the group's standard deviation")
-    max_tokens_per_microbatch: int = Field(8192, ge=1, description="padded tokens per forward and backward")
+    max_tokens_per_microbatch: int = Field(4096, ge=1, description="padded tokens per forward and backward")
 
 
 class LogConfig(Section):

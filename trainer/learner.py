@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from agents.engines.hf import sampling_logprobs
 from agents.model import PolicyModel
 from agents.types import SamplingParams
-from trainer.batching import collate, split_into_microbatches
+from trainer.batching import collate, filler_sample, split_into_microbatches
 from trainer.config import OptimConfig
 from trainer.loss import clipped_loss, entropy, k3_kl
 from trainer.types import MicroBatch, StepStats, TrainingSample
@@ -74,15 +74,16 @@ class Learner:
     def step(self, samples: Sequence[TrainingSample]) -> StepStats:
         """Take one optimizer step on this rank's samples; every rank must call it, also with none."""
         bins = split_into_microbatches(samples, self.optim.max_tokens_per_microbatch)
-        rounds = int(self._reduce([float(len(bins))], dist.ReduceOp.MAX)[0])
-        # FSDP communicates in every forward and backward, so all ranks need the same number of rounds.
-        assert len(bins) == rounds or dist.get_world_size() > 1
+        has_images = any(sample.images for sample in samples)
+        rounds, any_images = self._reduce([float(len(bins)), float(has_images)], dist.ReduceOp.MAX)
         sums = _Sums()
-        for index in range(rounds):
-            if index < len(bins):
-                self._backward(collate(bins[index], self.device), sums)
-            else:
-                self._backward_nothing(bins[0] if bins else None)
+        for index in range(int(rounds)):
+            chosen = bins[index] if index < len(bins) else []
+            # FSDP communicates in every forward and backward of every part, vision tower included. So all ranks run the
+            # same number of micro-batches and, where any rank has images in this step, all of them show one.
+            if not chosen or (any_images and not any(sample.images for sample in chosen)):
+                chosen = [*chosen, filler_sample(self.model, with_image=bool(any_images))]
+            self._backward(collate(chosen, self.device), sums)
         lr = self._set_lr()
         grad_norm = self._update() if rounds else 0.0
         self.steps_done += 1
@@ -107,18 +108,7 @@ class Learner:
             sums.gap += gap_N.sum().item()
             sums.entropy += entropy(logprobs_NV).sum().item()
             sums.clipped += clipped_N.sum().item()
-            sums.gap_max = max(sums.gap_max, gap_N.max().item())
-
-    def _backward_nothing(self, samples: Sequence[TrainingSample] | None) -> None:
-        """Take part in a round without adding to the gradient."""
-        ids_BT = torch.zeros(1, 2, dtype=torch.long, device=self.device)
-        positions_3BT = torch.zeros(3, 1, 2, dtype=torch.long, device=self.device)
-        vision = collate(samples[:1], self.device).vision if samples else None
-        if vision is not None:
-            batch = collate(samples[:1], self.device)  # type: ignore[index]
-            ids_BT, positions_3BT = batch.ids_BT, batch.positions_3BT
-        logits_NV = self.model(ids_BT, positions_3BT, None, torch.ones_like(ids_BT, dtype=torch.bool), vision)
-        (logits_NV.sum() * 0.0).backward()
+            sums.gap_max = max([sums.gap_max, *gap_N.tolist()])
 
     def _set_lr(self) -> float:
         warm = min(1.0, (self.steps_done + 1) / max(1, self.optim.warmup_steps))
@@ -163,7 +153,7 @@ class Learner:
     def weights(self) -> dict[str, Tensor]:
         """Return the full weights by parameter name, gathered from all ranks."""
         return {
-            name: parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+            name: parameter.full_tensor().detach() if isinstance(parameter, DTensor) else parameter.detach()
             for name, parameter in self.model.named_parameters()
         }
 

@@ -7,7 +7,6 @@ In: a recipe. Out: a checkpoint folder with weights in bfloat16, tokenizer, chat
 from __future__ import annotations
 
 import argparse
-import copy
 import hashlib
 import json
 import math
@@ -229,8 +228,9 @@ def train(recipe: Recipe, folder: Path, device: torch.device, num_workers: int, 
             recent.clear()
             speed = (time.perf_counter() - loop_started) / (step + 1)
             print(f"step {step + 1}/{recipe.steps}  loss {losses[-1]:.4f}  {speed * 1e3:.0f} ms/step", flush=True)
-            save_weights(model, folder)  # a run that is cut off leaves its latest weights
-    digest = save_weights(model, folder)
+            model.save(folder)  # a run that is cut off leaves its latest weights
+    model.save(folder)
+    digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
     report = {
         "recipe": asdict(recipe),
         "steps_taken": trained,
@@ -250,17 +250,6 @@ def compile_blocks(model: PolicyModel) -> None:
     inner: Any = model.backbone.model
     for block in [*inner.language_model.layers, *inner.visual.blocks]:
         block.compile(dynamic=False)
-
-
-def save_weights(model: PolicyModel, folder: Path) -> str:
-    """Write `model.safetensors` in bfloat16, tied weights once; return its SHA-256."""
-    state = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in model.backbone.state_dict().items()}
-    del state["lm_head.weight"]  # tied to the embedding
-    model.backbone.save_pretrained(folder, state_dict=state)  # type: ignore[operator]
-    config = copy.deepcopy(model.config)
-    config.dtype = config.text_config.dtype = config.vision_config.dtype = "bfloat16"
-    config.save_pretrained(folder)
-    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -113,13 +113,13 @@ class HFEngine:
         self._open: set[int] = set()
         self._waiting: list[tuple[_Session, GenerateRequest, asyncio.Future[Completion]]] = []
         self._slots: asyncio.Semaphore | None = None
-        self._running = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._running: asyncio.Task[None] | None = None
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[_Session]:
         """Open a session; waits while `max_batch` are open."""
-        self._slots = self._slots or asyncio.Semaphore(self.max_batch)
-        async with self._slots:
+        async with self._slots_of_loop():
             session = _Session(self, self._opened)
             self._opened += 1
             self._open.add(session.order)
@@ -128,6 +128,13 @@ class HFEngine:
             finally:
                 self._open.discard(session.order)
                 self._start_if_ready()
+
+    def _slots_of_loop(self) -> asyncio.Semaphore:
+        """Return the places for sessions; a semaphore belongs to one event loop, an engine may outlive several."""
+        loop = asyncio.get_running_loop()
+        if self._slots is None or self._loop is not loop:
+            self._slots, self._loop = asyncio.Semaphore(self.max_batch), loop
+        return self._slots
 
     async def submit(self, session: _Session, request: GenerateRequest) -> Completion:
         """Queue one turn; it runs as soon as no open session is still busy elsewhere."""
@@ -146,8 +153,7 @@ class HFEngine:
         if self._running or not self._waiting or len(self._waiting) < len(self._open):
             return
         batch, self._waiting = sorted(self._waiting, key=lambda entry: entry[0].order), []
-        self._running = True
-        asyncio.get_running_loop().create_task(self._run(batch))
+        self._running = asyncio.get_running_loop().create_task(self._run(batch))
 
     async def _run(self, batch: list[tuple[_Session, GenerateRequest, asyncio.Future[Completion]]]) -> None:
         try:
@@ -162,7 +168,7 @@ class HFEngine:
                 if not future.done():
                     future.set_exception(error)
         finally:
-            self._running = False
+            self._running = None
             self._start_if_ready()
 
     def load_weights(self, weights: dict[str, Tensor], version: int) -> None:
@@ -180,6 +186,8 @@ class HFEngine:
         """Write one turn for each session, all together."""
         sessions = [session for session, _ in turns]
         requests = [request for _, request in turns]
+        laws = {(r.sampling.temperature, r.sampling.suppressed_ids) for r in requests}
+        assert len(laws) == 1, f"a batch is drawn with one temperature and one set of suppressed ids, got {laws}"
         capacity = max(len(r.ids) - len(s.ids) for s, r in turns) + max(r.max_new_tokens for r in requests)
         representative, row_of = _unique_prompts(turns)
         cache = _BatchCache([sessions[i] for i in representative], capacity, self.device)

@@ -1,0 +1,42 @@
+# Set-up, checks and the demonstration run. `make help` lists the targets.
+#
+# PYTHON       interpreter that makes the virtual environment, 3.11 or newer
+# TORCH_INDEX  package index with the torch build you want; on Linux without a GPU it saves gigabytes of CUDA libraries:
+#              make install TORCH_INDEX=https://download.pytorch.org/whl/cpu
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## /  make \1|/p' Makefile | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'
+
+install: $(STAMP) ## make .venv with the package and its development tools; again after pyproject.toml changed
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo "error: PYTHON: must be Python 3.11 or newer, got $(PYTHON)" \
+			"($$($(PYTHON) --version 2>&1 | head -n 1)); try make install PYTHON=python3.11" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --editable ".[dev]"
+	@touch $@
+
+demo: $(STAMP) ## train the bundled model on the bundled problems, on the CPU
+	$(BIN)/python -m trainer.run --env geo3k --max-turns 3
+
+test: $(STAMP) ## run the tests
+	$(BIN)/python -m pytest -q
+
+lint: $(STAMP) ## check style, formatting and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+clean: ## delete the virtual environment, caches and build products; runs are kept
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find envs agents trainer tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,108 @@
+"""Recorded episodes: trajectories in; one JSON line each, and one PNG per distinct picture, out.
+
+`episodes.jsonl` is only ever appended to, a whole line at a time, so a run that is killed loses at most its last line. Pictures are
+named by the hash of their pixels and referred to as `{"type": "image", "image": "images/HASH.png"}` in messages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from PIL import Image
+
+from agents.types import Trajectory
+
+SCHEMA_VERSION = 1
+
+
+class Recorder:
+    """Appends episodes to a folder.
+
+    Example::
+
+        with Recorder(Path("runs/x/episodes"), env="geo3k") as recorder:
+            recorder.write(trajectory, step=3, phase="train", advantage=0.7)
+    """
+
+    def __init__(self, folder: Path, env: str) -> None:
+        self.folder, self.env = folder, env
+        (folder / "images").mkdir(parents=True, exist_ok=True)
+        self._file: TextIO = (folder / "episodes.jsonl").open("a", encoding="utf-8")
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def write(self, trajectory: Trajectory, step: int, phase: str, advantage: float | None = None) -> None:
+        """Append one episode and make sure that it is out of this process."""
+        t = trajectory
+        line = {
+            "schema": SCHEMA_VERSION,
+            "env": self.env,
+            "phase": phase,
+            "step": step,
+            "sample_id": t.sample_id,
+            "sample_index": t.sample_index,
+            "seed": t.seed,
+            "reward": t.reward,
+            "advantage": advantage,
+            "end_reason": t.end_reason.value,
+            "error": t.error,
+            "metadata": _plain(t.metadata),
+            "messages": [self._message(message) for message in t.messages],
+            "turns": [
+                {
+                    "start": turn.start,
+                    "end": turn.end,
+                    "text": turn.text,
+                    "finish": turn.finish,
+                    "weight_version": turn.weight_version,
+                    "observation": self._message(turn.observation) if turn.observation else None,
+                    "info": _plain(turn.info),
+                    "engine_s": round(turn.engine_s, 6),
+                    "env_s": round(turn.env_s, 6),
+                }
+                for turn in t.turns
+            ],
+            "prompt_length": t.prompt_length,
+            "ids": t.ids_T.tolist(),
+            "mask": t.mask_T.astype(int).tolist(),
+            "logprobs": [round(float(x), 6) for x in t.logprobs_T],
+            "image_grids": [list(image.grid_thw) for image in t.images],
+        }
+        self._file.write(json.dumps(line, ensure_ascii=True) + "\n")
+        self._file.flush()
+
+    def _message(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        content = message.get("content")
+        if not isinstance(content, list):
+            return dict(message)
+        parts = [{**part, "image": self._picture(part["image"])} if part["type"] == "image" else part for part in content]
+        return {**message, "content": parts}
+
+    def _picture(self, image: Image.Image) -> str:
+        digest = hashlib.blake2b(image.tobytes(), digest_size=16, salt=b"%dx%d" % image.size).hexdigest()
+        path = self.folder / "images" / f"{digest}.png"
+        if not path.exists():
+            image.save(path)
+        return f"images/{digest}.png"
+
+
+def _plain(value: Any) -> Any:
+    """Return the value as JSON can hold it; what it cannot becomes its text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else repr(value)

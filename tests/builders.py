@@ -1,0 +1,147 @@
+"""Small builders that tests of agents and trainer share: a checkpoint, pictures, prompts, requests, streams.
+
+Legend: B rows, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from agents.engines.hf import HFEngine, sampling_logprobs
+from agents.model import PolicyModel, VisionBatch
+from agents.positions import mrope_positions
+from agents.renderer import Rendered, Renderer
+from agents.types import (
+    Completion,
+    EndReason,
+    GenerateRequest,
+    ProcessedImage,
+    SamplingParams,
+    Trajectory,
+    TrajectoryGroup,
+    Turn,
+)
+from envs.types import Sample
+from trainer.starter.architecture import SHAPES, build_config, build_tokenizer, write_parts
+from trainer.starter.demonstrations import corpus
+
+
+def write_tiny_checkpoint(folder: Path) -> None:
+    """Write the smoke shape with weights large enough that text and pictures move the logits by several nats."""
+    from transformers import Qwen3VLForConditionalGeneration
+
+    tokenizer = build_tokenizer(corpus(200, seed=1), SHAPES["smoke"].vocabulary)
+    config = build_config(SHAPES["smoke"], tokenizer)
+    write_parts(folder, tokenizer, config)
+    torch.manual_seed(0)
+    network = Qwen3VLForConditionalGeneration(config)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4.0)
+    network.save_pretrained(folder)
+
+
+def picture(width: int = 64, height: int = 64, seed: int = 0) -> Image.Image:
+    """Return a picture of random pixels; its sides are multiples of 32, so each 32 x 32 square is one token."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def question(text: str, *images: Image.Image) -> tuple[dict, ...]:
+    """Return a one-message prompt that shows images, then text."""
+    parts = [{"type": "image", "image": image} for image in images]
+    return ({"role": "user", "content": [*parts, {"type": "text", "text": text}]},)
+
+
+def sample(text: str = "Find x.", *images: Image.Image, id: str = "sample") -> Sample:
+    return Sample(id=id, prompt=question(text, *images), label="5")
+
+
+def sampling(renderer: Renderer, temperature: float = 1.0) -> SamplingParams:
+    return SamplingParams(temperature, renderer.stop_ids, renderer.suppressed_ids)
+
+
+def request(
+    rendered: Rendered,
+    params: SamplingParams,
+    max_new_tokens: int = 12,
+    seed: int = 0,
+    before: GenerateRequest | None = None,
+    written: Completion | None = None,
+) -> GenerateRequest:
+    """Return a request for the rendered stream, which follows `before` and what the model wrote to it."""
+    ids = before.ids + written.ids if before and written else ()
+    images = before.images if before else ()
+    return GenerateRequest(ids + rendered.ids, images + rendered.images, max_new_tokens, params, seed)
+
+
+async def play(engine: HFEngine, requests: Sequence[GenerateRequest]) -> list[Completion]:
+    """Write one turn for every request, each in a session of its own, all at once."""
+
+    async def one(asked: GenerateRequest) -> Completion:
+        async with engine.session() as session:
+            return await session.generate(asked)
+
+    return list(await asyncio.gather(*(one(asked) for asked in requests)))
+
+
+@torch.no_grad()
+def full_logprobs(
+    model: PolicyModel, ids: Sequence[int], images: Sequence[ProcessedImage], params: SamplingParams
+) -> Tensor:
+    """Return the (T - 1, V) log-probs of every next token of one stream, from a forward over all of it."""
+    ids_T = np.asarray(ids, dtype=np.int64)
+    positions = mrope_positions(ids_T, [image.grid_thw for image in images], model.image_token_id, model.merge_size)
+    select_BT = torch.ones(1, len(ids), dtype=torch.bool)
+    select_BT[0, -1] = False
+    logits = model(
+        torch.from_numpy(ids_T)[None],
+        torch.from_numpy(positions)[:, None],
+        None,
+        select_BT,
+        VisionBatch.build([images], "cpu"),
+    )
+    return sampling_logprobs(logits, params.logprob_temperature, params.suppressed_ids)
+
+
+def turn(start: int, end: int, text: str = "") -> Turn:
+    return Turn(start, end, text, "stop", 0, None, {}, 0.0, 0.0)
+
+
+def trajectory(
+    ids: Sequence[int] = (5, 6, 7, 8),
+    mask: Sequence[int] = (0, 0, 1, 1),
+    logprobs: Sequence[float] | None = None,
+    images: Sequence[ProcessedImage] = (),
+    reward: float = 1.0,
+    end_reason: EndReason = EndReason.COMPLETED,
+) -> Trajectory:
+    """Return a trajectory whose turns are the runs of ones in `mask`; log-probs default to -1 on model tokens."""
+    mask_T = np.asarray(mask, dtype=np.bool_)
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask_T.astype(int), [0]])))
+    turns = tuple(turn(int(start), int(end)) for start, end in edges.reshape(-1, 2))
+    return Trajectory(
+        sample_id="sample",
+        sample_index=0,
+        seed=0,
+        ids_T=np.asarray(ids, dtype=np.int64),
+        mask_T=mask_T,
+        logprobs_T=np.asarray(logprobs if logprobs is not None else -mask_T.astype(float), dtype=np.float32),
+        images=tuple(images),
+        turns=turns,
+        reward=reward,
+        end_reason=end_reason,
+        prompt_length=turns[0].start if turns else len(mask_T),
+    )
+
+
+def group(*trajectories: Trajectory) -> TrajectoryGroup:
+    return TrajectoryGroup("sample", trajectories)

@@ -1,0 +1,109 @@
+"""Bad input is one line on standard error and exit code 2, before step 0 and before a run folder exists."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from trainer.cli import exit_code
+from trainer.run import run
+from trainer.starter import STARTER_PATH
+
+ROW = {"problem": "<image>Find x.", "answer": "5", "images": ["a.png"]}
+
+
+@pytest.fixture
+def rows(tmp_path: Path):
+    """Return a function that writes rows beside one good and one corrupt picture, and returns the file."""
+    Image.new("RGB", (64, 64), "white").save(tmp_path / "a.png")
+    good = (tmp_path / "a.png").read_bytes()
+    (tmp_path / "corrupt.png").write_bytes(good[: len(good) // 2])
+
+    def write(*lines: dict[str, object]) -> str:
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return str(path)
+
+    return write
+
+
+def complaint(argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """Run the command, hold it to the rules that every complaint obeys, and return the complaint."""
+    out = tmp_path / "runs"
+    assert exit_code(lambda: run([*argv, "--out", str(out), "--steps", "1"])) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: "), lines
+    assert not out.exists()
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--env", "geo3"], ["geo3", "did you mean 'geo3k'"]),
+        (["--max-turn", "3"], ["--max-turn", "did you mean '--max-turns'"]),
+        (["--max-turns", "0"], ["--max-turns", "greater than or equal to 1", "got 0"]),
+        (["--max-turns", "three"], ["--max-turns", "integer", "three"]),
+        (["--group-size", "1"], ["--group-size", "got 1"]),
+        (["--lr", "-1"], ["--lr", "got -1"]),
+        (["--schedule", "linear"], ["--schedule", "constant", "linear"]),
+        (["--max-turns"], ["--max-turns", "expected one argument"]),
+        (["--data", "nowhere.jsonl"], ["nowhere.jsonl"]),
+        (["--model", "no/such/model"], ["--model", "no/such/model"]),
+        (["--device", "abacus"], ["--device", "abacus"]),
+        (["--context-length", "100000"], ["--context-length", "4096"]),
+        (["--registry", "nowhere.yaml"], ["nowhere.yaml"]),
+    ],
+)
+def test_bad_flags(argv: list[str], words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = complaint(argv, tmp_path, capsys)
+    assert all(word in line for word in words), line
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({**ROW, "answer": None}, ["answer", "1"]),
+        ({"problem": "<image>Find x.", "images": ["a.png"]}, ["answer", "1"]),
+        ({**ROW, "images": ["corrupt.png"]}, ["corrupt.png", "1"]),
+        ({**ROW, "images": ["missing.png"]}, ["missing.png", "1"]),
+        ({**ROW, "problem": "<image><image>Find x."}, ["2", "1", "<image>"]),
+        ({**ROW, "images": ["/etc/hostname"]}, ["/etc/hostname"]),
+    ],
+)
+def test_bad_rows(row: dict[str, object], words: list[str], rows, tmp_path: Path, capsys) -> None:
+    line = complaint(["--data", rows(ROW, row)], tmp_path, capsys)
+    assert all(word in line for word in words), line
+
+
+def test_a_model_folder_without_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(STARTER_PATH, model, ignore=shutil.ignore_patterns("tokenizer*", "chat_template*"))
+    line = complaint(["--model", str(model)], tmp_path, capsys)
+    assert "--model" in line and "tokenizer" in line
+
+
+def test_prompts_that_are_all_too_long(rows, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = complaint(["--data", rows(ROW), "--max-prompt-tokens", "5"], tmp_path, capsys)
+    assert "5" in line and "prompt" in line
+
+
+def test_an_existing_run_folder_is_never_written_into(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "kept").mkdir()
+    assert exit_code(lambda: run(["--out", str(tmp_path), "--name", "kept"])) == 2
+    assert "--name" in capsys.readouterr().err
+    assert not list((tmp_path / "kept").iterdir())
+
+
+def test_the_command_itself_exits_with_2() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "trainer.run", "--env", "geo3k", "--max-turns", "0"], capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1 and done.stdout == ""

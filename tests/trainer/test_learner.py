@@ -1,0 +1,244 @@
+"""Claims about one optimizer step: the same gradient however samples are split, and statistics that tell the truth."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing import spawn
+
+from agents.engines.hf import HFEngine
+from agents.model import PolicyModel
+from agents.renderer import Renderer
+from agents.types import GenerateRequest, SamplingParams, Trajectory
+from tests.builders import full_logprobs, group, picture, play, question, request, sampling, trajectory
+from tests.trainer.steps import Stepped, rank_main, take_step
+from trainer.batching import training_samples
+from trainer.config import OptimConfig
+from trainer.learner import Learner
+from trainer.types import TrainingSample
+
+OPTIM = OptimConfig(lr=1e-3, warmup_steps=0, weight_decay=0.1, max_tokens_per_microbatch=100_000)
+PROMPTS = (
+    question("Find x."),
+    question("Find the area.", picture(64, 64, seed=1)),
+    question("What is the perimeter of the triangle?", picture(96, 64, seed=2), picture(64, 64, seed=1)),
+    question("y?", picture(64, 96, seed=3)),
+)
+
+
+def as_trajectory(asked: GenerateRequest, ids: Sequence[int], logprobs: Sequence[float], reward: float) -> Trajectory:
+    prompt = len(asked.ids)
+    return trajectory(
+        ids=[*asked.ids, *ids],
+        mask=[0] * prompt + [1] * len(ids),
+        logprobs=[0.0] * prompt + list(logprobs),
+        images=asked.images,
+        reward=reward,
+    )
+
+
+@pytest.fixture(scope="module")
+def on_policy(checkpoint: Path, renderer: Renderer) -> list[TrainingSample]:
+    """Four groups of three streams with zero, one or two images, sampled by the engine from the checkpoint's weights."""
+    model = PolicyModel.load(checkpoint)
+    params = sampling(renderer, temperature=0.7)
+    requests = [
+        request(renderer.prompt(prompt), params, max_new_tokens=5 + 4 * copy, seed=10 * number + copy)
+        for number, prompt in enumerate(PROMPTS)
+        for copy in range(3)
+    ]
+    completions = asyncio.run(play(HFEngine(model), requests))
+    streams = [
+        as_trajectory(asked, done.ids, done.logprobs, reward=float(index % 3 == 0))
+        for index, (asked, done) in enumerate(zip(requests, completions, strict=True))
+    ]
+    groups = [group(*streams[start : start + 3]) for start in range(0, len(streams), 3)]
+    return training_samples(groups, model.image_token_id, model.merge_size, scale_by_std=True)
+
+
+@pytest.fixture(scope="module")
+def samples(on_policy: list[TrainingSample]) -> list[TrainingSample]:
+    """The same streams as if the rollout's weights had been a little different, so that some ratios are clipped."""
+    rng = np.random.default_rng(0)
+    return [
+        replace(s, logprobs_T=np.where(s.mask_T, s.logprobs_T + rng.normal(0, 0.3, len(s.ids_T)), 0).astype(np.float32))
+        for s in on_policy
+    ]
+
+
+@pytest.fixture(scope="module")
+def params(renderer: Renderer) -> SamplingParams:
+    return sampling(renderer, temperature=0.7)
+
+
+@pytest.fixture(scope="module")
+def one_batch(checkpoint: Path, samples: list[TrainingSample], params: SamplingParams) -> Stepped:
+    return take_step(checkpoint, samples, params, OPTIM)
+
+
+def relative(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Return the norm of the difference over the norm, of all tensors together."""
+    assert got.keys() == expected.keys()
+    difference = sum(float((got[name] - expected[name]).double().square().sum()) for name in expected)
+    return (difference / sum(float(tensor.double().square().sum()) for tensor in expected.values())) ** 0.5
+
+
+def assert_same_step(got: Stepped, expected: Stepped) -> None:
+    assert relative(got.gradients, expected.gradients) < 1e-5
+    assert relative(got.weights, expected.weights) < 1e-5
+    for field in ("loss", "grad_norm", "rollout_train_kl", "logprob_gap_mean", "logprob_gap_max", "entropy", "clip_frac"):
+        assert getattr(got.stats, field) == pytest.approx(getattr(expected.stats, field), rel=1e-4, abs=1e-7), field
+    assert got.stats.num_tokens == expected.stats.num_tokens
+
+
+@pytest.mark.parametrize("max_tokens", [1, 60, 150])
+def test_a_step_is_the_same_however_samples_are_cut_into_microbatches(
+    checkpoint: Path, samples: list[TrainingSample], params: SamplingParams, one_batch: Stepped, max_tokens: int
+) -> None:
+    optim = OPTIM.model_copy(update={"max_tokens_per_microbatch": max_tokens})
+    assert_same_step(take_step(checkpoint, samples, params, optim), one_batch)
+
+
+def test_a_step_is_the_same_in_any_order_of_samples(
+    checkpoint: Path, samples: list[TrainingSample], params: SamplingParams, one_batch: Stepped
+) -> None:
+    optim = OPTIM.model_copy(update={"max_tokens_per_microbatch": 150})
+    assert_same_step(take_step(checkpoint, samples[::-1], params, optim), one_batch)
+
+
+def test_a_step_equals_the_formula_written_out_stream_by_stream(
+    checkpoint: Path, samples: list[TrainingSample], params: SamplingParams, one_batch: Stepped
+) -> None:
+    model = PolicyModel.load(checkpoint)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    total = sum(int(s.mask_T.sum()) for s in samples)
+    loss, clipped = torch.zeros(()), 0
+    for s in samples:
+        table = full_logprobs.__wrapped__(model, s.ids_T.tolist(), s.images, params)  # with gradients
+        for place in np.flatnonzero(s.mask_T):
+            ratio = (table[place - 1, s.ids_T[place]] - float(s.logprobs_T[place])).exp()
+            free, bounded = -ratio * s.advantage, -ratio.clamp(0.8, 1.28) * s.advantage
+            clipped += int(bounded > free)
+            loss = loss + torch.maximum(free, bounded) / total
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    assert 0.05 < clipped / total < 0.95
+    assert one_batch.stats.loss == pytest.approx(loss.item(), rel=1e-5)
+    assert one_batch.stats.clip_frac == clipped / total
+    assert relative(one_batch.gradients, gradients) < 1e-5
+    norm = sum(float(g.double().square().sum()) for g in gradients.values()) ** 0.5
+    assert one_batch.stats.grad_norm == pytest.approx(norm, rel=1e-5)
+    # AdamW, first step: both moments are one gradient after bias correction. Elements whose gradient is rounding noise
+    # have no sign worth comparing.
+    for name, gradient in gradients.items():
+        clipped_gradient = gradient * min(1.0, 1.0 / norm)
+        expected = before[name] * (1 - 1e-3 * 0.1) - 1e-3 * clipped_gradient / (clipped_gradient.abs() + 1e-8)
+        solid = clipped_gradient.abs() > 1e-5
+        assert torch.allclose(one_batch.weights[name][solid], expected[solid], rtol=0, atol=1e-5), name
+
+
+@pytest.fixture(scope="module")
+def two_ranks(
+    checkpoint: Path, samples: list[TrainingSample], params: SamplingParams, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Stepped]:
+    """One step per way to split the samples over two processes."""
+    out = tmp_path_factory.mktemp("ranks")
+    text, pictured = samples[:3], samples[3:]
+    assert not any(s.images for s in text) and all(s.images for s in pictured)
+    splits = {
+        "uneven": (samples[:2] + samples[4:], samples[2:4]),
+        "none on the second": (samples, []),
+        "none on the first": ([], samples),
+        "text here and pictures there": (text, pictured),
+        "text alone": (text[:2], text[2:]),
+        "text alone on one": (text, []),
+    }
+    optim = OPTIM.model_copy(update={"max_tokens_per_microbatch": 150})
+    shares = {name: {"samples": split, "params": params, "optim": optim} for name, split in splits.items()}
+    spawn(rank_main, (str(out / "store"), checkpoint, shares, out), nprocs=2)
+    return {name: torch.load(out / f"{name}.pt", weights_only=False) for name in splits}
+
+
+@pytest.mark.parametrize(
+    "split", ["uneven", "none on the second", "none on the first", "text here and pictures there"]
+)
+def test_two_ranks_take_the_same_step_as_one(two_ranks: dict[str, Stepped], one_batch: Stepped, split: str) -> None:
+    assert_same_step(two_ranks[split], one_batch)
+
+
+@pytest.mark.parametrize("split", ["text alone", "text alone on one"])
+def test_two_ranks_without_pictures_take_the_same_step_as_one(
+    checkpoint: Path,
+    samples: list[TrainingSample],
+    params: SamplingParams,
+    two_ranks: dict[str, Stepped],
+    split: str,
+) -> None:
+    assert_same_step(two_ranks[split], take_step(checkpoint, samples[:3], params, OPTIM))
+
+
+def test_on_policy_streams_have_no_gap_to_the_trainer(
+    checkpoint: Path, on_policy: list[TrainingSample], params: SamplingParams
+) -> None:
+    stats = take_step(checkpoint, on_policy, params, OPTIM).stats
+    assert stats.num_tokens == sum(int(s.mask_T.sum()) for s in on_policy)
+    assert stats.rollout_train_kl < 1e-8
+    assert stats.logprob_gap_max < 1e-4
+    assert stats.clip_frac == 0.0
+
+
+def test_the_gap_grows_when_the_trainer_has_other_weights(
+    checkpoint: Path, on_policy: list[TrainingSample], params: SamplingParams
+) -> None:
+    gaps = []
+    for noise in (0.01, 0.03):
+        model = PolicyModel.load(checkpoint)
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1 + noise * torch.randn_like(parameter))
+        gaps.append(Learner(model, OPTIM, params, num_steps=1).step(on_policy).rollout_train_kl)
+    assert 1e-5 < gaps[0] < gaps[1]
+
+
+def test_a_wrong_temperature_in_the_trainer_shows_in_the_gap(
+    checkpoint: Path, on_policy: list[TrainingSample], params: SamplingParams
+) -> None:
+    wrong = replace(params, temperature=1.0)
+    assert take_step(checkpoint, on_policy, wrong, OPTIM).stats.rollout_train_kl > 1e-3
+
+
+def test_a_gradient_that_is_not_finite_changes_no_weight(
+    model: PolicyModel, samples: list[TrainingSample], params: SamplingParams
+) -> None:
+    learner = Learner(model, OPTIM, params, num_steps=2)
+    before = {name: w.clone() for name, w in learner.weights().items()}
+    broken = [replace(samples[0], advantage=float("inf")), *samples[1:]]
+    assert not np.isfinite(learner.step(broken).grad_norm)
+    assert all(torch.equal(weight, before[name]) for name, weight in learner.weights().items())
+    # The optimizer's state is untouched as well: the next step is an ordinary one.
+    assert np.isfinite(learner.step(samples).grad_norm)
+    assert all(weight.isfinite().all() for weight in learner.weights().values())
+
+
+def test_a_step_without_samples_changes_no_weight(model: PolicyModel, params: SamplingParams) -> None:
+    learner = Learner(model, OPTIM, params, num_steps=1)
+    before = {name: w.clone() for name, w in learner.weights().items()}
+    stats = learner.step([])
+    assert (stats.num_tokens, stats.loss, stats.grad_norm) == (0, 0.0, 0.0)
+    assert all(torch.equal(weight, before[name]) for name, weight in learner.weights().items())
+
+
+def test_the_learning_rate_warms_up_and_then_follows_its_schedule(model: PolicyModel, params: SamplingParams) -> None:
+    optim = OPTIM.model_copy(update={"lr": 1.0, "warmup_steps": 2, "schedule": "cosine"})
+    learner = Learner(model, optim, params, num_steps=4)
+    rates = [learner.step([]).lr for _ in range(4)]
+    cosine = [1.0, 0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5]  # (1 + cos(k pi / 4)) / 2
+    assert rates == pytest.approx([0.5 * cosine[0], *cosine[1:]])

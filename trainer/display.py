@@ -1,0 +1,84 @@
+"""What a person at the terminal sees of a run: live progress, then tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from trainer.evaluate import Evaluation
+
+
+class Display:
+    """Prints to one console; a line per step stays on screen, a bar with the time left moves below it.
+
+    Example::
+
+        with Display() as display:
+            display.begin("train", total=20)
+            display.step(row)
+            display.advance()
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(highlight=False)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        left = (TextColumn("ETA"), TimeRemainingColumn())
+        self._progress = Progress(*columns, *left, console=self.console, transient=True)
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> Display:
+        self._progress.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._progress.stop()
+
+    def say(self, text: str) -> None:
+        """Print one line."""
+        self.console.print(text, soft_wrap=True, markup=False)
+
+    def begin(self, name: str, total: int) -> None:
+        """Start a bar of `total` parts in place of the one before."""
+        if self._task is not None:
+            self._progress.remove_task(self._task)
+        self._task = self._progress.add_task(f"{name:<22}", total=total)
+
+    def advance(self) -> None:
+        """Move the bar by one."""
+        if self._task is not None:
+            self._progress.advance(self._task)
+
+    def step(self, row: Mapping[str, float], total: int) -> None:
+        """Print one training step."""
+        self.say(
+            f"step {row['step']:>3.0f}/{total}  reward {row['reward']:.3f}  turns {row['turns']:.2f}  "
+            f"kl {row.get('rollout_train_kl', 0.0):.1e}  entropy {row.get('entropy', 0.0):.3f}  "
+            f"grad {row.get('grad_norm', 0.0):.2f}  {row['tokens_per_s']:.0f} tokens/s  "
+            f"rollout {row['rollout_s']:.1f}s train {row['train_s']:.1f}s"
+        )
+
+    def summary(self, before: Mapping[str, Evaluation], after: Mapping[str, Evaluation], ends: Mapping[str, int]) -> None:
+        """Print held-out accuracy before and after, and how training episodes ended."""
+        if after:
+            table = Table(title="Held-out accuracy")
+            for column in ("", "before", "after", "change"):
+                table.add_column(column, justify="left" if not column else "right")
+            for name, final in after.items():
+                first = before[name]
+                table.add_row(
+                    f"{name} ({final.num_problems} problems)",
+                    f"{first.accuracy:.3f}",
+                    f"{final.accuracy:.3f}",
+                    f"{final.accuracy - first.accuracy:+.3f}",
+                )
+            self.console.print(table)
+        table = Table(title="How training episodes ended")
+        table.add_column("end reason")
+        table.add_column("episodes", justify="right")
+        for reason, count in sorted(ends.items(), key=lambda item: -item[1]):
+            table.add_row(reason, str(count))
+        self.console.print(table)

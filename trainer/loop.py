@@ -1,0 +1,169 @@
+"""The training loop: prepared parts in, better weights, metrics, recordings and a summary out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import sys
+import time
+from collections import Counter
+from dataclasses import asdict
+from typing import Any
+
+from agents.recording import Recorder
+from agents.rollout import derive_seed, rollout_groups
+from agents.types import TrajectoryGroup
+from envs.data import epoch_order
+from envs.registry import EnvArgs
+from envs.types import Sample
+from trainer.advantages import group_advantages
+from trainer.batching import training_samples
+from trainer.display import Display
+from trainer.evaluate import Evaluation, evaluate
+from trainer.metrics import MetricsLog, draw_curve, rollout_metrics
+from trainer.setup import RunParts
+
+#: The two ways a policy is evaluated, and their names in tables and summary.
+WITH_TOOL, WITHOUT_TOOL = "with_tool", "without_tool"
+
+
+class TrainingLoop:
+    """Runs a prepared run from its first evaluation to its summary.
+
+    Example::
+
+        summary = asyncio.run(TrainingLoop(prepare(config), Display()).run())
+        summary["accuracy_after"]["with_tool"]
+    """
+
+    def __init__(self, parts: RunParts, display: Display) -> None:
+        self.parts, self.config, self.display = parts, parts.config, display
+        dumped = parts.config.model_dump(mode="json")
+        (parts.folder / "config.json").write_text(json.dumps(dumped, indent=1) + "\n", encoding="utf-8")
+        self.log = MetricsLog(parts.folder, dumped, parts.config.log.tensorboard)
+        self.recorder = Recorder(parts.folder / "episodes", parts.config.env.env) if parts.config.log.record else None
+        self.before: dict[str, Evaluation] = {}
+        self.after: dict[str, Evaluation] = {}
+        self.ends: Counter[str] = Counter()
+        self.started = time.perf_counter()
+
+    async def run(self) -> dict[str, Any]:
+        """Evaluate, train, evaluate; on Ctrl-C stop after what is saved. Returns the summary, which is also on disk."""
+        interrupted = False
+        try:
+            self.before = await self._evaluate("evaluate before")
+            self.display.begin("train", self.config.steps)
+            for step in range(1, self.config.steps + 1):
+                await self._step(step)
+                self.display.advance()
+            self.after = await self._evaluate("evaluate after")
+        except asyncio.CancelledError:
+            interrupted = True
+            self.display.say("interrupted: saving what there is")
+        finally:
+            summary = self._finish(interrupted)
+        return summary
+
+    async def _step(self, step: int) -> None:
+        """Roll out, train, sync, log."""
+        config, parts = self.config, self.parts
+        rollout_started = time.perf_counter()
+        groups = await rollout_groups(
+            parts.episode(config.env.max_turns),
+            self._problems(step),
+            parts.build_env,
+            parts.env_args,
+            config.rollout.group_size,
+            derive_seed(config.seed, "train", step),
+        )
+        train_started = time.perf_counter()
+        model = parts.engine.model
+        samples = training_samples(groups, model.image_token_id, model.merge_size, config.optim.scale_by_std)
+        stats = await asyncio.to_thread(parts.learner.step, samples)
+        parts.engine.load_weights(parts.learner.weights(), version=step)
+        done = time.perf_counter()
+        metrics = rollout_metrics(groups, config.env.max_turns)
+        metrics["rollout_s"] = train_started - rollout_started
+        metrics["train_s"] = done - train_started
+        metrics["tokens_per_s"] = sum(t.num_model_tokens for g in groups for t in g.trajectories) / (
+            done - rollout_started
+        )
+        row = self.log.write(step, metrics, stats)
+        self._record(groups, step)
+        self.display.step(row, config.steps)
+
+    def _problems(self, step: int) -> list[Sample]:
+        """Return the step's problems: a seeded order of all, epoch after epoch."""
+        count, samples = self.config.rollout.problems_per_step, self.parts.train_samples
+        chosen = []
+        for position in range((step - 1) * count, step * count):
+            epoch, place = divmod(position, len(samples))
+            chosen.append(samples[epoch_order(len(samples), self.config.seed, epoch)[place]])
+        return chosen
+
+    def _record(self, groups: list[TrajectoryGroup], step: int) -> None:
+        self.ends.update(t.end_reason.value for group in groups for t in group.trajectories)
+        if self.recorder is None:
+            return
+        for group in groups:
+            advantages = iter(group_advantages([t.reward for t in group.valid], self.config.optim.scale_by_std))
+            for t in group.trajectories:
+                self.recorder.write(t, step, "train", float(next(advantages)) if t.end_reason.is_valid else None)
+
+    async def _evaluate(self, name: str) -> dict[str, Evaluation]:
+        """Return accuracy on the held-out problems with the tool over all turns, and without it in one turn."""
+        source = self.parts.eval_samples
+        if source is None:
+            return {}
+        samples = [source[index] for index in range(len(source))]
+        self.display.begin(name, 2 * len(samples))
+        seed = derive_seed(self.config.seed, "evaluate")
+        results = {}
+        for key, turns, tools in ((WITH_TOOL, self.config.env.max_turns, True), (WITHOUT_TOOL, 1, False)):
+            results[key] = await evaluate(
+                self.parts.episode(turns, tools),
+                samples,
+                self.parts.build_env,
+                EnvArgs(turns),
+                seed,
+                on_episode=lambda trajectory: self.display.advance(),
+            )
+            self.display.say(f"{name}: {results[key].accuracy:.3f} {key.replace('_', ' ')}")
+        return results
+
+    def _finish(self, interrupted: bool) -> dict[str, Any]:
+        """Write weights, curve and summary; close all files."""
+        folder, rows = self.parts.folder, self.log.rows
+        self.parts.save_model(folder / "model")
+        summary = {
+            "env": self.config.env.env,
+            "seed": self.config.seed,
+            "steps_done": len(rows),
+            "interrupted": interrupted,
+            "seconds": round(time.perf_counter() - self.started, 1),
+            "peak_memory_gib": round(peak_memory_gib(), 3),
+            "accuracy_before": {name: e.accuracy for name, e in self.before.items()},
+            "accuracy_after": {name: e.accuracy for name, e in self.after.items()},
+            "evaluation_before": {name: asdict(e) for name, e in self.before.items()},
+            "evaluation_after": {name: asdict(e) for name, e in self.after.items()},
+            "max_rollout_train_kl": max((row["rollout_train_kl"] for row in rows), default=None),
+            "end_reasons": dict(self.ends),
+            "num_overlong": self.parts.num_overlong,
+            "reward_first": rows[0]["reward"] if rows else None,
+            "reward_last": rows[-1]["reward"] if rows else None,
+        }
+        (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        before, after = (e[WITH_TOOL].accuracy if e else None for e in (self.before, self.after))
+        title = f"{self.config.env.env}, seed {self.config.seed}"
+        draw_curve(rows, before, after, folder / "reward_curve.png", title)
+        self.log.close()
+        if self.recorder:
+            self.recorder.close()
+        return summary
+
+
+def peak_memory_gib() -> float:
+    """Return this process's largest resident size so far."""
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

@@ -1,0 +1,113 @@
+"""What a run leaves to look at: a dict of numbers per step in; `metrics.jsonl`, TensorBoard, wandb and a curve out."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from agents.types import TrajectoryGroup
+from trainer.types import StepStats
+
+
+def rollout_metrics(groups: Sequence[TrajectoryGroup], max_turns: int) -> dict[str, float]:
+    """Return the numbers of one step's rollout; rewards are means over valid episodes.
+
+    `groups_used_frac` counts groups whose rewards differ, which are those that teach.
+    """
+    trajectories = [t for group in groups for t in group.trajectories]
+    valid = [t for t in trajectories if t.end_reason.is_valid]
+    turns = [turn for t in trajectories for turn in t.turns]
+    outcomes = Counter(str(turn.info["tool_outcome"]) for turn in turns if "tool_outcome" in turn.info)
+    ends = Counter(t.end_reason.value for t in trajectories)
+    count, rewards = max(1, len(trajectories)), [t.reward for t in valid]
+    metrics = {
+        "reward": sum(rewards) / max(1, len(rewards)),
+        "turns": sum(len(t.turns) for t in trajectories) / count,
+        "tokens_per_episode": sum(t.num_model_tokens for t in trajectories) / count,
+        "episodes": len(trajectories),
+        "valid_frac": len(valid) / count,
+        "groups_used_frac": sum(len({t.reward for t in g.valid}) > 1 for g in groups) / max(1, len(groups)),
+        "env_s": sum(turn.env_s for turn in turns) / max(1, len(turns)),
+    }
+    metrics |= {f"end/{reason}": number / count for reason, number in sorted(ends.items())}
+    metrics |= {f"tool/{outcome}": number / max(1, len(turns)) for outcome, number in sorted(outcomes.items())}
+    return metrics | {
+        f"reward_after_turn/{n}": sum(t.reward for t in valid if len(t.turns) == n) / max(1, len(valid))
+        for n in range(1, max_turns + 1)
+    }
+
+
+class MetricsLog:
+    """Writes every step's numbers to all sinks; each line is on disk when `write` returns.
+
+    Example::
+
+        log = MetricsLog(Path("runs/x"), config={"seed": 0}, tensorboard=True)
+        log.write(1, {"reward": 0.4}, stats)
+        log.close()
+    """
+
+    def __init__(self, folder: Path, config: Mapping[str, Any], tensorboard: bool) -> None:
+        self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+        self.rows: list[dict[str, float]] = []
+        self._board: Any = None
+        self._wandb: Any = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(folder / "tensorboard"))
+        if os.environ.get("WANDB_API_KEY"):
+            import wandb
+
+            self._wandb = wandb.init(project="trueturn", name=folder.name, dir=str(folder), config=dict(config))
+
+    def write(self, step: int, metrics: Mapping[str, float], stats: StepStats | None = None) -> dict[str, float]:
+        """Add one step; return the row written."""
+        row = {"step": float(step), **metrics, **(asdict(stats) if stats else {})}
+        self.rows.append(row)
+        self._file.write(json.dumps({**row, "step": step}) + "\n")
+        self._file.flush()
+        if self._board:
+            for name, value in row.items():
+                self._board.add_scalar(name, value, step)
+        if self._wandb:
+            self._wandb.log(row, step=step)
+        return row
+
+    def close(self) -> None:
+        """Close all sinks."""
+        self._file.close()
+        if self._board:
+            self._board.close()
+        if self._wandb:
+            self._wandb.finish()
+
+
+def draw_curve(
+    rows: Sequence[Mapping[str, float]], before: float | None, after: float | None, path: Path, title: str
+) -> None:
+    """Draw reward and KL over the steps, with held-out accuracy before and after where it is known."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), dpi=120)
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    steps = [row["step"] for row in rows]
+    axes.plot(steps, [row["reward"] for row in rows], color="C0", label="training reward")
+    if before is not None and after is not None:
+        ends = [0, max([*steps, 1])]
+        axes.plot(ends, [before, after], "o--", color="C2", label="held-out accuracy, before and after")
+    axes.set(xlabel="step", ylabel="reward", ylim=(0, 1), title=title)
+    axes.grid(alpha=0.3)
+    other = axes.twinx()
+    other.semilogy(steps, [max(row.get("rollout_train_kl", 0.0), 1e-16) for row in rows], ":", color="C3", lw=1)
+    other.set_ylabel("rollout_train_kl (dotted)", color="C3")
+    axes.legend(loc="lower right")
+    figure.tight_layout()
+    figure.savefig(path)

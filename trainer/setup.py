@@ -1,0 +1,191 @@
+"""From a configuration to the objects of a run. Everything that a user can have got wrong is found here, before step 0."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from agents.engines.hf import HFEngine
+from agents.episode import Episode, Limits
+from agents.model import PolicyModel
+from agents.renderer import Renderer
+from agents.types import SamplingParams
+from envs.data import DataKeys, add_system_prompt, filter_overlong, load_samples
+from envs.errors import UserError
+from envs.registry import BuildEnv, EnvArgs, get_spec
+from envs.types import Sample, SampleSource
+from trainer.config import RunConfig
+from trainer.learner import Learner
+from trainer.starter import STARTER_PATH
+
+
+@dataclass(frozen=True)
+class PromptedSamples:
+    """A source of samples with a system prompt in front of each."""
+
+    source: SampleSource
+    system_prompt: str
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> Sample:
+        sample = self.source[index]
+        return replace(sample, prompt=tuple(add_system_prompt(sample.prompt, self.system_prompt)))
+
+
+@dataclass(frozen=True, eq=False)
+class RunParts:
+    """The checked, ready parts of a run."""
+
+    config: RunConfig
+    folder: Path
+    build_env: BuildEnv
+    train_samples: SampleSource
+    eval_samples: SampleSource | None
+    num_overlong: int
+    model_path: Path | str
+    renderer: Renderer
+    engine: HFEngine
+    learner: Learner
+
+    @property
+    def env_args(self) -> EnvArgs:
+        """What `build_env` is told of a training episode."""
+        return EnvArgs(self.config.env.max_turns)
+
+    def episode(self, max_turns: int, use_tools: bool = True) -> Episode:
+        """Return the agent loop with this run's limits."""
+        env = self.config.env
+        limits = Limits(max_turns=max_turns, max_new_tokens=env.max_new_tokens, env_timeout_s=env.env_timeout_s)
+        return Episode(self.engine, self.renderer, limits, self.sampling, use_tools)
+
+    def save_model(self, folder: Path) -> None:
+        """Write the learner's weights, with everything else of the checkpoint, as a Hugging Face folder."""
+        model = self.engine.model
+        if self.engine.weight_version != self.learner.steps_done:  # a step was cut off before its sync
+            self.engine.load_weights(self.learner.weights(), version=self.learner.steps_done)
+        model.save(folder)
+        self.renderer.save(folder)
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How tokens are drawn, in engine and trainer alike."""
+        renderer = self.renderer
+        return sampling_params(self.config, renderer)
+
+
+def sampling_params(config: RunConfig, renderer: Renderer) -> SamplingParams:
+    """Return the sampling that the configuration and the model's special tokens ask for."""
+    return SamplingParams(config.rollout.temperature, renderer.stop_ids, renderer.suppressed_ids)
+
+
+def prepare(config: RunConfig) -> RunParts:
+    """Check everything and build the parts of a run.
+
+    Raises:
+        UserError: environment, data, model, device or output folder cannot be used; says which and how to mend it.
+    """
+    spec = get_spec(config.env.env, *config.env.registry)
+    build_env = spec.load()
+    system_prompt = config.data.system_prompt or spec.load_system_prompt() or ""
+    model_path = resolve_model(config.model.model)
+    renderer = Renderer.from_checkpoint(model_path)
+
+    def load(name: str, split: str, size: int, seed: int) -> SampleSource:
+        if name:
+            keys = DataKeys(config.data.prompt_key, config.data.answer_key, config.data.image_keys)
+            outside = config.data.allow_outside_images
+            return load_samples(name, keys=keys, system_prompt=system_prompt or None, allow_outside_images=outside)
+        return PromptedSamples(spec.load_dataset(split, size, seed), system_prompt)
+
+    train = load(config.data.data, "train", config.data.train_size, config.seed)
+    evaluation = None
+    if config.data.eval_size and (config.data.eval_data or not config.data.data):
+        # Held-out problems are the same for every seed, so that runs can be compared.
+        evaluation = load(config.data.eval_data, "heldout", config.data.eval_size, 0)
+    train, num_overlong = filter_overlong(
+        train, prompt_length(renderer, build_env, config), config.data.max_prompt_tokens
+    )
+    model = PolicyModel.load(model_path)
+    check_fit(config, model)
+    device = check_device(config.model.device)
+    engine = HFEngine(
+        PolicyModel.load(model_path), config.model.context_length, config.rollout.max_batch, device=device
+    )
+    learner = Learner(model, config.optim, sampling_params(config, renderer), config.steps, device=device)
+    return RunParts(
+        config=config,
+        folder=make_folder(config),
+        build_env=build_env,
+        train_samples=train,
+        eval_samples=evaluation,
+        num_overlong=num_overlong,
+        model_path=model_path,
+        renderer=renderer,
+        engine=engine,
+        learner=learner,
+    )
+
+
+def resolve_model(name: str) -> Path | str:
+    """Return the folder of the bundled model, or the name as given."""
+    if name != "starter":
+        return name
+    if not (STARTER_PATH / "model.safetensors").exists():
+        fix = "run `python -m trainer.sft --recipe starter` and give its folder"
+        raise UserError("--model", "the bundled starter weights are missing", str(STARTER_PATH), fix)
+    return STARTER_PATH
+
+
+def prompt_length(renderer: Renderer, build_env: BuildEnv, config: RunConfig) -> Callable[[Sample], int]:
+    """Return a function that counts the prompt tokens of a sample, tools and images included."""
+
+    def length(sample: Sample) -> int:
+        env = build_env(sample, EnvArgs(config.env.max_turns))
+        try:
+            return len(renderer.prompt(sample.prompt, env.tools).ids)
+        finally:
+            env.close()
+
+    return length
+
+
+def check_fit(config: RunConfig, model: PolicyModel) -> None:
+    """Raise where streams could become longer than the model's positions reach."""
+    reach = int(model.config.text_config.max_position_embeddings)
+    if config.model.context_length > reach:
+        rule = f"must be at most the model's {reach} positions"
+        raise UserError("--context-length", rule, config.model.context_length, f"give {reach} or less")
+    if config.data.max_prompt_tokens >= config.model.context_length:
+        fix = f"give less than the --context-length of {config.model.context_length}"
+        raise UserError("--max-prompt-tokens", "must leave room to answer", config.data.max_prompt_tokens, fix)
+
+
+def check_device(name: str) -> torch.device:
+    """Return the device, or say why it cannot be used."""
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).split("\n")[0]
+        raise UserError("--device", "must be usable by torch", name, f"give cpu or cuda ({reason})") from error
+    return device
+
+
+def make_folder(config: RunConfig) -> Path:
+    """Create the run folder; an existing one is never written into."""
+    name = config.log.name or f"{config.env.env}-{time.strftime('%Y%m%d-%H%M%S')}-seed{config.seed}-{os.getpid()}"
+    folder = config.log.out / name
+    try:
+        folder.mkdir(parents=True, exist_ok=False)
+    except FileExistsError:
+        raise UserError("--name", "must name a new run folder", str(folder), "choose another name") from None
+    except OSError as error:
+        raise UserError("--out", "must be writable", str(folder), f"give another folder ({error.strerror})") from error
+    return folder
