@@ -1,4 +1,7 @@
-"""What the agent loop asks of an engine. Engines: `agents.engines.hf` (embedded), `agents.engines.scripted` (tests, demonstrations)."""
+"""What the agent loop asks of an engine.
+
+Engines: `agents.engines.hf` (embedded), `agents.engines.scripted` (tests, demonstrations).
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The agent loop: one environment, one engine session, one append-only token stream.
 
-In: a sample, its environment, limits. Out: a `Trajectory`, whatever happened. The loop alone knows limits; the environment
-alone knows when its task ended; a fault of the environment is an end reason and never an exception.
+In: a sample, its environment, limits. Out: a `Trajectory`, whatever happened. The loop alone knows limits; the
+environment alone knows when its task ended; a fault of the environment is an end reason and never an exception.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from envs.types import Message, Sample
 R = TypeVar("R")
 
 
+@runtime_checkable
 class EpisodeEnv(Protocol):
     """The part of the environment contract that the loop uses."""
 
@@ -42,8 +43,8 @@ class EpisodeEnv(Protocol):
 class Limits:
     """The loop's limits on one episode.
 
-    `max_new_tokens` is the budget over everything after the prompt, environment tokens included. `env_timeout_s` bounds each
-    call into the environment, which then runs on a thread of its own; 0 calls it in place, without a bound.
+    `max_new_tokens` is the budget over everything after the prompt, environment tokens included. `env_timeout_s` bounds
+    each call into the environment, which then runs on a thread of its own; 0 calls it in place, without a bound.
     """
 
     max_turns: int = 3
@@ -110,11 +111,11 @@ class Episode:
         env: EpisodeEnv | None = None
         async with self.engine.session() as session:
             try:
-                env = await self._call(make_env)
+                env = await self._call(_build_env, make_env)
                 observation, _ = _checked_reset(await self._call(env.reset))
                 messages.extend(sample.prompt)
                 if observation:
-                    messages.append(await self._call(env.format_observation, observation))
+                    messages.append(_checked_message(await self._call(env.format_observation, observation)))
                 self._open(stream, messages, env)
                 end_reason = await self._turns(session, env, stream, turns, messages, seed)
                 reward = await self._reward(env, turns)
@@ -122,7 +123,8 @@ class Episode:
                 end_reason, error = fault.reason, str(fault)
             finally:
                 if env is not None:
-                    error = await self._close(env) or error
+                    close_error = await self._close(env)
+                    error = error or close_error
         trajectory = Trajectory(
             sample_id=sample.id,
             sample_index=sample_index,
@@ -170,20 +172,22 @@ class Episode:
                 )
             )
             assert completion.prompt_length == len(stream.ids), (
-                f"turn {number + 1}: the engine read {completion.prompt_length} tokens, the stream has {len(stream.ids)}"
+                f"turn {number + 1}: the engine read {completion.prompt_length} tokens, the stream has "
+                f"{len(stream.ids)}"
             )
             engine_s = time.perf_counter() - started
             start, end = stream.write(completion)
             text = self.renderer.decode(completion.ids)
             messages.append({"role": "assistant", "content": text})
             step_started = time.perf_counter()
-            observation, done, info, fault = {}, False, {}, None
+            message, done, info, fault = None, False, {}, None
             if completion.finish == "stop":
                 try:
                     observation, done, info = _checked_step(await self._call(env.step, text))
-                except EnvFault as caught:
+                    if observation:
+                        message = _checked_message(await self._call(env.format_observation, observation))
+                except EnvFault as caught:  # the turn is recorded before the episode ends
                     fault = caught
-            message = await self._call(env.format_observation, observation) if observation else None
             turns.append(
                 Turn(
                     start=start,
@@ -234,14 +238,16 @@ class Episode:
     async def _call(self, function: Callable[..., R], *args: object) -> R:
         """Call into the environment within its time limit; everything it raises becomes an `EnvFault`."""
         limit = self.limits.env_timeout_s
+        clock = asyncio.timeout(limit)
         try:
             if limit == 0:
                 return function(*args)
-            return await asyncio.wait_for(_on_thread(function, *args), limit)
-        except TimeoutError as error:
-            name = getattr(function, "__qualname__", repr(function))
-            raise EnvFault(EndReason.ENV_TIMEOUT, f"{name} took longer than {limit} s") from error
+            async with clock:
+                return await _on_thread(function, *args)
         except Exception as error:  # whatever an environment raises is data
+            if clock.expired():  # and not a TimeoutError of the environment's own
+                name = getattr(function, "__qualname__", repr(function))
+                raise EnvFault(EndReason.ENV_TIMEOUT, f"{name} took longer than {limit} s") from error
             raise EnvFault(EndReason.ENV_ERROR, _trace("the environment raised", error)) from error
 
     def _verified(self, trajectory: Trajectory) -> Trajectory:
@@ -280,6 +286,13 @@ async def _on_thread(function: Callable[..., R], *args: object) -> R:
     return await future
 
 
+def _build_env(make_env: Callable[[], EpisodeEnv]) -> EpisodeEnv:
+    env = make_env()
+    if not isinstance(env, EpisodeEnv):
+        raise TypeError(f"building must return an environment with the methods of envs.env.Env, got {env!r:.200}")
+    return env
+
+
 def _checked_reset(value: object) -> tuple[dict[str, Any], Mapping[str, Any]]:
     if isinstance(value, tuple) and len(value) == 2 and all(isinstance(part, dict) for part in value):
         return value
@@ -292,6 +305,13 @@ def _checked_step(value: object) -> tuple[dict[str, Any], bool, Mapping[str, Any
         if isinstance(observation, dict) and isinstance(done, bool | np.bool_) and isinstance(info, dict):
             return observation, bool(done), info
     raise EnvFault(EndReason.ENV_ERROR, f"step must return (dict, bool, dict), got {value!r:.200}")
+
+
+def _checked_message(value: object) -> Message:
+    if isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str | list):
+        return value
+    rule = 'format_observation must return {"role": str, "content": str or list}'
+    raise EnvFault(EndReason.ENV_ERROR, f"{rule}, got {value!r:.200}")
 
 
 def _trace(what: str, error: Exception) -> str:

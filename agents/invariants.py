@@ -12,8 +12,8 @@ def broken_invariant(
 ) -> str | None:
     """Return the rule that a trajectory breaks, with the numbers on both sides; None when all hold.
 
-    Checked: equal lengths; turns lie in order behind the prompt and are exactly the masked tokens; placeholders match the
-    image grids; the model sampled no image token; log-probs are finite, at most 0, and 0 outside the mask.
+    Checked: equal lengths; turns lie in order behind the prompt and are exactly the masked tokens; placeholders match
+    the image grids; the model sampled no image token; log-probs are finite, at most 0, and 0 outside the mask.
     """
     t = trajectory
     ids, mask, logprobs = t.ids_T, t.mask_T, t.logprobs_T
@@ -22,7 +22,7 @@ def broken_invariant(
     spans = np.zeros(len(ids), dtype=bool)
     cursor = t.prompt_length
     for number, turn in enumerate(t.turns, 1):
-        if not cursor <= turn.start < turn.end <= len(ids):
+        if not cursor <= turn.start <= turn.end <= len(ids):  # an aborted turn may be empty
             return f"turn {number}: span {turn.start}:{turn.end} after {cursor} in a stream of {len(ids)}"
         spans[turn.start : turn.end] = True
         cursor = turn.end

@@ -1,8 +1,9 @@
 """The policy network shared by engine and trainer: one forward pass over token streams with images.
 
-In: ids, mRoPE positions, an attention mask, and the unique images of the batch. Out: hidden states or logits. The network
-is a Transformers model; what is ours is that images are encoded once each however many streams show them, that positions
-are given and not recomputed, and that the vision tower's attention runs over all images at once instead of one by one.
+In: ids, mRoPE positions, an attention mask, and the unique images of the batch. Out: hidden states or logits. The
+network is a Transformers model; what is ours is that images are encoded once each however many streams show them, that
+positions are given and not recomputed, and that the vision tower's attention runs over all images at once instead of
+one by one.
 
 Legend: B streams, T tokens, C cached tokens, N chosen tokens, P patches of all images, D patch values, H hidden size,
 V vocabulary.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,9 +44,7 @@ class VisionBatch:
     feature_index_N: Tensor
 
     @classmethod
-    def build(
-        cls, images: Sequence[Sequence[ProcessedImage]], device: torch.device | str
-    ) -> VisionBatch | None:
+    def build(cls, images: Sequence[Sequence[ProcessedImage]], device: torch.device | str) -> VisionBatch | None:
         """Collect the images of each stream; None when there is none.
 
         Example: two streams that both show one 20-token image give 80 patch rows and 40 feature indices 0..19, 0..19.
@@ -86,7 +86,7 @@ def vision_attention(
     images of one length are batched together.
     """
     if num_equal:
-        _, heads, patches, dim = query.shape
+        heads, patches, dim = query.shape[1:]
         q, k, v = (
             x.view(heads, num_equal, patches // num_equal, dim).transpose(0, 1) for x in (query[0], key[0], value[0])
         )
@@ -94,15 +94,13 @@ def vision_attention(
         return out.transpose(1, 2).reshape(1, patches, heads, dim), None
     bounds = cu_seq_lens_q.tolist()
     by_length: dict[int, list[int]] = {}
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in itertools.pairwise(bounds):
         by_length.setdefault(end - start, []).append(start)
     result = torch.empty_like(query[0].transpose(0, 1))  # (P, heads, head_dim)
     for length, starts in by_length.items():
         rows = (torch.tensor(starts)[:, None] + torch.arange(length)).to(query.device)  # (images, length)
         q, k, v = (x[0][:, rows].transpose(0, 1) for x in (query, key, value))  # (images, heads, length, head_dim)
-        result[rows.flatten()] = (
-            F.scaled_dot_product_attention(q, k, v, scale=scaling).transpose(1, 2).flatten(0, 1)
-        )
+        result[rows.flatten()] = F.scaled_dot_product_attention(q, k, v, scale=scaling).transpose(1, 2).flatten(0, 1)
     return result.unsqueeze(0), None
 
 
@@ -138,7 +136,9 @@ class PolicyModel(nn.Module):
         try:
             config = AutoConfig.from_pretrained(path)
         except (OSError, ValueError) as error:
-            raise UserError("--model", "must be a model folder or hub id", str(path), str(error).split("\n")[0]) from error
+            raise UserError(
+                "--model", "must be a model folder or hub id", str(path), str(error).split("\n")[0]
+            ) from error
         if config.model_type != "qwen3_vl":
             raise UserError("--model", "must be a qwen3_vl checkpoint", config.model_type, "give a Qwen3-VL model")
         register_attention()

@@ -1,8 +1,8 @@
 """Multimodal rotary positions (mRoPE) of a token stream: ids and image grids in, three position rows out.
 
-A text token stands at the same place on all three axes (time, height, width). An image's tokens share one time and spread
-over height and width; the text after it goes on from one past the image's largest position. Qwen2-VL, arXiv 2409.12191,
-section 2.1; equal to `get_rope_index` of Transformers (tests hold it against that).
+A text token stands at the same place on all three axes (time, height, width). An image's tokens share one time and
+spread over height and width; the text after it goes on from one past the image's largest position. Qwen2-VL, arXiv
+2409.12191, section 2.1; equal to `get_rope_index` of Transformers (tests hold it against that).
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def mrope_positions(
     for time, height, width in grids:
         rows, columns = height // merge_size, width // merge_size
         count = time * rows * columns
-        assert used + count <= len(image_at), f"placeholders: {len(image_at)} in the stream, over {used + count} in grids"
+        assert used + count <= len(image_at), (
+            f"placeholders: {len(image_at)} in the stream, over {used + count} in grids"
+        )
         first, last = int(image_at[used]), int(image_at[used + count - 1])
         assert last - first == count - 1, f"placeholders {first} to {last} are no unbroken run of {count}"
         text = first - start

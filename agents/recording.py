@@ -1,7 +1,8 @@
 """Recorded episodes: trajectories in; one JSON line each, and one PNG per distinct picture, out.
 
-`episodes.jsonl` is only ever appended to, a whole line at a time, so a run that is killed loses at most its last line. Pictures are
-named by the hash of their pixels and referred to as `{"type": "image", "image": "images/HASH.png"}` in messages.
+`episodes.jsonl` is only ever appended to, a whole line at a time, so a run that is killed loses at most its last line.
+Pictures are named by the hash of their pixels; messages refer to them as
+`{"type": "image", "image": "images/HASH.png"}`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class Recorder:
     def __enter__(self) -> Recorder:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -88,7 +91,9 @@ class Recorder:
         content = message.get("content")
         if not isinstance(content, list):
             return dict(message)
-        parts = [{**part, "image": self._picture(part["image"])} if part["type"] == "image" else part for part in content]
+        parts = [
+            {**part, "image": self._picture(part["image"])} if part["type"] == "image" else part for part in content
+        ]
         return {**message, "content": parts}
 
     def _picture(self, image: Image.Image) -> str:

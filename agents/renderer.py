@@ -1,7 +1,8 @@
 """Chat messages to token ids, by the model's own template: the prompt once, then one suffix per environment message.
 
-Sampled ids are never decoded and encoded again. What follows a model turn is whatever the template writes between the end of
-an assistant message and the start of the next one (closers and newlines included), and only that text is tokenised.
+Sampled ids are never decoded and encoded again. What follows a model turn is whatever the template writes between the
+end of an assistant message and the start of the next one (closers and newlines included), and only that text is
+tokenised.
 """
 
 from __future__ import annotations
@@ -57,6 +58,11 @@ class Renderer:
         except Exception as error:  # Transformers raises OSError, ValueError, KeyError or TypeError for a missing file
             reason = str(error).strip().split("\n")[0]
             raise UserError("--model", "must have a tokenizer", str(path), f"add tokenizer.json ({reason})") from error
+        # Without any tokenizer file, Transformers makes an empty tokenizer and says nothing.
+        missing = {"<|im_end|>", "<|image_pad|>"} - tokenizer.get_vocab().keys()
+        if missing:
+            rule = f"must have a tokenizer with {' and '.join(sorted(missing))}"
+            raise UserError("--model", rule, str(path), "add the tokenizer.json of a Qwen3-VL model")
         if not tokenizer.chat_template:
             raise UserError("--model", "must have a chat template", str(path), "add chat_template.jinja")
         return cls(tokenizer, ImageStore.from_checkpoint(path))
@@ -91,7 +97,6 @@ class Renderer:
         message = self._defuse(message)
         around = self._around(message["role"], _shape(message)).split(_MARK)
         texts = [part["text"] for part in content_parts(message) if part["type"] == "text"]
-        texts = texts or [""] * (len(around) - 1)
         text = "".join(piece for pair in zip(around, [*texts, ""], strict=True) for piece in pair)
         last = self.tokenizer.convert_ids_to_tokens(last_id) if last_id in self.stop_ids else ""
         return self._encode(text.removeprefix(last), [message])
@@ -114,12 +119,19 @@ class Renderer:
         """Return the message with every control token spelled in its texts broken by a zero-width space.
 
         A row, a tool or a model may write `<|image_pad|>` or `<|im_end|>` as plain text; it must stay text.
+        Neighbouring texts become one first, since a token may be cut over two; a message without images has a string as
+        its content.
         """
-        content = message.get("content") or ""
-        if isinstance(content, str):
-            return {**message, "content": self._control.sub(_break, content)}
-        parts = [{**p, "text": self._control.sub(_break, p["text"])} if p["type"] == "text" else p for p in content]
-        return {**message, "content": parts}
+        parts: list[dict[str, Any]] = []
+        for part in content_parts(message):
+            if parts and parts[-1]["type"] == part["type"] == "text":
+                parts[-1] = {"type": "text", "text": parts[-1]["text"] + part["text"]}
+            else:
+                parts.append(part)
+        parts = [{**p, "text": self._control.sub(_break, p["text"])} if p["type"] == "text" else p for p in parts]
+        if len(parts) == 1 and parts[0]["type"] == "text":
+            return {**message, "content": parts[0]["text"]}
+        return {**message, "content": parts or ""}
 
     def _encode(self, text: str, messages: Sequence[Message]) -> Rendered:
         """Tokenise template text and write each image's placeholder as often as it has tokens."""

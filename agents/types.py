@@ -1,6 +1,7 @@
 """Frozen types of a rollout: what is asked of an engine, what comes back, and the finished trajectory.
 
-Legend of the shape suffixes: T tokens of one stream, G samples of one group, P patches of one image, D values of a patch.
+Legend of the shape suffixes: T tokens of one stream, G samples of one group, P patches of one image, D values of a
+patch.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ class Completion:
 class Turn:
     """One model turn: the span `[start, end)` of its tokens in the stream, its text, and what the environment said.
 
-    `observation` is the chat message shown next, or None when the episode ended here. Times are seconds.
+    `observation` is the environment's answer as a chat message, or None where it gave none; after the last turn the
+    model is no longer shown it. Times are seconds.
     """
 
     start: int

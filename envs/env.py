@@ -41,5 +41,5 @@ class Env(ABC):
     def reward(self, final_text: str) -> float:
         """Return the episode's reward, a finite number, from the last text that the model wrote."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most environments hold nothing
         """Release what the episode holds; called once, whatever happened."""

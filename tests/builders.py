@@ -93,7 +93,6 @@ async def play(engine: HFEngine, requests: Sequence[GenerateRequest]) -> list[Co
     return list(await asyncio.gather(*(one(asked) for asked in requests)))
 
 
-@torch.no_grad()
 def full_logprobs(
     model: PolicyModel, ids: Sequence[int], images: Sequence[ProcessedImage], params: SamplingParams
 ) -> Tensor:

@@ -6,10 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 from agents.model import PolicyModel
 from agents.renderer import Renderer
 from tests.builders import write_tiny_checkpoint
+
+# A first call may be slow (imports, caches), and a busy machine is no bug.
+settings.register_profile("no-deadline", deadline=None)
+settings.load_profile("no-deadline")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -19,9 +19,10 @@ def training_samples(
 ) -> list[TrainingSample]:
     """Return the samples that an optimizer step trains on, weighted by one over the step's model tokens (token-mean).
 
-    Broken episodes are left out of their group's statistics and of the loss; groups with fewer than two valid ones teach
-    nothing and are left out whole. A group with equal rewards has advantage 0 and stays: as in GRPO its tokens count in
-    the denominator, and in the step's statistics. A stream without model tokens counts in its group's statistics alone.
+    Broken episodes are left out of their group's statistics and of the loss; groups with fewer than two valid ones
+    teach nothing and are left out whole. A group with equal rewards has advantage 0 and stays: as in GRPO its tokens
+    count in the denominator, and in the step's statistics. A stream without model tokens counts in its group's
+    statistics alone.
     """
     valid = [group for group in groups if len(group.valid) >= 2]
     total = sum(t.num_model_tokens for group in valid for t in group.valid)
@@ -47,7 +48,7 @@ def training_samples(
 
 
 def split_into_microbatches(samples: Sequence[TrainingSample], max_tokens: int) -> list[list[TrainingSample]]:
-    """Group samples of like length so that rows times the longest stays within `max_tokens`; a longer one goes alone."""
+    """Group samples of like length so that rows times longest stays within `max_tokens`; a longer one goes alone."""
     bins: list[list[TrainingSample]] = []
     for sample in sorted(samples, key=lambda s: len(s.ids_T)):
         if bins and (len(bins[-1]) + 1) * len(sample.ids_T) <= max_tokens:
@@ -58,7 +59,7 @@ def split_into_microbatches(samples: Sequence[TrainingSample], max_tokens: int) 
 
 
 def filler_sample(model: PolicyModel, with_image: bool) -> TrainingSample:
-    """Return a stream of two tokens, none of them the model's: a row that runs the network and adds nothing to a gradient.
+    """Return a stream of two tokens, none of them the model's: a row that runs the network and adds no gradient.
 
     `with_image` makes the second token the placeholder of the smallest image there is.
     """

@@ -21,9 +21,11 @@ M = TypeVar("M", bound=BaseModel)
 class _Parser(argparse.ArgumentParser):
     """Raises `UserError` where argparse would print usage and exit."""
 
+    argv: Sequence[str] = ()
+
     def error(self, message: str) -> NoReturn:
         flag, _, rule = message.removeprefix("argument ").partition(":")
-        raise UserError(flag.strip(), (rule or "is wrong").strip(), " ".join(sys.argv[1:]), "see --help")
+        raise UserError(flag.strip(), (rule or "is wrong").strip(), " ".join(self.argv), "see --help")
 
 
 def leaves(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
@@ -44,9 +46,11 @@ def parse(model: type[M], argv: Sequence[str] | None, prog: str, description: st
         assert flag not in flags, f"two fields are called {flag}"
         flags[flag] = path
         _add(parser, flag, field)
-    known, unknown = parser.parse_known_args(argv)
+    parser.argv = sys.argv[1:] if argv is None else argv
+    known, unknown = parser.parse_known_args(parser.argv)
     if unknown:
-        raise UserError(unknown[0].split("=")[0], "is no flag of this command", unknown[0], did_you_mean(unknown[0], flags))
+        flag = unknown[0].split("=")[0]
+        raise UserError(flag, "is no flag of this command", unknown[0], did_you_mean(flag, flags))
     given = {path: value for path in flags.values() if (value := vars(known)[path[-1]]) is not None}
     tree: dict[str, Any] = {}
     for path, value in given.items():

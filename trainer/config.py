@@ -1,4 +1,4 @@
-"""Everything a run can be told: one tree of frozen models; every field is a command-line flag and its description the help.
+"""Everything a run can be told, one tree of frozen models: every field is a flag, its description the help.
 
 The defaults are the reference run: `geo3k` with the bundled starter model and bundled problems, on a CPU, in minutes.
 """
@@ -20,75 +20,91 @@ class Section(BaseModel):
 class EnvConfig(Section):
     """Which environment, and the limits of an episode."""
 
-    env: str = Field("geo3k", description="environment id in the registry")
-    registry: tuple[Path, ...] = Field((), description="more registry files; later ones win")
-    max_turns: int = Field(3, ge=1, description="model turns an episode may take")
-    max_new_tokens: int = Field(256, ge=1, description="token budget of an episode after its prompt, tool output included")
-    env_timeout_s: float = Field(30.0, ge=0, description="seconds that one call into the environment may take; 0: no limit")
+    env: str = Field(default="geo3k", description="environment id in the registry")
+    registry: tuple[Path, ...] = Field(default=(), description="more registry files; later ones win")
+    max_turns: int = Field(default=3, ge=1, description="model turns an episode may take")
+    max_new_tokens: int = Field(
+        default=256, ge=1, description="token budget of an episode after its prompt, tool output included"
+    )
+    env_timeout_s: float = Field(
+        default=30.0, ge=0, description="seconds that one call into the environment may take; 0: no limit"
+    )
 
 
 class DataConfig(Section):
     """Which problems."""
 
-    data: str = Field("", description="parquet, JSONL or JSON file, folder or hub id; empty: the environment's own problems")
-    eval_data: str = Field("", description="held-out problems, as --data; empty: the environment's own, when --data is empty")
-    prompt_key: str = Field("problem", description="column of the problem's text")
-    answer_key: str = Field("answer", description="column of the gold answer")
-    image_keys: str = Field("images", description="column of the image or images")
-    system_prompt: str = Field("", description="system prompt; empty: the environment's")
-    allow_outside_images: bool = Field(False, description="allow image paths outside the data file's folder")
-    max_prompt_tokens: int = Field(1024, ge=1, description="longer prompts are left out and counted, never cut")
-    train_size: int = Field(1024, ge=1, description="how many of the environment's own training problems to use")
-    eval_size: int = Field(256, ge=0, description="held-out problems before and after training; 0: no evaluation")
+    data: str = Field(
+        default="", description="parquet, JSONL or JSON file, folder or hub id; empty: the environment's own problems"
+    )
+    eval_data: str = Field(
+        default="", description="held-out problems, as --data; empty: the environment's own, when --data is empty"
+    )
+    prompt_key: str = Field(default="problem", description="column of the problem's text")
+    answer_key: str = Field(default="answer", description="column of the gold answer")
+    image_keys: str = Field(default="images", description="column of the image or images")
+    system_prompt: str = Field(default="", description="system prompt; empty: the environment's")
+    allow_outside_images: bool = Field(default=False, description="allow image paths outside the data file's folder")
+    max_prompt_tokens: int = Field(default=1024, ge=1, description="longer prompts are left out and counted, never cut")
+    train_size: int = Field(
+        default=1024, ge=1, description="how many of the environment's own training problems to use"
+    )
+    eval_size: int = Field(
+        default=256, ge=0, description="held-out problems before and after training; 0: no evaluation"
+    )
 
 
 class ModelConfig(Section):
     """Which model, and where."""
 
-    model: str = Field("starter", description="model folder or hub id; 'starter': the small model in the package")
-    device: str = Field("cpu", description="torch device of engine and learner")
-    context_length: int = Field(4096, ge=2, description="longest stream in tokens, prompt included")
+    model: str = Field(
+        default="starter", description="model folder or hub id; 'starter': the small model in the package"
+    )
+    device: str = Field(default="cpu", description="torch device of engine and learner")
+    context_length: int = Field(default=4096, ge=2, description="longest stream in tokens, prompt included")
 
 
 class RolloutConfig(Section):
     """How episodes are sampled."""
 
-    problems_per_step: int = Field(8, ge=1, description="problems per training step")
-    group_size: int = Field(8, ge=2, description="episodes per problem (G of GRPO)")
-    temperature: float = Field(1.0, gt=0, description="sampling temperature, applied alike in engine and trainer")
-    max_batch: int = Field(64, ge=1, description="episodes that the embedded engine runs at once")
+    problems_per_step: int = Field(default=8, ge=1, description="problems per training step")
+    group_size: int = Field(default=8, ge=2, description="episodes per problem (G of GRPO)")
+    temperature: float = Field(
+        default=1.0, gt=0, description="sampling temperature, applied alike in engine and trainer"
+    )
+    max_batch: int = Field(default=64, ge=1, description="episodes that the embedded engine runs at once")
 
 
 class OptimConfig(Section):
     """The optimizer and the loss."""
 
-    lr: float = Field(2e-4, gt=0, description="learning rate")
-    schedule: Literal["constant", "cosine"] = Field("constant", description="learning rate after the warm-up")
-    warmup_steps: int = Field(2, ge=0, description="steps of linear warm-up")
-    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's first moment decay")
-    beta2: float = Field(0.95, ge=0, lt=1, description="AdamW's second moment decay")
-    weight_decay: float = Field(0.0, ge=0, description="AdamW's weight decay")
-    max_grad_norm: float = Field(1.0, gt=0, description="gradients are scaled down to this norm")
-    clip_low: float = Field(0.2, ge=0, lt=1, description="lower clip of the ratio: 1 - clip_low")
-    clip_high: float = Field(0.28, ge=0, description="upper clip of the ratio: 1 + clip_high")
-    scale_by_std: bool = Field(True, description="divide advantages by the group's standard deviation")
-    max_tokens_per_microbatch: int = Field(4096, ge=1, description="padded tokens per forward and backward")
+    lr: float = Field(default=2e-4, gt=0, description="learning rate")
+    schedule: Literal["constant", "cosine"] = Field(default="constant", description="learning rate after the warm-up")
+    warmup_steps: int = Field(default=2, ge=0, description="steps of linear warm-up")
+    beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW's first moment decay")
+    beta2: float = Field(default=0.95, ge=0, lt=1, description="AdamW's second moment decay")
+    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's weight decay")
+    max_grad_norm: float = Field(default=1.0, gt=0, description="gradients are scaled down to this norm")
+    clip_low: float = Field(default=0.2, ge=0, lt=1, description="lower clip of the ratio: 1 - clip_low")
+    clip_high: float = Field(default=0.28, ge=0, description="upper clip of the ratio: 1 + clip_high")
+    scale_by_std: bool = Field(default=True, description="divide advantages by the group's standard deviation")
+    max_tokens_per_microbatch: int = Field(default=4096, ge=1, description="padded tokens per forward and backward")
 
 
 class LogConfig(Section):
     """What is kept of a run."""
 
-    out: Path = Field(Path("runs"), description="folder for run folders")
-    name: str = Field("", description="name of the run folder; empty: environment, time and seed")
-    tensorboard: bool = Field(True, description="write TensorBoard files")
-    record: bool = Field(True, description="record every training episode with its images")
+    out: Path = Field(default=Path("runs"), description="folder for run folders")
+    name: str = Field(default="", description="name of the run folder; empty: environment, time and seed")
+    tensorboard: bool = Field(default=True, description="write TensorBoard files")
+    record: bool = Field(default=True, description="record every training episode with its images")
 
 
 class RunConfig(Section):
     """A training run."""
 
-    steps: int = Field(20, ge=0, description="training steps")
-    seed: int = Field(0, ge=0, description="seed of problems, sampling and order")
+    steps: int = Field(default=20, ge=0, description="training steps")
+    seed: int = Field(default=0, ge=0, description="seed of problems, sampling and order")
     env: EnvConfig = EnvConfig()
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()

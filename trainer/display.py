@@ -6,7 +6,15 @@ from collections.abc import Mapping
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from trainer.evaluate import Evaluation
@@ -34,7 +42,9 @@ class Display:
         self._progress.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._progress.stop()
 
     def say(self, text: str) -> None:
@@ -61,7 +71,9 @@ class Display:
             f"rollout {row['rollout_s']:.1f}s train {row['train_s']:.1f}s"
         )
 
-    def summary(self, before: Mapping[str, Evaluation], after: Mapping[str, Evaluation], ends: Mapping[str, int]) -> None:
+    def summary(
+        self, before: Mapping[str, Evaluation], after: Mapping[str, Evaluation], ends: Mapping[str, int]
+    ) -> None:
         """Print held-out accuracy before and after, and how training episodes ended."""
         if after:
             table = Table(title="Held-out accuracy")

@@ -1,7 +1,7 @@
 """The learner: one sharded copy of the policy and its optimizer. Training samples in, step statistics out.
 
-FSDP2 (`fully_shard`) runs over every process of the default group; one process with gloo on a CPU is the smallest case of the
-same code. Each rank passes its share of the step's samples to `step`.
+FSDP2 (`fully_shard`) runs over every process of the default group; one process with gloo on a CPU is the smallest case
+of the same code. Each rank passes its share of the step's samples to `step`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,8 +62,8 @@ class Learner:
         self.device = torch.device(device)
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
         self.model = model.to(self.device).train()
-        text, vision = self.model.backbone.model.language_model, self.model.backbone.model.visual  # type: ignore[union-attr]
-        for layer in [*text.layers, *vision.blocks]:
+        inner: Any = self.model.backbone.model
+        for layer in [*inner.language_model.layers, *inner.visual.blocks]:
             fully_shard(layer, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
         self.optim, self.sampling, self.num_steps = optim, sampling, num_steps
@@ -161,4 +162,4 @@ class Learner:
 def ensure_process_group() -> None:
     """Join the default process group, or make one of this process alone with gloo."""
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]

@@ -62,7 +62,7 @@ class MetricsLog:
 
             self._board = SummaryWriter(str(folder / "tensorboard"))
         if os.environ.get("WANDB_API_KEY"):
-            import wandb
+            import wandb  # pyright: ignore[reportMissingImports] - an extra
 
             self._wandb = wandb.init(project="trueturn", name=folder.name, dir=str(folder), config=dict(config))
 

@@ -26,7 +26,9 @@ def run(argv: Sequence[str] | None) -> int:
     console.print("loading model and problems ...")
     parts = prepare(config)
     if parts.num_overlong:
-        console.print(f"left out {parts.num_overlong} problems whose prompt is over {config.data.max_prompt_tokens} tokens")
+        console.print(
+            f"left out {parts.num_overlong} problems whose prompt is over {config.data.max_prompt_tokens} tokens"
+        )
     if parts.eval_samples is None:
         console.print("no held-out evaluation: give --eval-data")
     console.print(f"{len(parts.train_samples)} training problems; run folder {parts.folder}", soft_wrap=True)

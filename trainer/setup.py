@@ -1,4 +1,4 @@
-"""From a configuration to the objects of a run. Everything that a user can have got wrong is found here, before step 0."""
+"""From a configuration to the objects of a run; everything that a user can have got wrong is found before step 0."""
 
 from __future__ import annotations
 

@@ -24,9 +24,21 @@ from torch.nn import functional as F
 
 from agents.model import PolicyModel, VisionBatch
 from agents.positions import mrope_positions
-from envs.errors import UserError
+from agents.renderer import Renderer
+from envs.errors import UserError, did_you_mean
+from trainer.cli import exit_code
 from trainer.starter.architecture import SHAPES, build_config, build_tokenizer, write_parts
-from trainer.starter.demonstrations import Demonstration, Demonstrator, Mixture, corpus
+from trainer.starter.demonstrations import MIXED_HABITS, Demonstration, Demonstrator, Mixture, corpus
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One schedule over one mixture of demonstrations."""
+
+    steps: int
+    lr: float
+    warmup_steps: int
+    mixture: Mixture = field(default_factory=Mixture)
 
 
 @dataclass(frozen=True)
@@ -34,22 +46,34 @@ class Recipe:
     """Everything that decides a starter's weights but the hardware."""
 
     shape: str
-    steps: int
     batch_size: int
-    lr: float
-    warmup_steps: int
+    stages: tuple[Stage, ...]
     weight_decay: float = 0.05
     max_grad_norm: float = 1.0
     seed: int = 17
     levels: tuple[int, ...] = (1, 2, 3)
     corpus_size: int = 20_000
-    reuse: int = 1  # how often a batch of demonstrations is trained on
-    mixture: Mixture = field(default_factory=Mixture)
 
 
 RECIPES = {
-    "starter": Recipe("starter", steps=20_000, batch_size=384, lr=1.2e-3, warmup_steps=400),
-    "smoke": Recipe("smoke", steps=150, batch_size=16, lr=2e-3, warmup_steps=10, levels=(1,), corpus_size=2_000),
+    "starter": Recipe(
+        "starter",
+        batch_size=384,
+        stages=(
+            Stage(steps=14_946, lr=1.2e-3, warmup_steps=400),
+            Stage(steps=5_000, lr=4e-4, warmup_steps=100, mixture=MIXED_HABITS),
+        ),
+    ),
+    "smoke": Recipe(
+        "smoke",
+        batch_size=16,
+        stages=(
+            Stage(steps=100, lr=2e-3, warmup_steps=10),
+            Stage(steps=50, lr=1e-3, warmup_steps=5, mixture=MIXED_HABITS),
+        ),
+        levels=(1,),
+        corpus_size=2_000,
+    ),
 }
 
 
@@ -113,13 +137,15 @@ class Collator:
                 ids_BT[row, start:end] = d.ids_T
                 document_BT[row, start:end] = number
                 mask_BT[row, start:end] = d.loss_mask_T
-                positions_3BT[:, row, start:end] = mrope_positions(d.ids_T, [grid], self.image_token_id, self.merge_size)
+                positions_3BT[:, row, start:end] = mrope_positions(
+                    d.ids_T, [grid], self.image_token_id, self.merge_size
+                )
         images_DHW = np.stack([d.image_HW for packed in rows for d in packed])
         return SftBatch(*(torch.from_numpy(x) for x in (ids_BT, document_BT, mask_BT, positions_3BT, images_DHW)))
 
 
 def patchify(images_DHW: Tensor, patch_size: int = 16, merge_size: int = 2, temporal: int = 2) -> Tensor:
-    """Cut uint8 grey pictures into patches, (patches of all, values), as the starter's image processor does for RGB ones.
+    """Cut uint8 grey pictures into patches, (patches of all, values), as the starter's image processor cuts RGB ones.
 
     Values go from 0..255 to -1..1; patches come in merge-block order; the one frame fills the temporal axis.
     """
@@ -142,25 +168,26 @@ def sft_loss(model: PolicyModel, batch: SftBatch) -> Tensor:
         feature_index_N=torch.arange(tokens, device=batch.ids_BT.device),
     )
     same_BTT = batch.document_BT[:, :, None] == batch.document_BT[:, None, :]
-    target_BT = batch.loss_mask_BT.roll(-1, dims=1)  # every demonstration begins with a prompt, so no target wraps around
+    target_BT = batch.loss_mask_BT.roll(-1, dims=1)  # demonstrations begin with a prompt, so no target wraps around
     logits_NV = model(batch.ids_BT, batch.positions_3BT, same_BTT.tril()[:, None], target_BT, vision)
     return F.cross_entropy(logits_NV.float(), batch.ids_BT[batch.loss_mask_BT])
 
 
-def lr_at(step: int, recipe: Recipe) -> float:
+def lr_at(step: int, stage: Stage) -> float:
     """Return the learning rate of a step: linear warm-up, then half a cosine down to a hundredth."""
-    if step < recipe.warmup_steps:
-        return recipe.lr * (step + 1) / recipe.warmup_steps
-    progress = (step - recipe.warmup_steps) / max(1, recipe.steps - recipe.warmup_steps)
-    return recipe.lr * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress)))
+    if step < stage.warmup_steps:
+        return stage.lr * (step + 1) / stage.warmup_steps
+    progress = (step - stage.warmup_steps) / max(1, stage.steps - stage.warmup_steps)
+    return stage.lr * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def batches(recipe: Recipe, tokenizer: Any, num_workers: int, device: torch.device) -> Iterator[SftBatch]:
-    """Yield the recipe's batches in order, made by `num_workers` processes (0: in this one)."""
+def batches(recipe: Recipe, number: int, tokenizer: Any, num_workers: int, device: torch.device) -> Iterator[SftBatch]:
+    """Yield the batches of stage `number` (0 is the first), made by `num_workers` processes (0: in this one)."""
     from torch.utils.data import DataLoader
 
-    fresh = -(-recipe.steps // recipe.reuse)
-    demonstrator = Demonstrator(tokenizer, fresh * recipe.batch_size, recipe.seed, recipe.mixture, recipe.levels)
+    stage = recipe.stages[number]
+    size = stage.steps * recipe.batch_size
+    demonstrator = Demonstrator(tokenizer, size, recipe.seed + number, stage.mixture, recipe.levels)
     collator = Collator(int(tokenizer.convert_tokens_to_ids("<|image_pad|>")), int(tokenizer.pad_token_id))
     loader: DataLoader[Any] = DataLoader(
         demonstrator,  # type: ignore[arg-type]
@@ -170,51 +197,30 @@ def batches(recipe: Recipe, tokenizer: Any, num_workers: int, device: torch.devi
         pin_memory=device.type == "cuda",
         prefetch_factor=8 if num_workers else None,
     )
-    rng = np.random.default_rng(recipe.seed)
-    ring: list[SftBatch] = []
     for batch in loader:
-        moved = batch.to(device)
-        yield moved
-        ring.append(moved)
-        if len(ring) > 256:
-            ring.pop(0)
-        for _ in range(recipe.reuse - 1):
-            yield ring[int(rng.integers(len(ring)))]
+        yield batch.to(device)
 
 
-def train(recipe: Recipe, folder: Path, device: torch.device, num_workers: int, budget_s: float) -> dict[str, Any]:
-    """Train a starter and write its checkpoint to `folder`; return what `recipe.json` holds.
-
-    `budget_s` > 0 fits the schedule into that time at the speed of steps 100 to 300; the number of steps taken is
-    reported.
-    """
-    torch.manual_seed(recipe.seed)
-    started = time.perf_counter()
-    shape = SHAPES[recipe.shape]
-    tokenizer = build_tokenizer(corpus(recipe.corpus_size, recipe.seed), shape.vocabulary)
-    config = build_config(shape, tokenizer)
-    write_parts(folder, tokenizer, config)
-    model = PolicyModel.from_config(config).to(device)
-    if device.type == "cuda":
-        compile_blocks(model)
+def train_stage(
+    model: PolicyModel,
+    recipe: Recipe,
+    number: int,
+    tokenizer: Any,
+    folder: Path,
+    device: torch.device,
+    num_workers: int,
+) -> list[float]:
+    """Train one stage in place, saving to `folder` on the way; return the mean loss of each fortieth of it."""
+    stage = recipe.stages[number]
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=recipe.lr, betas=(0.9, 0.95), weight_decay=recipe.weight_decay, fused=True
+        model.parameters(), lr=stage.lr, betas=(0.9, 0.95), weight_decay=recipe.weight_decay, fused=True
     )
     losses: list[float] = []
     recent: list[Tensor] = []
-    trained = 0
-    loop_started = warm = time.perf_counter()
-    for step, batch in enumerate(batches(recipe, tokenizer, num_workers, device)):
-        if step == 100:
-            warm = time.perf_counter()
-        if budget_s and step == 300:
-            now = time.perf_counter()
-            steps = 300 + int((budget_s - (now - started)) / (now - warm) * 200)
-            recipe = Recipe(**{**asdict(recipe), "steps": steps, "mixture": recipe.mixture})
-        if step >= recipe.steps or (budget_s and time.perf_counter() - started > 1.1 * budget_s):
-            break
+    started = time.perf_counter()
+    for step, batch in enumerate(batches(recipe, number, tokenizer, num_workers, device)):
         for group in optimizer.param_groups:
-            group["lr"] = lr_at(step, recipe)
+            group["lr"] = lr_at(step, stage)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             loss = sft_loss(model, batch)
         loss.backward()
@@ -222,24 +228,55 @@ def train(recipe: Recipe, folder: Path, device: torch.device, num_workers: int, 
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         recent.append(loss.detach())
-        trained += 1
-        if (step + 1) % max(1, recipe.steps // 40) == 0:
+        if (step + 1) % max(1, stage.steps // 40) == 0:
             losses.append(round(torch.stack(recent).mean().item(), 5))
             recent.clear()
-            speed = (time.perf_counter() - loop_started) / (step + 1)
-            print(f"step {step + 1}/{recipe.steps}  loss {losses[-1]:.4f}  {speed * 1e3:.0f} ms/step", flush=True)
+            speed = (time.perf_counter() - started) / (step + 1)
+            name = f"stage {number + 1}  step {step + 1}/{stage.steps}"
+            print(f"{name}  loss {losses[-1]:.4f}  {speed * 1e3:.0f} ms/step", flush=True)
             model.save(folder)  # a run that is cut off leaves its latest weights
+    return losses
+
+
+def train(
+    recipe: Recipe,
+    folder: Path,
+    device: torch.device,
+    num_workers: int = 0,
+    init: Path | None = None,
+    first_stage: int = 0,
+) -> dict[str, Any]:
+    """Train a starter and write its checkpoint to `folder`; return what `recipe.json` holds.
+
+    `init` continues from the checkpoint that the stages before `first_stage` (0 is the first) wrote.
+    """
+    torch.manual_seed(recipe.seed)
+    started = time.perf_counter()
+    if init:
+        tokenizer, model = Renderer.from_checkpoint(init).tokenizer, PolicyModel.load(init)
+    else:
+        shape = SHAPES[recipe.shape]
+        tokenizer = build_tokenizer(corpus(recipe.corpus_size, recipe.seed), shape.vocabulary)
+        model = PolicyModel.from_config(build_config(shape, tokenizer))
+    write_parts(folder, tokenizer, model.config)
+    model.to(device)
+    if device.type == "cuda":
+        compile_blocks(model)
+    history = json.loads((init / "recipe.json").read_text(encoding="utf-8"))["stages"][:first_stage] if init else []
+    for number in range(first_stage, len(recipe.stages)):
+        stage_started = time.perf_counter()
+        losses = train_stage(model, recipe, number, tokenizer, folder, device, num_workers)
+        seconds = round(time.perf_counter() - stage_started, 1)
+        history.append({"stage": number + 1, "seconds": seconds, "losses": losses})
     model.save(folder)
-    digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
     report = {
         "recipe": asdict(recipe),
-        "steps_taken": trained,
+        "stages": history,
         "parameters": sum(p.numel() for p in model.parameters()),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "torch": torch.__version__,
         "seconds": round(time.perf_counter() - started, 1),
-        "losses": losses,
-        "sha256": digest,
+        "sha256": hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest(),
     }
     (folder / "recipe.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return report
@@ -252,29 +289,31 @@ def compile_blocks(model: PolicyModel) -> None:
         block.compile(dynamic=False)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m trainer.sft", description=__doc__.split("\n")[0])
+def run(argv: Sequence[str] | None) -> int:
+    """Parse, train, report."""
+    parser = argparse.ArgumentParser(prog="python -m trainer.sft", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--recipe", default="starter", help=f"one of: {', '.join(RECIPES)}")
     parser.add_argument("--out", type=Path, default=Path("runs/sft"), help="checkpoint folder to write")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="torch device")
     parser.add_argument("--num-workers", type=int, default=0, help="processes that draw demonstrations; 0: none")
-    parser.add_argument("--budget-s", type=float, default=0, help="seconds to fit the schedule into; 0: all steps")
-    parser.add_argument("--steps", type=int, default=0, help="steps to take instead of the recipe's; 0: the recipe's")
-    parser.add_argument("--reuse", type=int, default=0, help="times to train on a batch instead of the recipe's")
+    parser.add_argument("--init", type=Path, help="checkpoint to continue from, with --first-stage")
+    parser.add_argument("--first-stage", type=int, default=1, help="stage to begin with, counted from 1")
     args = parser.parse_args(argv)
-    try:
-        if args.recipe not in RECIPES:
-            raise UserError("--recipe", "must be a known recipe", args.recipe, f"give one of {', '.join(RECIPES)}")
-        recipe = RECIPES[args.recipe]
-        changes = {"steps": args.steps or recipe.steps, "reuse": args.reuse or recipe.reuse}
-        recipe = Recipe(**{**asdict(recipe), **changes, "mixture": recipe.mixture})
-        report = train(recipe, args.out, torch.device(args.device), args.num_workers, args.budget_s)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(json.dumps({key: report[key] for key in ("steps_taken", "parameters", "seconds", "sha256")}))
+    if args.recipe not in RECIPES:
+        raise UserError("--recipe", "must be a known recipe", args.recipe, did_you_mean(args.recipe, RECIPES))
+    recipe = RECIPES[args.recipe]
+    if not 1 <= args.first_stage <= len(recipe.stages):
+        raise UserError("--first-stage", f"must be 1 to {len(recipe.stages)}", args.first_stage, "leave it out for all")
+    if (args.init is None) != (args.first_stage == 1):
+        raise UserError("--init", "goes with --first-stage 2 or later", str(args.init), "give both or neither")
+    report = train(recipe, args.out, torch.device(args.device), args.num_workers, args.init, args.first_stage - 1)
+    print(json.dumps({key: report[key] for key in ("parameters", "seconds", "sha256")}))
     return 0
+
+
+def main() -> int:
+    """Run the command line."""
+    return exit_code(lambda: run(None))
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ from agents.types import ProcessedImage
 class TrainingSample:
     """One trajectory with its advantage, and the weight of each of its model tokens in the step's loss.
 
-    `weight` already holds the step's global denominator: summed over all samples of all ranks, weight times model tokens
-    is 1 (token-mean). So however samples are split into micro-batches or ranks, their gradients simply add up.
+    `weight` already holds the step's global denominator: summed over all samples of all ranks, weight times model
+    tokens is 1 (token-mean). So however samples are split into micro-batches or ranks, their gradients simply add up.
     """
 
     ids_T: NDArray[np.int64]

@@ -1,7 +1,8 @@
 """The embedded engine: batches every live episode through one network in this process.
 
-A batch starts when all open sessions wait for a turn, so a run with one seed always forms the same batches. Each session's keys
-and values are kept between turns: a later turn reads only what is new. Sessions with one prompt read it once.
+A batch starts when all open sessions wait for a turn, so a run with one seed always forms the same batches. Each
+session's keys and values are kept between turns: a later turn reads only what is new. Sessions with one prompt read it
+once.
 
 Legend: B rows of a batch, T new tokens, C cached columns, V vocabulary.
 """
@@ -13,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -285,7 +287,7 @@ class _Sampler:
         self.requests = requests
         self.ids: list[list[int]] = [[] for _ in requests]
         self.logprobs: list[list[float]] = [[] for _ in requests]
-        self.finishes: list[str] = [""] * len(requests)
+        self.finishes: list[Any] = [""] * len(requests)  # "" until the turn ends with "stop" or "length"
         self._device = device
         # One uniform number per token, drawn ahead: the i-th token of a turn always sees the same one.
         self._uniforms = [np.random.default_rng(r.seed).random(r.max_new_tokens) for r in requests]

@@ -1,7 +1,8 @@
 """Geometry problems made from code: split, size and seed come in; a source of `Sample`s with diagrams goes out.
 
 No file is read and nothing is downloaded. A problem's key (family, numbers, what is asked) decides by its hash to which
-split it belongs, so train and held-out share no problem, whatever the seeds, sizes, families and levels.
+split it belongs, so no two splits share a problem, whatever the seeds, sizes, families and levels. `demonstrations` is
+what supervised training may see, `train` what reinforcement learning sees, `heldout` what neither does.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from envs.errors import UserError, did_you_mean
 from envs.geo3k.problem import FAMILIES, LEVELS, Problem, draw_problem, make_problem
 from envs.types import Sample
 
-Split = Literal["train", "heldout"]
-SPLITS = ("train", "heldout")
-HELDOUT_ONE_IN = 5
-KEY_TRIES = 1000  # the chance that all of them miss a held-out fifth is 1e-97
+Split = Literal["demonstrations", "train", "heldout"]
+SPLITS = ("demonstrations", "train", "heldout")
+KEY_TRIES = 2000  # the rarest family, level and split have one key in fifty: the chance that all miss it is 3e-18
 
 
 def split_of(key: str) -> Split:
-    """Return the split that a problem's key belongs to: one key in five is held out.
+    """Return the split that a problem's key belongs to: one key in ten is held out, one in ten is for training.
 
     >>> split_of("triangle_angles/47-65/x")
     'heldout'
     """
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
-    return "heldout" if int.from_bytes(digest, "big") % HELDOUT_ONE_IN == 0 else "train"
+    tenth = int.from_bytes(digest, "big") % 10
+    return "heldout" if tenth == 0 else "train" if tenth == 5 else "demonstrations"
 
 
 class ProceduralGeo3k(Sequence[Sample]):

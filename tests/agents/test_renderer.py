@@ -1,13 +1,14 @@
-"""Claims about rendering: prompt, sampled ids and suffixes together are the template's own text, and text stays text."""
+"""Claims about rendering: prompt, sampled ids and suffixes make up the template's own text, and text stays text."""
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from transformers import AutoTokenizer
@@ -130,7 +131,7 @@ def test_images_in_prompt_and_answers_equal_the_rendering_of_the_whole_conversat
 TEXTS = st.text(st.sampled_from("aé3 .<>|\n\\{}/") | st.characters(codec="utf-8"), max_size=30)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40)
 @given(
     turns=st.lists(st.tuples(TEXTS, TEXTS, st.sampled_from(["tool", "user"]), st.booleans()), min_size=1, max_size=3),
     start=TEXTS,
@@ -203,8 +204,21 @@ def test_a_control_token_cut_over_two_text_parts_stays_text(any_renderer: Render
         assert num_special(any_renderer, any_renderer.suffix(parts, last_id=0).ids) == expected
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(pieces=st.lists(st.sampled_from(["<", "|", ">", "<|", "|>", "im_", "end", "image_pad", " ", "", *CONTROL]), max_size=6))
+def test_text_parts_without_an_image_read_as_one_text(any_renderer: Renderer) -> None:
+    parts: list[Message] = [pictured("system", "Solve ", "it."), pictured("user", "Find", " x.")]
+    text: list[Message] = [{"role": "system", "content": "Solve it."}, {"role": "user", "content": "Find x."}]
+    assert any_renderer.prompt(parts, TOOLS).ids == tuple(whole(any_renderer, text, TOOLS))
+    for role in ("user", "tool"):
+        one = any_renderer.suffix({"role": role, "content": "Score 1.0"}, last_id=0)
+        assert any_renderer.suffix(pictured(role, "Score", " ", "1.0"), last_id=0).ids == one.ids
+
+
+@settings(max_examples=60)
+@given(
+    pieces=st.lists(
+        st.sampled_from(["<", "|", ">", "<|", "|>", "im_", "end", "image_pad", " ", "", *CONTROL]), max_size=6
+    )
+)
 def test_no_text_parts_make_a_control_token(renderer: Renderer, pieces: list[str]) -> None:
     harmless = num_special(renderer, renderer.prompt([pictured("user", "abc")]).ids)
     assert num_special(renderer, renderer.prompt([pictured("user", *pieces)]).ids) == harmless
@@ -253,14 +267,14 @@ def test_pictures_of_one_pixel_string_but_other_sides_are_told_apart(renderer: R
 
 
 @pytest.mark.parametrize(
-    ("file", "rule"),
+    ("files", "rule"),
     [
         ("tokenizer.json", "must have a tokenizer"),
+        ("tokenizer*", "must have a tokenizer with <|im_end|> and <|image_pad|>"),
         ("chat_template.jinja", "must have a chat template"),
     ],
 )
-def test_a_folder_that_lacks_a_part_is_a_user_error(checkpoint: Path, tmp_path: Path, file: str, rule: str) -> None:
-    shutil.copytree(checkpoint, tmp_path / "model")
-    (tmp_path / "model" / file).unlink()
-    with pytest.raises(UserError, match=f"--model: {rule}"):
+def test_a_folder_that_lacks_a_part_is_a_user_error(checkpoint: Path, tmp_path: Path, files: str, rule: str) -> None:
+    shutil.copytree(checkpoint, tmp_path / "model", ignore=shutil.ignore_patterns(files))
+    with pytest.raises(UserError, match=re.escape(f"--model: {rule}")):
         Renderer.from_checkpoint(tmp_path / "model")

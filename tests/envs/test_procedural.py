@@ -17,7 +17,7 @@ from PIL import Image, ImageOps
 from envs.errors import UserError
 from envs.geo3k.families.arithmetic import fraction, multiply, radical
 from envs.geo3k.problem import FAMILIES, LEVELS, Problem, draw_problem, make_problem, misread
-from envs.geo3k.procedural import KEY_TRIES, ProceduralGeo3k, split_of
+from envs.geo3k.procedural import KEY_TRIES, SPLITS, ProceduralGeo3k, split_of
 from envs.types import Sample
 
 CASES = list(itertools.product(FAMILIES, LEVELS))
@@ -131,31 +131,30 @@ def test_a_misread_problem_is_consistent_and_has_another_answer(family: str, lev
 
 
 @pytest.mark.parametrize(("family", "level"), CASES)
-def test_every_family_and_level_has_problems_in_both_splits(family: str, level: int) -> None:
+def test_every_family_and_level_has_problems_in_every_split(family: str, level: int) -> None:
     rng = Random(f"{family}/{level}/splits")
     splits = {split_of(make_problem(family, level, rng).key) for _ in range(KEY_TRIES)}
-    assert splits == {"train", "heldout"}
+    assert splits == set(SPLITS)
 
 
-def test_train_and_heldout_share_no_key() -> None:
-    train, heldout = ProceduralGeo3k("train", 3000, seed=1), ProceduralGeo3k("heldout", 3000, seed=2)
-    train_keys = {train.problem(i).key for i in range(3000)}
-    heldout_keys = {heldout.problem(i).key for i in range(3000)}
-    assert len(train_keys) > 1500
-    assert len(heldout_keys) > 800
-    assert not train_keys & heldout_keys
+def test_no_two_splits_share_a_key() -> None:
+    sources = {split: ProceduralGeo3k(split, 3000, seed=seed) for seed, split in enumerate(SPLITS)}
+    keys = {split: {source.problem(i).key for i in range(3000)} for split, source in sources.items()}
+    assert len(keys["demonstrations"]) > 1500 and len(keys["train"]) > 500 and len(keys["heldout"]) > 500
+    for one, other in itertools.combinations(SPLITS, 2):
+        assert not keys[one] & keys[other]
 
 
-def test_about_one_key_in_five_is_held_out() -> None:
+def test_about_one_key_in_ten_is_held_out_and_one_in_ten_is_for_training() -> None:
     rng = Random(5)
     keys = {make_problem("trapezoid_area", 3, rng).key for _ in range(5000)}
-    heldout = sum(split_of(key) == "heldout" for key in keys) / len(keys)
-    assert 0.17 < heldout < 0.23
+    for split in ("train", "heldout"):
+        assert 0.08 < sum(split_of(key) == split for key in keys) / len(keys) < 0.12
 
 
 def test_the_split_of_a_key_never_changes() -> None:
     keys = ["triangle_angles/47-65/x", "rectangle/3-4/area", "right_triangle/3-4/hypotenuse", "isosceles/70/apex"]
-    assert [split_of(key) for key in keys] == ["heldout", "train", "train", "train"]
+    assert [split_of(key) for key in keys] == ["heldout", "demonstrations", "demonstrations", "demonstrations"]
 
 
 def test_the_same_index_gives_the_same_text_and_pixels_in_any_order() -> None:

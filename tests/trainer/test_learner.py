@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.multiprocessing import spawn
+from torch.multiprocessing.spawn import spawn
 
 from agents.engines.hf import HFEngine
 from agents.model import PolicyModel
@@ -46,7 +46,7 @@ def as_trajectory(asked: GenerateRequest, ids: Sequence[int], logprobs: Sequence
 
 @pytest.fixture(scope="module")
 def on_policy(checkpoint: Path, renderer: Renderer) -> list[TrainingSample]:
-    """Four groups of three streams with zero, one or two images, sampled by the engine from the checkpoint's weights."""
+    """Four groups of three streams with zero to two images, sampled by the engine from the checkpoint's weights."""
     model = PolicyModel.load(checkpoint)
     params = sampling(renderer, temperature=0.7)
     requests = [
@@ -93,7 +93,15 @@ def relative(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 def assert_same_step(got: Stepped, expected: Stepped) -> None:
     assert relative(got.gradients, expected.gradients) < 1e-5
     assert relative(got.weights, expected.weights) < 1e-5
-    for field in ("loss", "grad_norm", "rollout_train_kl", "logprob_gap_mean", "logprob_gap_max", "entropy", "clip_frac"):
+    for field in (
+        "loss",
+        "grad_norm",
+        "rollout_train_kl",
+        "logprob_gap_mean",
+        "logprob_gap_max",
+        "entropy",
+        "clip_frac",
+    ):
         assert getattr(got.stats, field) == pytest.approx(getattr(expected.stats, field), rel=1e-4, abs=1e-7), field
     assert got.stats.num_tokens == expected.stats.num_tokens
 
@@ -121,7 +129,7 @@ def test_a_step_equals_the_formula_written_out_stream_by_stream(
     total = sum(int(s.mask_T.sum()) for s in samples)
     loss, clipped = torch.zeros(()), 0
     for s in samples:
-        table = full_logprobs.__wrapped__(model, s.ids_T.tolist(), s.images, params)  # with gradients
+        table = full_logprobs(model, s.ids_T.tolist(), s.images, params)
         for place in np.flatnonzero(s.mask_T):
             ratio = (table[place - 1, s.ids_T[place]] - float(s.logprobs_T[place])).exp()
             free, bounded = -ratio * s.advantage, -ratio.clamp(0.8, 1.28) * s.advantage
@@ -166,9 +174,7 @@ def two_ranks(
     return {name: torch.load(out / f"{name}.pt", weights_only=False) for name in splits}
 
 
-@pytest.mark.parametrize(
-    "split", ["uneven", "none on the second", "none on the first", "text here and pictures there"]
-)
+@pytest.mark.parametrize("split", ["uneven", "none on the second", "none on the first", "text here and pictures there"])
 def test_two_ranks_take_the_same_step_as_one(two_ranks: dict[str, Stepped], one_batch: Stepped, split: str) -> None:
     assert_same_step(two_ranks[split], one_batch)
 

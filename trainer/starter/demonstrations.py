@@ -1,8 +1,9 @@
 """Demonstrations for the starter: procedural problems in, token streams with a loss mask out.
 
-A script plays the policy's part in the real agent loop against the real `Geo3kEnv`, so the streams that the starter learns from
-are built exactly as those of reinforcement learning. The demonstrator is of mixed quality on purpose: it seldom checks its answer
-with the tool, so that checking, and correcting after a wrong score, is left for reinforcement learning to find out.
+A script plays the policy's part in the real agent loop against the real `Geo3kEnv`, so the streams that the starter
+learns from are built exactly as those of reinforcement learning. The demonstrator is of mixed quality on purpose: it
+seldom checks its answer with the tool, so that checking, and correcting after a wrong score, is left for reinforcement
+learning to find out.
 """
 
 from __future__ import annotations
@@ -45,12 +46,38 @@ GEOMETRY_ENGLISH = (
 
 @dataclass(frozen=True)
 class Mixture:
-    """Shares of each behaviour among the demonstrations."""
+    """Shares of each habit among the demonstrations; the defaults teach reading, reasoning, checking and correcting."""
 
     tools_offered: float = 0.85  # of all: the prompt lists the tool
+    reasons: float = 1.0  # of all: the steps are written before the answer
     checks: float = 0.3  # of those with the tool: the answer is checked before it is given
     first_wrong: float = 0.5  # of those that check: the first attempt misreads one number
-    second_wrong: float = 0.3  # of those: the second attempt misreads too
+    second_wrong: float = 0.3  # of those that try again: the second attempt misreads too
+    gives_up: float = 0.0  # of those whose first attempt is wrong: it is given as the final answer all the same
+
+
+MIXED_HABITS = Mixture(reasons=0.3, gives_up=0.5)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What one demonstration shows: its attempts in order, and the habits that it is played with."""
+
+    attempts: tuple[Problem, ...]
+    use_tools: bool
+    reasons: bool
+    checks: bool
+    gives_up: bool
+
+    def script(self) -> list[str]:
+        """Return the text of every model turn."""
+        thoughts = [f"{attempt.reasoning} " if self.reasons else "" for attempt in self.attempts]
+        last = f"\\boxed{{{self.attempts[-1].answer}}}"
+        if not self.checks:
+            return [thoughts[-1] + last]
+        calls = [t + tool_call(a.answer) for t, a in zip(thoughts, self.attempts, strict=True)][: MAX_TURNS - 1]
+        # The last turn has no call left, so a third attempt is thought and answered in one.
+        return [*calls, thoughts[-1] + last if len(self.attempts) == MAX_TURNS else last]
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +99,9 @@ class GridStore(ImageStore):
     def process(self, image: Image.Image) -> ProcessedImage:
         """Return grid and token count of a picture whose sides are whole tokens."""
         rows, columns = image.height // self._patch_size, image.width // self._patch_size
-        return ProcessedImage("", np.empty((0, 0), np.float32), (1, rows, columns), rows * columns // self.merge_size**2)
+        return ProcessedImage(
+            "", np.empty((0, 0), np.float32), (1, rows, columns), rows * columns // self.merge_size**2
+        )
 
 
 class Demonstrator:
@@ -87,7 +116,7 @@ class Demonstrator:
     def __init__(
         self, tokenizer: Any, size: int, seed: int, mixture: Mixture | None = None, levels: tuple[int, ...] = (1, 2, 3)
     ) -> None:
-        self._problems = ProceduralGeo3k("train", size, seed, levels=levels)
+        self._problems = ProceduralGeo3k("demonstrations", size, seed, levels=levels)
         self._renderer = Renderer(tokenizer, GridStore(patch_size=16, merge_size=2))
         self._seed, self._mixture = seed, mixture or Mixture()
         self._loop = asyncio.new_event_loop()
@@ -98,38 +127,40 @@ class Demonstrator:
     def __getitem__(self, index: int) -> Demonstration:
         problem, image = self._problems.item(index)
         rng = random.Random(f"demonstration/{self._seed}/{index}")
-        attempts, use_tools, checks = self._plan(problem, rng)
-        turns = _script(attempts, checks)
+        plan = self._plan(problem, rng)
+        turns = plan.script()
         sample = demonstration_sample(problem, image)
         episode = Episode(
             ScriptedEngine(self._renderer.tokenizer, lambda turn, _: turns[turn]),
             self._renderer,
             Limits(max_turns=MAX_TURNS, max_new_tokens=1024, env_timeout_s=0),
             SamplingParams(stop_ids=self._renderer.stop_ids),
-            use_tools=use_tools,
+            use_tools=plan.use_tools,
         )
         playing = episode.run(sample, lambda: build_env(sample, EnvArgs(MAX_TURNS)), seed=0)
         trajectory = self._loop.run_until_complete(playing)
-        assert trajectory.end_reason is EndReason.COMPLETED and trajectory.reward == 1.0, trajectory
+        assert trajectory.end_reason is EndReason.COMPLETED and trajectory.reward == float(not plan.gives_up), (
+            trajectory
+        )
         mask = trajectory.mask_T.copy()
-        for turn, attempt in zip(trajectory.turns, attempts, strict=False):
-            if attempt is not problem:  # shown as context, never taught
+        for turn, attempt in zip(trajectory.turns, plan.attempts, strict=False):
+            if attempt is not problem:  # a misreading is shown as context, never taught
                 mask[turn.start : turn.end] = False
         return Demonstration(trajectory.ids_T, mask, np.asarray(image)[:, :, 0])
 
-    def _plan(self, problem: Problem, rng: random.Random) -> tuple[list[Problem], bool, bool]:
-        """Draw what this demonstration shows: its attempts in order (the last is right), tool offered, tool used."""
+    def _plan(self, problem: Problem, rng: random.Random) -> _Plan:
         mixture = self._mixture
         use_tools = rng.random() < mixture.tools_offered
+        reasons = rng.random() < mixture.reasons
         checks = use_tools and rng.random() < mixture.checks
-        attempts: list[Problem] = []
-        if checks and rng.random() < mixture.first_wrong:
-            attempts.append(misread(problem, rng) or problem)
-            if attempts[0] is not problem and rng.random() < mixture.second_wrong:
-                attempts.append(misread(problem, rng) or problem)
-        if not attempts or attempts[-1] is not problem:
-            attempts.append(problem)
-        return attempts, use_tools, checks
+        wrong = misread(problem, rng) if checks and rng.random() < mixture.first_wrong else None
+        if wrong is None:
+            return _Plan((problem,), use_tools, reasons, checks, gives_up=False)
+        if rng.random() < mixture.gives_up:
+            return _Plan((wrong,), use_tools, reasons, checks, gives_up=True)
+        again = misread(problem, rng) if rng.random() < mixture.second_wrong else None
+        attempts = (wrong, problem) if again is None else (wrong, again, problem)
+        return _Plan(attempts, use_tools, reasons, checks, gives_up=False)
 
 
 def demonstration_sample(problem: Problem, image: Image.Image) -> Sample:
@@ -144,21 +175,10 @@ def tool_call(answer: str) -> str:
     return f"<tool_call>{json.dumps({'name': 'calc_score', 'arguments': {'answer': answer}})}</tool_call>"
 
 
-def _script(attempts: list[Problem], checks: bool) -> list[str]:
-    """Return the text of every model turn."""
-    last = attempts[-1]
-    if not checks:
-        return [f"{last.reasoning} \\boxed{{{last.answer}}}"]
-    turns = [f"{attempt.reasoning} {tool_call(attempt.answer)}" for attempt in attempts[: MAX_TURNS - 1]]
-    if len(attempts) == MAX_TURNS:  # no call is left for the third attempt
-        return [*turns, f"{last.reasoning} \\boxed{{{last.answer}}}"]
-    return [*turns, f"\\boxed{{{last.answer}}}"]
-
-
 def corpus(size: int, seed: int) -> list[str]:
     """Return texts that the tokenizer is trained on: whole demonstrations and real-looking geometry prompts."""
-    problems = ProceduralGeo3k("train", size, seed)
-    texts = list(GEOMETRY_ENGLISH) * (size // 20)
+    problems = ProceduralGeo3k("demonstrations", size, seed)
+    texts: list[str] = [*GEOMETRY_ENGLISH * (size // 20)]
     for index in range(size):
         problem = problems.problem(index)
         texts += [problem.question, f"{problem.reasoning} {tool_call(problem.answer)}", f"\\boxed{{{problem.answer}}}"]
@@ -171,5 +191,3 @@ def corpus(size: int, seed: int) -> list[str]:
             observation, _, _ = env.step(tool_call(attempt))
             texts.append(observation["obs_str"])
     return texts
-
-

@@ -1,0 +1,442 @@
+"""Claims about the agent loop: every way an episode can end, and the exact stream that each leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agents.engine import Engine
+from agents.engines.scripted import ScriptedEngine
+from agents.episode import Episode, Limits
+from agents.renderer import Renderer
+from agents.rollout import derive_seed, rollout_groups
+from agents.types import Completion, EndReason, GenerateRequest, Trajectory
+from envs.env import Env
+from envs.types import Sample
+from tests.builders import picture, sample, sampling
+
+Step = tuple[dict[str, Any], bool, dict[str, Any]]
+AGAIN: Step = ({"obs_str": "again"}, False, {"score": 0.0})
+DONE: Step = ({}, True, {})
+
+
+class SmallEnv(Env):
+    """Answers turn k with `steps[k]` (the last one for ever); `faults` replace whole methods."""
+
+    def __init__(self, *steps: Step, worth: float = 1.0, **faults: Callable) -> None:
+        self.steps, self.worth, self.num_closed = steps or (DONE,), worth, 0
+        self.texts: list[str] = []
+        for name, function in faults.items():
+            setattr(self, name, function)
+
+    def reset(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        return {}, {}
+
+    def step(self, response_text: str) -> Step:
+        self.texts.append(response_text)
+        return self.steps[min(len(self.texts), len(self.steps)) - 1]
+
+    def reward(self, final_text: str) -> float:
+        return self.worth
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+
+class FixedEngine:
+    """Answers turn k of every session with `completions[k]`, prompt length filled in, and notes the requests."""
+
+    context_length = 4096
+
+    def __init__(self, *completions: tuple[Sequence[int], Sequence[float], str], misread: int = 0) -> None:
+        self.completions, self.misread = completions, misread
+        self.requests: list[GenerateRequest] = []
+
+    @asynccontextmanager
+    async def session(self) -> AsyncIterator[FixedEngine]:
+        yield self
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        ids, logprobs, finish = self.completions[len(self.requests)]
+        self.requests.append(request)
+        return Completion(tuple(ids), tuple(logprobs), finish, len(request.ids) + self.misread, 3)  # type: ignore[arg-type]
+
+
+def episode(renderer: Renderer, engine: Engine, limits: Limits, **options: bool) -> Episode:
+    return Episode(engine, renderer, limits, sampling(renderer), **options)
+
+
+def run(
+    renderer: Renderer,
+    env: SmallEnv,
+    texts: Sequence[str] = ("one", "two", "three"),
+    engine: Engine | None = None,
+    asked: Sample | None = None,
+    context_length: int = 4096,
+    **limits: float,
+) -> Trajectory:
+    """Play one episode in which the model writes `texts`."""
+    engine = engine or ScriptedEngine(renderer.tokenizer, lambda turn, _: texts[turn], context_length)
+    playing = episode(renderer, engine, Limits(**limits)).run(asked or sample(), lambda: env, seed=7)  # type: ignore[arg-type]
+    trajectory = asyncio.run(playing)
+    assert env.num_closed == 1
+    return trajectory
+
+
+def names(renderer: Renderer, trajectory: Trajectory) -> str:
+    return renderer.tokenizer.decode(trajectory.ids_T)
+
+
+def raises(error: BaseException) -> Callable:
+    def method(*_: object) -> object:
+        raise error
+
+    return method
+
+
+def test_the_stream_is_prompt_then_sampled_ids_then_suffix_with_mask_and_logprobs_in_place(renderer: Renderer) -> None:
+    stop = renderer.stop_ids[-1]
+    engine = FixedEngine(([31, 32, stop], [-0.1, -0.2, -0.3], "stop"), ([33, stop], [-0.4, -0.5], "stop"))
+    env = SmallEnv(AGAIN, DONE, worth=0.5)
+    trajectory = run(renderer, env, engine=engine)
+    prompt = renderer.prompt(sample().prompt).ids
+    suffix = renderer.suffix({"role": "tool", "content": "again"}, stop).ids
+    p, s = len(prompt), len(suffix)
+    assert trajectory.ids_T.tolist() == [*prompt, 31, 32, stop, *suffix, 33, stop]
+    assert trajectory.mask_T.tolist() == [False] * p + [True] * 3 + [False] * s + [True] * 2
+    assert trajectory.logprobs_T.tolist() == pytest.approx([0.0] * p + [-0.1, -0.2, -0.3] + [0.0] * s + [-0.4, -0.5])
+    assert [(t.start, t.end) for t in trajectory.turns] == [(p, p + 3), (p + 3 + s, p + 5 + s)]
+    assert [t.text for t in trajectory.turns] == [renderer.decode([31, 32]), renderer.decode([33])] == env.texts
+    assert [t.weight_version for t in trajectory.turns] == [3, 3]
+    assert (trajectory.prompt_length, trajectory.num_model_tokens) == (p, 5)
+    assert (trajectory.end_reason, trajectory.reward, trajectory.error) == (EndReason.COMPLETED, 0.5, None)
+    # The engine was asked with exactly what is in the record, each turn with a seed of its own.
+    assert [r.ids for r in engine.requests] == [prompt, (*prompt, 31, 32, stop, *suffix)]
+    assert [r.max_new_tokens for r in engine.requests] == [256, 256 - 3 - s]
+    assert [r.seed for r in engine.requests] == [7000, 7001]
+
+
+def test_messages_record_the_conversation_and_turns_what_the_environment_said(renderer: Renderer) -> None:
+    asked = sample()
+    trajectory = run(renderer, SmallEnv(AGAIN, DONE), asked=asked)
+    tool = {"role": "tool", "content": "again"}
+    assert trajectory.messages == (
+        *asked.prompt,
+        {"role": "assistant", "content": "one"},
+        tool,
+        {"role": "assistant", "content": "two"},
+    )
+    assert [t.observation for t in trajectory.turns] == [tool, None]
+    assert [t.info for t in trajectory.turns] == [{"score": 0.0}, {}]
+
+
+def test_a_first_observation_follows_the_prompt(renderer: Renderer) -> None:
+    env = SmallEnv(reset=lambda: ({"role": "user", "obs_str": "It is noon."}, {}))
+    trajectory = run(renderer, env)
+    expected = renderer.prompt([*sample().prompt, {"role": "user", "content": "It is noon."}]).ids
+    assert trajectory.ids_T[: trajectory.prompt_length].tolist() == list(expected)
+
+
+def test_an_observation_with_an_image_adds_its_placeholders_and_pixels(renderer: Renderer) -> None:
+    shown = {
+        "role": "tool",
+        "content": [{"type": "image", "image": picture(96, 64, 5)}, {"type": "text", "text": "2x"}],
+    }
+    env = SmallEnv(AGAIN, DONE, format_observation=lambda _: shown)
+    trajectory = run(renderer, env, asked=sample("x?", picture(64, 64, 6)))
+    assert [i.grid_thw for i in trajectory.images] == [(1, 4, 4), (1, 4, 6)]
+    first, second = trajectory.turns
+    between = trajectory.ids_T[first.end : second.start]
+    assert (between == renderer.image_token_id).sum() == 6
+    assert (trajectory.ids_T == renderer.image_token_id).sum() == 4 + 6
+    assert trajectory.end_reason is EndReason.COMPLETED
+
+
+def test_an_episode_whose_environment_never_ends_it_ends_with_its_turns(renderer: Renderer) -> None:
+    env = SmallEnv(AGAIN, worth=0.25)
+    trajectory = run(renderer, env, max_turns=2)
+    assert (trajectory.end_reason, trajectory.reward, env.texts) == (EndReason.MAX_TURNS, 0.25, ["one", "two"])
+    assert trajectory.mask_T[-1]  # the last observation is in the record, not in the stream
+    assert trajectory.turns[-1].observation == {"role": "tool", "content": "again"}
+    assert trajectory.messages[-1] == {"role": "assistant", "content": "two"}
+
+
+def test_an_environment_that_ends_on_the_last_turn_has_completed(renderer: Renderer) -> None:
+    assert run(renderer, SmallEnv(AGAIN, DONE), max_turns=2).end_reason is EndReason.COMPLETED
+
+
+def test_a_turn_cut_by_the_budget_ends_the_episode_and_is_no_step(renderer: Renderer) -> None:
+    env = SmallEnv(AGAIN)
+    trajectory = run(renderer, env, texts=["word " * 50], max_new_tokens=20)
+    assert trajectory.end_reason is EndReason.TOKEN_BUDGET
+    assert (trajectory.num_model_tokens, trajectory.turns[0].finish, env.texts) == (20, "length", [])
+    assert trajectory.reward == 1.0
+
+
+def test_environment_tokens_count_in_the_budget(renderer: Renderer) -> None:
+    env = SmallEnv(({"obs_str": "again " * 30}, False, {}))
+    trajectory = run(renderer, env, max_new_tokens=20)
+    assert (trajectory.end_reason, len(trajectory.turns)) == (EndReason.TOKEN_BUDGET, 1)
+
+
+def test_a_turn_cut_by_the_context_ends_the_episode(renderer: Renderer) -> None:
+    prompt = len(renderer.prompt(sample().prompt).ids)
+    trajectory = run(renderer, SmallEnv(), texts=["word " * 50], context_length=prompt + 9)
+    assert (trajectory.end_reason, trajectory.num_model_tokens) == (EndReason.CONTEXT_FULL, 9)
+
+
+def test_a_prompt_that_fills_the_context_is_an_episode_without_turns(renderer: Renderer) -> None:
+    prompt = len(renderer.prompt(sample().prompt).ids)
+    trajectory = run(renderer, SmallEnv(), context_length=prompt)
+    assert (trajectory.end_reason, trajectory.turns) == (EndReason.CONTEXT_FULL, ())
+
+
+def test_an_aborted_completion_ends_the_episode_as_invalid_data(renderer: Renderer) -> None:
+    env = SmallEnv(AGAIN)
+    trajectory = run(renderer, env, engine=FixedEngine(([31, 32], [-0.1, -0.2], "abort")))
+    assert (trajectory.end_reason, env.texts) == (EndReason.ABORTED, [])
+    assert not trajectory.end_reason.is_valid
+
+
+def test_an_abort_before_the_first_token_is_an_abort(renderer: Renderer) -> None:
+    trajectory = run(renderer, SmallEnv(), engine=FixedEngine(([], [], "abort")))
+    assert (trajectory.end_reason, trajectory.num_model_tokens) == (EndReason.ABORTED, 0)
+
+
+def test_a_sampled_image_token_makes_the_stream_invalid(renderer: Renderer) -> None:
+    stop = renderer.stop_ids[-1]
+    engine = FixedEngine(([31, renderer.image_token_id, stop], [-0.1] * 3, "stop"))
+    trajectory = run(renderer, SmallEnv(), engine=engine)
+    assert trajectory.end_reason is EndReason.INVALID_STREAM
+    assert "1 image placeholders, 0 in the image grids" in (trajectory.error or "")
+
+
+def test_a_sampled_vision_token_makes_the_stream_invalid(renderer: Renderer) -> None:
+    token = renderer.tokenizer.convert_tokens_to_ids("<|vision_start|>")
+    trajectory = run(renderer, SmallEnv(), engine=FixedEngine(([token, renderer.stop_ids[-1]], [-0.1] * 2, "stop")))
+    assert trajectory.end_reason is EndReason.INVALID_STREAM
+    assert f"suppressed id: [{token}]" in (trajectory.error or "")
+
+
+def test_an_engine_that_read_another_stream_is_our_own_fault_and_raises(renderer: Renderer) -> None:
+    env = SmallEnv()
+    engine = FixedEngine(([31, 32], [-0.1, -0.2], "stop"), misread=1)
+    with pytest.raises(AssertionError, match="the engine read"):
+        run(renderer, env, engine=engine)
+    assert env.num_closed == 1
+
+
+FAULTS = {
+    "reset raises": ({"reset": raises(ValueError("boom"))}, "boom", 0),
+    "reset returns None": ({"reset": lambda: None}, "reset must return (dict, dict), got None", 0),
+    "reset returns a string": ({"reset": lambda: ("", {})}, "reset must return (dict, dict)", 0),
+    "step raises": ({"step": raises(KeyError("boom"))}, "boom", 1),
+    "step raises StopIteration": ({"step": raises(StopIteration())}, "StopIteration", 1),
+    "step raises SystemExit": ({"step": raises(SystemExit(3))}, "SystemExit: 3", 1),
+    "step raises a timeout of its own": ({"step": raises(TimeoutError("socket"))}, "TimeoutError: socket", 1),
+    "step returns a pair": ({"step": lambda _: ({}, True)}, "step must return (dict, bool, dict)", 1),
+    "step returns None as done": ({"step": lambda _: ({}, None, {})}, "step must return (dict, bool, dict)", 1),
+    "step returns a text": ({"step": lambda _: ("obs", True, {})}, "step must return (dict, bool, dict)", 1),
+    "format_observation raises": ({"format_observation": raises(ValueError("boom"))}, "boom", 1),
+    "format_observation returns None": ({"format_observation": lambda _: None}, "format_observation must return", 1),
+    "format_observation has no role": ({"format_observation": lambda _: {"content": "a"}}, "must return", 1),
+    "format_observation has a number": (
+        {"format_observation": lambda _: {"role": "tool", "content": 3}},
+        'must return {"role": str, "content": str or list}',
+        1,
+    ),
+    "observation shows no image": (
+        {"format_observation": lambda _: {"role": "tool", "content": [{"type": "image", "image": "a.png"}]}},
+        "the observation cannot be rendered",
+        1,
+    ),
+    "reward raises": ({"reward": raises(ZeroDivisionError("boom"))}, "boom", 3),
+    "reward is not a number": ({"reward": lambda _: float("nan")}, "reward must be a finite number, got nan", 3),
+    "reward is infinite": ({"reward": lambda _: float("inf")}, "reward must be a finite number, got inf", 3),
+    "reward is a bool": ({"reward": lambda _: True}, "reward must be a finite number, got True", 3),
+    "reward is None": ({"reward": lambda _: None}, "reward must be a finite number, got None", 3),
+    "reward is a text": ({"reward": lambda _: "1.0"}, "reward must be a finite number, got '1.0'", 3),
+}
+
+
+@pytest.mark.parametrize("env_timeout_s", [0.0, 20.0], ids=["in place", "on a thread"])
+@pytest.mark.parametrize(("faults", "error", "num_turns"), FAULTS.values(), ids=FAULTS.keys())
+def test_a_fault_of_the_environment_is_a_recorded_end(
+    renderer: Renderer, faults: dict[str, Any], error: str, num_turns: int, env_timeout_s: float
+) -> None:
+    if env_timeout_s == 0 and "SystemExit" in error:
+        pytest.skip("called in place, an environment may end the program")
+    trajectory = run(renderer, SmallEnv(AGAIN, **faults), env_timeout_s=env_timeout_s)
+    assert (trajectory.end_reason, trajectory.reward) == (EndReason.ENV_ERROR, 0.0)
+    assert error in (trajectory.error or "")
+    assert len(trajectory.turns) == num_turns
+    assert trajectory.mask_T.sum() == sum(t.end - t.start for t in trajectory.turns)
+
+
+@pytest.mark.parametrize(
+    ("make_env", "error"),
+    [
+        (raises(ValueError("boom")), "boom"),
+        (lambda: None, "building must return an environment"),
+        (lambda: "env", "building must return an environment"),
+    ],
+)
+def test_an_environment_that_cannot_be_built_is_a_recorded_end(
+    renderer: Renderer, make_env: Callable, error: str
+) -> None:
+    engine = ScriptedEngine(renderer.tokenizer, lambda turn, _: "one")
+    trajectory = asyncio.run(episode(renderer, engine, Limits()).run(sample(), make_env, seed=0))
+    assert trajectory.end_reason is EndReason.ENV_ERROR
+    assert error in (trajectory.error or "")
+    assert (len(trajectory.ids_T), trajectory.turns) == (0, ())
+
+
+@pytest.mark.parametrize("reward", [0, 1, -2.5, np.float32(0.5), np.float64(0.25)])
+def test_any_finite_number_is_a_reward(renderer: Renderer, reward: float) -> None:
+    trajectory = run(renderer, SmallEnv(worth=reward))
+    assert (trajectory.reward, type(trajectory.reward)) == (float(reward), float)
+
+
+def test_the_reward_is_that_of_the_last_model_text(renderer: Renderer) -> None:
+    graded: list[str] = []
+
+    def reward(text: str) -> float:
+        graded.append(text)
+        return 1.0
+
+    run(renderer, SmallEnv(AGAIN, DONE, reward=reward), texts=["one", "two"])
+    assert graded == ["two"]
+
+
+def test_a_close_that_raises_is_noted_and_leaves_the_episode_valid(renderer: Renderer) -> None:
+    env = SmallEnv()
+
+    def close() -> None:
+        env.num_closed += 1
+        raise OSError("still open")
+
+    env.close = close  # type: ignore[method-assign]
+    trajectory = run(renderer, env)
+    assert (trajectory.end_reason, trajectory.reward) == (EndReason.COMPLETED, 1.0)
+    assert "still open" in (trajectory.error or "")
+
+
+def test_a_close_that_raises_does_not_hide_the_first_error(renderer: Renderer) -> None:
+    env = SmallEnv(step=raises(ValueError("boom")))
+
+    def close() -> None:
+        env.num_closed += 1
+        raise OSError("still open")
+
+    env.close = close  # type: ignore[method-assign]
+    assert "boom" in (run(renderer, env).error or "")
+
+
+@pytest.mark.parametrize("method", ["reset", "step", "format_observation", "reward"])
+def test_an_environment_that_hangs_runs_into_its_time_limit(renderer: Renderer, method: str) -> None:
+    started = time.perf_counter()
+    env = SmallEnv(AGAIN)
+    setattr(env, method, lambda *_: time.sleep(1.5))
+    trajectory = run(renderer, env, env_timeout_s=0.2)
+    assert trajectory.end_reason is EndReason.ENV_TIMEOUT
+    assert "took longer than 0.2 s" in (trajectory.error or "")
+    assert time.perf_counter() - started < 1.2
+    assert len(trajectory.turns) == {"reset": 0, "step": 1, "format_observation": 1, "reward": 3}[method]
+
+
+def test_with_a_time_limit_calls_run_on_other_threads_and_without_one_in_place(renderer: Renderer) -> None:
+    seen: list[threading.Thread] = []
+
+    def step(_: str) -> Step:
+        seen.append(threading.current_thread())
+        return DONE
+
+    run(renderer, SmallEnv(step=step), env_timeout_s=20.0)
+    run(renderer, SmallEnv(step=step), env_timeout_s=0.0)
+    assert [thread is threading.main_thread() for thread in seen] == [False, True]
+
+
+def test_one_hanging_episode_of_thirty_two_holds_up_no_other(renderer: Renderer) -> None:
+    engine = ScriptedEngine(renderer.tokenizer, lambda turn, _: "one")
+    envs: list[SmallEnv] = []
+
+    def build(asked: Sample, _: object) -> SmallEnv:
+        envs.append(SmallEnv(step=lambda _: time.sleep(3)) if len(envs) == 5 else SmallEnv())
+        return envs[-1]
+
+    started = time.perf_counter()
+    playing = rollout_groups(
+        episode(renderer, engine, Limits(env_timeout_s=0.5)),
+        [sample(id=str(k)) for k in range(4)],
+        build,
+        None,
+        8,
+        seed=1,
+    )
+    groups = asyncio.run(playing)
+    assert time.perf_counter() - started < 2.5
+    ends = [t.end_reason for g in groups for t in g.trajectories]
+    assert sorted(ends) == [EndReason.COMPLETED] * 31 + [EndReason.ENV_TIMEOUT]
+    assert [env.num_closed for env in envs] == [1] * 32
+
+
+def test_groups_come_back_in_order_with_a_seed_for_every_episode(renderer: Renderer) -> None:
+    engine = ScriptedEngine(renderer.tokenizer, lambda turn, _: "one")
+    ended: list[Trajectory] = []
+    groups = asyncio.run(
+        rollout_groups(
+            episode(renderer, engine, Limits()),
+            [sample(id="a"), sample(id="b")],
+            lambda asked, args: SmallEnv(),
+            None,
+            3,
+            seed=4,
+            on_episode=ended.append,
+        )
+    )
+    assert [g.sample_id for g in groups] == ["a", "b"]
+    assert [[t.sample_index for t in g.trajectories] for g in groups] == [[0, 1, 2], [0, 1, 2]]
+    assert [t.seed for t in groups[1].trajectories] == [derive_seed(4, 1, copy) for copy in range(3)]
+    assert len({t.seed for g in groups for t in g.trajectories}) == 6
+    assert {id(t) for t in ended} == {id(t) for g in groups for t in g.trajectories}
+
+
+def test_a_cancelled_episode_closes_its_environment(renderer: Renderer) -> None:
+    env = SmallEnv(step=lambda _: time.sleep(0.5))
+    engine = ScriptedEngine(renderer.tokenizer, lambda turn, _: "one")
+
+    async def story() -> None:
+        task = asyncio.create_task(episode(renderer, engine, Limits()).run(sample(), lambda: env, seed=0))
+        await asyncio.sleep(0.1)
+        task.cancel()
+        await task
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(story())
+    assert env.num_closed == 1
+
+
+def test_tools_are_in_the_prompt_only_when_they_are_used(renderer: Renderer) -> None:
+    class Tooled(SmallEnv):
+        tools = ({"type": "function", "function": {"name": "calc_score"}},)
+
+    engine = ScriptedEngine(renderer.tokenizer, lambda turn, _: "one")
+    streams = [
+        asyncio.run(episode(renderer, engine, Limits(), use_tools=use).run(sample(), Tooled, seed=0))
+        for use in (True, False)
+    ]
+    assert ["calc_score" in names(renderer, t) for t in streams] == [True, False]
+
+
+def test_control_tokens_in_what_the_environment_says_stay_text(renderer: Renderer) -> None:
+    env = SmallEnv(({"obs_str": "<|image_pad|><|im_end|>"}, False, {}), DONE)
+    trajectory = run(renderer, env, texts=["one", "two"])
+    assert trajectory.end_reason is EndReason.COMPLETED
+    assert renderer.image_token_id not in trajectory.ids_T

@@ -1,0 +1,124 @@
+"""Claims about command lines: flags become a validated tree, and every mistake is one line that names its flag."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from pydantic import BaseModel, ConfigDict, Field
+
+from envs.errors import UserError
+from trainer.cli import exit_code, parse
+from trainer.config import RunConfig
+
+
+class Inner(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    max_turns: int = Field(default=3, ge=1, description="turns of an episode")
+    record: bool = Field(default=True, description="record 100% of all episodes")
+    shuffle: bool = Field(default=False, description="shuffle the rows")
+    files: tuple[Path, ...] = Field(default=(), description="more files")
+
+
+class Outer(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    lr: float = Field(default=1e-3, gt=0, description="learning rate")
+    schedule: Literal["constant", "cosine"] = Field(default="constant", description="schedule")
+    inner: Inner = Inner()
+
+
+def parsed(*argv: str) -> Outer:
+    return parse(Outer, argv, "prog", "What it does.")
+
+
+def error_of(*argv: str) -> str:
+    with pytest.raises(UserError) as caught:
+        parsed(*argv)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_no_flags_are_the_defaults() -> None:
+    assert parsed() == Outer()
+
+
+def test_flags_reach_fields_of_the_tree() -> None:
+    assert parsed("--max-turns", "5", "--lr=0.5", "--schedule", "cosine") == Outer(
+        lr=0.5, schedule="cosine", inner=Inner(max_turns=5)
+    )
+
+
+def test_a_bool_is_a_pair_of_flags() -> None:
+    assert parsed("--no-record", "--shuffle").inner == Inner(record=False, shuffle=True)
+    assert parsed("--record", "--no-shuffle").inner == Inner(record=True, shuffle=False)
+
+
+def test_a_tuple_is_a_flag_given_again() -> None:
+    assert parsed("--files", "a.yaml", "--files", "b.yaml").inner.files == (Path("a.yaml"), Path("b.yaml"))
+
+
+def test_the_last_of_a_repeated_flag_counts() -> None:
+    assert parsed("--lr", "1", "--lr", "2").lr == 2.0
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--max-turn", "5"], "--max-turn: is no flag of this command, got --max-turn; did you mean '--max-turns'?"),
+        (["--max-turn=5"], "--max-turn: is no flag of this command, got --max-turn=5; did you mean '--max-turns'?"),
+        (["--zzz"], "--zzz: is no flag of this command, got --zzz; known: --files, --lr, --max-turns, --record"),
+        (["cosine"], "cosine: is no flag of this command, got cosine;"),
+        (["--max-turns", "0"], "--max-turns: must be greater than or equal to 1, got 0; it is the turns of an episode"),
+        (
+            ["--max-turns", "three"],
+            "--max-turns: must be a valid integer, unable to parse string as an integer, got three",
+        ),
+        (["--max-turns", "2.5"], "--max-turns: must be a valid integer"),
+        (["--max-turns", ""], "--max-turns: must be a valid integer"),
+        (["--lr", "nan"], "--lr: must be greater than 0, got nan"),
+        (["--schedule", "linear"], "--schedule: must be 'constant' or 'cosine', got linear; it is the schedule"),
+        (["--max-turns"], "--max-turns: expected one argument, got --max-turns; see --help"),
+        (["--lr", "1", "--max-turns"], "--max-turns: expected one argument, got --lr 1 --max-turns; see --help"),
+        (["--record", "maybe"], "maybe: is no flag of this command"),
+        (["--record=maybe"], "--record/--no-record: ignored explicit argument 'maybe'"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_the_flag(argv: list[str], message: str) -> None:
+    assert error_of(*argv).startswith(message)
+
+
+def test_help_names_every_flag_with_its_description_and_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parsed("--help")
+    assert caught.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for line in (
+        "turns of an episode (default: 3)",
+        "record 100% of all episodes (default: True)",
+        "more files (default: empty)",
+        "--no-record",
+    ):
+        assert line in text
+
+
+def test_every_field_of_a_run_is_a_flag_of_its_own_with_a_description(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse(RunConfig, [], "prog", "") == RunConfig()
+    with pytest.raises(SystemExit):
+        parse(RunConfig, ["--help"], "prog", "")
+    assert "None (default" not in capsys.readouterr().out
+
+
+def test_a_command_prints_a_users_error_as_one_line_and_returns_two(capsys: pytest.CaptureFixture[str]) -> None:
+    def main() -> int:
+        parsed("--max-turns", "0")
+        return 0
+
+    assert exit_code(main) == 2
+    captured = capsys.readouterr()
+    assert captured.err == (
+        "error: --max-turns: must be greater than or equal to 1, got 0; it is the turns of an episode\n"
+    )
+    assert captured.out == ""
+    assert exit_code(lambda: 0) == 0
