@@ -199,11 +199,11 @@ class PolicyModel(nn.Module):
         ids_BT: Tensor,
         positions_3BT: Tensor,
         attention_mask: Tensor | None,
-        select_BT: Tensor,
+        select: Tensor | tuple[Tensor, Tensor],
         vision: VisionBatch | None = None,
         cache: Any | None = None,
     ) -> Tensor:
-        """Return the logits (N, V) at the places where `select_BT` is True, rows in order.
+        """Return the logits (N, V) at the chosen places: where a boolean (B, T) is True, or at row and column indices.
 
         `attention_mask` is a boolean (B, 1, T, C + T) mask, True where a query sees a column; None is causal over rows
         padded on the right. Only the chosen places are multiplied out to the vocabulary.
@@ -226,7 +226,7 @@ class PolicyModel(nn.Module):
             visual_pos_masks=image_mask,
             deepstack_visual_embeds=deepstack,
         )
-        return self.backbone.lm_head(output.last_hidden_state[select_BT])  # type: ignore[operator]
+        return self.backbone.lm_head(output.last_hidden_state[select])  # type: ignore[operator]
 
 
 def register_attention() -> None:

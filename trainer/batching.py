@@ -1,4 +1,8 @@
-"""Trajectory groups to training samples, and those to micro-batches: pure, deterministic, nothing is cut."""
+"""Trajectory groups to training samples, those to rows, and rows to micro-batches: pure, deterministic, nothing is cut.
+
+The G samples of a group begin with one prompt, often most of their tokens. They become one row that holds it once; an
+attention mask lets each sample see the prompt and itself, and every token keeps its position in its own stream.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,9 @@ import torch
 
 from agents.model import PolicyModel, VisionBatch
 from agents.positions import mrope_positions
-from agents.types import ProcessedImage, TrajectoryGroup
+from agents.types import ProcessedImage, Trajectory, TrajectoryGroup
 from trainer.advantages import group_advantages
-from trainer.types import MicroBatch, TrainingSample
+from trainer.types import MicroBatch, Row, TrainingSample
 
 
 def training_samples(
@@ -40,6 +44,8 @@ def training_samples(
                     logprobs_T=trajectory.logprobs_T,
                     positions_3T=mrope_positions(trajectory.ids_T, grids, image_token_id, merge_size),
                     images=trajectory.images,
+                    prefix_length=trajectory.prompt_length,
+                    num_prefix_images=_images_within(trajectory, image_token_id),
                     advantage=float(advantage),
                     weight=1.0 / total,
                 )
@@ -47,19 +53,41 @@ def training_samples(
     return samples
 
 
-def split_into_microbatches(samples: Sequence[TrainingSample], max_tokens: int) -> list[list[TrainingSample]]:
-    """Group samples of like length so that rows times longest stays within `max_tokens`; a longer one goes alone."""
-    bins: list[list[TrainingSample]] = []
-    for sample in sorted(samples, key=lambda s: len(s.ids_T)):
-        if bins and (len(bins[-1]) + 1) * len(sample.ids_T) <= max_tokens:
-            bins[-1].append(sample)
+def _images_within(trajectory: Trajectory, image_token_id: int) -> int:
+    """Return how many of a trajectory's images stand in its prompt."""
+    placeholders = int((trajectory.ids_T[: trajectory.prompt_length] == image_token_id).sum())
+    ends = np.cumsum([image.num_tokens for image in trajectory.images])
+    return int(np.searchsorted(ends, placeholders, side="right"))
+
+
+def pack_rows(samples: Sequence[TrainingSample], max_tokens: int) -> list[Row]:
+    """Put samples with one prompt into one row as long as it stays within `max_tokens`; a longer one stands alone."""
+    rows: list[list[TrainingSample]] = []
+    open_row: dict[object, list[TrainingSample]] = {}
+    for sample in samples:
+        prefix = sample.ids_T[: sample.prefix_length].tobytes()
+        key = (prefix, tuple(image.digest for image in sample.images[: sample.num_prefix_images]))
+        row = open_row.get(key)
+        if row is None or Row((*row, sample)).num_tokens > max_tokens:
+            row = open_row[key] = []
+            rows.append(row)
+        row.append(sample)
+    return [Row(tuple(row)) for row in rows]
+
+
+def split_into_microbatches(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
+    """Group rows of like length so that their number times the longest stays within `max_tokens`."""
+    bins: list[list[Row]] = []
+    for row in sorted(rows, key=lambda row: row.num_tokens):
+        if bins and (len(bins[-1]) + 1) * row.num_tokens <= max_tokens:
+            bins[-1].append(row)
         else:
-            bins.append([sample])
+            bins.append([row])
     return bins
 
 
-def filler_sample(model: PolicyModel, with_image: bool) -> TrainingSample:
-    """Return a stream of two tokens, none of them the model's: a row that runs the network and adds no gradient.
+def filler_row(model: PolicyModel, with_image: bool) -> Row:
+    """Return a row of two tokens, none of them the model's: it runs the network and adds no gradient.
 
     `with_image` makes the second token the placeholder of the smallest image there is.
     """
@@ -68,31 +96,46 @@ def filler_sample(model: PolicyModel, with_image: bool) -> TrainingSample:
     pixels_PD = np.zeros((merge * merge, patch_values), dtype=np.float32)
     images = (ProcessedImage("filler", pixels_PD, (1, merge, merge), num_tokens=1),) if with_image else ()
     ids_T = np.array([0, model.image_token_id if with_image else 0])
-    return TrainingSample(
+    filler = TrainingSample(
         ids_T=ids_T,
         mask_T=np.zeros(2, dtype=np.bool_),
         logprobs_T=np.zeros(2, dtype=np.float32),
         positions_3T=mrope_positions(ids_T, [image.grid_thw for image in images], model.image_token_id, merge),
         images=images,
+        prefix_length=2,
+        num_prefix_images=len(images),
         advantage=0.0,
         weight=0.0,
     )
+    return Row((filler,))
 
 
-def collate(samples: Sequence[TrainingSample], device: torch.device | str) -> MicroBatch:
-    """Pad samples on the right into one micro-batch.
-
-    The logits that predict token t stand at t - 1, so `select_BT` is each mask moved one place to the left.
-    """
-    width = max(len(s.ids_T) for s in samples)
-    ids_BT = np.zeros((len(samples), width), dtype=np.int64)
-    positions_3BT = np.zeros((3, len(samples), width), dtype=np.int64)
-    select_BT = np.zeros((len(samples), width), dtype=bool)
-    for row, s in enumerate(samples):
-        assert not s.mask_T[0], "a stream begins with a prompt"
-        ids_BT[row, : len(s.ids_T)] = s.ids_T
-        positions_3BT[:, row, : len(s.ids_T)] = s.positions_3T
-        select_BT[row, : len(s.ids_T) - 1] = s.mask_T[1:]
+def collate(rows: Sequence[Row], device: torch.device | str) -> MicroBatch:
+    """Pad rows on the right into one micro-batch."""
+    width = max(row.num_tokens for row in rows)
+    ids_BT = np.zeros((len(rows), width), dtype=np.int64)
+    positions_3BT = np.zeros((3, len(rows), width), dtype=np.int64)
+    part_BT = np.full(
+        (len(rows), width), -1, dtype=np.int64
+    )  # 0 the prompt, k the k-th sample's own tokens, -1 padding
+    select_row: list[np.ndarray] = []
+    select_column: list[np.ndarray] = []
+    for index, row in enumerate(rows):
+        prefix, end = row.prefix_length, row.prefix_length
+        ids_BT[index, :prefix] = row.samples[0].ids_T[:prefix]
+        positions_3BT[:, index, :prefix] = row.samples[0].positions_3T[:, :prefix]
+        part_BT[index, :prefix] = 0
+        for number, sample in enumerate(row.samples, 1):
+            assert prefix > 0 and not sample.mask_T[:prefix].any(), "a stream begins with a prompt"
+            start, end = end, end + len(sample.ids_T) - prefix
+            ids_BT[index, start:end] = sample.ids_T[prefix:]
+            positions_3BT[:, index, start:end] = sample.positions_3T[:, prefix:]
+            part_BT[index, start:end] = number
+            # The logits that predict token t stand at t - 1.
+            before = np.flatnonzero(sample.mask_T) - 1
+            select_column.append(np.where(before < prefix, before, before - prefix + start))
+            select_row.append(np.full(len(before), index))
+    samples = [sample for row in rows for sample in row.samples]
     counts = [int(s.mask_T.sum()) for s in samples]
 
     def tensor(array: np.ndarray) -> torch.Tensor:
@@ -101,10 +144,21 @@ def collate(samples: Sequence[TrainingSample], device: torch.device | str) -> Mi
     return MicroBatch(
         ids_BT=tensor(ids_BT),
         positions_3BT=tensor(positions_3BT),
-        select_BT=tensor(select_BT),
-        vision=VisionBatch.build([s.images for s in samples], device),
+        attention_mask_B1TT=None if len(samples) == len(rows) else prefix_mask(tensor(part_BT)),
+        select=(tensor(np.concatenate(select_row)), tensor(np.concatenate(select_column))),
+        vision=VisionBatch.build([row.images for row in rows], device),
         targets_N=tensor(np.concatenate([s.ids_T[s.mask_T] for s in samples])),
         rollout_logprobs_N=tensor(np.concatenate([s.logprobs_T[s.mask_T] for s in samples])),
         advantages_N=tensor(np.repeat([np.float32(s.advantage) for s in samples], counts)),
         weights_N=tensor(np.repeat([np.float32(s.weight) for s in samples], counts)),
     )
+
+
+def prefix_mask(part_BT: torch.Tensor) -> torch.Tensor:
+    """Return the boolean (B, 1, T, T) mask, True where a token sees another: earlier ones of its part, and of part 0.
+
+    >>> prefix_mask(torch.tensor([[0, 1, 2]])).int().tolist()
+    [[[[1, 0, 0], [1, 1, 0], [1, 0, 1]]]]
+    """
+    seen_B1T, seeing_BT1 = part_BT[:, None, :], part_BT[:, :, None]
+    return ((seen_B1T == 0) | (seen_B1T == seeing_BT1)).tril()[:, None]

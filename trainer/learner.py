@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 from agents.engines.hf import sampling_logprobs
 from agents.model import PolicyModel
 from agents.types import SamplingParams
-from trainer.batching import collate, filler_sample, split_into_microbatches
+from trainer.batching import collate, filler_row, pack_rows, split_into_microbatches
 from trainer.config import OptimConfig
 from trainer.loss import clipped_loss, entropy, k3_kl
-from trainer.types import MicroBatch, StepStats, TrainingSample
+from trainer.types import MicroBatch, Row, StepStats, TrainingSample
 
 
 @dataclass
@@ -74,24 +74,37 @@ class Learner:
 
     def step(self, samples: Sequence[TrainingSample]) -> StepStats:
         """Take one optimizer step on this rank's samples; every rank must call it, also with none."""
-        bins = split_into_microbatches(samples, self.optim.max_tokens_per_microbatch)
-        has_images = any(sample.images for sample in samples)
-        rounds, any_images = self._reduce([float(len(bins)), float(has_images)], dist.ReduceOp.MAX)
+        rows = pack_rows(samples, self.optim.max_tokens_per_microbatch)
+        any_images = self._reduce([float(any(row.images for row in rows))], dist.ReduceOp.MAX)[0] > 0
         sums = _Sums()
-        for index in range(int(rounds)):
-            chosen = bins[index] if index < len(bins) else []
-            # FSDP communicates in every forward and backward of every part, vision tower included. So all ranks run the
-            # same number of micro-batches and, where any rank has images in this step, all of them show one.
-            if not chosen or (any_images and not any(sample.images for sample in chosen)):
-                chosen = [*chosen, filler_sample(self.model, with_image=bool(any_images))]
-            self._backward(collate(chosen, self.device), sums)
+        # Rows without an advantage are only measured; their gradient would be 0.
+        self._rounds([row for row in rows if not row.teaches], any_images, sums, backward=False)
+        rounds = self._rounds([row for row in rows if row.teaches], any_images, sums, backward=True)
         lr = self._set_lr()
         grad_norm = self._update() if rounds else 0.0
         self.steps_done += 1
         return self._stats(sums, grad_norm, lr)
 
-    def _backward(self, batch: MicroBatch, sums: _Sums) -> None:
-        logits_NV = self.model(batch.ids_BT, batch.positions_3BT, None, batch.select_BT, batch.vision)
+    def _rounds(self, rows: Sequence[Row], any_images: bool, sums: _Sums, backward: bool) -> int:
+        """Run the rows micro-batch by micro-batch; return how many that took on every rank."""
+        bins = split_into_microbatches(rows, self.optim.max_tokens_per_microbatch)
+        rounds = int(self._reduce([float(len(bins))], dist.ReduceOp.MAX)[0])
+        for index in range(rounds):
+            chosen = bins[index] if index < len(bins) else []
+            # FSDP communicates in every forward and backward of every part, vision tower included. So all ranks run the
+            # same number of micro-batches and, where any rank has images in this step, all of them show one.
+            if not chosen or (any_images and not any(row.images for row in chosen)):
+                chosen = [*chosen, filler_row(self.model, with_image=any_images)]
+            with torch.set_grad_enabled(backward):
+                loss = self._loss(collate(chosen, self.device), sums)
+            if backward:
+                # FSDP averages gradients over ranks; the weights already hold the global denominator, so undo it.
+                (loss * dist.get_world_size()).backward()
+        return rounds
+
+    def _loss(self, batch: MicroBatch, sums: _Sums) -> Tensor:
+        """Return a micro-batch's share of the step's loss, and count its tokens in `sums`."""
+        logits_NV = self.model(batch.ids_BT, batch.positions_3BT, batch.attention_mask_B1TT, batch.select, batch.vision)
         sampling = self.sampling
         logprobs_NV = sampling_logprobs(logits_NV, sampling.logprob_temperature, sampling.suppressed_ids)
         logprobs_N = logprobs_NV.gather(-1, batch.targets_N[:, None])[:, 0]
@@ -99,8 +112,6 @@ class Learner:
             logprobs_N, batch.rollout_logprobs_N, batch.advantages_N, self.optim.clip_low, self.optim.clip_high
         )
         loss = (loss_N * batch.weights_N).sum()
-        # FSDP averages gradients over ranks; the weights already hold the global denominator, so undo it.
-        (loss * dist.get_world_size()).backward()
         with torch.no_grad():
             gap_N = (logprobs_N - batch.rollout_logprobs_N).abs()
             sums.loss += loss.item()
@@ -110,6 +121,7 @@ class Learner:
             sums.entropy += entropy(logprobs_NV).sum().item()
             sums.clipped += clipped_N.sum().item()
             sums.gap_max = max([sums.gap_max, *gap_N.tolist()])
+        return loss
 
     def _set_lr(self) -> float:
         warm = min(1.0, (self.steps_done + 1) / max(1, self.optim.warmup_steps))

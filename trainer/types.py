@@ -21,6 +21,7 @@ class TrainingSample:
 
     `weight` already holds the step's global denominator: summed over all samples of all ranks, weight times model
     tokens is 1 (token-mean). So however samples are split into micro-batches or ranks, their gradients simply add up.
+    The first `prefix_length` tokens, with `num_prefix_images` of the images, are the prompt, which others may share.
     """
 
     ids_T: NDArray[np.int64]
@@ -28,17 +29,55 @@ class TrainingSample:
     logprobs_T: NDArray[np.float32]
     positions_3T: NDArray[np.int64]
     images: tuple[ProcessedImage, ...]
+    prefix_length: int
+    num_prefix_images: int
     advantage: float
     weight: float
 
 
 @dataclass(frozen=True, eq=False)
+class Row:
+    """Samples with one prompt as one row of a micro-batch: the prompt once, then what each sample adds to it.
+
+    Example: three samples of 10, 12 and 15 tokens with a prompt of 8 are a row of 8 + 2 + 4 + 7 = 21 tokens.
+    """
+
+    samples: tuple[TrainingSample, ...]
+
+    @property
+    def prefix_length(self) -> int:
+        """Tokens of the common prompt."""
+        return self.samples[0].prefix_length
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the row."""
+        return self.prefix_length + sum(len(s.ids_T) - self.prefix_length for s in self.samples)
+
+    @property
+    def images(self) -> tuple[ProcessedImage, ...]:
+        """The row's images in token order."""
+        count = self.samples[0].num_prefix_images
+        return self.samples[0].images[:count] + tuple(image for s in self.samples for image in s.images[count:])
+
+    @property
+    def teaches(self) -> bool:
+        """Whether any sample has an advantage; if none has, the row's gradient is exactly 0."""
+        return any(s.advantage != 0 for s in self.samples)
+
+
+@dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Samples padded on the right, with what the loss needs of every model token."""
+    """Rows padded on the right, with what the loss needs of every model token.
+
+    `select` are the row and column of the logits that predict each token; the last token of a shared prompt predicts
+    the first token of every sample. `attention_mask_B1TT` is None where each row holds one sample: causal attention.
+    """
 
     ids_BT: Tensor
     positions_3BT: Tensor
-    select_BT: Tensor
+    attention_mask_B1TT: Tensor | None
+    select: tuple[Tensor, Tensor]
     vision: VisionBatch | None
     targets_N: Tensor
     rollout_logprobs_N: Tensor

@@ -1,8 +1,8 @@
 """The embedded engine: batches every live episode through one network in this process.
 
-A batch starts when all open sessions wait for a turn, so a run with one seed always forms the same batches. Each
-session's keys and values are kept between turns: a later turn reads only what is new. Sessions with one prompt read it
-once.
+A batch starts when all open sessions wait for a turn, so a run with one seed always forms the same batches; only an
+environment slower than `max_wait_s` is not waited for. Each session's keys and values are kept between turns: a later
+turn reads only what is new. Sessions with one prompt read it once.
 
 Legend: B rows of a batch, T new tokens, C cached columns, V vocabulary.
 """
@@ -105,15 +105,22 @@ class HFEngine:
     """
 
     def __init__(
-        self, model: PolicyModel, context_length: int = 4096, max_batch: int = 64, device: str | torch.device = "cpu"
+        self,
+        model: PolicyModel,
+        context_length: int = 4096,
+        max_batch: int = 64,
+        device: str | torch.device = "cpu",
+        max_wait_s: float = 2.0,
     ) -> None:
         self.model = model.to(device).eval()
         self.context_length, self.max_batch, self.device = context_length, max_batch, torch.device(device)
+        self.max_wait_s = max_wait_s
         self.weight_version = 0
         self.busy_s = 0.0
         self._opened = 0
         self._open: set[int] = set()
         self._waiting: list[tuple[_Session, GenerateRequest, asyncio.Future[Completion]]] = []
+        self._waiting_since = 0.0
         self._slots: asyncio.Semaphore | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._running: asyncio.Task[None] | None = None
@@ -142,9 +149,13 @@ class HFEngine:
         """Queue one turn; it runs as soon as no open session is still busy elsewhere."""
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         entry = (session, request, future)
+        loop = asyncio.get_running_loop()
+        if not self._waiting:
+            self._waiting_since = loop.time()
+            loop.call_later(self.max_wait_s, self._start_if_ready)
         self._waiting.append(entry)
         # One turn of the loop lets sessions that are about to open or submit join this batch.
-        asyncio.get_running_loop().call_soon(self._start_if_ready)
+        loop.call_soon(self._start_if_ready)
         try:
             return await future
         finally:
@@ -152,10 +163,14 @@ class HFEngine:
                 self._waiting.remove(entry)
 
     def _start_if_ready(self) -> None:
-        if self._running or not self._waiting or len(self._waiting) < len(self._open):
+        if self._running or not self._waiting:
+            return
+        loop = asyncio.get_running_loop()
+        overdue = loop.time() - self._waiting_since >= self.max_wait_s
+        if len(self._waiting) < len(self._open) and not overdue:
             return
         batch, self._waiting = sorted(self._waiting, key=lambda entry: entry[0].order), []
-        self._running = asyncio.get_running_loop().create_task(self._run(batch))
+        self._running = loop.create_task(self._run(batch))
 
     async def _run(self, batch: list[tuple[_Session, GenerateRequest, asyncio.Future[Completion]]]) -> None:
         try:

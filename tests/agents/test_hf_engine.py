@@ -290,6 +290,17 @@ def test_a_session_that_waits_for_its_environment_is_waited_for(network: PolicyM
     assert batches == [2]
 
 
+def test_a_session_whose_environment_hangs_holds_up_nobody_for_long(network: PolicyModel, renderer: Renderer) -> None:
+    engine = HFEngine(network, max_wait_s=0.1)
+    asked = request(renderer.prompt(question("Find x.")), sampling(renderer), 4)
+
+    async def story() -> list[Completion]:
+        async with engine.session():  # open, and never asks for a turn
+            return await asyncio.wait_for(play(engine, [asked]), 10)
+
+    assert len(asyncio.run(story())[0].ids) == 4
+
+
 def test_a_fault_in_the_network_reaches_every_waiting_episode(network: PolicyModel, renderer: Renderer) -> None:
     prompt = renderer.prompt(question("Find x."))
     good = request(prompt, sampling(renderer), 4)
