@@ -72,6 +72,9 @@ class RolloutConfig(Section):
     temperature: float = Field(
         default=1.0, gt=0, description="sampling temperature, applied alike in engine and trainer"
     )
+    eval_temperature: float = Field(
+        default=0.0, ge=0, description="temperature of evaluation; 0 takes the likeliest token"
+    )
     max_batch: int = Field(default=128, ge=1, description="episodes that the embedded engine runs at once")
 
 

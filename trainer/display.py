@@ -77,7 +77,7 @@ class Display:
         """Print held-out accuracy before and after, and how training episodes ended."""
         if after:
             table = Table(title="Held-out accuracy")
-            for column in ("", "before", "after", "change"):
+            for column in ("", "before", "after", "change", "turns before", "turns after"):
                 table.add_column(column, justify="left" if not column else "right")
             for name, final in after.items():
                 first = before[name]
@@ -86,6 +86,8 @@ class Display:
                     f"{first.accuracy:.3f}",
                     f"{final.accuracy:.3f}",
                     f"{final.accuracy - first.accuracy:+.3f}",
+                    f"{first.mean_turns:.2f}",
+                    f"{final.mean_turns:.2f}",
                 )
             self.console.print(table)
         table = Table(title="How training episodes ended")

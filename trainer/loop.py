@@ -70,7 +70,7 @@ class TrainingLoop:
         config, parts = self.config, self.parts
         rollout_started = time.perf_counter()
         groups = await rollout_groups(
-            parts.episode(config.env.max_turns),
+            parts.episode(config.env.max_turns, config.rollout.temperature),
             self._problems(step),
             parts.build_env,
             parts.env_args,
@@ -122,7 +122,7 @@ class TrainingLoop:
         results = {}
         for key, turns, tools in ((WITH_TOOL, self.config.env.max_turns, True), (WITHOUT_TOOL, 1, False)):
             results[key] = await evaluate(
-                self.parts.episode(turns, tools),
+                self.parts.episode(turns, self.config.rollout.eval_temperature, tools),
                 samples,
                 self.parts.build_env,
                 EnvArgs(turns),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 from collections import Counter
@@ -42,6 +43,16 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], max_turns: int) -> dict[s
     }
 
 
+def wandb_is_wanted() -> bool:
+    """Return whether the environment asks for logging to Weights & Biases."""
+    return bool(os.environ.get("WANDB_API_KEY"))
+
+
+def wandb_is_installed() -> bool:
+    """Return whether the extra is there, without importing it."""
+    return importlib.util.find_spec("wandb") is not None
+
+
 class MetricsLog:
     """Writes every step's numbers to all sinks; each line is on disk when `write` returns.
 
@@ -61,7 +72,7 @@ class MetricsLog:
             from torch.utils.tensorboard import SummaryWriter
 
             self._board = SummaryWriter(str(folder / "tensorboard"))
-        if os.environ.get("WANDB_API_KEY"):
+        if wandb_is_wanted() and wandb_is_installed():
             import wandb  # pyright: ignore[reportMissingImports] - an extra
 
             self._wandb = wandb.init(project="trueturn", name=folder.name, dir=str(folder), config=dict(config))

@@ -19,6 +19,7 @@ def run(argv: Sequence[str] | None) -> int:
 
     from trainer.display import Display
     from trainer.loop import TrainingLoop
+    from trainer.metrics import wandb_is_installed, wandb_is_wanted
     from trainer.setup import prepare
 
     quiet_libraries()
@@ -29,6 +30,8 @@ def run(argv: Sequence[str] | None) -> int:
         console.print(
             f"left out {parts.num_overlong} problems whose prompt is over {config.data.max_prompt_tokens} tokens"
         )
+    if wandb_is_wanted() and not wandb_is_installed():
+        console.print("WANDB_API_KEY is set but wandb is missing: pip install 'trueturn[wandb]' to log there")
     if parts.eval_samples is None:
         console.print("no held-out evaluation: give --eval-data")
     console.print(f"{len(parts.train_samples)} training problems; run folder {parts.folder}", soft_wrap=True)

@@ -59,30 +59,24 @@ class RunParts:
         """What `build_env` is told of a training episode."""
         return EnvArgs(self.config.env.max_turns)
 
-    def episode(self, max_turns: int, use_tools: bool = True) -> Episode:
+    def episode(self, max_turns: int, temperature: float, use_tools: bool = True) -> Episode:
         """Return the agent loop with this run's limits."""
         env = self.config.env
         limits = Limits(max_turns=max_turns, max_new_tokens=env.max_new_tokens, env_timeout_s=env.env_timeout_s)
-        return Episode(self.engine, self.renderer, limits, self.sampling, use_tools)
+        sampling = sampling_params(self.renderer, temperature)
+        return Episode(self.engine, self.renderer, limits, sampling, use_tools)
 
     def save_model(self, folder: Path) -> None:
         """Write the learner's weights, with everything else of the checkpoint, as a Hugging Face folder."""
-        model = self.engine.model
         if self.engine.weight_version != self.learner.steps_done:  # a step was cut off before its sync
             self.engine.load_weights(self.learner.weights(), version=self.learner.steps_done)
-        model.save(folder)
+        self.engine.model.save(folder)
         self.renderer.save(folder)
 
-    @property
-    def sampling(self) -> SamplingParams:
-        """How tokens are drawn, in engine and trainer alike."""
-        renderer = self.renderer
-        return sampling_params(self.config, renderer)
 
-
-def sampling_params(config: RunConfig, renderer: Renderer) -> SamplingParams:
-    """Return the sampling that the configuration and the model's special tokens ask for."""
-    return SamplingParams(config.rollout.temperature, renderer.stop_ids, renderer.suppressed_ids)
+def sampling_params(renderer: Renderer, temperature: float) -> SamplingParams:
+    """Return a sampling that stops at the model's own stop tokens and never draws one of its image tokens."""
+    return SamplingParams(temperature, renderer.stop_ids, renderer.suppressed_ids)
 
 
 def prepare(config: RunConfig) -> RunParts:
@@ -118,7 +112,9 @@ def prepare(config: RunConfig) -> RunParts:
     engine = HFEngine(
         PolicyModel.load(model_path), config.model.context_length, config.rollout.max_batch, device=device
     )
-    learner = Learner(model, config.optim, sampling_params(config, renderer), config.steps, device=device)
+    learner = Learner(
+        model, config.optim, sampling_params(renderer, config.rollout.temperature), config.steps, device=device
+    )
     return RunParts(
         config=config,
         folder=make_folder(config),

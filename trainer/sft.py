@@ -13,7 +13,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ class Stage:
     """One schedule over one mixture of demonstrations."""
 
     steps: int
+    batch_size: int
     lr: float
     warmup_steps: int
     mixture: Mixture = field(default_factory=Mixture)
@@ -46,7 +47,6 @@ class Recipe:
     """Everything that decides a starter's weights but the hardware."""
 
     shape: str
-    batch_size: int
     stages: tuple[Stage, ...]
     weight_decay: float = 0.05
     max_grad_norm: float = 1.0
@@ -58,18 +58,17 @@ class Recipe:
 RECIPES = {
     "starter": Recipe(
         "starter",
-        batch_size=384,
         stages=(
-            Stage(steps=14_946, lr=1.2e-3, warmup_steps=400),
-            Stage(steps=5_000, lr=4e-4, warmup_steps=100, mixture=MIXED_HABITS),
+            Stage(steps=14_946, batch_size=384, lr=1.2e-3, warmup_steps=400),
+            Stage(steps=5_000, batch_size=384, lr=4e-4, warmup_steps=100, mixture=MIXED_HABITS),
+            Stage(steps=160, batch_size=64, lr=1e-4, warmup_steps=20, mixture=replace(MIXED_HABITS, checks=0.65)),
         ),
     ),
     "smoke": Recipe(
         "smoke",
-        batch_size=16,
         stages=(
-            Stage(steps=100, lr=2e-3, warmup_steps=10),
-            Stage(steps=50, lr=1e-3, warmup_steps=5, mixture=MIXED_HABITS),
+            Stage(steps=70, batch_size=16, lr=2e-3, warmup_steps=10),
+            Stage(steps=30, batch_size=16, lr=1e-3, warmup_steps=5, mixture=MIXED_HABITS),
         ),
         levels=(1,),
         corpus_size=2_000,
@@ -186,12 +185,12 @@ def batches(recipe: Recipe, number: int, tokenizer: Any, num_workers: int, devic
     from torch.utils.data import DataLoader
 
     stage = recipe.stages[number]
-    size = stage.steps * recipe.batch_size
+    size = stage.steps * stage.batch_size
     demonstrator = Demonstrator(tokenizer, size, recipe.seed + number, stage.mixture, recipe.levels)
     collator = Collator(int(tokenizer.convert_tokens_to_ids("<|image_pad|>")), int(tokenizer.pad_token_id))
     loader: DataLoader[Any] = DataLoader(
         demonstrator,  # type: ignore[arg-type]
-        batch_size=recipe.batch_size,
+        batch_size=stage.batch_size,
         collate_fn=collator,
         num_workers=num_workers,
         pin_memory=device.type == "cuda",
