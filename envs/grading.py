@@ -13,15 +13,13 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
-Number = Fraction | float
+from envs.arithmetic import Number, evaluate
 
 MAX_CHARS = 200
-MAX_DEPTH = 24
 RELATIVE_TOLERANCE = 1e-6
 
 _BOX_OR_BRACE = re.compile(r"\\boxed\s*+\{|\\.|[{}]", re.DOTALL)
 _TOKEN = re.compile(r"\\[A-Za-z]+|\\.|\d+(?:\.\d+)?|\.\d+|\S")
-_BRACKETS = {"(": ")", "[": "]", "\\{": "\\}"}
 
 
 def extract_boxed(text: str) -> str | None:
@@ -183,7 +181,7 @@ def _read(text: str) -> _Reading:
     if form.count("=") + form.count("\\approx") == 1:
         form = _NAME_BEFORE_EQUALS.sub("", form)
     tokens = tuple(_TOKEN.findall(form))
-    values, shape = _evaluate(tokens)
+    values, shape = evaluate(tokens)
     return _Reading(form, tokens, values, shape)
 
 
@@ -195,171 +193,6 @@ def _join(tokens: list[str]) -> str:
         command = len(previous) > 1 and previous[0] == "\\" and previous[-1].isalpha() and token[0].isalpha()
         parts.append(" " + token if numbers or command else token)
     return "".join(parts)
-
-
-# Exact evaluation ----------------------------------------------------------------------------------------------------
-
-
-def _evaluate(tokens: tuple[str, ...]) -> tuple[tuple[Number, ...] | None, str]:
-    """Return (values, shape) of a number or of a list of numbers; (None, "") for anything else."""
-    try:
-        items, shape = [tokens], ""
-        if "," in tokens:
-            inner = tokens
-            if tokens[-1] in _BRACKETS.values() and tokens[0] in _BRACKETS:
-                inner, shape = tokens[1:-1], tokens[0] + tokens[-1]
-            items = _split(inner)
-        values = [_Evaluator(item).value() for item in items]
-    except (ArithmeticError, ValueError):
-        return None, ""
-    if len(values) > 1 and shape in ("", "\\{\\}"):
-        values, shape = sorted(values), shape or ","
-    return tuple(values), shape
-
-
-def _split(tokens: tuple[str, ...]) -> list[tuple[str, ...]]:
-    items: list[tuple[str, ...]] = []
-    start = 0
-    for index, token in enumerate((*tokens, ",")):
-        if token == ",":
-            items.append(tokens[start:index])
-            start = index + 1
-    return items
-
-
-class _Evaluator:
-    r"""Recursive descent over tokens: numbers, + - * / ^, brackets, `\frac`, `\sqrt`, `\pi`, mixed numbers.
-
-    ``_Evaluator(("8", "\\sqrt", "{", "2", "}")).value()`` is 11.3137...; rationals stay exact. Raises ValueError for
-    what it cannot read, ArithmeticError for division by zero and overflow.
-    """
-
-    def __init__(self, tokens: tuple[str, ...]) -> None:
-        self.tokens = (*tokens, "")
-        self.index = 0
-        self.depth = 0
-
-    def value(self) -> Number:
-        result = self._sum()
-        if self._peek():
-            raise ValueError(f"trailing {self._peek()!r}")
-        return result if isinstance(result, Fraction) or math.isfinite(result) else self._fail()
-
-    def _fail(self) -> Number:
-        raise ValueError(f"cannot read {self._peek()!r}")
-
-    def _peek(self) -> str:
-        return self.tokens[self.index]
-
-    def _take(self, *wanted: str) -> str:
-        token = self._peek()
-        if token not in wanted or not token:
-            return ""
-        self.index += 1
-        return token
-
-    def _expect(self, wanted: str) -> None:
-        if not self._take(wanted):
-            self._fail()
-
-    def _sum(self) -> Number:
-        self.depth += 1
-        if self.depth > MAX_DEPTH:
-            self._fail()
-        total = self._product()
-        while sign := self._take("+", "-"):
-            term = self._product()
-            total = total + term if sign == "+" else total - term
-        self.depth -= 1
-        return total
-
-    def _product(self) -> Number:
-        sign = 1
-        while taken := self._take("+", "-"):
-            sign = -sign if taken == "-" else sign
-        result = self._power()
-        while True:
-            if self._take("*", "\\cdot", "\\times"):
-                result = result * self._signed_power()
-            elif self._take("/", "\\div"):
-                result = result / self._signed_power()
-            elif self._peek() in ("(", "{", "\\frac", "\\sqrt", "\\pi") or self._starts_number_after_bracket():
-                result = result * self._power()
-            else:
-                return sign * result
-
-    def _starts_number_after_bracket(self) -> bool:
-        return self._peek()[:1].isdecimal() and self.tokens[self.index - 1] in (")", "}", "\\pi")
-
-    def _signed_power(self) -> Number:
-        return -self._power() if self._take("-") else self._power()
-
-    def _power(self) -> Number:
-        base = self._atom()
-        if not self._take("^"):
-            return base
-        exponent = self._argument(signed=True)
-        if isinstance(exponent, Fraction) and exponent.denominator == 1:
-            bits = 0
-            if isinstance(base, Fraction):
-                bits = (base.numerator.bit_length() + base.denominator.bit_length()) * abs(int(exponent))
-            return base ** int(exponent) if abs(exponent) <= 512 and bits <= 4096 else self._fail()
-        return float(base) ** float(exponent) if base > 0 else self._fail()
-
-    def _atom(self) -> Number:
-        token = self._peek()
-        if token[:1].isdecimal() or (token[:1] == "." and len(token) > 1):
-            self.index += 1
-            return self._mixed(Fraction(token))
-        if self._take("\\pi"):
-            return math.pi
-        if self._take("\\frac"):
-            numerator = self._argument()
-            return numerator / self._argument()
-        if self._take("\\sqrt"):
-            return self._root()
-        return self._bracketed()
-
-    def _mixed(self, whole: Fraction) -> Fraction:
-        r"""Read ``4 \frac { 4 } { 11 }`` as 4 + 4/11, as a proper fraction right after an integer is meant."""
-        frac, _, top, _, _, bottom, close = (*self.tokens[self.index : self.index + 7], *[""] * 7)[:7]
-        proper = frac == "\\frac" and close == "}" and top.isdecimal() and bottom.isdecimal()
-        if proper and whole.denominator == 1 and int(top) < int(bottom):
-            self.index += 7
-            return whole + Fraction(int(top), int(bottom))
-        return whole
-
-    def _root(self) -> Number:
-        degree = Fraction(2)
-        if self._take("["):
-            degree = self._sum()
-            self._expect("]")
-        radicand = self._argument()
-        if radicand < 0 or degree <= 0:
-            return self._fail()
-        if degree == 2 and isinstance(radicand, Fraction):
-            exact = Fraction(math.isqrt(radicand.numerator), math.isqrt(radicand.denominator))
-            return exact if exact * exact == radicand else math.sqrt(radicand)
-        return float(radicand) ** (1 / float(degree))
-
-    def _argument(self, signed: bool = False) -> Number:
-        """Read what a command or `^` takes: a bracketed value, or one number."""
-        if self._peek() in ("{", "("):
-            return self._bracketed()
-        sign = -1 if signed and self._take("-") else 1
-        token = self._peek()
-        if not token.isdecimal() or self.tokens[self.index + 1] == "^":
-            return self._fail()
-        self.index += 1
-        return Fraction(sign * int(token))
-
-    def _bracketed(self) -> Number:
-        bracket = self._take("{", "(")
-        if not bracket:
-            return self._fail()
-        result = self._sum()
-        self._expect("}" if bracket == "{" else ")")
-        return result
 
 
 # Computer algebra ----------------------------------------------------------------------------------------------------
