@@ -67,7 +67,7 @@ class ModelConfig(Section):
 class RolloutConfig(Section):
     """How episodes are sampled."""
 
-    problems_per_step: int = Field(default=16, ge=1, description="problems per training step")
+    problems_per_step: int = Field(default=8, ge=1, description="problems per training step")
     group_size: int = Field(default=8, ge=2, description="episodes per problem (G of GRPO)")
     temperature: float = Field(
         default=1.0, gt=0, description="sampling temperature, applied alike in engine and trainer"
@@ -75,13 +75,13 @@ class RolloutConfig(Section):
     eval_temperature: float = Field(
         default=0.0, ge=0, description="temperature of evaluation; 0 takes the likeliest token"
     )
-    max_batch: int = Field(default=128, ge=1, description="episodes that the embedded engine runs at once")
+    max_batch: int = Field(default=64, ge=1, description="episodes that the embedded engine runs at once")
 
 
 class OptimConfig(Section):
     """The optimizer and the loss."""
 
-    lr: float = Field(default=1e-4, gt=0, description="learning rate")
+    lr: float = Field(default=5e-5, gt=0, description="learning rate")
     schedule: Literal["constant", "cosine"] = Field(default="constant", description="learning rate after the warm-up")
     warmup_steps: int = Field(default=2, ge=0, description="steps of linear warm-up")
     beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW's first moment decay")
@@ -106,7 +106,7 @@ class LogConfig(Section):
 class RunConfig(Section):
     """A training run."""
 
-    steps: int = Field(default=40, ge=0, description="training steps")
+    steps: int = Field(default=50, ge=0, description="training steps")
     seed: int = Field(default=0, ge=0, description="seed of problems, sampling and order")
     env: EnvConfig = EnvConfig()
     data: DataConfig = DataConfig()

@@ -110,7 +110,10 @@ def draw_curve(
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     steps = [row["step"] for row in rows]
-    axes.plot(steps, [row["reward"] for row in rows], color="C0", label="training reward")
+    rewards = [row["reward"] for row in rows]
+    means = [sum(rewards[max(0, i - 9) : i + 1]) / min(10, i + 1) for i in range(len(rewards))]
+    axes.plot(steps, rewards, color="C0", alpha=0.3, lw=1)
+    axes.plot(steps, means, color="C0", label="training reward, mean of 10 steps")
     if before is not None and after is not None:
         ends = [0, max([*steps, 1])]
         axes.plot(ends, [before, after], "o--", color="C2", label="held-out accuracy, before and after")
