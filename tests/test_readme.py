@@ -54,7 +54,7 @@ def test_the_environment_of_the_readme_plays_by_its_rules(tmp_path: Path, monkey
 
 def test_every_flag_in_the_readme_exists() -> None:
     flags = {"--" + path[-1].replace("_", "-") for path, _ in leaves(RunConfig)}
-    others = {"--recipe", "--num-workers", "--index-url"}  # of `trainer.sft` and of pip
+    others = {"--index-url", "--seeds"}  # of pip and of the benchmark
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README))
     assert named <= flags | others, named - flags - others
 

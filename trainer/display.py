@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from types import TracebackType
 
@@ -37,6 +38,7 @@ class Display:
         left = (TextColumn("ETA"), TimeRemainingColumn())
         self._progress = Progress(*columns, *left, console=self.console, transient=True)
         self._task: TaskID | None = None
+        self._begun = time.monotonic()
 
     def __enter__(self) -> Display:
         self._progress.start()
@@ -56,6 +58,7 @@ class Display:
         if self._task is not None:
             self._progress.remove_task(self._task)
         self._task = self._progress.add_task(f"{name:<22}", total=total)
+        self._begun = time.monotonic()
 
     def advance(self) -> None:
         """Move the bar by one."""
@@ -63,12 +66,13 @@ class Display:
             self._progress.advance(self._task)
 
     def step(self, row: Mapping[str, float], total: int) -> None:
-        """Print one training step."""
+        """Print one training step, with the time that is left at the speed so far."""
+        left_s = (time.monotonic() - self._begun) / row["step"] * (total - row["step"])
         self.say(
             f"step {row['step']:>3.0f}/{total}  reward {row['reward']:.3f}  turns {row['turns']:.2f}  "
             f"kl {row.get('rollout_train_kl', 0.0):.1e}  entropy {row.get('entropy', 0.0):.3f}  "
             f"grad {row.get('grad_norm', 0.0):.2f}  {row['tokens_per_s']:.0f} tokens/s  "
-            f"rollout {row['rollout_s']:.1f}s train {row['train_s']:.1f}s"
+            f"rollout {row['rollout_s']:.1f}s train {row['train_s']:.1f}s  ETA {left_s:.0f}s"
         )
 
     def summary(
@@ -77,12 +81,12 @@ class Display:
         """Print held-out accuracy before and after, and how training episodes ended."""
         if after:
             table = Table(title="Held-out accuracy")
-            for column in ("", "before", "after", "change", "turns before", "turns after"):
-                table.add_column(column, justify="left" if not column else "right")
+            for column in ("", "before", "after", "change", "turns before", "after"):
+                table.add_column(column, justify="left" if not column else "right", no_wrap=True)
             for name, final in after.items():
                 first = before[name]
                 table.add_row(
-                    f"{name} ({final.num_problems} problems)",
+                    f"{name.replace('_', ' ')} ({final.num_problems} problems)",
                     f"{first.accuracy:.3f}",
                     f"{final.accuracy:.3f}",
                     f"{final.accuracy - first.accuracy:+.3f}",
