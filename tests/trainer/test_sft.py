@@ -145,7 +145,7 @@ def test_the_learning_rate_warms_up_and_falls_to_a_hundredth() -> None:
     ("argv", "words"),
     [
         (["--recipe", "smok"], "did you mean 'smoke'"),
-        (["--first-stage", "3"], "1 to 2"),
+        (["--first-stage", "9"], f"1 to {len(RECIPES['starter'].stages)}"),
         (["--first-stage", "2"], "--init"),
     ],
 )
