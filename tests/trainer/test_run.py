@@ -161,7 +161,14 @@ def test_ctrl_c_ends_cleanly_with_everything_so_far_saved(checkpoint: Path, tmp_
         *SMALL,
     ]
     command = [*argv, "--out", str(tmp_path), "--name", "stopped"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell's background job, as a CI run may be, hands down an ignored SIGINT.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     metrics = folder / "metrics.jsonl"
     deadline = time.monotonic() + 90
     while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 2) and time.monotonic() < deadline:
