@@ -16,6 +16,11 @@ from PIL import Image
 from agents.types import ProcessedImage
 
 
+def image_digest(image: Image.Image) -> str:
+    """Return the hash of a picture's pixels and size, its address in stores and recordings."""
+    return hashlib.blake2b(image.tobytes(), digest_size=16, salt=b"%dx%d" % image.size).hexdigest()
+
+
 class ImageStore:
     """Turns pictures into `ProcessedImage`s and keeps the latest, so that all samples of a group share one.
 
@@ -44,7 +49,7 @@ class ImageStore:
     def process(self, image: Image.Image) -> ProcessedImage:
         """Return the patches of a picture (RGB), from the store when it was seen before."""
         image = image.convert("RGB")
-        digest = hashlib.blake2b(image.tobytes(), digest_size=16, salt=b"%dx%d" % image.size).hexdigest()
+        digest = image_digest(image)
         if digest in self._images:
             self._images.move_to_end(digest)
             return self._images[digest]

@@ -7,7 +7,6 @@ Pictures are named by the hash of their pixels; messages refer to them as
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, TextIO
 
 from PIL import Image
 
+from agents.images import image_digest
 from agents.types import Trajectory
 
 SCHEMA_VERSION = 1
@@ -97,7 +97,7 @@ class Recorder:
         return {**message, "content": parts}
 
     def _picture(self, image: Image.Image) -> str:
-        digest = hashlib.blake2b(image.tobytes(), digest_size=16, salt=b"%dx%d" % image.size).hexdigest()
+        digest = image_digest(image)
         path = self.folder / "images" / f"{digest}.png"
         if not path.exists():
             image.save(path)

@@ -96,10 +96,13 @@ class TrainingLoop:
     def _problems(self, step: int) -> list[Sample]:
         """Return the step's problems: a seeded order of all, epoch after epoch."""
         count, samples = self.config.rollout.problems_per_step, self.parts.train_samples
-        chosen = []
+        chosen: list[Sample] = []
+        order: list[int] = []
         for position in range((step - 1) * count, step * count):
             epoch, place = divmod(position, len(samples))
-            chosen.append(samples[epoch_order(len(samples), self.config.seed, epoch)[place]])
+            if not order or place == 0:  # shuffled once a step, and again where an epoch ends in it
+                order = epoch_order(len(samples), self.config.seed, epoch)
+            chosen.append(samples[order[place]])
         return chosen
 
     def _record(self, groups: list[TrajectoryGroup], step: int) -> None:
