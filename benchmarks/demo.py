@@ -1,4 +1,4 @@
-"""The reference run over several seeds: `python benchmarks/demo.py --seeds 0 1 2`.
+"""The reference run over several seeds: `python -m benchmarks.demo --seeds 0 1 2`.
 
 Runs the default command once per seed, each in a process of its own, prints a table and writes
 `benchmarks/results/demo.json`.
@@ -8,37 +8,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import subprocess
 import sys
 import tempfile
-from importlib.metadata import version
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+from benchmarks.report import RESULTS, ROOT, commit, markdown, write_result
+
 COMMAND = ["-m", "trainer.run", "--env", "geo3k", "--max-turns", "3"]
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "pillow")
-
-
-def processor() -> str:
-    """Return the processor's name and how many cores this process may use."""
-    name = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [
-            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
-        ]
-        name = names[0] if names else name
-    return f"{name}, {len(os.sched_getaffinity(0))} cores"
-
-
-def commit() -> str:
-    """Return the commit, marked where the tree differs from it."""
-    done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
 
 
 def run_seed(seed: int, extra: list[str]) -> dict[str, Any]:
@@ -51,10 +31,7 @@ def run_seed(seed: int, extra: list[str]) -> dict[str, Any]:
 
 def table(runs: list[dict[str, Any]]) -> str:
     """Return a Markdown table, one row a seed and their mean."""
-    lines = [
-        "| seed | with tool | without tool | turns | seconds | peak GiB | largest KL |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    rows = []
 
     def cells(key: str, chosen: list[dict[str, Any]]) -> tuple[float, float]:
         return mean(r["accuracy_before"][key] for r in chosen), mean(r["accuracy_after"][key] for r in chosen)
@@ -71,26 +48,20 @@ def table(runs: list[dict[str, Any]]) -> str:
         row.append(f"{mean(r['seconds'] for r in chosen):.0f}")
         row.append(f"{max(r['peak_memory_gib'] for r in chosen):.2f}")
         row.append(f"{max(r['max_rollout_train_kl'] for r in chosen):.1e}")
-        lines.append("| " + " | ".join(row) + " |")
-    return "\n".join(lines)
+        rows.append(row)
+    return markdown(("seed", "with tool", "without tool", "turns", "seconds", "peak GiB", "largest KL"), rows)
 
 
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "demo.json")
+    parser.add_argument("--out", type=Path, default=RESULTS / "demo.json")
     args, extra = parser.parse_known_args()
     at = commit()
     runs = [run_seed(seed, extra) for seed in args.seeds]
-    result = {
-        "command": " ".join(["python", *COMMAND, *extra, "--seed", "SEED"]),
-        "commit": at,
-        "hardware": processor(),
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
-        "runs": runs,
-    }
-    args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    command = " ".join(["python", *COMMAND, *extra, "--seed", "SEED"])
+    write_result(args.out, command, {"runs": runs}, at, PACKAGES)
     print(table(runs))
 
 

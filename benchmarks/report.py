@@ -1,0 +1,50 @@
+"""What every benchmark leaves: a table on screen, and a JSON file that says what ran where."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def processor() -> str:
+    """Return the processor's name and how many cores this process may use."""
+    name = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        lines = info.read_text().splitlines()
+        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+        name = names[0] if names else name
+    return f"{name}, {len(os.sched_getaffinity(0))} cores"
+
+
+def commit() -> str:
+    """Return the commit, marked where the tree differs from it."""
+    done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
+
+
+def write_result(path: Path, command: str, figures: Mapping[str, Any], at: str, packages: Sequence[str] = ()) -> None:
+    """Write figures with command, commit (`at`, as it was when they were taken), hardware and versions."""
+    result = {
+        "command": command,
+        "commit": at,
+        "hardware": processor(),
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
+        **figures,
+    }
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Return a Markdown table."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)

@@ -1,0 +1,22 @@
+r"""Tool calls in a model's text: one turn's text comes in, its calls and what is wrong with them go out.
+
+Two formats are read. ``hermes`` is ``<tool_call>{"name": "f", "arguments": {"a": "68"}}</tool_call>``, ``qwen_xml`` is
+``<tool_call><function=f><parameter=a>68</parameter></function></tool_call>``. Nothing that a model can write raises,
+and the time is linear in the text.
+"""
+
+from __future__ import annotations
+
+from envs.tool_calls.formats import call_example, detect_format, find_tool_calls, outside_tool_calls
+from envs.tool_calls.types import TOOL_FORMATS, ToolCall, ToolCallError, ToolFormat
+
+__all__ = [
+    "TOOL_FORMATS",
+    "ToolCall",
+    "ToolCallError",
+    "ToolFormat",
+    "call_example",
+    "detect_format",
+    "find_tool_calls",
+    "outside_tool_calls",
+]

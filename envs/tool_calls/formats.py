@@ -1,0 +1,68 @@
+"""The formats behind one interface: a text and a format's name come in, the calls of the turn go out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from envs.tool_calls.hermes import read_hermes
+from envs.tool_calls.qwen_xml import FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END, read_qwen_xml
+from envs.tool_calls.types import ToolCall, ToolCallError, ToolFormat
+
+_READERS = {"hermes": read_hermes, "qwen_xml": read_qwen_xml}
+
+
+def find_tool_calls(text: str, format: ToolFormat = "hermes") -> list[ToolCall | ToolCallError]:
+    """Return every call of a turn in order, a broken one as what is wrong with it; [] where none was attempted.
+
+    Any opening or closing tag is an attempt. More than 64 calls end in an error; nothing raises, and the time is linear
+    in the text.
+
+    >>> find_tool_calls('Check. <tool_call>{"name": "calc_score", "arguments": {"answer": "68"}}</tool_call>')
+    [ToolCall(name='calc_score', arguments={'answer': '68'})]
+    >>> find_tool_calls("<function=calc_score><parameter=answer>68</parameter></function>", "qwen_xml")
+    [ToolCall(name='calc_score', arguments={'answer': '68'})]
+    >>> find_tool_calls('<tool_call>{"name": 5}</tool_call> <tool_call>{"name": "f"')  # doctest: +NORMALIZE_WHITESPACE
+    [ToolCallError(reason='"name" must be a string.', kind='malformed'),
+     ToolCallError(reason='The JSON ends too early.', kind='truncated')]
+    >>> find_tool_calls("The answer is 68.")
+    []
+    """
+    return list(_READERS[format](text).found)
+
+
+def outside_tool_calls(text: str, format: ToolFormat = "hermes") -> str:
+    """Return what the model wrote before its first call and after its last one; the whole text where there is none.
+
+    A call that is not closed reaches to the end.
+
+    >>> outside_tool_calls("So 68. <tool_call>{}</tool_call> Done.")
+    'So 68.  Done.'
+    """
+    calls = _READERS[format](text)
+    return text[: calls.start] + text[calls.end :]
+
+
+def call_example(name: str, arguments: Mapping[str, str], format: ToolFormat) -> str:
+    """Return how a call is written, for a text that corrects the model; `arguments` maps names to placeholders.
+
+    The tags around a Hermes call are left out: inside a tool's answer they would look like a call of their own.
+
+    >>> call_example("calc_score", {"answer": "..."}, "hermes")
+    '{"name": "calc_score", "arguments": {"answer": "..."}}'
+    >>> call_example("calc_score", {"answer": "..."}, "qwen_xml")
+    '<function=calc_score><parameter=answer>...</parameter></function>'
+    """
+    if format == "hermes":
+        return json.dumps({"name": name, "arguments": dict(arguments)}, ensure_ascii=False)
+    parameters = "".join(f"{PARAMETER}{key}>{value}{PARAMETER_END}" for key, value in arguments.items())
+    return f"{FUNCTION}{name}>{parameters}{FUNCTION_END}"
+
+
+def detect_format(chat_template: str) -> ToolFormat:
+    """Return the format that a chat template teaches; Hermes where it teaches none.
+
+    >>> detect_format("Write <tool_call><function=NAME>...</function></tool_call>.")
+    'qwen_xml'
+    """
+    return "qwen_xml" if FUNCTION in chat_template else "hermes"

@@ -1,0 +1,167 @@
+r"""A call as JSON, ``{"name": "f", "arguments": {"answer": "68"}}``: text comes in, a call or an error goes out.
+
+What JSON forbids and models write is read all the same where its meaning is plain.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any
+
+from envs.tool_calls.types import CLOSE, MAX_CALLS, OPEN, ToolCall, ToolCallError
+
+MAX_DEPTH = 32
+# How many single backslashes of one turn are read as double ones.
+MAX_REPAIRS = 20_000
+# Calls without tags are looked for in so many last characters of a text, which may be decoded three times.
+MAX_BARE_CHARS = 1 << 16
+
+_BARE_CALL = re.compile(r'\{\s*+"(?:name|function)"')
+_NOT_SPACE = re.compile(r"\S")
+# The text ends inside true, false, null or a negative number.
+_CUT_WORD = re.compile(r"(?:t|tr|tru|f|fa|fal|fals|n|nu|nul|-)\Z")
+# The first backslash of a run of odd length whose last one begins no escape; one more in front makes the run even.
+_LONE_BACKSLASH = re.compile(r'\\(?<!\\\\)(?=(?:\\\\)*+(?![\\"/bfnrt]|u[0-9a-fA-F]{4}))')
+
+BAD_ESCAPE = ToolCallError(r"Bad JSON: write \\ for a backslash.")
+_TOO_DEEP = ToolCallError("The JSON is nested too deeply.")
+_TOO_EARLY = "The JSON ends too early."
+
+
+def decode(text: str, start: int = 0) -> tuple[Any, int]:
+    """Return (value, end) of the JSON value at `start`, whatever follows it, or (ToolCallError, start).
+
+    The decoder counts the line breaks before a fault: `start` should be small where there may be many faults.
+    """
+    match = _NOT_SPACE.search(text, start)
+    if match is None:
+        return ToolCallError("The call is empty.", "truncated"), start
+    if text.startswith((OPEN, CLOSE), match.start()):
+        return ToolCallError("The call is empty."), start
+    try:
+        return _DECODER.raw_decode(text, match.start())
+    except RecursionError:
+        return _TOO_DEEP, start
+    except json.JSONDecodeError as error:
+        return _explain(error), start
+    except ValueError:
+        return ToolCallError("A number is out of range."), start
+
+
+def _explain(error: json.JSONDecodeError) -> ToolCallError:
+    """Say what is wrong; "truncated" where the text ends inside the value and no tag follows that might close it."""
+    if error.msg.startswith("Invalid \\"):
+        return BAD_ESCAPE
+    text, at = error.doc, error.pos
+    if at >= len(text):
+        return ToolCallError(_TOO_EARLY, "truncated")
+    if error.msg.startswith("Unterminated"):
+        is_tagged = text.find(OPEN, at) >= 0 or text.find(CLOSE, at) >= 0
+        return ToolCallError(_TOO_EARLY, "malformed" if is_tagged else "truncated")
+    if text.startswith((OPEN, CLOSE), at):
+        return ToolCallError(_TOO_EARLY)
+    return ToolCallError(f"Bad JSON: {error.msg}.", "truncated" if _CUT_WORD.match(text, at) else "malformed")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError(digits)
+    return value
+
+
+# JSON has no NaN or Infinity; a string may hold line breaks, as models write them.
+_DECODER = json.JSONDecoder(strict=False, parse_float=_finite, parse_constant=_finite)
+
+
+def double_lone_backslashes(text: str) -> str:
+    r"""Double every backslash that begins no JSON escape.
+
+    >>> print(double_lone_backslashes(r'"\sqrt{2} \\pi \n"'))
+    "\\sqrt{2} \\pi \n"
+    """
+    return _LONE_BACKSLASH.sub(r"\\\\", text, count=MAX_REPAIRS)
+
+
+def interpret(value: Any) -> ToolCall | ToolCallError:
+    """Check the shape of a decoded call; an error is passed on.
+
+    >>> interpret({"function": {"name": "f", "arguments": '{"a": 1}'}})
+    ToolCall(name='f', arguments={'a': 1})
+    """
+    if isinstance(value, ToolCallError):
+        return value
+    if not isinstance(value, dict):
+        return ToolCallError("The call must be a JSON object.")
+    value = _unwrap(value)
+    name, arguments = value.get("name"), value.get("arguments")
+    if "name" not in value:
+        return ToolCallError('"name" is missing.')
+    if not isinstance(name, str):
+        return ToolCallError('"name" must be a string.')
+    if "arguments" not in value:
+        return ToolCallError('"arguments" is missing.')
+    if isinstance(arguments, str):
+        arguments, _ = decode(arguments)
+    if not isinstance(arguments, dict):
+        return ToolCallError('"arguments" must be a JSON object.')
+    return ToolCall(name, arguments) if _depth(arguments) <= MAX_DEPTH else _TOO_DEEP
+
+
+def _unwrap(call: dict[str, Any]) -> dict[str, Any]:
+    inner = call.get("function")
+    return inner if "name" not in call and isinstance(inner, dict) else call
+
+
+def _depth(value: Any) -> int:
+    """Return how deep lists and dicts nest; without recursion, as the value may nest up to the interpreter's limit."""
+    depth, level = 0, [value]
+    while level := [item for item in level if isinstance(item, (dict, list))]:
+        depth += 1
+        level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item)]
+    return depth
+
+
+def find_bare_calls(text: str) -> tuple[int, list[dict[str, Any]]]:
+    """Return (start, objects) of the calls without opening tags that end a text; (its length, []) where there are none.
+
+    An object with name and arguments counts when only closing tags, spaces and other such objects follow it; one more
+    than `MAX_CALLS` of them are looked for.
+
+    >>> find_bare_calls('So {"name": "f", "arguments": {}} {"name": "g", "arguments": {}}')
+    (3, [{'name': 'f', 'arguments': {}}, {'name': 'g', 'arguments': {}}])
+    """
+    start = len(text)
+    floor = max(0, start - MAX_BARE_CHARS)
+    begins = [match.start() for match in _BARE_CALL.finditer(text, floor)]
+    # A text that is one object may begin with another key.
+    whole = len(text) - len(text.lstrip()) if floor == 0 else start
+    calls: list[dict[str, Any]] = []
+    while len(calls) <= MAX_CALLS:
+        body = text[floor:start].rstrip().removesuffix(CLOSE).rstrip()
+        if not body.endswith("}"):
+            break
+        # The last two, for the inner object of {"function": {"name": ...}} looks like a call as well.
+        for begin in [*begins[:-3:-1], whole]:
+            call = _decode_whole(body[begin - floor :])
+            if call is not None:
+                break
+        else:
+            break
+        start = begin
+        calls.append(call)
+        while begins and begins[-1] >= start:
+            begins.pop()
+    return start, calls[::-1]
+
+
+def _decode_whole(source: str) -> dict[str, Any] | None:
+    """Return the object that a text consists of, if it has name and arguments."""
+    value, end = decode(source)
+    if value is BAD_ESCAPE:
+        source = double_lone_backslashes(source)
+        value, end = decode(source)
+    call = _unwrap(value) if isinstance(value, dict) else {}
+    return value if end == len(source) and "name" in call and "arguments" in call else None
