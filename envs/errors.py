@@ -21,6 +21,10 @@ class UserError(Exception):
         shown = shown if len(shown) <= 200 else shown[:197] + "..."
         super().__init__(" ".join(f"{field}: {rule}, got {shown}; {fix}".split()))
 
+    def __reduce__(self) -> tuple[type[UserError], tuple[str, str, object, str]]:
+        """Travel between processes whole: an exception is pickled by its message alone otherwise."""
+        return type(self), (self.field, self.rule, self.got, self.fix)
+
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return the fix part of an unknown-name error: the nearest known name, or all of them.

@@ -1,0 +1,154 @@
+"""An environment in a process of its own: a registry entry and a sample in; the same contract, from afar, out."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from envs.env import Env, EnvArgs
+from envs.errors import UserError
+from envs.isolation.worker import WorkerDied, WorkerError, WorkerPool, WorkerTimeout
+from envs.runner import EnvFault, checked_messages
+from envs.spec import EnvSpec
+from envs.types import Message, Sample
+
+CLOSE_LIMIT_S = 5.0
+IMPORT_LIMIT_S = 120.0
+
+_POOL = WorkerPool()
+
+
+class ProcessEnv(Env):
+    """Runs the environment of an entry in a worker, which is reused after a clean close and killed otherwise.
+
+    Whatever the environment does there (crash, hang in native code, end the process, run out of its memory limit) comes
+    back as an exception of the call, or is ended by `close`, which kills the process of a call that still runs.
+
+    Example::
+
+        env = ProcessEnv(get_spec("geo3k"), sample, EnvArgs(max_turns=3))
+        env.reset(), env.tools, env.step("..."), env.reward("..."), env.close()
+    """
+
+    def __init__(self, spec: EnvSpec, sample: Sample, args: EnvArgs) -> None:
+        """Take a worker; the environment is built in it by the first call."""
+        self._build = (spec, sample, args)
+        self._worker = _POOL.acquire()
+        self._is_built = False
+
+    @staticmethod
+    def check(spec: EnvSpec) -> None:
+        """Import the entry point in a process; raise the `UserError` that `EnvSpec.load` would raise."""
+        with _POOL.worker() as worker:
+            try:
+                error = worker.call(_import_error, spec, sys.path, timeout_s=IMPORT_LIMIT_S)
+            except (WorkerDied, WorkerTimeout, WorkerError) as fault:
+                rule, fix = f"'{spec.entry_point.partition(':')[0]}' must import", "mend the module"
+                raise UserError(f"environment '{spec.id}' entry_point", rule, str(fault), fix) from fault
+        if error is not None:
+            raise error
+
+    @property
+    def tools(self) -> Sequence[dict[str, Any]]:  # type: ignore[override]
+        """The tools' schemas."""
+        return self._call("tools")
+
+    def reset(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Build where that was not done yet, and reset."""
+        return self._call("reset")
+
+    def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
+        """Step."""
+        return self._call("step", response_text)
+
+    def format_observation(self, observation: dict[str, Any]) -> Message | Sequence[Message]:
+        """Format the observation."""
+        return self._call("format_observation", observation)
+
+    def reward(self, final_text: str) -> float:
+        """Return the reward."""
+        return self._call("reward", final_text)
+
+    def solution(self) -> Sequence[str]:
+        """Return the texts that solve the episode."""
+        return self._call("solution")
+
+    def close(self) -> None:
+        """Close the environment and give the worker back; kill it where a call still runs, or where closing fails."""
+        worker = self._worker
+        if worker.is_busy:
+            worker.kill()
+        elif worker.is_alive and self._is_built:
+            try:
+                worker.call(_close, timeout_s=CLOSE_LIMIT_S)
+            except Exception:
+                worker.kill()
+                raise
+            finally:
+                _POOL.release(worker)
+            return
+        _POOL.release(worker)
+
+    def _call(self, name: str, *args: object) -> Any:
+        try:
+            if not self._is_built:
+                self._worker.call(_build, *self._build, sys.path)
+                self._is_built = True
+            return self._worker.call(_use, name, args)
+        except WorkerError as error:
+            raise EnvFault(f"the environment raised: {error}") from error
+        except WorkerDied as error:
+            raise EnvFault(f"the environment's process ended: {error}") from error
+
+
+# In the worker --------------------------------------------------------------------------------------------------------
+
+_env: Env | None = None
+
+
+def _import_error(spec: EnvSpec, path: list[str]) -> UserError | None:
+    _set_path(path)
+    try:
+        spec.load_here()
+    except UserError as error:
+        return UserError(error.field, error.rule, str(error.got), error.fix)
+    return None
+
+
+def _build(spec: EnvSpec, sample: Sample, args: EnvArgs, path: list[str]) -> None:
+    global _env
+    _set_path(path)
+    _limit_memory(spec.memory_limit_gib)
+    _env = spec.load_here()(sample, args)
+
+
+def _use(name: str, args: Sequence[object]) -> Any:
+    attribute = getattr(_env, name)
+    value = attribute(*args) if callable(attribute) else attribute
+    # Pictures are checked before they are sent: a header may claim more pixels than there is memory.
+    return checked_messages(value) if name == "format_observation" else value
+
+
+def _close() -> None:
+    global _env
+    env, _env = _env, None
+    if env is not None:
+        env.close()
+
+
+def _set_path(path: list[str]) -> None:
+    if sys.path != path:  # the program may have changed its own since the worker was made
+        sys.path[:] = path
+        importlib.invalidate_caches()
+
+
+def _limit_memory(gib: float) -> None:
+    """Make allocations beyond the limit fail; data segments and anonymous mappings count."""
+    with contextlib.suppress(ImportError, AttributeError):  # no such limits on Windows
+        import resource
+
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (int(gib * 2**30) if gib else hard, hard))
