@@ -3,9 +3,41 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
+from envs.tool_calls import ToolFormat
 from envs.types import Message
+
+#: Which calls of a turn are made: the last, the first, all in order, all at once, or the only one that is allowed.
+CallPolicy = Literal["last", "first", "sequential", "parallel", "single"]
+
+
+@dataclass(frozen=True)
+class EnvArgs:
+    """What `build_env` gets besides its sample: the turn limit, to speak of, and what its entry declares.
+
+    Example::
+
+        EnvArgs(max_turns=3, tool_format="qwen_xml", options={"difficulty": 2})
+    """
+
+    max_turns: int
+    tool_format: ToolFormat = "hermes"
+    tool_calls: CallPolicy = "sequential"
+    grader: str = "math"
+    reward_max_val: float = 1.0
+    reward_min_val: float = 0.0
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def reward(self, score: float) -> float:
+        """Return the reward for a score from 0 to 1: `reward_min_val` for 0, `reward_max_val` for 1.
+
+        >>> EnvArgs(3, reward_max_val=2.0, reward_min_val=-1.0).reward(1.0)
+        2.0
+        """
+        return self.reward_min_val + (self.reward_max_val - self.reward_min_val) * score
 
 
 class Env(ABC):
@@ -22,8 +54,8 @@ class Env(ABC):
     The reward of the episode is ``env.reward(final_text)``: what the final model text is worth.
     """
 
-    #: JSON schemas of the tools, as the chat template's `tools` takes them.
-    tools: tuple[dict[str, Any], ...] = ()
+    #: JSON schemas of the tools, as the chat template's `tools` takes them; read after `reset`.
+    tools: Sequence[dict[str, Any]] = ()
 
     @abstractmethod
     def reset(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -33,13 +65,27 @@ class Env(ABC):
     def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
         """Take the model's text; return the observation, whether the task ended, and a step info dict."""
 
-    def format_observation(self, observation: dict[str, Any]) -> Message:
-        """Return the chat message that shows an observation to the model (text and images)."""
-        return {"role": observation.get("role", "tool"), "content": observation.get("obs_str", "")}
+    def format_observation(self, observation: dict[str, Any]) -> Message | Sequence[Message]:
+        """Return the chat message that shows an observation to the model, or several in order.
+
+        Shown are `obs_str` under `role` ("tool" where there is none), after the images of `multi_modal_data`, a dict of
+        lists such as ``{"image": [picture]}``.
+        """
+        images = [image for group in (observation.get("multi_modal_data") or {}).values() for image in group]
+        text = observation.get("obs_str", "")
+        content = [*({"type": "image", "image": i} for i in images), {"type": "text", "text": text}] if images else text
+        return {"role": observation.get("role", "tool"), "content": content}
 
     @abstractmethod
     def reward(self, final_text: str) -> float:
         """Return the episode's reward, a finite number, from the last text that the model wrote."""
+
+    def solution(self) -> Sequence[str]:
+        """Return model texts that solve the episode, one a turn; empty where nobody knows them.
+
+        `python -m envs.check` plays them, and expects the best reward.
+        """
+        return ()
 
     def close(self) -> None:  # noqa: B027 - most environments hold nothing
         """Release what the episode holds; called once, whatever happened."""

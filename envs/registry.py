@@ -8,124 +8,32 @@ An entry names its Python objects as "module:ATTRIBUTE". Nothing is imported unt
       dataset: my_package.my_env:MySamples    # optional: (split, size, seed) -> SampleSource, used without --data
       system_prompt: my_package.my_env:PROMPT # optional: a string, goes before every prompt
       max_turns: 3
+      isolation: process                      # optional; `EnvSpec` lists every key
+
+Entries come from three places, later ones replacing earlier ones of the same id: the package itself, installed packages
+(see `plugin_files`), and the overlay files of a call.
 """
 
 from __future__ import annotations
 
-import importlib
-import traceback
-from collections.abc import Mapping
-from dataclasses import dataclass
+import importlib.util
+import logging
+from collections.abc import Iterator, Mapping
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 
-from envs.env import Env
 from envs.errors import UserError, did_you_mean
-from envs.types import Sample, SampleSource
+from envs.spec import REFERENCE_FIX, EnvSpec
 
 PACKAGED = Path(__file__).with_name("registry.yaml")
+ENTRY_POINT_GROUP = "trueturn.envs"
 
-_REFERENCE = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
-_ENTRY_POINT = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(:[A-Za-z_]\w*)?$"
-_REFERENCE_FIX = "write module:ATTRIBUTE, such as my_env:build_env"
-
-
-@dataclass(frozen=True)
-class EnvArgs:
-    """What `build_env` gets besides its sample: the agent loop's limit of model turns, for the environment's texts."""
-
-    max_turns: int
-
-
-class BuildEnv(Protocol):
-    """The entry point of an environment: a new episode for a sample."""
-
-    def __call__(self, sample: Sample, args: EnvArgs) -> Env: ...
-
-
-class MakeSamples(Protocol):
-    """The built-in data set of an environment; the same arguments give the same samples."""
-
-    def __call__(self, split: str, size: int, seed: int) -> SampleSource: ...
-
-
-class EnvSpec(BaseModel):
-    """One environment of the registry.
-
-    Example::
-
-        spec = get_spec("geo3k")
-        samples = spec.load_dataset("train", size=64, seed=0)
-        env = spec.load()(samples[0], EnvArgs(spec.max_turns))
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    id: str = Field(min_length=1)
-    entry_point: str = Field(pattern=_ENTRY_POINT)
-    description: str
-    dataset: str | None = Field(default=None, pattern=_REFERENCE)
-    system_prompt: str | None = Field(default=None, pattern=_REFERENCE)
-    max_turns: int = Field(ge=1)
-
-    def load(self) -> BuildEnv:
-        """Import the entry point and return its `build_env`.
-
-        Raises:
-            UserError: the module does not import (names the module and the cause), or has no such callable.
-        """
-        reference = self.entry_point if ":" in self.entry_point else f"{self.entry_point}:build_env"
-        return self._resolve_callable("entry_point", reference)
-
-    def load_dataset(self, split: str, size: int, seed: int) -> SampleSource:
-        """Return `size` samples of the built-in data set.
-
-        Raises:
-            UserError: the entry names no data set, or one that does not import.
-        """
-        if self.dataset is None:
-            fix = "name a data set with --data, or add `dataset` to the entry"
-            raise UserError(f"environment '{self.id}'", "must have a built-in data set to run without one", "none", fix)
-        make_samples: MakeSamples = self._resolve_callable("dataset", self.dataset)
-        return make_samples(split=split, size=size, seed=seed)
-
-    def load_system_prompt(self) -> str | None:
-        """Return the text of the system prompt, None if the entry names none."""
-        if self.system_prompt is None:
-            return None
-        text = self._resolve("system_prompt", self.system_prompt)
-        if not isinstance(text, str):
-            field = f"environment '{self.id}' system_prompt"
-            raise UserError(field, f"'{self.system_prompt}' must be a string", type(text).__name__, "name a string")
-        return text
-
-    def _resolve_callable(self, field: str, reference: str) -> Any:
-        found = self._resolve(field, reference)
-        if not callable(found):
-            rule = f"'{reference}' must be callable"
-            raise UserError(f"environment '{self.id}' {field}", rule, type(found).__name__, "name a function or class")
-        return found
-
-    def _resolve(self, field: str, reference: str) -> object:
-        """Import the module of "module:ATTRIBUTE" and return the attribute."""
-        field = f"environment '{self.id}' {field}"
-        module_name, _, attribute = reference.partition(":")
-        try:
-            module = importlib.import_module(module_name)
-        # The module is the user's code, which may raise anything.
-        except Exception as error:
-            raise UserError(
-                field, f"'{module_name}' must import", _cause(error), _import_fix(error, module_name)
-            ) from error
-        names = vars(module)
-        if attribute not in names:
-            public = [name for name in names if not name.startswith("_")]
-            raise UserError(field, f"'{module_name}' must define it", attribute, did_you_mean(attribute, public))
-        return names[attribute]
+logger = logging.getLogger(__name__)
 
 
 def load_registry(*overlays: Path) -> Mapping[str, EnvSpec]:
@@ -138,8 +46,35 @@ def load_registry(*overlays: Path) -> Mapping[str, EnvSpec]:
     Raises:
         UserError: a file is missing or no YAML, or an entry has an unknown key, a missing one or a wrong value.
     """
-    specs = {spec.id: spec for file in (PACKAGED, *overlays) for spec in _read_file(file)}
+    specs = {spec.id: spec for spec in _read_file(PACKAGED)}
+    for name, file in plugin_files():
+        try:
+            specs |= {spec.id: spec for spec in _read_file(file)}
+        except UserError as error:  # a package that somebody else broke must not stop every command
+            logger.warning("left out the environments of the installed package '%s': %s", name, error)
+    for file in overlays:
+        specs |= {spec.id: spec for spec in _read_file(file)}
     return MappingProxyType(specs)
+
+
+def plugin_files() -> Iterator[tuple[str, Path]]:
+    """Yield name and registry file of every installed package that brings environments.
+
+    Such a package has, in its pyproject.toml, ``[project.entry-points."trueturn.envs"]`` with ``name = "my_package"``,
+    and a `registry.yaml` in the folder of `my_package`. The package itself is not imported.
+    """
+    for point in entry_points(group=ENTRY_POINT_GROUP):
+        try:
+            found = importlib.util.find_spec(point.value)
+        except (ImportError, ValueError):
+            found = None
+        folders = list(found.submodule_search_locations or ()) if found else []
+        if folders:
+            yield point.name, Path(folders[0]) / "registry.yaml"
+        else:
+            logger.warning(
+                "entry point '%s' of group %s names no package: %s", point.name, ENTRY_POINT_GROUP, point.value
+            )
 
 
 def get_spec(env_id: str, *overlays: Path) -> EnvSpec:
@@ -190,34 +125,20 @@ def _parse_entry(file: Path, env_id: object, entry: object) -> EnvSpec:
     where = f"{file} entry '{env_id}'"
     if not isinstance(env_id, str):
         raise UserError(where, "must have a text as its id", type(env_id).__name__, f'write "{env_id}": in quotes')
-    known = sorted(set(EnvSpec.model_fields) - {"id"})
+    known = sorted(set(EnvSpec.model_fields) - {"id", "origin"} | {"gymnasium"})
     if not isinstance(entry, dict):
         raise UserError(where, "must be a mapping", type(entry).__name__, f"give the keys {', '.join(known)}")
     for key in entry:
         if key not in known:
             raise UserError(where, "must have known keys only", key, did_you_mean(str(key), known))
     try:
-        return EnvSpec.model_validate({"id": env_id, **entry})
+        return EnvSpec.model_validate({"id": env_id, **entry, "origin": str(file)})
     except ValidationError as error:
         first = error.errors()[0]
+        if not first["loc"]:  # a rule over several keys
+            raise UserError(where, first["msg"].removeprefix("Value error, "), entry, "mend the entry") from error
         name = str(first["loc"][0])
         if first["type"] == "missing":
             raise UserError(f"{where} {name}", "is required", "nothing", "add it") from error
-        fix = _REFERENCE_FIX if first["type"] == "string_pattern_mismatch" else "mend the value"
+        fix = REFERENCE_FIX if first["type"] == "string_pattern_mismatch" else "mend the value"
         raise UserError(f"{where} {name}", first["msg"].lower(), first["input"], fix) from error
-
-
-def _cause(error: Exception) -> str:
-    """An import error in one line, with the place in the user's code that raised it."""
-    # The first frame is ours, importlib's say nothing of the cause.
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__)[1:] if "importlib" not in frame.filename]
-    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{place}"
-
-
-def _import_fix(error: Exception, module_name: str) -> str:
-    if not isinstance(error, ModuleNotFoundError) or error.name is None:
-        return "mend the module"
-    if module_name == error.name or module_name.startswith(f"{error.name}."):
-        return "check the spelling, install it, or put its folder on PYTHONPATH"
-    return f"install '{error.name}', which the module imports"

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 from PIL import Image
 
 Message = dict[str, Any]
+#: Text, or a list of parts.
+Content = str | list[dict[str, Any]]
 
 
 @dataclass(frozen=True)

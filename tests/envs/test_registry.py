@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from envs.env import Env
+from envs.env import Env, EnvArgs
 from envs.errors import UserError
-from envs.registry import EnvArgs, EnvSpec, get_spec, load_registry
+from envs.registry import get_spec, load_registry
+from envs.spec import EnvSpec
 from envs.types import Sample
 
 MODULE = """
@@ -114,7 +115,7 @@ def test_every_packaged_entry_imports_and_builds(env_id: str) -> None:
         samples = spec.load_dataset("train", size=2, seed=0)
         assert len(samples) == 2
         sample = samples[1]
-    env = spec.load()(sample, EnvArgs(spec.max_turns))
+    env = spec.load()(sample, spec.args())
     assert isinstance(env, Env)
     env.reset()
     env.close()

@@ -1,6 +1,7 @@
 """Command lines from configuration models: a pydantic tree and argv in, a validated model out.
 
-Every field of every section is one flag, `--max-turns` for `max_turns`; every error is one line that names the flag.
+Every field of every section is one flag, `--max-turns` for `max_turns`; a required field is a positional argument.
+Every error is one line that names the flag or argument.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def parse(model: type[M], argv: Sequence[str] | None, prog: str, description: st
     parser = _Parser(prog=prog, description=description, allow_abbrev=False)
     flags: dict[str, tuple[str, ...]] = {}
     for path, field in leaves(model):
-        flag = "--" + path[-1].replace("_", "-")
+        flag = _flag(path[-1], field)
         assert flag not in flags, f"two fields are called {flag}"
         flags[flag] = path
         _add(parser, flag, field)
@@ -63,15 +64,24 @@ def parse(model: type[M], argv: Sequence[str] | None, prog: str, description: st
     except ValidationError as error:
         first = error.errors()[0]
         name = next(str(part) for part in reversed(first["loc"]) if isinstance(part, str))
-        flag = "--" + name.replace("_", "-")
+        field = next(field for path, field in leaves(model) if path[-1] == name)
         rule = first["msg"].replace("Input should be", "must be").replace("Value error, ", "")
-        help_text = next(field.description for path, field in leaves(model) if path[-1] == name)
-        raise UserError(flag, rule, first["input"], f"it is the {help_text}") from None
+        got = "nothing" if first["type"] == "missing" else first["input"]
+        raise UserError(
+            _flag(name, field), rule[:1].lower() + rule[1:], got, f"it is the {field.description}"
+        ) from None
+
+
+def _flag(name: str, field: FieldInfo) -> str:
+    return name.upper() if field.is_required() else "--" + name.replace("_", "-")
 
 
 def _add(parser: argparse.ArgumentParser, flag: str, field: FieldInfo) -> None:
+    if field.is_required():
+        parser.add_argument(flag.lower(), metavar=flag, nargs="?", help=field.description)
+        return
     default = field.get_default()
-    text = f"{field.description} (default: {default if default not in ('', ()) else 'empty'})".replace("%", "%%")
+    text = f"{field.description} (default: {default if default not in ('', (), None) else 'empty'})".replace("%", "%%")
     if field.annotation is bool:
         parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
     elif isinstance(default, tuple):

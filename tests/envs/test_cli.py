@@ -8,8 +8,8 @@ from typing import Literal
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
+from envs.cli import exit_code, parse
 from envs.errors import UserError
-from trainer.cli import exit_code, parse
 from trainer.config import RunConfig
 
 

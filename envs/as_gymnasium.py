@@ -1,0 +1,312 @@
+"""Environments of the registry as Gymnasium environments: an id comes in, texts and pictures come out of every step.
+
+Importing this module registers them, as Gymnasium's own convention for packages of environments is::
+
+    import gymnasium
+    import envs.as_gymnasium
+
+    env = gymnasium.make("trueturn/geo3k-v0")
+    observation, info = env.reset(seed=7)           # {"text": "[system]\\nSolve ...", "images": (uint8 (128, 160, 3),)}
+    observation, reward, terminated, truncated, info = env.step("\\\\boxed{68}")
+
+``gymnasium.make("envs.as_gymnasium:trueturn/geo3k-v0")`` does both in one line. Gymnasium has no entry points by which
+an installed package is registered without an import (https://gymnasium.farama.org/gymnasium_release_notes/, v1.0.0).
+
+`AsyncVectorEnv` needs ``shared_memory=False``: pictures of any size have no place of fixed size in shared memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import string
+from collections import UserDict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+from gymnasium.error import InvalidAction, ResetNeeded
+
+from envs.data import add_system_prompt
+from envs.env import Env
+from envs.errors import UserError
+from envs.registry import get_spec, load_registry
+from envs.runner import checked_messages
+from envs.types import Message, Sample, SampleSource, content_parts, message_images
+
+NAMESPACE = "trueturn"
+MAX_CHARS = 1_000_000
+MAX_SAMPLED_CHARS = 64
+
+logger = logging.getLogger(__name__)
+
+
+class AnyText(spaces.Text):
+    """Texts of any characters, up to a length; the texts that `sample` draws are short and printable.
+
+    Example::
+
+        AnyText().contains("∠x = 68°")        # True
+    """
+
+    def __init__(self, max_length: int = MAX_CHARS, seed: int | None = None) -> None:
+        super().__init__(max_length, min_length=0, charset=string.printable, seed=seed)
+
+    def contains(self, x: Any) -> bool:
+        """Return whether `x` is a text that is not too long."""
+        return isinstance(x, str) and len(x) <= self.max_length
+
+    def sample(self, mask: Any = None, probability: Any = None) -> str:
+        """Draw a text of at most 64 printable characters; `mask` and `probability` are those of `spaces.Text`."""
+        if mask is None and probability is None:
+            longest = min(MAX_SAMPLED_CHARS, self.max_length)
+            mask = (int(self.np_random.integers(longest + 1)), None)
+        return super().sample(mask, probability)
+
+    def __repr__(self) -> str:
+        return f"AnyText({self.max_length})"
+
+
+class RGBPicture(spaces.Space[np.ndarray]):
+    """Pictures of any size: uint8 arrays of shape (height, width, 3), which `spaces.Box` cannot say.
+
+    Example::
+
+        RGBPicture().contains(np.zeros((128, 160, 3), np.uint8))        # True
+    """
+
+    def __init__(self, seed: int | None = None) -> None:
+        super().__init__(None, np.uint8, seed)
+
+    @property
+    def is_np_flattenable(self) -> bool:
+        """Never: the size is not fixed."""
+        return False
+
+    def contains(self, x: Any) -> bool:
+        """Return whether `x` is such an array."""
+        return isinstance(x, np.ndarray) and x.dtype == np.uint8 and x.ndim == 3 and x.shape[2] == 3
+
+    def sample(self, mask: Any = None, probability: Any = None) -> np.ndarray:
+        """Draw random pixels, 1 to 16 a side; masks have no meaning here."""
+        height, width = self.np_random.integers(1, 17, size=2)
+        return self.np_random.integers(0, 256, size=(height, width, 3), dtype=np.uint8)
+
+    def to_jsonable(self, sample_n: Iterable[np.ndarray]) -> list[Any]:
+        """Return the pictures as nested lists."""
+        return [picture.tolist() for picture in sample_n]
+
+    def from_jsonable(self, sample_n: list[Any]) -> list[np.ndarray]:
+        """Return the pictures of `to_jsonable`."""
+        return [np.asarray(picture, dtype=np.uint8) for picture in sample_n]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RGBPicture)
+
+    def __repr__(self) -> str:
+        return "RGBPicture()"
+
+
+class TrueTurnEnv(gymnasium.Env[dict[str, Any], str]):
+    r"""One environment of the registry with its data set; every reset draws a sample.
+
+    An action is what a model would write in one turn. An observation is what it would be shown: "text", with a heading
+    per message and ``<image>`` where a picture stands, and "images", the pictures in that order. The first observation
+    shows the whole prompt, a later one what the environment answered (nothing: an empty text).
+
+    Example::
+
+        env = TrueTurnEnv("geo3k")
+        observation, info = env.reset(seed=7)
+        info["sample_id"]                          # "geo3k-procedural-train-0-944"
+        env.step('<tool_call>{"name": "calc_score", "arguments": {"answer": "9"}}</tool_call>')
+        # ({"text": "[tool]\nScore 0.0: 9 is wrong. ...", "images": ()}, 0.0, False, False, {"step_info": ..., ...})
+        env.step("\\boxed{9}")[1:4]                # (0.0, True, False): a wrong answer ends the episode
+
+    The reward is 0.0 until the episode ends. It has terminated when the environment says that the task is over, and is
+    truncated when `max_turns` have been taken; either way the last action is rewarded. An episode of a single turn has
+    nothing to be cut off and always terminates. To play longer than the registry entry says, `gymnasium.make` needs its
+    own limit raised too: ``make("trueturn/geo3k-v0", max_turns=5, max_episode_steps=5)``.
+
+    The info of `reset` holds "sample_id", "tools" (the JSON schemas of the tools) and "reset_info", that of `step`
+    "sample_id", "step_info" and, once the episode has ended, "end": "completed" or "max_turns". The environment's own
+    two are mappings but no dicts, for a vector environment would merge dicts key by key.
+
+    Whatever the environment raises is raised here, and ends the episode.
+    """
+
+    metadata = {"render_modes": ["ansi"], "render_fps": 1}  # noqa: RUF012 - as Gymnasium reads it
+
+    def __init__(
+        self,
+        env_id: str,
+        *,
+        registry: str | Path | Sequence[str | Path] = (),
+        split: str = "train",
+        size: int = 1000,
+        data_seed: int = 0,
+        samples: SampleSource | None = None,
+        max_turns: int | None = None,
+        render_mode: str | None = None,
+    ) -> None:
+        """Find the entry `env_id`, also in the overlay files `registry`, and load its code and its data set.
+
+        The data set is `size` samples of `split`, made with `data_seed`, or else `samples`.
+
+        Raises:
+            UserError: there is no such entry, its code does not load, it has no data set, or an option is wrong.
+        """
+        if max_turns is not None and max_turns < 1:
+            raise UserError("max_turns", "must be at least 1", max_turns, "leave it out for the registry's limit")
+        if render_mode is not None and render_mode not in self.metadata["render_modes"]:
+            raise UserError("render_mode", "must be 'ansi' or None", render_mode, "give 'ansi', the episode as text")
+        spec = get_spec(env_id, *_paths(registry))
+        self._build = spec.load()
+        self._args = spec.args(max_turns)
+        self._samples = spec.load_dataset(split, size, data_seed) if samples is None else samples
+        if not len(self._samples):
+            raise UserError(f"environment '{env_id}' samples", "must not be empty", 0, "give at least one")
+        self._system_prompt = spec.load_system_prompt()
+        self.observation_space = spaces.Dict({"text": AnyText(), "images": spaces.Sequence(RGBPicture())})
+        self.action_space = AnyText()
+        self.render_mode = render_mode
+        self._inner: Env | None = None
+        self._playing = False
+        self._turn = 0
+        self._sample_id = ""
+        self._transcript: list[str] = []
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Start an episode with a sample drawn at random, or that of ``options={"index": 3}``.
+
+        Raises:
+            ValueError: there is no such sample, or `options` has another key.
+        """
+        super().reset(seed=seed)
+        self.close()
+        sample = self._samples[self._index(options or {})]
+        self._sample_id, self._turn, self._transcript = sample.id, 0, []
+        inner = self._inner = self._build(sample, self._args)
+        observation, reset_info = inner.reset()
+        shown = self._show([*self._prompt(sample), *_messages(inner, observation)])
+        self._playing = True
+        info = {"sample_id": sample.id, "tools": _plain(inner.tools), "reset_info": UserDict(_plain(reset_info))}
+        return shown, info
+
+    def step(self, action: str) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
+        """Take one turn, the text that a model would write.
+
+        Raises:
+            ResetNeeded: there is no episode, or it has ended.
+            InvalidAction: the action is no text.
+        """
+        if not self._playing or self._inner is None:
+            raise ResetNeeded("no episode is running: call reset() before the first step and after the end")
+        if not isinstance(action, str):
+            raise InvalidAction(f"an action is the text that the model wrote, got {type(action).__name__}")
+        self._playing = False  # a fault ends the episode
+        self._transcript.append(f"[assistant]\n{action}")
+        observation, done, step_info = self._inner.step(str(action))
+        shown = self._show(_messages(self._inner, observation))
+        self._turn += 1
+        at_limit = self._turn >= self._args.max_turns
+        reward = float(self._inner.reward(str(action))) if done or at_limit else 0.0
+        terminated = bool(done) or self._args.max_turns == 1
+        self._playing = not (done or at_limit)
+        info: dict[str, Any] = {"sample_id": self._sample_id, "step_info": UserDict(_plain(step_info))}
+        if not self._playing:
+            info["end"] = "completed" if done else "max_turns"
+        return shown, reward, terminated, at_limit and not terminated, info
+
+    def render(self) -> str | None:  # type: ignore[override]
+        """Return the episode so far as text; None without ``render_mode="ansi"``."""
+        return "\n\n".join(self._transcript) if self.render_mode == "ansi" else None
+
+    def close(self) -> None:
+        """Close the episode's environment; may be called twice."""
+        inner, self._inner, self._playing = self._inner, None, False
+        if inner is not None:
+            inner.close()
+
+    def _index(self, options: Mapping[str, Any]) -> int:
+        """Return the sample to play. Raises ValueError, which an `AsyncVectorEnv` can hand on from another process."""
+        if unknown := [key for key in options if key != "index"]:
+            raise ValueError(f"reset options: must be {{'index': number of a sample}}, got {unknown[0]!r}")
+        size = len(self._samples)
+        index = options["index"] if "index" in options else self.np_random.integers(size)
+        if isinstance(index, bool) or not isinstance(index, int | np.integer) or not 0 <= index < size:
+            raise ValueError(f"reset options index: must be a number from 0 to {size - 1}, got {index!r}")
+        return int(index)
+
+    def _prompt(self, sample: Sample) -> tuple[Message, ...]:
+        prompt = add_system_prompt(sample.prompt, self._system_prompt) if self._system_prompt else sample.prompt
+        return checked_messages(list(prompt))
+
+    def _show(self, messages: Sequence[Message]) -> dict[str, Any]:
+        """Add the messages to the transcript and return the observation of them, in arrays of its own."""
+        text = "\n\n".join(f"[{message['role']}]\n{_text(message)}" for message in messages)
+        self._transcript += [text] if text else []
+        return {"text": text, "images": tuple(np.array(image.convert("RGB")) for image in message_images(messages))}
+
+
+def register_all(*overlays: Path) -> list[str]:
+    """Register every environment of the registry that has a built-in data set; return the Gymnasium ids.
+
+    ``geo3k`` becomes ``trueturn/geo3k-v0``. Characters that Gymnasium has no place for (all but letters, digits, "_",
+    "." and "-") become "_"; of two ids that then are the same, the first is kept. May be called again, with other
+    overlays too: a later entry of the same id replaces the earlier one.
+
+    Raises:
+        UserError: a registry file is wrong (see `load_registry`).
+    """
+    files = [str(Path(overlay).resolve()) for overlay in overlays]
+    origin: dict[str, str] = {}
+    for env_id, spec in load_registry(*map(Path, files)).items():
+        name = f"{NAMESPACE}/{re.sub(r'[^A-Za-z0-9_.-]', '_', env_id)}-v0"
+        if spec.dataset is None:
+            continue
+        if name in origin:
+            logger.warning("left out '%s': '%s' is %s already", env_id, origin[name], name)
+            continue
+        origin[name] = env_id
+        gymnasium.registry.pop(name, None)  # or Gymnasium warns that it is replaced
+        gymnasium.register(
+            id=name,
+            entry_point=f"{__name__}:{TrueTurnEnv.__name__}",
+            max_episode_steps=spec.max_turns,
+            kwargs={"env_id": env_id, "registry": files} if files else {"env_id": env_id},
+        )
+    return list(origin)
+
+
+def _paths(registry: str | Path | Sequence[str | Path]) -> list[Path]:
+    return [Path(registry)] if isinstance(registry, str | Path) else [Path(file) for file in registry]
+
+
+def _messages(env: Env, observation: dict[str, Any]) -> tuple[Message, ...]:
+    return checked_messages(env.format_observation(observation)) if observation else ()
+
+
+def _text(message: Message) -> str:
+    return "".join("<image>" if part["type"] == "image" else part["text"] for part in content_parts(message))
+
+
+def _plain(value: object) -> Any:
+    """Return a copy in plain types, which can be compared and sent to another process; other objects as their type."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item) for item in value]
+    return f"<{type(value).__name__}>"
+
+
+register_all()

@@ -1,0 +1,326 @@
+"""Gymnasium environments as environments of the registry: an id comes in; samples, observations and rewards go out.
+
+One line in a registry file is enough, for environments whose actions are `Discrete` or `Text`::
+
+    frozen_lake: {gymnasium: FrozenLake-v1, description: Cross the ice., max_turns: 20}
+
+`GymnasiumOptions` lists what may stand under `options`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from random import Random
+from typing import TYPE_CHECKING, Annotated, Any, Literal, overload
+
+import gymnasium
+import numpy as np
+from PIL import Image
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from envs.env import EnvArgs
+from envs.errors import UserError, did_you_mean
+from envs.tool_calls import ToolCallError
+from envs.tool_env import ToolEnv
+from envs.tools import ToolError, to_content
+from envs.types import Content, Sample
+
+if TYPE_CHECKING:
+    import gymnasium
+
+SPLITS = ("demonstrations", "train", "heldout")
+MAX_SHOWN_CHARS = 100
+
+_COLOUR_CODE = re.compile(r"\x1b\[([\d;]*)m")
+_COLOURS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white", "crimson")
+
+
+class GymnasiumOptions(BaseModel):
+    """What a registry entry says of its Gymnasium environment: `gymnasium` is the id, the rest stands under `options`.
+
+    Example::
+
+        GymnasiumOptions(id="FrozenLake-v1", kwargs={"is_slippery": False}, actions=["left", "down", "right", "up"])
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    id: str = Field(min_length=1, description="as gymnasium.make takes it; module:id imports the module first")
+    kwargs: Mapping[str, Any] = Field(default={}, description="keywords for gymnasium.make")
+    actions: Sequence[str] = Field(default=(), description="names of Discrete actions, in order; none: their numbers")
+    prompt: str = Field(default="", description="instructions for the model; empty: what the action space tells")
+
+    @classmethod
+    def read(cls, options: Mapping[str, Any]) -> GymnasiumOptions:
+        """Return the options, checked.
+
+        Raises:
+            UserError: a key is unknown, a value is wrong, or there is no id.
+        """
+        if unknown := [key for key in options if key not in cls.model_fields]:
+            fix = did_you_mean(str(unknown[0]), cls.model_fields)
+            raise UserError("gymnasium options", "must have known keys only", unknown[0], fix)
+        try:
+            return cls.model_validate(dict(options))
+        except ValidationError as error:
+            first = error.errors()[0]
+            got = "nothing" if first["type"] == "missing" else first["input"]
+            raise UserError(
+                f"gymnasium options {first['loc'][0]}", first["msg"].lower(), got, "mend the value"
+            ) from error
+
+    def make(self) -> gymnasium.Env[Any, Any]:
+        """Make the environment, so that it renders as text where its observations are no text and it can.
+
+        Raises:
+            UserError: the environment cannot be made, or its actions are of another kind.
+        """
+        try:
+            env = gymnasium.make(self.id, disable_env_checker=True, **self.kwargs)
+            is_text = isinstance(env.observation_space, gymnasium.spaces.Text)
+            if not is_text and "render_mode" not in self.kwargs and "ansi" in env.metadata.get("render_modes", ()):
+                env.close()
+                env = gymnasium.make(self.id, disable_env_checker=True, render_mode="ansi", **self.kwargs)
+        except Exception as error:  # code of somebody else, which may raise anything
+            fix = "check id and kwargs, and install what it needs"
+            raise UserError(
+                "gymnasium", f"'{self.id}' must be made", f"{type(error).__name__}: {error}", fix
+            ) from error
+        try:
+            self._check_actions(env.action_space)
+        except UserError:
+            env.close()
+            raise
+        return env
+
+    def _check_actions(self, space: Any) -> None:
+        spaces = gymnasium.spaces
+        if not isinstance(space, spaces.Discrete | spaces.Text):
+            rule = f"'{self.id}' must have Discrete or Text actions"
+            raise UserError("gymnasium", rule, str(space), "wrap it in an environment that has, and register that")
+        num_actions = int(space.n) if isinstance(space, spaces.Discrete) else 0
+        if self.actions and len(self.actions) != num_actions:
+            rule = f"must name each of the {num_actions} actions of '{self.id}'"
+            raise UserError("gymnasium options actions", rule, list(self.actions), "mend the list, or leave it out")
+        if len(set(self.actions)) < len(self.actions):
+            raise UserError("gymnasium options actions", "must differ", list(self.actions), "mend the list")
+
+    def instructions(self, env: gymnasium.Env[Any, Any]) -> str:
+        """Return the prompt: the one given, or how to read and act in the environment."""
+        if self.prompt:
+            return self.prompt
+        space: Any = env.action_space
+        colours = " What is coloured stands in brackets, as in [red:S]." if env.render_mode == "ansi" else ""
+        start = f"You are playing {self.id}. Every message shows you its state.{colours}"
+        if isinstance(space, gymnasium.spaces.Text):
+            return f"{start} Answer with your next action and nothing else."
+        first, last = int(space.start), int(space.start + space.n - 1)
+        actions = ", ".join(self.actions) if self.actions else f"the numbers from {first} to {last}"
+        return f"{start} Act with calls of the tool act. The actions are {actions}."
+
+
+class GymnasiumSamples(Sequence[Sample]):
+    """Episodes of a Gymnasium environment: the instructions as prompt, and what the environment is seeded with.
+
+    Seeds of different splits are never the same. Sample i depends on seed, split and i alone.
+
+    Example::
+
+        samples = GymnasiumSamples("train", size=64, seed=0, id="FrozenLake-v1")
+        samples[0].prompt[0]["content"]      # "You are playing FrozenLake-v1. ... The actions are the numbers from ..."
+        samples[0].metadata["seed"]          # 894710965
+    """
+
+    def __init__(self, split: str, size: int, seed: int = 0, **options: Any) -> None:
+        """Make the environment once, to see that it can be made and what its actions are.
+
+        Raises:
+            UserError: the split is unknown, the size negative, an option wrong, or see `GymnasiumOptions.make`.
+        """
+        if split not in SPLITS:
+            raise UserError("split", "must be a known split", split, did_you_mean(split, SPLITS))
+        if size < 0:
+            raise UserError("size", "must be at least 0", size, "give the number of samples")
+        self.split, self.size, self.seed = split, size, seed
+        self.options = GymnasiumOptions.read(options)
+        env = self.options.make()
+        self.instructions = self.options.instructions(env)
+        env.close()
+
+    def __len__(self) -> int:
+        return self.size
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Sample]: ...
+
+    def __getitem__(self, index: int | slice) -> Sample | Sequence[Sample]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(self.size))]
+        if not -self.size <= index < self.size:
+            raise IndexError(f"index {index} is out of range for {self.size} samples")
+        place = index % self.size
+        return Sample(
+            id=f"{self.options.id}-{self.split}-{self.seed}-{place}",
+            prompt=({"role": "user", "content": self.instructions},),
+            metadata={"seed": _episode_seed(f"{self.seed}/{self.split}/{place}", self.split)},
+        )
+
+
+class FromGymnasium(ToolEnv):
+    """One episode of a Gymnasium environment; the reward is the sum of its rewards.
+
+    Discrete actions are calls of a tool; a turn without a call is asked for one. With Text actions, what the model
+    writes is the action, without the space around it. An action that the environment does not have is answered with
+    what is wrong and costs the turn alone.
+
+    Example::
+
+        options = {"id": "FrozenLake-v1", "kwargs": {"is_slippery": False}, "actions": ["left", "down", "right", "up"]}
+        env = FromGymnasium(Sample(id="0", prompt=(), metadata={"seed": 7}), EnvArgs(max_turns=20, options=options))
+        env.reset()[0]["obs_str"]        # "[red:S]FFF\\nFHFH\\nFFFH\\nHFFG", with what is coloured in brackets
+        env.step('<tool_call>{"name": "act", "arguments": {"action": "down"}}</tool_call>')[0]["obs_str"]
+        #                                  "  (Down)\\nSFFF\\n[red:F]HFH\\nFFFH\\nHFFG"
+        env.reward("")                   # 0.0
+
+    Shown to the model is the rendering with `kwargs: {render_mode: rgb_array}` or where there is an `ansi` one, else
+    the observation: text as it is, uint8 arrays of shape (height, width, 3) as pictures, everything else as JSON.
+
+    The info of a step holds, besides `tool_calls`, "reward" (of this turn), "terminated" and "truncated" (the time
+    limit of the environment itself); both end the episode.
+    """
+
+    def __init__(self, sample: Sample, args: EnvArgs) -> None:
+        # One action follows on another: those of a turn are taken in order even where calls may run side by side.
+        in_order = "sequential" if args.tool_calls == "parallel" else args.tool_calls
+        super().__init__(sample, replace(args, tool_calls=in_order))
+        self.options = GymnasiumOptions.read(args.options)
+        self.inner = self.options.make()
+        self._total = 0.0
+        self._takes_text = isinstance(self.inner.action_space, gymnasium.spaces.Text)
+        if not self._takes_text:
+            self._offer_actions(self.inner.action_space)
+
+    def _offer_actions(self, space: Any) -> None:
+        first, names = int(space.start), tuple(self.options.actions)
+
+        def act(action: Any) -> Any:
+            """Take an action."""
+            return self._take(first + names.index(action) if names else action)
+
+        numbers = Annotated[int, Field(ge=first, le=first + int(space.n) - 1)]
+        act.__annotations__["action"] = Literal[names] if names else numbers
+        self.add_tool(act)
+
+    def reset(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Start the environment with the sample's seed; the observation is its first state."""
+        super().reset()
+        self._total = 0.0
+        # Samples of other data sets have no seed: the same one must begin in the same state all the same.
+        seed = self.sample.metadata.get("seed", _episode_seed(self.sample.id, SPLITS[0]))
+        observation, _ = self.inner.reset(seed=seed)
+        return _observation(to_content(self._show(observation))), {"seed": seed}
+
+    def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
+        """Take the action or the calls that the model wrote."""
+        if not self._takes_text:
+            return super().step(response_text)
+        self.turn += 1
+        self.info = {}
+        action = response_text.strip()
+        try:
+            content = to_content(self._take(action))
+        except ToolError as error:
+            content = str(error)
+        return _observation(content), self.done, {"tool_calls": [], **self.info}
+
+    def no_call(self, response_text: str) -> str:
+        """Ask for the call that is missing."""
+        return self.explain(ToolCallError("there is no call"), "No action was taken.")
+
+    def reward(self, final_text: str) -> float:
+        """Return the sum of the environment's rewards, on the entry's scale; what the model wrote last is no matter."""
+        return self.args.reward(self._total)
+
+    def close(self) -> None:
+        """Close the Gymnasium environment."""
+        super().close()
+        self.inner.close()
+
+    def _take(self, action: int | str) -> Any:
+        """Take one action; return what there is to see of the state that follows."""
+        if self.done:
+            raise ToolError("The episode has ended.", "ended")
+        space = self.inner.action_space
+        if not space.contains(action):
+            raise ToolError(_not_in(space, str(action)), "illegal_action")
+        try:
+            observation, reward, terminated, truncated, _ = self.inner.step(action)
+        except gymnasium.error.InvalidAction as error:
+            raise ToolError(f"No action was taken: {error}", "illegal_action") from error
+        self._total += float(reward)
+        self.done = bool(terminated or truncated)
+        self.info |= {
+            "reward": self.info.get("reward", 0.0) + float(reward),
+            "terminated": bool(terminated),
+            "truncated": bool(truncated),
+        }
+        return self._show(observation)
+
+    def _show(self, observation: Any) -> Any:
+        """Return text, a picture, or a value that can be written as JSON."""
+        if self.inner.render_mode in ("ansi", "rgb_array"):
+            observation = self.inner.render()
+        if isinstance(observation, str):
+            return name_colours(observation).strip("\n")
+        return Image.fromarray(observation) if _is_picture(observation) else observation
+
+
+def name_colours(text: str) -> str:
+    r"""Return terminal text with the colours written out, for in some environments they are all that shows the state.
+
+    >>> name_colours("\x1b[41mS\x1b[0mFF | \x1b[34;1mB\x1b[0m")
+    '[red:S]FF | [blue:B]'
+    """
+    num_open = 0
+
+    def write_out(code: re.Match[str]) -> str:
+        nonlocal num_open
+        numbers = [int(number) for number in code.group(1).split(";") if number]
+        for number in numbers:
+            if 30 <= number <= 38 or 40 <= number <= 48:
+                num_open += 1
+                return f"[{_COLOURS[number % 10]}:"
+        if num_open and not any(numbers):
+            num_open -= 1
+            return "]"
+        return ""
+
+    return _COLOUR_CODE.sub(write_out, text)
+
+
+def _is_picture(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim == 3 and value.shape[2] == 3
+
+
+def _not_in(space: Any, action: str) -> str:
+    """Return what is wrong with a text that is no action."""
+    if strange := [char for char in action if char not in space.character_set]:
+        allowed = f" Write only characters of {space.characters!r}." if len(space.characters) <= MAX_SHOWN_CHARS else ""
+        return f"No action was taken: {strange[0]!r} is not allowed.{allowed}"
+    length = f"{space.min_length} to {space.max_length}"
+    return f"No action was taken: write {length} characters and nothing else, not {len(action)}."
+
+
+def _observation(content: Content) -> dict[str, Any]:
+    text = content if isinstance(content, str) else "".join(part.get("text", "<image>") for part in content)
+    return {"obs_str": text, "messages": [{"role": "user", "content": content}]}
+
+
+def _episode_seed(key: str, split: str) -> int:
+    """Return a seed below 2**31 that no other split has."""
+    return Random(key).randrange(2**29) * len(SPLITS) + SPLITS.index(split)

@@ -1,0 +1,153 @@
+"""Interaction environments written for slime, unmodified: such a module's `build_env` in, one of ours out.
+
+Those environments have no reward and no tools of their own: slime grades the final text by rule, and takes tools from
+``sample.metadata["tools"]``. Here the grader of the registry entry does the first, and the second holds as well. Their
+modules import from slime; where slime is not installed, stand-ins for what such modules use are put in its place.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from envs import types
+from envs.env import Env, EnvArgs
+from envs.grading import extract_boxed, score_text
+from envs.types import Message
+
+
+@dataclass
+class Sample:
+    """The part of slime's sample that an environment reads; it may be written to, and lives for one episode."""
+
+    prompt: str | list[dict[str, Any]] = ""
+    label: str | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    index: int | None = None
+    response: str = ""
+
+
+class BaseInteractionEnv:
+    """The base class of slime's interaction environments: does nothing, and shows text after pictures."""
+
+    def reset(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Start an episode."""
+        return {}, {}
+
+    def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
+        """Take a turn."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Release what is held."""
+
+    def format_observation(self, observation: dict[str, Any]) -> dict[str, Any]:
+        """Return the message of an observation."""
+        return show(observation)
+
+
+def show(observation: dict[str, Any]) -> Message:
+    """Return the message that slime makes of an observation: the images of `multi_modal_data`, then `obs_str`."""
+    images = [image for group in (observation.get("multi_modal_data") or {}).values() for image in group]
+    if not images:
+        return {"role": observation.get("role", "user"), "content": observation.get("obs_str", "")}
+    text = {"type": "text", "text": observation.get("obs_str", "")}
+    return {
+        "role": observation.get("role", "user"),
+        "content": [*({"type": "image", "image": i} for i in images), text],
+    }
+
+
+class SlimeEnv(Env):
+    """One of slime's environments under our contract."""
+
+    def __init__(
+        self, inner: Any, sample: types.Sample, args: EnvArgs, show_observation: Callable[..., Message]
+    ) -> None:
+        self.inner, self.sample, self.args = inner, sample, args
+        self._show = getattr(inner, "format_observation", show_observation)
+
+    @property
+    def tools(self) -> Sequence[dict[str, Any]]:  # type: ignore[override]
+        """The tools that the row names in its metadata, as slime's templates take them."""
+        return self.sample.metadata.get("tools") or getattr(self.inner, "tools", ())
+
+    def reset(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Reset."""
+        return self.inner.reset()
+
+    def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
+        """Step; what is observed with the end of the task is shown to nobody, as in slime."""
+        return self.inner.step(response_text)
+
+    def format_observation(self, observation: dict[str, Any]) -> Message:
+        """Return the message as the module itself makes it."""
+        return self._show(observation)
+
+    def reward(self, final_text: str) -> float:
+        """Return the module's own reward where it has one, else the grade of the text against the label."""
+        if hasattr(self.inner, "reward"):
+            return self.inner.reward(final_text)
+        return self.args.reward(score_text(final_text, str(self.sample.label), self.args.grader))
+
+    def close(self) -> None:
+        """Close, where the module's environment can be closed."""
+        getattr(self.inner, "close", lambda: None)()
+
+
+def adapt(build: Callable[..., Any]) -> Callable[..., SlimeEnv]:
+    """Return our `build_env` for a slime module's; its `args` have `max_turns` and the entry's options as names."""
+
+    def build_env(sample: types.Sample, args: EnvArgs) -> SlimeEnv:
+        theirs = Sample([*sample.prompt], sample.label, dict(sample.metadata))
+        names = SimpleNamespace(**{"max_turns": args.max_turns, **args.options})
+        module = sys.modules[build.__module__]
+        return SlimeEnv(build(sample=theirs, args=names), sample, args, getattr(module, "format_observation", show))
+
+    return build_env
+
+
+# Stand-ins ------------------------------------------------------------------------------------------------------------
+
+
+def _grade(solution: str, ground_truth: str) -> bool:
+    boxed = extract_boxed(solution)
+    return boxed is not None and score_text(f"\\boxed{{{boxed}}}", extract_boxed(ground_truth) or ground_truth) == 1.0
+
+
+_STAND_INS: dict[str, dict[str, Any]] = {
+    "slime.utils.types": {"Sample": Sample},
+    "slime.rollout.rm_hub": {"grade_answer_verl": _grade},
+    "slime.rollout.rm_hub.math_utils": {"extract_answer": extract_boxed, "grade_answer_verl": _grade},
+    "examples.geo3k_vlm_multi_turn.base_env": {"BaseInteractionEnv": BaseInteractionEnv},
+}
+
+
+def install_stand_ins() -> None:
+    """Make the modules that slime's environments import importable, each only where it is not."""
+    for name, attributes in _STAND_INS.items():
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            parts = name.split(".")
+            for length in range(1, len(parts) + 1):
+                _ensure_module(".".join(parts[:length]))
+            vars(sys.modules[name]).update(attributes)
+
+
+def _ensure_module(name: str) -> None:
+    if name in sys.modules:
+        return
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        module = ModuleType(name, "A stand-in of TrueTurn.")
+        module.__path__ = []  # a package, so that modules below it can be imported
+        sys.modules[name] = module
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], child, module)

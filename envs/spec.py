@@ -1,0 +1,198 @@
+"""One environment of the registry: its checked entry, and the code that the entry names, imported on demand."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from envs.env import CallPolicy, Env, EnvArgs
+from envs.errors import UserError, did_you_mean
+from envs.tool_calls import ToolFormat
+from envs.types import Sample, SampleSource
+
+REFERENCE_FIX = "write module:ATTRIBUTE, such as my_env:build_env"
+
+_REFERENCE = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
+_ENTRY_POINT = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(:[A-Za-z_]\w*)?$"
+
+
+class BuildEnv(Protocol):
+    """The entry point of an environment: a new episode for a sample."""
+
+    def __call__(self, sample: Sample, args: EnvArgs) -> Env: ...
+
+
+class MakeSamples(Protocol):
+    """The built-in data set of an environment; the same arguments give the same samples."""
+
+    def __call__(self, split: str, size: int, seed: int, **options: Any) -> SampleSource: ...
+
+
+class EnvSpec(BaseModel):
+    """One environment of the registry.
+
+    Example::
+
+        spec = get_spec("geo3k")
+        samples = spec.load_dataset("train", size=64, seed=0)
+        env = spec.load()(samples[0], spec.args())
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    id: str = Field(min_length=1)
+    entry_point: str = Field(pattern=_ENTRY_POINT, description="module:ATTRIBUTE, called with (sample, args)")
+    description: str = Field(description="one line for the list of environments")
+    max_turns: int = Field(ge=1, description="model turns an episode may take")
+    dataset: str | None = Field(
+        default=None, pattern=_REFERENCE, description="module:ATTRIBUTE of the built-in data set"
+    )
+    dataset_options: Mapping[str, Any] = Field(default={}, description="keywords for the built-in data set")
+    system_prompt: str | None = Field(default=None, pattern=_REFERENCE, description="module:ATTRIBUTE of a string")
+    options: Mapping[str, Any] = Field(default={}, description="what build_env finds in args.options")
+    grader: str = Field(default="math", description="how an answer is held against the label, see envs.grading")
+    reward_max_val: float = Field(default=1.0, strict=False, description="reward of a right answer")
+    reward_min_val: float = Field(default=0.0, strict=False, description="reward of a wrong answer")
+    tool_format: ToolFormat | Literal["auto"] = Field(
+        default="auto", description="how a model writes a call; auto: as its chat template teaches"
+    )
+    tool_calls: CallPolicy = Field(default="sequential", description="which calls of one turn are made, and how")
+    isolation: Literal["inline", "thread", "process"] = Field(
+        default="thread",
+        description="where the environment runs: inline on the event loop (it must be fast and never block), on a "
+        "thread, or in a process of its own, which may crash, hang in native code or be killed",
+    )
+    memory_limit_gib: float = Field(
+        default=0.0, ge=0, strict=False, description="memory an isolated process may take; 0: no limit (Linux)"
+    )
+    reset_timeout_s: float = Field(default=60.0, gt=0, strict=False, description="time to build and reset")
+    step_timeout_s: float = Field(default=30.0, gt=0, strict=False, description="time for a step, and for the reward")
+    retries: int = Field(default=0, ge=0, description="how often building and resetting is tried again")
+    retry_backoff_s: float = Field(
+        default=1.0, ge=0, strict=False, description="wait before a retry, doubled each time"
+    )
+    compat: Literal["slime"] | None = Field(default=None, description="contract of another framework that the code has")
+    origin: str = Field(default="", exclude=True, description="the file that the entry stands in")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_gymnasium(cls, entry: Any) -> Any:
+        """Fill in what `gymnasium: ID`, the one-line entry of a Gymnasium environment, stands for."""
+        if not isinstance(entry, dict) or "gymnasium" not in entry:
+            return entry
+        entry = dict(entry)
+        options = {**entry.get("options", {}), "id": entry.pop("gymnasium")}
+        module = "envs.from_gymnasium"
+        usual = {"entry_point": f"{module}:FromGymnasium", "dataset": f"{module}:GymnasiumSamples"}
+        return {**usual, "dataset_options": options, **entry, "options": options}
+
+    @model_validator(mode="after")
+    def _check_limits(self) -> EnvSpec:
+        if self.memory_limit_gib and self.isolation != "process":
+            raise ValueError("memory_limit_gib needs isolation: process")
+        return self
+
+    def args(self, max_turns: int | None = None, tool_format: ToolFormat = "hermes") -> EnvArgs:
+        """Return what `build_env` is given: the entry's settings, with the format that the model at hand writes."""
+        return EnvArgs(
+            max_turns=max_turns or self.max_turns,
+            tool_format=tool_format if self.tool_format == "auto" else self.tool_format,
+            tool_calls=self.tool_calls,
+            grader=self.grader,
+            reward_max_val=self.reward_max_val,
+            reward_min_val=self.reward_min_val,
+            options=self.options,
+        )
+
+    def load(self) -> BuildEnv:
+        """Import the entry point and return its `build_env`; with `isolation: process`, both happen in a process.
+
+        Raises:
+            UserError: the module does not import (names the module and the cause), or has no such callable.
+        """
+        if self.isolation != "process":
+            return self.load_here()
+        from envs.isolation.process_env import ProcessEnv
+
+        ProcessEnv.check(self)
+        return functools.partial(ProcessEnv, self)
+
+    def load_here(self) -> BuildEnv:
+        """Import the entry point into this process and return its `build_env`; see `load` for the errors."""
+        reference = self.entry_point if ":" in self.entry_point else f"{self.entry_point}:build_env"
+        if self.compat == "slime":
+            from envs.slime import adapt, install_stand_ins
+
+            install_stand_ins()
+            return adapt(self._resolve_callable("entry_point", reference))
+        return self._resolve_callable("entry_point", reference)
+
+    def load_dataset(self, split: str, size: int, seed: int) -> SampleSource:
+        """Return `size` samples of the built-in data set.
+
+        Raises:
+            UserError: the entry names no data set, or one that does not import.
+        """
+        if self.dataset is None:
+            fix = "name a data set with --data, or add `dataset` to the entry"
+            raise UserError(f"environment '{self.id}'", "must have a built-in data set to run without one", "none", fix)
+        make_samples: MakeSamples = self._resolve_callable("dataset", self.dataset)
+        return make_samples(split=split, size=size, seed=seed, **self.dataset_options)
+
+    def load_system_prompt(self) -> str | None:
+        """Return the text of the system prompt, None if the entry names none."""
+        if self.system_prompt is None:
+            return None
+        text = self._resolve("system_prompt", self.system_prompt)
+        if not isinstance(text, str):
+            field = f"environment '{self.id}' system_prompt"
+            raise UserError(field, f"'{self.system_prompt}' must be a string", type(text).__name__, "name a string")
+        return text
+
+    def _resolve_callable(self, field: str, reference: str) -> Any:
+        found = self._resolve(field, reference)
+        if not callable(found):
+            rule = f"'{reference}' must be callable"
+            raise UserError(f"environment '{self.id}' {field}", rule, type(found).__name__, "name a function or class")
+        return found
+
+    def _resolve(self, field: str, reference: str) -> object:
+        """Import the module of "module:ATTRIBUTE" and return the attribute."""
+        field = f"environment '{self.id}' {field}"
+        module_name, _, attribute = reference.partition(":")
+        try:
+            module = importlib.import_module(module_name)
+        # The module is the user's code, which may raise anything.
+        except Exception as error:
+            raise UserError(
+                field, f"'{module_name}' must import", _cause(error), _import_fix(error, module_name)
+            ) from error
+        names = vars(module)
+        if attribute not in names:
+            public = [name for name in names if not name.startswith("_")]
+            raise UserError(field, f"'{module_name}' must define it", attribute, did_you_mean(attribute, public))
+        return names[attribute]
+
+
+def _cause(error: Exception) -> str:
+    """An import error in one line, with the place in the user's code that raised it."""
+    # The first frame is ours, importlib's say nothing of the cause.
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__)[1:] if "importlib" not in frame.filename]
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{place}"
+
+
+def _import_fix(error: Exception, module_name: str) -> str:
+    if not isinstance(error, ModuleNotFoundError) or error.name is None:
+        return "mend the module"
+    if module_name == error.name or module_name.startswith(f"{error.name}."):
+        return "check the spelling, install it, or put its folder on PYTHONPATH"
+    if error.name.partition(".")[0] == "slime":
+        return "add `compat: slime` to the entry, or install 'slime', which the module imports"
+    return f"install '{error.name}', which the module imports"

@@ -1,0 +1,225 @@
+"""Environments made of tools: typed methods marked with `tool` come in, the whole environment contract goes out."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from envs.env import Env, EnvArgs
+from envs.errors import did_you_mean
+from envs.grading import extract_boxed, score_text
+from envs.tool_calls import ToolCall, ToolCallError, call_example, find_tool_calls, outside_tool_calls
+from envs.tools import BadArgumentsError, Tool, ToolError, marked_methods, to_content
+from envs.types import Content, Message, Sample
+
+MAX_CALLS_PER_TURN = 16
+
+
+class ToolEnv(Env):
+    """An environment whose tools are its methods; a turn without a call ends the episode.
+
+    Example::
+
+        class Shop(ToolEnv):
+            prices = {"apple": 3, "pear": 2}
+
+            @tool
+            def price(self, fruit: str) -> int:
+                '''Return the price of a fruit.'''
+                if fruit not in self.prices:
+                    raise ToolError(f"There is no {fruit}.")
+                return self.prices[fruit]
+
+        env = Shop(Sample(id="0", prompt=(), label="3"), EnvArgs(max_turns=3))
+        env.step('<tool_call>{"name": "price", "arguments": {"fruit": "apple"}}</tool_call>')[0]["obs_str"]     # "3"
+        env.reward("\\\\boxed{3}")                                                                                # 1.0
+
+    The class itself is the entry point of its registry entry. A call that cannot be made is answered with what is wrong
+    and how to write it. A tool may set `self.done` (the task has ended) and put facts for the recording into
+    `self.info`. What a step's info holds besides those: `tool_calls`, a list with name, arguments and outcome of each
+    call, the outcome being "ok", "malformed", "truncated", "unknown_tool", "bad_arguments", "too_many_calls" or that of
+    the `ToolError` raised.
+    """
+
+    #: Other names under which a tool may be called, by name: not shown, and accepted.
+    aliases: Mapping[str, str] = {}
+
+    def __init__(self, sample: Sample, args: EnvArgs | None = None) -> None:
+        self.sample = sample
+        self.args = args or EnvArgs(max_turns=1)
+        self.turn = 0
+        self.done = False
+        self.info: dict[str, Any] = {}
+        self._runner: asyncio.Runner | None = None
+        self._tools: dict[str, Tool] = {}
+        for name in marked_methods(type(self)):
+            self.add_tool(getattr(self, name))
+
+    def add_tool(self, function: Callable[..., Any]) -> None:
+        """Offer a function with typed parameters as a tool of this episode alone."""
+        made = Tool.of(function)
+        self._tools[made.name] = made
+
+    @property
+    def tools(self) -> Sequence[dict[str, Any]]:  # type: ignore[override]
+        """The tools' schemas, as the chat template takes them."""
+        return [each.schema for each in self._tools.values()]
+
+    @property
+    def turns_left(self) -> int:
+        """How many turns the model may still take after this one."""
+        return self.args.max_turns - self.turn
+
+    def reset(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Start over; the task is in the prompt, so the observation is empty."""
+        self.turn, self.done = 0, False
+        return {}, {}
+
+    def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
+        """Make the calls of one turn of the model, as `args.tool_calls` says, and return what they gave."""
+        self.turn += 1
+        self.info = {}
+        found = self._find_calls(response_text)
+        if not found:
+            answer = self.no_call(response_text)
+            self.done = self.done or answer is None
+            contents, records = [] if answer is None else [answer], []
+        else:
+            contents, records = self._make(found)
+        texts = [content if isinstance(content, str) else _text_of(content) for content in contents]
+        messages = [{"role": "tool" if found else "user", "content": content} for content in contents]
+        observation = {"obs_str": "\n".join(texts), "messages": messages} if messages else {}
+        return observation, self.done, {"tool_calls": records, **self.info}
+
+    def format_observation(self, observation: dict[str, Any]) -> Sequence[Message]:
+        """Return a message for the result of each call."""
+        return observation["messages"]
+
+    def no_call(self, response_text: str) -> str | None:
+        """Return what to answer a turn without any call; None, as here, ends the episode."""
+        return None
+
+    def reward(self, final_text: str) -> float:
+        r"""Return the reward of the model's last text: the registry entry's grader holds it against the sample's label.
+
+        What stands inside a call is no final answer: beside a call, only a `\boxed{...}` outside of it counts.
+        """
+        if self.sample.label is None:
+            raise ValueError(
+                f"sample {self.sample.id!r} has no label; give it one, or define reward() in the environment"
+            )
+        calls = self._find_calls(final_text)
+        text = outside_tool_calls(final_text, self.args.tool_format) if calls else final_text
+        is_answer = not calls or extract_boxed(text) is not None
+        score = score_text(text, str(self.sample.label), self.args.grader) if is_answer else 0.0
+        return self.args.reward(score)
+
+    def close(self) -> None:
+        """Release the event loop of async tools; an environment with its own `close` calls this one too."""
+        if self._runner is not None:
+            self._runner.close()
+            self._runner = None
+
+    def explain(self, call: ToolCall | ToolCallError, problem: str) -> str:
+        """Return the corrective text for a call that was not made; `problem` is a sentence that says why."""
+        named = self._tool(call.name) if isinstance(call, ToolCall) else None
+        example = named or next(iter(self._tools.values()))
+        names = f" Tools: {', '.join(self._tools)}." if len(self._tools) > 1 and named is None else ""
+        return f"{problem}{names} Call {call_example(example.name, example.example, self.args.tool_format)}."
+
+    def _find_calls(self, text: str) -> list[ToolCall | ToolCallError]:
+        return find_tool_calls(text, self.args.tool_format) if self._tools else []
+
+    def _tool(self, name: str) -> Tool | None:
+        return self._tools.get(self.aliases.get(name, name))
+
+    def _make(self, found: Sequence[ToolCall | ToolCallError]) -> tuple[list[Content], list[dict[str, Any]]]:
+        """Make the calls that the policy lets through; return the content and the record of each."""
+        policy = self.args.tool_calls
+        if policy == "single" and len(found) > 1:
+            text = self.explain(found[0], f"One call a turn, got {len(found)}.")
+            return [text], [_record(call, "too_many_calls") for call in found]
+        if policy in ("last", "first"):
+            found = [found[-1 if policy == "last" else 0]]
+        chosen = found[:MAX_CALLS_PER_TURN]
+        if policy == "parallel" and len(chosen) > 1:
+            results = self._run(self._call_all(chosen))
+        else:
+            results = []
+            for call in chosen:
+                results.append(self._run(self._call(call)) if self._is_async(call) else _finish(self._call(call)))
+                if self.done:  # what the model wrote after the call that ended the task is not done
+                    break
+        contents = [content for content, _ in results]
+        records = [_record(call, outcome) for call, (_, outcome) in zip(chosen, results, strict=False)]
+        return contents, records
+
+    def _is_async(self, call: ToolCall | ToolCallError) -> bool:
+        return isinstance(call, ToolCall) and (named := self._tool(call.name)) is not None and named.is_async
+
+    async def _call_all(self, calls: Sequence[ToolCall | ToolCallError]) -> list[tuple[Content, str]]:
+        async def one(call: ToolCall | ToolCallError) -> tuple[Content, str]:
+            if self._is_async(call):
+                return await self._call(call)
+            return await asyncio.to_thread(_finish, self._call(call))
+
+        return list(await asyncio.gather(*(one(call) for call in calls)))
+
+    async def _call(self, call: ToolCall | ToolCallError) -> tuple[Content, str]:
+        """Make one call; return what the model is shown, and the outcome. Awaits nothing if the tool is not async."""
+        if isinstance(call, ToolCallError):
+            return self.explain(call, call.reason), call.kind
+        chosen = self._tool(call.name)
+        if chosen is None:
+            fix = did_you_mean(call.name, self._tools)
+            hint = f" {fix[0].upper()}{fix[1:]}" if fix.startswith("did") else ""
+            return self.explain(call, f"Unknown tool.{hint}"), "unknown_tool"
+        try:
+            arguments = chosen.check(call.arguments)
+        except BadArgumentsError as error:
+            return self.explain(call, str(error)), "bad_arguments"
+        for left in reversed(range(chosen.options.retries + 1)):
+            try:
+                value = chosen.function(**arguments)
+                return to_content(await value if chosen.is_async else value), "ok"
+            except ToolError as error:
+                return str(error), error.outcome
+            except Exception:
+                if not left:
+                    raise
+                wait_s = chosen.options.backoff_s * 2 ** (chosen.options.retries - left)
+                await asyncio.sleep(wait_s) if chosen.is_async else time.sleep(wait_s)
+        raise AssertionError("the last try returns or raises")
+
+    def _run(self, coroutine: Awaitable[Any]) -> Any:
+        """Run to its end on this environment's own event loop, so that tools may keep connections from turn to turn."""
+        self._runner = self._runner or asyncio.Runner()
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return self._runner.run(coroutine)  # type: ignore[arg-type]
+        with ThreadPoolExecutor(1) as thread:  # a loop runs here already: that of whoever called `step` in place
+            return thread.submit(self._runner.run, coroutine).result()  # type: ignore[arg-type]
+
+
+def _finish(coroutine: Any) -> Any:
+    """Run a coroutine that awaits nothing."""
+    try:
+        coroutine.send(None)
+    except StopIteration as ended:
+        return ended.value
+    coroutine.close()
+    raise AssertionError("a tool that is not async must not wait")
+
+
+def _record(call: ToolCall | ToolCallError, outcome: str) -> dict[str, Any]:
+    if isinstance(call, ToolCallError):
+        return {"name": None, "arguments": None, "outcome": outcome, "reason": call.reason}
+    return {"name": call.name, "arguments": call.arguments, "outcome": outcome}
+
+
+def _text_of(content: Sequence[Mapping[str, Any]]) -> str:
+    return "".join("<image>" if part["type"] == "image" else part["text"] for part in content)

@@ -1,0 +1,328 @@
+"""Claims about environments made of tools: which calls are made, what the model is told, when the episode ends."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import threading
+import time
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from envs.env import EnvArgs
+from envs.tool_env import ToolEnv
+from envs.tools import ToolError, tool
+from envs.types import Sample
+
+SAMPLE = Sample(id="0", prompt=(), label="3")
+PICTURE = Image.new("RGB", (4, 3))
+
+
+class Shop(ToolEnv):
+    """A shop whose every call is noted."""
+
+    aliases = {"cost": "price"}  # noqa: RUF012
+
+    def __init__(self, sample: Sample = SAMPLE, args: EnvArgs | None = None) -> None:
+        super().__init__(sample, args or EnvArgs(max_turns=3))
+        self.asked: list[str] = []
+
+    @tool
+    def price(self, fruit: str) -> int:
+        """Return a price."""
+        self.asked.append(fruit)
+        if fruit == "stone":
+            raise ToolError("A stone is no fruit.")
+        return len(fruit)
+
+    @tool
+    def buy(self, fruit: str) -> str:
+        """Buy a fruit; this ends the task."""
+        self.done = True
+        self.info["bought"] = fruit
+        return f"You have a {fruit}."
+
+    @tool
+    async def wait(self, s: float) -> str:
+        """Wait."""
+        await asyncio.sleep(s)
+        return f"{s} s"
+
+    @tool
+    def look(self) -> list[Any]:
+        """Look around."""
+        return ["This:", PICTURE]
+
+    @tool
+    def explode(self) -> None:
+        """Fail."""
+        raise OSError("boom")
+
+
+def call(name: str, **arguments: object) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def shop(**args: Any) -> Shop:
+    return Shop(args=EnvArgs(max_turns=3, **args))
+
+
+def test_a_call_is_answered_with_what_the_tool_returned() -> None:
+    env = Shop()
+    observation, done, info = env.step(f"How much? {call('price', fruit='apple')}")
+    assert env.format_observation(observation) == [{"role": "tool", "content": "5"}]
+    assert (observation["obs_str"], done) == ("5", False)
+    assert info == {"tool_calls": [{"name": "price", "arguments": {"fruit": "apple"}, "outcome": "ok"}]}
+
+
+def test_a_turn_without_a_call_ends_the_episode() -> None:
+    assert Shop().step("\\boxed{3}") == ({}, True, {"tool_calls": []})
+
+
+def test_an_environment_may_answer_a_turn_without_a_call() -> None:
+    class Strict(Shop):
+        def no_call(self, response_text: str) -> str:
+            return "Call a tool."
+
+    observation, done, _ = Strict().step("hello")
+    assert not done
+    assert Strict().format_observation(observation) == [{"role": "user", "content": "Call a tool."}]
+
+
+def test_without_tools_nothing_is_a_call() -> None:
+    env = ToolEnv(SAMPLE, EnvArgs(max_turns=1))
+    text = f"\\boxed{{3}} {call('price')}"
+    assert (env.tools, env.step(text), env.reward(text)) == ([], ({}, True, {"tool_calls": []}), 1.0)
+
+
+def test_pictures_become_parts_of_the_message() -> None:
+    env = Shop()
+    observation, _, _ = env.step(call("look"))
+    parts = [{"type": "text", "text": "This:"}, {"type": "image", "image": PICTURE}]
+    assert env.format_observation(observation) == [{"role": "tool", "content": parts}]
+    assert observation["obs_str"] == "This:<image>"
+
+
+def test_a_tool_may_end_the_task_and_leave_facts() -> None:
+    env = Shop()
+    observation, done, info = env.step(call("buy", fruit="pear"))
+    assert (observation["obs_str"], done, info["bought"]) == ("You have a pear.", True, "pear")
+    assert env.reset() == ({}, {}) and not env.done
+    assert "bought" not in env.step(call("price", fruit="pear"))[2]
+
+
+def test_a_tool_error_is_told_to_the_model_and_any_other_exception_is_the_environments() -> None:
+    observation, done, info = Shop().step(call("price", fruit="stone"))
+    assert (observation["obs_str"], done, info["tool_calls"][0]["outcome"]) == (
+        "A stone is no fruit.",
+        False,
+        "tool_error",
+    )
+    with pytest.raises(OSError, match="boom"):
+        Shop().step(call("explode"))
+
+
+@pytest.mark.parametrize(
+    ("text", "outcome", "told"),
+    [
+        ("<tool_call>{", "truncated", 'The JSON ends too early. Tools: price, buy, wait, look, explode. Call {"name"'),
+        ('<tool_call>{"name": 5}</tool_call>', "malformed", '"name" must be a string. Tools:'),
+        (call("prices", fruit="a"), "unknown_tool", "Unknown tool. Did you mean 'price'? Tools: price, buy"),
+        (call("price"), "bad_arguments", '"fruit" is missing. Call {"name": "price", "arguments": {"fruit": "..."}}.'),
+        (call("price", fruit=[1]), "bad_arguments", '"fruit" must be a valid string. Call'),
+    ],
+)
+def test_a_call_that_cannot_be_made_is_answered_with_how_to_make_it(text: str, outcome: str, told: str) -> None:
+    observation, done, info = Shop().step(text)
+    assert not done
+    assert info["tool_calls"][0]["outcome"] == outcome
+    assert observation["obs_str"].startswith(told)
+
+
+def test_the_answer_shows_the_format_that_the_model_writes() -> None:
+    observation, _, _ = shop(tool_format="qwen_xml").step("<tool_call><function=price></function></tool_call>")
+    assert observation["obs_str"].startswith('"fruit" is missing. Call <function=price><parameter=fruit>...')
+
+
+def test_an_alias_is_accepted_and_not_shown() -> None:
+    env = Shop()
+    assert env.step(call("cost", fruit="pear"))[0]["obs_str"] == "4"
+    assert "cost" not in json.dumps(env.tools)
+
+
+TWO = call("price", fruit="fig") + " and " + call("price", fruit="pear")
+
+
+@pytest.mark.parametrize(
+    ("policy", "asked"),
+    [("last", ["pear"]), ("first", ["fig"]), ("sequential", ["fig", "pear"]), ("single", [])],
+)
+def test_the_policy_says_which_calls_of_a_turn_are_made(policy: str, asked: list[str]) -> None:
+    env = shop(tool_calls=policy)
+    observation, _, info = env.step(TWO)
+    assert env.asked == asked
+    assert len(env.format_observation(observation)) == max(1, len(asked))
+    if policy == "single":
+        assert [record["outcome"] for record in info["tool_calls"]] == ["too_many_calls"] * 2
+        assert observation["obs_str"].startswith("One call a turn, got 2.")
+
+
+def test_each_call_of_a_turn_is_answered_by_a_message_of_its_own() -> None:
+    env = shop()
+    observation, _, info = env.step(f"{TWO} {call('nothing')} <tool_call>[]</tool_call>")
+    assert [m["content"][:14] for m in env.format_observation(observation)] == [
+        "3",
+        "4",
+        "Unknown tool. ",
+        "The call must ",
+    ]
+    assert [r["outcome"] for r in info["tool_calls"]] == ["ok", "ok", "unknown_tool", "malformed"]
+
+
+def test_what_follows_the_call_that_ended_the_task_is_not_done() -> None:
+    env = shop()
+    _, done, info = env.step(call("buy", fruit="fig") + call("price", fruit="pear"))
+    assert (done, env.asked, len(info["tool_calls"])) == (True, [], 1)
+
+
+def test_parallel_calls_run_at_once_and_are_answered_in_order() -> None:
+    env = shop(tool_calls="parallel")
+    started = time.perf_counter()
+    observation, _, _ = env.step(call("wait", s=0.4) + call("price", fruit="fig") + call("wait", s=0.3))
+    assert time.perf_counter() - started < 0.65
+    assert [m["content"] for m in env.format_observation(observation)] == ["0.4 s", "3", "0.3 s"]
+    env.close()
+
+
+def test_blocking_tools_run_at_once_too_when_parallel() -> None:
+    meeting = threading.Barrier(2, timeout=20)
+
+    class Meeting(ToolEnv):
+        @tool
+        def meet(self) -> str:
+            """Wait for the other call."""
+            meeting.wait()
+            return "met"
+
+    env = Meeting(SAMPLE, EnvArgs(max_turns=1, tool_calls="parallel"))
+    assert env.step(call("meet") * 2)[0]["obs_str"] == "met\nmet"
+
+
+def test_async_tools_keep_their_event_loop_from_turn_to_turn() -> None:
+    loops = []
+
+    class Loops(ToolEnv):
+        @tool
+        async def note(self) -> None:
+            """Note the loop."""
+            loops.append(asyncio.get_running_loop())
+
+    env = Loops(SAMPLE, EnvArgs(max_turns=2))
+    env.step(call("note"))
+    env.step(call("note"))
+    assert loops[0] is loops[1] and not loops[0].is_closed()
+    env.close()
+    assert loops[0].is_closed()
+
+
+def test_async_tools_work_where_a_loop_runs_already() -> None:
+    async def outer() -> str:
+        return Shop().step(call("wait", s=0.01))[0]["obs_str"]
+
+    assert asyncio.run(outer()) == "0.01 s"
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_tool_with_retries_is_tried_again_with_growing_waits(kind: str) -> None:
+    times: list[float] = []
+
+    def attempt(ends_at: int) -> str:
+        times.append(time.perf_counter())
+        if len(times) < ends_at:
+            raise OSError("not yet")
+        return "done"
+
+    class Flaky(ToolEnv):
+        @tool(retries=2, backoff_s=0.05)
+        def sync(self, ends_at: int) -> str:
+            """Try."""
+            return attempt(ends_at)
+
+        @tool(name="async", retries=2, backoff_s=0.05)
+        async def asynchronous(self, ends_at: int) -> str:
+            """Try."""
+            return attempt(ends_at)
+
+    env = Flaky(SAMPLE, EnvArgs(max_turns=1))
+    assert env.step(call(kind, ends_at=3))[0]["obs_str"] == "done"
+    waits = [later - earlier for earlier, later in itertools.pairwise(times)]
+    assert len(waits) == 2 and waits[0] >= 0.05 and waits[1] >= 0.1
+    times.clear()
+    with pytest.raises(OSError, match="not yet"):
+        env.step(call(kind, ends_at=9))
+    assert len(times) == 3
+
+
+def test_a_tool_may_be_added_for_one_episode() -> None:
+    class Rooms(ToolEnv):
+        def __init__(self, rooms: list[str]) -> None:
+            super().__init__(SAMPLE)
+
+            def enter(room: str) -> str:
+                """Enter a room."""
+                return f"In {room}." if room in rooms else "No such room."
+
+            self.add_tool(enter)
+
+    env = Rooms(["hall"])
+    assert env.step(call("enter", room="hall"))[0]["obs_str"] == "In hall."
+    assert [t["function"]["name"] for t in env.tools] == ["enter"]
+
+
+def test_more_than_sixteen_calls_of_a_turn_are_not_made() -> None:
+    env = shop()
+    env.step(call("price", fruit="fig") * 40)
+    assert len(env.asked) == 16
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("\\boxed{3}", 1.0),
+        ("Answer: 3", 1.0),
+        ("\\boxed{4}", 0.0),
+        ("3", 0.0),
+        (call("price", fruit="\\boxed{3}"), 0.0),
+        (f"Answer: 3 {call('price', fruit='fig')}", 0.0),
+        (f"\\boxed{{3}} {call('price', fruit='fig')}", 1.0),
+        ("", 0.0),
+    ],
+)
+def test_the_reward_is_the_grade_of_what_stands_outside_of_calls(text: str, reward: float) -> None:
+    assert Shop().reward(text) == reward
+
+
+def test_the_reward_has_the_scale_of_the_entry() -> None:
+    env = shop(reward_max_val=2.0, reward_min_val=-1.0)
+    assert (env.reward("\\boxed{3}"), env.reward("\\boxed{4}")) == (2.0, -1.0)
+
+
+def test_the_grader_is_that_of_the_entry() -> None:
+    env = Shop(Sample("0", (), label="100"), EnvArgs(max_turns=1, grader="geo3k_tolerance"))
+    assert (env.reward("\\boxed{104}"), env.reward("\\boxed{106}")) == (1.0, 0.0)
+
+
+def test_a_sample_without_a_label_needs_a_reward_of_the_environments_own() -> None:
+    with pytest.raises(ValueError, match=r"has no label; give it one, or define reward\(\)"):
+        ToolEnv(Sample("0", ())).reward("3")
+
+
+def test_what_an_environment_is_written_with_can_be_imported_from_the_package() -> None:
+    import envs
+
+    assert (envs.ToolEnv, envs.tool, envs.ToolError) == (ToolEnv, tool, ToolError)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = envs.nothing  # type: ignore[attr-defined]

@@ -1,0 +1,223 @@
+"""Claims about tools: schema, argument check and corrective text from a typed method; content from what it returns."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import pytest
+from PIL import Image
+from pydantic import BaseModel, Field
+
+from envs.tools import BadArgumentsError, Tool, ToolOptions, marked_methods, to_content, tool
+
+
+class Point(BaseModel):
+    x: float
+    y: float = 0.0
+
+
+def price(fruit: str, pieces: int = 1) -> float:
+    """Return the price of some fruit.
+
+    It changes from day to day.
+
+    Args:
+        fruit: the name,
+            in lower case
+        pieces: how many
+    """
+    return len(fruit) * pieces
+
+
+def test_the_schema_is_the_signature_and_the_docstring() -> None:
+    assert Tool.of(price).schema == {
+        "type": "function",
+        "function": {
+            "name": "price",
+            "description": "Return the price of some fruit. It changes from day to day.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "fruit": {"type": "string", "description": "the name, in lower case"},
+                    "pieces": {"type": "integer", "description": "how many", "default": 1},
+                },
+                "required": ["fruit"],
+            },
+        },
+    }
+
+
+def test_the_schema_has_its_keys_in_the_order_in_which_templates_are_read() -> None:
+    written = json.dumps(Tool.of(price).schema["function"]["parameters"])
+    assert written.startswith('{"type": "object", "properties": {"fruit": {"type": "string", "description"')
+
+
+def test_types_of_every_kind_become_schemas() -> None:
+    def draw(
+        where: Point, colour: Literal["red", "blue"], tags: list[str], size: Annotated[int, Field(ge=1, le=9)] = 3
+    ) -> None: ...
+
+    parameters = Tool.of(draw).schema["function"]["parameters"]
+    properties = parameters["properties"]
+    assert properties["colour"] == {"type": "string", "enum": ["red", "blue"]}
+    assert properties["tags"] == {"type": "array", "items": {"type": "string"}}
+    assert properties["size"] == {"type": "integer", "default": 3, "maximum": 9, "minimum": 1}
+    assert parameters["$defs"]["Point"]["properties"]["x"] == {"type": "number"}
+    assert "title" not in json.dumps(parameters)
+
+
+def test_a_parameter_may_have_any_name() -> None:
+    def f(schema: str, _x: int, title: str, copy: bool) -> None: ...
+
+    made = Tool.of(f)
+    arguments = {"schema": "a", "_x": 1, "title": "b", "copy": True}
+    assert made.check(arguments) == arguments
+    assert list(made.schema["function"]["parameters"]["properties"]) == list(arguments)
+
+
+def test_a_parameter_without_a_type_is_the_authors_error() -> None:
+    def f(x): ...  # type: ignore[no-untyped-def]
+
+    with pytest.raises(TypeError, match=r"tool f: parameter 'x' needs a type; write x: str"):
+        Tool.of(f)
+
+
+def test_a_parameter_that_cannot_be_named_is_the_authors_error() -> None:
+    def f(*words: str) -> None: ...
+
+    with pytest.raises(TypeError, match="cannot be given by name"):
+        Tool.of(f)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"fruit": "pear"}, {"fruit": "pear"}),
+        ({"fruit": "pear", "pieces": "2"}, {"fruit": "pear", "pieces": 2}),
+        ({"fruit": "pear", "pieces": 2.0}, {"fruit": "pear", "pieces": 2}),
+        ({"fruit": 68}, {"fruit": "68"}),
+    ],
+)
+def test_arguments_come_as_the_types_say(given: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert Tool.of(price).check(given) == expected
+
+
+def test_lists_and_objects_may_come_as_json_text() -> None:
+    def f(points: list[Point], flags: dict[str, bool]) -> None: ...
+
+    checked = Tool.of(f).check({"points": '[{"x": 1}, {"x": "2", "y": 3}]', "flags": '{"a": true}'})
+    assert checked == {"points": [Point(x=1), Point(x=2, y=3)], "flags": {"a": True}}
+
+
+def test_text_that_looks_like_json_stays_text_where_text_is_asked_for() -> None:
+    assert Tool.of(price).check({"fruit": "[1]"}) == {"fruit": "[1]"}
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({}, '"fruit" is missing.'),
+        ({"fruits": "pear"}, '"fruit" is missing. "fruits" is no argument of price; did you mean \'fruit\'?'),
+        ({"fruit": "pear", "day": 1}, '"day" is no argument of price; known: fruit, pieces.'),
+        ({"fruit": None}, '"fruit" must be a valid string.'),
+        ({"fruit": ["pear"]}, '"fruit" must be a valid string.'),
+        ({"fruit": True}, '"fruit" must be a valid string.'),
+        (
+            {"fruit": "pear", "pieces": "two"},
+            '"pieces" must be a valid integer, unable to parse string as an integer.',
+        ),
+        ({"fruit": "pear", "pieces": 1.5}, '"pieces" must be a valid integer, got a number with a fractional part.'),
+    ],
+)
+def test_wrong_arguments_are_explained(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(BadArgumentsError) as caught:
+        Tool.of(price).check(given)
+    assert str(caught.value) == text
+
+
+def test_a_wrong_place_inside_an_argument_is_named() -> None:
+    def f(at: Point) -> None: ...
+
+    with pytest.raises(BadArgumentsError, match='"at.x" is missing'):
+        Tool.of(f).check({"at": {"y": 1}})
+
+
+def test_no_more_than_three_problems_are_named() -> None:
+    with pytest.raises(BadArgumentsError) as caught:
+        Tool.of(price).check({"fruit": "a"} | {f"x{k}": 1 for k in range(50)})
+    assert str(caught.value).count("is no argument") == 3
+
+
+def test_the_example_has_the_required_arguments_with_values_of_their_types() -> None:
+    def f(a: str, b: int, c: float, d: bool, e: list[int], g: Literal["x", "y"], h: str = "") -> None: ...
+
+    assert Tool.of(f).example == {"a": "...", "b": 1, "c": 0.5, "d": True, "e": [], "g": "x"}
+
+
+def test_marked_methods_come_in_the_order_of_their_definition_and_can_be_overridden() -> None:
+    class Base:
+        @tool
+        def second(self) -> None: ...
+
+        @tool(name="zeroth", retries=2)
+        def first(self) -> None: ...
+
+        def no_tool(self) -> None: ...
+
+    class Derived(Base):
+        @tool
+        def third(self) -> None: ...
+
+        def second(self) -> None: ...  # no tool any more
+
+    assert marked_methods(Base) == ("second", "first")
+    assert marked_methods(Derived) == ("first", "third")
+    made = Tool.of(Derived().first)
+    assert (made.name, made.options) == ("zeroth", ToolOptions("zeroth", 2, 0.5))
+
+
+PICTURE = Image.new("RGB", (4, 3))
+
+
+@pytest.mark.parametrize(
+    ("value", "content"),
+    [
+        ("a text", "a text"),
+        (None, ""),
+        (68, "68"),
+        (0.5, "0.5"),
+        (True, "true"),
+        ({"x": [1, "é"]}, '{"x": [1, "é"]}'),
+        ([1, 2], "[1, 2]"),
+        ((1, 2), "[1, 2]"),
+        ({2, 1}, "[1, 2]"),
+        (np.float32(0.5), "0.5"),
+        (np.arange(3), "[0, 1, 2]"),
+        (Point(x=1), '{"x": 1.0, "y": 0.0}'),
+        (datetime.date(2026, 1, 2), '"2026-01-02"'),
+        (PICTURE, [{"type": "image", "image": PICTURE}]),
+        (
+            ["see", PICTURE, 3],
+            [{"type": "text", "text": "see"}, {"type": "image", "image": PICTURE}, {"type": "text", "text": "3"}],
+        ),
+        ((PICTURE, PICTURE), [{"type": "image", "image": PICTURE}] * 2),
+    ],
+)
+def test_what_a_tool_returns_becomes_content(value: object, content: object) -> None:
+    assert to_content(value) == content
+
+
+@pytest.mark.parametrize("value", [object(), {"x": object()}, b"bytes", lambda: None])
+def test_what_cannot_be_shown_is_the_authors_error(value: object) -> None:
+    with pytest.raises(TypeError, match="a tool must return text, numbers, images"):
+        to_content(value)
+
+
+def test_a_function_keeps_its_own_arguments_model(
+    functions: tuple[Callable[..., None], Callable[..., None]] = (price, lambda: None),
+) -> None:
+    assert Tool.of(functions[0]).arguments is Tool.of(price).arguments  # read once, however many episodes there are
