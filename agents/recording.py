@@ -18,7 +18,7 @@ from PIL import Image
 from agents.images import image_digest
 from agents.types import Trajectory
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 class Recorder:
@@ -71,7 +71,7 @@ class Recorder:
                     "text": turn.text,
                     "finish": turn.finish,
                     "weight_version": turn.weight_version,
-                    "observation": self._message(turn.observation) if turn.observation else None,
+                    "observations": [self._message(message) for message in turn.observations],
                     "info": _plain(turn.info),
                     "engine_s": round(turn.engine_s, 6),
                     "env_s": round(turn.env_s, 6),

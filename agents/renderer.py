@@ -38,7 +38,7 @@ class Renderer:
 
         renderer = Renderer.from_checkpoint("path/to/model")
         prompt = renderer.prompt(sample.prompt, env.tools)
-        suffix = renderer.suffix({"role": "tool", "content": "Score 1.0"}, last_id=completion.ids[-1])
+        suffix = renderer.suffix([{"role": "tool", "content": "Score 1.0"}], last_id=completion.ids[-1])
     """
 
     def __init__(self, tokenizer: Any, images: ImageStore, image_token: str = "<|image_pad|>") -> None:
@@ -67,6 +67,11 @@ class Renderer:
             raise UserError("--model", "must have a chat template", str(path), "add chat_template.jinja")
         return cls(tokenizer, ImageStore.from_checkpoint(path))
 
+    @property
+    def chat_template(self) -> str:
+        """The text of the model's chat template."""
+        return str(self.tokenizer.chat_template)
+
     def save(self, folder: str | Path) -> None:
         """Write tokenizer, chat template and image processor settings into a model folder."""
         self.tokenizer.save_pretrained(folder)
@@ -91,23 +96,28 @@ class Renderer:
         text = self._template([self._defuse(message) for message in messages], tools)
         return self._encode(text, messages)
 
-    def suffix(self, message: Message, last_id: int) -> Rendered:
+    def suffix(self, messages: Sequence[Message], last_id: int) -> Rendered:
         """Return what stands between a model turn whose last id is `last_id` and the next one: its closer where the
-        model did not write it, the environment's message, and the opening of the next turn."""
-        message = self._defuse(message)
-        around = self._around(message["role"], _shape(message)).split(_MARK)
-        texts = [part["text"] for part in content_parts(message) if part["type"] == "text"]
+        model did not write it, the environment's messages, and the opening of the next turn."""
+        messages = [self._defuse(message) for message in messages]
+        around = self._around(tuple((message["role"], _shape(message)) for message in messages)).split(_MARK)
+        parts = [part for message in messages for part in content_parts(message)]
+        texts = [part["text"] for part in parts if part["type"] == "text"]
         text = "".join(piece for pair in zip(around, [*texts, ""], strict=True) for piece in pair)
         last = self.tokenizer.convert_ids_to_tokens(last_id) if last_id in self.stop_ids else ""
-        return self._encode(text.removeprefix(last), [message])
+        return self._encode(text.removeprefix(last), messages)
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 - a renderer lives as long as the program
-    def _around(self, role: str, shape: tuple[str, ...]) -> str:
-        """Return the template's text after an assistant turn, with marks where a message's texts go."""
-        content = _MARK if shape == ("str",) else [_part(kind) for kind in shape]
-        conversation = ({"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK})
-        text = self._template([*conversation, {"role": role, "content": content}], ())
-        assert text.count(_MARK) == 1 + sum(kind != "image" for kind in shape), f"template changes content: {text!r}"
+    def _around(self, shapes: tuple[tuple[str, tuple[str, ...]], ...]) -> str:
+        """Return the template's text after an assistant turn, with marks where the messages' texts go."""
+        conversation: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
+        num_texts = 0
+        for role, shape in shapes:
+            content = _MARK if shape == ("str",) else [_part(kind) for kind in shape]
+            conversation.append({"role": role, "content": content})
+            num_texts += sum(kind != "image" for kind in shape)
+        text = self._template(conversation, ())
+        assert text.count(_MARK) == 1 + num_texts, f"template changes content: {text!r}"
         return text.split(_MARK, 1)[1]
 
     def _template(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> str:

@@ -7,8 +7,9 @@ import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from agents.episode import Episode, EpisodeEnv
+from agents.episode import Episode
 from agents.types import Trajectory, TrajectoryGroup
+from envs.runner import EpisodeEnv
 from envs.types import Sample
 
 
@@ -30,23 +31,30 @@ async def rollout_groups(
     group_size: int,
     seed: int,
     on_episode: Callable[[Trajectory], None] = lambda trajectory: None,
+    resample: int = 0,
 ) -> list[TrajectoryGroup]:
     """Play `group_size` episodes of every sample; `on_episode` is called as each one ends.
 
-    The same seed gives the same groups with the embedded engine. A broken episode is in its group with its end reason.
+    The same seed gives the same groups with the embedded engine. A broken episode is in its group with its end reason;
+    a group that they leave fewer than two valid episodes is played again with other seeds, up to `resample` times.
     """
 
-    async def one(index: int, sample: Sample, copy: int) -> Trajectory:
+    async def one(index: int, sample: Sample, copy: int, attempt: int) -> Trajectory:
+        parts = (seed, index, copy, attempt) if attempt else (seed, index, copy)
         trajectory = await episode.run(
-            sample, lambda: build_env(sample, args), seed=derive_seed(seed, index, copy), sample_index=copy
+            sample, lambda: build_env(sample, args), seed=derive_seed(*parts), sample_index=copy
         )
         on_episode(trajectory)
         return trajectory
 
-    trajectories = await asyncio.gather(
-        *(one(index, sample, copy) for index, sample in enumerate(samples) for copy in range(group_size))
-    )
-    return [
-        TrajectoryGroup(sample.id, tuple(trajectories[index * group_size : (index + 1) * group_size]))
-        for index, sample in enumerate(samples)
-    ]
+    async def group(index: int, sample: Sample) -> TrajectoryGroup:
+        discarded: tuple[Trajectory, ...] = ()
+        for attempt in range(resample + 1):
+            played = await asyncio.gather(*(one(index, sample, copy, attempt) for copy in range(group_size)))
+            result = TrajectoryGroup(sample.id, tuple(played), discarded)
+            if not result.is_dropped or attempt == resample:
+                return result
+            discarded += result.trajectories
+        raise AssertionError(f"the last of {resample + 1} attempts returns")
+
+    return list(await asyncio.gather(*(group(index, sample) for index, sample in enumerate(samples))))

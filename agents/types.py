@@ -91,8 +91,8 @@ class Completion:
 class Turn:
     """One model turn: the span `[start, end)` of its tokens in the stream, its text, and what the environment said.
 
-    `observation` is the environment's answer as a chat message, or None where it gave none; after the last turn the
-    model is no longer shown it. Times are seconds.
+    `observations` is the environment's answer as chat messages, empty where it gave none; after the last turn the model
+    is no longer shown them. Times are seconds.
     """
 
     start: int
@@ -100,7 +100,7 @@ class Turn:
     text: str
     finish: str
     weight_version: int
-    observation: Mapping[str, Any] | None
+    observations: tuple[Mapping[str, Any], ...]
     info: Mapping[str, Any]
     engine_s: float
     env_s: float
@@ -147,12 +147,22 @@ class Trajectory:
 
 @dataclass(frozen=True, eq=False)
 class TrajectoryGroup:
-    """The G trajectories of one problem."""
+    """The G trajectories of one problem.
+
+    `discarded` holds those of earlier tries that left fewer than two valid ones: they are recorded and counted, and are
+    in no statistics.
+    """
 
     sample_id: str
     trajectories: tuple[Trajectory, ...]
+    discarded: tuple[Trajectory, ...] = ()
 
     @property
     def valid(self) -> tuple[Trajectory, ...]:
         """The trajectories whose reward counts."""
         return tuple(t for t in self.trajectories if t.end_reason.is_valid)
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether nothing can be learnt from the group, since a comparison takes two."""
+        return len(self.valid) < 2

@@ -112,7 +112,7 @@ def full_logprobs(
 
 
 def turn(start: int, end: int, text: str = "") -> Turn:
-    return Turn(start, end, text, "stop", 0, None, {}, 0.0, 0.0)
+    return Turn(start, end, text, "stop", 0, (), {}, 0.0, 0.0)
 
 
 def trajectory(

@@ -35,7 +35,7 @@ def test_imports_go_one_way(package: str) -> None:
 
 @pytest.mark.parametrize(
     "modules",
-    ["envs, envs.env, envs.registry, envs.data, envs.geo3k.env, envs.geo3k.procedural", "trainer.config, trainer.cli"],
+    ["envs, envs.env, envs.registry, envs.data, envs.geo3k.env, envs.geo3k.procedural", "trainer.config, envs.cli"],
 )
 def test_light_modules_load_neither_torch_nor_transformers(modules: str) -> None:
     code = f"import sys, {modules}; print(sorted({{'torch', 'transformers'}} & set(sys.modules)))"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.cli import leaves
+from envs.cli import leaves
 from trainer.config import RunConfig
 from trainer.run import run
 

@@ -28,7 +28,7 @@ def training_samples(
     count in the denominator, and in the step's statistics. A stream without model tokens counts in its group's
     statistics alone.
     """
-    valid = [group for group in groups if len(group.valid) >= 2]
+    valid = [group for group in groups if not group.is_dropped]
     total = sum(t.num_model_tokens for group in valid for t in group.valid)
     samples = []
     for group in valid:

@@ -8,7 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from envs.errors import UserError
+from envs.registry import get_spec
+from envs.spec import EnvSpec
 
 
 class Section(BaseModel):
@@ -18,17 +22,38 @@ class Section(BaseModel):
 
 
 class EnvConfig(Section):
-    """Which environment, and the limits of an episode."""
+    """Which environment, and the limits of an episode. A setting that is left empty is the registry entry's."""
 
     env: str = Field(default="geo3k", description="environment id in the registry")
     registry: tuple[Path, ...] = Field(default=(), description="more registry files; later ones win")
-    max_turns: int = Field(default=3, ge=1, description="model turns an episode may take")
     max_new_tokens: int = Field(
         default=256, ge=1, description="token budget of an episode after its prompt, tool output included"
     )
-    env_timeout_s: float = Field(
-        default=30.0, ge=0, description="seconds that one call into the environment may take; 0: no limit"
+    max_turns: int | None = Field(default=None, ge=1, description="model turns an episode may take")
+    reset_timeout_s: float | None = Field(default=None, gt=0, description="seconds to build and reset an environment")
+    step_timeout_s: float | None = Field(default=None, gt=0, description="seconds for one step, and for the reward")
+    isolation: Literal["inline", "thread", "process"] | None = Field(default=None, description="where environments run")
+    tool_format: Literal["auto", "hermes", "qwen_xml"] | None = Field(
+        default=None, description="how the model writes a tool call; auto: as its chat template teaches"
     )
+    grader: str | None = Field(default=None, description="how an answer is held against the label")
+    reward_max_val: float | None = Field(default=None, description="reward of a right answer")
+    reward_min_val: float | None = Field(default=None, description="reward of a wrong answer")
+
+    def resolve(self) -> EnvSpec:
+        """Return the registry entry with the settings given here in place of its own.
+
+        Raises:
+            UserError: there is no such entry, or a registry file is wrong.
+        """
+        spec = get_spec(self.env, *self.registry)
+        shared = EnvSpec.model_fields.keys() & EnvConfig.model_fields.keys()
+        given = {name: value for name in shared if (value := getattr(self, name)) is not None}
+        try:
+            return EnvSpec.model_validate({**spec.model_dump(), "origin": spec.origin, **given})
+        except ValidationError as error:
+            rule = error.errors()[0]["msg"]
+            raise UserError(f"environment '{spec.id}'", rule, given, "change the flag or the entry") from error
 
 
 class DataConfig(Section):
@@ -69,6 +94,9 @@ class RolloutConfig(Section):
 
     problems_per_step: int = Field(default=8, ge=1, description="problems per training step")
     group_size: int = Field(default=8, ge=2, description="episodes per problem (G of GRPO)")
+    resample: int = Field(
+        default=1, ge=0, description="how often a group with fewer than two valid episodes is played again"
+    )
     temperature: float = Field(
         default=1.0, gt=0, description="sampling temperature, applied alike in engine and trainer"
     )

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agents.episode import Episode, EpisodeEnv
+from agents.episode import Episode
 from agents.rollout import rollout_groups
 from agents.types import Trajectory
+from envs.runner import EpisodeEnv
 from envs.types import Sample
 
 
@@ -21,6 +22,7 @@ class Evaluation:
     """
 
     accuracy: float
+    mean_reward: float
     num_problems: int
     mean_turns: float
     mean_tokens: float
@@ -36,11 +38,12 @@ async def evaluate(
     seed: int,
     on_episode: Callable[[Trajectory], None] = lambda trajectory: None,
     tags: Sequence[str] = ("family", "level"),
+    right_reward: float = 1.0,
 ) -> Evaluation:
-    """Play every problem once; an episode is right when its reward is 1 or more."""
+    """Play every problem once; an episode is right when its reward is `right_reward` or more."""
     groups = await rollout_groups(episode, samples, build_env, args, group_size=1, seed=seed, on_episode=on_episode)
     trajectories = [group.trajectories[0] for group in groups]
-    right = [t.end_reason.is_valid and t.reward >= 1.0 for t in trajectories]
+    right = [t.end_reason.is_valid and t.reward >= right_reward for t in trajectories]
     scores: dict[str, dict[str, list[bool]]] = {tag: defaultdict(list) for tag in tags}
     for trajectory, correct in zip(trajectories, right, strict=True):
         for tag in tags:
@@ -49,6 +52,7 @@ async def evaluate(
     count = max(1, len(trajectories))
     return Evaluation(
         accuracy=sum(right) / count,
+        mean_reward=sum(t.reward for t in trajectories) / count,
         num_problems=len(trajectories),
         mean_turns=sum(len(t.turns) for t in trajectories) / count,
         mean_tokens=sum(t.num_model_tokens for t in trajectories) / count,

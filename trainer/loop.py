@@ -13,9 +13,8 @@ from typing import Any
 
 from agents.recording import Recorder
 from agents.rollout import derive_seed, rollout_groups
-from agents.types import TrajectoryGroup
+from agents.types import Trajectory, TrajectoryGroup
 from envs.data import epoch_order
-from envs.registry import EnvArgs
 from envs.types import Sample
 from trainer.advantages import group_advantages
 from trainer.batching import training_samples
@@ -26,6 +25,7 @@ from trainer.setup import RunParts
 
 #: The two ways a policy is evaluated, and their names in tables and summary.
 WITH_TOOL, WITHOUT_TOOL = "with_tool", "without_tool"
+MAX_FAULTS_SHOWN = 10
 
 
 class TrainingLoop:
@@ -39,13 +39,14 @@ class TrainingLoop:
 
     def __init__(self, parts: RunParts, display: Display) -> None:
         self.parts, self.config, self.display = parts, parts.config, display
-        dumped = parts.config.model_dump(mode="json")
+        dumped = {**parts.config.model_dump(mode="json"), "registry_entry": parts.spec.model_dump(mode="json")}
         (parts.folder / "config.json").write_text(json.dumps(dumped, indent=1) + "\n", encoding="utf-8")
         self.log = MetricsLog(parts.folder, dumped, parts.config.log.tensorboard)
         self.recorder = Recorder(parts.folder / "episodes", parts.config.env.env) if parts.config.log.record else None
         self.before: dict[str, Evaluation] = {}
         self.after: dict[str, Evaluation] = {}
         self.ends: Counter[str] = Counter()
+        self.faults: set[str] = set()
         self.started = time.perf_counter()
 
     async def run(self) -> dict[str, Any]:
@@ -70,12 +71,14 @@ class TrainingLoop:
         config, parts = self.config, self.parts
         rollout_started = time.perf_counter()
         groups = await rollout_groups(
-            parts.episode(config.env.max_turns, config.rollout.temperature),
+            parts.episode(parts.spec.max_turns, config.rollout.temperature),
             self._problems(step),
             parts.build_env,
-            parts.env_args,
+            parts.env_args(parts.spec.max_turns),
             config.rollout.group_size,
             derive_seed(config.seed, "train", step),
+            on_episode=self._report_fault,
+            resample=config.rollout.resample,
         )
         train_started = time.perf_counter()
         model = parts.engine.model
@@ -83,7 +86,7 @@ class TrainingLoop:
         stats = await asyncio.to_thread(parts.learner.step, samples)
         parts.engine.load_weights(parts.learner.weights(), version=step)
         done = time.perf_counter()
-        metrics = rollout_metrics(groups, config.env.max_turns)
+        metrics = rollout_metrics(groups, parts.spec.max_turns)
         metrics["rollout_s"] = train_started - rollout_started
         metrics["train_s"] = done - train_started
         metrics["tokens_per_s"] = sum(t.num_model_tokens for g in groups for t in g.trajectories) / (
@@ -105,35 +108,53 @@ class TrainingLoop:
             chosen.append(samples[order[place]])
         return chosen
 
+    def _report_fault(self, trajectory: Trajectory) -> None:
+        """Say what broke an episode, the first time that it happens; the recording has every traceback in full."""
+        if trajectory.end_reason.is_valid or trajectory.error is None:
+            return
+        line = trajectory.error.strip().splitlines()[-1]
+        if line not in self.faults and len(self.faults) < MAX_FAULTS_SHOWN:
+            self.faults.add(line)
+            self.display.say(f"{trajectory.end_reason.value} in {trajectory.sample_id}: {line:.300}")
+
     def _record(self, groups: list[TrajectoryGroup], step: int) -> None:
-        self.ends.update(t.end_reason.value for group in groups for t in group.trajectories)
+        self.ends.update(t.end_reason.value for g in groups for t in (*g.discarded, *g.trajectories))
         if self.recorder is None:
             return
         for group in groups:
+            for t in group.discarded:
+                self.recorder.write(t, step, "discarded")
             advantages = iter(group_advantages([t.reward for t in group.valid], self.config.optim.scale_by_std))
             for t in group.trajectories:
                 self.recorder.write(t, step, "train", float(next(advantages)) if t.end_reason.is_valid else None)
 
     async def _evaluate(self, name: str) -> dict[str, Evaluation]:
-        """Return accuracy on the held-out problems with the tool over all turns, and without it in one turn."""
+        """Return accuracy on the held-out problems: over all turns and, where there are tools, without them in one."""
         source = self.parts.eval_samples
         if source is None:
             return {}
         samples = [source[index] for index in range(len(source))]
-        self.display.begin(name, 2 * len(samples))
+        ways = [(WITH_TOOL, self.parts.spec.max_turns, True), (WITHOUT_TOOL, 1, False)]
+        ways = ways if self.parts.has_tools else ways[:1]
+        self.display.begin(name, len(ways) * len(samples))
         seed = derive_seed(self.config.seed, "evaluate")
         results = {}
-        for key, turns, tools in ((WITH_TOOL, self.config.env.max_turns, True), (WITHOUT_TOOL, 1, False)):
+        for key, turns, tools in ways:
             results[key] = await evaluate(
                 self.parts.episode(turns, self.config.rollout.eval_temperature, tools),
                 samples,
                 self.parts.build_env,
-                EnvArgs(turns),
+                self.parts.env_args(turns),
                 seed,
-                on_episode=lambda trajectory: self.display.advance(),
+                on_episode=self._on_evaluated,
+                right_reward=self.parts.spec.reward_max_val,
             )
             self.display.say(f"{name}: {results[key].accuracy:.3f} {key.replace('_', ' ')}")
         return results
+
+    def _on_evaluated(self, trajectory: Trajectory) -> None:
+        self.display.advance()
+        self._report_fault(trajectory)
 
     def _finish(self, interrupted: bool) -> dict[str, Any]:
         """Write weights, curve and summary; close all files."""

@@ -11,20 +11,23 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from agents.types import TrajectoryGroup
+from agents.types import TrajectoryGroup, Turn
 from trainer.types import StepStats
 
 
 def rollout_metrics(groups: Sequence[TrajectoryGroup], max_turns: int) -> dict[str, float]:
-    """Return the numbers of one step's rollout; rewards are means over valid episodes.
+    """Return the numbers of one step's rollout; rewards are means over the valid episodes of groups that count.
 
-    `groups_used_frac` counts groups whose rewards differ, which are those that teach.
+    `groups_used_frac` counts groups whose rewards differ, which are those that teach; `groups_resampled` and
+    `groups_dropped` count groups that broken episodes left fewer than two valid ones: played again, given up.
+    `end/REASON` is a share of all episodes, discarded ones included, and `tool/OUTCOME` of all turns.
     """
     trajectories = [t for group in groups for t in group.trajectories]
     valid = [t for t in trajectories if t.end_reason.is_valid]
     turns = [turn for t in trajectories for turn in t.turns]
-    outcomes = Counter(str(turn.info["tool_outcome"]) for turn in turns if "tool_outcome" in turn.info)
-    ends = Counter(t.end_reason.value for t in trajectories)
+    played = [t for group in groups for t in (*group.discarded, *group.trajectories)]
+    ends = Counter(t.end_reason.value for t in played)
+    outcomes = Counter(outcome for turn in turns for outcome in tool_outcomes(turn))
     count, rewards = max(1, len(trajectories)), [t.reward for t in valid]
     metrics = {
         "reward": sum(rewards) / max(1, len(rewards)),
@@ -33,14 +36,27 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], max_turns: int) -> dict[s
         "episodes": len(trajectories),
         "valid_frac": len(valid) / count,
         "groups_used_frac": sum(len({t.reward for t in g.valid}) > 1 for g in groups) / max(1, len(groups)),
+        "groups_resampled": sum(bool(group.discarded) for group in groups),
+        "groups_dropped": sum(group.is_dropped for group in groups),
         "env_s": sum(turn.env_s for turn in turns) / max(1, len(turns)),
     }
-    metrics |= {f"end/{reason}": number / count for reason, number in sorted(ends.items())}
+    metrics |= {f"end/{reason}": number / max(1, len(played)) for reason, number in sorted(ends.items())}
     metrics |= {f"tool/{outcome}": number / max(1, len(turns)) for outcome, number in sorted(outcomes.items())}
     return metrics | {
         f"reward_after_turn/{n}": sum(t.reward for t in valid if len(t.turns) == n) / max(1, len(valid))
         for n in range(1, max_turns + 1)
     }
+
+
+def tool_outcomes(turn: Turn) -> list[str]:
+    """Return what became of each tool call of a turn ("ok", "malformed", "unknown_tool", ...), or "none" for no call.
+
+    Nothing where the environment does not report its calls: those made with `ToolEnv` do.
+    """
+    calls = turn.info.get("tool_calls")
+    if not isinstance(calls, list):
+        return []
+    return [str(call["outcome"]) for call in calls if isinstance(call, dict) and "outcome" in call] or ["none"]
 
 
 def wandb_is_wanted() -> bool:

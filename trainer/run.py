@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from trainer.cli import exit_code, parse
+from envs.cli import exit_code, parse
 from trainer.config import RunConfig
 
 

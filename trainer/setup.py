@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,12 +18,18 @@ from agents.model import PolicyModel
 from agents.renderer import Renderer
 from agents.types import SamplingParams
 from envs.data import DataKeys, add_system_prompt, filter_overlong, load_samples
+from envs.env import EnvArgs
 from envs.errors import UserError
-from envs.registry import BuildEnv, EnvArgs, get_spec
+from envs.runner import EnvFault, EnvLimits, EnvRunner
+from envs.spec import BuildEnv, EnvSpec
+from envs.tool_calls import detect_format
 from envs.types import Sample, SampleSource
 from trainer.config import RunConfig
 from trainer.learner import Learner
 from trainer.starter import STARTER_PATH
+
+#: How many samples' environments are tried before an environment counts as broken.
+NUM_PROBED = 4
 
 
 @dataclass(frozen=True)
@@ -45,7 +53,9 @@ class RunParts:
 
     config: RunConfig
     folder: Path
+    spec: EnvSpec
     build_env: BuildEnv
+    has_tools: bool
     train_samples: SampleSource
     eval_samples: SampleSource | None
     num_overlong: int
@@ -54,15 +64,13 @@ class RunParts:
     engine: HFEngine
     learner: Learner
 
-    @property
-    def env_args(self) -> EnvArgs:
-        """What `build_env` is told of a training episode."""
-        return EnvArgs(self.config.env.max_turns)
+    def env_args(self, max_turns: int) -> EnvArgs:
+        """Return what `build_env` is told of an episode."""
+        return self.spec.args(max_turns, detect_format(self.renderer.chat_template))
 
     def episode(self, max_turns: int, temperature: float, use_tools: bool = True) -> Episode:
         """Return the agent loop with this run's limits."""
-        env = self.config.env
-        limits = Limits(max_turns=max_turns, max_new_tokens=env.max_new_tokens, env_timeout_s=env.env_timeout_s)
+        limits = Limits(max_turns, self.config.env.max_new_tokens, EnvLimits.of(self.spec))
         sampling = sampling_params(self.renderer, temperature)
         return Episode(self.engine, self.renderer, limits, sampling, use_tools)
 
@@ -85,7 +93,7 @@ def prepare(config: RunConfig) -> RunParts:
     Raises:
         UserError: environment, data, model, device or output folder cannot be used; says which and how to mend it.
     """
-    spec = get_spec(config.env.env, *config.env.registry)
+    spec = config.env.resolve()
     build_env = spec.load()
     system_prompt = config.data.system_prompt or spec.load_system_prompt() or ""
     model_path = resolve_model(config.model.model)
@@ -103,8 +111,9 @@ def prepare(config: RunConfig) -> RunParts:
     if config.data.eval_size and (config.data.eval_data or not config.data.data):
         # Held-out problems are the same for every seed, so that runs can be compared.
         evaluation = load(config.data.eval_data, "heldout", config.data.eval_size, 0)
+    tools = probe_tools(spec, build_env, spec.args(tool_format=detect_format(renderer.chat_template)), train)
     train, num_overlong = filter_overlong(
-        train, prompt_length(renderer, build_env, config), config.data.max_prompt_tokens
+        train, lambda sample: len(renderer.prompt(sample.prompt, tools).ids), config.data.max_prompt_tokens
     )
     model = PolicyModel.load(model_path)
     check_fit(config, model)
@@ -118,7 +127,9 @@ def prepare(config: RunConfig) -> RunParts:
     return RunParts(
         config=config,
         folder=make_folder(config),
+        spec=spec,
         build_env=build_env,
+        has_tools=bool(tools),
         train_samples=train,
         eval_samples=evaluation,
         num_overlong=num_overlong,
@@ -139,17 +150,31 @@ def resolve_model(name: str) -> Path | str:
     return STARTER_PATH
 
 
-def prompt_length(renderer: Renderer, build_env: BuildEnv, config: RunConfig) -> Callable[[Sample], int]:
-    """Return a function that counts the prompt tokens of a sample, tools and images included."""
+def probe_tools(spec: EnvSpec, build_env: BuildEnv, args: EnvArgs, samples: SampleSource) -> Sequence[dict[str, Any]]:
+    """Return the tools of the first sample whose environment can be built and reset.
 
-    def length(sample: Sample) -> int:
-        env = build_env(sample, EnvArgs(config.env.max_turns))
+    Raises:
+        UserError: no environment of the first few samples can; says why.
+    """
+
+    async def probe(sample: Sample) -> Sequence[dict[str, Any]]:
+        runner = EnvRunner(lambda: build_env(sample, args), EnvLimits.of(spec))
         try:
-            return len(renderer.prompt(sample.prompt, env.tools).ids)
+            await runner.open()
+            return runner.tools
         finally:
-            env.close()
+            await runner.close()
 
-    return length
+    fault = None
+    for index in range(min(NUM_PROBED, len(samples))):
+        try:
+            return asyncio.run(probe(samples[index]))
+        except EnvFault as error:
+            fault = fault or error
+    if fault is None:
+        return ()
+    rule, reason = "must be built and reset for a sample", str(fault).strip().splitlines()[-1]
+    raise UserError(f"environment '{spec.id}'", rule, reason, f"see python -m envs.check {spec.id}") from fault
 
 
 def check_fit(config: RunConfig, model: PolicyModel) -> None:

@@ -25,8 +25,8 @@ from torch.nn import functional as F
 from agents.model import PolicyModel, VisionBatch
 from agents.positions import mrope_positions
 from agents.renderer import Renderer
+from envs.cli import exit_code
 from envs.errors import UserError, did_you_mean
-from trainer.cli import exit_code
 from trainer.starter.architecture import SHAPES, build_config, build_tokenizer, write_parts
 from trainer.starter.demonstrations import MIXED_HABITS, Demonstration, Demonstrator, Mixture, corpus
 

@@ -19,6 +19,7 @@ from agents.renderer import Renderer
 from agents.rollout import derive_seed, rollout_groups
 from agents.types import Completion, EndReason, GenerateRequest, Trajectory
 from envs.env import Env
+from envs.runner import EnvLimits
 from envs.types import Sample
 from tests.builders import picture, sample, sampling
 
@@ -80,11 +81,14 @@ def run(
     engine: Engine | None = None,
     asked: Sample | None = None,
     context_length: int = 4096,
-    **limits: float,
+    bounds: EnvLimits | None = None,
+    **limits: int,
 ) -> Trajectory:
     """Play one episode in which the model writes `texts`."""
     engine = engine or ScriptedEngine(renderer.tokenizer, lambda turn, _: texts[turn], context_length)
-    playing = episode(renderer, engine, Limits(**limits)).run(asked or sample(), lambda: env, seed=7)  # type: ignore[arg-type]
+    playing = episode(renderer, engine, Limits(**limits, env=bounds or EnvLimits())).run(
+        asked or sample(), lambda: env, seed=7
+    )  # type: ignore[arg-type]
     trajectory = asyncio.run(playing)
     assert env.num_closed == 1
     return trajectory
@@ -107,7 +111,7 @@ def test_the_stream_is_prompt_then_sampled_ids_then_suffix_with_mask_and_logprob
     env = SmallEnv(AGAIN, DONE, worth=0.5)
     trajectory = run(renderer, env, engine=engine)
     prompt = renderer.prompt(sample().prompt).ids
-    suffix = renderer.suffix({"role": "tool", "content": "again"}, stop).ids
+    suffix = renderer.suffix([{"role": "tool", "content": "again"}], stop).ids
     p, s = len(prompt), len(suffix)
     assert trajectory.ids_T.tolist() == [*prompt, 31, 32, stop, *suffix, 33, stop]
     assert trajectory.mask_T.tolist() == [False] * p + [True] * 3 + [False] * s + [True] * 2
@@ -133,7 +137,7 @@ def test_messages_record_the_conversation_and_turns_what_the_environment_said(re
         tool,
         {"role": "assistant", "content": "two"},
     )
-    assert [t.observation for t in trajectory.turns] == [tool, None]
+    assert [t.observations for t in trajectory.turns] == [(tool,), ()]
     assert [t.info for t in trajectory.turns] == [{"score": 0.0}, {}]
 
 
@@ -164,7 +168,7 @@ def test_an_episode_whose_environment_never_ends_it_ends_with_its_turns(renderer
     trajectory = run(renderer, env, max_turns=2)
     assert (trajectory.end_reason, trajectory.reward, env.texts) == (EndReason.MAX_TURNS, 0.25, ["one", "two"])
     assert trajectory.mask_T[-1]  # the last observation is in the record, not in the stream
-    assert trajectory.turns[-1].observation == {"role": "tool", "content": "again"}
+    assert trajectory.turns[-1].observations == ({"role": "tool", "content": "again"},)
     assert trajectory.messages[-1] == {"role": "assistant", "content": "two"}
 
 
@@ -249,12 +253,12 @@ FAULTS = {
     "format_observation has no role": ({"format_observation": lambda _: {"content": "a"}}, "must return", 1),
     "format_observation has a number": (
         {"format_observation": lambda _: {"role": "tool", "content": 3}},
-        'must return {"role": str, "content": str or list}',
+        'must return {"role": str, "content": str or list of parts}',
         1,
     ),
     "observation shows no image": (
         {"format_observation": lambda _: {"role": "tool", "content": [{"type": "image", "image": "a.png"}]}},
-        "the observation cannot be rendered",
+        "no such file, and no base64 image",
         1,
     ),
     "reward raises": ({"reward": raises(ZeroDivisionError("boom"))}, "boom", 3),
@@ -266,14 +270,14 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("env_timeout_s", [0.0, 20.0], ids=["in place", "on a thread"])
+@pytest.mark.parametrize("inline", [True, False], ids=["in place", "on a thread"])
 @pytest.mark.parametrize(("faults", "error", "num_turns"), FAULTS.values(), ids=FAULTS.keys())
 def test_a_fault_of_the_environment_is_a_recorded_end(
-    renderer: Renderer, faults: dict[str, Any], error: str, num_turns: int, env_timeout_s: float
+    renderer: Renderer, faults: dict[str, Any], error: str, num_turns: int, inline: bool
 ) -> None:
-    if env_timeout_s == 0 and "SystemExit" in error:
+    if inline and "SystemExit" in error:
         pytest.skip("called in place, an environment may end the program")
-    trajectory = run(renderer, SmallEnv(AGAIN, **faults), env_timeout_s=env_timeout_s)
+    trajectory = run(renderer, SmallEnv(AGAIN, **faults), bounds=EnvLimits(inline=inline))
     assert (trajectory.end_reason, trajectory.reward) == (EndReason.ENV_ERROR, 0.0)
     assert error in (trajectory.error or "")
     assert len(trajectory.turns) == num_turns
@@ -344,22 +348,22 @@ def test_an_environment_that_hangs_runs_into_its_time_limit(renderer: Renderer, 
     started = time.perf_counter()
     env = SmallEnv(AGAIN)
     setattr(env, method, lambda *_: time.sleep(1.5))
-    trajectory = run(renderer, env, env_timeout_s=0.2)
+    trajectory = run(renderer, env, bounds=EnvLimits(reset_timeout_s=0.2, step_timeout_s=0.2))
     assert trajectory.end_reason is EndReason.ENV_TIMEOUT
     assert "took longer than 0.2 s" in (trajectory.error or "")
     assert time.perf_counter() - started < 1.2
     assert len(trajectory.turns) == {"reset": 0, "step": 1, "format_observation": 1, "reward": 3}[method]
 
 
-def test_with_a_time_limit_calls_run_on_other_threads_and_without_one_in_place(renderer: Renderer) -> None:
+def test_calls_run_on_other_threads_unless_they_are_inline(renderer: Renderer) -> None:
     seen: list[threading.Thread] = []
 
     def step(_: str) -> Step:
         seen.append(threading.current_thread())
         return DONE
 
-    run(renderer, SmallEnv(step=step), env_timeout_s=20.0)
-    run(renderer, SmallEnv(step=step), env_timeout_s=0.0)
+    run(renderer, SmallEnv(step=step))
+    run(renderer, SmallEnv(step=step), bounds=EnvLimits(inline=True))
     assert [thread is threading.main_thread() for thread in seen] == [False, True]
 
 
@@ -373,7 +377,7 @@ def test_one_hanging_episode_of_thirty_two_holds_up_no_other(renderer: Renderer)
 
     started = time.perf_counter()
     playing = rollout_groups(
-        episode(renderer, engine, Limits(env_timeout_s=0.5)),
+        episode(renderer, engine, Limits(env=EnvLimits(step_timeout_s=0.5))),
         [sample(id=str(k)) for k in range(4)],
         build,
         None,

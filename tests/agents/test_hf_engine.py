@@ -47,7 +47,7 @@ async def converse(
         talk.completions.append(await session.generate(first))
         for reply in replies:
             before, written = talk.requests[-1], talk.completions[-1]
-            suffix = renderer.suffix(reply, written.ids[-1])
+            suffix = renderer.suffix([reply], written.ids[-1])
             following = replace(
                 request(suffix, first.sampling, before=before, written=written),
                 max_new_tokens=first.max_new_tokens,

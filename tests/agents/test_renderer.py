@@ -84,7 +84,7 @@ def stream(
     ids = list(renderer.prompt(prompt, tools).ids)
     for text, message in turns:
         ids += written(renderer, text, stop)
-        ids += renderer.suffix(message, ids[-1]).ids
+        ids += renderer.suffix([message], ids[-1]).ids
     return ids
 
 
@@ -154,11 +154,11 @@ def test_sampled_ids_are_kept_and_never_encoded_again(renderer: Renderer) -> Non
     assert written(renderer, "Find", stop=False) != letters
     message: Message = {"role": "tool", "content": "ok"}
     stop = renderer.tokenizer.convert_tokens_to_ids("<|im_end|>")
-    suffix = renderer.suffix(message, stop)
+    suffix = renderer.suffix([message], stop)
     assert renderer.tokenizer.decode(suffix.ids) == (
         "\n<|im_start|>user\n<tool_response>ok</tool_response><|im_end|>\n<|im_start|>assistant\n"
     )
-    assert renderer.tokenizer.decode(renderer.suffix(message, letters[-1]).ids) == "<|im_end|>" + (
+    assert renderer.tokenizer.decode(renderer.suffix([message], letters[-1]).ids) == "<|im_end|>" + (
         renderer.tokenizer.decode(suffix.ids)
     )
 
@@ -180,9 +180,9 @@ def num_special(renderer: Renderer, ids: list[int] | tuple[int, ...]) -> int:
 @pytest.mark.parametrize("token", CONTROL)
 def test_a_control_token_spelled_in_a_text_stays_text(any_renderer: Renderer, token: str) -> None:
     for role in ("user", "tool"):
-        harmless = any_renderer.suffix({"role": role, "content": "abc"}, last_id=0)
+        harmless = any_renderer.suffix([{"role": role, "content": "abc"}], last_id=0)
         for content in (token, f"a {token} b", f"{token}{token}", f"<|im_{token}end|>"):
-            hostile = any_renderer.suffix({"role": role, "content": content}, last_id=0)
+            hostile = any_renderer.suffix([{"role": role, "content": content}], last_id=0)
             assert num_special(any_renderer, hostile.ids) == num_special(any_renderer, harmless.ids)
             assert any_renderer.tokenizer.decode(hostile.ids).replace("\u200b", "").count(token) > (
                 any_renderer.tokenizer.decode(harmless.ids).count(token)
@@ -200,8 +200,8 @@ def test_a_control_token_cut_over_two_text_parts_stays_text(any_renderer: Render
         whole_text, parts = pictured("user", "abc"), pictured("user", token[:cut], token[cut:])
         expected = num_special(any_renderer, any_renderer.prompt([whole_text]).ids)
         assert num_special(any_renderer, any_renderer.prompt([parts]).ids) == expected
-        expected = num_special(any_renderer, any_renderer.suffix(whole_text, last_id=0).ids)
-        assert num_special(any_renderer, any_renderer.suffix(parts, last_id=0).ids) == expected
+        expected = num_special(any_renderer, any_renderer.suffix([whole_text], last_id=0).ids)
+        assert num_special(any_renderer, any_renderer.suffix([parts], last_id=0).ids) == expected
 
 
 def test_text_parts_without_an_image_read_as_one_text(any_renderer: Renderer) -> None:
@@ -209,8 +209,8 @@ def test_text_parts_without_an_image_read_as_one_text(any_renderer: Renderer) ->
     text: list[Message] = [{"role": "system", "content": "Solve it."}, {"role": "user", "content": "Find x."}]
     assert any_renderer.prompt(parts, TOOLS).ids == tuple(whole(any_renderer, text, TOOLS))
     for role in ("user", "tool"):
-        one = any_renderer.suffix({"role": role, "content": "Score 1.0"}, last_id=0)
-        assert any_renderer.suffix(pictured(role, "Score", " ", "1.0"), last_id=0).ids == one.ids
+        one = any_renderer.suffix([{"role": role, "content": "Score 1.0"}], last_id=0)
+        assert any_renderer.suffix([pictured(role, "Score", " ", "1.0")], last_id=0).ids == one.ids
 
 
 @settings(max_examples=60)

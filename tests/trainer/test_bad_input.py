@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from trainer.cli import exit_code
+from envs.cli import exit_code
 from trainer.run import run
 from trainer.starter import STARTER_PATH
 

@@ -15,8 +15,8 @@ from trainer.metrics import MetricsLog, rollout_metrics
 
 def called(outcome: str) -> Trajectory:
     """Return a trajectory of two turns whose first called a tool."""
-    first = replace(turn(1, 2), info={"tool_outcome": outcome})
-    second = replace(turn(3, 4), info={"tool_outcome": "none"})
+    first = replace(turn(1, 2), info={"tool_calls": [{"name": "f", "arguments": {}, "outcome": outcome}]})
+    second = replace(turn(3, 4), info={"tool_calls": []})
     return replace(trajectory([1, 2, 3, 4], [0, 1, 0, 1]), turns=(first, second))
 
 
@@ -40,6 +40,23 @@ def test_tool_outcomes_are_shares_of_all_turns() -> None:
     assert (metrics["tool/ok"], metrics["tool/malformed"], metrics["tool/none"]) == (0.25, 0.25, 0.5)
     assert metrics["turns"] == 2
     assert (metrics["reward_after_turn/1"], metrics["reward_after_turn/2"]) == (0.0, 1.0)
+
+
+def test_several_calls_of_a_turn_are_counted_each_and_other_environments_not_at_all() -> None:
+    calls = [{"outcome": "ok"}, {"outcome": "ok"}, {"outcome": "truncated"}]
+    several = replace(turn(1, 2), info={"tool_calls": calls})
+    silent = replace(turn(3, 4), info={"tool_calls": "none"})
+    metrics = rollout_metrics([group(replace(trajectory(), turns=(several, silent)))], max_turns=2)
+    assert {k: v for k, v in metrics.items() if k.startswith("tool/")} == {"tool/ok": 1.0, "tool/truncated": 0.5}
+
+
+def test_discarded_episodes_count_in_the_end_reasons_and_nowhere_else() -> None:
+    broken = trajectory(reward=9.0, end_reason=EndReason.ENV_TIMEOUT)
+    saved = replace(group(trajectory(reward=1.0), trajectory(reward=0.0)), discarded=(broken, broken))
+    given_up = replace(group(broken, trajectory(reward=1.0)), discarded=(broken, broken))
+    metrics = rollout_metrics([saved, given_up, group(trajectory(), trajectory())], max_turns=1)
+    assert (metrics["groups_resampled"], metrics["groups_dropped"]) == (2, 1)
+    assert (metrics["episodes"], metrics["end/env_timeout"]) == (6, 0.5)
 
 
 def test_a_step_in_which_everything_broke_has_numbers_too() -> None:

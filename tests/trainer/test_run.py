@@ -47,7 +47,7 @@ def test_a_run_leaves_metrics_summary_curve_tensorboard_and_config(finished: tup
     assert summary["max_rollout_train_kl"] == max(row["rollout_train_kl"] for row in rows)
     assert Image.open(folder / "reward_curve.png").size[0] > 100
     assert list((folder / "tensorboard").glob("events.*"))
-    assert json.loads((folder / "config.json").read_text())["env"]["max_turns"] == 3
+    assert json.loads((folder / "config.json").read_text())["registry_entry"]["max_turns"] == 3
 
 
 def test_episodes_are_recorded_with_streams_and_pictures(finished: tuple[Path, dict[str, Any]]) -> None:

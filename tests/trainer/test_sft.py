@@ -15,8 +15,8 @@ from PIL import Image
 
 from agents.model import PolicyModel
 from agents.renderer import Renderer
+from envs.cli import exit_code
 from envs.geo3k.procedural import ProceduralGeo3k, split_of
-from trainer.cli import exit_code
 from trainer.sft import RECIPES, Collator, lr_at, patchify, run, sft_loss
 from trainer.starter import STARTER_PATH
 from trainer.starter.architecture import build_image_processor

@@ -23,10 +23,11 @@ from agents.episode import Episode, Limits
 from agents.images import ImageStore
 from agents.renderer import Renderer
 from agents.types import EndReason, ProcessedImage, SamplingParams
+from envs.env import EnvArgs
 from envs.geo3k.env import SYSTEM_PROMPT, build_env
 from envs.geo3k.problem import Problem, misread
 from envs.geo3k.procedural import ProceduralGeo3k
-from envs.registry import EnvArgs
+from envs.runner import EnvLimits
 from envs.types import Sample
 
 MAX_TURNS = 3
@@ -133,7 +134,7 @@ class Demonstrator:
         episode = Episode(
             ScriptedEngine(self._renderer.tokenizer, lambda turn, _: turns[turn]),
             self._renderer,
-            Limits(max_turns=MAX_TURNS, max_new_tokens=1024, env_timeout_s=0),
+            Limits(max_turns=MAX_TURNS, max_new_tokens=1024, env=EnvLimits(inline=True)),
             SamplingParams(stop_ids=self._renderer.stop_ids),
             use_tools=plan.use_tools,
         )
