@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar
 
 from envs.images import load_image
 from envs.isolation.threads import DaemonThreads
@@ -26,7 +26,6 @@ MAX_IMAGE_PIXELS = 16_000_000
 _THREADS = DaemonThreads()
 
 
-@runtime_checkable
 class EpisodeEnv(Protocol):
     """The part of the environment contract that an episode needs."""
 
@@ -137,8 +136,7 @@ class EnvRunner:
 
     def _open(self, slot: _Slot) -> tuple[Sequence[dict[str, Any]], tuple[Message, ...]]:
         env = self._make_env()
-        if not isinstance(env, EpisodeEnv):
-            missing = [name for name in _METHODS if not hasattr(env, name)]
+        if missing := [name for name in _METHODS if not hasattr(env, name)]:
             fix = (
                 " (an environment written for slime: add `compat: slime` to its entry)"
                 if {"tools", "reward"} <= {*missing} and "step" not in missing
@@ -166,18 +164,11 @@ class EnvRunner:
 
     async def _call(self, limit_s: float, function: Callable[..., R], *args: object) -> R:
         """Call within the time limit; everything that is raised becomes an `EnvFault`."""
-        clock = asyncio.timeout(limit_s)
         try:
-            if self.limits.inline:
-                return function(*args)
-            async with clock:
-                return await _on_thread(function, *args)
+            return function(*args) if self.limits.inline else await _on_thread(limit_s, function, *args)
         except EnvFault:
             raise
         except Exception as error:  # whatever an environment raises is data
-            if clock.expired():  # and not a TimeoutError of the environment's own
-                what = function.__name__.strip("_")
-                raise EnvFault(f"{what} took longer than {limit_s:g} s", timed_out=True) from error
             raise EnvFault(f"the environment raised: {_trace(error)}") from error
 
 
@@ -208,7 +199,8 @@ class _Slot:
             return env
 
 
-async def _on_thread(function: Callable[..., R], *args: object) -> R:
+async def _on_thread(limit_s: float, function: Callable[..., R], *args: object) -> R:
+    """Run on a thread; raise `EnvFault` where that takes longer than the limit, whatever the thread then does."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[R] = loop.create_future()
 
@@ -227,8 +219,13 @@ async def _on_thread(function: Callable[..., R], *args: object) -> R:
         if not loop.is_closed():
             loop.call_soon_threadsafe(finish, *outcome)
 
+    late = EnvFault(f"{function.__name__.strip('_')} took longer than {limit_s:g} s", timed_out=True)
+    timer = loop.call_later(limit_s, finish, future.set_exception, late)
     _THREADS.submit(work)
-    return await future
+    try:
+        return await future
+    finally:
+        timer.cancel()
 
 
 def _trace(error: BaseException) -> str:

@@ -92,6 +92,7 @@ class Tool:
     options: ToolOptions
     arguments: type[BaseModel]
     schema: dict[str, Any]
+    is_async: bool
 
     @classmethod
     def of(cls, function: Callable[..., Any], options: ToolOptions | None = None) -> Tool:
@@ -102,13 +103,8 @@ class Tool:
         """
         chosen: ToolOptions = options or getattr(function, "__tool__", ToolOptions())
         name = chosen.name or function.__name__
-        arguments, schema = _read_signature(name, getattr(function, "__func__", function))
-        return cls(name, function, chosen, arguments, schema)
-
-    @property
-    def is_async(self) -> bool:
-        """Whether calling it gives a coroutine."""
-        return inspect.iscoroutinefunction(self.function)
+        arguments, schema, is_async = _read_signature(name, getattr(function, "__func__", function))
+        return cls(name, function, chosen, arguments, schema, is_async)
 
     @property
     def example(self) -> dict[str, Any]:
@@ -168,8 +164,8 @@ def _json_or_text(text: str) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)
-def _read_signature(name: str, function: Callable[..., Any]) -> tuple[type[BaseModel], dict[str, Any]]:
-    """Return the model of a function's arguments and the tool's schema as the chat template takes it."""
+def _read_signature(name: str, function: Callable[..., Any]) -> tuple[type[BaseModel], dict[str, Any], bool]:
+    """Return the model of a function's arguments, the tool's schema as the template takes it, and if it is async."""
     hints = typing.get_type_hints(function, include_extras=True)
     parsed = docstring_parser.parse(inspect.getdoc(function) or "")
     described = {parameter.arg_name: parameter.description or "" for parameter in parsed.params}
@@ -193,7 +189,7 @@ def _read_signature(name: str, function: Callable[..., Any]) -> tuple[type[BaseM
     parameters_schema.pop("additionalProperties", None)
     parameters_schema.setdefault("properties", {})
     function_schema = {"name": name, "description": " ".join(description.split()), "parameters": parameters_schema}
-    return arguments, {"type": "function", "function": function_schema}
+    return arguments, {"type": "function", "function": function_schema}, inspect.iscoroutinefunction(function)
 
 
 #: The keys of a schema in the order in which model cards write them.

@@ -162,21 +162,32 @@ def test_a_program_without_a_main_guard_may_use_workers() -> None:
     assert done.stdout.strip() == "3.0"
 
 
-def test_threads_are_used_again_and_a_hanging_one_is_left_behind() -> None:
-    threads, seen, ended = DaemonThreads(), [], threading.Event()
+def test_quick_calls_share_a_few_threads() -> None:
+    threads, seen, done = DaemonThreads(), set(), threading.Semaphore(0)
 
     def note() -> None:
-        seen.append(threading.get_ident())
-        ended.set()
+        seen.add(threading.get_ident())
+        done.release()
 
-    for _ in range(3):
-        ended.clear()
+    for _ in range(2_000):
         threads.submit(note)
-        assert ended.wait(20)
-        time.sleep(0.05)
-    assert len(set(seen)) == 1
-    threads.submit(lambda: time.sleep(60))
-    ended.clear()
-    threads.submit(note)
-    assert ended.wait(20)
-    assert len(set(seen)) == 2
+    assert all(done.acquire(timeout=20) for _ in range(2_000))
+    assert len(seen) <= 64
+
+
+def test_calls_that_hang_hold_up_no_other() -> None:
+    threads, ended = DaemonThreads(), threading.Semaphore(0)
+    started = time.perf_counter()
+    for _ in range(100):
+        threads.submit(lambda: time.sleep(60))
+    for _ in range(100):
+        threads.submit(ended.release)
+    assert all(ended.acquire(timeout=20) for _ in range(100))
+    assert time.perf_counter() - started < 5
+
+
+def test_calls_that_block_run_at_once() -> None:
+    threads, meeting = DaemonThreads(), threading.Barrier(65, timeout=20)
+    for _ in range(64):
+        threads.submit(meeting.wait)
+    meeting.wait()  # nobody passes before all are there
