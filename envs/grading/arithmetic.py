@@ -14,6 +14,8 @@ BRACKETS = {"(": ")", "[": "]", "\\{": "\\}"}
 def evaluate(tokens: tuple[str, ...]) -> tuple[tuple[Number, ...] | None, str]:
     r"""Return (values, shape) of a number or of a list of numbers; (None, "") for anything else.
 
+    The shape is a list's brackets, "," for a set or a list without any (sorted, for their order means nothing).
+
     >>> evaluate(("1", "/", "2"))
     ((Fraction(1, 2),), '')
     """
@@ -28,7 +30,7 @@ def evaluate(tokens: tuple[str, ...]) -> tuple[tuple[Number, ...] | None, str]:
     except (ArithmeticError, ValueError):
         return None, ""
     if len(values) > 1 and shape in ("", "\\{\\}"):
-        values, shape = sorted(values), shape or ","
+        values, shape = sorted(values), ","
     return tuple(values), shape
 
 

@@ -1,0 +1,77 @@
+r"""When two answers count as equal: two readings come in, a verdict goes out.
+
+- `same_value`: the same number, list or expression, by exact arithmetic and, where that cannot read them, math-verify.
+- `same_text_or_rational`: the same normalised text, or the same rational number.
+- `within_5_percent`: two real numbers that differ by at most 5 % of the second.
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+from envs.grading.algebra import equal_by_algebra
+from envs.grading.arithmetic import Number
+from envs.grading.normal_form import Reading
+from envs.grading.screening import are_comparable, is_readable, is_tower
+
+RELATIVE_TOLERANCE = 1e-6
+
+
+def same_value(answer: Reading, label: Reading) -> bool:
+    r"""Tell whether both mean the same, such as ``\sqrt{50}`` and ``5\sqrt{2}``, or ``x+1`` and ``1+x``.
+
+    Two rationals must be equal exactly; where one side is irrational a relative difference of 1e-6 is allowed. The
+    letter of a choice stands for the choice with its text, but not the text for the letter.
+    """
+    if answer.form == label.form:
+        return True
+    if answer.choice and answer.choice == label.choice and answer.choice in (answer.form, label.form):
+        return True
+    if answer.values is not None and label.values is not None:
+        return answer.shape == label.shape and _same_numbers(answer.values, label.values)
+    if ("=" in answer.form) != ("=" in label.form):
+        answer, label = answer.in_full(), label.in_full()
+    if not are_comparable(answer, label):
+        return False
+    if not all(is_readable(reading) and not is_tower(reading) for reading in (answer, label)):
+        return False
+    return equal_by_algebra(answer.form, label.form)
+
+
+def same_text_or_rational(answer: Reading, label: Reading) -> bool:
+    r"""Tell whether both have one normalised text, or are one rational: ``\frac{1}{2}`` and ``0.5``.
+
+    Rational arithmetic is done (``3+4`` is 7), roots are not: ``\sqrt{4}`` is not 2, nor ``\sqrt{8}`` ``2\sqrt{2}``.
+    """
+    if answer.form == label.form:
+        return True
+    rationals = [
+        reading.number
+        for reading in (answer, label)
+        if isinstance(reading.number, Fraction) and "\\sqrt" not in reading.tokens
+    ]
+    return len(rationals) == 2 and rationals[0] == rationals[1]
+
+
+def within_5_percent(answer: Reading, label: Reading) -> bool:
+    """Tell whether both are real numbers and differ by at most 5 % of the label (not at all where that is 0)."""
+    if answer.number is None or label.number is None:
+        return False
+    try:
+        return abs(answer.number - label.number) <= abs(label.number) / 20
+    except OverflowError:  # a Fraction beyond the range of a float
+        return False
+
+
+def _same_numbers(answer: tuple[Number, ...], label: tuple[Number, ...]) -> bool:
+    return len(answer) == len(label) and all(_same_number(a, b) for a, b in zip(answer, label, strict=True))
+
+
+def _same_number(a: Number, b: Number) -> bool:
+    if isinstance(a, Fraction) and isinstance(b, Fraction):
+        return a == b
+    try:
+        return math.isclose(a, b, rel_tol=RELATIVE_TOLERANCE, abs_tol=1e-12)
+    except OverflowError:  # a Fraction beyond the range of a float
+        return False
