@@ -1,0 +1,322 @@
+"""Be the policy: `python -m agents.play --env geo3k` plays one episode in the terminal, with the real agent loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import io
+import json
+import re
+import sys
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from PIL import Image
+from pydantic import BaseModel, ConfigDict, Field
+
+from agents.engines.scripted import ScriptedEngine
+from agents.episode import Episode, Limits
+from agents.recording import Recorder
+from agents.renderer import Renderer
+from agents.types import EndReason, GenerateRequest, SamplingParams, Trajectory
+from envs.checking.hostile import write_call
+from envs.cli import exit_code, parse
+from envs.env import ToolFormat
+from envs.errors import UserError
+from envs.problems import ProblemsConfig, open_problems, read_sample
+from envs.registry import get_spec
+from envs.runner import EnvLimits, EpisodeEnv, checked_messages
+from envs.tool_calls import detect_format
+from envs.types import Message, content_parts, message_images
+from envs.wrapper import Wrapper, can_be_wrapped
+
+HELP = """Write a turn and end it with a line that is only a dot, or with Ctrl-D.
+An empty first line is an empty turn. :call NAME {"json": "arguments"} writes a tool call; :quit ends."""
+
+
+class PlayConfig(BaseModel):
+    """What `python -m agents.play` can be told."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    env: str = Field(default="geo3k", description="environment id in the registry")
+    registry: tuple[Path, ...] = Field(default=(), description="more registry files; later ones win")
+    index: int = Field(default=0, ge=0, le=999_999, description="which of the problems")
+    max_turns: int | None = Field(default=None, ge=1, description="turns of the episode; empty: the entry's")
+    max_new_tokens: int = Field(
+        default=2048, ge=1, description="token budget of an episode after its prompt, tool output included"
+    )
+    context_length: int = Field(default=8192, ge=2, description="longest stream in tokens, prompt included")
+    model: str = Field(
+        default="starter", description="model folder, for its tokenizer and template; 'starter': the one in the package"
+    )
+    pictures: Path = Field(default=Path("play"), description="folder that pictures are saved in")
+    record: str = Field(default="", description="folder to record the episode in; empty: none")
+    problems: ProblemsConfig = ProblemsConfig()
+
+
+class Quit(Exception):
+    """The person has had enough."""
+
+
+class Interrupted(Quit):
+    """The person has pressed Ctrl-C; as an exception of this kind, it passes through an event loop."""
+
+
+@dataclass
+class Terminal:
+    """Where the person reads and writes; anything with lines will do, a pipe too."""
+
+    source: TextIO
+    target: TextIO
+
+    def say(self, text: str) -> None:
+        """Print text; codes that would steer the terminal are shown instead."""
+        print(text.replace("\x1b", "\\x1b"), file=self.target, flush=True)
+
+    def ask(self, tool_format: ToolFormat) -> str:
+        """Return a turn that the person wrote. Raises `Quit` at `:quit`, Ctrl-C and the end of the input."""
+        lines: list[str] = []
+        while True:
+            try:
+                line = self.source.readline()
+            except KeyboardInterrupt as pressed:
+                raise Interrupted from pressed
+            if not line and not lines:
+                raise Quit
+            if not line:
+                break
+            line = line.removesuffix("\n").removesuffix("\r")
+            if line == "." or (not line and not lines):
+                break
+            if line == ":quit":
+                raise Quit
+            if line.startswith(":call"):
+                try:
+                    lines.append(expand_call(line, tool_format))
+                except ValueError as error:
+                    self.say(f'not understood: {error}; write :call NAME {{"argument": "value"}}')
+                continue
+            lines.append(line)
+        return "\n".join(lines)
+
+
+def expand_call(line: str, tool_format: ToolFormat) -> str:
+    """Return the tool call that a line such as `:call zoom {"left": 0}` stands for.
+
+    Raises:
+        ValueError: there is no name, or its arguments are no JSON object.
+    """
+    _, name, body, *_ = [*line.split(maxsplit=2), "", ""]
+    if not name:
+        raise ValueError("no name")
+    try:
+        arguments = json.loads(body or "{}")
+    except json.JSONDecodeError as error:
+        raise ValueError(f"the arguments are no JSON ({error.msg} at column {error.colno})") from error
+    if not isinstance(arguments, dict):
+        raise ValueError("the arguments are no JSON object")
+    return write_call(name, arguments, tool_format)
+
+
+@dataclass
+class Gallery:
+    """Saves pictures as PNG files, named after the episode and where they were shown."""
+
+    folder: Path
+    stem: str
+    saved: list[str] = field(default_factory=list)
+
+    def save(self, images: Sequence[Image.Image], where: str) -> None:
+        """Save pictures that are shown one after the other, as `play/geo3k-0-prompt-1.png`."""
+        for number, image in enumerate(images, start=1):
+            path = self.folder / f"{self.stem}-{where}-{number}.png"
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                image.save(path)
+            except OSError as error:
+                fix = f"give another folder ({error.strerror})"
+                raise UserError("--pictures", "must be writable", str(self.folder), fix) from error
+            self.saved.append(f"{path} {image.width}x{image.height}")
+
+
+class _Watched(Wrapper):
+    """Notes what the environment answers; the messages are checked here already, so that their pictures are known."""
+
+    def __init__(self, env: EpisodeEnv) -> None:
+        super().__init__(env)
+        self.info: dict[str, Any] = {}
+        self.messages: tuple[Message, ...] = ()
+
+    def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
+        self.messages = ()
+        result = super().step(response_text)
+        if isinstance(result, tuple) and len(result) == 3:
+            self.info = result[2]
+        return result
+
+    def format_observation(self, observation: dict[str, Any]) -> Sequence[Message]:
+        self.messages = checked_messages(super().format_observation(observation))
+        return self.messages
+
+
+class Player:
+    """The person in the place of the network: shows what is new in the stream, and asks for the next turn.
+
+    Example::
+
+        player = Player(Terminal(sys.stdin, sys.stdout), Gallery(Path("play"), "geo3k-0"), renderer, "hermes")
+        engine = ScriptedEngine(renderer.tokenizer, player.take_turn)
+        Episode(engine, ...).run(sample, player.watch(make_env), seed=0)
+    """
+
+    def __init__(self, terminal: Terminal, gallery: Gallery, renderer: Renderer, tool_format: ToolFormat) -> None:
+        self.terminal, self.gallery, self.renderer = terminal, gallery, renderer
+        self.tool_format: ToolFormat = tool_format
+        self.env: _Watched | None = None
+        self._num_read = 0
+        self._num_pictures = 0
+
+    def watch(self, env: EpisodeEnv) -> EpisodeEnv:
+        """Return the environment with everything that it answers noted."""
+        if not can_be_wrapped(env):
+            return env
+        self.env = _Watched(env)
+        return self.env
+
+    def take_turn(self, turn: int, request: GenerateRequest) -> str:
+        """Show what the model would read now, and return what the person writes."""
+        assert self.env is not None, "the environment is built before the first turn"
+        if turn > 0:
+            self.terminal.say(f"--- the environment answers turn {turn}: done False, {shown_info(self.env.info)}")
+        self.gallery.save(list(message_images(self.env.messages)), f"turn{turn}" if turn else "start")
+        self.terminal.say(self._new_text(request))
+        self.terminal.say(f"--- turn {turn + 1}, {request.max_new_tokens} tokens left")
+        text = self.terminal.ask(self.tool_format)
+        written = self.renderer.tokenizer(text, add_special_tokens=False)["input_ids"]
+        self._num_read = len(request.ids) + len(written) + 1  # and the stop token, which the engine adds
+        return text
+
+    def _new_text(self, request: GenerateRequest) -> str:
+        """Return the part of the stream that was not shown yet, pictures named instead of their placeholders."""
+        text = self.renderer.tokenizer.decode(request.ids[self._num_read :], skip_special_tokens=False)
+        placeholder = self.renderer.tokenizer.convert_ids_to_tokens(self.renderer.image_token_id)
+
+        def name(run: re.Match[str]) -> str:
+            self._num_pictures += 1
+            return f"[{self.gallery.saved[self._num_pictures - 1]}, {len(run[0]) // len(placeholder)} tokens]"
+
+        return re.sub(f"(?:{re.escape(placeholder)})+", name, text).strip("\n")
+
+
+def shown_info(info: Any) -> str:
+    """Return a step's info as a person reads it: outcomes of calls first."""
+    calls = info.get("tool_calls") if isinstance(info, Mapping) else None
+    if not isinstance(calls, list) or not calls or not all(isinstance(call, Mapping) for call in calls):
+        return f"info {info}"
+    rest = {key: value for key, value in info.items() if key != "tool_calls"}
+    outcomes = ", ".join(f"{call.get('name') or 'a call'}: {call.get('outcome')}" for call in calls)
+    return f"{outcomes}{f', info {rest}' if rest else ''}"
+
+
+def starter_folder() -> Path:
+    """Return the folder of the bundled starter model without importing the package that it lies in."""
+    found = importlib.util.find_spec("trainer")
+    for place in (found.submodule_search_locations or ()) if found else ():
+        if (folder := Path(place) / "starter" / "weights").is_dir():
+            return folder
+    raise UserError("--model", "the bundled starter model is missing", "starter", "give a checkpoint folder")
+
+
+def summarise(trajectory: Trajectory, terminal: Terminal, gallery: Gallery) -> int:
+    """Say how the episode ended; return the exit code."""
+    t = trajectory
+    if t.turns:
+        last, number = t.turns[-1], len(t.turns)
+        done = t.end_reason is EndReason.COMPLETED
+        terminal.say(f"--- the environment answers turn {number}: done {done}, {shown_info(last.info)}")
+        first_new, messages = len(gallery.saved), [dict(message) for message in last.observations]
+        gallery.save(list(message_images(messages)), f"turn{number}")
+        for message in messages:
+            terminal.say(
+                f"{message['role']}: {''.join(part.get('text', '<image>') for part in content_parts(message))}"
+            )
+        for picture in gallery.saved[first_new:]:
+            terminal.say(f"[{picture}]")
+    if t.error:
+        terminal.say(t.error)
+    read = len(t.ids_T) - t.num_model_tokens
+    terminal.say(
+        f"--- end: {t.end_reason}, reward {t.reward:g}, {len(t.turns)} turns, {t.num_model_tokens} tokens written, "
+        f"{read} read"
+    )
+    return 0 if t.end_reason.is_valid else 1
+
+
+def _finish(playing: Coroutine[Any, Any, Trajectory]) -> Trajectory:
+    """Run to the end. `asyncio.run` would keep Ctrl-C from a person who is being waited for."""
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(playing)
+    try:
+        return loop.run_until_complete(task)
+    except KeyboardInterrupt:
+        if not task.done():  # it was raised outside of the episode, whose environment is still to be closed
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                loop.run_until_complete(task)
+        raise
+    finally:
+        loop.close()
+
+
+def run(argv: Sequence[str] | None) -> int:
+    """Parse, play, report."""
+    config = parse(PlayConfig, argv, "python -m agents.play", "Play an environment in the terminal.")
+    spec = get_spec(config.env, *config.registry)
+    build_env = spec.load()
+    source = open_problems(spec, config.problems, config.index + 1)
+    sample = read_sample(spec, source, config.index)
+    renderer = Renderer.from_checkpoint(starter_folder() if config.model == "starter" else config.model)
+    tool_format = detect_format(renderer.chat_template)
+    args = spec.args(config.max_turns, tool_format)
+    for stream, errors in ((sys.stdin, "replace"), (sys.stdout, "backslashreplace")):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=errors)
+    terminal = Terminal(sys.stdin, sys.stdout)
+    gallery = Gallery(config.pictures, f"{re.sub(r'[^A-Za-z0-9_.-]', '_', spec.id)}-{config.index}")
+    player = Player(terminal, gallery, renderer, args.tool_format)
+    episode = Episode(
+        ScriptedEngine(renderer.tokenizer, player.take_turn, config.context_length),
+        renderer,
+        Limits(args.max_turns, config.max_new_tokens, EnvLimits.of(spec)),
+        SamplingParams(stop_ids=renderer.stop_ids, suppressed_ids=renderer.suppressed_ids),
+    )
+    terminal.say(f"{spec.id}: {spec.description}\nsample {sample.id}, {args.max_turns} turns\n{HELP}\n---")
+    gallery.save(list(message_images(sample.prompt)), "prompt")
+    try:
+        trajectory = _finish(
+            episode.run(sample, lambda: player.watch(build_env(sample, args)), seed=config.problems.seed)
+        )
+    except (Interrupted, KeyboardInterrupt):
+        terminal.say("--- interrupted")
+        return 130
+    except Quit:
+        terminal.say("--- quit")
+        return 0
+    if config.record:
+        with Recorder(Path(config.record), spec.id) as recorder:
+            recorder.write(trajectory, step=0, phase="play")
+        terminal.say(f"recorded in {config.record}")
+    return summarise(trajectory, terminal, gallery)
+
+
+def main() -> int:
+    """Run the command line."""
+    return exit_code(lambda: run(None))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+"""Checks of rewards: the right answer is worth the most, a wrong one less, and only the model's own words count."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from typing import Any
+
+from envs.checking.evidence import Evidence, Finding, listed, names_label, quoted, said, where
+from envs.checking.hostile import example_arguments, write_call
+from envs.checking.messages import schema_problem
+from envs.checking.playing import Play, Script
+from envs.env import EnvArgs
+from envs.grading import grade
+from envs.tool_calls import outside_tool_calls
+
+NO_ANSWER = "That is all."
+#: How a model may write its final answer.
+FORMS = {"\\boxed{label}": "\\boxed{%s}", "Answer: label": "Answer: %s", "label": "%s"}
+MAX_TOOLS = 6
+
+
+def answer_scripts(survey: Play, labels: Sequence[str], args: EnvArgs) -> list[Script]:
+    """Return right and wrong answers for one sample, and tool calls that may give its label away.
+
+    `labels` are those of the other samples, of which one that means something else is tried.
+    """
+    label = survey.sample.label
+    scripts = [Script("plain", "a plain answer", ("The answer is 7.",))]
+    tools = [tool for tool in survey.tools if schema_problem(tool) is None][:MAX_TOOLS]
+    for name, arguments in ((tool["function"]["name"], example_arguments(tool)) for tool in tools):
+        scripts.append(Script("plain", f"a call of {name}", (write_call(name, arguments, args.tool_format),)))
+    if survey.solution:
+        scripts.append(Script("gold", "solution()", survey.solution))
+    elif label is not None:
+        scripts += [Script("gold", name, (form.replace("%s", label),)) for name, form in FORMS.items()]
+    if not survey.solution and label is None:
+        return scripts
+    wrong = {"empty text": "", "no answer": "I do not know.", "a wrong answer": f"\\boxed{{{_near(label)}}}"}
+    other = next((each for each in labels if label is not None and _differ(each, label)), None)
+    if other is not None:
+        wrong["another's label"] = f"\\boxed{{{other}}}"
+    scripts += [Script("wrong", name, (text,)) for name, text in wrong.items()]
+    revealing = list(_revealing(survey, tools, args)) if label is not None else []
+    return scripts + [script for script in revealing if len(script.texts) <= args.max_turns]
+
+
+def _revealing(survey: Play, tools: Sequence[dict[str, Any]], args: EnvArgs) -> Iterator[Script]:
+    """Yield episodes in which the environment may say the label, and the model does not."""
+    if len(survey.solution) > 1:
+        yield Script("revealed", "solution() without its answer", (*survey.solution[:-1], NO_ANSWER))
+    label = str(survey.sample.label)
+    for tool in tools:
+        name, arguments = tool["function"]["name"], example_arguments(tool, label)
+        if label in arguments.values():
+            call = write_call(name, arguments, args.tool_format)
+            yield Script("revealed", f"{name} of the label", (call, NO_ANSWER))
+
+
+def _near(label: str | None) -> str:
+    """Return an answer that is wrong: the next number, or a word."""
+    try:
+        return str(Fraction(label or "") + 1)
+    except (ValueError, ZeroDivisionError):
+        return "right" if label == "wrong" else "wrong"
+
+
+def _differ(one: str, other: str) -> bool:
+    """Return whether two labels surely mean different things."""
+    try:
+        return Fraction(one) != Fraction(other)
+    except (ValueError, ZeroDivisionError):
+        return one.casefold().split() != other.casefold().split() and grade(one, other) == 0.0
+
+
+def check_gold(evidence: Evidence) -> Finding:
+    """The right answer gets the best reward."""
+    name, best = "gold answer", evidence.spec.reward_max_val
+    by_sample: dict[str, list[Play]] = defaultdict(list)
+    for play in evidence.of("gold"):
+        by_sample[play.sample.id].append(play)
+    if not by_sample:
+        return Finding(name, None, "no solution() and no label, so nobody knows a right answer")
+    problems = []
+    for plays in by_sample.values():
+        too_long = [play for play in plays if len(play.script.texts) > evidence.args.max_turns]
+        scores = [f"{play.script.name} {play.reward:g}" for play in plays if play.reward is not None]
+        if too_long:
+            turns = len(too_long[0].script.texts)
+            problems.append(f"{where(plays[0])}: takes {turns} turns, max_turns is {evidence.args.max_turns}")
+        elif scores and all(play.reward != best for play in plays if play.reward is not None):
+            sample = plays[0].sample
+            problems.append(f"sample {sample.id} (label {sample.label!r:.40}): {', '.join(scores)}; best is {best:g}")
+    if problems:
+        return Finding(name, False, listed(problems))
+    judged = [play for play in evidence.of("gold") if play.reward is not None]
+    if not judged:
+        return Finding(name, None, "no play got as far as its reward")
+    total = Counter(play.script.name for play in judged)
+    right = Counter(play.script.name for play in judged if play.reward == best)
+    return Finding(name, True, ", ".join(f"{form} {right[form]}/{count}" for form, count in total.items()))
+
+
+def check_wrong(evidence: Evidence) -> Finding:
+    """Wrong answers get less than the best reward."""
+    name, spec = "wrong answers", evidence.spec
+    judged = [(play, play.reward) for play in evidence.of("wrong") if play.reward is not None]
+    if not judged:
+        return Finding(name, None, "nobody knows what is wrong here" if not evidence.of("wrong") else "no reward came")
+    problems = [
+        f"{where(play)}: {quoted(play.script.texts[-1])} scores {reward:g}"
+        for play, reward in judged
+        if reward >= spec.reward_max_val
+    ]
+    problems += [
+        f"{where(play)}: scores {reward:g}, below the reward_min_val {spec.reward_min_val:g} of the entry"
+        for play, reward in judged
+        if reward < spec.reward_min_val
+    ]
+    if problems:
+        return Finding(name, False, listed(problems))
+    partial = [f"{where(play)} {reward:g}" for play, reward in judged if reward != spec.reward_min_val]
+    at_worst = f"{len(judged) - len(partial)} of {len(judged)} texts score {spec.reward_min_val:g}"
+    return Finding(name, True, f"{at_worst}; partly right: {listed(partial)}" if partial else at_worst)
+
+
+def check_reward_source(evidence: Evidence) -> Finding:
+    """What the environment said counts for nothing: only the model's own text is rewarded."""
+    name, best = "reward source", evidence.spec.reward_max_val
+    right = [play for play in evidence.of("gold") if play.reward == best]
+    if not any(names_label(_outside_calls(evidence, play), play.sample.label) for play in right):
+        return Finding(name, None, "no last text with the label is known to score")
+    rewarded = [(play, play.reward) for play in evidence.of("revealed") if play.reward is not None]
+    revealing = [(play, reward) for play, reward in rewarded if _shows_label(play)]
+    if not revealing:
+        return Finding(name, None, "no tool result showed a label")
+    problems = [
+        f"{where(play)}: shown {play.sample.label!r:.40}, the model's {quoted(play.script.texts[-1])} scores {reward:g}"
+        for play, reward in revealing
+        if reward >= best
+    ]
+    if problems:
+        return Finding(name, False, listed(problems))
+    return Finding(name, True, f"{len(revealing)} results showed the label; a last text without an answer scored less")
+
+
+def _outside_calls(evidence: Evidence, play: Play) -> str:
+    return outside_tool_calls(play.script.texts[-1], evidence.args.tool_format)
+
+
+def _shows_label(play: Play) -> bool:
+    """Return whether the environment named the label and the script's last text, which does not, was still played."""
+    shown = any(names_label(text, play.sample.label) for step in play.steps for text in said(step))
+    return shown and len(play.steps) == len(play.script.texts)

@@ -1,0 +1,111 @@
+"""Chat templates without a tokenizer: messages and tools in, the text that a model would be given out."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from envs.errors import UserError
+from envs.types import Message
+
+PACKAGED = Path(__file__).parents[1] / "chat_template.jinja"
+#: How templates of vision-language models write a picture, the usual one first.
+PLACEHOLDERS = ("<|image_pad|>", "<image_soft_token>", "<|image|>", "[IMG]", "<image>")
+
+
+class _Generation(Extension):
+    """The tag by which some templates mark what a model writes; its body is rendered as it is."""
+
+    tags = {"generation"}  # noqa: RUF012 - as Jinja reads it
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplate:
+    """One template, run as Transformers runs it: in a sandbox, with the same functions at hand.
+
+    Example::
+
+        template = ChatTemplate.open()                                       # a general ChatML, in this package
+        template.render([{"role": "user", "content": "Find x."}])            # "<|im_start|>user\\nFind x.<|im_end|>..."
+    """
+
+    def __init__(self, source: str, name: str) -> None:
+        """Compile a template. Raises `UserError` where it is none."""
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise UserError(name, "must be a chat template", str(error), "give a Jinja file") from error
+        self.source, self.name = source, name
+        #: What stands for a picture in the rendering; None where the template shows no pictures.
+        self.placeholder = next((text for text in PLACEHOLDERS if text in source), None)
+
+    @classmethod
+    def open(cls, file: str = "", model: str = "") -> ChatTemplate:
+        """Read the template in `file` or of the checkpoint folder `model`; with neither, the one in this package.
+
+        Raises:
+            UserError: there is no such file, no template in the folder, or it is no Jinja.
+        """
+        if model:
+            return cls(_read_model(Path(model)), model)
+        path = Path(file) if file else PACKAGED
+        try:
+            return cls(path.read_text(encoding="utf-8"), path.name)
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError("--chat-template", "must be a readable file", file, "give a Jinja file") from error
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """Return the text of a conversation up to where the model begins to write.
+
+        Raises:
+            jinja2.TemplateError: the template refuses the messages.
+        """
+        return self._template.render(messages=list(messages), tools=list(tools) or None, add_generation_prompt=True)
+
+
+def _read_model(folder: Path) -> str:
+    """Return the chat template of a checkpoint folder, from whichever file it stands in."""
+    try:
+        if (folder / "chat_template.jinja").is_file():
+            return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        for name in ("chat_template.json", "tokenizer_config.json"):
+            if (folder / name).is_file():
+                found = json.loads((folder / name).read_text(encoding="utf-8")).get("chat_template")
+                if isinstance(found, list):  # several by name
+                    found = {each["name"]: each["template"] for each in found}.get("default")
+                if isinstance(found, str):
+                    return found
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise UserError("--model", "must have a readable chat template", str(folder), f"mend it ({error})") from error
+    fix = "give a checkpoint folder with chat_template.jinja or tokenizer_config.json"
+    raise UserError("--model", "must have a chat template", str(folder), fix)
+
+
+def _to_json(value: Any, **options: Any) -> str:
+    # Unlike Jinja's own filter, this writes no HTML escapes.
+    return json.dumps(value, **{"ensure_ascii": False, **options})
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)

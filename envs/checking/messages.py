@@ -1,0 +1,187 @@
+"""Checks of what a model is shown: prompts, tools, observations and pictures, and how a chat template writes them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from PIL import Image
+
+from envs.checking.chat_template import ChatTemplate
+from envs.checking.evidence import Evidence, Finding, listed, picture_digest, quoted, span, texts, where
+from envs.checking.playing import Play
+from envs.errors import UserError
+from envs.runner import MAX_IMAGE_PIXELS, EnvFault, checked_messages
+from envs.types import Message, message_images
+
+#: Smaller sides, and longer shapes, are refused by the image processor of Qwen's vision-language models.
+MIN_SIDE, MAX_ASPECT = 28, 200
+ROLES = ("system", "user", "assistant", "tool")
+
+_CONTROL = re.compile(r"<\|[^|<>\s]{1,40}\|>")
+
+
+def check_prompts(evidence: Evidence) -> Finding:
+    """Prompts are messages with known roles and parts, whose pictures decode."""
+    name, problems, counts = "prompts", [], []
+    openings = {play.sample.id: play.opening for play in evidence.of("survey")}
+    for sample in evidence.samples:
+        try:
+            messages = [*checked_messages(list(sample.prompt)), *openings.get(sample.id, ())]
+        except (EnvFault, UserError, TypeError) as error:
+            rule = str(error).replace("format_observation must return", "a prompt must hold")
+            problems.append(f"sample {sample.id}: {rule.replace('observation image', 'image')}")
+            continue
+        if not messages:
+            problems.append(f"sample {sample.id}: neither prompt nor first observation holds a message")
+        if unknown := [message["role"] for message in messages if message["role"] not in ROLES]:
+            problems.append(f"sample {sample.id}: role '{unknown[0]}' is none of {', '.join(ROLES)}")
+        if any("<image>" in text for text in texts(messages)):
+            problems.append(f"sample {sample.id}: <image> stands in a text, where it stays text; write an image part")
+        counts.append(len(list(message_images(messages))))
+    if problems:
+        return Finding(name, False, listed(problems))
+    return Finding(name, True, f"{len(evidence.samples)} prompts; pictures in each: {span(counts)}")
+
+
+def check_tools(evidence: Evidence) -> Finding:
+    """Tools are schemas as chat templates take them."""
+    name = "tools"
+    tools = next((play.tools for play in evidence.plays if play.tools), ())
+    if not tools:
+        return Finding(name, None, "the environment has no tools")
+    problems, remarks = [], []
+    for each in tools:
+        problem = schema_problem(each)
+        if problem:
+            problems.append(problem)
+            continue
+        function = each["function"]
+        if not str(function.get("description") or "").strip():
+            remarks.append(f"{function['name']} has no description, so a model has to guess what it does")
+    names = [each["function"]["name"] for each in tools if not schema_problem(each)]
+    problems += [f"two tools are called {each}" for each, count in Counter(names).items() if count > 1]
+    if problems:
+        return Finding(name, False, listed(problems))
+    return Finding(name, True, "; ".join([", ".join(names), *remarks]))
+
+
+def schema_problem(tool: Any) -> str | None:
+    """Return what is wrong with one tool's schema."""
+    try:
+        json.dumps(tool, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        return f"{tool!r:.80} cannot be written as JSON: {error}"
+    if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
+        return f'a tool must be {{"type": "function", "function": {{...}}}}, got {tool!r:.80}'
+    function = tool["function"]
+    called = function.get("name")
+    if not isinstance(called, str) or not re.fullmatch(r"[A-Za-z_][\w.-]{0,63}", called):
+        return f"a tool's name must be 1 to 64 letters, digits or _ . -, got {called!r}"
+    parameters = function.get("parameters")
+    if not isinstance(parameters, dict) or parameters.get("type") != "object":
+        return f'{called}: parameters must be {{"type": "object", "properties": {{...}}}}, got {parameters!r:.80}'
+    properties, required = parameters.get("properties", {}), parameters.get("required", [])
+    if not isinstance(properties, dict) or not all(isinstance(schema, dict) for schema in properties.values()):
+        return f"{called}: properties must map names to schemas, got {properties!r:.80}"
+    if unknown := [key for key in required if key not in properties]:
+        return f"{called}: required names {unknown[0]!r}, which is no property"
+    return None
+
+
+def check_rendering(evidence: Evidence) -> Finding:
+    """Every conversation renders: each text verbatim, each picture as one placeholder."""
+    name, template = "rendering", evidence.template
+    problems, count = [], 0
+    for play in evidence.plays:
+        conversation = [*play.prompt, *play.opening]
+        for text, step in zip(play.script.texts, play.steps, strict=False):
+            conversation += [{"role": "assistant", "content": text}, *step.messages]
+        if not conversation:
+            continue
+        try:
+            rendered = template.render(conversation, play.tools)
+        except Exception as error:  # a template is code, too, and raises what it likes
+            problems.append(f"{where(play)}: {template.name} refuses it: {error}")
+            continue
+        count += len(play.observations)
+        problems += [f"{where(play)}: {what}" for what in _render_problems(template, rendered, conversation, play)]
+    if problems:
+        return Finding(name, False, listed(problems))
+    if not count:
+        return Finding(name, None, "the environment said nothing")
+    return Finding(name, True, f"{count} observations with {template.name}")
+
+
+def _render_problems(
+    template: ChatTemplate, rendered: str, conversation: Sequence[Message], play: Play
+) -> Iterator[str]:
+    if template.placeholder is None and any(message_images(conversation)):
+        yield "the template shows no pictures"
+        return
+    for text in texts([*play.prompt, *play.observations]):
+        if text not in rendered:
+            yield f"the template leaves out or changes {quoted(text)}"
+        if text != text.encode("utf-8", "replace").decode():
+            yield f"{quoted(text)} holds half a surrogate pair, which no tokenizer takes"
+    if template.placeholder is None:
+        return
+    spelled = sum(text.count(template.placeholder) for text in texts(conversation))
+    found, pictures = rendered.count(template.placeholder) - spelled, len(list(message_images(conversation)))
+    if found != pictures:
+        yield f"{pictures} pictures, but {found} placeholders {template.placeholder}"
+
+
+def check_control_tokens(evidence: Evidence) -> Finding:
+    """The environment's own texts spell no token by which a template marks turns or pictures."""
+    name, own, echoed = "control tokens", [], Counter[str]()
+    for play in evidence.plays:
+        written = "".join(play.script.texts)
+        places = [("a prompt", text) for text in texts(play.prompt)]
+        places += [("a tool's schema", json.dumps(play.tools, default=repr, ensure_ascii=False))]
+        places += [(f"an observation, {where(play)}", text) for text in texts(play.observations)]
+        for place, text in places:
+            for token in _CONTROL.findall(text):
+                if token in written:
+                    echoed[token] += 1
+                else:
+                    own.append(f"{token} in {place}")
+    if own:
+        return Finding(name, False, listed(dict.fromkeys(own)))
+    if echoed:
+        return Finding(name, True, f"none but what a model wrote before: {', '.join(echoed)} (rendered as plain text)")
+    return Finding(name, True, "none in any text")
+
+
+def check_images(evidence: Evidence) -> Finding:
+    """Pictures are of a size that a vision-language model takes."""
+    name = "image sizes"
+    too_large = {fault.too_large for _, fault in evidence.ordinary_faults if fault.too_large}
+    limit = f"a picture may have at most {MAX_IMAGE_PIXELS:,} pixels"
+    problems = [f"{size} in an observation: {limit}" for size in sorted(too_large)]
+    shown: dict[int, Image.Image] = {}
+    most_pixels = 0
+    for play in evidence.plays:
+        images = list(message_images([*play.prompt, *play.observations]))
+        if play.script.kind != "hostile":  # no episode that anybody would train on
+            most_pixels = max(most_pixels, sum(image.width * image.height for image in images))
+        shown |= {id(image): image for image in images}
+    pictures = {picture_digest(image) for image in shown.values()}
+    sizes = sorted({image.size for image in shown.values()}, key=lambda size: size[0] * size[1])
+    for width, height in sizes:
+        if width * height > MAX_IMAGE_PIXELS:
+            problems.append(f"{width}x{height}: {limit}")
+        elif min(width, height) < MIN_SIDE:
+            problems.append(f"{width}x{height}: a side must have at least {MIN_SIDE} pixels")
+        elif max(width, height) > MAX_ASPECT * min(width, height):
+            problems.append(f"{width}x{height}: one side may be {MAX_ASPECT} times as long as the other, no more")
+    if problems:
+        return Finding(name, False, listed(problems))
+    if not sizes:
+        return Finding(name, None, "there are no pictures")
+    smallest, largest = (f"{width}x{height}" for width, height in (sizes[0], sizes[-1]))
+    spread = smallest if len(sizes) == 1 else f"{smallest} to {largest}"
+    return Finding(name, True, f"{len(pictures)} pictures of {spread}, at most {most_pixels:,} pixels in an episode")

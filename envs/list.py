@@ -1,0 +1,70 @@
+"""List the environments that can be named with --env: `python -m envs.list`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from envs.cli import exit_code, parse
+from envs.registry import PACKAGED, load_registry, plugin_files
+from envs.spec import EnvSpec
+
+#: Into a pipe, every row is one line.
+PIPED_WIDTH = 1000
+
+
+class ListConfig(BaseModel):
+    """What `python -m envs.list` can be told."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    registry: tuple[Path, ...] = Field(default=(), description="more registry files; later ones win")
+
+
+def list_table(specs: Mapping[str, EnvSpec]) -> Table:
+    """Return the environments as a table; nothing of theirs is imported."""
+    packages = {str(file): f"package {name}" for name, file in plugin_files()}
+    origins = {str(PACKAGED): "packaged", **packages}
+    names = ("id", "turns", "tool calls", "isolation", "data", "from", "description")
+    table = Table(*names, box=box.SIMPLE_HEAD, pad_edge=False)
+    table.columns[1].justify = "right"
+    table.columns[0].no_wrap = True
+    table.columns[5].overflow = "fold"
+    for spec in sorted(specs.values(), key=lambda spec: spec.id):
+        cells = (
+            spec.id,
+            str(spec.max_turns),
+            f"{spec.tool_format}, {spec.tool_calls}",
+            spec.isolation,
+            "no" if spec.dataset is None else "built-in",
+            origins.get(spec.origin, spec.origin),
+            spec.description,
+        )
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def run(argv: Sequence[str] | None) -> int:
+    """Parse and print."""
+    config = parse(ListConfig, argv, "python -m envs.list", "List the environments of the registry.")
+    table = list_table(load_registry(*config.registry))
+    console = Console(highlight=False)
+    console = console if console.is_terminal else Console(highlight=False, width=PIPED_WIDTH)
+    console.print(table)
+    return 0
+
+
+def main() -> int:
+    """Run the command line."""
+    return exit_code(lambda: run(None))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

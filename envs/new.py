@@ -1,0 +1,107 @@
+"""Start an environment of your own: `python -m envs.new my_env` writes its module, registry entry and test."""
+
+from __future__ import annotations
+
+import importlib.util
+import keyword
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field
+from rich.console import Console
+
+from envs.cli import exit_code, parse
+from envs.errors import UserError
+from envs.registry import load_registry
+
+SCAFFOLD = Path(__file__).with_name("scaffold")
+MODULE, TEST, REGISTRY = "my_env.py", "test_my_env.py", "registry.yaml"
+
+
+class NewConfig(BaseModel):
+    """What `python -m envs.new` can be told."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field(description="name of the environment and its module")
+    folder: Path = Field(default=Path(), description="folder to write into")
+
+
+def write_scaffold(name: str, folder: Path) -> tuple[list[Path], str | None]:
+    """Write module, test and registry file; return their paths, and the entry to add where there is a registry already.
+
+    Example::
+
+        write_scaffold("shop", Path("here"))[0]      # [here/shop.py, here/test_shop.py, here/registry.yaml]
+
+    Raises:
+        UserError: the name cannot name a module or is taken, or a file is there already.
+    """
+    _check_spelling(name)
+    targets = {folder / MODULE.replace("my_env", name): MODULE, folder / TEST.replace("my_env", name): TEST}
+    if found := [str(path) for path in targets if path.exists()]:
+        raise UserError("NAME", "must name new files", found[0], "choose another name, or remove the file")
+    _check_free(name)
+    entry = None
+    if (folder / REGISTRY).exists():
+        entry = _filled(REGISTRY, name)
+    else:
+        targets[folder / REGISTRY] = REGISTRY
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, template in targets.items():
+            with path.open("x", encoding="utf-8") as file:  # never over a file that appeared meanwhile
+                file.write(_filled(template, name))
+    except OSError as error:
+        raise UserError("--folder", "must be writable", str(folder), f"give another ({error.strerror})") from error
+    return list(targets), entry
+
+
+def _check_spelling(name: str) -> None:
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
+        fix = "write small letters, digits and _, such as fruit_shop"
+        raise UserError("NAME", "must be a module's name", name, fix)
+
+
+def _check_free(name: str) -> None:
+    if name.startswith("test_") or importlib.util.find_spec(name) is not None:
+        raise UserError("NAME", "must not hide another module", name, f"choose another, such as {name}_env")
+    known = load_registry()
+    if name in known:
+        raise UserError("NAME", "must not be in the registry already", name, f"known: {', '.join(sorted(known))}")
+
+
+def _filled(template: str, name: str) -> str:
+    text = (SCAFFOLD / template).read_text(encoding="utf-8")
+    class_name = "".join(part.capitalize() for part in name.split("_")).removesuffix("Env") + "Env"
+    return text.replace("my_env", name).replace("MyEnv", class_name)
+
+
+def run(argv: Sequence[str] | None) -> int:
+    """Parse, write, say what comes next."""
+    config = parse(NewConfig, argv, "python -m envs.new", "Start an environment of your own.")
+    paths, entry = write_scaffold(config.name, config.folder)
+    console = Console(highlight=False, soft_wrap=True, markup=False)
+    console.print("\n".join(f"wrote {path}" for path in paths))
+    if entry is not None:
+        console.print(f"add to {config.folder / REGISTRY}:\n\n{entry}")
+    if config.folder.resolve() != Path.cwd():
+        console.print(f"next, in {config.folder}:")
+    else:
+        console.print("next:")
+    console.print(f"  python -m envs.check {config.name} --registry {REGISTRY}")
+    console.print(f"  python -m pytest {TEST.replace('my_env', config.name)}")
+    console.print(f"  python -m agents.play --env {config.name} --registry {REGISTRY}")
+    console.print(f"  python -m trainer.run --env {config.name} --registry {REGISTRY} --steps 1")
+    return 0
+
+
+def main() -> int:
+    """Run the command line."""
+    return exit_code(lambda: run(None))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

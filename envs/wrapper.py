@@ -1,0 +1,61 @@
+"""An environment around another one, to look at or change what goes in and comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from envs.env import Env
+from envs.runner import EpisodeEnv
+from envs.types import Message
+
+_CONTRACT = tuple(name for name in vars(EpisodeEnv) if not name.startswith("_"))
+
+
+def can_be_wrapped(env: object) -> bool:
+    """Return whether an object has all that an episode needs; `EnvRunner` says what another one lacks."""
+    return all(hasattr(env, name) for name in _CONTRACT)
+
+
+class Wrapper(Env):
+    """An environment around another one: everything goes through, and a subclass changes some of it.
+
+    Example::
+
+        class Loud(Wrapper):
+            def step(self, response_text):
+                print(response_text)
+                return super().step(response_text)
+    """
+
+    def __init__(self, env: EpisodeEnv) -> None:
+        self.env = env
+
+    @property
+    def tools(self) -> Sequence[dict[str, Any]]:  # type: ignore[override]
+        """The tools' schemas."""
+        return self.env.tools
+
+    def reset(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Reset."""
+        return self.env.reset()
+
+    def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
+        """Step."""
+        return self.env.step(response_text)
+
+    def format_observation(self, observation: dict[str, Any]) -> Message | Sequence[Message]:
+        """Format the observation."""
+        return self.env.format_observation(observation)
+
+    def reward(self, final_text: str) -> float:
+        """Return the reward."""
+        return self.env.reward(final_text)
+
+    def solution(self) -> Sequence[str]:
+        """Return the texts that solve the episode."""
+        return self.env.solution() if isinstance(self.env, Env) else ()
+
+    def close(self) -> None:
+        """Close."""
+        self.env.close()
