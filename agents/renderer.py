@@ -17,7 +17,7 @@ from typing import Any
 from agents.images import ImageStore
 from agents.types import ProcessedImage
 from envs.errors import UserError
-from envs.types import Message, content_parts, message_images
+from envs.types import Message, content_parts, message_images, well_formed
 
 # Text that no template writes by itself, to find where the assistant's content ends.
 _MARK = "⁣assistant-content⁣"
@@ -138,10 +138,14 @@ class Renderer:
                 parts[-1] = {"type": "text", "text": parts[-1]["text"] + part["text"]}
             else:
                 parts.append(part)
-        parts = [{**p, "text": self._control.sub(_break, p["text"])} if p["type"] == "text" else p for p in parts]
+        parts = [{**p, "text": self._harmless(p["text"])} if p["type"] == "text" else p for p in parts]
         if len(parts) == 1 and parts[0]["type"] == "text":
             return {**message, "content": parts[0]["text"]}
         return {**message, "content": parts or ""}
+
+    def _harmless(self, text: str) -> str:
+        """Break control tokens; half a surrogate pair, which no tokenizer takes, becomes U+FFFD."""
+        return self._control.sub(_break, well_formed(text))
 
     def _encode(self, text: str, messages: Sequence[Message]) -> Rendered:
         """Tokenise template text and write each image's placeholder as often as it has tokens."""

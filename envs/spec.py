@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from envs.env import CallPolicy, Env, EnvArgs
 from envs.errors import UserError, did_you_mean
+from envs.grading import GraderName
 from envs.tool_calls import ToolFormat
 from envs.types import Sample, SampleSource
 
@@ -56,7 +57,7 @@ class EnvSpec(BaseModel):
     dataset_options: Mapping[str, Any] = Field(default={}, description="keywords for the built-in data set")
     system_prompt: str | None = Field(default=None, pattern=_REFERENCE, description="module:ATTRIBUTE of a string")
     options: Mapping[str, Any] = Field(default={}, description="what build_env finds in args.options")
-    grader: str = Field(default="math", description="how an answer is held against the label, see envs.grading")
+    grader: GraderName = Field(default="math", description="how an answer is held against the label, see envs.grading")
     reward_max_val: float = Field(default=1.0, strict=False, description="reward of a right answer")
     reward_min_val: float = Field(default=0.0, strict=False, description="reward of a wrong answer")
     tool_format: ToolFormat | Literal["auto"] = Field(

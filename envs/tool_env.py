@@ -12,7 +12,7 @@ from envs.env import Env, EnvArgs
 from envs.errors import did_you_mean
 from envs.grading import extract_boxed, score_text
 from envs.tool_calls import ToolCall, ToolCallError, call_example, find_tool_calls, outside_tool_calls
-from envs.tools import BadArgumentsError, Tool, ToolError, marked_methods, to_content
+from envs.tools import BadArgumentsError, Tool, ToolError, ToolOptions, marked_methods, to_content
 from envs.types import Content, Message, Sample
 
 MAX_CALLS_PER_TURN = 16
@@ -55,12 +55,12 @@ class ToolEnv(Env):
         self.info: dict[str, Any] = {}
         self._runner: asyncio.Runner | None = None
         self._tools: dict[str, Tool] = {}
-        for name in marked_methods(type(self)):
-            self.add_tool(getattr(self, name))
+        for name, options in marked_methods(type(self)).items():
+            self.add_tool(getattr(self, name), options)
 
-    def add_tool(self, function: Callable[..., Any]) -> None:
+    def add_tool(self, function: Callable[..., Any], options: ToolOptions | None = None) -> None:
         """Offer a function with typed parameters as a tool of this episode alone."""
-        made = Tool.of(function)
+        made = Tool.of(function, options)
         self._tools[made.name] = made
 
     @property
@@ -119,9 +119,9 @@ class ToolEnv(Env):
 
     def close(self) -> None:
         """Release the event loop of async tools; an environment with its own `close` calls this one too."""
-        if self._runner is not None:
-            self._runner.close()
-            self._runner = None
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            _off_loop(runner.close)
 
     def explain(self, call: ToolCall | ToolCallError, problem: str) -> str:
         """Return the corrective text for a call that was not made; `problem` is a sentence that says why."""
@@ -197,12 +197,17 @@ class ToolEnv(Env):
     def _run(self, coroutine: Awaitable[Any]) -> Any:
         """Run to its end on this environment's own event loop, so that tools may keep connections from turn to turn."""
         self._runner = self._runner or asyncio.Runner()
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            return self._runner.run(coroutine)  # type: ignore[arg-type]
-        with ThreadPoolExecutor(1) as thread:  # a loop runs here already: that of whoever called `step` in place
-            return thread.submit(self._runner.run, coroutine).result()  # type: ignore[arg-type]
+        return _off_loop(self._runner.run, coroutine)
+
+
+def _off_loop(function: Callable[..., Any], *args: object) -> Any:
+    """Call where no event loop runs: here, or on another thread where the environment itself is called in place."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return function(*args)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(function, *args).result()
 
 
 def _finish(coroutine: Any) -> Any:

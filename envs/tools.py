@@ -64,6 +64,8 @@ def tool(method: F | None = None, *, name: str = "", retries: int = 0, backoff_s
     options = ToolOptions(name, retries, backoff_s)
 
     def mark(method: F) -> F:
+        if isinstance(method, staticmethod | classmethod):
+            raise TypeError("@tool goes on a plain method with self; take @staticmethod or @classmethod away")
         method.__tool__ = options  # type: ignore[attr-defined]
         return method
 
@@ -260,7 +262,14 @@ def _plain(value: object) -> Any:
 
 
 @functools.cache
-def marked_methods(owner: type) -> tuple[str, ...]:
-    """Return the names of a class's methods marked with `tool`, in the order in which they were defined."""
-    names = dict.fromkeys(name for base in reversed(owner.__mro__) for name in vars(base))
-    return tuple(name for name in names if hasattr(getattr(owner, name, None), "__tool__"))
+def marked_methods(owner: type) -> Mapping[str, ToolOptions]:
+    """Return the methods of a class that are marked with `tool`, and how, in the order in which they were defined.
+
+    A method that overrides a marked one is a tool as well; ``price = None`` in a subclass takes the tool away.
+    """
+    marked: dict[str, ToolOptions] = {}
+    for base in reversed(owner.__mro__):
+        for name, value in vars(base).items():
+            if (options := getattr(value, "__tool__", None)) is not None:
+                marked[name] = options
+    return {name: options for name, options in marked.items() if callable(getattr(owner, name))}

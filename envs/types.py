@@ -6,11 +6,14 @@ list of parts, each ``{"type": "text", "text": str}`` or ``{"type": "image", "im
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from PIL import Image
+
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 Message = dict[str, Any]
 #: Text, or a list of parts.
@@ -39,6 +42,14 @@ class SampleSource(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Sample: ...
+
+
+def well_formed(text: str) -> str:
+    """Return the text with U+FFFD for each half of a surrogate pair, which no tokenizer and no file takes.
+
+    A model writes one as the JSON escape of half an emoji.
+    """
+    return _HALF_PAIR.sub("\ufffd", text)
 
 
 def content_parts(message: Message) -> list[dict[str, Any]]:

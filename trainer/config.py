@@ -11,6 +11,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from envs.errors import UserError
+from envs.grading import GraderName
 from envs.registry import get_spec
 from envs.spec import EnvSpec
 
@@ -36,7 +37,7 @@ class EnvConfig(Section):
     tool_format: Literal["auto", "hermes", "qwen_xml"] | None = Field(
         default=None, description="how the model writes a tool call; auto: as its chat template teaches"
     )
-    grader: str | None = Field(default=None, description="how an answer is held against the label")
+    grader: GraderName | None = Field(default=None, description="how an answer is held against the label")
     reward_max_val: float | None = Field(default=None, description="reward of a right answer")
     reward_min_val: float | None = Field(default=None, description="reward of a wrong answer")
 

@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ from agents.episode import Episode, Limits
 from agents.model import PolicyModel
 from agents.renderer import Renderer
 from agents.types import SamplingParams
-from envs.data import DataKeys, add_system_prompt, filter_overlong, load_samples
+from envs.data import DataKeys, filter_overlong, load_samples
 from envs.env import EnvArgs
 from envs.errors import UserError
+from envs.problems import with_system_prompt
 from envs.runner import EnvFault, EnvLimits, EnvRunner
 from envs.spec import BuildEnv, EnvSpec
 from envs.tool_calls import detect_format
@@ -30,21 +31,6 @@ from trainer.starter import STARTER_PATH
 
 #: How many samples' environments are tried before an environment counts as broken.
 NUM_PROBED = 4
-
-
-@dataclass(frozen=True)
-class PromptedSamples:
-    """A source of samples with a system prompt in front of each."""
-
-    source: SampleSource
-    system_prompt: str
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def __getitem__(self, index: int) -> Sample:
-        sample = self.source[index]
-        return replace(sample, prompt=tuple(add_system_prompt(sample.prompt, self.system_prompt)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +81,7 @@ def prepare(config: RunConfig) -> RunParts:
     """
     spec = config.env.resolve()
     build_env = spec.load()
-    system_prompt = config.data.system_prompt or spec.load_system_prompt() or ""
+    system_prompt = config.data.system_prompt or spec.load_system_prompt()
     model_path = resolve_model(config.model.model)
     renderer = Renderer.from_checkpoint(model_path)
 
@@ -103,8 +89,8 @@ def prepare(config: RunConfig) -> RunParts:
         if name:
             keys = DataKeys(config.data.prompt_key, config.data.answer_key, config.data.image_keys)
             outside = config.data.allow_outside_images
-            return load_samples(name, keys=keys, system_prompt=system_prompt or None, allow_outside_images=outside)
-        return PromptedSamples(spec.load_dataset(split, size, seed), system_prompt)
+            return load_samples(name, keys=keys, system_prompt=system_prompt, allow_outside_images=outside)
+        return with_system_prompt(spec.load_dataset(split, size, seed), system_prompt)
 
     train = load(config.data.data, "train", config.data.train_size, config.seed)
     evaluation = None

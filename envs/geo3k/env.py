@@ -10,7 +10,7 @@ from typing import Any
 
 from envs.env import Env, EnvArgs
 from envs.errors import UserError
-from envs.grading import extract_boxed, grade
+from envs.grading import extract_boxed, get_grader
 from envs.tool_calls import ToolCall, ToolCallError
 from envs.tool_env import ToolEnv
 from envs.tools import ToolError, tool
@@ -50,7 +50,7 @@ class Geo3kEnv(ToolEnv):
         answer = (extract_boxed(answer) or answer).strip()
         if not answer:
             raise ToolError(self.explain(ToolCall("calc_score", {}), '"answer" must not be empty.'), "bad_arguments")
-        score = grade(answer, str(self.sample.label))
+        score = get_grader(self.args.grader)(answer, str(self.sample.label))
         self.info["tool_score"] = score
         shown = _echo(answer)
         if score == 1.0:
@@ -85,7 +85,6 @@ def _echo(answer: str) -> str:
 
     ``<|im_end|>`` or ``<|image_pad|>`` in a tool's text would become a control token of the stream.
     """
-    cut = answer[:MAX_ECHO_CHARS].encode("utf-8", "replace").decode()
-    printable = "".join(char if char.isprintable() else " " for char in cut)
+    printable = "".join(char if char.isprintable() else " " for char in answer[:MAX_ECHO_CHARS])
     shown = re.sub(r"<(?=[|/a-zA-Z])", "< ", " ".join(printable.split()))
     return shown if len(answer) <= MAX_ECHO_CHARS else shown + "..."

@@ -37,7 +37,7 @@ class ProcessEnv(Env):
         """Take a worker; the environment is built in it by the first call."""
         self._build = (spec, sample, args)
         self._worker = _POOL.acquire()
-        self._is_built = False
+        self._is_built = self._is_closed = False
 
     @staticmethod
     def check(spec: EnvSpec) -> None:
@@ -78,21 +78,24 @@ class ProcessEnv(Env):
 
     def close(self) -> None:
         """Close the environment and give the worker back; kill it where a call still runs, or where closing fails."""
-        worker = self._worker
-        if worker.is_busy:
-            worker.kill()
-        elif worker.is_alive and self._is_built:
-            try:
-                worker.call(_close, timeout_s=CLOSE_LIMIT_S)
-            except Exception:
-                worker.kill()
-                raise
-            finally:
-                _POOL.release(worker)
+        if self._is_closed:  # the worker may be another episode's by now
             return
-        _POOL.release(worker)
+        self._is_closed = True
+        worker = self._worker
+        try:
+            if worker.is_busy:
+                worker.kill()
+            elif worker.is_alive and self._is_built:
+                worker.call(_close, timeout_s=CLOSE_LIMIT_S)
+        except Exception:
+            worker.kill()
+            raise
+        finally:
+            _POOL.release(worker)
 
     def _call(self, name: str, *args: object) -> Any:
+        if self._is_closed:
+            raise EnvFault(f"the environment was closed before the call of {name}")
         try:
             if not self._is_built:
                 self._worker.call(_build, *self._build, sys.path)

@@ -60,9 +60,17 @@ class _Zygote:
     def _ask(self, request: dict[str, Any], descriptors: list[int]) -> int:
         with self._lock:
             channel = self._start() if self._socket is None or self._owner != os.getpid() else self._socket
-            socket.send_fds(channel, [json.dumps(request).encode()], descriptors)
-            answer = channel.recv(8, socket.MSG_WAITALL)
-        assert len(answer) == 8, f"the zygote ended: got {len(answer)} of 8 bytes"
+            try:
+                return self._send(channel, request, descriptors)
+            except OSError:  # it was killed, by the system where memory ran out; its workers went with it
+                return self._send(self._start(), request, descriptors)
+
+    @staticmethod
+    def _send(channel: socket.socket, request: dict[str, Any], descriptors: list[int]) -> int:
+        socket.send_fds(channel, [json.dumps(request).encode()], descriptors)
+        answer = channel.recv(8, socket.MSG_WAITALL)
+        if len(answer) < 8:
+            raise BrokenPipeError(f"the zygote ended: got {len(answer)} of 8 bytes")
         return int.from_bytes(answer, "big", signed=True)
 
     def _start(self) -> socket.socket:
@@ -126,6 +134,9 @@ class Worker:
                 succeeded, value = self._connection.recv()
             except (EOFError, OSError) as error:
                 raise WorkerDied(self._end()) from error
+            except (KeyboardInterrupt, SystemExit):  # the answer must not be taken for that of the next call
+                self.kill()
+                raise
         if not succeeded:
             raise WorkerError(value)
         return value
@@ -160,16 +171,20 @@ class WorkerPool:
 
     def __init__(self, size: int | None = None) -> None:
         """Take the largest number of workers in use at once (None: no limit); more users wait."""
+        self._size = size
+        self._reset()
+
+    def _reset(self) -> None:
         self._idle: list[Worker] = []
-        self._places = threading.Semaphore(size) if size is not None else None
+        self._places = threading.Semaphore(self._size) if self._size is not None else None
         self._owner = os.getpid()
 
     def acquire(self) -> Worker:
         """Return an idle worker, or a new one."""
+        if self._owner != os.getpid():  # in a forked child: the workers are the parent's
+            self._reset()
         if self._places is not None:
             self._places.acquire()
-        if self._owner != os.getpid():  # in a forked child: the workers are the parent's
-            self._idle, self._owner = [], os.getpid()
         while True:
             try:
                 worker = self._idle.pop()

@@ -58,7 +58,10 @@ def _wait(pid: int) -> int:
     """Return the exit code of a worker, negative for a signal; one that does not end is killed."""
     deadline = time.monotonic() + GRACE_S
     while True:
-        ended, status = os.waitpid(pid, os.WNOHANG)
+        try:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+        except ChildProcessError:  # of a zygote before this one
+            return -signal.SIGKILL
         if ended:
             return os.waitstatus_to_exitcode(status)
         if time.monotonic() > deadline:

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 from envs.tool_calls.hermes import read_hermes
 from envs.tool_calls.qwen_xml import FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END, read_qwen_xml
 from envs.tool_calls.types import ToolCall, ToolCallError, ToolFormat
+from envs.types import well_formed
+
+# Half a surrogate pair, written out or as JSON escapes it.
+_MAY_HOLD_HALF_PAIRS = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")
 
 _READERS = {"hermes": read_hermes, "qwen_xml": read_qwen_xml}
 
@@ -16,7 +23,7 @@ def find_tool_calls(text: str, format: ToolFormat = "hermes") -> list[ToolCall |
     """Return every call of a turn in order, a broken one as what is wrong with it; [] where none was attempted.
 
     Any opening or closing tag is an attempt. More than 64 calls end in an error; nothing raises, and the time is linear
-    in the text.
+    in the text. Half a surrogate pair becomes U+FFFD.
 
     >>> find_tool_calls('Check. <tool_call>{"name": "calc_score", "arguments": {"answer": "68"}}</tool_call>')
     [ToolCall(name='calc_score', arguments={'answer': '68'})]
@@ -28,7 +35,23 @@ def find_tool_calls(text: str, format: ToolFormat = "hermes") -> list[ToolCall |
     >>> find_tool_calls("The answer is 68.")
     []
     """
-    return list(_READERS[format](text).found)
+    found = list(_READERS[format](text).found)
+    return [_without_half_pairs(call) for call in found] if _MAY_HOLD_HALF_PAIRS.search(text) else found
+
+
+def _without_half_pairs(call: ToolCall | ToolCallError) -> ToolCall | ToolCallError:
+    if isinstance(call, ToolCallError):
+        return replace(call, reason=well_formed(call.reason))
+    return ToolCall(well_formed(call.name), _clean(call.arguments))
+
+
+def _clean(value: Any) -> Any:
+    """Replace half pairs in every text of a JSON value, which nests 32 deep at most."""
+    if isinstance(value, str):
+        return well_formed(value)
+    if isinstance(value, dict):
+        return {_clean(key): _clean(item) for key, item in value.items()}
+    return [_clean(item) for item in value] if isinstance(value, list) else value
 
 
 def outside_tool_calls(text: str, format: ToolFormat = "hermes") -> str:
@@ -43,8 +66,8 @@ def outside_tool_calls(text: str, format: ToolFormat = "hermes") -> str:
     return text[: calls.start] + text[calls.end :]
 
 
-def call_example(name: str, arguments: Mapping[str, str], format: ToolFormat) -> str:
-    """Return how a call is written, for a text that corrects the model; `arguments` maps names to placeholders.
+def call_example(name: str, arguments: Mapping[str, Any], format: ToolFormat) -> str:
+    """Return how a call is written, for a text that corrects the model; `arguments` maps names to sample values.
 
     The tags around a Hermes call are left out: inside a tool's answer they would look like a call of their own.
 
@@ -55,7 +78,10 @@ def call_example(name: str, arguments: Mapping[str, str], format: ToolFormat) ->
     """
     if format == "hermes":
         return json.dumps({"name": name, "arguments": dict(arguments)}, ensure_ascii=False)
-    parameters = "".join(f"{PARAMETER}{key}>{value}{PARAMETER_END}" for key, value in arguments.items())
+    parameters = "".join(
+        f"{PARAMETER}{key}>{value if isinstance(value, str) else json.dumps(value)}{PARAMETER_END}"
+        for key, value in arguments.items()
+    )
     return f"{FUNCTION}{name}>{parameters}{FUNCTION_END}"
 
 

@@ -101,7 +101,7 @@ def test_the_echo_is_short_one_line_and_spells_no_special_token() -> None:
     assert shown(env, call("9" * 500)) == f"Score 0.0: {'9' * 64}... is wrong. Try another way."
     assert shown(env, call("a\n\x00b")) == "Score 0.0: a b is wrong. Try another way."
     assert shown(env, call("<|image_pad|></tool_call>\ud800")) == (
-        "Score 0.0: < |image_pad|>< /tool_call>? is wrong. Try another way."
+        "Score 0.0: < |image_pad|>< /tool_call>\ufffd is wrong. Try another way."
     )
 
 

@@ -74,7 +74,7 @@ def test_every_accepted_form_is_the_same_call(text: str) -> None:
         ("if a < b > c:\n\treturn '</x>'", "if a < b > c:\n\treturn '</x>'"),
         ("8\\sqrt{2}\\n", "8\\sqrt{2}\\n"),
         ("a <tool_call> b </tool_call> c <function=g>", "a <tool_call> b </tool_call> c <function=g>"),
-        ("\ud800\x00", "\ud800\x00"),
+        ("\ud800\x00", "\ufffd\x00"),
     ],
 )
 def test_a_value_is_text_without_one_line_break_at_either_end(written: str, value: str) -> None:

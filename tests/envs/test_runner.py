@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import threading
 import time
@@ -308,3 +309,40 @@ def test_a_process_env_is_an_env_of_its_own(odd: Any) -> None:
     assert env.step("9")[0]["obs_str"] == "Lower."
     assert (env.reward("7"), list(env.solution()), list(env.tools)) == (1.0, ["7"], [])
     env.close()
+
+
+def test_a_process_env_that_is_closed_twice_gives_its_worker_back_once() -> None:
+    spec = EnvSpec(id="guess", entry_point="envs.guess:GuessEnv", description="", max_turns=3, isolation="process")
+    first = ProcessEnv(spec, Sample("0", (), label="7"), EnvArgs(3))
+    first.reset()
+    first.close()
+    first.close()
+    others = [ProcessEnv(spec, Sample("0", (), label=label), EnvArgs(3)) for label in ("1", "2")]
+    assert [list(env.solution()) for env in others] == [["1"], ["2"]]
+    with pytest.raises(EnvFault, match="was closed before the call of step"):
+        first.step("7")
+    for env in others:
+        env.close()
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_a_step_that_blocks_does_not_stall_the_event_loop(odd: Any, isolation: str) -> None:
+    async def story() -> float:
+        runner = odd("step:sleep", isolation, step_timeout_s=1.0)
+        await runner.open()
+        beats = [time.perf_counter()]
+
+        async def heart() -> None:
+            while True:
+                await asyncio.sleep(0.01)
+                beats.append(time.perf_counter())
+
+        heartbeat = asyncio.create_task(heart())
+        with pytest.raises(EnvFault, match="took longer than 1 s"):
+            await runner.step("hi")
+        heartbeat.cancel()
+        await runner.close()
+        assert len(beats) > 20
+        return max(later - earlier for earlier, later in itertools.pairwise(beats))
+
+    assert asyncio.run(story()) < 0.4

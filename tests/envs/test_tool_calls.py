@@ -171,9 +171,10 @@ def test_latex_with_single_backslashes_is_read_as_it_was_meant() -> None:
     assert outside_tool_calls(f"\\alpha{block(text)}\\pi{block(text)}\\frac") == "\\alpha\\frac"
 
 
-def test_surrogates_nul_and_line_breaks_in_strings_are_kept() -> None:
-    found = find_tool_calls(block('{"name": "f", "arguments": {"a": "\ud800\x00\n\\ud801"}}'))
-    assert found == [ToolCall("f", {"a": "\ud800\x00\n\ud801"})]
+def test_nul_and_line_breaks_in_strings_are_kept_and_half_a_surrogate_pair_is_replaced() -> None:
+    arguments = '{"a": "\ud800\x00\n\\ud801", "\\uDfff": ["\\ud83d\\ude00"]}'
+    found = find_tool_calls(block(f'{{"name": "f", "arguments": {arguments}}}'))
+    assert found == [ToolCall("f", {"a": "\ufffd\x00\n\ufffd", "\ufffd": ["\U0001f600"]})]
 
 
 def test_what_is_written_outside_the_calls_is_kept() -> None:

@@ -230,7 +230,10 @@ def test_async_tools_keep_their_event_loop_from_turn_to_turn() -> None:
 
 def test_async_tools_work_where_a_loop_runs_already() -> None:
     async def outer() -> str:
-        return Shop().step(call("wait", s=0.01))[0]["obs_str"]
+        env = Shop()
+        text = env.step(call("wait", s=0.01))[0]["obs_str"]
+        env.close()
+        return text
 
     assert asyncio.run(outer()) == "0.01 s"
 

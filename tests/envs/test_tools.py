@@ -142,7 +142,7 @@ def test_wrong_arguments_are_explained(given: dict[str, Any], text: str) -> None
 def test_a_wrong_place_inside_an_argument_is_named() -> None:
     def f(at: Point) -> None: ...
 
-    with pytest.raises(BadArgumentsError, match='"at.x" is missing'):
+    with pytest.raises(BadArgumentsError, match=r'"at\.x" is missing'):
         Tool.of(f).check({"at": {"y": 1}})
 
 
@@ -172,12 +172,20 @@ def test_marked_methods_come_in_the_order_of_their_definition_and_can_be_overrid
         @tool
         def third(self) -> None: ...
 
-        def second(self) -> None: ...  # no tool any more
+        def first(self) -> None: ...
 
-    assert marked_methods(Base) == ("second", "first")
-    assert marked_methods(Derived) == ("first", "third")
-    made = Tool.of(Derived().first)
-    assert (made.name, made.options) == ("zeroth", ToolOptions("zeroth", 2, 0.5))
+        second = None  # type: ignore[assignment]
+
+    zeroth = ToolOptions("zeroth", 2, 0.5)
+    assert list(marked_methods(Base).items()) == [("second", ToolOptions()), ("first", zeroth)]
+    assert list(marked_methods(Derived).items()) == [("first", zeroth), ("third", ToolOptions())]
+    assert Tool.of(Base().first).name == "zeroth"
+
+
+@pytest.mark.parametrize("kind", [staticmethod, classmethod])
+def test_a_static_method_marked_as_a_tool_is_the_authors_error(kind: Callable) -> None:
+    with pytest.raises(TypeError, match="@tool goes on a plain method"):
+        tool(kind(price))
 
 
 PICTURE = Image.new("RGB", (4, 3))

@@ -95,6 +95,17 @@ def test_killing_a_worker_ends_the_call_that_runs_in_it() -> None:
     assert not is_running(worker.pid)
 
 
+def test_an_interrupted_call_takes_its_worker_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(timeout: float | None) -> bool:
+        raise KeyboardInterrupt
+
+    worker = Worker()
+    monkeypatch.setattr(worker._connection, "poll", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        worker.call(time.sleep, 60)
+    assert not worker.is_alive and not is_running(worker.pid)  # or its answer would be that of the next call
+
+
 def test_a_worker_may_have_workers_of_its_own() -> None:
     worker = Worker()
     pid, value = worker.call(nested, timeout_s=60)
@@ -191,3 +202,18 @@ def test_calls_that_block_run_at_once() -> None:
     for _ in range(64):
         threads.submit(meeting.wait)
     meeting.wait()  # nobody passes before all are there
+
+
+def test_a_zygote_that_was_killed_is_replaced() -> None:
+    code = """
+        import math, os, signal, time
+        from envs.isolation import worker
+        first = worker.Worker()
+        zygote = worker._ZYGOTE._process
+        zygote.kill(); zygote.wait()
+        print(worker.Worker().call(math.sqrt, 9.0))
+        first.kill()
+        print(worker.Worker().call(math.sqrt, 16.0))
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["3.0", "4.0"], done.stderr
