@@ -1,8 +1,8 @@
 """Threads for calls that may never return: functions come in and run, each soon, and on a thread of its own meanwhile.
 
-A few threads serve quick calls, which is faster than one for each of a thousand. Where calls wait because those threads
-are busy for long, or for ever, more are started. All are daemons: one that hangs is left behind and does not keep the
-program from ending.
+Two threads serve quick calls, which is several times faster than one for each of a thousand. Where calls wait because
+those threads are busy for long, or for ever, more take part, until nothing waits any more. All are daemons: one that
+hangs is left behind and does not keep the program from ending.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from queue import SimpleQueue
 from typing import Any
 
 NUM_EAGER = 2
-PATIENCE_S = 0.005
-#: Calls that a thread takes in that time while all is well; calls of more than about a millisecond are slow.
+PATIENCE_S = 0.01
+#: Calls that a thread takes in that time while all is well; calls of more than a few milliseconds are slow.
 QUICK_CALLS = 4
+SLOW_S = 0.05
 
 
 class DaemonThreads:
-    """As many threads as the calls need.
+    """As many threads at work as the calls need.
 
     Example::
 
@@ -31,49 +32,73 @@ class DaemonThreads:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._idle: list[SimpleQueue[Callable[[], Any]]] = []  # the inboxes of threads that wait, the latest last
-        self._waiting: deque[Callable[[], Any]] = deque()  # calls for which there was no such thread
+        self._waiting: deque[Callable[[], Any]] = deque()
+        self._idle: list[SimpleQueue[None]] = []  # what wakes a thread that waits, the latest last
+        self._began: dict[int, float] = {}  # when each thread at work began its call
+        self._num_allowed, self._num_taken = NUM_EAGER, 0
         self._blocked = threading.Event()
-        self._num_threads = self._num_taken = 0
+        self._watcher: threading.Thread | None = None
 
     def submit(self, work: Callable[[], Any]) -> None:
         """Let `work` start soon; never waits."""
         with self._lock:
-            if self._idle:
-                self._idle.pop().put(work)
-                return
             self._waiting.append(work)
-        if self._num_threads < NUM_EAGER:
-            self._start(1)
-        else:
-            self._blocked.set()
+            if len(self._began) < self._num_allowed:
+                self._wake(1)
+            elif not self._blocked.is_set():
+                self._watch_out()
 
-    def _start(self, count: int) -> None:
-        if self._num_threads == 0:
-            threading.Thread(target=self._watch, daemon=True, name="environments").start()
-        self._num_threads += count
+    def _wake(self, count: int) -> None:
+        """Put so many more threads to work, idle ones first; the lock is held."""
         for _ in range(count):
-            threading.Thread(target=self._serve, daemon=True, name="environment").start()
+            bell = self._idle.pop() if self._idle else None
+            if bell is None:
+                bell = SimpleQueue()
+                threading.Thread(target=self._serve, args=(bell,), daemon=True, name="environment").start()
+            self._began[id(bell)] = time.monotonic()
+            bell.put(None)
 
-    def _serve(self) -> None:
-        inbox: SimpleQueue[Callable[[], Any]] = SimpleQueue()
+    def _serve(self, bell: SimpleQueue[None]) -> None:
+        me = id(bell)
         while True:
-            with self._lock:
+            bell.get()
+            while (work := self._next(me, bell)) is not None:
+                work()
+                del work  # what it holds is not kept while the thread waits
+
+    def _next(self, me: int, bell: SimpleQueue[None]) -> Callable[[], Any] | None:
+        """Return the thread's next call; None, with the thread noted as idle, where there is none for it."""
+        now = time.monotonic()
+        with self._lock:
+            if now - self._began[me] > SLOW_S:  # it was allowed for that it was slow
+                self._num_allowed = max(NUM_EAGER, self._num_allowed - 1)
+            if self._waiting and len(self._began) <= self._num_allowed:
+                self._began[me] = now
                 self._num_taken += 1
-                work = self._waiting.popleft() if self._waiting else None
-                if work is None:
-                    self._idle.append(inbox)
-            (work or inbox.get())()
-            work = None  # what it holds is not kept while the thread waits
+                return self._waiting.popleft()
+            del self._began[me]
+            self._idle.append(bell)
+            return None
+
+    def _watch_out(self) -> None:
+        if self._watcher is None:
+            self._watcher = threading.Thread(target=self._watch, daemon=True, name="environments")
+            self._watcher.start()
+        self._blocked.set()
 
     def _watch(self) -> None:
-        """Start more threads, twice as many each time, while calls wait for slow ones."""
+        """While calls wait for slow ones, put more threads to work, several times as many each time."""
         while True:
             self._blocked.wait()
             num_taken = self._num_taken
             time.sleep(PATIENCE_S)
-            num_waiting = len(self._waiting)
-            if num_waiting == 0:
-                self._blocked.clear()
-            elif self._num_taken - num_taken < QUICK_CALLS * self._num_threads:
-                self._start(min(num_waiting, self._num_threads))
+            with self._lock:
+                num_working = len(self._began)
+                if not self._waiting:
+                    late = time.monotonic() - SLOW_S
+                    self._num_allowed = NUM_EAGER + sum(began < late for began in self._began.values())
+                    self._blocked.clear()
+                elif self._num_taken - num_taken < QUICK_CALLS * num_working:
+                    more = min(len(self._waiting), max(1, 3 * num_working))
+                    self._num_allowed = num_working + more
+                    self._wake(more)
