@@ -1,4 +1,4 @@
-"""Tool calls under fire: `python benchmarks/fuzz_tool_calls.py --count 200000 --seed 0`.
+"""Tool calls under fire: `python -m benchmarks.fuzz_tool_calls --count 200000 --seed 0`.
 
 Reads random mutations of valid responses in both formats and counts what comes out; then times adversarial responses of
 a million characters. Prints two tables, writes `benchmarks/results/fuzz_tool_calls.json` and exits with 1 if anything
@@ -246,7 +246,7 @@ def main() -> int:
     counted = fuzz(args.count, args.seed)
     timed = {name: slowest(unit) for name, unit in UNITS.items()}
     worst = max(max(row.values()) for row in timed.values())
-    command = f"python benchmarks/fuzz_tool_calls.py --count {args.count} --seed {args.seed}"
+    command = f"python -m benchmarks.fuzz_tool_calls --count {args.count} --seed {args.seed}"
     figures = {"fuzz": counted, "limit_ms": LIMIT_MS, "slowest_ms": worst, "adversarial_ms": timed}
     write_result(args.out, command, figures, at)
     print_tables(counted, timed)

@@ -1,4 +1,4 @@
-r"""What grading costs: `python benchmarks/grading.py`.
+r"""What grading costs: `python -m benchmarks.grading`.
 
 Times a grade of a new pair and of a pair seen before, for pairs that exact arithmetic settles and for pairs that go to
 math-verify, then what a hog costs on its own and in threads. Prints two tables and writes
@@ -122,7 +122,7 @@ def main() -> None:
     first_s = seconds(lambda: grade("y+x", "x+y"))
     kinds = [measure_kind(kind, args.count) for kind in KINDS]
     hogs = measure_hogs(args.threads)
-    command = f"python benchmarks/grading.py --count {args.count} --threads {args.threads}"
+    command = f"python -m benchmarks.grading --count {args.count} --threads {args.threads}"
     write_result(args.out, command, {"first_s": first_s, "kinds": kinds, "hogs": hogs}, at, PACKAGES)
     show(first_s, kinds, hogs)
 
