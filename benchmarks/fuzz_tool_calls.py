@@ -20,9 +20,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-# So that the file runs by its path, too; `python -m benchmarks.fuzz_tool_calls` needs no such help.
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 from benchmarks.report import RESULTS, commit, write_result
 from envs.tool_calls import ToolCall, ToolFormat, find_tool_calls, outside_tool_calls
 

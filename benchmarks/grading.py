@@ -8,7 +8,6 @@ math-verify, then what a hog costs on its own and in threads. Prints two tables 
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,9 +17,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-
-# So that the file runs by its path, too; `python -m benchmarks.grading` needs no such help.
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.report import RESULTS, commit, write_result
 from envs.grading import GRADERS, grade
