@@ -54,6 +54,7 @@ def play_bare(spec: EnvSpec, build: Callable[..., Env], samples: Sequence[Sample
     turns = 0
     for sample in samples:
         env, policy, told = build(sample, spec.args()), POLICIES[spec.id](sample), ""
+        text = ""
         env.reset()
         for _ in range(spec.max_turns):
             text = policy(told)
@@ -78,6 +79,7 @@ async def play_concurrently(
     async def one(sample: Sample) -> None:
         nonlocal turns
         runner, policy, told = EnvRunner(lambda: build(sample, spec.args()), limits), POLICIES[spec.id](sample), ""
+        text = ""
         await runner.open()
         for _ in range(spec.max_turns):
             text = policy(told)
