@@ -179,7 +179,7 @@ def test_more_than_64_calls_end_in_an_error() -> None:
     assert find(GOOD * 100) == [*[CALL] * 64, ToolCallError("Only 64 calls are read in one turn.")]
 
 
-NAMES = st.text(st.characters(exclude_characters="<>\n"), min_size=1).map(str.strip).filter(bool)
+NAMES = st.text(st.characters(codec="utf-8", exclude_characters="<>\n"), min_size=1).map(str.strip).filter(bool)
 TAGS = ["<tool_call>", "</tool_call>", "<function=f>", "<parameter", "</parameter", "</function", "<", ">", "\n", '"']
 PROSE = st.text().filter(lambda text: "<" not in text)
 TEXTS = st.lists(st.one_of(st.text(max_size=8), st.sampled_from(TAGS)), max_size=4).map("".join)

@@ -159,7 +159,8 @@ def test_an_entry_without_the_compat_key_is_told_of_it_where_slime_is_missing(tm
     (tmp_path / "theirs.py").write_text("from slime.utils.types import Sample\n")
     (tmp_path / "registry.yaml").write_text("theirs: {entry_point: theirs, description: d, max_turns: 2}")
     command = [sys.executable, "-m", "envs.check", "theirs", "--registry", str(tmp_path / "registry.yaml")]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    path = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
     assert done.returncode == 2
     assert "add `compat: slime` to the entry, or install 'slime'" in done.stderr
