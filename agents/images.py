@@ -5,7 +5,6 @@ The processor is the checkpoint's own, in its Pillow form, so torchvision is not
 
 from __future__ import annotations
 
-import hashlib
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,7 @@ import numpy as np
 from PIL import Image
 
 from agents.types import ProcessedImage
-
-
-def image_digest(image: Image.Image) -> str:
-    """Return the hash of a picture's pixels and size, its address in stores and recordings."""
-    return hashlib.blake2b(image.tobytes(), digest_size=16, salt=b"%dx%d" % image.size).hexdigest()
+from envs.images import image_digest
 
 
 class ImageStore:

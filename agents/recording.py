@@ -15,8 +15,8 @@ from typing import Any, TextIO
 
 from PIL import Image
 
-from agents.images import image_digest
 from agents.types import Trajectory
+from envs.images import image_digest
 
 SCHEMA_VERSION = 2
 

@@ -163,6 +163,11 @@ class TrajectoryGroup:
         return tuple(t for t in self.trajectories if t.end_reason.is_valid)
 
     @property
+    def fates(self) -> tuple[str, ...]:
+        """What broken episodes did to the group: "resampled", "dropped", both or nothing, to be counted."""
+        return ("resampled",) * bool(self.discarded) + ("dropped",) * self.is_dropped
+
+    @property
     def is_dropped(self) -> bool:
         """Whether nothing can be learnt from the group, since a comparison takes two."""
         return len(self.valid) < 2

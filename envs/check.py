@@ -126,7 +126,7 @@ class _Stage:
         repeats = await self._all((first.sample, first.script) for first in repeated)
         closing = Script("closing", "closed after a fault", ("Let me see.",))
         for fails_in in ("reset", "step"):
-            meddling = Meddling(fail_in=fails_in, close_twice=self.spec.isolation != "process")
+            meddling = Meddling(fail_in=fails_in, close_twice=True)
             plays += await self._all(((found.sample, closing) for found in surveys[:1]), meddling)
         return Evidence(
             spec=self.spec,

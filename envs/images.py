@@ -7,6 +7,7 @@ Comes in: encoded bytes, ``{"bytes": ..., "path": ...}``, base64 text, a data UR
 from __future__ import annotations
 
 import base64
+import hashlib
 from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
@@ -24,6 +25,11 @@ MAX_BYTES = 64 * 2**20
 
 _LONGEST_PATH = 4096
 _FORMATS_FIX = f"give one of {', '.join(FORMATS)}"
+
+
+def image_digest(image: Image.Image) -> str:
+    """Return the hash of a picture's pixels and size, its address in stores and recordings."""
+    return hashlib.blake2b(image.tobytes(), digest_size=16, salt=b"%dx%d" % image.size).hexdigest()
 
 
 def load_image(

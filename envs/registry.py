@@ -66,7 +66,7 @@ def plugin_files() -> Iterator[tuple[str, Path]]:
     for point in entry_points(group=ENTRY_POINT_GROUP):
         try:
             found = importlib.util.find_spec(point.value)
-        except (ImportError, ValueError):
+        except Exception:  # the packages above it are imported, which may raise anything
             found = None
         folders = list(found.submodule_search_locations or ()) if found else []
         if folders:

@@ -14,6 +14,7 @@ import pytest
 from envs.check import CHECKS
 from envs.env import CallPolicy
 from envs.grading import GRADERS
+from envs.registry import get_spec
 from envs.spec import EnvSpec
 from envs.tool_calls import ToolCall, find_tool_calls
 
@@ -101,7 +102,7 @@ def test_the_example_trains(example: Path, checkpoint: Path) -> None:
     done = command(example, line, "", *small, "--name", "docs")
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((example / "runs" / "docs" / "summary.json").read_text())
-    assert sum(summary["end_reasons"].values()) == 16
+    assert sum(summary["end_reasons"].values()) == 3 * 16
     assert not {"env_error", "env_timeout", "invalid_stream"} & summary["end_reasons"].keys()
 
 
@@ -128,3 +129,15 @@ def test_the_calls_on_the_page_are_read_as_calls() -> None:
     for tool_format in ("hermes", "qwen_xml"):
         (text,) = re.findall(rf"^\| `{tool_format}` \| `(.*)` \|$", page(), re.MULTILINE)
         assert find_tool_calls(text, tool_format) == [ToolCall("zoom", {"half": "left"})]
+
+
+@pytest.mark.parametrize(("word", "env_id"), [("gymnasium: FrozenLake-v1", "frozen_lake"), ("compat: slime", "theirs")])
+def test_the_one_line_entries_of_the_page_are_valid(word: str, env_id: str, tmp_path: Path) -> None:
+    (tmp_path / "registry.yaml").write_text(block("yaml", word))
+    assert get_spec(env_id, tmp_path / "registry.yaml").max_turns > 1
+
+
+def test_the_gymnasium_example_of_the_page_runs() -> None:
+    names: dict[str, object] = {}
+    exec(block("python", "import gymnasium"), names)
+    assert names["reward"] in (0.0, 1.0) and names["terminated"] and not names["truncated"]

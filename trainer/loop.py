@@ -47,6 +47,7 @@ class TrainingLoop:
         self.after: dict[str, Evaluation] = {}
         self.ends: Counter[str] = Counter()
         self.faults: set[str] = set()
+        self.group_fates: Counter[str] = Counter()
         self.started = time.perf_counter()
 
     async def run(self) -> dict[str, Any]:
@@ -119,6 +120,7 @@ class TrainingLoop:
 
     def _record(self, groups: list[TrajectoryGroup], step: int) -> None:
         self.ends.update(t.end_reason.value for g in groups for t in (*g.discarded, *g.trajectories))
+        self.group_fates.update(fate for g in groups for fate in g.fates)
         if self.recorder is None:
             return
         for group in groups:
@@ -173,6 +175,7 @@ class TrainingLoop:
             "evaluation_after": {name: asdict(e) for name, e in self.after.items()},
             "max_rollout_train_kl": max((row["rollout_train_kl"] for row in rows), default=None),
             "end_reasons": dict(self.ends),
+            "groups": dict(self.group_fates),
             "num_overlong": self.parts.num_overlong,
             "reward_first": rows[0]["reward"] if rows else None,
             "reward_last": rows[-1]["reward"] if rows else None,

@@ -36,8 +36,7 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], max_turns: int) -> dict[s
         "episodes": len(trajectories),
         "valid_frac": len(valid) / count,
         "groups_used_frac": sum(len({t.reward for t in g.valid}) > 1 for g in groups) / max(1, len(groups)),
-        "groups_resampled": sum(bool(group.discarded) for group in groups),
-        "groups_dropped": sum(group.is_dropped for group in groups),
+        **{f"groups_{fate}": sum(fate in group.fates for group in groups) for fate in ("resampled", "dropped")},
         "env_s": sum(turn.env_s for turn in turns) / max(1, len(turns)),
     }
     metrics |= {f"end/{reason}": number / max(1, len(played)) for reason, number in sorted(ends.items())}

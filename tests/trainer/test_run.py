@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from envs.registry import load_registry
 from trainer.run import run
 
 SMALL = ["--train-size", "8", "--problems-per-step", "2", "--group-size", "2", "--max-new-tokens", "24"]
@@ -115,6 +116,18 @@ def test_training_changes_the_weights_that_roll_out(checkpoint: Path, tmp_path: 
     versions = [e["turns"][0]["weight_version"] for e in lines(tmp_path / "run" / "episodes" / "episodes.jsonl")]
     assert versions == [0] * 16 + [1] * 16
     assert summary["accuracy_before"] == {}  # own data without --eval-data has no held-out problems
+
+
+@pytest.mark.parametrize("env_id", [name for name in load_registry() if name != "geo3k"])
+def test_every_bundled_environment_trains(env_id: str, checkpoint: Path, tmp_path: Path) -> None:
+    argv = ["--env", env_id, "--group-size", "2", "--max-new-tokens", "300", "--max-prompt-tokens", "4000"]
+    summary = train(checkpoint, tmp_path / "run", *argv, steps=1)
+    assert sum(summary["end_reasons"].values()) == 4
+    assert not {"env_error", "env_timeout", "invalid_stream"} & summary["end_reasons"].keys()
+    spec = json.loads((tmp_path / "run" / "config.json").read_text())["registry_entry"]
+    assert (spec["id"], spec["max_turns"]) == (env_id, load_registry()[env_id].max_turns)
+    expected = {"with_tool"} if env_id in ("geo3k_single", "guess") else {"with_tool", "without_tool"}
+    assert set(summary["accuracy_after"]) == expected
 
 
 def test_a_broken_environment_is_counted_and_stops_nothing(checkpoint: Path, tmp_path: Path) -> None:
