@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from random import Random
-from typing import TYPE_CHECKING, Annotated, Any, Literal, overload
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import gymnasium
 import numpy as np
@@ -25,7 +25,7 @@ from envs.errors import UserError, did_you_mean
 from envs.tool_calls import ToolCallError
 from envs.tool_env import ToolEnv
 from envs.tools import ToolError, to_content
-from envs.types import Content, Sample
+from envs.types import Content, MadeSamples, Sample
 
 if TYPE_CHECKING:
     import gymnasium
@@ -121,7 +121,7 @@ class GymnasiumOptions(BaseModel):
         return f"{start} Act with calls of the tool act. The actions are {actions}."
 
 
-class GymnasiumSamples(Sequence[Sample]):
+class GymnasiumSamples(MadeSamples):
     """Episodes of a Gymnasium environment: the instructions as prompt, and what the environment is seeded with.
 
     Seeds of different splits are never the same. Sample i depends on seed, split and i alone.
@@ -141,29 +141,15 @@ class GymnasiumSamples(Sequence[Sample]):
         """
         if split not in SPLITS:
             raise UserError("split", "must be a known split", split, did_you_mean(split, SPLITS))
-        if size < 0:
-            raise UserError("size", "must be at least 0", size, "give the number of samples")
-        self.split, self.size, self.seed = split, size, seed
+        super().__init__(size)
+        self.split, self.seed = split, seed
         self.options = GymnasiumOptions.read(options)
         env = self.options.make()
         self.instructions = self.options.instructions(env)
         env.close()
 
-    def __len__(self) -> int:
-        return self.size
-
-    @overload
-    def __getitem__(self, index: int) -> Sample: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Sample]: ...
-
-    def __getitem__(self, index: int | slice) -> Sample | Sequence[Sample]:
-        if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(self.size))]
-        if not -self.size <= index < self.size:
-            raise IndexError(f"index {index} is out of range for {self.size} samples")
-        place = index % self.size
+    def make(self, place: int) -> Sample:
+        """Return the episode at a place."""
         return Sample(
             id=f"{self.options.id}-{self.split}-{self.seed}-{place}",
             prompt=({"role": "user", "content": self.instructions},),

@@ -14,8 +14,8 @@ from envs.spec import EnvSpec
 from envs.types import Sample, SampleSource
 
 
-class ProblemsConfig(BaseModel):
-    """The flags that choose problems; their names are those of `trainer.run`."""
+class RowsConfig(BaseModel):
+    """The flags that name a file of rows and its columns."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -25,6 +25,16 @@ class ProblemsConfig(BaseModel):
     prompt_key: str = Field(default="problem", description="column of the problem's text")
     answer_key: str = Field(default="answer", description="column of the gold answer")
     image_keys: str = Field(default="images", description="column of the image or images")
+
+    @property
+    def keys(self) -> DataKeys:
+        """The columns."""
+        return DataKeys(self.prompt_key, self.answer_key, self.image_keys)
+
+
+class ProblemsConfig(RowsConfig):
+    """The flags that choose problems for a command without training."""
+
     split: str = Field(default="train", description="split of the problems")
     seed: int = Field(default=0, ge=0, description="seed of the environment's own problems")
 
@@ -65,8 +75,7 @@ def open_problems(spec: EnvSpec, config: ProblemsConfig, size: int) -> SampleSou
     """
     system_prompt = spec.load_system_prompt()
     if config.data:
-        keys = DataKeys(config.prompt_key, config.answer_key, config.image_keys)
-        return load_samples(config.data, keys=keys, system_prompt=system_prompt, limit=size, split=config.split)
+        return load_samples(config.data, keys=config.keys, system_prompt=system_prompt, limit=size, split=config.split)
     try:
         samples = spec.load_dataset(config.split, size, config.seed)
     except UserError:

@@ -7,11 +7,14 @@ list of parts, each ``{"type": "text", "text": str}`` or ``{"type": "image", "im
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, overload
 
 from PIL import Image
+
+from envs.errors import UserError
 
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 
@@ -42,6 +45,49 @@ class SampleSource(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Sample: ...
+
+
+class MadeSamples(Sequence[Sample]):
+    """Samples that are made when they are read: a subclass says how the one at a place from 0 to `size` - 1 is made.
+
+    Example::
+
+        class Squares(MadeSamples):
+            def make(self, place):
+                return Sample(f"square-{place}", ({"role": "user", "content": f"{place} squared?"},), str(place**2))
+
+        Squares(size=10)[-1].label      # "81"
+    """
+
+    def __init__(self, size: int) -> None:
+        """Take the number of samples; raise UserError where it is negative."""
+        if size < 0:
+            raise UserError("size", "must be at least 0", size, "give the number of samples")
+        self.size = size
+
+    @abstractmethod
+    def make(self, place: int) -> Sample:
+        """Return the sample at a place; the same one every time."""
+
+    def place(self, index: int) -> int:
+        """Return the place of an index from -size to size - 1."""
+        if not -self.size <= index < self.size:
+            raise IndexError(f"index {index} is out of range for {self.size} samples")
+        return index % self.size
+
+    def __len__(self) -> int:
+        return self.size
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Sample]: ...
+
+    def __getitem__(self, index: int | slice) -> Sample | Sequence[Sample]:
+        if isinstance(index, slice):
+            return [self.make(place) for place in range(*index.indices(self.size))]
+        return self.make(self.place(index))
 
 
 def well_formed(text: str) -> str:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from envs.errors import UserError
 from envs.grading import GraderName
+from envs.problems import RowsConfig
 from envs.registry import get_spec
 from envs.spec import EnvSpec
 
@@ -57,18 +58,12 @@ class EnvConfig(Section):
             raise UserError(f"environment '{spec.id}'", rule, given, "change the flag or the entry") from error
 
 
-class DataConfig(Section):
+class DataConfig(RowsConfig):
     """Which problems."""
 
-    data: str = Field(
-        default="", description="parquet, JSONL or JSON file, folder or hub id; empty: the environment's own problems"
-    )
     eval_data: str = Field(
         default="", description="held-out problems, as --data; empty: the environment's own, when --data is empty"
     )
-    prompt_key: str = Field(default="problem", description="column of the problem's text")
-    answer_key: str = Field(default="answer", description="column of the gold answer")
-    image_keys: str = Field(default="images", description="column of the image or images")
     system_prompt: str = Field(default="", description="system prompt; empty: the environment's")
     allow_outside_images: bool = Field(default=False, description="allow image paths outside the data file's folder")
     max_prompt_tokens: int = Field(default=1024, ge=1, description="longer prompts are left out and counted, never cut")

@@ -17,7 +17,7 @@ from agents.episode import Episode, Limits
 from agents.model import PolicyModel
 from agents.renderer import Renderer
 from agents.types import SamplingParams
-from envs.data import DataKeys, filter_overlong, load_samples
+from envs.data import filter_overlong, load_samples
 from envs.env import EnvArgs
 from envs.errors import UserError
 from envs.problems import with_system_prompt
@@ -87,9 +87,8 @@ def prepare(config: RunConfig) -> RunParts:
 
     def load(name: str, split: str, size: int, seed: int) -> SampleSource:
         if name:
-            keys = DataKeys(config.data.prompt_key, config.data.answer_key, config.data.image_keys)
             outside = config.data.allow_outside_images
-            return load_samples(name, keys=keys, system_prompt=system_prompt, allow_outside_images=outside)
+            return load_samples(name, keys=config.data.keys, system_prompt=system_prompt, allow_outside_images=outside)
         return with_system_prompt(spec.load_dataset(split, size, seed), system_prompt)
 
     train = load(config.data.data, "train", config.data.train_size, config.seed)

@@ -10,13 +10,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from random import Random
-from typing import Literal, overload
+from typing import Literal
 
 from PIL import Image
 
 from envs.errors import UserError, did_you_mean
 from envs.geo3k.problem import FAMILIES, LEVELS, Problem, draw_problem, make_problem
-from envs.types import Sample
+from envs.types import MadeSamples, Sample
 
 Split = Literal["demonstrations", "train", "heldout"]
 SPLITS = ("demonstrations", "train", "heldout")
@@ -34,7 +34,7 @@ def split_of(key: str) -> Split:
     return "heldout" if tenth == 0 else "train" if tenth == 5 else "demonstrations"
 
 
-class ProceduralGeo3k(Sequence[Sample]):
+class ProceduralGeo3k(MadeSamples):
     """Procedural problems of one split; sample i depends on seed, split and i alone (and on families and levels).
 
     Example::
@@ -56,8 +56,7 @@ class ProceduralGeo3k(Sequence[Sample]):
     ) -> None:
         if split not in SPLITS:
             raise UserError("split", "must be a known split", split, did_you_mean(split, SPLITS))
-        if size < 0:
-            raise UserError("size", "must be at least 0", size, "give the number of samples")
+        super().__init__(size)
         if unknown := [name for name in families or () if name not in FAMILIES]:
             raise UserError("families", "must be known families", unknown[0], did_you_mean(unknown[0], FAMILIES))
         if wrong := [level for level in levels if level not in LEVELS]:
@@ -65,12 +64,9 @@ class ProceduralGeo3k(Sequence[Sample]):
         if not levels or (families is not None and not families):
             raise UserError("families and levels", "must not be empty", [], "leave them out for all")
         self.split: Split = split
-        self.size, self.seed = size, seed
+        self.seed = seed
         self.families = tuple(families or FAMILIES)
         self.levels = tuple(levels)
-
-    def __len__(self) -> int:
-        return self.size
 
     def item(self, index: int) -> tuple[Problem, Image.Image]:
         """Return problem and picture at an index from -size to size - 1."""
@@ -82,7 +78,7 @@ class ProceduralGeo3k(Sequence[Sample]):
         return self._sample(index)[0]
 
     def _sample(self, index: int) -> tuple[Problem, Random]:
-        rng = Random(f"{self.seed}/{self.split}/{self._place(index)}")
+        rng = Random(f"{self.seed}/{self.split}/{self.place(index)}")
         family, level = rng.choice(self.families), rng.choice(self.levels)
         for _ in range(KEY_TRIES):
             problem = make_problem(family, level, rng)
@@ -90,24 +86,12 @@ class ProceduralGeo3k(Sequence[Sample]):
                 return problem, rng
         raise RuntimeError(f"{KEY_TRIES} problems of {family}, level {level}: none belongs to split {self.split}")
 
-    def _place(self, index: int) -> int:
-        if not -self.size <= index < self.size:
-            raise IndexError(f"index {index} is out of range for {self.size} samples")
-        return index % self.size
-
-    @overload
-    def __getitem__(self, index: int) -> Sample: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Sample]: ...
-
-    def __getitem__(self, index: int | slice) -> Sample | Sequence[Sample]:
-        if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(self.size))]
-        problem, image = self.item(index)
+    def make(self, place: int) -> Sample:
+        """Return the problem at a place as a sample, with its picture."""
+        problem, image = self.item(place)
         content = [{"type": "image", "image": image}, {"type": "text", "text": problem.question}]
         return Sample(
-            id=f"geo3k-procedural-{self.split}-{self.seed}-{self._place(index)}",
+            id=f"geo3k-procedural-{self.split}-{self.seed}-{place}",
             label=problem.answer,
             prompt=({"role": "user", "content": content},),
             metadata={
