@@ -62,11 +62,11 @@ class EnvLimits:
     inline: bool = False
 
     @classmethod
-    def of(cls, spec: EnvSpec, reset_timeout_s: float | None = None, step_timeout_s: float | None = None) -> EnvLimits:
-        """Return what a registry entry declares, with the timeouts given instead of its own."""
+    def of(cls, spec: EnvSpec) -> EnvLimits:
+        """Return what a registry entry declares."""
         return cls(
-            reset_timeout_s=reset_timeout_s or spec.reset_timeout_s,
-            step_timeout_s=step_timeout_s or spec.step_timeout_s,
+            reset_timeout_s=spec.reset_timeout_s,
+            step_timeout_s=spec.step_timeout_s,
             retries=spec.retries,
             retry_backoff_s=spec.retry_backoff_s,
             inline=spec.isolation == "inline",
