@@ -71,7 +71,13 @@ class Env(ABC):
         Shown are `obs_str` under `role` ("tool" where there is none), after the images of `multi_modal_data`, a dict of
         lists such as ``{"image": [picture]}``.
         """
-        images = [image for group in (observation.get("multi_modal_data") or {}).values() for image in group]
+        if not {"obs_str", "multi_modal_data"} & observation.keys():
+            rule = "an observation must hold obs_str or multi_modal_data, or format_observation be defined"
+            raise ValueError(f"{rule}, got the keys {', '.join(map(str, observation))}")
+        groups = observation.get("multi_modal_data") or {}
+        if not isinstance(groups, Mapping) or not all(isinstance(group, list | tuple) for group in groups.values()):
+            raise ValueError(f'multi_modal_data must be like {{"image": [picture]}}, got {groups!r:.200}')
+        images = [image for group in groups.values() for image in group]
         text = observation.get("obs_str", "")
         content = [*({"type": "image", "image": i} for i in images), {"type": "text", "text": text}] if images else text
         return {"role": observation.get("role", "tool"), "content": content}

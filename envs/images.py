@@ -69,6 +69,10 @@ def find_image(value: object, field: str, root: Path | None, allow_outside: bool
             return _from_base64(data, field)
         if data is not None or path is not None:
             return find_image(path if data is None else data, field, root, allow_outside)
+    shape = getattr(value, "shape", None)
+    if shape is not None:  # an array or a tensor
+        got = f"{type(value).__name__} of shape {tuple(shape)}"
+        raise UserError(field, "must be an image", got, "use PIL.Image.fromarray")
     got = value if value is None or isinstance(value, int | float) else f"{type(value).__name__}: {value!r}"
     raise UserError(field, "must be an image", got, "give a path, base64 text, bytes or {'bytes': ..., 'path': ...}")
 

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import ValidationError
@@ -49,7 +49,10 @@ def load_registry(*overlays: Path) -> Mapping[str, EnvSpec]:
     specs = {spec.id: spec for spec in _read_file(PACKAGED)}
     for name, file in plugin_files():
         try:
-            specs |= {spec.id: spec for spec in _read_file(file)}
+            brought = {spec.id: spec for spec in _read_file(file)}
+            if replaced := sorted(specs.keys() & brought.keys()):
+                logger.warning("the installed package '%s' replaces the environments %s", name, ", ".join(replaced))
+            specs |= brought
         except UserError as error:  # a package that somebody else broke must not stop every command
             logger.warning("left out the environments of the installed package '%s': %s", name, error)
     for file in overlays:
@@ -136,9 +139,21 @@ def _parse_entry(file: Path, env_id: object, entry: object) -> EnvSpec:
     except ValidationError as error:
         first = error.errors()[0]
         if not first["loc"]:  # a rule over several keys
-            raise UserError(where, first["msg"].removeprefix("Value error, "), entry, "mend the entry") from error
+            rule, _, got = first["msg"].removeprefix("Value error, ").partition(", got ")
+            raise UserError(where, rule, got, "mend the entry") from error
         name = str(first["loc"][0])
         if first["type"] == "missing":
             raise UserError(f"{where} {name}", "is required", "nothing", "add it") from error
-        fix = REFERENCE_FIX if first["type"] == "string_pattern_mismatch" else "mend the value"
-        raise UserError(f"{where} {name}", first["msg"].lower(), first["input"], fix) from error
+        field, got = f"{where} {name}", first["input"]
+        if first["type"] == "string_pattern_mismatch":
+            raise UserError(field, "must name something in a module", got, REFERENCE_FIX) from error
+        if words := _words(EnvSpec.model_fields[name].annotation):
+            raise UserError(field, f"must be one of {', '.join(words)}", got, did_you_mean(str(got), words)) from error
+        rule = first["msg"].replace("Input should be", "must be")
+        shown = f"the text '{got}'" if isinstance(got, str) else got
+        raise UserError(field, rule[:1].lower() + rule[1:], shown, "mend the value") from error
+
+
+def _words(annotation: Any) -> list[str]:
+    """Return the words that a field of a few words may be."""
+    return [word for arg in get_args(annotation) for word in ([arg] if isinstance(arg, str) else _words(arg))]

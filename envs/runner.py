@@ -136,13 +136,15 @@ class EnvRunner:
 
     def _open(self, slot: _Slot) -> tuple[Sequence[dict[str, Any]], tuple[Message, ...]]:
         env = self._make_env()
-        if missing := [name for name in _METHODS if not hasattr(env, name)]:
+        if missing := {name: error for name in _METHODS if (error := _missing(env, name))}:
             fix = (
                 " (an environment written for slime: add `compat: slime` to its entry)"
-                if {"tools", "reward"} <= {*missing} and "step" not in missing
+                if {"tools", "reward"} <= missing.keys() and "step" not in missing
                 else ""
             )
-            raise EnvFault(f"building must return an environment with {', '.join(_METHODS)}, got {env!r:.200}{fix}")
+            reasons = "; ".join(dict.fromkeys(map(str, missing.values())))
+            rule = f"building must return an environment with {', '.join(_METHODS)}"
+            raise EnvFault(f"{rule}, got {env!r:.200}: {reasons}{fix}")
         if not slot.fill(env):  # given up meanwhile
             env.close()
             return (), ()
@@ -159,7 +161,8 @@ class EnvRunner:
     def _reward(env: EpisodeEnv, final_text: str) -> float:
         value = env.reward(final_text)
         if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-            raise EnvFault(f"reward must be a finite number, got {value!r:.200}")
+            fix = "; write float(...)" if isinstance(value, bool) else "; does it return?" if value is None else ""
+            raise EnvFault(f"reward must be a finite number, got {value!r:.200}{fix}")
         return float(value)
 
     async def _call(self, limit_s: float, function: Callable[..., R], *args: object) -> R:
@@ -243,6 +246,15 @@ def _trace(error: BaseException) -> str:
 _METHODS = ["tools", "reset", "step", "format_observation", "reward", "close"]
 
 
+def _missing(env: object, name: str) -> AttributeError | None:
+    """Return why an attribute is not there; a property that needs one that is not set tells of that."""
+    try:
+        getattr(env, name)
+    except AttributeError as error:
+        return error
+    return None
+
+
 def _close(env: EpisodeEnv) -> None:
     env.close()
 
@@ -250,7 +262,8 @@ def _close(env: EpisodeEnv) -> None:
 def _checked_reset(value: object) -> dict[str, Any]:
     if isinstance(value, tuple) and len(value) == 2 and all(isinstance(part, dict) for part in value):
         return value[0]
-    raise EnvFault(f"reset must return (dict, dict), got {value!r:.200}")
+    fix = "; does it return?" if value is None else ""
+    raise EnvFault(f"reset must return (dict, dict), got {value!r:.200}{fix}")
 
 
 def _checked_step(value: object) -> tuple[dict[str, Any], bool, Mapping[str, Any]]:
@@ -259,7 +272,8 @@ def _checked_step(value: object) -> tuple[dict[str, Any], bool, Mapping[str, Any
         is_flag = isinstance(done, bool) or type(done).__name__ in ("bool_", "bool")  # numpy's, without importing it
         if isinstance(observation, dict) and is_flag and isinstance(info, dict):
             return observation, bool(done), info
-    raise EnvFault(f"step must return (dict, bool, dict), got {value!r:.200}")
+    fix = "; does it return?" if value is None else ""
+    raise EnvFault(f"step must return (dict, bool, dict), got {value!r:.200}{fix}")
 
 
 def checked_messages(value: object) -> tuple[Message, ...]:

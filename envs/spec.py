@@ -88,15 +88,21 @@ class EnvSpec(BaseModel):
         if not isinstance(entry, dict) or "gymnasium" not in entry:
             return entry
         entry = dict(entry)
+        if others := {"entry_point", "dataset"} & entry.keys():
+            named = ", ".join(sorted(others))
+            raise ValueError(f"gymnasium must stand in place of entry_point and dataset, got {named} too")
         options = {**entry.get("options", {}), "id": entry.pop("gymnasium")}
         module = "envs.from_gymnasium"
         usual = {"entry_point": f"{module}:FromGymnasium", "dataset": f"{module}:GymnasiumSamples"}
-        return {**usual, "dataset_options": options, **entry, "options": options}
+        return {**usual, **entry, "dataset_options": options, "options": options}
 
     @model_validator(mode="after")
     def _check_limits(self) -> EnvSpec:
         if self.memory_limit_gib and self.isolation != "process":
-            raise ValueError("memory_limit_gib needs isolation: process")
+            raise ValueError(f"memory_limit_gib needs isolation: process, got {self.isolation}")
+        if self.reward_max_val <= self.reward_min_val:
+            both = f"{self.reward_max_val:g} and {self.reward_min_val:g}"
+            raise ValueError(f"reward_max_val must be over reward_min_val, got {both}")
         return self
 
     def args(self, max_turns: int | None = None, tool_format: ToolFormat = "hermes") -> EnvArgs:
@@ -138,13 +144,25 @@ class EnvSpec(BaseModel):
         """Return `size` samples of the built-in data set.
 
         Raises:
-            UserError: the entry names no data set, or one that does not import.
+            UserError: the entry names no data set, or one that does not import, raises or returns no samples.
         """
         if self.dataset is None:
             fix = "name a data set with --data, or add `dataset` to the entry"
             raise UserError(f"environment '{self.id}'", "must have a built-in data set to run without one", "none", fix)
         make_samples: MakeSamples = self._resolve_callable("dataset", self.dataset)
-        return make_samples(split=split, size=size, seed=seed, **self.dataset_options)
+        options = "".join(f", {name}={value!r}" for name, value in self.dataset_options.items())
+        call = f"{self.dataset.partition(':')[2]}(split={split!r}, size={size}, seed={seed}{options})"
+        field = f"environment '{self.id}' dataset"
+        try:
+            samples = make_samples(split=split, size=size, seed=seed, **self.dataset_options)
+        except UserError:
+            raise
+        except Exception as error:  # code of the environment's author
+            raise UserError(field, f"{call} must return samples", _cause(error), "mend the data set") from error
+        if not (hasattr(samples, "__len__") and hasattr(samples, "__getitem__")):
+            fix = "return a list of samples, or anything else with a length and an index"
+            raise UserError(field, f"{call} must return samples", type(samples).__name__, fix)
+        return samples
 
     def load_system_prompt(self) -> str | None:
         """Return the text of the system prompt, None if the entry names none."""

@@ -47,6 +47,12 @@ class ToolEnv(Env):
     #: Other names under which a tool may be called, by name: not shown, and accepted.
     aliases: Mapping[str, str] = {}
 
+    def __init_subclass__(cls) -> None:
+        """Refuse a tool in the place of a method that the contract needs."""
+        super().__init_subclass__()
+        if taken := [name for name in marked_methods(cls) if hasattr(ToolEnv, name)]:
+            raise TypeError(f"tool {taken[0]!r} has the name of a method of ToolEnv; call the method otherwise")
+
     def __init__(self, sample: Sample, args: EnvArgs | None = None) -> None:
         self.sample = sample
         self.args = args or EnvArgs(max_turns=1)
@@ -61,11 +67,15 @@ class ToolEnv(Env):
     def add_tool(self, function: Callable[..., Any], options: ToolOptions | None = None) -> None:
         """Offer a function with typed parameters as a tool of this episode alone."""
         made = Tool.of(function, options)
+        if made.name in self._tools:
+            raise ValueError(f"there is a tool {made.name!r} already; give this one another name with @tool(name=...)")
         self._tools[made.name] = made
 
     @property
     def tools(self) -> Sequence[dict[str, Any]]:  # type: ignore[override]
         """The tools' schemas, as the chat template takes them."""
+        if "_tools" not in vars(self):
+            raise AttributeError("__init__ of a ToolEnv must begin with super().__init__(sample, args)")
         return [each.schema for each in self._tools.values()]
 
     @property
@@ -85,6 +95,8 @@ class ToolEnv(Env):
         found = self._find_calls(response_text)
         if not found:
             answer = self.no_call(response_text)
+            if not (answer is None or isinstance(answer, str)):
+                raise TypeError(f"no_call must return a text, or None to end the episode, got {answer!r:.200}")
             self.done = self.done or answer is None
             contents, records = [] if answer is None else [answer], []
         else:

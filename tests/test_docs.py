@@ -8,15 +8,18 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from PIL import Image
 
 from envs.check import CHECKS
-from envs.env import CallPolicy
+from envs.env import CallPolicy, EnvArgs
 from envs.grading import GRADERS
 from envs.registry import get_spec
 from envs.spec import EnvSpec
 from envs.tool_calls import ToolCall, find_tool_calls
+from envs.types import Sample
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "docs" / "environments.md"
@@ -141,3 +144,15 @@ def test_the_gymnasium_example_of_the_page_runs() -> None:
     names: dict[str, object] = {}
     exec(block("python", "import gymnasium"), names)
     assert names["reward"] in (0.0, 1.0) and names["terminated"] and not names["truncated"]
+
+
+def test_the_plain_environment_of_the_page_plays_by_its_rules() -> None:
+    names: dict[str, Any] = {}
+    exec(block("python", "class FindEnv"), names)
+    sample = Sample("0", (), label="q", metadata={"picture": Image.new("RGB", (32, 32))})
+    env = names["FindEnv"](sample, EnvArgs(max_turns=3))
+    message = env.format_observation(env.reset()[0])
+    assert (message["role"], [part["type"] for part in message["content"]]) == ("user", ["image", "text"])
+    assert env.step("the q")[0] == {"obs_str": "One letter, please."}
+    assert env.step("q") == ({}, True, {})
+    assert (env.reward("q"), env.reward("x")) == (1.0, 0.0)

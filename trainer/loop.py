@@ -21,7 +21,7 @@ from trainer.batching import training_samples
 from trainer.display import Display
 from trainer.evaluate import Evaluation, evaluate
 from trainer.metrics import MetricsLog, draw_curve, rollout_metrics
-from trainer.setup import RunParts
+from trainer.setup import RunParts, check_command
 
 #: The two ways a policy is evaluated, and their names in tables and summary.
 WITH_TOOL, WITHOUT_TOOL = "with_tool", "without_tool"
@@ -96,6 +96,8 @@ class TrainingLoop:
         row = self.log.write(step, metrics, stats)
         self._record(groups, step)
         self.display.step(row, config.steps)
+        if all(group.is_dropped for group in groups):
+            self.display.say(f"nothing to learn from: no group has two valid episodes; see {check_command(config)}")
 
     def _problems(self, step: int) -> list[Sample]:
         """Return the step's problems: a seeded order of all, epoch after epoch."""

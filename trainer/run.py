@@ -32,13 +32,17 @@ def run(argv: Sequence[str] | None) -> int:
         )
     if wandb_is_wanted() and not wandb_is_installed():
         console.print("WANDB_API_KEY is set but wandb is missing: pip install 'trueturn[wandb]' to log there")
-    if parts.eval_samples is None:
+    if parts.eval_samples is None and config.data.eval_size:
         console.print("no held-out evaluation: give --eval-data")
     console.print(f"{len(parts.train_samples)} training problems; run folder {parts.folder}", soft_wrap=True)
     with Display(console) as display:
         loop = TrainingLoop(parts, display)
         summary = asyncio.run(loop.run())
     display.summary(loop.before, loop.after, loop.ends)
+    ends = summary["end_reasons"]
+    if ends.get("token_budget", 0) > sum(ends.values()) / 2:
+        budget = f"--max-new-tokens {config.env.max_new_tokens}"
+        console.print(f"most episodes used up {budget}, in which what the environment says counts too: raise it")
     if summary["groups"]:
         fates = ", ".join(f"{count} {fate}" for fate, count in summary["groups"].items())
         console.print(f"groups that broken episodes left fewer than two valid ones: {fates}")

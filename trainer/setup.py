@@ -96,7 +96,7 @@ def prepare(config: RunConfig) -> RunParts:
     if config.data.eval_size and (config.data.eval_data or not config.data.data):
         # Held-out problems are the same for every seed, so that runs can be compared.
         evaluation = load(config.data.eval_data, "heldout", config.data.eval_size, 0)
-    tools = probe_tools(spec, build_env, spec.args(tool_format=detect_format(renderer.chat_template)), train)
+    tools = probe_tools(config, spec, build_env, spec.args(tool_format=detect_format(renderer.chat_template)), train)
     train, num_overlong = filter_overlong(
         train, lambda sample: len(renderer.prompt(sample.prompt, tools).ids), config.data.max_prompt_tokens
     )
@@ -135,17 +135,28 @@ def resolve_model(name: str) -> Path | str:
     return STARTER_PATH
 
 
-def probe_tools(spec: EnvSpec, build_env: BuildEnv, args: EnvArgs, samples: SampleSource) -> Sequence[dict[str, Any]]:
-    """Return the tools of the first sample whose environment can be built and reset.
+def check_command(config: RunConfig) -> str:
+    """Return the command that checks a run's environment without a model."""
+    words = [config.env.env, *(f"--registry {file}" for file in config.env.registry)]
+    words += [f"--data {config.data.data}"] if config.data.data else []
+    return f"python -m envs.check {' '.join(words)}"
+
+
+def probe_tools(
+    config: RunConfig, spec: EnvSpec, build_env: BuildEnv, args: EnvArgs, samples: SampleSource
+) -> Sequence[dict[str, Any]]:
+    """Play an empty turn of the first few samples until one is played to its reward; return that environment's tools.
 
     Raises:
-        UserError: no environment of the first few samples can; says why.
+        UserError: none of them is; says why.
     """
 
     async def probe(sample: Sample) -> Sequence[dict[str, Any]]:
         runner = EnvRunner(lambda: build_env(sample, args), EnvLimits.of(spec))
         try:
             await runner.open()
+            await runner.step("")
+            await runner.reward("")
             return runner.tools
         finally:
             await runner.close()
@@ -158,8 +169,8 @@ def probe_tools(spec: EnvSpec, build_env: BuildEnv, args: EnvArgs, samples: Samp
             fault = fault or error
     if fault is None:
         return ()
-    rule, reason = "must be built and reset for a sample", str(fault).strip().splitlines()[-1]
-    raise UserError(f"environment '{spec.id}'", rule, reason, f"see python -m envs.check {spec.id}") from fault
+    rule, reason = "must play a turn and give a reward", str(fault).strip().splitlines()[-1]
+    raise UserError(f"environment '{spec.id}'", rule, reason, f"see {check_command(config)}") from fault
 
 
 def check_fit(config: RunConfig, model: PolicyModel) -> None:

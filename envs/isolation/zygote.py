@@ -92,4 +92,4 @@ def _send(connection: Connection, answer: tuple[bool, Any]) -> None:
     except BrokenPipeError:
         os._exit(0)
     except Exception:  # a value that cannot be pickled
-        connection.send((False, traceback.format_exc()))
+        connection.send((False, f"{traceback.format_exc()}What leaves a process must be picklable."))

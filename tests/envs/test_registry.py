@@ -132,14 +132,14 @@ def test_an_unknown_environment_is_answered_with_the_nearest(tmp_path: Path) -> 
     ("change", "message"),
     [
         (("max_turns", "max_turn"), "mine.yaml entry 'counter': must have known keys only, got max_turn; did you mean"),
-        (("max_turns: 2", "max_turns: '2'"), "entry 'counter' max_turns: input should be a valid integer, got 2"),
-        (("max_turns: 2", "max_turns: true"), "entry 'counter' max_turns: input should be a valid integer, got True"),
-        (("max_turns: 2", "max_turns: 0"), "max_turns: input should be greater than or equal to 1, got 0"),
+        (("max_turns: 2", "max_turns: '2'"), "entry 'counter' max_turns: must be a valid integer, got the text '2'"),
+        (("max_turns: 2", "max_turns: true"), "entry 'counter' max_turns: must be a valid integer, got True"),
+        (("max_turns: 2", "max_turns: 0"), "max_turns: must be greater than or equal to 1, got 0"),
         (("  max_turns: 2\n", ""), "entry 'counter' max_turns: is required"),
         (("  max_turns", "  id: x\n  max_turns"), "must have known keys only, got id"),
         (("m:PROMPT", "Count the dots."), "write module:ATTRIBUTE"),
         (("entry_point: m", "entry_point: m.py:1"), "write module:ATTRIBUTE"),
-        (("description: counts", "description: [a]"), "description: input should be a valid string"),
+        (("description: counts", "description: [a]"), "description: must be a valid string"),
         (("counter:", "7:"), "entry '7': must have a text as its id, got int; write \"7\": in quotes"),
         (("counter:", "counter: [1]\nother:"), "entry 'counter': must be a mapping, got list"),
         (
@@ -277,3 +277,64 @@ def test_a_broken_package_is_left_out_with_a_warning(
     monkeypatch.syspath_prepend(str(tmp_path))
     assert "geo3k" in load_registry() and "theirs" not in load_registry()
     assert said in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            "gymnasium: A-v0, entry_point: a",
+            "gymnasium must stand in place of entry_point and dataset, got entry_point too",
+        ),
+        (
+            "entry_point: a, reward_max_val: 0, reward_min_val: 1",
+            "reward_max_val must be over reward_min_val, got 0 and 1",
+        ),
+        ("entry_point: a, memory_limit_gib: 1", "memory_limit_gib needs isolation: process, got thread"),
+        (
+            "entry_point: a, isolation: proces",
+            "isolation: must be one of inline, thread, process, got proces; did you mean 'process'?",
+        ),
+        (
+            "entry_point: a, tool_format: xml",
+            "tool_format: must be one of hermes, qwen_xml, auto, got xml; known: auto, hermes, qwen_xml",
+        ),
+        ("entry_point: a, grader: maths", "got maths; did you mean 'math'?"),
+        (
+            "entry_point: a, system_prompt: You are good.",
+            "system_prompt: must name something in a module, got You are good.; write module:ATTRIBUTE",
+        ),
+        ("entry_point: a, step_timeout_s: 0", "step_timeout_s: must be greater than 0, got 0; mend the value"),
+    ],
+)
+def test_a_wrong_word_is_told_from_the_right_ones(keys: str, message: str, tmp_path: Path) -> None:
+    error = error_of(overlay(tmp_path, f"mine: {{description: d, max_turns: 1, {keys}}}\n"))
+    assert "entry 'mine'" in error and message in error
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("def samples(split, size, seed): pass", "got NoneType; return a list of samples"),
+        ("def samples(split, size, seed): yield 1", "got generator; return a list of samples"),
+        (
+            "def samples(split): return []",
+            "samples(split='train', size=2, seed=0, n=5) must return samples, got TypeError",
+        ),
+    ],
+)
+def test_a_data_set_that_gives_no_samples_is_told_how_it_is_called(code: str, message: str, write_module) -> None:
+    options = {"n": 5} if "TypeError" in message else {}
+    write_module("setless_env", code)
+    spec = EnvSpec(
+        id="mine",
+        entry_point="m",
+        description="",
+        max_turns=1,
+        dataset="setless_env:samples",
+        dataset_options=options,
+    )
+    with pytest.raises(UserError) as caught:
+        spec.load_dataset("train", size=2, seed=0)
+    assert str(caught.value).startswith("environment 'mine' dataset: samples(split='train', size=2, seed=0")
+    assert message in str(caught.value)

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -258,6 +259,45 @@ def test_pictures_are_decoded_from_what_an_environment_may_have(tmp_path: Path) 
     (message,) = shown({"role": "tool", "content": [*parts, {"type": "text", "text": "t"}]})
     images = [part["image"] for part in message["content"] if part["type"] == "image"]
     assert [(i.mode, i.size, i.getpixel((0, 0))) for i in images] == [("RGB", (40, 30), (255, 0, 0))] * 3
+
+
+@pytest.mark.parametrize(
+    ("observation", "said"),
+    [
+        ({"text": "hello", "image": 1}, "must hold obs_str or multi_modal_data, or format_observation be defined, got"),
+        ({"obs_str": "x", "multi_modal_data": [1]}, 'multi_modal_data must be like {"image": [picture]}, got [1]'),
+        ({"obs_str": "x", "multi_modal_data": {"image": 1}}, "must be like {\"image\": [picture]}, got {'image': 1}"),
+    ],
+)
+def test_an_observation_that_would_be_shown_as_nothing_is_a_fault(observation: dict[str, Any], said: str) -> None:
+    class Plain(Shows):
+        format_observation = Env.format_observation
+
+        def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
+            return observation, False, {}
+
+    with pytest.raises(EnvFault) as caught:
+        asyncio.run(play(EnvRunner(lambda: Plain(None), EnvLimits(inline=True))))
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [(True, "write float(...)"), (None, "does it return?"), ("1", "got '1'"), (float("nan"), "nan")]
+)
+def test_a_reward_that_is_no_number_is_a_fault(value: Any, said: str) -> None:
+    class Paid(Shows):
+        def reward(self, final_text: str) -> float:
+            return value
+
+    with pytest.raises(EnvFault, match="reward must be a finite number") as caught:
+        asyncio.run(play(EnvRunner(lambda: Paid({"role": "tool", "content": "a"}), EnvLimits(inline=True))))
+    assert said in str(caught.value)
+
+
+def test_an_array_in_the_place_of_a_picture_is_told_what_to_do() -> None:
+    array = np.zeros((4, 3, 3), dtype=np.uint8)
+    with pytest.raises(EnvFault, match=r"got ndarray of shape \(4, 3, 3\); use PIL.Image.fromarray"):
+        shown({"role": "tool", "content": [{"type": "image", "image": array}]})
 
 
 @pytest.mark.parametrize(

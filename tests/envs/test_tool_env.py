@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 from envs.env import EnvArgs
+from envs.runner import EnvFault, EnvLimits, EnvRunner
 from envs.tool_env import ToolEnv
 from envs.tools import ToolError, tool
 from envs.types import Sample
@@ -329,3 +330,45 @@ def test_what_an_environment_is_written_with_can_be_imported_from_the_package() 
     assert (envs.ToolEnv, envs.tool, envs.ToolError) == (ToolEnv, tool, ToolError)
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = envs.nothing  # type: ignore[attr-defined]
+
+
+def test_a_tool_must_not_have_the_name_of_a_method_of_the_contract() -> None:
+    with pytest.raises(TypeError, match="tool 'step' has the name of a method of ToolEnv"):
+
+        class Steps(ToolEnv):
+            @tool
+            def step(self, n: int) -> str:  # type: ignore[override]
+                """Take steps."""
+                return str(n)
+
+
+def test_two_tools_must_not_have_one_name() -> None:
+    class Twice(ToolEnv):
+        @tool
+        def look(self) -> None:
+            """Look."""
+
+        @tool(name="look")
+        def watch(self) -> None:
+            """Watch."""
+
+    with pytest.raises(ValueError, match="there is a tool 'look' already"):
+        Twice(SAMPLE)
+
+
+def test_a_forgotten_super_init_is_named() -> None:
+    class Forgets(ToolEnv):
+        def __init__(self, sample: Sample, args: EnvArgs) -> None:
+            self.state = 0
+
+    with pytest.raises(EnvFault, match=r"__init__ of a ToolEnv must begin with super\(\).__init__\(sample, args\)"):
+        asyncio.run(EnvRunner(lambda: Forgets(SAMPLE, EnvArgs(1)), EnvLimits()).open())
+
+
+def test_an_answer_to_a_turn_without_a_call_that_is_no_text_is_the_authors_error() -> None:
+    class Counts(Shop):
+        def no_call(self, response_text: str) -> Any:
+            return 3
+
+    with pytest.raises(TypeError, match="no_call must return a text, or None to end the episode, got 3"):
+        Counts().step("hello")

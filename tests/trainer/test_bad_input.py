@@ -107,3 +107,19 @@ def test_the_command_itself_exits_with_2() -> None:
     )
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1 and done.stdout == ""
+
+
+def test_an_environment_whose_every_reward_is_wrong_is_found_before_step_0(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, rows
+) -> None:
+    (tmp_path / "unpaid.py").write_text(
+        "from envs import ToolEnv\nclass Unpaid(ToolEnv):\n    def reward(self, final_text): pass\n"
+    )
+    registry = tmp_path / "unpaid.yaml"
+    registry.write_text("unpaid: {entry_point: unpaid:Unpaid, description: d, max_turns: 1}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    data = rows(ROW, ROW)
+    line = complaint(["--env", "unpaid", "--registry", str(registry), "--data", data], tmp_path, capsys)
+    assert "environment 'unpaid': must play a turn and give a reward" in line
+    assert "reward must be a finite number, got None; does it return?" in line
+    assert f"python -m envs.check unpaid --registry {registry} --data {data}" in line
