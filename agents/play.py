@@ -72,6 +72,7 @@ class Terminal:
 
     source: TextIO
     target: TextIO
+    mark = "> "
 
     def say(self, text: str) -> None:
         """Print text; codes that would steer the terminal are shown instead."""
@@ -81,10 +82,7 @@ class Terminal:
         """Return a turn that the person wrote. Raises `Quit` at `:quit`, Ctrl-C and the end of the input."""
         lines: list[str] = []
         while True:
-            try:
-                line = self.source.readline()
-            except KeyboardInterrupt as pressed:
-                raise Interrupted from pressed
+            line = self._read()
             if not line and not lines:
                 raise Quit
             if not line:
@@ -94,14 +92,30 @@ class Terminal:
                 break
             if line == ":quit":
                 raise Quit
-            if line.startswith(":call"):
+            if re.match(r":call(\s|$)", line):
                 try:
                     lines.append(expand_call(line, tool_format))
                 except ValueError as error:
                     self.say(f'not understood: {error}; write :call NAME {{"argument": "value"}}')
                 continue
+            if not lines and (unknown := re.match(r":[A-Za-z]\w*", line)):
+                self.say(f"not understood: {unknown[0]} is no command, :call and :quit are; a space in front sends it")
+                continue
             lines.append(line)
         return "\n".join(lines)
+
+    def _read(self) -> str:
+        """Return a line, marked as the person's; what comes from a pipe is shown, as a terminal shows what is typed."""
+        is_typed = self.source.isatty()
+        if is_typed:
+            print(self.mark, end="", file=self.target, flush=True)
+        try:
+            line = self.source.readline()
+        except KeyboardInterrupt as pressed:
+            raise Interrupted from pressed
+        if line and not is_typed:
+            self.say(self.mark + line.removesuffix("\n").removesuffix("\r"))
+        return line
 
 
 def expand_call(line: str, tool_format: ToolFormat) -> str:
@@ -250,10 +264,14 @@ def summarise(trajectory: Trajectory, terminal: Terminal, gallery: Gallery) -> i
         terminal.say(t.error)
     read = len(t.ids_T) - t.num_model_tokens
     terminal.say(
-        f"--- end: {t.end_reason}, reward {t.reward:g}, {len(t.turns)} turns, {t.num_model_tokens} tokens written, "
+        f"--- end: {t.end_reason}, reward {t.reward:g}, {_turns(len(t.turns))}, {t.num_model_tokens} tokens written, "
         f"{read} read"
     )
     return 0 if t.end_reason.is_valid else 1
+
+
+def _turns(count: int) -> str:
+    return f"{count} turn{'' if count == 1 else 's'}"
 
 
 def _finish(playing: Coroutine[Any, Any, Trajectory]) -> Trajectory:
@@ -278,6 +296,9 @@ def run(argv: Sequence[str] | None) -> int:
     spec = get_spec(config.env, *config.registry)
     build_env = spec.load()
     source = open_problems(spec, config.problems, config.index + 1)
+    if 0 < len(source) <= config.index:
+        fix = f"the data has {len(source)} problem{'' if len(source) == 1 else 's'}, counted from 0"
+        raise UserError("--index", f"must be at most {len(source) - 1}", config.index, fix)
     sample = read_sample(spec, source, config.index)
     renderer = Renderer.from_checkpoint(starter_folder() if config.model == "starter" else config.model)
     tool_format = detect_format(renderer.chat_template)
@@ -294,7 +315,7 @@ def run(argv: Sequence[str] | None) -> int:
         Limits(args.max_turns, config.max_new_tokens, EnvLimits.of(spec)),
         SamplingParams(stop_ids=renderer.stop_ids, suppressed_ids=renderer.suppressed_ids),
     )
-    terminal.say(f"{spec.id}: {spec.description}\nsample {sample.id}, {args.max_turns} turns\n{HELP}\n---")
+    terminal.say(f"{spec.id}: {spec.description}\nsample {sample.id}, {_turns(args.max_turns)}\n{HELP}\n---")
     gallery.save(list(message_images(sample.prompt)), "prompt")
     try:
         trajectory = _finish(

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import UnionType
+from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -51,7 +52,7 @@ def parse(model: type[M], argv: Sequence[str] | None, prog: str, description: st
     known, unknown = parser.parse_known_args(parser.argv)
     if unknown:
         flag = unknown[0].split("=")[0]
-        raise UserError(flag, "is no flag of this command", unknown[0], did_you_mean(flag, flags))
+        raise UserError(flag, "is no flag of this command", unknown[0], _instead(model, flag, flags, vars(known)))
     given = {path: value for path in flags.values() if (value := vars(known)[path[-1]]) is not None}
     tree: dict[str, Any] = {}
     for path, value in given.items():
@@ -68,8 +69,20 @@ def parse(model: type[M], argv: Sequence[str] | None, prog: str, description: st
         rule = first["msg"].replace("Input should be", "must be").replace("Value error, ", "")
         got = "nothing" if first["type"] == "missing" else first["input"]
         raise UserError(
-            _flag(name, field), rule[:1].lower() + rule[1:], got, f"it is the {field.description}"
+            _flag(name, field), rule[:1].lower() + rule[1:], got, f"see --help ({field.description})"
         ) from None
+
+
+def _instead(model: type[BaseModel], word: str, flags: Collection[str], given: Mapping[str, Any]) -> str:
+    """Return what to write in place of a word that no flag takes."""
+    fields = [(path[-1], field) for path, field in leaves(model)]
+    fix = did_you_mean(word, flags)
+    if fix.startswith("did"):
+        return fix
+    if word.startswith("-"):  # what followed an unknown flag may have been taken for the argument
+        value = next((given[name] for name, field in fields if field.is_required()), None)
+        return f"write {value} without {word}" if value is not None else fix
+    return f"write --env {word}" if "--env" in flags and given["env"] is None else fix
 
 
 def _flag(name: str, field: FieldInfo) -> str:
@@ -81,13 +94,36 @@ def _add(parser: argparse.ArgumentParser, flag: str, field: FieldInfo) -> None:
         parser.add_argument(flag.lower(), metavar=flag, nargs="?", help=field.description)
         return
     default = field.get_default()
-    text = f"{field.description} (default: {default if default not in ('', (), None) else 'empty'})".replace("%", "%%")
+    text = f"{field.description}{_notes(field)}".replace("%", "%%")
     if field.annotation is bool:
         parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
     elif isinstance(default, tuple):
         parser.add_argument(flag, action="append", metavar="VALUE", default=None, help=text)
     else:
         parser.add_argument(flag, metavar="VALUE", default=None, help=text)
+
+
+def _notes(field: FieldInfo) -> str:
+    """Return in brackets what the help says besides a field's description."""
+    default, words = field.get_default(), _words(field.annotation)
+    notes = [f"one of {', '.join(words)}"] if words else []
+    if isinstance(default, tuple):
+        notes.append("give it again for more")
+    if default not in ("", (), None):
+        notes.append(f"default: {default}")
+    elif "empty:" not in (field.description or ""):  # which says what that means
+        notes.append("default: empty")
+    return f" ({'; '.join(notes)})" if notes else ""
+
+
+def _words(annotation: Any) -> list[str]:
+    """Return the words of a `Literal`, or of a union of such, maybe with None."""
+    if get_origin(annotation) is Literal:
+        return [str(word) for word in get_args(annotation) if word is not None]
+    if get_origin(annotation) not in (Union, UnionType):
+        return []
+    parts = [_words(part) for part in get_args(annotation) if part is not type(None)]
+    return [word for part in parts for word in part] if all(parts) else []
 
 
 def exit_code(main: Callable[[], int]) -> int:

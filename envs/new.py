@@ -45,6 +45,8 @@ def write_scaffold(name: str, folder: Path) -> tuple[list[Path], str | None]:
         raise UserError("NAME", "must name new files", found[0], "choose another name, or remove the file")
     _check_free(name)
     entry = None
+    if (folder / REGISTRY).is_file() and name in load_registry(folder / REGISTRY):
+        raise UserError("NAME", f"must not be in {folder / REGISTRY} already", name, "choose another, or take it out")
     if (folder / REGISTRY).exists():
         entry = _filled(REGISTRY, name)
     else:

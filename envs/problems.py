@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import traceback
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from envs.checking.places import author_place
 from envs.data import DataKeys, add_system_prompt, load_samples
 from envs.errors import UserError
 from envs.spec import EnvSpec
@@ -76,15 +76,7 @@ def open_problems(spec: EnvSpec, config: ProblemsConfig, size: int) -> SampleSou
     system_prompt = spec.load_system_prompt()
     if config.data:
         return load_samples(config.data, keys=config.keys, system_prompt=system_prompt, limit=size, split=config.split)
-    try:
-        samples = spec.load_dataset(config.split, size, config.seed)
-    except UserError:
-        raise
-    except Exception as error:  # code of the environment's author
-        raise UserError(
-            f"environment '{spec.id}' dataset", "must give samples", _cause(error), "mend the data set"
-        ) from error
-    return with_system_prompt(samples, system_prompt)
+    return with_system_prompt(spec.load_dataset(config.split, size, config.seed), system_prompt)
 
 
 def read_sample(spec: EnvSpec, source: SampleSource, index: int) -> Sample:
@@ -114,5 +106,6 @@ def read_sample(spec: EnvSpec, source: SampleSource, index: int) -> Sample:
 
 
 def _cause(error: Exception) -> str:
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} ({Path(frame.filename).name}:{frame.lineno})"
+    """Return an error in one line, with the place in the author's code that raised it, if it was there."""
+    place = author_place((frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__))
+    return f"{type(error).__name__}: {error}{f' ({place})' if place else ''}"

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
-from envs.checking.evidence import Evidence, Finding, listed, names_label, quoted, said, where
+from envs.checking.evidence import NOT_REACHED, Evidence, Finding, listed, names_label, quoted, said, where
 from envs.checking.hostile import example_arguments, write_call
 from envs.checking.messages import schema_problem
 from envs.checking.playing import Play, Script
@@ -81,7 +81,8 @@ def check_gold(evidence: Evidence) -> Finding:
     for play in evidence.of("gold"):
         by_sample[play.sample.id].append(play)
     if not by_sample:
-        return Finding(name, None, "no solution() and no label, so nobody knows a right answer")
+        unknown = "no solution() and no label, so nobody knows a right answer"
+        return Finding(name, None, unknown if evidence.is_opened else NOT_REACHED)
     problems = []
     for plays in by_sample.values():
         too_long = [play for play in plays if len(play.script.texts) > evidence.args.max_turns]
@@ -96,7 +97,7 @@ def check_gold(evidence: Evidence) -> Finding:
         return Finding(name, False, listed(problems))
     judged = [play for play in evidence.of("gold") if play.reward is not None]
     if not judged:
-        return Finding(name, None, "no play got as far as its reward")
+        return Finding(name, None, NOT_REACHED)
     total = Counter(play.script.name for play in judged)
     right = Counter(play.script.name for play in judged if play.reward == best)
     return Finding(name, True, ", ".join(f"{form} {right[form]}/{count}" for form, count in total.items()))
@@ -107,7 +108,8 @@ def check_wrong(evidence: Evidence) -> Finding:
     name, spec = "wrong answers", evidence.spec
     judged = [(play, play.reward) for play in evidence.of("wrong") if play.reward is not None]
     if not judged:
-        return Finding(name, None, "nobody knows what is wrong here" if not evidence.of("wrong") else "no reward came")
+        is_unknown = evidence.is_opened and not evidence.of("wrong")
+        return Finding(name, None, "nobody knows what is wrong here" if is_unknown else NOT_REACHED)
     problems = [
         f"{where(play)}: {quoted(play.script.texts[-1])} scores {reward:g}"
         for play, reward in judged
@@ -128,7 +130,10 @@ def check_wrong(evidence: Evidence) -> Finding:
 def check_reward_source(evidence: Evidence) -> Finding:
     """What the environment said counts for nothing: only the model's own text is rewarded."""
     name, best = "reward source", evidence.spec.reward_max_val
-    right = [play for play in evidence.of("gold") if play.reward == best]
+    gold = evidence.of("gold")
+    if not evidence.is_opened or (gold and all(play.reward is None for play in gold)):
+        return Finding(name, None, NOT_REACHED)
+    right = [play for play in gold if play.reward == best]
     if not any(names_label(_outside_calls(evidence, play), play.sample.label) for play in right):
         return Finding(name, None, "no last text with the label is known to score")
     rewarded = [(play, play.reward) for play in evidence.of("revealed") if play.reward is not None]

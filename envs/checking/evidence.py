@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from envs.spec import EnvSpec
 from envs.types import Message, Sample, content_parts
 
 MAX_SHOWN = 3
+#: Why a check does not apply where the plays ended before what it judges.
+NOT_REACHED = "no play got as far as this"
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,16 @@ class Evidence:
         return [play for play in self.plays if play.script.kind in kinds]
 
     @property
+    def is_opened(self) -> bool:
+        """Whether any environment was built and reset, and said what solves it."""
+        return any(play.reset_s is not None for play in self.of("survey"))
+
+    @property
+    def is_stepped(self) -> bool:
+        """Whether any environment took a turn."""
+        return any(play.steps for play in self.plays)
+
+    @property
     def ordinary_faults(self) -> list[tuple[Play, Fault]]:
         """Faults in plays that write nothing odd."""
         return [(play, play.fault) for play in self.of("survey", "gold", "wrong", "plain") if play.fault]
@@ -62,6 +75,25 @@ class Evidence:
 def where(play: Play) -> str:
     """Name a play: its sample, and what was written."""
     return f"sample {play.sample.id}, {play.script.name}"
+
+
+def grouped(faults: Iterable[tuple[Play, str, str]]) -> list[str]:
+    """Say what went wrong in some plays and in which call, equal ones once: "8 samples, reset: KeyError: 2"."""
+    groups: dict[tuple[str, str], list[Play]] = defaultdict(list)
+    for play, call, what in faults:
+        groups[call, what].append(play)
+    return [_grouped(plays, call, what) for (call, what), plays in groups.items()]
+
+
+def _grouped(plays: Sequence[Play], call: str, what: str) -> str:
+    samples = list(dict.fromkeys(play.sample.id for play in plays))
+    scripts = list(dict.fromkeys(play.script.name for play in plays))
+    parts = [f"sample {samples[0]}" if len(samples) == 1 else f"{len(samples)} samples"]
+    if call not in ("building", "reset", "solution"):  # where no text was written yet
+        parts.append(scripts[0] if len(scripts) == 1 else f"{scripts[0]} and {len(scripts) - 1} more")
+    if call and not what.startswith(f"{call} "):  # "reset must return ..." says it already
+        parts.append(call)
+    return f"{', '.join(parts)}: {what}"
 
 
 def listed(items: Iterable[str]) -> str:
@@ -99,9 +131,24 @@ def said(step: StepResult) -> list[str]:
     return texts(step.messages)
 
 
-def shown(messages: Sequence[Message]) -> str:
-    """Write the beginning of what some messages say."""
-    return quoted("".join(texts(messages)))
+def call_records(step: StepResult) -> list[dict[str, Any]]:
+    """Return what a step's info says of the calls that were made, nothing where it does not."""
+    records = step.info.get("tool_calls")
+    if isinstance(records, list | tuple) and all(isinstance(record, dict) for record in records):
+        return [*records]
+    return []
+
+
+def unlike(one: Sequence[Message], other: Sequence[Message]) -> str:
+    """Say how two different conversations differ: "'3' and '4'", "the pictures differ"."""
+    first, second = "".join(texts(one)), "".join(texts(other))
+    if first != second:
+        same = next((place for place, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), len(second))
+        start = same - 10 if same > 20 else 0
+        return f"{quoted(first[start:])} and {quoted(second[start:])}"
+    if [message.get("role") for message in one] != [message.get("role") for message in other]:
+        return "the roles differ"
+    return "the texts are the same, the pictures differ"
 
 
 def names_label(text: str, label: str | None) -> bool:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from PIL import Image
 
 from envs.checking.chat_template import ChatTemplate
-from envs.checking.evidence import Evidence, Finding, listed, quoted, span, texts, where
+from envs.checking.evidence import NOT_REACHED, Evidence, Finding, call_records, listed, quoted, span, texts, where
+from envs.checking.hostile import example_arguments
 from envs.checking.playing import Play
 from envs.errors import UserError
 from envs.images import image_digest
@@ -28,7 +29,7 @@ _CONTROL = re.compile(r"<\|[^|<>\s]{1,40}\|>")
 def check_prompts(evidence: Evidence) -> Finding:
     """Prompts are messages with known roles and parts, whose pictures decode."""
     name, problems, counts = "prompts", [], []
-    openings = {play.sample.id: play.opening for play in evidence.of("survey")}
+    openings = {play.sample.id: play.opening for play in evidence.of("survey") if play.reset_s is not None}
     for sample in evidence.samples:
         try:
             messages = [*checked_messages(list(sample.prompt)), *openings.get(sample.id, ())]
@@ -36,6 +37,8 @@ def check_prompts(evidence: Evidence) -> Finding:
             rule = str(error).replace("format_observation must return", "a prompt must hold")
             problems.append(f"sample {sample.id}: {rule.replace('observation image', 'image')}")
             continue
+        if not messages and sample.id not in openings:
+            continue  # the first observation, which nobody has seen, may be all that it shows
         if not messages:
             problems.append(f"sample {sample.id}: neither prompt nor first observation holds a message")
         if unknown := [message["role"] for message in messages if message["role"] not in ROLES]:
@@ -45,7 +48,9 @@ def check_prompts(evidence: Evidence) -> Finding:
         counts.append(len(list(message_images(messages))))
     if problems:
         return Finding(name, False, listed(problems))
-    return Finding(name, True, f"{len(evidence.samples)} prompts; pictures in each: {span(counts)}")
+    if not counts:
+        return Finding(name, None, NOT_REACHED)
+    return Finding(name, True, f"{len(counts)} prompts; pictures in each: {span(counts)}")
 
 
 def check_tools(evidence: Evidence) -> Finding:
@@ -53,7 +58,7 @@ def check_tools(evidence: Evidence) -> Finding:
     name = "tools"
     tools = next((play.tools for play in evidence.plays if play.tools), ())
     if not tools:
-        return Finding(name, None, "the environment has no tools")
+        return Finding(name, None, "the environment has no tools" if evidence.is_opened else NOT_REACHED)
     problems, remarks = [], []
     for each in tools:
         problem = schema_problem(each)
@@ -63,11 +68,32 @@ def check_tools(evidence: Evidence) -> Finding:
         function = each["function"]
         if not str(function.get("description") or "").strip():
             remarks.append(f"{function['name']} has no description, so a model has to guess what it does")
+        if silence := _silence(evidence, each):
+            is_certain, what = silence
+            (problems if is_certain else remarks).append(what)
     names = [each["function"]["name"] for each in tools if not schema_problem(each)]
     problems += [f"two tools are called {each}" for each, count in Counter(names).items() if count > 1]
     if problems:
         return Finding(name, False, listed(problems))
     return Finding(name, True, "; ".join([", ".join(names), *remarks]))
+
+
+def _silence(evidence: Evidence, tool: dict[str, Any]) -> tuple[bool, str] | None:
+    """Return that a tool answered nothing whenever it was called, and whether that must be a fault."""
+    name, made_up = tool["function"]["name"], "made up"
+    is_guessed = made_up in example_arguments(tool, made_up).values()
+    heard: dict[bool, list[bool]] = defaultdict(list)  # by whether solution() called it, which knows what to ask
+    for play in evidence.plays:
+        for step in play.steps:
+            made = [(record.get("name"), record.get("outcome")) for record in call_records(step)]
+            if made == [(name, "ok")] and not step.done:
+                is_answer = any(map(str.strip, texts(step.messages))) or any(message_images(step.messages))
+                heard[play.script.kind == "gold"].append(is_answer)
+    if not heard or any(map(any, heard.values())):
+        return None
+    if is_guessed and not heard[True]:
+        return False, f"{name} answered nothing in every call, each with made-up arguments; does it return?"
+    return True, f"{name} answered nothing in every call; does it return?"
 
 
 def schema_problem(tool: Any) -> str | None:
@@ -113,7 +139,7 @@ def check_rendering(evidence: Evidence) -> Finding:
     if problems:
         return Finding(name, False, listed(problems))
     if not count:
-        return Finding(name, None, "the environment said nothing")
+        return Finding(name, None, "the environment said nothing" if evidence.is_stepped else NOT_REACHED)
     return Finding(name, True, f"{count} observations with {template.name}")
 
 
@@ -154,6 +180,8 @@ def check_control_tokens(evidence: Evidence) -> Finding:
         return Finding(name, False, listed(dict.fromkeys(own)))
     if echoed:
         return Finding(name, True, f"none but what a model wrote before: {', '.join(echoed)} (rendered as plain text)")
+    if not evidence.is_stepped:
+        return Finding(name, None, NOT_REACHED)
     return Finding(name, True, "none in any text")
 
 
@@ -182,7 +210,7 @@ def check_images(evidence: Evidence) -> Finding:
     if problems:
         return Finding(name, False, listed(problems))
     if not sizes:
-        return Finding(name, None, "there are no pictures")
+        return Finding(name, None, "there are no pictures" if evidence.is_stepped else NOT_REACHED)
     smallest, largest = (f"{width}x{height}" for width, height in (sizes[0], sizes[-1]))
     spread = smallest if len(sizes) == 1 else f"{smallest} to {largest}"
     return Finding(name, True, f"{len(pictures)} pictures of {spread}, at most {most_pixels:,} pixels in an episode")

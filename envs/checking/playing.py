@@ -6,9 +6,9 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
+from envs.checking.places import author_place, frames_in
 from envs.errors import UserError
 from envs.runner import EnvFault, EnvLimits, EnvRunner, EpisodeEnv, StepResult, checked_messages
 from envs.types import Message, Sample
@@ -16,8 +16,8 @@ from envs.wrapper import Wrapper, can_be_wrapped
 
 Kind = Literal["survey", "gold", "wrong", "revealed", "plain", "hostile", "closing"]
 
-_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
-_OURS = Path(__file__).parents[1]
+#: Where a process of its own builds the environment, within the first call.
+_BUILDING = re.compile(r'[/\\]process_env\.py", line \d+, in _build\n')
 _TOO_LARGE = re.compile(r"observation image: must have at most \d+ pixels, got (\d+x\d+)")
 
 
@@ -40,7 +40,7 @@ class Script:
 
 @dataclass(frozen=True)
 class Fault:
-    """What went wrong in an episode: in which call ("reset", "step 1", "reward"), and the text of the `EnvFault`."""
+    """What went wrong in an episode: in which call ("building", "reset", "step 1"), and the text of the `EnvFault`."""
 
     call: str
     text: str
@@ -50,10 +50,8 @@ class Fault:
     def summary(self) -> str:
         """The last line, with the place in the environment's code that raised it: "KeyError: 2 (shop.py:12)"."""
         last_line = self.text.strip().splitlines()[-1]
-        frames = [(Path(file), line) for file, line, _ in _FRAME.findall(self.text)]
-        theirs = [frame for frame in frames if not _is_machinery(frame[0])]
-        theirs = [frame for frame in theirs if "site-packages" not in frame[0].parts] or theirs
-        return f"{last_line} ({theirs[-1][0].name}:{theirs[-1][1]})" if theirs else last_line
+        place = author_place(frames_in(self.text))
+        return f"{last_line} ({place})" if place else last_line
 
     @property
     def too_large(self) -> str | None:
@@ -104,16 +102,19 @@ class _Meddler(Wrapper):
         super().__init__(env)
         self.meddling = meddling
         self.solution_read: tuple[str, ...] = ()
+        self.is_in_solution = False
 
     def reset(self) -> tuple[dict[str, Any], dict[str, Any]]:
         if self.meddling.fail_in == "reset":
             raise EnvFault("made by the check")
         result = super().reset()
         if self.meddling.read_solution:
+            self.is_in_solution = True
             texts = self.solution()
             if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
                 raise EnvFault(f"solution must return a list of texts, got {texts!r:.200}")
             self.solution_read = tuple(texts)
+            self.is_in_solution = False
         return result
 
     def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
@@ -181,6 +182,10 @@ async def play(
         call = "reward"
         reward = await runner.reward(text)
     except EnvFault as caught:
+        if call == "reset" and (not meddlers or _BUILDING.search(str(caught))):
+            call = "building"
+        elif call == "reset" and meddlers[-1].is_in_solution:
+            call = "solution"
         fault = Fault(call, str(caught), caught.timed_out)
     finally:
         close_error = await runner.close()
@@ -198,14 +203,3 @@ async def play(
         reset_s=reset_s,
         steps_s=tuple(steps_s),
     )
-
-
-def _is_machinery(file: Path) -> bool:
-    """Whether a frame is of the code here that calls environments, or of Python's own library."""
-    own = file.parent in (_OURS / "isolation", _OURS / "checking")
-    own = own or (file.parent == _OURS and file.stem in _CALLERS)
-    return own or (file.is_relative_to(_LIBRARY) and "site-packages" not in file.parts)
-
-
-_CALLERS = ("env", "runner", "tool_env", "tools", "wrapper")
-_LIBRARY = Path(re.__file__).parents[1]

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from envs.env import Env, EnvArgs
@@ -38,6 +42,7 @@ class ProcessEnv(Env):
         self._build = (spec, sample, args)
         self._worker = _POOL.acquire()
         self._is_built = self._is_closed = False
+        self._lock, self._num_running = threading.Lock(), 0
 
     @staticmethod
     def check(spec: EnvSpec) -> None:
@@ -78,15 +83,16 @@ class ProcessEnv(Env):
 
     def close(self) -> None:
         """Close the environment and give the worker back; kill it where a call still runs, or where closing fails."""
-        if self._is_closed:  # the worker may be another episode's by now
-            return
-        self._is_closed = True
+        with self._lock:
+            if self._is_closed:  # the worker may be another episode's by now
+                return
+            self._is_closed, is_running = True, self._num_running > 0
         worker = self._worker
         try:
-            if worker.is_busy:
+            if is_running:
                 worker.kill()
-            elif worker.is_alive and self._is_built:
-                worker.call(_close, timeout_s=CLOSE_LIMIT_S)
+            elif worker.is_alive and self._is_built and not worker.call(_close, timeout_s=CLOSE_LIMIT_S):
+                worker.kill()  # the environment has left something behind
         except Exception:
             worker.kill()
             raise
@@ -94,8 +100,10 @@ class ProcessEnv(Env):
             _POOL.release(worker)
 
     def _call(self, name: str, *args: object) -> Any:
-        if self._is_closed:
-            raise EnvFault(f"the environment was closed before the call of {name}")
+        with self._lock:
+            if self._is_closed:
+                raise EnvFault(f"the environment was closed before the call of {name}")
+            self._num_running += 1
         try:
             if not self._is_built:
                 self._worker.call(_build, *self._build, sys.path)
@@ -105,11 +113,15 @@ class ProcessEnv(Env):
             raise EnvFault(f"the environment raised: {error}") from error
         except WorkerDied as error:
             raise EnvFault(f"the environment's process ended: {error}") from error
+        finally:
+            with self._lock:
+                self._num_running -= 1
 
 
 # In the worker --------------------------------------------------------------------------------------------------------
 
 _env: Env | None = None
+_surroundings: tuple[object, ...] = ()
 
 
 def _import_error(spec: EnvSpec, path: list[str]) -> UserError | None:
@@ -122,10 +134,18 @@ def _import_error(spec: EnvSpec, path: list[str]) -> UserError | None:
 
 
 def _build(spec: EnvSpec, sample: Sample, args: EnvArgs, path: list[str]) -> None:
-    global _env
+    global _env, _surroundings
     _set_path(path)
     _limit_memory(spec.memory_limit_gib)
-    _env = spec.load_here()(sample, args)
+    build = spec.load_here()
+    _surroundings = _look_around()
+    _env = build(sample, args)
+
+
+def _look_around() -> tuple[object, ...]:
+    """Return what an episode could leave to the next one in this process."""
+    alarms = tuple(signal.getitimer(kind)[0] > 0 for kind in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL))
+    return Path.cwd(), dict(os.environ), threading.active_count(), alarms
 
 
 def _use(name: str, args: Sequence[object]) -> Any:
@@ -135,11 +155,13 @@ def _use(name: str, args: Sequence[object]) -> Any:
     return checked_messages(value) if name == "format_observation" else value
 
 
-def _close() -> None:
+def _close() -> bool:
+    """Close the environment; return whether this process is as it was before it was built."""
     global _env
     env, _env = _env, None
     if env is not None:
         env.close()
+    return _look_around() == _surroundings
 
 
 def _set_path(path: list[str]) -> None:

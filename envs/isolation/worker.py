@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, TypeVar
 
 R = TypeVar("R")
@@ -51,6 +52,9 @@ class _Zygote:
         ours, theirs = socket.socketpair()
         with theirs:
             pid = self._ask({"do": "fork", "path": sys.path}, [theirs.fileno()])
+        if pid < 0:
+            ours.close()
+            raise OSError(-pid, f"no worker process can be started: {os.strerror(-pid)}")
         return pid, Connection(ours.detach())
 
     def wait(self, pid: int) -> int:
@@ -79,7 +83,10 @@ class _Zygote:
             shared = [name for name in PRELOADED if name in sys.modules]
             start = f"from envs.isolation.zygote import main; main({theirs.fileno()}, {shared!r})"
             command = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {start}"]
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),))
+            # In a session of its own: neither Ctrl-C nor the end of a worker's group ends it before it has cleaned up.
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), start_new_session=True
+            )
         self._socket, self._owner = ours, os.getpid()
         atexit.register(ours.close)
         return ours
@@ -102,6 +109,7 @@ class Worker:
         self.pid, self._connection = _ZYGOTE.fork()
         self._calling, self._ending = threading.Lock(), threading.Lock()
         self._is_alive = True
+        self._num_calls = 0
 
     @property
     def is_alive(self) -> bool:
@@ -109,9 +117,9 @@ class Worker:
         return self._is_alive
 
     @property
-    def is_busy(self) -> bool:
-        """Whether a call is running."""
-        return self._calling.locked()
+    def is_idle(self) -> bool:
+        """Whether the process waits for a call; it may have ended meanwhile, or said something unasked."""
+        return self._is_alive and not self._calling.locked() and not self._connection.poll(0)
 
     def call(self, function: Callable[..., R], *args: object, timeout_s: float | None = None) -> R:
         """Run `function(*args)` in the process and return its value.
@@ -125,13 +133,18 @@ class Worker:
             if not self._is_alive:
                 raise WorkerDied("the process had ended before the call")
             deadline = None if timeout_s is None else time.monotonic() + timeout_s
+            self._num_calls += 1
+            request = self._num_calls.to_bytes(8, "big") + ForkingPickler.dumps((function, args))
             try:
-                self._connection.send((function, args))
+                self._connection.send_bytes(request)
                 left = None if deadline is None else max(0.0, deadline - time.monotonic())
                 if not self._connection.poll(left):
                     self.kill()
                     raise WorkerTimeout(f"took longer than {timeout_s} s")
-                succeeded, value = self._connection.recv()
+                number, succeeded, value = self._connection.recv()
+                if number != self._num_calls:  # its code forked, and both halves answered
+                    self.kill()
+                    raise WorkerDied(f"it answered call {number} in the place of call {self._num_calls}")
             except (EOFError, OSError) as error:
                 raise WorkerDied(self._end()) from error
             except (KeyboardInterrupt, SystemExit):  # the answer must not be taken for that of the next call
@@ -144,8 +157,9 @@ class Worker:
     def kill(self) -> None:
         """End the process at once; a call that is running in it raises `WorkerDied`."""
         if self._is_alive:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
+            for kill in (os.killpg, os.kill):  # with the processes that it has started
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    kill(self.pid, signal.SIGKILL)
             self._end()
 
     def _end(self) -> str:
@@ -190,8 +204,9 @@ class WorkerPool:
                 worker = self._idle.pop()
             except IndexError:
                 return Worker()
-            if worker.is_alive:
+            if worker.is_idle:
                 return worker
+            worker.kill()
 
     def release(self, worker: Worker) -> None:
         """Give a worker back; one that was killed is forgotten."""

@@ -7,9 +7,11 @@ and libraries the program itself runs. It ends, and takes all of its workers wit
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import json
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -17,7 +19,6 @@ import time
 import traceback
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from typing import Any
 
 GRACE_S = 0.5
 
@@ -36,22 +37,41 @@ def main(descriptor: int, preloaded: Sequence[str] = ()) -> None:
                 return
             request = json.loads(header)
             if request["do"] == "fork":
-                pid = os.fork()
-                if pid == 0:
-                    requests.close()
-                    _serve(descriptors[0], request["path"])
+                answer = _fork(requests, descriptors[0], request["path"])
                 os.close(descriptors[0])
-                children.add(pid)
-                answer = pid
+                if answer > 0:
+                    children.add(answer)
             else:
                 answer = _wait(request["pid"])
                 children.discard(request["pid"])
             requests.sendall(answer.to_bytes(8, "big", signed=True))
     finally:
         for pid in children:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            _kill_all(pid)
         os._exit(0)
+
+
+def _fork(requests: socket.socket, descriptor: int, path: list[str]) -> int:
+    """Return the id of a new worker, which leads a process group of its own, or the negative error number."""
+    try:
+        pid = os.fork()
+    except OSError as error:  # no more processes or memory
+        return -(error.errno or errno.EAGAIN)
+    if pid == 0:  # whatever happens in here must not come back to where the other workers are looked after
+        try:
+            os.setsid()
+            requests.close()
+            _serve(descriptor, path)
+        finally:
+            os._exit(1)
+    return pid
+
+
+def _kill_all(pid: int) -> None:
+    """Kill a worker and the processes that it has started."""
+    for kill in (os.killpg, os.kill):  # just forked, it leads no group yet
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(pid, signal.SIGKILL)
 
 
 def _wait(pid: int) -> int:
@@ -63,9 +83,10 @@ def _wait(pid: int) -> int:
         except ChildProcessError:  # of a zygote before this one
             return -signal.SIGKILL
         if ended:
+            _kill_all(pid)  # those that it has started
             return os.waitstatus_to_exitcode(status)
         if time.monotonic() > deadline:
-            os.kill(pid, signal.SIGKILL)
+            _kill_all(pid)
         time.sleep(0.002)
 
 
@@ -75,21 +96,20 @@ def _serve(descriptor: int, path: list[str]) -> None:
     importlib.invalidate_caches()
     connection = Connection(descriptor)
     while True:
+        request = (
+            connection.recv_bytes()
+        )  # an exception here, of a signal handler that was left behind, ends the worker
+        number = int.from_bytes(request[:8], "big")
         try:
-            function, args = connection.recv()
-            answer = (True, function(*args))
-        except EOFError:
-            os._exit(0)
+            function, args = pickle.loads(request[8:])
+            answer = (number, True, function(*args))
         except BaseException:  # whatever the code of a user raises, SystemExit too
-            answer = (False, traceback.format_exc())
-        _send(connection, answer)
-        del answer
-
-
-def _send(connection: Connection, answer: tuple[bool, Any]) -> None:
-    try:
-        connection.send(answer)
-    except BrokenPipeError:
-        os._exit(0)
-    except Exception:  # a value that cannot be pickled
-        connection.send((False, f"{traceback.format_exc()}What leaves a process must be picklable."))
+            answer = (number, False, traceback.format_exc())
+        try:
+            connection.send(answer)
+        except OSError:
+            raise
+        except BaseException:  # a value that cannot be pickled
+            text = f"{traceback.format_exc()}What leaves a process must be picklable."
+            connection.send((number, False, text))
+        del answer, request

@@ -81,11 +81,35 @@ def test_a_call_that_is_not_understood_is_asked_for_again() -> None:
     shown = io.StringIO()
     terminal = Terminal(io.StringIO(":call\n:call f [1]\n:call f {\nNow.\n.\n"), shown)
     assert terminal.ask("hermes") == "Now."
-    assert [line.split(";")[0] for line in shown.getvalue().splitlines()] == [
+    said = [line for line in shown.getvalue().splitlines() if not line.startswith("> ")]
+    assert [line.split(";")[0] for line in said] == [
         "not understood: no name",
         "not understood: the arguments are no JSON object",
         "not understood: the arguments are no JSON (Expecting property name enclosed in double quotes at column 2)",
     ]
+
+
+def test_an_unknown_command_in_the_first_line_of_a_turn_is_refused_and_elsewhere_is_text() -> None:
+    shown = io.StringIO()
+    terminal = Terminal(io.StringIO(":cal price {}\n:calls\n:) well\n:cal\n.\n :cal\n.\n"), shown)
+    assert [terminal.ask("hermes"), terminal.ask("hermes")] == [":) well\n:cal", " :cal"]
+    assert [line for line in shown.getvalue().splitlines() if not line.startswith("> ")] == [
+        "not understood: :cal is no command, :call and :quit are; a space in front sends it",
+        "not understood: :calls is no command, :call and :quit are; a space in front sends it",
+    ]
+
+
+class Typed(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_transcript_reads_the_same_typed_or_piped() -> None:
+    piped, typed = io.StringIO(), io.StringIO()
+    Terminal(io.StringIO("one\ntwo\x1b\n.\n"), piped).ask("hermes")
+    assert piped.getvalue() == "> one\n> two\\x1b\n> .\n"
+    Terminal(Typed("one\ntwo\x1b\n.\n"), typed).ask("hermes")  # the terminal itself shows what is typed
+    assert typed.getvalue() == "> > > "
 
 
 def test_the_person_sees_prompt_tools_pictures_answers_and_how_it_ended(play, tmp_path: Path) -> None:
@@ -121,7 +145,7 @@ def test_pictures_of_the_environment_are_saved_under_their_turn(play, tmp_path: 
 
 
 def test_the_limits_are_the_agent_loops(play) -> None:
-    assert "--- end: max_turns, reward 0, 1 turns" in play("5\n.\n6\n.\n", "--env", "guess", "--max-turns", "1")[1]
+    assert "--- end: max_turns, reward 0, 1 turn," in play("5\n.\n6\n.\n", "--env", "guess", "--max-turns", "1")[1]
     assert "--- end: token_budget" in play("word " * 50, "--env", "guess", "--max-new-tokens", "9")[1]
 
 
@@ -177,7 +201,7 @@ def test_a_fault_of_the_environment_is_shown_and_is_exit_code_1(
     monkeypatch.syspath_prepend(str(tmp_path))
     code, shown = play("3\n", "--env", "faulty", "--registry", "registry.yaml")
     assert code == 1
-    assert "KeyError: 'colour'" in shown and "--- end: env_error, reward 0, 1 turns" in shown
+    assert "KeyError: 'colour'" in shown and "--- end: env_error, reward 0, 1 turn," in shown
     sys.modules.pop("faulty_env")
 
 
@@ -192,6 +216,10 @@ def test_what_steers_a_terminal_is_shown_and_not_done() -> None:
     [
         (["--env", "geo4k"], "did you mean 'geo3k'?"),
         (["--env", "guess", "--index", "-1"], "--index: must be"),
+        (
+            ["--env", "guess", "--index", "7", "--data", "rows.jsonl"],
+            "--index: must be at most 2, got 7; the data has 3 problems, counted from 0",
+        ),
         (["--env", "geo3k", "--model", "."], "--model: must have a tokenizer"),
         (["--env", "geo3k", "--pictures", "file/play"], "--pictures: must be writable"),
     ],
@@ -201,6 +229,7 @@ def test_what_a_user_can_mend_is_exit_code_2(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
+    (tmp_path / "rows.jsonl").write_text('{"problem": "?", "answer": "3"}\n' * 3)
     assert exit_code(lambda: run(argv)) == 2
     assert error in capsys.readouterr().err
 

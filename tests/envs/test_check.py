@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 import itertools
 import json
@@ -21,6 +22,7 @@ from envs.check import CHECKS, check_env, run
 from envs.checking.chat_template import ChatTemplate
 from envs.checking.evidence import Finding
 from envs.checking.hostile import example_value, hostile_scripts, write_call
+from envs.checking.places import author_place
 from envs.cli import exit_code
 from envs.errors import UserError
 from envs.registry import get_spec, load_registry
@@ -189,6 +191,138 @@ def test_a_fault_is_reported_with_its_last_line_and_its_place_in_the_environment
         assert f"step 1: KeyError: 'colour' (test_check.py:{line})" in detail["contract"]
 
 
+class Untyped(Shop):
+    @tool
+    def add(self, one, other: int) -> int:  # type: ignore[no-untyped-def]
+        """Add."""
+        return one + other
+
+
+class TakesNothing(Shop):
+    def __init__(self) -> None:
+        pass
+
+
+class Unfinished(Shop, abc.ABC):
+    @abc.abstractmethod
+    def step(self, response_text: str) -> Step: ...
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+@pytest.mark.parametrize(
+    ("env", "detail"),
+    [
+        (Untyped, "3 samples, building: TypeError: tool add: parameter 'one' needs a type; write one: str"),
+        (TakesNothing, "3 samples, building: TypeError: TakesNothing.__init__() takes 1 positional argument but 3"),
+        (Unfinished, "3 samples, building: TypeError: Can't instantiate abstract class Unfinished"),
+    ],
+)
+def test_a_fault_that_no_line_of_the_author_raised_shows_no_place(env: type, isolation: str, detail: str) -> None:
+    found = failed(env, isolation=isolation)
+    assert list(found) == ["contract"] and found["contract"].startswith(detail)
+    assert ".py" not in found["contract"]
+
+
+class Decoder(Shop):
+    def step(self, response_text: str) -> Step:
+        return json.loads("{"), False, {}
+
+
+def test_the_place_of_a_fault_is_the_authors_last_line_below_which_a_library_raised() -> None:
+    assert "Expecting property name" in (detail := failed(Decoder)["contract"])
+    assert "(test_check.py:" in detail and "decoder.py" not in detail
+
+
+class Rotten(Sequence[Sample]):
+    def __init__(self, split: str, size: int, seed: int) -> None:
+        pass
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: Any) -> Any:
+        return json.loads("{")
+
+
+def test_the_place_of_a_sample_that_cannot_be_made_is_the_authors_line() -> None:
+    with pytest.raises(UserError, match=r"sample 0 must be made, got JSONDecodeError: .* \(test_check.py:\d+\)"):
+        check_env(spec_of(Shop, "Rotten"))
+
+
+def test_bundled_environments_are_authors_code_and_what_calls_them_is_not() -> None:
+    envs = ROOT / "envs"
+    for file in ("geo3k/env.py", "calculator.py", "guess.py", "from_gymnasium.py"):
+        assert author_place([(str(envs / file), 3), (abc.__file__, 5)]) == f"{Path(file).name}:3"
+    for file in ("check.py", "tools.py", "spec.py", "images.py", "checking/playing.py", "isolation/threads.py"):
+        assert author_place([("/home/me/shop.py", 12), (str(envs / file), 3)]) == "shop.py:12"
+        assert author_place([(str(envs / file), 3), (pytest.__file__, 5), ("<string>", 1)]) is None
+    assert author_place([(str(ROOT / "agents" / "play.py"), 3)]) is None
+
+
+def test_an_installed_package_that_brings_environments_is_authors_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = Path("/venv/lib/site-packages")
+    frames = [(str(installed / "shop_envs" / "shop.py"), 12), (str(installed / "pydantic" / "main.py"), 3)]
+    assert author_place(frames) is None
+    plugins = [("shop", installed / "shop_envs" / "registry.yaml")]
+    monkeypatch.setattr("envs.checking.places.plugin_files", lambda: plugins)
+    assert author_place(frames) == "shop.py:12"
+
+
+NOT_REACHED = "no play got as far as this"
+OF_STEPS = {
+    "deterministic", "gold answer", "wrong answers", "reward source", "malformed calls", "timing", "rendering",
+    "control tokens", "image sizes",
+}  # fmt: skip
+
+
+class NeverBuilt(Shop):
+    def __init__(self, sample: Sample, args: Any) -> None:
+        raise ValueError("no colour")
+
+
+class Unsolved(Shop):
+    def solution(self) -> Sequence[str]:
+        return [self.sample.metadata["colour"]]
+
+
+class NeverReset(Shop):
+    def reset(self) -> Any:
+        raise OSError("no shop")
+
+
+def unreached(findings: Sequence[Finding]) -> set[str]:
+    return {finding.check for finding in findings if finding.detail == NOT_REACHED and finding.passed is None}
+
+
+@pytest.mark.parametrize(
+    ("env", "detail"),
+    [
+        (NeverBuilt, "3 samples, building: ValueError"),
+        (NeverReset, "3 samples, reset: OSError: no shop (test_check.py:"),
+        (Unsolved, "3 samples, solution: KeyError: 'colour' (test_check.py:"),
+    ],
+)
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_what_no_play_reached_does_not_apply_and_equal_faults_are_one(env: type, isolation: str, detail: str) -> None:
+    findings = check_env(spec_of(env, isolation=isolation), num_samples=3)
+    contract = found(findings, "contract")
+    assert contract.passed is False and contract.detail.startswith(detail) and ";" not in contract.detail
+    assert unreached(findings) >= OF_STEPS
+    if env is NeverBuilt and isolation == "thread":
+        assert unreached(findings) == OF_STEPS | {"tools", "closing"}
+
+
+def test_where_every_step_is_a_fault_what_steps_say_does_not_apply() -> None:
+    findings = check_env(spec_of(Raises), num_samples=3)
+    assert unreached(findings) == OF_STEPS
+    assert found(findings, "contract").detail.startswith("3 samples, a plain answer and ")
+
+
+def test_a_first_observation_that_was_never_seen_is_not_missed_in_the_prompt() -> None:
+    finding = found(check_env(spec_of(NeverReset, "unlabelled"), num_samples=3), "prompts")
+    assert finding == Finding("prompts", None, NOT_REACHED)
+
+
 class Garbage(Shop):
     def step(self, response_text: str) -> Any:
         return "You walk."
@@ -207,11 +341,6 @@ class NoEnvironment:
         return {}, {}
 
 
-class NeverBuilt(Shop):
-    def __init__(self, sample: Sample, args: Any) -> None:
-        raise ValueError("no colour")
-
-
 class ListsText(Shop):
     def solution(self) -> Any:
         return "\\boxed{3}"
@@ -223,7 +352,7 @@ class ListsText(Shop):
         (Garbage, "step must return (dict, bool, dict), got 'You walk.'"),
         (NoReward, "reward must be a finite number, got None"),
         (NoEnvironment, "building must return an environment with tools, reset, step"),
-        (NeverBuilt, "reset: ValueError: no colour"),
+        (NeverBuilt, "3 samples, building: ValueError: no colour (test_check.py:"),
         (ListsText, "solution must return a list of texts"),
     ],
 )
@@ -247,6 +376,31 @@ def test_an_environment_that_hangs_is_given_up_after_its_first_time_limit() -> N
 _counter = itertools.count()
 
 
+class Repaints(Wanderer):
+    def reset(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        return {"image": picture(64, 64, seed=next(_counter))}, {}
+
+    def step(self, response_text: str) -> Step:
+        return {}, True, {}
+
+    def format_observation(self, observation: dict[str, Any]) -> Any:
+        return {"role": "user", "content": [{"type": "image", "image": observation["image"]}]}
+
+
+class RepaintsLater(Shop):
+    @tool
+    def price(self, fruit: str) -> Any:
+        """Show a price."""
+        return picture(64, 64, seed=next(_counter))
+
+
+class LateChange(Shop):
+    @tool
+    def price(self, fruit: str) -> Any:
+        """Return a price."""
+        return f"{'so ' * 50}{next(_counter)}"
+
+
 class Restless(Shop):
     @tool
     def price(self, fruit: str) -> Any:
@@ -266,7 +420,10 @@ def changing(split: str, size: int, seed: int) -> list[Sample]:
 @pytest.mark.parametrize(
     ("env", "dataset", "detail"),
     [
-        (Restless, "samples", "step 1 answers '"),
+        (Restless, "samples", "the answer of step 1 differs: '"),
+        (Repaints, "unlabelled", "the first observation differs: the texts are the same, the pictures differ"),
+        (RepaintsLater, "samples", "the answer of step 1 differs: the texts are the same, the pictures differ"),
+        (LateChange, "samples", "the answer of step 1 differs: 'so so so "),
         (Fickle, "samples", "a plain answer: the rewards are"),
         (Shop, "changing", "sample train-0: read again, it is another"),
     ],
@@ -436,6 +593,48 @@ def test_a_schema_that_no_template_can_show_fails_the_tools(env: type, detail: s
     assert detail in failed(env)["tools"]
 
 
+class Silent(Labelled):
+    price = None  # type: ignore[assignment]
+
+    @tool
+    def add(self, one: int, other: int) -> Any:
+        one + other  # type: ignore[reportUnusedExpression]
+
+
+class SilentShop(Shop):
+    @tool
+    def price(self, fruit: str) -> Any:
+        """Return a price."""
+
+
+@pytest.mark.parametrize(("env", "name"), [(Silent, "add"), (SilentShop, "price")])
+def test_a_tool_that_never_answers_fails_the_tools(env: type, name: str) -> None:
+    assert f"{name} answered nothing in every call; does it return?" in failed(env)["tools"]
+
+
+class Searches(Labelled):
+    @tool
+    def price(self, fruit: str) -> Any:
+        """Return a price, or nothing where there is none."""
+        return "3" if fruit == "fig" else None
+
+
+def test_a_tool_that_has_no_answer_to_made_up_arguments_passes_with_a_remark() -> None:
+    finding = found(check_env(spec_of(Searches), num_samples=1), "tools")
+    assert finding.passed and "price answered nothing in every call, each with made-up arguments" in finding.detail
+
+
+class Ends(Labelled):
+    @tool
+    def price(self, fruit: str) -> Any:
+        """End the episode."""
+        self.done = True
+
+
+def test_a_tool_that_ends_the_episode_may_answer_nothing() -> None:
+    assert found(check_env(spec_of(Ends), num_samples=1), "tools") == Finding("tools", True, "price")
+
+
 class Mute(Labelled):
     @tool
     def cost(self, fruit: str) -> Any:
@@ -458,9 +657,9 @@ def rows(split: str, size: int, seed: int) -> list[Any]:
 @pytest.mark.parametrize(
     ("dataset", "error"),
     [
-        ("raising", "dataset: must give samples, got KeyError: 'colour' (test_check.py:"),
+        ("raising", "samples, got KeyError: 'colour' (test_check.py:"),
         ("rows", "sample 0 must be an envs.Sample, got dict"),
-        ("Sequence", "must give samples, got TypeError"),
+        ("Sequence", "samples, got TypeError: Sequence() takes no arguments; "),
         ("numbered", "the label of sample 0 must be a text or None, got int"),
         ("nothing", "must have more than 0 samples, got 0"),
     ],

@@ -25,6 +25,8 @@ class Outer(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     lr: float = Field(default=1e-3, gt=0, description="learning rate")
     schedule: Literal["constant", "cosine"] = Field(default="constant", description="schedule")
+    isolation: Literal["thread", "process"] | None = Field(default=None, description="where it runs")
+    folder: str | None = Field(default=None, description="folder to record in; empty: none")
     inner: Inner = Inner()
 
 
@@ -68,9 +70,15 @@ def test_the_last_of_a_repeated_flag_counts() -> None:
     [
         (["--max-turn", "5"], "--max-turn: is no flag of this command, got --max-turn; did you mean '--max-turns'?"),
         (["--max-turn=5"], "--max-turn: is no flag of this command, got --max-turn=5; did you mean '--max-turns'?"),
-        (["--zzz"], "--zzz: is no flag of this command, got --zzz; known: --files, --lr, --max-turns, --record"),
+        (
+            ["--zzz"],
+            "--zzz: is no flag of this command, got --zzz; known: --files, --folder, --isolation, --lr, ",
+        ),
         (["cosine"], "cosine: is no flag of this command, got cosine;"),
-        (["--max-turns", "0"], "--max-turns: must be greater than or equal to 1, got 0; it is the turns of an episode"),
+        (
+            ["--max-turns", "0"],
+            "--max-turns: must be greater than or equal to 1, got 0; see --help (turns of an episode)",
+        ),
         (
             ["--max-turns", "three"],
             "--max-turns: must be a valid integer, unable to parse string as an integer, got three",
@@ -78,7 +86,7 @@ def test_the_last_of_a_repeated_flag_counts() -> None:
         (["--max-turns", "2.5"], "--max-turns: must be a valid integer"),
         (["--max-turns", ""], "--max-turns: must be a valid integer"),
         (["--lr", "nan"], "--lr: must be greater than 0, got nan"),
-        (["--schedule", "linear"], "--schedule: must be 'constant' or 'cosine', got linear; it is the schedule"),
+        (["--schedule", "linear"], "--schedule: must be 'constant' or 'cosine', got linear; see --help (schedule)"),
         (["--max-turns"], "--max-turns: expected one argument, got --max-turns; see --help"),
         (["--lr", "1", "--max-turns"], "--max-turns: expected one argument, got --lr 1 --max-turns; see --help"),
         (["--record", "maybe"], "maybe: is no flag of this command"),
@@ -89,6 +97,34 @@ def test_a_mistake_is_one_line_that_names_the_flag(argv: list[str], message: str
     assert error_of(*argv).startswith(message)
 
 
+class Named(BaseModel):
+    id: str = Field(description="the environment")
+    samples: int = Field(default=8, description="how many")
+
+
+class Flagged(BaseModel):
+    env: str = Field(default="geo3k", description="the environment")
+
+
+@pytest.mark.parametrize(
+    ("model", "argv", "message"),
+    [
+        (Named, ["--env", "shop"], "--env: is no flag of this command, got --env; write shop without --env"),
+        (Named, ["--sample", "3"], "--sample: is no flag of this command, got --sample; did you mean '--samples'?"),
+        (Named, ["--env=shop"], "--env: is no flag of this command, got --env=shop; known: --samples, ID"),
+        (Named, ["shop", "pear"], "pear: is no flag of this command, got pear; known: --samples, ID"),
+        (Flagged, ["shop"], "shop: is no flag of this command, got shop; write --env shop"),
+        (Flagged, ["--env", "shop", "pear"], "pear: is no flag of this command, got pear; known: --env"),
+    ],
+)
+def test_an_environment_that_is_named_as_another_command_takes_it_is_told_the_right_form(
+    model: type[BaseModel], argv: list[str], message: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        parse(model, argv, "prog", "What it does.")
+    assert str(caught.value) == message
+
+
 def test_help_names_every_flag_with_its_description_and_default(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         parsed("--help")
@@ -97,7 +133,10 @@ def test_help_names_every_flag_with_its_description_and_default(capsys: pytest.C
     for line in (
         "turns of an episode (default: 3)",
         "record 100% of all episodes (default: True)",
-        "more files (default: empty)",
+        "more files (give it again for more; default: empty)",
+        "schedule (one of constant, cosine; default: constant)",
+        "where it runs (one of thread, process; default: empty)",
+        "folder to record in; empty: none --",
         "--no-record",
     ):
         assert line in text
@@ -118,7 +157,7 @@ def test_a_command_prints_a_users_error_as_one_line_and_returns_two(capsys: pyte
     assert exit_code(main) == 2
     captured = capsys.readouterr()
     assert captured.err == (
-        "error: --max-turns: must be greater than or equal to 1, got 0; it is the turns of an episode\n"
+        "error: --max-turns: must be greater than or equal to 1, got 0; see --help (turns of an episode)\n"
     )
     assert captured.out == ""
     assert exit_code(lambda: 0) == 0

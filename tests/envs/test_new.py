@@ -84,6 +84,16 @@ def test_an_existing_registry_is_left_alone_and_the_entry_is_printed(
     assert yaml.safe_load(entry)["shop"]["entry_point"] == "shop:ShopEnv"
 
 
+def test_an_id_that_is_in_the_folders_registry_is_refused_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    registry = tmp_path / "registry.yaml"
+    registry.write_text("shop: {entry_point: other_shop, description: x, max_turns: 1}\n")
+    assert exit_code(lambda: run(["shop", "--folder", str(tmp_path)])) == 2
+    assert f"NAME: must not be in {registry} already, got shop;" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["registry.yaml"]
+
+
 @pytest.mark.parametrize("there", ["shop.py", "test_shop.py"])
 def test_no_file_is_overwritten(there: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / there).write_text("mine")

@@ -1,0 +1,46 @@
+"""Where in an author's code something went wrong: the frames of a traceback in, "shop.py:12" out."""
+
+from __future__ import annotations
+
+import re
+import sysconfig
+from collections.abc import Iterable
+from pathlib import Path
+
+from envs.registry import plugin_files
+
+_ENVS = Path(__file__).parents[1]
+_OURS = (_ENVS, _ENVS.with_name("agents"))
+#: Bundled environments, whose code is an author's like any other.
+_BUNDLED = tuple(_ENVS / name for name in ("geo3k", "calculator.py", "guess.py", "from_gymnasium.py"))
+_LIBRARY = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+def author_place(frames: Iterable[tuple[str, int | None]]) -> str | None:
+    """Return the last of some frames, files and lines, that is an author's code; None if there is none.
+
+    >>> author_place([("/home/me/shop.py", 12), (re.__file__, 30)])
+    'shop.py:12'
+    """
+    for file, line in reversed([*frames]):
+        if _is_authors(Path(file)):
+            return f"{Path(file).name}:{line}"
+    return None
+
+
+def frames_in(text: str) -> list[tuple[str, int]]:
+    """Return files and lines of the tracebacks in a text."""
+    return [(file, int(line)) for file, line in _FRAME.findall(text)]
+
+
+def _is_authors(file: Path) -> bool:
+    if file.name.startswith("<"):  # frozen modules and texts given to exec
+        return False
+    if any(file.is_relative_to(folder) for folder in _BUNDLED):
+        return True
+    if any(file.is_relative_to(folder) for folder in _OURS):
+        return False
+    if {"site-packages", "dist-packages"} & {*file.parts}:  # an installed package may bring environments, too
+        return any(file.is_relative_to(registry.parent) for _, registry in plugin_files())
+    return not any(file.is_relative_to(folder) for folder in _LIBRARY)
