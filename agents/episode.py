@@ -18,7 +18,7 @@ from agents.invariants import broken_invariant
 from agents.renderer import Rendered, Renderer
 from agents.types import Completion, EndReason, GenerateRequest, ProcessedImage, SamplingParams, Trajectory, Turn
 from envs.runner import EnvFault, EnvLimits, EnvRunner, EpisodeEnv, StepResult
-from envs.types import Message, Sample
+from envs.types import Message, Sample, content_parts
 
 
 @dataclass(frozen=True)
@@ -131,8 +131,7 @@ class Episode:
     ) -> EndReason:
         """Alternate model and environment until one of them, or a limit, ends the episode."""
         for number in range(self.limits.max_turns):
-            budget = self.limits.max_new_tokens - (len(stream.ids) - stream.prompt_length)
-            room = self.engine.context_length - len(stream.ids)
+            budget, room = self._left(stream)
             if min(budget, room) <= 0:
                 return EndReason.TOKEN_BUDGET if budget <= room else EndReason.CONTEXT_FULL
             started = time.perf_counter()
@@ -178,17 +177,34 @@ class Episode:
             if result.done:
                 return EndReason.COMPLETED
             if number + 1 < self.limits.max_turns:
-                self._observe(stream, messages, result.messages)
+                budget, room = self._left(stream)
+                if not self._observe(stream, messages, result.messages, min(budget, room)):
+                    return EndReason.TOKEN_BUDGET if budget <= room else EndReason.CONTEXT_FULL
         return EndReason.MAX_TURNS
 
-    def _observe(self, stream: _Stream, messages: list[Message], observed: Sequence[Message]) -> None:
-        """Append what the environment said, as the template writes it after a model turn."""
+    def _left(self, stream: _Stream) -> tuple[int, int]:
+        """Return how many tokens the budget and the context have left."""
+        budget = self.limits.max_new_tokens - (len(stream.ids) - stream.prompt_length)
+        return budget, self.engine.context_length - len(stream.ids)
+
+    def _observe(self, stream: _Stream, messages: list[Message], observed: Sequence[Message], room: int) -> bool:
+        """Append what the environment said, as the template writes it after a model turn; False where it does not fit.
+
+        A text that cannot fit is not even tokenised, which would hold up all other episodes.
+        """
         observed = observed or ({"role": "user", "content": ""},)
+        texts = [part.get("text", "") for message in observed for part in content_parts(message)]
+        if sum(map(len, texts)) > max(0, room) * self.renderer.max_token_chars:
+            return False
         try:
-            stream.read(self.renderer.suffix(observed, last_id=stream.ids[-1]))
+            suffix = self.renderer.suffix(observed, last_id=stream.ids[-1])
         except Exception as error:  # an environment's message may hold anything
             raise _render_fault("observation", error) from error
+        if len(suffix.ids) >= room:
+            return False
+        stream.read(suffix)
         messages.extend(observed)
+        return True
 
     def _verified(self, trajectory: Trajectory) -> Trajectory:
         images = self.renderer.images

@@ -19,6 +19,9 @@ from agents.types import Trajectory
 from envs.images import image_digest
 
 SCHEMA_VERSION = 2
+MAX_DEPTH = 32
+MAX_BITS = 4096
+MAX_CHARS = 10_000
 
 
 class Recorder:
@@ -55,14 +58,14 @@ class Recorder:
             "env": self.env,
             "phase": phase,
             "step": step,
-            "sample_id": t.sample_id,
+            "sample_id": str(t.sample_id),
             "sample_index": t.sample_index,
             "seed": t.seed,
             "reward": t.reward,
             "advantage": advantage,
             "end_reason": t.end_reason.value,
             "error": t.error,
-            "metadata": _plain(t.metadata),
+            "metadata": plain(t.metadata),
             "messages": [self._message(message) for message in t.messages],
             "turns": [
                 {
@@ -72,7 +75,7 @@ class Recorder:
                     "finish": turn.finish,
                     "weight_version": turn.weight_version,
                     "observations": [self._message(message) for message in turn.observations],
-                    "info": _plain(turn.info),
+                    "info": plain(turn.info),
                     "engine_s": round(turn.engine_s, 6),
                     "env_s": round(turn.env_s, 6),
                 }
@@ -89,14 +92,17 @@ class Recorder:
 
     def _message(self, message: Mapping[str, Any]) -> dict[str, Any]:
         content = message.get("content")
-        if not isinstance(content, list):
-            return dict(message)
-        parts = [
-            {**part, "image": self._picture(part["image"])} if part["type"] == "image" else part for part in content
-        ]
-        return {**message, "content": parts}
+        if isinstance(content, list | tuple):
+            content = [self._part(part) for part in content]
+        return plain({**message, "content": content})
+
+    def _part(self, part: object) -> object:
+        if isinstance(part, Mapping) and isinstance(part.get("image"), Image.Image):
+            return {**part, "image": self._picture(part["image"])}
+        return part
 
     def _picture(self, image: Image.Image) -> str:
+        image = image.convert("RGB")
         digest = image_digest(image)
         path = self.folder / "images" / f"{digest}.png"
         if not path.exists():
@@ -104,10 +110,19 @@ class Recorder:
         return f"images/{digest}.png"
 
 
-def _plain(value: Any) -> Any:
-    """Return the value as JSON can hold it; what it cannot becomes its text."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value if value is None or isinstance(value, bool | int | float | str) else repr(value)
+def plain(value: Any, depth: int = MAX_DEPTH) -> Any:
+    """Return the value as JSON can hold it; what it cannot, or what nests too deeply, becomes text. Never raises."""
+    if depth and isinstance(value, Mapping):
+        return {_text(key): plain(item, depth - 1) for key, item in value.items()}
+    if depth and isinstance(value, list | tuple):
+        return [plain(item, depth - 1) for item in value]
+    if type(value) is int and value.bit_length() > MAX_BITS:
+        return _text(hex(value))
+    return value if value is None or type(value) in (bool, int, float, str) else _text(value)
+
+
+def _text(value: Any) -> str:
+    try:
+        return str.__str__(value) if isinstance(value, str) else repr(value)[:MAX_CHARS]
+    except Exception:  # a `__repr__` of somebody else, or a value that nests too deeply for it
+        return f"<{type(value).__name__} that cannot be shown>"

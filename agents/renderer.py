@@ -44,6 +44,7 @@ class Renderer:
     def __init__(self, tokenizer: Any, images: ImageStore, image_token: str = "<|image_pad|>") -> None:
         self.tokenizer, self.images = tokenizer, images
         self.image_token_id = int(tokenizer.convert_tokens_to_ids(image_token))
+        self.max_token_chars = max(map(len, tokenizer.get_vocab()))
         self.stop_ids = self._stop_ids()
         self.suppressed_ids = self._suppressed_ids()
         self._control = re.compile("|".join(re.escape(token) for token in self._control_tokens()) or "(?!)")

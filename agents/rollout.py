@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from typing import Any
 
 from agents.episode import Episode
 from agents.types import Trajectory, TrajectoryGroup
 from envs.runner import EpisodeEnv
-from envs.types import Sample
+from envs.types import Sample, private
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -42,7 +43,7 @@ async def rollout_groups(
     async def one(index: int, sample: Sample, copy: int, attempt: int) -> Trajectory:
         parts = (seed, index, copy, attempt) if attempt else (seed, index, copy)
         trajectory = await episode.run(
-            sample, lambda: build_env(sample, args), seed=derive_seed(*parts), sample_index=copy
+            sample, lambda: build_env(private(sample), deepcopy(args)), seed=derive_seed(*parts), sample_index=copy
         )
         on_episode(trajectory)
         return trajectory

@@ -37,7 +37,7 @@ class EnvArgs:
         >>> EnvArgs(3, reward_max_val=2.0, reward_min_val=-1.0).reward(1.0)
         2.0
         """
-        return self.reward_min_val + (self.reward_max_val - self.reward_min_val) * score
+        return self.reward_min_val * (1.0 - score) + self.reward_max_val * score  # exact for 0 and 1
 
 
 class Env(ABC):

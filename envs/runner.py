@@ -7,6 +7,7 @@ runs: after a fault, after a call that never came back, and for an environment t
 from __future__ import annotations
 
 import asyncio
+import copy
 import math
 import threading
 import traceback
@@ -16,14 +17,12 @@ from numbers import Real
 from typing import Any, Protocol, TypeVar
 
 from envs.images import load_image
-from envs.isolation.threads import DaemonThreads
+from envs.isolation.threads import call_on_thread, fit_for_a_loop
 from envs.spec import EnvSpec
 from envs.types import Message
 
 R = TypeVar("R")
 MAX_IMAGE_PIXELS = 16_000_000
-
-_THREADS = DaemonThreads()
 
 
 class EpisodeEnv(Protocol):
@@ -136,6 +135,9 @@ class EnvRunner:
 
     def _open(self, slot: _Slot) -> tuple[Sequence[dict[str, Any]], tuple[Message, ...]]:
         env = self._make_env()
+        if not slot.fill(env):  # given up meanwhile
+            _close(env)
+            return (), ()
         if missing := {name: error for name in _METHODS if (error := _missing(env, name))}:
             fix = (
                 " (an environment written for slime: add `compat: slime` to its entry)"
@@ -145,9 +147,6 @@ class EnvRunner:
             reasons = "; ".join(dict.fromkeys(map(str, missing.values())))
             rule = f"building must return an environment with {', '.join(_METHODS)}"
             raise EnvFault(f"{rule}, got {env!r:.200}: {reasons}{fix}")
-        if not slot.fill(env):  # given up meanwhile
-            env.close()
-            return (), ()
         observation = _checked_reset(env.reset())
         return env.tools, checked_messages(env.format_observation(observation)) if observation else ()
 
@@ -155,7 +154,8 @@ class EnvRunner:
     def _step(env: EpisodeEnv, response_text: str) -> StepResult:
         observation, done, info = _checked_step(env.step(response_text))
         messages = checked_messages(env.format_observation(observation)) if observation else ()
-        return StepResult(messages, done, info)
+        # Copied, for an environment may go on with the list that it has put in.
+        return StepResult(messages, done, {key: copy.copy(value) for key, value in info.items()})
 
     @staticmethod
     def _reward(env: EpisodeEnv, final_text: str) -> float:
@@ -168,7 +168,7 @@ class EnvRunner:
     async def _call(self, limit_s: float, function: Callable[..., R], *args: object) -> R:
         """Call within the time limit; everything that is raised becomes an `EnvFault`."""
         try:
-            return function(*args) if self.limits.inline else await _on_thread(limit_s, function, *args)
+            return _in_place(function, *args) if self.limits.inline else await _on_thread(limit_s, function, *args)
         except EnvFault:
             raise
         except Exception as error:  # whatever an environment raises is data
@@ -202,33 +202,26 @@ class _Slot:
             return env
 
 
+def _in_place(function: Callable[..., R], *args: object) -> R:
+    try:
+        return function(*args)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise fit_for_a_loop(error) from error
+
+
 async def _on_thread(limit_s: float, function: Callable[..., R], *args: object) -> R:
     """Run on a thread; raise `EnvFault` where that takes longer than the limit, whatever the thread then does."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[R] = loop.create_future()
-
-    def finish(setter: Callable[[Any], None], value: object) -> None:
-        if not future.done():
-            setter(value)
-
-    def work() -> None:
-        try:
-            outcome = (future.set_result, function(*args))
-        except BaseException as error:  # handed to the waiting episode
-            # A future cannot carry StopIteration, nor should SystemExit reach the event loop.
-            plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
-            caught = error if plain else RuntimeError(f"{type(error).__name__}: {error}")
-            outcome = (future.set_exception, caught)
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(finish, *outcome)
-
-    late = EnvFault(f"{function.__name__.strip('_')} took longer than {limit_s:g} s", timed_out=True)
-    timer = loop.call_later(limit_s, finish, future.set_exception, late)
-    _THREADS.submit(work)
+    clock = asyncio.timeout(limit_s)
     try:
-        return await future
-    finally:
-        timer.cancel()
+        async with clock:
+            return await call_on_thread(function, *args)
+    except TimeoutError as error:
+        if not clock.expired():  # the environment's own
+            raise
+        name = function.__name__.strip("_")
+        raise EnvFault(f"{name} took longer than {limit_s:g} s", timed_out=True) from error
 
 
 def _trace(error: BaseException) -> str:
@@ -256,7 +249,14 @@ def _missing(env: object, name: str) -> AttributeError | None:
 
 
 def _close(env: EpisodeEnv) -> None:
-    env.close()
+    if hasattr(env, "close"):
+        env.close()
+
+
+def last_line(text: str | None) -> str:
+    """Return the last line of a fault's text, which says most."""
+    lines = (text or "").strip().splitlines()
+    return lines[-1] if lines else "it does not say why"
 
 
 def _checked_reset(value: object) -> dict[str, Any]:
@@ -285,7 +285,7 @@ def _message(value: object) -> Message:
     if isinstance(value, dict) and isinstance(value.get("role"), str):
         content = value.get("content")
         if isinstance(content, str):
-            return value
+            return {**value}
         if isinstance(content, list):
             return {**value, "content": [_part(part) for part in content]}
     rule = 'format_observation must return {"role": str, "content": str or list of parts}, or a list of such messages'
@@ -295,7 +295,7 @@ def _message(value: object) -> Message:
 def _part(part: object) -> dict[str, Any]:
     if isinstance(part, dict):
         if part.get("type") == "text" and isinstance(part.get("text"), str):
-            return part
+            return {**part}
         if part.get("type") == "image":
             return {
                 **part,

@@ -11,6 +11,7 @@ from typing import Any
 from envs.env import Env, EnvArgs
 from envs.errors import did_you_mean
 from envs.grading import extract_boxed, score_text
+from envs.isolation.threads import call_on_thread
 from envs.tool_calls import ToolCall, ToolCallError, call_example, find_tool_calls, outside_tool_calls
 from envs.tools import BadArgumentsError, Tool, ToolError, ToolOptions, marked_methods, to_content
 from envs.types import Content, Message, Sample
@@ -132,7 +133,12 @@ class ToolEnv(Env):
     def close(self) -> None:
         """Release the event loop of async tools; an environment with its own `close` calls this one too."""
         runner, self._runner = self._runner, None
-        if runner is not None:
+        if runner is None:
+            return
+        loop = runner.get_loop()
+        if loop.is_running():  # a tool that hangs: let it end on the thread that runs it
+            loop.call_soon_threadsafe(lambda: [task.cancel() for task in asyncio.all_tasks(loop)])
+        else:
             _off_loop(runner.close)
 
     def explain(self, call: ToolCall | ToolCallError, problem: str) -> str:
@@ -176,7 +182,7 @@ class ToolEnv(Env):
         async def one(call: ToolCall | ToolCallError) -> tuple[Content, str]:
             if self._is_async(call):
                 return await self._call(call)
-            return await asyncio.to_thread(_finish, self._call(call))
+            return await call_on_thread(_finish, self._call(call))
 
         return list(await asyncio.gather(*(one(call) for call in calls)))
 
@@ -208,8 +214,12 @@ class ToolEnv(Env):
 
     def _run(self, coroutine: Awaitable[Any]) -> Any:
         """Run to its end on this environment's own event loop, so that tools may keep connections from turn to turn."""
-        self._runner = self._runner or asyncio.Runner()
-        return _off_loop(self._runner.run, coroutine)
+        runner = self._runner = self._runner or asyncio.Runner()
+        try:
+            return _off_loop(runner.run, coroutine)
+        finally:
+            if self._runner is not runner:  # closed meanwhile
+                _off_loop(runner.close)
 
 
 def _off_loop(function: Callable[..., Any], *args: object) -> Any:

@@ -105,7 +105,10 @@ class Tool:
         """
         chosen: ToolOptions = options or getattr(function, "__tool__", ToolOptions())
         name = chosen.name or function.__name__
-        arguments, schema, is_async = _read_signature(name, getattr(function, "__func__", function))
+        # What a class defines is read once; a function made for an episode is not kept after it.
+        method = getattr(function, "__func__", None)
+        read = _read_signature if method is not None else _read_signature.__wrapped__
+        arguments, schema, is_async = read(name, method or function)
         return cls(name, function, chosen, arguments, schema, is_async)
 
     @property
@@ -181,9 +184,12 @@ def _read_signature(name: str, function: Callable[..., Any]) -> tuple[type[BaseM
         if parameter.name not in hints:
             raise TypeError(f"tool {name}: parameter '{parameter.name}' needs a type; write {parameter.name}: str")
         default = ... if parameter.default is parameter.empty else parameter.default
-        text = " ".join(described.get(parameter.name, "").split()) or None
+        text = " ".join(described.get(parameter.name, "").split())
+        field = Field(default, alias=parameter.name)
+        if text:  # else it may stand in the type's own Field
+            field = Field(default, alias=parameter.name, description=text)
         # Under a name of our own, for "schema" or "_x" cannot be fields of a model.
-        fields[f"p{number}"] = (hints[parameter.name], Field(default, alias=parameter.name, description=text))
+        fields[f"p{number}"] = (hints[parameter.name], field)
     config = ConfigDict(extra="forbid", coerce_numbers_to_str=True, arbitrary_types_allowed=False)
     arguments = create_model(name, __config__=config, **fields)
     description = " ".join(part for part in (parsed.short_description, parsed.long_description) if part)
@@ -237,7 +243,7 @@ def to_content(value: object) -> Content:
     if isinstance(value, list | tuple) and any(isinstance(item, Image.Image) for item in value):
         return [part for item in value for part in _parts(to_content(item))]
     if isinstance(value, str):
-        return value
+        return str.__str__(value)  # also of an enum's member
     if value is None:
         return ""
     return json.dumps(value, ensure_ascii=False, default=_plain)

@@ -6,10 +6,11 @@ list of parts, each ``{"type": "text", "text": str}`` or ``{"type": "image", "im
 
 from __future__ import annotations
 
+import copy
 import re
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, overload
 
 from PIL import Image
@@ -37,6 +38,18 @@ class Sample:
     prompt: tuple[Message, ...]
     label: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+def private(sample: Sample) -> Sample:
+    """Return the sample with a prompt and metadata of its own, so that one episode cannot change them for another.
+
+    Pictures are shared.
+    """
+    prompt = tuple(
+        {**m, "content": [{**part} for part in m["content"]]} if isinstance(m.get("content"), list) else {**m}
+        for m in sample.prompt
+    )
+    return replace(sample, prompt=prompt, metadata=copy.deepcopy(dict(sample.metadata)))
 
 
 class SampleSource(Protocol):

@@ -16,7 +16,8 @@ from envs.types import Sample
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What one pass over a set of problems gave; broken episodes count as wrong.
+    """What one pass over a set of problems gave; broken episodes count as wrong, and
+    not in the mean reward.
 
     Example: `Evaluation(accuracy=0.61, num_problems=256, ...)`; `by_tag["level"]["3"]` is the accuracy on level 3.
     """
@@ -49,10 +50,10 @@ async def evaluate(
         for tag in tags:
             if tag in trajectory.metadata:
                 scores[tag][str(trajectory.metadata[tag])].append(correct)
-    count = max(1, len(trajectories))
+    count, rewards = max(1, len(trajectories)), [t.reward for t in trajectories if t.end_reason.is_valid]
     return Evaluation(
         accuracy=sum(right) / count,
-        mean_reward=sum(t.reward for t in trajectories) / count,
+        mean_reward=sum(rewards) / max(1, len(rewards)),
         num_problems=len(trajectories),
         mean_turns=sum(len(t.turns) for t in trajectories) / count,
         mean_tokens=sum(t.num_model_tokens for t in trajectories) / count,

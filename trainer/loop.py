@@ -15,6 +15,7 @@ from agents.recording import Recorder
 from agents.rollout import derive_seed, rollout_groups
 from agents.types import Trajectory, TrajectoryGroup
 from envs.data import epoch_order
+from envs.runner import last_line
 from envs.types import Sample
 from trainer.advantages import group_advantages
 from trainer.batching import training_samples
@@ -115,7 +116,7 @@ class TrainingLoop:
         """Say what broke an episode, the first time that it happens; the recording has every traceback in full."""
         if trajectory.end_reason.is_valid or trajectory.error is None:
             return
-        line = trajectory.error.strip().splitlines()[-1]
+        line = last_line(trajectory.error)
         if line not in self.faults and len(self.faults) < MAX_FAULTS_SHOWN:
             self.faults.add(line)
             self.display.say(f"{trajectory.end_reason.value} in {trajectory.sample_id}: {line:.300}")

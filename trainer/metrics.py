@@ -55,7 +55,8 @@ def tool_outcomes(turn: Turn) -> list[str]:
     calls = turn.info.get("tool_calls")
     if not isinstance(calls, list):
         return []
-    return [str(call["outcome"]) for call in calls if isinstance(call, dict) and "outcome" in call] or ["none"]
+    outcomes = [call.get("outcome") for call in calls if isinstance(call, dict)]
+    return [outcome for outcome in outcomes if isinstance(outcome, str)] or ["none"]
 
 
 def wandb_is_wanted() -> bool:

@@ -21,7 +21,7 @@ from envs.data import filter_overlong, load_samples
 from envs.env import EnvArgs
 from envs.errors import UserError
 from envs.problems import with_system_prompt
-from envs.runner import EnvFault, EnvLimits, EnvRunner
+from envs.runner import EnvFault, EnvLimits, EnvRunner, last_line
 from envs.spec import BuildEnv, EnvSpec
 from envs.tool_calls import detect_format
 from envs.types import Sample, SampleSource
@@ -169,7 +169,7 @@ def probe_tools(
             fault = fault or error
     if fault is None:
         return ()
-    rule, reason = "must play a turn and give a reward", str(fault).strip().splitlines()[-1]
+    rule, reason = "must play a turn and give a reward", last_line(str(fault))
     raise UserError(f"environment '{spec.id}'", rule, reason, f"see {check_command(config)}") from fault
 
 
@@ -198,7 +198,7 @@ def check_device(name: str) -> torch.device:
 def make_folder(config: RunConfig) -> Path:
     """Create the run folder; an existing one is never written into."""
     name = config.log.name or f"{config.env.env}-{time.strftime('%Y%m%d-%H%M%S')}-seed{config.seed}-{os.getpid()}"
-    folder = config.log.out / name
+    folder = (config.log.out / name).absolute()  # an environment may change the working directory
     try:
         folder.mkdir(parents=True, exist_ok=False)
     except FileExistsError:

@@ -7,12 +7,18 @@ hangs is left behind and does not keep the program from ending.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
+
+R = TypeVar("R")
+logger = logging.getLogger(__name__)
 
 NUM_EAGER = 2
 PATIENCE_S = 0.01
@@ -54,7 +60,13 @@ class DaemonThreads:
             bell = self._idle.pop() if self._idle else None
             if bell is None:
                 bell = SimpleQueue()
-                threading.Thread(target=self._serve, args=(bell,), daemon=True, name="environment").start()
+                thread = threading.Thread(target=self._serve, args=(bell,), daemon=True, name="environment")
+                try:
+                    thread.start()
+                except RuntimeError:  # the system has no more; those at work take what waits
+                    logger.warning("no thread can be started for an environment's call")
+                    self._watch_out()
+                    return
             self._began[id(bell)] = time.monotonic()
             bell.put(None)
 
@@ -63,7 +75,10 @@ class DaemonThreads:
         while True:
             bell.get()
             while (work := self._next(me, bell)) is not None:
-                work()
+                try:
+                    work()
+                except BaseException:  # `work` must not raise; if it does, the thread is still needed
+                    logger.exception("a call on a thread raised")
                 del work  # what it holds is not kept while the thread waits
 
     def _next(self, me: int, bell: SimpleQueue[None]) -> Callable[[], Any] | None:
@@ -102,3 +117,34 @@ class DaemonThreads:
                     more = min(len(self._waiting), max(1, 3 * num_working))
                     self._num_allowed = num_working + more
                     self._wake(more)
+
+
+_THREADS = DaemonThreads()
+
+
+async def call_on_thread(function: Callable[..., R], *args: object) -> R:
+    """Run on a thread that is left behind where nobody waits for it any more; raises what the function raises."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[R] = loop.create_future()
+
+    def finish(setter: Callable[[Any], None], value: object) -> None:
+        if not future.done():
+            setter(value)
+
+    def work() -> None:
+        try:
+            outcome = (future.set_result, function(*args))
+        except BaseException as error:  # handed to whoever waits
+            outcome = (future.set_exception, fit_for_a_loop(error))
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(finish, *outcome)
+
+    _THREADS.submit(work)
+    return await future
+
+
+def fit_for_a_loop(error: BaseException) -> Exception:
+    """Return an exception that may pass through an event loop: not SystemExit, and no StopIteration in a future."""
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    return RuntimeError("".join(traceback.format_exception_only(error)).strip())

@@ -18,7 +18,7 @@ from agents.episode import Episode, Limits
 from agents.renderer import Renderer
 from agents.rollout import derive_seed, rollout_groups
 from agents.types import Completion, EndReason, GenerateRequest, Trajectory
-from envs.env import Env
+from envs.env import Env, EnvArgs
 from envs.runner import EnvLimits
 from envs.types import Sample
 from tests.builders import picture, sample, sampling
@@ -275,8 +275,6 @@ FAULTS = {
 def test_a_fault_of_the_environment_is_a_recorded_end(
     renderer: Renderer, faults: dict[str, Any], error: str, num_turns: int, inline: bool
 ) -> None:
-    if inline and "SystemExit" in error:
-        pytest.skip("called in place, an environment may end the program")
     trajectory = run(renderer, SmallEnv(AGAIN, **faults), bounds=EnvLimits(inline=inline))
     assert (trajectory.end_reason, trajectory.reward) == (EndReason.ENV_ERROR, 0.0)
     assert error in (trajectory.error or "")
@@ -444,3 +442,36 @@ def test_control_tokens_in_what_the_environment_says_stay_text(renderer: Rendere
     trajectory = run(renderer, env, texts=["one", "two"])
     assert trajectory.end_reason is EndReason.COMPLETED
     assert renderer.image_token_id not in trajectory.ids_T
+
+
+def test_an_observation_that_does_not_fit_ends_the_episode_and_is_not_read(renderer: Renderer) -> None:
+    env = SmallEnv(({"obs_str": "again " * 3_000_000}, False, {}))
+    started = time.perf_counter()
+    trajectory = run(renderer, env, max_new_tokens=200)
+    assert time.perf_counter() - started < 2  # 18 million characters would take far longer to tokenise
+    assert (trajectory.end_reason, len(trajectory.turns)) == (EndReason.TOKEN_BUDGET, 1)
+    assert trajectory.mask_T[-1] and len(trajectory.ids_T) < 200
+    prompt = len(renderer.prompt(sample().prompt).ids)
+    full = run(renderer, SmallEnv(({"obs_str": "again " * 30}, False, {})), context_length=prompt + 20)
+    assert (full.end_reason, len(full.turns)) == (EndReason.CONTEXT_FULL, 1)
+
+
+def test_no_episode_can_change_the_sample_or_the_options_of_another(renderer: Renderer) -> None:
+    class Greedy(SmallEnv):
+        def __init__(self, asked: Sample, args: EnvArgs) -> None:
+            super().__init__()
+            self.found = (
+                list(asked.metadata["left"]),
+                asked.prompt[0]["content"][0]["text"],
+                list(args.options["left"]),
+            )
+            asked.metadata["left"].clear()
+            asked.prompt[0]["content"][0]["text"] = "changed"
+            args.options["left"].clear()
+
+    seen: list[tuple] = []
+    asked = Sample("s", sample("Find x.").prompt, label="5", metadata={"left": [1, 2]})
+    engine = ScriptedEngine(renderer.tokenizer, lambda turn, _: "one")
+    args = EnvArgs(3, options={"left": [3]})
+    asyncio.run(rollout_groups(episode(renderer, engine, Limits()), [asked], Greedy, args, 4, seed=1))
+    assert seen == [([1, 2], "Find x.", [3])] * 4

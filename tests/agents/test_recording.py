@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from agents.recording import Recorder
-from tests.builders import picture, question, trajectory
+from tests.builders import picture, question, trajectory, turn
 
 
 def recorded(folder: Path) -> list[dict]:
@@ -57,3 +57,38 @@ def test_any_text_is_one_line_of_json(text: str, tmp_path: Path) -> None:
         recorder.write(played, step=1, phase="train")
     (line,) = recorded(tmp_path)
     assert line["turns"][0]["text"] == line["messages"][0]["content"] == text
+
+
+class Unshowable:
+    def __repr__(self) -> str:
+        raise RuntimeError("no")
+
+
+def nested(depth: int) -> list:
+    value: list = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [b"bytes", {1, 2}, np.float32(0.5), {(1, 2): Unshowable()}, nested(600), 10**5000, Unshowable(), {Unshowable(): 1}],
+    ids=lambda value: type(value).__name__,
+)
+def test_whatever_an_environment_puts_in_is_recorded(value: object, tmp_path: Path) -> None:
+    message = {"role": "tool", "content": [{"type": "text", "text": "x", "raw": value}], "raw": value}
+    played = replace(turn(2, 4), observations=(message,), info={"value": value})
+    episode = replace(trajectory(), turns=(played,), messages=(message,), metadata={"value": value})
+    with Recorder(tmp_path, env="odd") as recorder:
+        recorder.write(episode, step=1, phase="train")
+    assert len((tmp_path / "episodes.jsonl").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize("mode", ["CMYK", "F", "RGBA", "L"])
+def test_pictures_of_every_mode_are_recorded(mode: str, tmp_path: Path) -> None:
+    message = {"role": "user", "content": [{"type": "image", "image": Image.new(mode, (8, 8))}]}
+    with Recorder(tmp_path, env="odd") as recorder:
+        recorder.write(replace(trajectory(), messages=(message,)), step=1, phase="train")
+    (saved,) = (tmp_path / "images").iterdir()
+    assert Image.open(saved).mode == "RGB"

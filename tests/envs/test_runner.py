@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 from pathlib import Path
@@ -386,3 +389,76 @@ def test_a_step_that_blocks_does_not_stall_the_event_loop(odd: Any, isolation: s
         return max(later - earlier for earlier, later in itertools.pairwise(beats))
 
     assert asyncio.run(story()) < 0.4
+
+
+@pytest.mark.parametrize("label", ["build:raise", "build:sleep"])
+def test_the_worker_of_an_environment_that_was_never_built_is_given_back(odd: Any, label: str) -> None:
+    async def story() -> ProcessEnv:
+        runner = odd(label, "process", reset_timeout_s=1.0)
+        with pytest.raises(EnvFault):
+            await runner.open()
+        env = runner._slot.env
+        await runner.close()
+        return env
+
+    env = asyncio.run(story())
+    assert env._worker.is_idle == (label == "build:raise")  # the one that hung was killed
+    assert env._is_closed
+
+
+def test_what_an_episode_leaves_behind_in_its_process_is_not_left_to_the_next(tmp_path: Path) -> None:
+    spec = EnvSpec(id="r", entry_point=f"{__name__}:Restless", description="", max_turns=1, isolation="process")
+    pids = []
+    for _ in range(2):
+        env = ProcessEnv(spec, Sample("0", (), label=str(tmp_path)), EnvArgs(1))
+        pids.append(env.reset()[1]["pid"])
+        env.close()
+    assert pids[0] != pids[1]
+
+
+class Restless(Env):
+    """Changes the directory of its process."""
+
+    def __init__(self, sample: Sample, args: EnvArgs) -> None:
+        os.chdir(str(sample.label))
+
+    def reset(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        return {}, {"pid": os.getpid()}
+
+    def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
+        return {}, True, {}
+
+    def reward(self, final_text: str) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize(("low", "high"), [(-0.2, 0.5), (-1.0, 0.9), (-0.3, 2.0)])
+def test_the_best_and_the_worst_reward_are_exact(low: float, high: float) -> None:
+    args = EnvArgs(1, reward_min_val=low, reward_max_val=high)
+    assert (args.reward(0.0), args.reward(1.0)) == (low, high)
+
+
+def test_a_hanging_tool_among_parallel_ones_does_not_keep_the_program_from_ending() -> None:
+    code = """
+        import asyncio, time
+        from envs import EnvArgs, Sample, ToolEnv, tool
+        from envs.runner import EnvFault, EnvLimits, EnvRunner
+        class Hangs(ToolEnv):
+            @tool
+            def wait(self) -> None:
+                time.sleep(60)
+        async def main():
+            make = lambda: Hangs(Sample("0", ()), EnvArgs(1, tool_calls="parallel"))
+            runner = EnvRunner(make, EnvLimits(step_timeout_s=0.3))
+            await runner.open()
+            try:
+                await runner.step('<tool_call>{"name": "wait", "arguments": {}}</tool_call>' * 2)
+            except EnvFault as fault:
+                print(fault.timed_out)
+            await runner.close()
+        asyncio.run(main())
+    """
+    started = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=50)
+    assert done.stdout == "True\n", done.stderr
+    assert time.perf_counter() - started < 20

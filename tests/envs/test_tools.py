@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import json
+import weakref
 from collections.abc import Callable
+from enum import Enum
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -13,6 +16,10 @@ from PIL import Image
 from pydantic import BaseModel, Field
 
 from envs.tools import BadArgumentsError, Tool, ToolOptions, marked_methods, to_content, tool
+
+
+class Colour(str, Enum):  # noqa: UP042 - as users write it
+    RED = "red"
 
 
 class Point(BaseModel):
@@ -225,7 +232,30 @@ def test_what_cannot_be_shown_is_the_authors_error(value: object) -> None:
         to_content(value)
 
 
-def test_a_function_keeps_its_own_arguments_model(
-    functions: tuple[Callable[..., None], Callable[..., None]] = (price, lambda: None),
-) -> None:
-    assert Tool.of(functions[0]).arguments is Tool.of(price).arguments  # read once, however many episodes there are
+def test_the_methods_of_a_class_are_read_once_and_functions_of_an_episode_are_not_kept() -> None:
+    class Base:
+        @tool
+        def look(self, where: str) -> None: ...
+
+    def make() -> Callable[[str], None]:
+        return lambda where: None
+
+    assert Tool.of(Base().look).arguments is Tool.of(Base().look).arguments
+    function = make()
+    function.__annotations__ = {"where": str}
+    kept = weakref.ref(function)
+    Tool.of(function)
+    del function
+    gc.collect()
+    assert kept() is None
+
+
+def test_a_description_in_the_type_is_shown_too() -> None:
+    def f(x: Annotated[int, Field(description="how far")]) -> None: ...
+
+    assert Tool.of(f).schema["function"]["parameters"]["properties"]["x"]["description"] == "how far"
+
+
+def test_the_member_of_an_enumeration_of_texts_is_its_text() -> None:
+    content = to_content(Colour.RED)
+    assert (content, type(content)) == ("red", str)

@@ -11,6 +11,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -217,3 +218,61 @@ def test_a_zygote_that_was_killed_is_replaced() -> None:
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["3.0", "4.0"], done.stderr
+
+
+def close_everything() -> None:
+    os.closerange(3, 256)
+
+
+def leave_an_alarm() -> None:
+    def ring(number: int, frame: object) -> None:
+        raise RuntimeError("too late")
+
+    signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+
+
+def fork_and_return() -> int:
+    return os.fork()
+
+
+def start_a_child(path: str) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    Path(path).write_text(str(child.pid))
+    child.wait()
+
+
+def test_a_worker_whose_channel_breaks_takes_no_other_along() -> None:
+    broken, good = Worker(), Worker()
+    with pytest.raises(WorkerDied):
+        broken.call(close_everything, timeout_s=20)
+    assert good.call(math.sqrt, 4.0) == 2.0
+
+
+def test_what_an_alarm_does_to_an_idle_worker_is_not_taken_for_an_answer() -> None:
+    pool = WorkerPool()
+    with pool.worker() as rigged:
+        rigged.call(leave_an_alarm)
+    time.sleep(0.4)
+    with pool.worker() as worker:
+        assert worker is not rigged
+        assert [worker.call(math.sqrt, float(n * n)) for n in range(4)] == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_two_answers_to_one_call_are_not_taken_for_those_of_the_next() -> None:
+    worker = Worker()
+    worker.call(fork_and_return)
+    time.sleep(0.2)
+    assert not worker.is_idle
+    with pytest.raises(WorkerDied, match="answered call 1 in the place of call 2"):
+        worker.call(math.sqrt, 4.0)
+
+
+def test_a_killed_worker_takes_its_children_along(tmp_path: Path) -> None:
+    worker, note = Worker(), tmp_path / "pid"
+    with pytest.raises(WorkerTimeout):
+        worker.call(start_a_child, str(note), timeout_s=2.0)
+    child, deadline = int(note.read_text()), time.monotonic() + 10
+    while is_running(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_running(child)
