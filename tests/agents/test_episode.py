@@ -460,11 +460,8 @@ def test_no_episode_can_change_the_sample_or_the_options_of_another(renderer: Re
     class Greedy(SmallEnv):
         def __init__(self, asked: Sample, args: EnvArgs) -> None:
             super().__init__()
-            self.found = (
-                list(asked.metadata["left"]),
-                asked.prompt[0]["content"][0]["text"],
-                list(args.options["left"]),
-            )
+            text = asked.prompt[0]["content"][0]["text"]
+            seen.append((list(asked.metadata["left"]), text, list(args.options["left"])))
             asked.metadata["left"].clear()
             asked.prompt[0]["content"][0]["text"] = "changed"
             args.options["left"].clear()
