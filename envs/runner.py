@@ -17,7 +17,7 @@ from numbers import Real
 from typing import Any, Protocol, TypeVar
 
 from envs.images import load_image
-from envs.isolation.threads import call_on_thread, fit_for_a_loop
+from envs.isolation.threads import CallTimeout, call_on_thread, fit_for_a_loop
 from envs.spec import EnvSpec
 from envs.types import Message
 
@@ -213,13 +213,9 @@ def _in_place(function: Callable[..., R], *args: object) -> R:
 
 async def _on_thread(limit_s: float, function: Callable[..., R], *args: object) -> R:
     """Run on a thread; raise `EnvFault` where that takes longer than the limit, whatever the thread then does."""
-    clock = asyncio.timeout(limit_s)
     try:
-        async with clock:
-            return await call_on_thread(function, *args)
-    except TimeoutError as error:
-        if not clock.expired():  # the environment's own
-            raise
+        return await call_on_thread(function, *args, limit_s=limit_s)
+    except CallTimeout as error:
         name = function.__name__.strip("_")
         raise EnvFault(f"{name} took longer than {limit_s:g} s", timed_out=True) from error
 

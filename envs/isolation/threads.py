@@ -122,8 +122,16 @@ class DaemonThreads:
 _THREADS = DaemonThreads()
 
 
-async def call_on_thread(function: Callable[..., R], *args: object) -> R:
-    """Run on a thread that is left behind where nobody waits for it any more; raises what the function raises."""
+class CallTimeout(Exception):
+    """The call took longer than its limit; its thread is left behind."""
+
+
+async def call_on_thread(function: Callable[..., R], *args: object, limit_s: float | None = None) -> R:
+    """Run on a thread, which is left behind where nobody waits for it any more.
+
+    Raises:
+        CallTimeout: it took longer than the limit; besides, whatever the function raises.
+    """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[R] = loop.create_future()
 
@@ -139,8 +147,14 @@ async def call_on_thread(function: Callable[..., R], *args: object) -> R:
         if not loop.is_closed():
             loop.call_soon_threadsafe(finish, *outcome)
 
+    # A timer of the loop's own: `asyncio.timeout` costs as much again as the call.
+    timer = None if limit_s is None else loop.call_later(limit_s, finish, future.set_exception, CallTimeout())
     _THREADS.submit(work)
-    return await future
+    try:
+        return await future
+    finally:
+        if timer is not None:
+            timer.cancel()
 
 
 def fit_for_a_loop(error: BaseException) -> Exception:
