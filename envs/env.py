@@ -77,10 +77,7 @@ class Env(ABC):
         groups = observation.get("multi_modal_data") or {}
         if not isinstance(groups, Mapping) or not all(isinstance(group, list | tuple) for group in groups.values()):
             raise ValueError(f'multi_modal_data must be like {{"image": [picture]}}, got {groups!r:.200}')
-        images = [image for group in groups.values() for image in group]
-        text = observation.get("obs_str", "")
-        content = [*({"type": "image", "image": i} for i in images), {"type": "text", "text": text}] if images else text
-        return {"role": observation.get("role", "tool"), "content": content}
+        return observation_message(observation, "tool")
 
     @abstractmethod
     def reward(self, final_text: str) -> float:
@@ -95,3 +92,11 @@ class Env(ABC):
 
     def close(self) -> None:  # noqa: B027 - most environments hold nothing
         """Release what the episode holds; called once, whatever happened."""
+
+
+def observation_message(observation: Mapping[str, Any], default_role: str) -> Message:
+    """Return the message of an observation: the images of `multi_modal_data`, then `obs_str`, under its `role`."""
+    images = [image for group in (observation.get("multi_modal_data") or {}).values() for image in group]
+    text = observation.get("obs_str", "")
+    content = [*({"type": "image", "image": i} for i in images), {"type": "text", "text": text}] if images else text
+    return {"role": observation.get("role", default_role), "content": content}

@@ -15,7 +15,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from envs import types
-from envs.env import Env, EnvArgs
+from envs.env import Env, EnvArgs, observation_message
 from envs.grading import extract_boxed, score_text
 from envs.types import Message
 
@@ -51,15 +51,8 @@ class BaseInteractionEnv:
 
 
 def show(observation: dict[str, Any]) -> Message:
-    """Return the message that slime makes of an observation: the images of `multi_modal_data`, then `obs_str`."""
-    images = [image for group in (observation.get("multi_modal_data") or {}).values() for image in group]
-    if not images:
-        return {"role": observation.get("role", "user"), "content": observation.get("obs_str", "")}
-    text = {"type": "text", "text": observation.get("obs_str", "")}
-    return {
-        "role": observation.get("role", "user"),
-        "content": [*({"type": "image", "image": i} for i in images), text],
-    }
+    """Return the message that slime makes of an observation, which is the user's where it names no role."""
+    return observation_message(observation, "user")
 
 
 class SlimeEnv(Env):

@@ -25,9 +25,9 @@ from envs.spec import EnvSpec
 from envs.types import Sample
 
 MODULE = '''
-import os, time, ctypes, zlib
+import os, time, ctypes
 from pathlib import Path
-from PIL import Image
+from benchmarks.faulty_env import png_header
 from envs.env import Env
 
 class Odd(Env):
@@ -73,13 +73,7 @@ class Odd(Env):
             Path(self.options["closed"]).write_text(str(os.getpid()))
         self.do("close")
 
-def chunk(name, data):
-    return len(data).to_bytes(4, "big") + name + data + zlib.crc32(name + data).to_bytes(4, "big")
-
-# The header of a PNG of 50,000 x 50,000 pixels, and no pixels.
-SIZE = (50_000).to_bytes(4, "big") * 2 + bytes([8, 2, 0, 0, 0])
-START = bytes([137]) + b"PNG" + bytes([13, 10, 26, 10])
-HEADER = START + chunk(b"IHDR", SIZE) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
+HEADER = png_header(50_000, 50_000)
 '''
 
 
