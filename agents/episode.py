@@ -6,6 +6,7 @@ environment alone knows when its task ended; a fault of the environment is an en
 
 from __future__ import annotations
 
+import asyncio
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -16,9 +17,13 @@ import numpy as np
 from agents.engine import Engine, Session
 from agents.invariants import broken_invariant
 from agents.renderer import Rendered, Renderer
-from agents.types import Completion, EndReason, GenerateRequest, ProcessedImage, SamplingParams, Trajectory, Turn
+from agents.types import Completion, EndReason, GenerateRequest, ProcessedImage, SamplingParams, Timing, Trajectory, Turn
 from envs.runner import EnvFault, EnvLimits, EnvRunner, EpisodeEnv, StepResult
 from envs.types import Message, Sample, content_parts
+
+
+#: `task.cancel(ABORT)` ends an episode as `aborted`, with all that it has so far; any other cancellation is passed on.
+ABORT = "abort"
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,11 @@ class Episode:
     async def run(
         self, sample: Sample, make_env: Callable[[], EpisodeEnv], seed: int, sample_index: int = 0
     ) -> Trajectory:
-        """Play one episode to its end. Raises only what the engine or our own code raises."""
+        """Play one episode to its end, or until its task is cancelled with `ABORT`.
+
+        Raises only what the engine or our own code raises.
+        """
+        started = time.perf_counter()
         stream, turns, messages = _Stream(), [], list(sample.prompt)
         reward, error = 0.0, None
         env = EnvRunner(make_env, self.limits.env)
@@ -92,9 +101,18 @@ class Episode:
             reward = await env.reward(turns[-1].text if turns else "")
         except EnvFault as fault:
             end_reason, error = EndReason.ENV_TIMEOUT if fault.timed_out else EndReason.ENV_ERROR, str(fault)
+        except asyncio.CancelledError as cancelled:
+            if cancelled.args != (ABORT,):
+                raise
+            end_reason = EndReason.ABORTED
         finally:
             close_error = await env.close()
             error = error or close_error
+        timing = Timing(
+            total_s=time.perf_counter() - started,
+            engine_s=sum(turn.engine_s for turn in turns),
+            env_s=sum(turn.env_s for turn in turns),
+        )
         trajectory = Trajectory(
             sample_id=sample.id,
             sample_index=sample_index,
@@ -110,6 +128,7 @@ class Episode:
             messages=tuple(messages),
             error=error,
             metadata=sample.metadata,
+            timing=timing,
         )
         return self._verified(trajectory)
 
@@ -161,7 +180,8 @@ class Episode:
                     end=end,
                     text=text,
                     finish=completion.finish,
-                    weight_version=completion.weight_version,
+                    versions=completion.versions,
+                    num_cached=completion.num_cached,
                     observations=result.messages,
                     info=result.info,
                     engine_s=engine_s,

@@ -18,7 +18,7 @@ from PIL import Image
 from agents.types import Trajectory
 from envs.images import image_digest
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 MAX_DEPTH = 32
 MAX_BITS = 4096
 MAX_CHARS = 10_000
@@ -73,7 +73,8 @@ class Recorder:
                     "end": turn.end,
                     "text": turn.text,
                     "finish": turn.finish,
-                    "weight_version": turn.weight_version,
+                    "versions": [list(run) for run in turn.versions],
+                    "num_cached": turn.num_cached,
                     "observations": [self._message(message) for message in turn.observations],
                     "info": plain(turn.info),
                     "engine_s": round(turn.engine_s, 6),

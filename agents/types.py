@@ -78,13 +78,19 @@ class GenerateRequest:
 
 @dataclass(frozen=True)
 class Completion:
-    """The ids that the engine sampled (the stop id included), verbatim, with the log-prob of each."""
+    """The ids that the engine sampled (the stop id included), verbatim, with the log-prob of each.
+
+    `versions` are runs of (weight version, tokens): `((3, 40), (4, 12))` says that weights 3 wrote 40 tokens and, after
+    a pause for new weights, weights 4 wrote 12 more. `prompt_length` is the engine's own count of what it read, and
+    `num_cached` how much of that it had kept from before.
+    """
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish: Literal["stop", "length", "abort"]
     prompt_length: int
-    weight_version: int
+    versions: tuple[tuple[int, int], ...]
+    num_cached: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,18 +98,29 @@ class Turn:
     """One model turn: the span `[start, end)` of its tokens in the stream, its text, and what the environment said.
 
     `observations` is the environment's answer as chat messages, empty where it gave none; after the last turn the model
-    is no longer shown them. Times are seconds.
+    is no longer shown them. `versions` and `num_cached` are the completion's. Times are seconds.
     """
 
     start: int
     end: int
     text: str
     finish: str
-    weight_version: int
+    versions: tuple[tuple[int, int], ...]
+    num_cached: int
     observations: tuple[Mapping[str, Any], ...]
     info: Mapping[str, Any]
     engine_s: float
     env_s: float
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Where an episode's wall time went, in seconds; what is left of `total_s` is the agent loop's own and waiting."""
+
+    total_s: float = 0.0
+    engine_s: float = 0.0
+    env_s: float = 0.0
+    check_s: float = 0.0
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -132,6 +149,7 @@ class Trajectory:
     messages: tuple[Mapping[str, Any], ...] = ()
     error: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    timing: Timing = Timing()
 
     def __repr__(self) -> str:
         return (
@@ -143,6 +161,15 @@ class Trajectory:
     def num_model_tokens(self) -> int:
         """Tokens that the model sampled."""
         return int(self.mask_T.sum())
+
+    @property
+    def versions_T(self) -> NDArray[np.int32]:
+        """The version of the weights that wrote each token; -1 where the model did not."""
+        versions_T = np.full(len(self.ids_T), -1, dtype=np.int32)
+        for turn in self.turns:
+            runs = np.array(turn.versions, dtype=np.int32).reshape(-1, 2)
+            versions_T[turn.start : turn.end] = np.repeat(runs[:, 0], runs[:, 1])
+        return versions_T
 
 
 @dataclass(frozen=True, eq=False)

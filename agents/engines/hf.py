@@ -203,6 +203,7 @@ class HFEngine:
         """Write one turn for each session, all together."""
         sessions = [session for session, _ in turns]
         requests = [request for _, request in turns]
+        kept = [len(session.ids) for session in sessions]
         laws = {(r.sampling.temperature, r.sampling.suppressed_ids) for r in requests}
         assert len(laws) == 1, f"a batch is drawn with one temperature and one set of suppressed ids, got {laws}"
         capacity = max(len(r.ids) - len(s.ids) for s, r in turns) + max(r.max_new_tokens for r in requests)
@@ -216,9 +217,11 @@ class HFEngine:
         sampled = _Sampler(requests, self.device)
         self._decode(cache, logits_BV[rows], positions_B, sampled, sessions)
         return [
-            Completion(tuple(ids), tuple(logprobs), finish, len(request.ids), self.weight_version)
-            for ids, logprobs, finish, request in zip(
-                sampled.ids, sampled.logprobs, sampled.finishes, requests, strict=True
+            Completion(
+                tuple(ids), tuple(logprobs), finish, len(request.ids), ((self.weight_version, len(ids)),), cached
+            )
+            for ids, logprobs, finish, request, cached in zip(
+                sampled.ids, sampled.logprobs, sampled.finishes, requests, kept, strict=True
             )
         ]
 

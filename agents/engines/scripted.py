@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from agents.types import Completion, GenerateRequest
+import numpy as np
+from numpy.typing import NDArray
+
+from agents.types import Completion, GenerateRequest, ProcessedImage
 
 
 class ScriptedSession:
@@ -22,7 +25,7 @@ class ScriptedSession:
         ids = [*self._engine.tokenizer(text, add_special_tokens=False)["input_ids"], request.sampling.stop_ids[-1]]
         finish = "stop" if len(ids) <= request.max_new_tokens else "length"
         ids = ids[: request.max_new_tokens]
-        return Completion(tuple(ids), (0.0,) * len(ids), finish, len(request.ids), weight_version=0)
+        return Completion(tuple(ids), (0.0,) * len(ids), finish, len(request.ids), ((0, len(ids)),))
 
 
 class ScriptedEngine:
@@ -37,8 +40,22 @@ class ScriptedEngine:
         self, tokenizer: Any, script: Callable[[int, GenerateRequest], str], context_length: int = 4096
     ) -> None:
         self.tokenizer, self.script, self.context_length = tokenizer, script, context_length
+        self.weight_version = 0
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[ScriptedSession]:
         """Open a session whose script starts at turn 0."""
         yield ScriptedSession(self)
+
+    async def pause(self) -> None:
+        """Do nothing: a script has no weights, and no turn takes any time."""
+
+    async def resume(self) -> None:
+        """Do nothing."""
+
+    async def score(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> NDArray[np.float32]:
+        """Return zeros: a script writes what it writes with certainty."""
+        return np.zeros(max(0, len(ids) - 1), dtype=np.float32)
+
+    async def close(self) -> None:
+        """Do nothing."""

@@ -67,7 +67,7 @@ class FixedEngine:
     async def generate(self, request: GenerateRequest) -> Completion:
         ids, logprobs, finish = self.completions[len(self.requests)]
         self.requests.append(request)
-        return Completion(tuple(ids), tuple(logprobs), finish, len(request.ids) + self.misread, 3)  # type: ignore[arg-type]
+        return Completion(tuple(ids), tuple(logprobs), finish, len(request.ids) + self.misread, ((3, len(ids)),))  # type: ignore[arg-type]
 
 
 def episode(renderer: Renderer, engine: Engine, limits: Limits, **options: bool) -> Episode:
@@ -118,7 +118,7 @@ def test_the_stream_is_prompt_then_sampled_ids_then_suffix_with_mask_and_logprob
     assert trajectory.logprobs_T.tolist() == pytest.approx([0.0] * p + [-0.1, -0.2, -0.3] + [0.0] * s + [-0.4, -0.5])
     assert [(t.start, t.end) for t in trajectory.turns] == [(p, p + 3), (p + 3 + s, p + 5 + s)]
     assert [t.text for t in trajectory.turns] == [renderer.decode([31, 32]), renderer.decode([33])] == env.texts
-    assert [t.weight_version for t in trajectory.turns] == [3, 3]
+    assert trajectory.versions_T[trajectory.mask_T].tolist() == [3] * trajectory.num_model_tokens
     assert (trajectory.prompt_length, trajectory.num_model_tokens) == (p, 5)
     assert (trajectory.end_reason, trajectory.reward, trajectory.error) == (EndReason.COMPLETED, 0.5, None)
     # The engine was asked with exactly what is in the record, each turn with a seed of its own.

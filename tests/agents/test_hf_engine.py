@@ -328,7 +328,7 @@ def test_new_weights_change_what_is_written_and_stamp_their_version(model: Polic
     weights = {name: p.detach() * (1 + 0.3 * torch.randn_like(p)) for name, p in model.named_parameters()}
     engine.load_weights(weights, version=7)
     (after,) = asyncio.run(play(engine, [asked]))
-    assert (before.weight_version, after.weight_version) == (0, 7)
+    assert (before.versions[0][0], after.versions[0][0]) == (0, 7)
     assert before.ids != after.ids
     assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
     assert_same_as_full_forward(model, Conversation([asked], [after]))

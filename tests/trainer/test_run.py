@@ -113,7 +113,7 @@ def test_training_changes_the_weights_that_roll_out(checkpoint: Path, tmp_path: 
         sys.path.remove(str(tmp_path))
     rows = lines(tmp_path / "run" / "metrics.jsonl")
     assert any(row["grad_norm"] > 0 for row in rows)
-    versions = [e["turns"][0]["weight_version"] for e in lines(tmp_path / "run" / "episodes" / "episodes.jsonl")]
+    versions = [e["turns"][0]["versions"][0][0] for e in lines(tmp_path / "run" / "episodes" / "episodes.jsonl")]
     assert versions == [0] * 16 + [1] * 16
     assert summary["accuracy_before"] == {}  # own data without --eval-data has no held-out problems
 
