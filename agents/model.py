@@ -12,9 +12,8 @@ V vocabulary.
 from __future__ import annotations
 
 import copy
-import functools
-import itertools
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
+from agents.architectures import architecture_of
 from agents.types import ProcessedImage
+from agents.vision import VISION_ATTENTION, register_attention, tower_inputs
 from envs.errors import UserError
 
-# Transformers hands whole ragged batches, with their cumulative lengths, only to attention functions named so.
-VISION_ATTENTION = "trueturn_flash_vision"
+#: The image token of a network that takes no images: an id that no token has.
+NO_IMAGE_TOKEN = -1
 
 
 @dataclass(frozen=True)
@@ -69,52 +70,8 @@ class VisionBatch:
         )
 
 
-def vision_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    cu_seq_lens_q: Tensor,
-    num_equal: int = 0,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Attention inside each image. Tensors are (1, heads, P, head_dim); returns (1, P, heads, head_dim).
-
-    `num_equal` > 0 says that the P patches are that many images of one size: they become the batch axis. Otherwise
-    images of one length are batched together.
-    """
-    if num_equal:
-        heads, patches, dim = query.shape[1:]
-        q, k, v = (
-            x.view(heads, num_equal, patches // num_equal, dim).transpose(0, 1) for x in (query[0], key[0], value[0])
-        )
-        out = F.scaled_dot_product_attention(q, k, v, scale=scaling)
-        return out.transpose(1, 2).reshape(1, patches, heads, dim), None
-    bounds = cu_seq_lens_q.tolist()
-    by_length: dict[int, list[int]] = {}
-    for start, end in itertools.pairwise(bounds):
-        by_length.setdefault(end - start, []).append(start)
-    result = torch.empty_like(query[0].transpose(0, 1))  # (P, heads, head_dim)
-    for length, starts in by_length.items():
-        rows = (torch.tensor(starts)[:, None] + torch.arange(length)).to(query.device)  # (images, length)
-        q, k, v = (x[0][:, rows].transpose(0, 1) for x in (query, key, value))  # (images, heads, length, head_dim)
-        result[rows.flatten()] = F.scaled_dot_product_attention(q, k, v, scale=scaling).transpose(1, 2).flatten(0, 1)
-    return result.unsqueeze(0), None
-
-
-@functools.lru_cache(maxsize=256)
-def _patch_positions(grid: tuple[int, int, int], merge: int) -> Tensor:
-    """Return (patches, 2): row and column of each patch, in the merge-block order that the processor writes."""
-    time, height, width = grid
-    rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
-    both = torch.stack([rows, columns], dim=-1).view(height // merge, merge, width // merge, merge, 2)
-    return both.transpose(1, 2).reshape(-1, 2).repeat(time, 1)
-
-
 class PolicyModel(nn.Module):
-    """A Qwen3-VL network of Transformers behind one forward pass.
+    """A network of Transformers, any of `ARCHITECTURES`, behind one forward pass.
 
     Example::
 
@@ -126,73 +83,90 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.backbone = backbone
         self.config: Any = backbone.config
-        backbone.model.visual.config._attn_implementation = VISION_ATTENTION  # type: ignore[union-attr]
+        self.architecture = architecture_of(self.config)
+        if self.architecture.vision:
+            self._vision_tower.config._attn_implementation = VISION_ATTENTION
 
     @classmethod
     def load(cls, path: str | Path, dtype: torch.dtype = torch.float32) -> PolicyModel:
-        """Read a checkpoint folder. Raises `UserError` where it is no Qwen3-VL checkpoint."""
-        from transformers import AutoConfig, Qwen3VLForConditionalGeneration
+        """Read a checkpoint folder. Raises `UserError` where it is none, or of no supported architecture."""
+        from transformers import AutoConfig
 
+        register_attention()
         try:
-            config = AutoConfig.from_pretrained(path)
+            architecture = architecture_of(AutoConfig.from_pretrained(path))
+            backbone = architecture.read(path, dtype=dtype, attn_implementation="sdpa")
         except (OSError, ValueError) as error:
             raise UserError(
                 "--model", "must be a model folder or hub id", str(path), str(error).split("\n")[0]
             ) from error
-        if config.model_type != "qwen3_vl":
-            raise UserError("--model", "must be a qwen3_vl checkpoint", config.model_type, "give a Qwen3-VL model")
-        register_attention()
-        backbone = Qwen3VLForConditionalGeneration.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
         return cls(backbone)
 
     @classmethod
     def from_config(cls, config: Any) -> PolicyModel:
-        """Build a network with fresh weights."""
-        from transformers import Qwen3VLForConditionalGeneration
-
+        """Build a network with fresh weights. Raises `UserError` where its architecture is not supported."""
         register_attention()
         config._attn_implementation = "sdpa"
-        return cls(Qwen3VLForConditionalGeneration(config))
+        return cls(architecture_of(config).build(config))
 
-    def save(self, folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
-        """Write configuration and weights as a Hugging Face folder, tied weights once."""
-        state = {name: tensor.detach().to("cpu", dtype) for name, tensor in self.backbone.state_dict().items()}
-        if self.config.tie_word_embeddings:
-            del state["lm_head.weight"]
+    def save(
+        self, folder: str | Path, dtype: torch.dtype = torch.bfloat16, weights: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Write configuration and weights as a Hugging Face folder, tied weights once.
+
+        `weights`, by the names of `named_parameters`, stand in for the network's own: a sharded one has no whole ones.
+        """
         backbone: Any = self.backbone
+        weights = weights if weights is not None else dict(self.named_parameters())  # names a tied weight once
+        state = {n.removeprefix("backbone."): tensor.detach().to("cpu", dtype) for n, tensor in weights.items()}
         backbone.save_pretrained(folder, state_dict=state)
         config = copy.deepcopy(self.config)
-        for part in (config, config.text_config, config.vision_config):
+        for part in (config, *(getattr(config, name) for name in config.sub_configs)):
             part.dtype = str(dtype).removeprefix("torch.")
         config.save_pretrained(folder)
+        if self.architecture.processor:  # we need none, servers do
+            text = json.dumps({"processor_class": self.architecture.processor}, indent=1) + "\n"
+            (Path(folder) / "processor_config.json").write_text(text, encoding="utf-8")
 
     @property
     def image_token_id(self) -> int:
-        """The placeholder's id."""
-        return int(self.config.image_token_id)
+        """The placeholder's id; -1, which no token has, where the network takes no images."""
+        return int(self.config.image_token_id) if self.architecture.vision else NO_IMAGE_TOKEN
 
     @property
     def merge_size(self) -> int:
-        """Patches per token along each side."""
-        return int(self.config.vision_config.spatial_merge_size)
+        """Patches per token along each side; 1 where the network takes no images."""
+        return int(self.config.vision_config.spatial_merge_size) if self.architecture.vision else 1
+
+    @property
+    def max_positions(self) -> int:
+        """How many positions the network was made for."""
+        return int(self.config.get_text_config().max_position_embeddings)
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The repeated blocks of decoder and vision tower, the units of sharding."""
+        tower = self._vision_tower
+        return [*self._decoder.layers, *(tower.blocks if tower is not None else ())]
+
+    @property
+    def _decoder(self) -> Any:
+        return self.architecture.decoder(self.backbone)
+
+    @property
+    def _vision_tower(self) -> Any:
+        return self.architecture.vision_tower(self.backbone)
 
     def encode_images(self, pixels_PD: Tensor, grids: Sequence[tuple[int, int, int]]) -> list[Tensor]:
         """Return the merged features of all images, then one tensor per DeepStack layer; each (tokens, H)."""
-        visual: Any = self.backbone.model.visual  # type: ignore[union-attr]
-        device = pixels_PD.device
-        positions = torch.cat([_patch_positions(grid, self.merge_size) for grid in grids]).to(device)
-        frames = [height * width for time, height, width in grids for _ in range(time)]
-        cu_seqlens = torch.tensor([0, *frames]).cumsum(0, dtype=torch.int32).to(device)
-        output = visual(
-            pixels_PD.to(visual.dtype),
-            grid_thw=torch.tensor(grids, device=device),
-            position_ids=positions,
-            cu_seqlens=cu_seqlens,
-            max_seqlen=max(frames),
-            num_equal=len(frames) if len(set(frames)) == 1 else 0,
-            return_dict=True,
-        )
-        return [output.pooler_output, *output.deepstack_features]
+        tower = self._vision_tower
+        assert tower is not None, f"a {self.config.model_type} network takes no images, got {len(grids)}"
+        window = None
+        if self.architecture.windows:
+            window = tower.config.window_size // tower.config.patch_size // self.merge_size
+        inputs = tower_inputs(grids, self.merge_size, window, pixels_PD.device)
+        output = tower(pixels_PD.to(tower.dtype), return_dict=True, **inputs)
+        return [output.pooler_output, *(output.deepstack_features if self.architecture.deepstack else ())]
 
     def forward(
         self,
@@ -208,29 +182,38 @@ class PolicyModel(nn.Module):
         `attention_mask` is a boolean (B, 1, T, C + T) mask, True where a query sees a column; None is causal over rows
         padded on the right. Only the chosen places are multiplied out to the vocabulary.
         """
-        language_model: Any = self.backbone.model.language_model  # type: ignore[union-attr]
-        embeds_BTH = language_model.embed_tokens(ids_BT)
-        image_mask, deepstack = None, None
+        decoder = self._decoder
+        embeds_BTH = decoder.embed_tokens(ids_BT)
+        deepstack: dict[str, Any] = {}
         if vision is not None:
             features = self.encode_images(vision.pixels_PD, vision.grids)
             image_mask = ids_BT == self.image_token_id
             merged = features[0][vision.feature_index_N].to(embeds_BTH.dtype)
             embeds_BTH = embeds_BTH.index_put(image_mask.nonzero(as_tuple=True), merged)
-            deepstack = [feature[vision.feature_index_N] for feature in features[1:]]
-        output = language_model(
+            if self.architecture.deepstack:
+                deepstack["visual_pos_masks"] = image_mask
+                deepstack["deepstack_visual_embeds"] = [feature[vision.feature_index_N] for feature in features[1:]]
+        if not self.architecture.vision and attention_mask is None:
+            # Without a mask, Transformers takes the positions of padding for those of further packed sequences.
+            attention_mask = torch.ones_like(ids_BT)
+        output = decoder(
             inputs_embeds=embeds_BTH,
-            position_ids=positions_3BT,
+            position_ids=positions_3BT if self.architecture.vision else positions_3BT[0],
             attention_mask=attention_mask,
             past_key_values=cache,
             use_cache=False,
-            visual_pos_masks=image_mask,
-            deepstack_visual_embeds=deepstack,
+            **deepstack,
         )
-        return self.backbone.lm_head(output.last_hidden_state[select])  # type: ignore[operator]
+        return float32_logits(output.last_hidden_state[select], self.backbone.lm_head)
 
 
-def register_attention() -> None:
-    """Make `vision_attention` known to Transformers; calling it again changes nothing."""
-    from transformers import AttentionInterface
+def float32_logits(hidden_NH: Tensor, lm_head: Any) -> Tensor:
+    """Return the logits (N, V) in float32, whatever the network computes in.
 
-    AttentionInterface.register(VISION_ATTENTION, vision_attention)
+    Logits of 16 stand 1/16 apart in bfloat16, which moves log-probs by hundredths of a nat: most of the gap between two
+    engines that round differently (MiniMax-M1, arXiv 2506.13585, section 3.2). SGLang: `--enable-fp32-lm-head`.
+    """
+    if hidden_NH.dtype == torch.float32:
+        return lm_head(hidden_NH)
+    with torch.autocast(hidden_NH.device.type, enabled=False):
+        return functional.linear(hidden_NH.float(), lm_head.weight.float())

@@ -19,7 +19,8 @@ def mrope_positions(
     """Return the positions of every token, shape (3, T).
 
     `grids` are the (time, height, width) patch grids of the images in stream order; each image's placeholders must be
-    one unbroken run. Raises AssertionError when placeholders and grids disagree.
+    one unbroken run. Without images every row counts from 0, and a network with ordinary rotary positions takes the
+    first. Raises AssertionError when placeholders and grids disagree.
 
     >>> mrope_positions(np.array([7, 9, 9, 7]), [(1, 2, 4)], image_token_id=9, merge_size=2).tolist()
     [[0, 1, 1, 3], [0, 1, 1, 3], [0, 1, 2, 3]]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import Qwen3VLConfig, Qwen3VLModel
+from transformers import AutoConfig, AutoModel
 
 from agents.positions import mrope_positions
 
@@ -17,11 +17,16 @@ IMAGE = 9
 MERGE = 2
 
 
-@pytest.fixture(scope="module")
-def reference() -> Any:
-    config = Qwen3VLConfig(image_token_id=IMAGE, vision_config={"spatial_merge_size": MERGE})
+@pytest.fixture(scope="module", params=["qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl"])
+def reference(request: pytest.FixtureRequest) -> Any:
+    config = AutoConfig.for_model(
+        request.param,
+        image_token_id=IMAGE,
+        text_config={"num_hidden_layers": 1},
+        vision_config={"spatial_merge_size": MERGE, "depth": 1, "deepstack_visual_indexes": [0]},
+    )
     with torch.device("meta"):  # its positions need no weights
-        return Qwen3VLModel(config)
+        return AutoModel.from_config(config)
 
 
 def stream(pieces: list[int], grids: list[tuple[int, int, int]]) -> np.ndarray:
@@ -59,6 +64,10 @@ def test_text_goes_on_one_past_the_larger_side_of_an_image() -> None:
         [0, 1, 2, 2, 2, 3, 3, 3, 5, 6],
         [0, 1, 2, 3, 4, 2, 3, 4, 5, 6],
     ]
+
+
+def test_without_an_image_token_a_stream_counts_from_zero() -> None:
+    assert mrope_positions(np.array([7, 7, IMAGE, 7]), [], -1, 1).tolist() == [[0, 1, 2, 3]] * 3
 
 
 def test_a_prefix_of_a_stream_has_the_same_positions_as_in_the_whole() -> None:
