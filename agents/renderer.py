@@ -2,25 +2,31 @@
 
 Sampled ids are never decoded and encoded again. What follows a model turn is whatever the template writes between the
 end of an assistant message and the start of the next one (closers and newlines included), and only that text is
-tokenised.
+tokenised. A template may rewrite what stands before a turn once the conversation has gone on (Qwen3's strips earlier
+thinking); the stream keeps what the model saw and wrote there, and what follows is the same either way, which is
+checked.
 """
 
 from __future__ import annotations
 
-import functools
-import re
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from agents.images import ImageStore
+from agents.rendering.checkpoint import read_parts
+from agents.rendering.encoding import Encoder
+from agents.rendering.suffixes import Shape, Suffix, build_suffix, exact_ids
+from agents.rendering.template import MARK, ModelTemplate, control_words
 from agents.types import ProcessedImage
 from envs.errors import UserError
-from envs.types import Message, content_parts, message_images, well_formed
+from envs.types import Message, content_parts, message_images
 
-# Text that no template writes by itself, to find where the assistant's content ends.
-_MARK = "⁣assistant-content⁣"
+MAX_SHAPES = 256
+MAX_PROMPTS = 256
+_VISION_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>")
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,143 +45,277 @@ class Renderer:
         renderer = Renderer.from_checkpoint("path/to/model")
         prompt = renderer.prompt(sample.prompt, env.tools)
         suffix = renderer.suffix([{"role": "tool", "content": "Score 1.0"}], last_id=completion.ids[-1])
+
+    `stop_ids` are the ids that end a model's turn; the last of them is `closer_id`, that of the token `closer`, which
+    the template itself writes after an assistant's message. `image_token_id` is None, and so may `images` be, where the
+    model reads no images. `teaches_tools` says whether the template describes tools; where it does not, the renderer
+    does, in the system message and the Hermes form.
     """
 
-    def __init__(self, tokenizer: Any, images: ImageStore, image_token: str = "<|image_pad|>") -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        images: ImageStore | None,
+        image_token: str = "<|image_pad|>",
+        template_kwargs: Mapping[str, Any] | None = None,
+        stop_ids: Sequence[int] = (),
+    ) -> None:
+        """Try the tokenizer's chat template out.
+
+        `template_kwargs` go to every rendering, as `{"enable_thinking": False}`. `stop_ids` are more ids that end a
+        turn, as a checkpoint's configuration names them; those that are no added tokens are left out, since a turn
+        may hold any word.
+
+        Raises:
+            UserError: the template fails or closes no turn, or a control token of it is none of the tokenizer's.
+        """
         self.tokenizer, self.images = tokenizer, images
-        self.image_token_id = int(tokenizer.convert_tokens_to_ids(image_token))
-        self.max_token_chars = max(map(len, tokenizer.get_vocab()))
-        self.stop_ids = self._stop_ids()
-        self.suppressed_ids = self._suppressed_ids()
-        self._control = re.compile("|".join(re.escape(token) for token in self._control_tokens()) or "(?!)")
+        self.encoder = Encoder(tokenizer)
+        self.template = ModelTemplate(tokenizer, template_kwargs or {})
+        self._name = str(tokenizer.name_or_path)
+        vocabulary = tokenizer.get_vocab()
+        self.max_token_chars = max(map(len, vocabulary), default=1)
+        self.closer = self._find_closer()
+        self.closer_id = self.encoder.added[self.closer]
+        known = set(self.encoder.added.values())
+        others = {tokenizer.eos_token_id, *stop_ids} & known - {self.closer_id}
+        self.stop_ids: tuple[int, ...] = (*sorted(others), self.closer_id)
+        #: Ids that a model must never sample: image and video tokens.
+        self.suppressed_ids = tuple(sorted(vocabulary[token] for token in _VISION_TOKENS if token in vocabulary))
+        self._stops = frozenset(self.stop_ids)
+        self._suffixes: OrderedDict[Shape, Suffix | None] = OrderedDict()
+        self._prompts: OrderedDict[tuple[Any, ...], tuple[int, ...]] = OrderedDict()
+        self.image_token_id: int | None = self._find_image_token(image_token)
+        for role in ("user", "tool"):
+            self._suffix_of(((self.template.role(role), ("str",)),))
 
     @classmethod
-    def from_checkpoint(cls, path: str | Path) -> Renderer:
-        """Read tokenizer, chat template and image processor of a model folder; `UserError` names what is missing."""
-        from transformers import AutoTokenizer
+    def from_checkpoint(cls, path: str | Path, template_kwargs: Mapping[str, Any] | None = None) -> Renderer:
+        """Read tokenizer, chat template and image processor of a model folder.
 
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(path)
-        except Exception as error:  # Transformers raises OSError, ValueError, KeyError or TypeError for a missing file
-            reason = str(error).strip().split("\n")[0]
-            raise UserError("--model", "must have a tokenizer", str(path), f"add tokenizer.json ({reason})") from error
-        # Without any tokenizer file, Transformers makes an empty tokenizer and says nothing.
-        missing = {"<|im_end|>", "<|image_pad|>"} - tokenizer.get_vocab().keys()
-        if missing:
-            rule = f"must have a tokenizer with {' and '.join(sorted(missing))}"
-            raise UserError("--model", rule, str(path), "add the tokenizer.json of a Qwen3-VL model")
-        if not tokenizer.chat_template:
-            raise UserError("--model", "must have a chat template", str(path), "add chat_template.jinja")
-        return cls(tokenizer, ImageStore.from_checkpoint(path))
+        A model without image processor settings reads no images. Raises `UserError`, which names what is missing.
+        """
+        parts = read_parts(path)
+        return cls(parts.tokenizer, parts.images, parts.image_token, template_kwargs, parts.stop_ids)
 
     @property
     def chat_template(self) -> str:
         """The text of the model's chat template."""
-        return str(self.tokenizer.chat_template)
+        return self.template.source
+
+    @property
+    def teaches_tools(self) -> bool:
+        """Whether the model's template describes the tools that it is given."""
+        return self.template.teaches_tools
+
+    @property
+    def merge_size(self) -> int:
+        """How many patches in each direction make a token; 1 where the model reads no images."""
+        return self.images.merge_size if self.images else 1
 
     def save(self, folder: str | Path) -> None:
         """Write tokenizer, chat template and image processor settings into a model folder."""
         self.tokenizer.save_pretrained(folder)
-        self.images.save(folder)
+        if self.images:
+            self.images.save(folder)
 
-    def _stop_ids(self) -> tuple[int, ...]:
-        ends = {self.tokenizer.eos_token_id, self.tokenizer.convert_tokens_to_ids("<|im_end|>")}
-        return tuple(sorted(i for i in ends if i is not None and i != self.tokenizer.unk_token_id))
+    def _error(self, rule: str, fix: str) -> UserError:
+        return UserError("--model", rule, self._name, fix)
 
-    def _control_tokens(self) -> list[str]:
-        added = self.tokenizer.added_tokens_decoder.values()
-        return [token.content for token in added if token.special or token.content.startswith("<|")]
+    def _find_closer(self) -> str:
+        """Return the token with which the template closes a model's turn: its first added token behind the content."""
+        try:
+            last, before_user = self.template.closing()
+        except Exception as error:  # a template raises what it likes
+            reason = f"{type(error).__name__}: {error}".split("\n")[0]
+            raise self._error("must have a chat template that takes a conversation", f"mend it ({reason})") from error
+        if missing := control_words(last + before_user) - self.encoder.added.keys():
+            rule = f"must have a tokenizer with {' and '.join(sorted(missing))}"
+            raise self._error(rule, "add the tokenizer.json that belongs to its chat template")
+        closers = {self.encoder.first_added(text) for text in (last, before_user)}
+        closer = closers.pop()
+        if closers or closer is None:
+            rule = "must have a chat template that closes a model's turn with one special token"
+            raise self._error(rule, "take an instruction-tuned model, or mend its chat_template.jinja")
+        return closer
 
-    def _suppressed_ids(self) -> tuple[int, ...]:
-        """Ids that a model must never sample: image and video tokens."""
-        tokens = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>")
-        vocabulary = self.tokenizer.get_vocab()
-        return tuple(sorted(vocabulary[token] for token in tokens if token in vocabulary))
+    def _find_image_token(self, token: str) -> int | None:
+        """Return the placeholder's id where the template writes it for a picture; None for a model without images."""
+        if self.images is None:
+            return None
+        content = [{"type": "image"}, {"type": "text", "text": MARK}]
+        try:
+            text = self.template.render([{"role": "user", "content": content}])
+        except Exception:  # a template of a language model
+            return None
+        if missing := control_words(text) - self.encoder.added.keys():
+            rule = f"must have a tokenizer with {' and '.join(sorted(missing))}"
+            raise self._error(rule, "add the tokenizer.json of the vision-language model")
+        return self.encoder.added[token] if token in self.encoder.added and text.count(token) == 1 else None
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> Rendered:
-        """Return the stream that opens an episode, ending where the model begins to write."""
-        text = self._template([self._defuse(message) for message in messages], tools)
-        return self._encode(text, messages)
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Rendered:
+        """Return the stream that opens an episode, ending where the model begins to write.
+
+        The latest prompts are remembered by content, so that the samples of a group share one rendering.
+
+        Raises:
+            UserError: there is an image and the model reads none, or a system message and the template takes none.
+        """
+        images = self._process(messages)
+        pictures = tuple((image.digest, image.grid_thw) for image in images)
+        key = (tuple(map(_content_key, messages)), pictures, repr(tools) if tools else "")
+        ids = self._prompts.get(key)
+        if ids is None:
+            text = self.text(messages, tools, len(messages))
+            ids = self._prompts[key] = tuple(self.expand(self.encoder.encode(text), images))
+            if len(self._prompts) > MAX_PROMPTS:
+                self._prompts.popitem(last=False)
+        else:
+            self._prompts.move_to_end(key)
+        return Rendered(ids, images)
 
     def suffix(self, messages: Sequence[Message], last_id: int) -> Rendered:
         """Return what stands between a model turn whose last id is `last_id` and the next one: its closer where the
-        model did not write it, the environment's messages, and the opening of the next turn."""
-        messages = [self._defuse(message) for message in messages]
-        around = self._around(tuple((message["role"], _shape(message)) for message in messages)).split(_MARK)
-        parts = [part for message in messages for part in content_parts(message)]
-        texts = [part["text"] for part in parts if part["type"] == "text"]
-        text = "".join(piece for pair in zip(around, [*texts, ""], strict=True) for piece in pair)
-        last = self.tokenizer.convert_ids_to_tokens(last_id) if last_id in self.stop_ids else ""
-        return self._encode(text.removeprefix(last), messages)
+        model did not write it, the environment's messages, and the opening of the next turn.
 
-    @functools.lru_cache(maxsize=64)  # noqa: B019 - a renderer lives as long as the program
-    def _around(self, shapes: tuple[tuple[str, tuple[str, ...]], ...]) -> str:
-        """Return the template's text after an assistant turn, with marks where the messages' texts go."""
-        conversation: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
-        num_texts = 0
-        for role, shape in shapes:
-            content = _MARK if shape == ("str",) else [_part(kind) for kind in shape]
-            conversation.append({"role": role, "content": content})
-            num_texts += sum(kind != "image" for kind in shape)
-        text = self._template(conversation, ())
-        assert text.count(_MARK) == 1 + num_texts, f"template changes content: {text!r}"
-        return text.split(_MARK, 1)[1]
+        Raises:
+            UserError: there is an image and the model reads none, or the template cannot be followed (`check_steady`).
+        """
+        images = self._process(messages)
+        shape: list[tuple[str, tuple[str, ...]]] = []
+        texts: list[str] = []
+        prepared = [self._prepared(message) for message in messages]
+        for message in prepared:
+            content = message["content"]
+            if isinstance(content, str):
+                shape.append((message["role"], ("str",)))
+                texts.append(content)
+            else:
+                shape.append((message["role"], tuple(part["type"] for part in content)))
+                texts.extend(part["text"] for part in content if part["type"] != "image")
+        is_closed = last_id == self.closer_id
+        # What a message says besides role and content, as a tool's name, only a full rendering shows.
+        known = self._suffix_of(tuple(shape)) if all(len(message) == 2 for message in prepared) else None
+        if known is not None:
+            ids = known.ids(self.encoder, texts, is_closed)
+        else:
+            ids = exact_ids(self.encoder, self.template.after_turn(prepared), self.closer, is_closed)
+        return Rendered(tuple(self.expand(ids, images)), images)
 
-    def _template(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> str:
-        return self.tokenizer.apply_chat_template(
-            list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=True
-        )
+    def _suffix_of(self, shape: Shape) -> Suffix | None:
+        if shape in self._suffixes:
+            return self._suffixes[shape]
+        found = self._suffixes[shape] = build_suffix(self.template, self.encoder, self.closer, shape)
+        if len(self._suffixes) > MAX_SHAPES:
+            self._suffixes.popitem(last=False)
+        return found
 
-    def _defuse(self, message: Message) -> Message:
-        """Return the message with every control token spelled in its texts broken by a zero-width space.
+    def text(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), num_prompt: int | None = None
+    ) -> str:
+        """Return the template's text of a whole conversation, up to where the model begins to write.
 
-        A row, a tool or a model may write `<|image_pad|>` or `<|im_end|>` as plain text; it must stay text.
+        It ends with the conversation where its last message is the assistant's. From message `num_prompt` on (None:
+        from the first), an assistant's messages are the model's own and are rendered as they are, control tokens in
+        them included; all others are rendered as `prompt` and `suffix` do it.
+        """
+        start = 0 if num_prompt is None else num_prompt
+        messages = list(messages)
+        if not messages:
+            raise UserError("prompt", "must have a message", "none", "give at least one")
+        prepared = [
+            message
+            if place >= start and message["role"] == "assistant"
+            else self._prepared(message, is_first=not place)
+            for place, message in enumerate(messages)
+        ]
+        tools = [_each_text(tool, self.encoder.harmless) for tool in tools]
+        if tools and not self.template.teaches_tools:
+            prepared, tools = self.template.with_tools(prepared, tools), []
+        if prepared[0]["role"] == "system" and not self.template.takes_system:
+            rule = "must not begin with a system message for this model's template"
+            raise UserError("prompt", rule, str(messages[0]["content"]), "put it into the user's message")
+        return self.template.render(prepared, tools, opens_turn=messages[-1]["role"] != "assistant")
+
+    def full_ids(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), num_prompt: int | None = None
+    ) -> tuple[int, ...]:
+        """Return the ids of a whole conversation, rendered by the template in one go as by `text`, images expanded.
+
+        A stream need not equal this: it does at every turn boundary, wherever a model turn's text gives the sampled ids
+        when it is tokenised and the template does not change it. `agents.template_check` compares the two.
+        """
+        ids = self.encoder.encode(self.text(messages, tools, num_prompt))
+        return tuple(self.expand(ids, self._process(messages)))
+
+    def _prepared(self, message: Message, is_first: bool = False) -> Message:
+        """Return the message under a role that the template knows, with every control token in its texts broken.
+
         Neighbouring texts become one first, since a token may be cut over two; a message without images has a string as
         its content.
         """
-        parts: list[dict[str, Any]] = []
-        for part in content_parts(message):
-            if parts and parts[-1]["type"] == part["type"] == "text":
-                parts[-1] = {"type": "text", "text": parts[-1]["text"] + part["text"]}
-            else:
-                parts.append(part)
-        parts = [{**p, "text": self._harmless(p["text"])} if p["type"] == "text" else p for p in parts]
-        if len(parts) == 1 and parts[0]["type"] == "text":
-            return {**message, "content": parts[0]["text"]}
-        return {**message, "content": parts or ""}
+        role = message["role"] if is_first else self.template.role(message["role"])
+        content = message.get("content") or ""
+        if isinstance(content, str):
+            content = self.encoder.harmless(content)
+        else:
+            parts: list[dict[str, Any]] = []
+            for part in content_parts(message):
+                if parts and parts[-1]["type"] == part["type"] == "text":
+                    parts[-1] = {"type": "text", "text": parts[-1]["text"] + part["text"]}
+                else:
+                    parts.append(part)
+            parts = [
+                {"type": "text", "text": self.encoder.harmless(p["text"])} if p["type"] == "text" else p for p in parts
+            ]
+            content = parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts or ""
+        if len(message) == 2:
+            return {"role": role, "content": content}
+        others = {key: _each_text(value, self.encoder.harmless) for key, value in message.items()}
+        return {**others, "role": role, "content": content}
 
-    def _harmless(self, text: str) -> str:
-        """Break control tokens; half a surrogate pair, which no tokenizer takes, becomes U+FFFD."""
-        return self._control.sub(_break, well_formed(text))
+    def _process(self, messages: Sequence[Message]) -> tuple[ProcessedImage, ...]:
+        pictures = list(message_images(messages))
+        if not pictures:
+            return ()
+        if self.images is None or self.image_token_id is None:
+            fix = "this model reads no images: take a vision-language model"
+            raise self._error("must read images for a task with pictures", fix)
+        return tuple(self.images.process(picture) for picture in pictures)
 
-    def _encode(self, text: str, messages: Sequence[Message]) -> Rendered:
-        """Tokenise template text and write each image's placeholder as often as it has tokens."""
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        images = tuple(self.images.process(image) for image in message_images(messages))
-        holes = ids.count(self.image_token_id)
+    def expand(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> Sequence[int]:
+        """Write each image's placeholder as often as it has tokens."""
+        holes = 0 if self.image_token_id is None else ids.count(self.image_token_id)
         assert holes == len(images), f"the template wrote {holes} image placeholders for {len(images)} images"
         if not images:
-            return Rendered(tuple(ids), ())
+            return ids
         waiting = iter(images)
         expanded: list[int] = []
         for token in ids:
-            expanded.extend([token] * next(waiting).num_tokens if token == self.image_token_id else [token])
-        return Rendered(tuple(expanded), images)
+            if token == self.image_token_id:
+                expanded.extend([token] * next(waiting).num_tokens)
+            else:
+                expanded.append(token)
+        return expanded
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of a model turn, without its stop token."""
-        ids = ids[:-1] if ids and ids[-1] in self.stop_ids else ids
-        return self.tokenizer.decode(ids, skip_special_tokens=False)
+        return self.encoder.decode(ids[:-1] if ids and ids[-1] in self._stops else ids)
 
 
-def _shape(message: Message) -> tuple[str, ...]:
-    content = message["content"]
-    return ("str",) if isinstance(content, str) else tuple(part["type"] for part in content)
+def _content_key(message: Message) -> tuple[Any, ...]:
+    """Return what a message says, to look its rendering up by; its pictures are told apart by their digests."""
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        content = tuple(part["text"] if part["type"] == "text" else None for part in content_parts(message))
+    others = repr({k: v for k, v in message.items() if k not in ("role", "content")}) if len(message) > 2 else ""
+    return message["role"], content, others
 
 
-def _part(kind: str) -> dict[str, str]:
-    return {"type": "image"} if kind == "image" else {"type": "text", "text": _MARK}
-
-
-def _break(match: re.Match[str]) -> str:
-    return match[0][0] + "\u200b" + match[0][1:]
+def _each_text(value: Any, change: Any) -> Any:
+    """Return a JSON value with every text in it changed, names of keys included."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {_each_text(key, change): _each_text(item, change) for key, item in value.items()}
+    return [_each_text(item, change) for item in value] if isinstance(value, list | tuple) else value

@@ -6,6 +6,8 @@ patch.
 
 from __future__ import annotations
 
+import functools
+import io
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -13,6 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 
 class EndReason(StrEnum):
@@ -39,13 +42,33 @@ class ProcessedImage:
     """An image as the model takes it, addressed by the hash of its pixels.
 
     Example: a 160 x 128 picture in 16-pixel patches has `grid_thw` (1, 8, 10), 80 rows of `pixels_PD` and, merged
-    2 x 2, 20 tokens.
+    2 x 2, 20 tokens. `picture` is the one that the patches were cut from: RGB, resized to 16 times the grid.
     """
 
     digest: str
     pixels_PD: NDArray[np.float32]
     grid_thw: tuple[int, int, int]
     num_tokens: int
+    picture: Image.Image | None = field(default=None, repr=False)
+
+    @functools.cached_property
+    def png(self) -> bytes:
+        """The resized picture as a PNG file, for an engine in another process: made once, without loss.
+
+        The model's own processor does not resize it again, and cuts the same patches from it. Raises ValueError where
+        the image was made without its picture.
+        """
+        if self.picture is None:
+            raise ValueError(f"image {self.digest} was made without its picture")
+        file = io.BytesIO()
+        self.picture.save(file, "PNG", compress_level=1)
+        return file.getvalue()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory that the image takes, a PNG file as large as its pixels included."""
+        width, height = self.picture.size if self.picture else (0, 0)
+        return self.pixels_PD.nbytes + 2 * 3 * width * height
 
 
 @dataclass(frozen=True)

@@ -47,8 +47,8 @@ def load_image(
         'RGB'
 
     Raises:
-        UserError: no such file, a path outside `root`, a file over 64 MiB, over `max_pixels` pixels, another format
-            than PNG, JPEG, WEBP, GIF or BMP, or a damaged file.
+        UserError: no such file, a path outside `root`, a file over 64 MiB, over `max_pixels` pixels or none at all,
+            another format than PNG, JPEG, WEBP, GIF or BMP, or a damaged file.
     """
     return decode_image(find_image(value, field, root, allow_outside), field, max_pixels)
 
@@ -109,6 +109,7 @@ def decode_image(source: ImageSource, field: str, max_pixels: int = MAX_PIXELS) 
 
 def _find_text(text: str, field: str, root: Path | None, allow_outside: bool) -> ImageSource:
     """Tell the three meanings of a string apart: a data URI, an existing file, base64 of an image."""
+    _check_text(text, field)
     if text.startswith("data:"):
         header, comma, body = text.partition(",")
         if not comma or not header.endswith(";base64"):
@@ -146,6 +147,7 @@ def _check_inside(path: Path, field: str, root: Path | None, allow_outside: bool
 
 
 def _from_base64(text: str, field: str) -> bytes:
+    _check_text(text, field)
     data = _decode_base64(text)
     if data is None:
         raise UserError(field, "must be base64", text[:40], "encode the image's bytes with the standard alphabet")
@@ -166,14 +168,25 @@ def _is_image(data: bytes) -> bool:
 
 
 def _read(source: Path | bytes, field: str) -> bytes:
-    size = source.stat().st_size if isinstance(source, Path) else len(source)
+    _check_bytes(source.stat().st_size if isinstance(source, Path) else len(source), field)
+    return source.read_bytes() if isinstance(source, Path) else source
+
+
+def _check_bytes(size: int, field: str) -> None:
     if size > MAX_BYTES:
         raise UserError(field, f"must have at most {MAX_BYTES} bytes", size, "compress it or scale it down")
-    return source.read_bytes() if isinstance(source, Path) else source
+
+
+def _check_text(text: str, field: str) -> None:
+    """Refuse what is far too long before it is copied and decoded: base64 takes 4 characters for 3 bytes."""
+    if len(text) > 2 * MAX_BYTES:
+        _check_bytes(len(text) * 3 // 4, field)
 
 
 def _check_pixels(image: Image.Image, field: str, max_pixels: int) -> None:
     width, height = image.size
+    if not width * height:
+        raise UserError(field, "must have pixels", f"{width}x{height}", "give a picture that shows something")
     if width * height > max_pixels:
         raise UserError(field, f"must have at most {max_pixels} pixels", f"{width}x{height}", "scale it down")
 

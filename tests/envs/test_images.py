@@ -7,6 +7,7 @@ import struct
 import zlib
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -171,6 +172,18 @@ def test_a_file_over_the_byte_limit_is_not_read(tmp_path: Path) -> None:
     with (tmp_path / "big.png").open("wb") as file:
         file.truncate(images.MAX_BYTES + 1)
     assert "at most 67108864 bytes, got 67108865" in error_of("big.png", tmp_path)
+
+
+@pytest.mark.parametrize("shape", [str, lambda text: f"data:image/png;base64,{text}", lambda text: {"bytes": text}])
+def test_base64_over_the_byte_limit_is_not_decoded(shape: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "MAX_BYTES", 1000)
+    monkeypatch.setattr(images.base64, "b64decode", lambda *args, **options: pytest.fail("decoded"))
+    assert "at most 1000 bytes, got" in error_of(shape("A" * 2400))
+
+
+@pytest.mark.parametrize("size", [(0, 0), (0, 5), (5, 0)])
+def test_a_picture_without_pixels_is_refused(size: tuple[int, int]) -> None:
+    assert f"must have pixels, got {size[0]}x{size[1]}" in error_of(Image.new("RGB", size))
 
 
 @pytest.mark.parametrize("image_format", ["TIFF", "PPM", "ICO"])

@@ -1,0 +1,188 @@
+"""A chat template that has been tried out: messages in, text out, and what it does with roles, tools and turns.
+
+Nothing is read out of a template's source. What it does is found by rendering small conversations with it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from envs.errors import UserError
+from envs.types import Message
+
+#: Text that no template writes by itself or changes, to find where a content stands: signs that cannot be seen.
+MARK = "\u2063\u2062\u2064\u2062\u2063"
+
+_QUESTION: Message = {"role": "user", "content": "?"}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "probe",
+        "description": "Probe.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]},
+    },
+}
+# What may have gone before a turn; the last one fits templates that know no other roles.
+_PASTS: tuple[tuple[Message, ...], ...] = (
+    ({"role": "system", "content": "Solve it."}, _QUESTION),
+    (_QUESTION, {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nA"}, {"role": "tool", "content": "B"}),
+    (_QUESTION, {"role": "assistant", "content": "A"}, {"role": "user", "content": "B"}),
+)
+# Ways in which a model's turn may begin before the mark.
+_OPENINGS = ("<think>\nHm.\n</think>\n\n", " \n")
+
+
+class ModelTemplate:
+    """The chat template of one tokenizer.
+
+    Example::
+
+        template = ModelTemplate(tokenizer, {"enable_thinking": False})
+        template.render([{"role": "user", "content": "Hi"}])     # "<|im_start|>user\\nHi<|im_end|>\\n<|im_start|>..."
+        template.after_turn([{"role": "tool", "content": "1"}])  # "<|im_end|>\\n<|im_start|>user\\n<tool_response>..."
+    """
+
+    def __init__(self, tokenizer: Any, options: Mapping[str, Any]) -> None:
+        """Take the template named "default" where the tokenizer has several; `options` go to every rendering."""
+        found = tokenizer.chat_template
+        self.source: str = found["default"] if isinstance(found, Mapping) else found
+        self._tokenizer, self._options = tokenizer, dict(options)
+        self._roles: dict[str, str] = {}
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), opens_turn: bool = True
+    ) -> str:
+        """Return the text of a conversation, with `opens_turn` up to where the model begins to write.
+
+        Raises whatever the template raises, most often `jinja2.TemplateError`.
+        """
+        return self._tokenizer.apply_chat_template(
+            list(messages),
+            tools=list(tools) or None,
+            chat_template=self.source,
+            tokenize=False,
+            add_generation_prompt=opens_turn,
+            **self._options,
+        )
+
+    def shows(self, *messages: Message) -> bool:
+        """Whether the template takes the messages and writes the one `MARK` in them once."""
+        try:
+            return self.render(messages).count(MARK) == 1
+        except Exception:  # a template raises what it likes
+            return False
+
+    @functools.cached_property
+    def takes_system(self) -> bool:
+        """Whether a conversation may begin with a system message."""
+        return self.shows({"role": "system", "content": MARK}, _QUESTION)
+
+    @functools.cached_property
+    def teaches_tools(self) -> bool:
+        """Whether tools that are given change what the model reads."""
+        try:
+            return self.render([_QUESTION], [_TOOL]) != self.render([_QUESTION])
+        except Exception:  # a template that refuses tools
+            return False
+
+    def role(self, role: str) -> str:
+        """Return the role under which a message that is not the first is shown.
+
+        A template may refuse a role, or leave its messages out in silence; these are then the user's.
+        """
+        if role not in self._roles:
+            answer: Message = {"role": "assistant", "content": "?"}
+            known = role in ("user", "assistant") or self.shows(_QUESTION, answer, {"role": role, "content": MARK})
+            self._roles[role] = role if known else "user"
+        return self._roles[role]
+
+    def with_tools(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
+        """Return the messages with the tools described in the system message, for a template that does not do it.
+
+        The system message that the template writes by itself, if there is none, is kept.
+        """
+        text = describe_tools(tools)
+        if messages[0]["role"] != "system":
+            default = self._default_system()
+            return [{"role": "system", "content": f"{default}\n\n{text}".lstrip()}, *messages]
+        system = messages[0]
+        content = system["content"]
+        if isinstance(content, str):
+            content = f"{content}\n\n{text}"
+        else:
+            content = [*content, {"type": "text", "text": f"\n\n{text}"}]
+        return [{**system, "content": content}, *messages[1:]]
+
+    def _default_system(self) -> str:
+        if not self.takes_system:
+            rule = "must have a chat template with a place for tools"
+            fix = "take another model, or an environment without tools"
+            raise UserError("--model", rule, "one without tools or system message", fix)
+        head, tail = self.render([{"role": "system", "content": MARK}, _QUESTION]).split(MARK)
+        plain = self.render([_QUESTION])
+        is_framed = plain.startswith(head) and plain.endswith(tail) and len(plain) >= len(head) + len(tail)
+        return plain[len(head) : len(plain) - len(tail)] if is_framed else ""
+
+    def after_turn(self, messages: Sequence[Message]) -> str:
+        """Return what the template writes from the end of a model's turn, over the messages, to the start of its next.
+
+        Raises whatever the template raises.
+        """
+        return self._after([_QUESTION], "", messages)
+
+    def _after(self, past: Sequence[Message], opening: str, messages: Sequence[Message], tools: Any = ()) -> str:
+        turn: Message = {"role": "assistant", "content": opening + MARK}
+        return self.render([*past, turn, *messages], tools).split(MARK, 1)[1]
+
+    def check_steady(self, messages: Sequence[Message]) -> None:
+        """Raise `UserError` where what follows a turn depends on what came before it.
+
+        A template that strips the thinking of earlier turns, as Qwen3's does, passes: it changes nothing behind them.
+        One that numbers pictures or turns does not; a stream that is only ever appended to could not follow it.
+        """
+        expected = self.after_turn(messages)
+        variants = [([_QUESTION], opening, ()) for opening in _OPENINGS] + [([_QUESTION], "", (_TOOL,))]
+        variants += [(past, "", ()) for past in _PASTS]
+        if pictured := [m for m in messages if not isinstance(m["content"], str)]:
+            shown = [{**m, "content": [p for p in m["content"] if p["type"] == "image"]} for m in pictured]
+            variants.append(([_QUESTION, {"role": "assistant", "content": "A"}, *shown], "", ()))
+        for past, opening, tools in variants:
+            try:
+                found = self._after(past, opening, messages, tools)
+            except Exception:  # a past that this template refuses cannot come before
+                continue
+            if found != expected:
+                rule = "must write the same after a turn, whatever came before it"
+                fix = f"use another template or other template arguments (else {expected!r:.200})"
+                raise UserError("--model", rule, f"{found!r:.200}", fix)
+
+    def closing(self) -> tuple[str, str]:
+        """Return the text after a model's turn: at the end of a conversation, and before a user's message."""
+        turn: Message = {"role": "assistant", "content": MARK}
+        last = self.render([_QUESTION, turn], opens_turn=False)
+        before_user = self.render([_QUESTION, turn, _QUESTION])
+        return last.partition(MARK)[2], before_user.partition(MARK)[2]
+
+
+def describe_tools(tools: Sequence[Mapping[str, Any]]) -> str:
+    """Return the part of a system message that teaches tools in the Hermes form, in our own words."""
+    lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    return (
+        f"# Tools\n\nYou can call the functions below; each line is the JSON description of one.\n<tools>\n{lines}\n"
+        "</tools>\n\nTo call a function, write its name and its arguments as one JSON object between these tags, then "
+        'wait for the answer:\n<tool_call>\n{"name": "the function\'s name", "arguments": {"an argument": "its value"}}'
+        "\n</tool_call>"
+    )
+
+
+def control_words(text: str) -> set[str]:
+    """Return everything in a text that is spelled like a control token.
+
+    >>> control_words("<|im_start|>user")
+    {'<|im_start|>'}
+    """
+    return set(re.findall(r"<\|[^|<>\s]{1,60}\|>", text))
