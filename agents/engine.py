@@ -5,8 +5,8 @@ Engines: `agents.engines.hf` (embedded), `agents.engines.scripted` (tests, demon
 
 from __future__ import annotations
 
-from contextlib import AbstractAsyncContextManager
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 import numpy as np
@@ -35,10 +35,15 @@ class Engine(Protocol):
             completion = await session.generate(GenerateRequest(ids, images, 64, SamplingParams(stop_ids=(2,)), seed=7))
     """
 
-    #: Longest stream, prompt included, in tokens.
-    context_length: int
-    #: Which weights write now.
-    weight_version: int
+    @property
+    def context_length(self) -> int:
+        """Longest stream, prompt included, in tokens."""
+        ...
+
+    @property
+    def weight_version(self) -> int:
+        """Which weights write now."""
+        ...
 
     def session(self) -> AbstractAsyncContextManager[Session]:
         """Open a session; leaving the context frees what it holds."""

@@ -1,9 +1,9 @@
-"""An engine whose turns are written by a function instead of a network: for tests, demonstrations and replay."""
+"""Engines whose turns are not written by a network: for tests, demonstrations, replay and benchmarks."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+import asyncio
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,40 +12,41 @@ from numpy.typing import NDArray
 from agents.types import Completion, GenerateRequest, ProcessedImage
 
 
-class ScriptedSession:
-    """One episode's script."""
+class _Session:
+    """One episode's turns, counted."""
 
-    def __init__(self, engine: ScriptedEngine) -> None:
+    def __init__(self, engine: _Unweighted) -> None:
         self._engine, self._turn = engine, 0
 
+    async def __aenter__(self) -> _Session:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        return None
+
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Return the script's next text, tokenised and closed with the stop token, cut at the budget."""
-        text = self._engine.script(self._turn, request)
+        """Return the next turn, cut at the budget."""
+        await asyncio.sleep(0)  # as with any engine, other episodes go on before the answer comes
+        ids = self._engine.turn(self._turn, request)
         self._turn += 1
-        ids = [*self._engine.tokenizer(text, add_special_tokens=False)["input_ids"], request.sampling.stop_ids[-1]]
-        finish = "stop" if len(ids) <= request.max_new_tokens else "length"
-        ids = ids[: request.max_new_tokens]
-        return Completion(tuple(ids), (0.0,) * len(ids), finish, len(request.ids), ((0, len(ids)),))
+        finish = "stop"
+        if len(ids) > request.max_new_tokens:
+            ids, finish = ids[: request.max_new_tokens], "length"
+        return Completion(ids, (0.0,) * len(ids), finish, len(request.ids), ((0, len(ids)),))
 
 
-class ScriptedEngine:
-    """Answers turn k of every session with `script(k, request)`.
+class _Unweighted:
+    """What an engine without weights does when it is asked about them."""
 
-    Example::
+    weight_version = 0
 
-        engine = ScriptedEngine(tokenizer, lambda turn, request: "\\\\boxed{68}")
-    """
+    def turn(self, number: int, request: GenerateRequest) -> tuple[int, ...]:
+        """Return the ids of a session's turn, the stop token included."""
+        raise NotImplementedError
 
-    def __init__(
-        self, tokenizer: Any, script: Callable[[int, GenerateRequest], str], context_length: int = 4096
-    ) -> None:
-        self.tokenizer, self.script, self.context_length = tokenizer, script, context_length
-        self.weight_version = 0
-
-    @asynccontextmanager
-    async def session(self) -> AsyncIterator[ScriptedSession]:
-        """Open a session whose script starts at turn 0."""
-        yield ScriptedSession(self)
+    def session(self) -> _Session:
+        """Open a session that starts at turn 0."""
+        return _Session(self)
 
     async def pause(self) -> None:
         """Do nothing: a script has no weights, and no turn takes any time."""
@@ -59,3 +60,38 @@ class ScriptedEngine:
 
     async def close(self) -> None:
         """Do nothing."""
+
+
+class ScriptedEngine(_Unweighted):
+    """Answers turn k of every session with the text `script(k, request)`, tokenised and closed with the stop token.
+
+    Example::
+
+        engine = ScriptedEngine(tokenizer, lambda turn, request: "\\\\boxed{68}")
+    """
+
+    def __init__(
+        self, tokenizer: Any, script: Callable[[int, GenerateRequest], str], context_length: int = 4096
+    ) -> None:
+        self.tokenizer, self.script, self.context_length = tokenizer, script, context_length
+
+    def turn(self, number: int, request: GenerateRequest) -> tuple[int, ...]:
+        """Return the script's text as ids."""
+        text = self.script(number, request)
+        return (*self.tokenizer(text, add_special_tokens=False)["input_ids"], request.sampling.stop_ids[-1])
+
+
+class FixedEngine(_Unweighted):
+    """Answers turn k of every session with the ids `turns[k]`, stop token included: an engine that takes no time.
+
+    Example::
+
+        engine = FixedEngine([(31, 32, 2), (33, 2)])
+    """
+
+    def __init__(self, turns: Sequence[Sequence[int]], context_length: int = 4096) -> None:
+        self.turns, self.context_length = tuple(map(tuple, turns)), context_length
+
+    def turn(self, number: int, request: GenerateRequest) -> tuple[int, ...]:
+        """Return the ids."""
+        return self.turns[number]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agents.engines.hf import HFEngine, sampling_logprobs
+from agents.engines.hf import HFEngine
+from agents.engines.hf_batch import PendingTurn, Read, draw
+from agents.logprobs import sampling_logprobs
 from agents.model import PolicyModel
 from agents.renderer import Renderer
 from agents.types import Completion, GenerateRequest, SamplingParams
@@ -270,13 +274,13 @@ def test_a_session_that_waits_for_its_environment_is_waited_for(network: PolicyM
     prompt = renderer.prompt(question("Find x."))
     asked = [request(prompt, sampling(renderer), 4, seed=seed) for seed in range(2)]
     batches: list[int] = []
-    generate = engine.generate
+    write = engine.write
 
-    def counting(turns: Sequence) -> list[Completion]:
+    def counting(turns: Sequence) -> None:
         batches.append(len(turns))
-        return generate(turns)
+        write(turns)
 
-    engine.generate = counting  # type: ignore[method-assign]
+    engine.write = counting  # type: ignore[method-assign]
 
     async def late(request: GenerateRequest) -> Completion:
         async with engine.session() as session:
@@ -351,3 +355,252 @@ def test_a_stream_that_does_not_extend_what_was_read_is_refused(engine: HFEngine
 
     with pytest.raises(AssertionError, match="extend"):
         asyncio.run(story())
+
+
+def other_weights(model: PolicyModel, noise: float = 0.3) -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    return {name: p.detach() * (1 + noise * torch.randn_like(p)) for name, p in model.named_parameters()}
+
+
+async def when(condition: Callable[[], bool]) -> None:
+    """Return once the condition holds; fail where it never does."""
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+class Slowed(HFEngine):
+    """Counts batches and their decoding passes, and takes a millisecond more for each, to let a test act between."""
+
+    def __init__(self, model: PolicyModel, **options: Any) -> None:
+        super().__init__(model, **options)
+        self.num_batches = self.num_forwards = 0
+
+    def _decode(self, cache: Any, logits_BV: torch.Tensor, positions_B: torch.Tensor, turns: Sequence) -> None:
+        self.rows = turns
+        self.num_batches += 1
+        update = cache.advance
+
+        def advance(real_BT: torch.Tensor) -> None:
+            self.num_forwards += 1
+            time.sleep(0.001)
+            update(real_BT)
+
+        cache.advance = advance
+        super()._decode(cache, logits_BV, positions_B, turns)
+
+
+async def converse_with_pauses(
+    engine: Slowed, renderer: Renderer, firsts: Sequence[GenerateRequest], replies: Sequence[Message], every: int
+) -> list[Conversation]:
+    """Let all conversations run at once, and pause and resume the engine each time that it has made `every` passes."""
+    talking = asyncio.gather(*(converse(engine, renderer, first, replies) for first in firsts))
+    while not talking.done():
+        mark = engine.num_forwards + every
+        await when(lambda mark=mark: engine.num_forwards >= mark or talking.done())
+        await engine.pause()
+        passes = engine.num_forwards
+        await asyncio.sleep(0.003)
+        assert engine.num_forwards == passes, "nothing is written during a pause"
+        await engine.resume()
+    return await talking
+
+
+def test_pauses_without_new_weights_change_nothing(network: PolicyModel, renderer: Renderer) -> None:
+    params = SamplingParams(stop_ids=(), suppressed_ids=renderer.suppressed_ids)
+    firsts = [
+        request(renderer.prompt(question("Find x." * (1 + k), *[picture(seed=k)] * (k % 2))), params, 20 + k, seed=k)
+        for k in range(3)
+    ]
+    engine = Slowed(network)
+    plain = [asyncio.run(converse(HFEngine(network), renderer, first, [ZOOMED])) for first in firsts]
+    paused = asyncio.run(converse_with_pauses(engine, renderer, firsts, [ZOOMED], every=7))
+    assert engine.num_batches >= 6  # two turns, each cut more than once
+    for one, other in zip(plain, paused, strict=True):
+        for expected, got in zip(one.completions, other.completions, strict=True):
+            assert (got.ids, got.finish, got.versions) == (expected.ids, expected.finish, expected.versions)
+            assert (got.prompt_length, got.num_cached) == (expected.prompt_length, expected.num_cached)
+            assert got.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+
+
+def test_a_turn_goes_on_under_new_weights_and_says_which_token_is_whose(model: PolicyModel, renderer: Renderer) -> None:
+    """The tokens of each version have the log-probs that its weights give them; a later turn reads all anew.
+
+    Two sessions have one prompt, which they read together under the old weights but can no longer under the new ones.
+    """
+    engine = Slowed(model)
+    old = {name: p.detach().clone() for name, p in model.named_parameters()}
+    new = other_weights(model)
+    params = SamplingParams(stop_ids=(), suppressed_ids=renderer.suppressed_ids)
+    prompt = renderer.prompt(question("Find x.", picture()))
+    firsts = [request(prompt, params, 40, seed=seed) for seed in (3, 4)]
+
+    async def story() -> list[Conversation]:
+        talking = asyncio.gather(*(converse(engine, renderer, first, [ZOOMED]) for first in firsts))
+        await when(lambda: engine.num_forwards >= 10)
+        await engine.pause()
+        engine.load_weights(new, version=5)
+        await engine.resume()
+        return await talking
+
+    talks = asyncio.run(story())
+    assert talks[0].completions[0].ids != talks[1].completions[0].ids
+    for talk in talks:
+        (version, count), (last, rest) = talk.completions[0].versions
+        assert (version, last, count + rest) == (0, 5, 40)
+        assert 10 <= count < 40
+        second = talk.completions[1]
+        assert (second.versions, second.num_cached) == (((5, 40),), len(prompt.ids) + 39)
+        assert_same_as_full_forward(model, Conversation(talk.requests[1:], talk.completions[1:]))
+    tables = []
+    for weights in (old, new):
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.copy_(weights[name])
+        tables.append([written_logprobs(model, talk).detach() for talk in talks])
+    for before, after, talk in zip(*tables, talks, strict=True):
+        count = talk.completions[0].versions[0][1]
+        expected = torch.cat([before[:count], after[count:]])
+        torch.testing.assert_close(torch.tensor(talk.completions[0].logprobs), expected, rtol=0, atol=1e-5)
+        assert (before[count:] - after[count:]).abs().max() > 0.01  # the weights do differ
+
+
+def written_logprobs(model: PolicyModel, talk: Conversation) -> torch.Tensor:
+    """Return the log-probs of a conversation's first model turn, from a forward over all of it."""
+    asked, done = talk.requests[0], talk.completions[0]
+    places = torch.arange(len(done.ids)) + len(asked.ids) - 1
+    return full_logprobs(model, asked.ids + done.ids, asked.images, asked.sampling)[places, torch.tensor(done.ids)]
+
+
+def test_new_weights_between_two_turns_make_the_next_one_read_its_stream_anew(
+    model: PolicyModel, renderer: Renderer
+) -> None:
+    engine, new = HFEngine(model), other_weights(model)
+    first = request(renderer.prompt(question("Find x.", picture())), sampling(renderer), 8, seed=3)
+
+    async def story() -> tuple[GenerateRequest, Completion]:
+        async with engine.session() as session:
+            written = await session.generate(first)
+            await engine.pause()
+            engine.load_weights(new, version=1)
+            await engine.resume()
+            second = request(renderer.suffix([ZOOMED], written.ids[-1]), first.sampling, before=first, written=written)
+            return second, await session.generate(second)
+
+    second, done = asyncio.run(story())
+    assert (done.versions, done.num_cached) == (((1, len(done.ids)),), 0)
+    assert_same_as_full_forward(model, Conversation([second], [done]))
+
+
+def test_weights_change_only_while_paused_or_between_rollouts(model: PolicyModel, renderer: Renderer) -> None:
+    engine, weights = HFEngine(model), dict(model.named_parameters())
+
+    async def story() -> None:
+        async with engine.session():
+            with pytest.raises(AssertionError, match="1 sessions are open"):
+                engine.load_weights(weights, version=1)
+
+    asyncio.run(story())
+
+
+def test_a_cancelled_turn_is_written_no_further_and_its_session_can_go_on(
+    network: PolicyModel, renderer: Renderer
+) -> None:
+    engine = Slowed(network)
+    params = SamplingParams(stop_ids=(), suppressed_ids=renderer.suppressed_ids)
+    asked = request(renderer.prompt(question("Find x.")), params, 3000)
+    short = replace(asked, max_new_tokens=5)
+
+    async def story() -> tuple[int, Completion]:
+        async with engine.session() as session:
+            turn = asyncio.create_task(session.generate(asked))
+            await when(lambda: engine.num_forwards >= 5)
+            turn.cancel()
+            await asyncio.wait([turn])
+            passes = engine.num_forwards
+            done = await session.generate(short)
+            return engine.num_forwards - passes, done
+
+    passes, done = asyncio.run(story())
+    assert passes < 100  # those of the short turn, and the few that the cancelled one may still have made
+    assert (done.num_cached, done.prompt_length) == (0, len(asked.ids))
+    assert_same_as_full_forward(network, Conversation([short], [done]))
+
+
+def test_a_turn_that_was_written_as_it_was_cancelled_is_forgotten(network: PolicyModel, renderer: Renderer) -> None:
+    """Who is cancelled between the last token and its hearing of it may ask again from where it was."""
+    engine = Slowed(network)
+    asked = request(renderer.prompt(question("Find x.")), SamplingParams(stop_ids=()), 5)
+    other = replace(asked, ids=(*asked.ids, 35, 36))
+
+    async def story() -> Completion:
+        async with engine.session() as session:
+            turn = asyncio.create_task(session.generate(asked))
+            await when(lambda: engine.num_forwards > 0)
+            while not engine.rows[0].future.done():
+                await asyncio.sleep(0)
+            assert not turn.done()
+            turn.cancel()
+            await asyncio.wait([turn])
+            assert turn.cancelled()
+            return await session.generate(other)
+
+    done = asyncio.run(story())
+    assert_same_as_full_forward(network, Conversation([other], [done]))
+
+
+def test_every_token_is_drawn_with_the_next_number_of_its_turns_random_stream() -> None:
+    async def draws() -> list[int]:
+        asked = GenerateRequest((1,), (), 30, SamplingParams(), seed=11)
+        turn = PendingTurn(asked, Read(), asyncio.get_running_loop().create_future())
+        while not turn.finish:
+            draw([turn], [True], torch.zeros(1, 1000))
+        return turn.ids
+
+    uniforms = np.random.default_rng(11).random(30)
+    assert asyncio.run(draws()) == np.floor(uniforms * 1000).astype(int).tolist()
+
+
+def test_of_a_batch_only_the_cancelled_row_ends(network: PolicyModel, renderer: Renderer) -> None:
+    engine = Slowed(network)
+    params = SamplingParams(stop_ids=(), suppressed_ids=renderer.suppressed_ids)
+    kept, gone = (request(renderer.prompt(question("Find x.")), params, 60, seed=seed) for seed in (1, 2))
+
+    async def story() -> list[Completion]:
+        tasks = [asyncio.create_task(play(engine, [asked])) for asked in (kept, gone)]
+        await when(lambda: engine.num_forwards >= 5)
+        tasks[1].cancel()
+        return await tasks[0]
+
+    (done,) = asyncio.run(story())
+    assert [len(turn.ids) == 60 for turn in engine.rows] == [True, False]
+    (alone,) = asyncio.run(play(HFEngine(network), [kept]))
+    assert done.ids == alone.ids
+
+
+def test_a_score_is_the_logprob_at_temperature_one_with_nothing_suppressed(
+    network: PolicyModel, renderer: Renderer
+) -> None:
+    prompt = renderer.prompt(question("Two figures.", picture(64, 64, 1), picture(32, 96, 2)))
+    ids = (*prompt.ids, 40, 41, 42)
+    got = asyncio.run(HFEngine(network).score(ids, prompt.images))
+    table = full_logprobs(network, ids, prompt.images, SamplingParams())
+    expected = table[torch.arange(len(ids) - 1), torch.tensor(ids[1:])]
+    assert got.dtype == np.float32
+    assert got.tolist() == pytest.approx(expected.tolist(), abs=1e-5)
+    assert asyncio.run(HFEngine(network).score(ids[:1], ())).shape == (0,)
+
+
+def test_closing_ends_the_running_batch_and_tells_who_waits(network: PolicyModel, renderer: Renderer) -> None:
+    engine = Slowed(network)
+    asked = request(renderer.prompt(question("Find x.")), SamplingParams(stop_ids=()), 3000)
+
+    async def story() -> None:
+        waiting = asyncio.create_task(play(engine, [asked]))
+        await when(lambda: engine.num_forwards >= 5)
+        await engine.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            await waiting
+
+    asyncio.run(story())
+    assert engine.num_forwards < 1000

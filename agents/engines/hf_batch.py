@@ -1,0 +1,205 @@
+"""One batch of the embedded engine, without its network: what has been read, what is being written, how ids are drawn.
+
+Legend: B rows of a batch, T new tokens, C cached columns, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from agents.logprobs import sampling_logprobs
+from agents.types import Completion, GenerateRequest, ProcessedImage
+
+
+@dataclass(frozen=True, eq=False)
+class Read:
+    """What has been read of a stream: its ids and, per layer, keys and values of shape (2, heads, C, head_dim)."""
+
+    ids: tuple[int, ...] = ()
+    layers: tuple[Tensor, ...] = ()
+
+
+@dataclass(eq=False)
+class PendingTurn:
+    """A turn that is being written: what was asked, and what was sampled so far, under whichever weights.
+
+    Example: paused for new weights after two tokens, and stopped by stop id 2 after two more::
+
+        ids [31, 32]         versions [(0, 2)]              finish ""
+        ids [31, 32, 33, 2]  versions [(0, 2), (1, 2)]      finish "stop"
+    """
+
+    request: GenerateRequest
+    read: Read
+    future: asyncio.Future[Completion]
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    finish: Literal["", "stop", "length"] = ""
+    num_cached: int = 0
+
+    @cached_property
+    def uniforms(self) -> NDArray[np.float64]:
+        """One uniform number per token, drawn ahead: the i-th token of a turn always sees the same one."""
+        return np.random.default_rng(self.request.seed).random(self.request.max_new_tokens)
+
+    @property
+    def stream(self) -> tuple[int, ...]:
+        """All ids so far, the prompt's first."""
+        return (*self.request.ids, *self.ids) if self.ids else self.request.ids
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that the budget still allows."""
+        return self.request.max_new_tokens - len(self.ids)
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether nobody waits for the turn any more."""
+        return self.future.cancelled()
+
+    def begin(self) -> None:
+        """Note how much of the prompt need not be read, unless some of the turn is written already."""
+        if not self.ids:
+            self.num_cached = len(self.read.ids)
+
+    def take(self, token: int, logprob: float) -> None:
+        """Append one sampled id; it may end the turn."""
+        self.ids.append(token)
+        self.logprobs.append(logprob)
+        if token in self.request.sampling.stop_ids:
+            self.finish = "stop"
+        elif not self.num_left:
+            self.finish = "length"
+
+    def stamp(self, version: int) -> None:
+        """Note that the ids sampled since the last stamp are of these weights."""
+        new = len(self.ids) - sum(count for _, count in self.versions)
+        if self.versions and self.versions[-1][0] == version:
+            new += self.versions.pop()[1]
+        if new:
+            self.versions.append((version, new))
+
+    def completion(self) -> Completion:
+        """Return the finished turn."""
+        assert self.finish, f"the turn has {len(self.ids)} of {self.request.max_new_tokens} tokens and no end"
+        return Completion(
+            ids=tuple(self.ids),
+            logprobs=tuple(self.logprobs),
+            finish=self.finish,
+            prompt_length=len(self.request.ids),
+            versions=tuple(self.versions),
+            num_cached=self.num_cached,
+        )
+
+
+class BatchCache:
+    """Keys and values of one batch: right-aligned columns that all rows append to at once.
+
+    Transformers calls `update` once a layer; `columns_BC` says which columns of a row hold tokens.
+    """
+
+    def __init__(self, reads: Sequence[Read], capacity: int, device: torch.device) -> None:
+        self.length = max((len(read.ids) for read in reads), default=0)
+        self.columns_BC = torch.zeros(len(reads), self.length + capacity, dtype=torch.bool, device=device)
+        self.layers: list[Tensor] = []
+        depth = max((len(read.layers) for read in reads), default=0)
+        self._capacity = self.length + capacity
+        for row, read in enumerate(reads):
+            self.columns_BC[row, self.length - len(read.ids) : self.length] = True
+        for layer in range(depth):
+            _, heads, _, dim = next(read.layers[layer] for read in reads if read.layers).shape
+            dtype = next(read.layers[layer].dtype for read in reads if read.layers)
+            store = torch.zeros(2, len(reads), heads, self._capacity, dim, dtype=dtype, device=device)
+            for row, read in enumerate(reads):
+                if read.layers:
+                    store[:, row, :, self.length - len(read.ids) : self.length] = read.layers[layer]
+            self.layers.append(store)
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        """Append (B, heads, T, head_dim) keys and values of one layer; return all of that layer."""
+        rows, heads, new, dim = keys.shape
+        if layer == len(self.layers):
+            self.layers.append(keys.new_zeros(2, rows, heads, self._capacity, dim))
+        store = self.layers[layer]
+        end = self.length + new
+        store[0, :, :, self.length : end] = keys
+        store[1, :, :, self.length : end] = values
+        return store[0, :, :, :end], store[1, :, :, :end]
+
+    def get_seq_length(self, *_: object) -> int:
+        """Columns written so far, padding included."""
+        return self.length
+
+    def advance(self, real_BT: Tensor) -> None:
+        """Count the columns just written; `real_BT` is True where they hold tokens."""
+        self.columns_BC[:, self.length : self.length + real_BT.shape[1]] = real_BT
+        self.length += real_BT.shape[1]
+
+    def select(self, rows: Tensor) -> None:
+        """Keep only these rows (repeats allowed)."""
+        self.columns_BC = self.columns_BC[rows]
+        self.layers = [store[:, rows] for store in self.layers]
+
+    def read(self, row: int) -> tuple[Tensor, ...]:
+        """Return one row's keys and values without padding, a (2, heads, C, head_dim) tensor a layer."""
+        columns = self.columns_BC[row, : self.length].nonzero()[:, 0]
+        return tuple(store[:, row].index_select(2, columns) for store in self.layers)
+
+
+def draw(turns: Sequence[PendingTurn], alive: Sequence[bool], logits_BV: Tensor) -> Tensor:
+    """Sample one id for each living row, note it with its log-prob, and return the ids (B,).
+
+    Each row has its turn's own random stream, so that what it draws does not depend on its neighbours.
+    """
+    sampling = turns[0].request.sampling
+    logprobs_BV = sampling_logprobs(logits_BV, sampling.logprob_temperature, sampling.suppressed_ids)
+    if sampling.temperature == 0:
+        ids_B = logprobs_BV.argmax(-1)
+    else:
+        step = [len(turn.ids) if living else 0 for turn, living in zip(turns, alive, strict=True)]
+        uniform_B1 = torch.tensor(
+            [[turn.uniforms[k]] for turn, k in zip(turns, step, strict=True)], device=logits_BV.device
+        )
+        # Inverse of the cumulative distribution; in double, so that the sum reaches 1.
+        cumulative_BV = logprobs_BV.double().exp().cumsum(-1)
+        ids_B = torch.searchsorted(cumulative_BV, uniform_B1 * cumulative_BV[:, -1:], right=True)[:, 0]
+        ids_B = ids_B.clamp_max(logits_BV.shape[1] - 1)
+    chosen_B = logprobs_BV.gather(-1, ids_B[:, None])[:, 0]
+    for turn, living, token, logprob in zip(turns, alive, ids_B.tolist(), chosen_B.tolist(), strict=True):
+        if living:
+            turn.take(token, logprob)
+    return ids_B
+
+
+def unique_streams(turns: Sequence[PendingTurn]) -> tuple[list[int], list[int]]:
+    """Return the rows to read and, for every turn, which of them it shares: fresh sessions with one stream share."""
+    first: dict[object, int] = {}
+    representative: list[int] = []
+    row_of: list[int] = []
+    for index, turn in enumerate(turns):
+        key = index if turn.read.ids else (turn.stream, tuple(image.digest for image in turn.request.images))
+        if key not in first:
+            first[key] = len(representative)
+            representative.append(index)
+        row_of.append(first[key])
+    return representative, row_of
+
+
+def unread_images(turn: PendingTurn, image_token_id: int) -> tuple[ProcessedImage, ...]:
+    """Return the images whose placeholders have not been read yet."""
+    seen = sum(token == image_token_id for token in turn.read.ids)
+    index = 0
+    while seen > 0:
+        seen -= turn.request.images[index].num_tokens
+        index += 1
+    return turn.request.images[index:]

@@ -1,0 +1,259 @@
+"""Keeps SGLang servers running: settings in, clients of servers that answer out.
+
+A local server is a process of its own group with a log file. One that dies is started again with the current weights;
+an external one is asked until it is back, and gets them too. Until then its episodes go on at the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+
+from agents.engines.sglang.client import SGLangClient
+from envs.errors import UserError
+
+POLL_S = 0.5
+STOP_S = 10.0
+
+
+@dataclass(frozen=True)
+class SGLangSettings:
+    """Where servers are, or how they are started.
+
+    With `urls` the servers there are used and never stopped; else `num_servers` of `model_path` are started, server k
+    on GPU `first_gpu + k * tensor_parallel`. `command` starts a server; its arguments are SGLang's.
+    """
+
+    model_path: str = ""
+    urls: tuple[str, ...] = ()
+    num_servers: int = 1
+    tensor_parallel: int = 1
+    first_gpu: int = 0
+    mem_fraction: float = 0.4
+    dtype: str = "bfloat16"
+    arguments: tuple[str, ...] = ()
+    command: tuple[str, ...] = (sys.executable, "-m", "sglang.launch_server")
+    log_folder: Path = Path("runs")
+    request_timeout_s: float = 600.0
+    start_timeout_s: float = 600.0
+    max_restarts: int = 3
+
+    def launch_command(self, number: int, port: int, gpus_seen: int) -> list[str]:
+        """Return the command of the `number`-th local server."""
+        gpu = self.first_gpu + number * self.tensor_parallel
+        own = {
+            "--model-path": self.model_path,
+            "--host": "127.0.0.1",
+            "--port": str(port),
+            "--dtype": self.dtype,
+            "--tp-size": str(self.tensor_parallel),
+            "--base-gpu-id": str(gpu % gpus_seen if gpus_seen else gpu),
+            "--mem-fraction-static": str(self.mem_fraction),
+            "--weight-version": "0",
+            "--log-level": "warning",
+        }
+        words = [word for name, value in own.items() if name not in self.arguments for word in (name, value)]
+        words += ["--enable-fp32-lm-head"] if self.dtype != "float32" else []  # as `agents.model.float32_logits`
+        return [sys.executable, "-m", "agents.engines.sglang.launch", *self.command, *words, *self.arguments]
+
+
+@dataclass(eq=False)
+class Server:
+    """One server: its client, its process where we started it, and whether it may be given work."""
+
+    client: SGLangClient
+    number: int
+    process: subprocess.Popen[bytes] | None = None
+    log_path: Path | None = None
+    is_up: bool = False
+    num_sessions: int = 0
+    num_restarts: int = 0
+    mending: asyncio.Task[None] | None = field(default=None, repr=False)
+
+
+class Servers:
+    """All servers of a run.
+
+    Example::
+
+        servers = Servers(SGLangSettings(urls=("http://gpu1:30000",)), on_return=load_current_weights)
+        await servers.start()
+        server = await servers.pick()          # the one with the fewest sessions; waits while none is up
+        servers.report_lost(server)            # it gave no answer: it is asked, restarted if need be, and comes back
+        await servers.close()
+    """
+
+    def __init__(self, settings: SGLangSettings, on_return: Callable[[SGLangClient], Awaitable[None]]) -> None:
+        self.settings, self._on_return = settings, on_return
+        self.all: list[Server] = []
+        self.events: list[str] = []  # what happened to servers, in order, for people
+        self._http: aiohttp.ClientSession | None = None
+        self._changed: asyncio.Condition = asyncio.Condition()
+
+    @property
+    def up(self) -> list[Server]:
+        """The servers that may be given work."""
+        return [server for server in self.all if server.is_up]
+
+    async def start(self) -> None:
+        """Start or find every server, and wait until all answer.
+
+        Raises:
+            UserError: one does not; names its log.
+        """
+        self._changed = asyncio.Condition()
+        self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3))
+        settings = self.settings
+        urls: Sequence[str] = settings.urls or [f"http://127.0.0.1:{port}" for port in free_ports(settings.num_servers)]
+        for number, url in enumerate(urls):
+            self.all.append(Server(SGLangClient(url, self._http, settings.request_timeout_s), number))
+        for server in self.all:
+            if not settings.urls:
+                self._launch(server)
+        results = await asyncio.gather(*(self._until_up(server) for server in self.all), return_exceptions=True)
+        for server, result in zip(self.all, results, strict=True):
+            if isinstance(result, BaseException):
+                await self.close()
+                raise result
+            server.is_up = True
+
+    async def pick(self) -> Server:
+        """Return the server that is up with the fewest sessions; wait for one where none is.
+
+        Raises:
+            EngineDown: every server has been given up.
+        """
+        while not self.up:
+            if all(server.mending is None for server in self.all):
+                raise EngineDown(f"no SGLang server is left: {'; '.join(self.events[-6:])}")
+            async with self._changed:
+                if not self.up:
+                    await self._changed.wait()
+        return min(self.up, key=lambda server: (server.num_sessions, server.number))
+
+    def report_lost(self, server: Server, reason: str) -> None:
+        """Take a server that gave no answer out of service, and begin to mend it."""
+        if server.mending is None:
+            server.is_up = False
+            self.events.append(f"server {server.number} lost: {reason}")
+            server.mending = asyncio.create_task(self._mend(server))
+
+    async def close(self) -> None:
+        """Stop the servers that we started."""
+        for server in self.all:
+            if server.mending:
+                server.mending.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await server.mending
+            server.is_up = False
+        await asyncio.gather(*(asyncio.to_thread(_stop, server.process) for server in self.all if server.process))
+        self.all.clear()
+        if self._http:
+            await self._http.close()
+            self._http = None
+
+    def _launch(self, server: Server) -> None:
+        port = int(server.client.url.rsplit(":", 1)[1])
+        self.settings.log_folder.mkdir(parents=True, exist_ok=True)
+        server.log_path = self.settings.log_folder / f"sglang-{server.number}.log"
+        command = self.settings.launch_command(server.number, port, _count_gpus())
+        with server.log_path.open("ab") as log:
+            log.write(f"$ {shlex.join(command)}\n".encode())
+            log.flush()
+            server.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    async def _until_up(self, server: Server) -> None:
+        """Wait until a server answers; raise where its process ends or the time is up."""
+        deadline = time.monotonic() + self.settings.start_timeout_s
+        while not await server.client.is_alive():
+            if server.process and server.process.poll() is not None:
+                raise self._cannot_start(server, f"its process ended with status {server.process.returncode}")
+            if time.monotonic() > deadline:
+                raise self._cannot_start(server, f"no answer in {self.settings.start_timeout_s:g} s")
+            await asyncio.sleep(POLL_S)
+
+    def _cannot_start(self, server: Server, reason: str) -> UserError:
+        if server.log_path is None:
+            fix = "start the server, or leave --engine-url out to have one started"
+            return UserError("--engine-url", "must answer", server.client.url, f"{fix} ({reason})")
+        tail = server.log_path.read_text(encoding="utf-8", errors="replace")[-600:].strip()
+        fix = f"see {server.log_path}; its end: {tail}"
+        return UserError("--engine sglang", "must start a server", reason, fix)
+
+    async def _mend(self, server: Server) -> None:
+        """Bring a lost server back: at once where it answers after all, else restarted, with the current weights."""
+        try:
+            has_ended = server.process is not None and server.process.poll() is not None
+            if has_ended or not await server.client.is_alive():
+                await self._restart(server)
+            await self._on_return(server.client)
+            server.is_up = True
+            self.events.append(f"server {server.number} is back")
+        except Exception as error:  # the others go on; `pick` says so when none is left
+            self.events.append(f"server {server.number} given up: {error}")
+        finally:
+            server.mending = None
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def _restart(self, server: Server) -> None:
+        if server.process is not None:
+            if server.num_restarts == self.settings.max_restarts:
+                raise UserError(
+                    "server", f"is restarted {self.settings.max_restarts} times at most", "more", "see its log"
+                )
+            server.num_restarts += 1
+            await asyncio.to_thread(_stop, server.process)
+            self._launch(server)
+        await self._until_up(server)
+
+
+class EngineDown(Exception):
+    """No server is left that could write on."""
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End a server with everything that it started."""
+    for signal_number, wait_s in ((signal.SIGTERM, STOP_S), (signal.SIGKILL, STOP_S)):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal_number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(wait_s)
+            if signal_number == signal.SIGKILL:
+                return
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports that nobody listens on now, some way apart, for SGLang takes a few more that it counts from its own.
+
+    It adds up to 10,000, so they must lie low.
+    """
+    ports: list[int] = []
+    for port in random.sample(range(20_000, 50_000, 100), 300):
+        with socket.socket() as tried, contextlib.suppress(OSError):
+            tried.bind(("127.0.0.1", port))
+            ports.append(port)
+        if len(ports) == count:
+            return ports
+    raise OSError("no free port between 20000 and 50000")
+
+
+def _count_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
