@@ -41,6 +41,7 @@ def training_samples(
                 TrainingSample(
                     ids_T=trajectory.ids_T,
                     mask_T=trajectory.mask_T,
+                    turns_T=_turn_numbers(trajectory),
                     logprobs_T=trajectory.logprobs_T,
                     positions_3T=mrope_positions(trajectory.ids_T, grids, image_token_id, merge_size),
                     images=trajectory.images,
@@ -51,6 +52,14 @@ def training_samples(
                 )
             )
     return samples
+
+
+def _turn_numbers(trajectory: Trajectory) -> np.ndarray:
+    """Return the number of the turn of every token, from 1; 0 where the model did not write."""
+    turns_T = np.zeros(len(trajectory.ids_T), dtype=np.int64)
+    for number, turn in enumerate(trajectory.turns, 1):
+        turns_T[turn.start : turn.end] = number
+    return turns_T
 
 
 def _images_within(trajectory: Trajectory, image_token_id: int) -> int:
@@ -91,16 +100,15 @@ def filler_row(model: PolicyModel, with_image: bool) -> Row:
 
     `with_image` makes the second token the placeholder of the smallest image there is.
     """
-    vision, merge = model.config.vision_config, model.merge_size
-    patch_values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    pixels_PD = np.zeros((merge * merge, patch_values), dtype=np.float32)
-    images = (ProcessedImage("filler", pixels_PD, (1, merge, merge), num_tokens=1),) if with_image else ()
+    images = (_smallest_image(model),) if with_image else ()
     ids_T = np.array([0, model.image_token_id if with_image else 0])
+    grids = [image.grid_thw for image in images]
     filler = TrainingSample(
         ids_T=ids_T,
         mask_T=np.zeros(2, dtype=np.bool_),
+        turns_T=np.zeros(2, dtype=np.int64),
         logprobs_T=np.zeros(2, dtype=np.float32),
-        positions_3T=mrope_positions(ids_T, [image.grid_thw for image in images], model.image_token_id, merge),
+        positions_3T=mrope_positions(ids_T, grids, model.image_token_id, model.merge_size),
         images=images,
         prefix_length=2,
         num_prefix_images=len(images),
@@ -108,6 +116,14 @@ def filler_row(model: PolicyModel, with_image: bool) -> Row:
         weight=0.0,
     )
     return Row((filler,))
+
+
+def _smallest_image(model: PolicyModel) -> ProcessedImage:
+    """Return a black image of one token."""
+    vision, merge = model.config.vision_config, model.merge_size
+    patch_values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    pixels_PD = np.zeros((merge * merge, patch_values), dtype=np.float32)
+    return ProcessedImage("filler", pixels_PD, (1, merge, merge), num_tokens=1)
 
 
 def collate(rows: Sequence[Row], device: torch.device | str) -> MicroBatch:
@@ -148,6 +164,7 @@ def collate(rows: Sequence[Row], device: torch.device | str) -> MicroBatch:
         select=(tensor(np.concatenate(select_row)), tensor(np.concatenate(select_column))),
         vision=VisionBatch.build([row.images for row in rows], device),
         targets_N=tensor(np.concatenate([s.ids_T[s.mask_T] for s in samples])),
+        turns_N=tensor(np.concatenate([s.turns_T[s.mask_T] for s in samples])),
         rollout_logprobs_N=tensor(np.concatenate([s.logprobs_T[s.mask_T] for s in samples])),
         advantages_N=tensor(np.repeat([np.float32(s.advantage) for s in samples], counts)),
         weights_N=tensor(np.repeat([np.float32(s.weight) for s in samples], counts)),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from envs.errors import UserError
 from envs.grading import GraderName
@@ -81,8 +81,40 @@ class ModelConfig(Section):
     model: str = Field(
         default="starter", description="model folder or hub id; 'starter': the small model in the package"
     )
-    device: str = Field(default="cpu", description="torch device of engine and learner")
+    device: str = Field(default="cpu", description="torch device of the learner and the embedded engine")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="what the networks compute in; the learner keeps its weights in float32"
+    )
     context_length: int = Field(default=4096, ge=2, description="longest stream in tokens, prompt included")
+    template_options: str = Field(
+        default="", description='what the chat template is told, a JSON object such as {"enable_thinking": false}'
+    )
+
+
+class EngineConfig(Section):
+    """What writes the model's turns."""
+
+    engine: Literal["auto", "hf", "sglang"] = Field(
+        default="auto",
+        description="hf: embedded, in this process; sglang: servers; auto: sglang with --engine-url, else hf",
+    )
+    engine_url: tuple[str, ...] = Field(
+        default=(), description="SGLang servers to use, such as http://gpu1:30000; empty: some are started here"
+    )
+    num_servers: int = Field(default=1, ge=1, description="SGLang servers to start")
+    tensor_parallel: int = Field(default=1, ge=1, description="GPUs of one started server")
+    first_gpu: int = Field(default=0, ge=0, description="first GPU of the started servers; the learner's may be shared")
+    mem_fraction: float = Field(default=0.4, gt=0, lt=1, description="share of a GPU's memory for a started server")
+    engine_args: str = Field(default="", description="more arguments of sglang.launch_server, as one string")
+    request_timeout_s: float = Field(default=600.0, gt=0, description="longest wait for one turn of a server")
+    sync: Literal["auto", "disk", "ipc"] = Field(
+        default="auto", description="how new weights reach servers; auto: ipc on the learner's GPU, else disk"
+    )
+    probe_tolerance: float = Field(
+        default=0.2,
+        gt=0,
+        description="largest mean gap in nats between engine and learner on a fixed stream, before a run is refused",
+    )
 
 
 class RolloutConfig(Section):
@@ -100,6 +132,57 @@ class RolloutConfig(Section):
         default=0.0, ge=0, description="temperature of evaluation; 0 takes the likeliest token"
     )
     max_batch: int = Field(default=64, ge=1, description="episodes that the embedded engine runs at once")
+    max_concurrent: int = Field(default=1024, ge=1, description="episodes in progress at once; others wait their turn")
+    filter_equal: bool = Field(
+        default=False, description="play further problems in place of groups whose rewards are all equal"
+    )
+    oversample: float = Field(
+        default=1.0, ge=1, description="begin this many times the step's problems; the first ones that count are used"
+    )
+    max_oversample: float = Field(
+        default=3.0,
+        ge=1,
+        validate_default=True,
+        description="play at most this many times the step's problems to find groups whose rewards differ",
+    )
+    stop_early: bool = Field(
+        default=False,
+        description="end a rollout once enough groups are complete; prefers problems whose episodes are short",
+    )
+    max_rollout_s: float = Field(
+        default=0.0,
+        ge=0,
+        description="end a step's rollout after so many seconds and train on what is complete; 0: never",
+    )
+    max_rollout_tokens: int = Field(
+        default=0, ge=0, description="end a step's rollout after so many sampled tokens, likewise; 0: never"
+    )
+    partial: bool = Field(
+        default=False,
+        description="pause what a rollout's end cuts off, and finish it in a later step with newer weights",
+    )
+    max_staleness: int = Field(
+        default=1, ge=0, description="abort a paused group that was begun more than so many versions of the weights ago"
+    )
+    max_invalid_frac: float = Field(
+        default=0.01, ge=0, le=1, description="stop the run when more of a step's episodes break the token stream"
+    )
+
+    @field_validator("max_oversample")
+    @classmethod
+    def _reaches_oversample(cls, value: float, info: ValidationInfo) -> float:
+        least = info.data.get("oversample", 1.0)
+        if value < least:
+            raise ValueError(f"must be at least --oversample {least:g}")
+        return value
+
+    @field_validator("partial")
+    @classmethod
+    def _something_ends_early(cls, value: bool, info: ValidationInfo) -> bool:
+        ends = ("stop_early", "max_rollout_s", "max_rollout_tokens")
+        if value and not any(info.data.get(name) for name in ends):
+            raise ValueError("needs --stop-early, --max-rollout-s or --max-rollout-tokens, or nothing is ever cut off")
+        return value
 
 
 class OptimConfig(Section):
@@ -135,6 +218,7 @@ class RunConfig(Section):
     env: EnvConfig = EnvConfig()
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
+    engine: EngineConfig = EngineConfig()
     rollout: RolloutConfig = RolloutConfig()
     optim: OptimConfig = OptimConfig()
     log: LogConfig = LogConfig()

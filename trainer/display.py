@@ -69,10 +69,12 @@ class Display:
         """Print one training step, with the time that is left at the speed so far."""
         num_valid = round(row["valid_frac"] * row["episodes"])
         valid = f"valid {num_valid}/{row['episodes']:.0f}  " if row["valid_frac"] < 1 else ""
+        filtered = f"filtered {row['groups_filtered']:.0f}  " if row.get("groups_filtered") else ""
+        stale = f"staleness {row['staleness_mean']:.2f}  " if row.get("staleness_max") else ""
         left_s = (time.monotonic() - self._begun) / row["step"] * (total - row["step"])
         self.say(
-            f"step {row['step']:>3.0f}/{total}  reward {row['reward']:.3f}  {valid}turns {row['turns']:.2f}  "
-            f"kl {row.get('rollout_train_kl', 0.0):.1e}  entropy {row.get('entropy', 0.0):.3f}  "
+            f"step {row['step']:>3.0f}/{total}  reward {row['reward']:.3f}  {valid}{filtered}turns {row['turns']:.2f}  "
+            f"{stale}kl {row.get('rollout_train_kl', 0.0):.1e}  entropy {row.get('entropy', 0.0):.3f}  "
             f"grad {row.get('grad_norm', 0.0):.2f}  {row['tokens_per_s']:.0f} tokens/s  "
             f"rollout {row['rollout_s']:.1f}s train {row['train_s']:.1f}s  ETA {left_s:.0f}s"
         )

@@ -40,9 +40,19 @@ async def evaluate(
     on_episode: Callable[[Trajectory], None] = lambda trajectory: None,
     tags: Sequence[str] = ("family", "level"),
     right_reward: float = 1.0,
+    max_concurrent: int = 1024,
 ) -> Evaluation:
     """Play every problem once; an episode is right when its reward is `right_reward` or more."""
-    groups = await rollout_groups(episode, samples, build_env, args, group_size=1, seed=seed, on_episode=on_episode)
+    groups = await rollout_groups(
+        episode,
+        samples,
+        build_env,
+        args,
+        group_size=1,
+        seed=seed,
+        on_episode=on_episode,
+        max_concurrent=max_concurrent,
+    )
     trajectories = [group.trajectories[0] for group in groups]
     right = [t.end_reason.is_valid and t.reward >= right_reward for t in trajectories]
     scores: dict[str, dict[str, list[bool]]] = {tag: defaultdict(list) for tag in tags}

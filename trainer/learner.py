@@ -9,21 +9,24 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from agents.engines.hf import sampling_logprobs
+from agents.logprobs import sampling_logprobs, stream_logprobs
 from agents.model import PolicyModel
-from agents.types import SamplingParams
+from agents.types import ProcessedImage, SamplingParams
 from trainer.batching import collate, filler_row, pack_rows, split_into_microbatches
 from trainer.config import OptimConfig
-from trainer.loss import clipped_loss, entropy, k3_kl
+from trainer.gaps import Gaps
+from trainer.loss import clipped_loss, entropy
 from trainer.types import MicroBatch, Row, StepStats, TrainingSample
 
 
@@ -31,13 +34,10 @@ from trainer.types import MicroBatch, Row, StepStats, TrainingSample
 class _Sums:
     """Running sums over the model tokens of a step, on this rank."""
 
+    gaps: Gaps
     loss: float = 0.0
-    tokens: float = 0.0
-    kl: float = 0.0
-    gap: float = 0.0
     entropy: float = 0.0
     clipped: float = 0.0
-    gap_max: float = 0.0
 
 
 class Learner:
@@ -57,16 +57,18 @@ class Learner:
         sampling: SamplingParams,
         num_steps: int,
         device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         ensure_process_group()
         self.device = torch.device(device)
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
         self.model = model.to(self.device).train()
-        inner: Any = self.model.backbone.model
-        for layer in [*inner.language_model.layers, *inner.visual.blocks]:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(self.model, mesh=mesh)
-        self.optim, self.sampling, self.num_steps = optim, sampling, num_steps
+        # Weights and optimizer stay in float32; `dtype` is what the network computes in, as the engine does.
+        precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        for block in self.model.blocks:
+            fully_shard(block, mesh=mesh, mp_policy=precision)
+        fully_shard(self.model, mesh=mesh, mp_policy=precision)
+        self.optim, self.sampling, self.num_steps, self.dtype = optim, sampling, num_steps, dtype
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=optim.lr, betas=(optim.beta1, optim.beta2), weight_decay=optim.weight_decay
         )
@@ -75,8 +77,9 @@ class Learner:
     def step(self, samples: Sequence[TrainingSample]) -> StepStats:
         """Take one optimizer step on this rank's samples; every rank must call it, also with none."""
         rows = pack_rows(samples, self.optim.max_tokens_per_microbatch)
-        any_images = self._reduce([float(any(row.images for row in rows))], dist.ReduceOp.MAX)[0] > 0
-        sums = _Sums()
+        most_turns = max((int(s.turns_T.max()) for s in samples), default=0)
+        images, turns = self._reduce([float(any(row.images for row in rows)), float(most_turns)], dist.ReduceOp.MAX)
+        any_images, sums = images > 0, _Sums(Gaps(int(turns), self.device))
         # Rows without an advantage are only measured; their gradient would be 0.
         self._rounds([row for row in rows if not row.teaches], any_images, sums, backward=False)
         rounds = self._rounds([row for row in rows if row.teaches], any_images, sums, backward=True)
@@ -113,14 +116,10 @@ class Learner:
         )
         loss = (loss_N * batch.weights_N).sum()
         with torch.no_grad():
-            gap_N = (logprobs_N - batch.rollout_logprobs_N).abs()
+            sums.gaps.add(logprobs_N, batch.rollout_logprobs_N, batch.turns_N)
             sums.loss += loss.item()
-            sums.tokens += len(gap_N)
-            sums.kl += k3_kl(logprobs_N, batch.rollout_logprobs_N).sum().item()
-            sums.gap += gap_N.sum().item()
             sums.entropy += entropy(logprobs_NV).sum().item()
             sums.clipped += clipped_N.sum().item()
-            sums.gap_max = max([sums.gap_max, *gap_N.tolist()])
         return loss
 
     def _set_lr(self) -> float:
@@ -141,19 +140,21 @@ class Learner:
         return float(norm)
 
     def _stats(self, sums: _Sums, grad_norm: float, lr: float) -> StepStats:
-        loss, tokens, kl, gap, ent, clipped = self._reduce(
-            [sums.loss, sums.tokens, sums.kl, sums.gap, sums.entropy, sums.clipped], dist.ReduceOp.SUM
+        loss, ent, clipped, *gap_sums = self._reduce(
+            [sums.loss, sums.entropy, sums.clipped, *sums.gaps.sums], dist.ReduceOp.SUM
         )
-        gap_max = self._reduce([sums.gap_max], dist.ReduceOp.MAX)[0]
-        count = max(1.0, tokens)
+        gaps = sums.gaps.stats(gap_sums, self._reduce([sums.gaps.largest], dist.ReduceOp.MAX)[0])
+        count = max(1, gaps.num_tokens)
         return StepStats(
             loss=loss,
             grad_norm=grad_norm,
             lr=lr,
-            num_tokens=int(tokens),
-            rollout_train_kl=kl / count,
-            logprob_gap_mean=gap / count,
-            logprob_gap_max=gap_max,
+            num_tokens=gaps.num_tokens,
+            rollout_train_kl=gaps.kl,
+            kl_by_turn=gaps.kl_by_turn,
+            logprob_gap_mean=gaps.mean,
+            logprob_gap_p99=gaps.p99,
+            logprob_gap_max=gaps.max,
             entropy=ent / count,
             clip_frac=clipped / count,
         )
@@ -163,8 +164,20 @@ class Learner:
         dist.all_reduce(tensor, op=op)
         return tensor.tolist()
 
+    def score(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> NDArray[np.float32]:
+        """Return the log-prob of each id of a stream but the first, at temperature 1; every rank must call it."""
+        scores = stream_logprobs(self.model, ids, images, self.device)
+        self.model.reshard()  # type: ignore[operator]
+        return scores
+
+    def save(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+        """Write a checkpoint folder's configuration and weights; `dtype` is that of the file."""
+        self.model.save(folder, dtype, self.weights())
+
     def weights(self) -> dict[str, Tensor]:
         """Return the full weights by parameter name, gathered from all ranks."""
+        # A forward without a backward leaves the root's parameters gathered, in the precision of the forward.
+        self.model.reshard()  # type: ignore[operator]
         return {
             name: parameter.full_tensor().detach() if isinstance(parameter, DTensor) else parameter.detach()
             for name, parameter in self.model.named_parameters()

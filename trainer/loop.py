@@ -8,15 +8,14 @@ import resource
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from agents.recording import Recorder
-from agents.rollout import derive_seed, rollout_groups
-from agents.types import Trajectory, TrajectoryGroup
+from agents.rollout import Problem, RolloutManager, RolloutOptions, StepRollout, derive_seed
+from agents.types import EndReason, Trajectory
 from envs.data import epoch_order
 from envs.runner import last_line
-from envs.types import Sample
 from trainer.advantages import group_advantages
 from trainer.batching import training_samples
 from trainer.display import Display
@@ -27,6 +26,10 @@ from trainer.setup import RunParts, check_command
 #: The two ways a policy is evaluated, and their names in tables and summary.
 WITH_TOOL, WITHOUT_TOOL = "with_tool", "without_tool"
 MAX_FAULTS_SHOWN = 10
+
+
+class InvalidStreams(RuntimeError):
+    """More episodes broke the token stream than a run may have; the message holds the first one's rule and tokens."""
 
 
 class TrainingLoop:
@@ -49,68 +52,101 @@ class TrainingLoop:
         self.ends: Counter[str] = Counter()
         self.faults: set[str] = set()
         self.group_fates: Counter[str] = Counter()
+        self.unused_groups: Counter[str] = Counter()
+        self._order: tuple[int, list[int]] = (-1, [])  # an epoch, and the order of its problems
         self.started = time.perf_counter()
 
     async def run(self) -> dict[str, Any]:
         """Evaluate, train, evaluate; on Ctrl-C stop after what is saved. Returns the summary, which is also on disk."""
-        interrupted = False
+        interrupted, parts = False, self.parts
         try:
+            await parts.sync.start()
             self.before = await self._evaluate("evaluate before")
-            self.display.begin("train", self.config.steps)
-            for step in range(1, self.config.steps + 1):
-                await self._step(step)
-                self.display.advance()
+            await self._train()
             self.after = await self._evaluate("evaluate after")
         except asyncio.CancelledError:
             interrupted = True
             self.display.say("interrupted: saving what there is")
         finally:
-            summary = self._finish(interrupted)
+            try:
+                summary = self._finish(interrupted)
+            finally:
+                await parts.engine.close()
+                parts.sync.close()
         return summary
 
-    async def _step(self, step: int) -> None:
-        """Roll out, train, sync, log."""
+    async def _train(self) -> None:
+        """Take all steps; what is still being played then, or when a step fails, is recorded as aborted."""
         config, parts = self.config, self.parts
-        rollout_started = time.perf_counter()
-        groups = await rollout_groups(
+        names = {field.name for field in fields(RolloutOptions)}
+        manager = RolloutManager(
             parts.episode(parts.spec.max_turns, config.rollout.temperature),
-            self._problems(step),
             parts.build_env,
             parts.env_args(parts.spec.max_turns),
-            config.rollout.group_size,
-            derive_seed(config.seed, "train", step),
+            self._problem,
+            RolloutOptions(**config.rollout.model_dump(include=names)),
             on_episode=self._report_fault,
-            resample=config.rollout.resample,
         )
+        self.display.begin("train", config.steps)
+        step = 0
+        try:
+            for step in range(1, config.steps + 1):
+                await self._step(manager, step)
+                self.display.advance()
+        finally:
+            self._record(StepRollout((), aborted=await manager.close()), step)
+
+    async def _step(self, manager: RolloutManager, step: int) -> None:
+        """Roll out, train, sync, log."""
+        config, parts = self.config, self.parts
+        started = time.perf_counter()
+        rollout = await manager.collect(config.rollout.problems_per_step)
+        played = time.perf_counter()
+        self._record(rollout, step)
+        self._check_streams(rollout)
+        version, model = parts.engine.weight_version, parts.learner.model
+        samples = training_samples(rollout.groups, model.image_token_id, model.merge_size, config.optim.scale_by_std)
         train_started = time.perf_counter()
-        model = parts.engine.model
-        samples = training_samples(groups, model.image_token_id, model.merge_size, config.optim.scale_by_std)
         stats = await asyncio.to_thread(parts.learner.step, samples)
-        parts.engine.load_weights(parts.learner.weights(), version=step)
-        done = time.perf_counter()
-        metrics = rollout_metrics(groups, parts.spec.max_turns)
-        metrics["rollout_s"] = train_started - rollout_started
-        metrics["train_s"] = done - train_started
-        metrics["tokens_per_s"] = sum(t.num_model_tokens for g in groups for t in g.trajectories) / (
-            done - rollout_started
-        )
+        train_s = time.perf_counter() - train_started
+        sync_s, probe = await parts.sync.push(version=step)
+        metrics = rollout_metrics(rollout, parts.spec.max_turns, version, played - started)
+        metrics |= {"rollout_s": played - started, "train_s": train_s, "sync_s": sync_s}
+        if probe:
+            metrics |= {f"probe_{name}": value for name, value in asdict(probe).items() if value is not None}
+        if parts.renderer.images:
+            metrics |= {f"images/{name}": value for name, value in asdict(parts.renderer.images.stats()).items()}
+        num_tokens = sum(t.num_model_tokens for t in rollout.played)
+        metrics["tokens_per_s"] = num_tokens / (time.perf_counter() - started)
         row = self.log.write(step, metrics, stats)
-        self._record(groups, step)
         self.display.step(row, config.steps)
-        if all(group.is_dropped for group in groups):
+        if rollout.shortfall:
+            self.display.say(rollout.shortfall)
+        elif all(group.is_dropped for group in rollout.groups):
             self.display.say(f"nothing to learn from: no group has two valid episodes; see {check_command(config)}")
 
-    def _problems(self, step: int) -> list[Sample]:
-        """Return the step's problems: a seeded order of all, epoch after epoch."""
-        count, samples = self.config.rollout.problems_per_step, self.parts.train_samples
-        chosen: list[Sample] = []
-        order: list[int] = []
-        for position in range((step - 1) * count, step * count):
-            epoch, place = divmod(position, len(samples))
-            if not order or place == 0:  # shuffled once a step, and again where an epoch ends in it
-                order = epoch_order(len(samples), self.config.seed, epoch)
-            chosen.append(samples[order[place]])
-        return chosen
+    def _problem(self, number: int) -> Problem:
+        """Return the problem of a number: a seeded order of all, epoch after epoch.
+
+        Its seed is that of the step which takes it when every step takes as many as it is to train on.
+        """
+        samples = self.parts.train_samples
+        epoch, place = divmod(number, len(samples))
+        if self._order[0] != epoch:
+            self._order = epoch, epoch_order(len(samples), self.config.seed, epoch)
+        step, index = divmod(number, self.config.rollout.problems_per_step)
+        return Problem(samples[self._order[1][place]], derive_seed(self.config.seed, "train", step + 1), index)
+
+    def _check_streams(self, rollout: StepRollout) -> None:
+        """Raise where too many episodes broke the token stream: engine, template or our own code is wrong then."""
+        broken = [t for t in rollout.played if t.end_reason is EndReason.INVALID_STREAM]
+        most = self.config.rollout.max_invalid_frac
+        if len(broken) > most * len(rollout.played):
+            first = broken[0]
+            raise InvalidStreams(
+                f"{len(broken)} of {len(rollout.played)} episodes broke the token stream, over --max-invalid-frac "
+                f"{most:g}; episode {first.sample_index} of {first.sample_id}: {first.error}"
+            )
 
     def _report_fault(self, trajectory: Trajectory) -> None:
         """Say what broke an episode, the first time that it happens; the recording has every traceback in full."""
@@ -121,17 +157,21 @@ class TrainingLoop:
             self.faults.add(line)
             self.display.say(f"{trajectory.end_reason.value} in {trajectory.sample_id}: {line:.300}")
 
-    def _record(self, groups: list[TrajectoryGroup], step: int) -> None:
-        self.ends.update(t.end_reason.value for g in groups for t in (*g.discarded, *g.trajectories))
-        self.group_fates.update(fate for g in groups for fate in g.fates)
+    def _record(self, rollout: StepRollout, step: int) -> None:
+        self.ends.update(t.end_reason.value for t in rollout.played)
+        self.group_fates.update(fate for group in rollout.groups for fate in group.fates)
+        self.unused_groups.update({fate: len(groups) for fate, groups in rollout.unused.items() if groups})
         if self.recorder is None:
             return
-        for group in groups:
+        for group in rollout.groups:
             for t in group.discarded:
                 self.recorder.write(t, step, "discarded")
             advantages = iter(group_advantages([t.reward for t in group.valid], self.config.optim.scale_by_std))
             for t in group.trajectories:
                 self.recorder.write(t, step, "train", float(next(advantages)) if t.end_reason.is_valid else None)
+        for fate, groups in rollout.unused.items():
+            for t in (t for group in groups for t in (*group.discarded, *group.trajectories)):
+                self.recorder.write(t, step, fate)
 
     async def _evaluate(self, name: str) -> dict[str, Evaluation]:
         """Return accuracy on the held-out problems: over all turns and, where there are tools, without them in one."""
@@ -153,6 +193,7 @@ class TrainingLoop:
                 seed,
                 on_episode=self._on_evaluated,
                 right_reward=self.parts.spec.reward_max_val,
+                max_concurrent=self.config.rollout.max_concurrent,
             )
             self.display.say(f"{name}: {results[key].accuracy:.3f} {key.replace('_', ' ')}")
         return results
@@ -179,6 +220,7 @@ class TrainingLoop:
             "max_rollout_train_kl": max((row["rollout_train_kl"] for row in rows), default=None),
             "end_reasons": dict(self.ends),
             "groups": dict(self.group_fates),
+            "unused_groups": dict(self.unused_groups),
             "num_overlong": self.parts.num_overlong,
             "reward_first": rows[0]["reward"] if rows else None,
             "reward_last": rows[-1]["reward"] if rows else None,

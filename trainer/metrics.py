@@ -7,26 +7,29 @@ import json
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from agents.types import TrajectoryGroup, Turn
+import numpy as np
+
+from agents.rollout import StepRollout
+from agents.types import Trajectory, Turn
 from trainer.types import StepStats
 
 
-def rollout_metrics(groups: Sequence[TrajectoryGroup], max_turns: int) -> dict[str, float]:
-    """Return the numbers of one step's rollout; rewards are means over the valid episodes of groups that count.
+def rollout_metrics(rollout: StepRollout, max_turns: int, version: int, seconds: float) -> dict[str, float]:
+    """Return the numbers of one step's rollout, which took so many seconds, with weights of `version` at its end.
 
-    `groups_used_frac` counts groups whose rewards differ, which are those that teach; `groups_resampled` and
-    `groups_dropped` count groups that broken episodes left fewer than two valid ones: played again, given up.
-    `end/REASON` is a share of all episodes, discarded ones included, and `tool/OUTCOME` of all turns.
+    Rewards are means over the valid episodes of all complete groups, filtered and surplus ones included.
+    `groups_used_frac` counts those whose rewards differ, which are those that teach; `groups_resampled` and
+    `groups_dropped` those that broken episodes left fewer than two valid ones: played again, given up. `end/REASON` is
+    a share of all episodes, aborted and discarded ones included, and `tool/OUTCOME` of the turns of complete groups.
     """
+    groups = (*rollout.groups, *rollout.filtered, *rollout.surplus)
     trajectories = [t for group in groups for t in group.trajectories]
     valid = [t for t in trajectories if t.end_reason.is_valid]
     turns = [turn for t in trajectories for turn in t.turns]
-    played = [t for group in groups for t in (*group.discarded, *group.trajectories)]
-    ends = Counter(t.end_reason.value for t in played)
+    ends = Counter(t.end_reason.value for t in rollout.played)
     outcomes = Counter(outcome for turn in turns for outcome in tool_outcomes(turn))
     count, rewards = max(1, len(trajectories)), [t.reward for t in valid]
     metrics = {
@@ -37,13 +40,71 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], max_turns: int) -> dict[s
         "valid_frac": len(valid) / count,
         "groups_used_frac": sum(len({t.reward for t in g.valid}) > 1 for g in groups) / max(1, len(groups)),
         **{f"groups_{fate}": sum(fate in group.fates for group in groups) for fate in ("resampled", "dropped")},
+        "groups_trained": len(rollout.groups),
+        **{f"groups_{fate}": len(unused) for fate, unused in rollout.unused.items()},
         "env_s": sum(turn.env_s for turn in turns) / max(1, len(turns)),
     }
-    metrics |= {f"end/{reason}": number / max(1, len(played)) for reason, number in sorted(ends.items())}
+    metrics |= {f"end/{reason}": number / max(1, len(rollout.played)) for reason, number in sorted(ends.items())}
     metrics |= {f"tool/{outcome}": number / max(1, len(turns)) for outcome, number in sorted(outcomes.items())}
-    return metrics | {
+    metrics |= {
         f"reward_after_turn/{n}": sum(t.reward for t in valid if len(t.turns) == n) / max(1, len(valid))
         for n in range(1, max_turns + 1)
+    }
+    return (
+        metrics
+        | length_metrics(trajectories)
+        | time_metrics(rollout.played, seconds)
+        | staleness_metrics([t for group in rollout.groups for t in group.valid], version)
+    )
+
+
+def length_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return mean, 95th percentile and maximum of prompts, model tokens and whole streams, in tokens."""
+    lengths = {
+        "prompt": [t.prompt_length for t in trajectories],
+        "model": [t.num_model_tokens for t in trajectories],
+        "stream": [len(t.ids_T) for t in trajectories],
+    }
+    metrics: dict[str, float] = {}
+    for name, values in lengths.items():
+        values_N = np.array(values or [0])
+        metrics[f"length/{name}_mean"] = float(values_N.mean())
+        metrics[f"length/{name}_p95"] = float(np.quantile(values_N, 0.95))
+        metrics[f"length/{name}_max"] = float(values_N.max())
+    return metrics
+
+
+def time_metrics(trajectories: Sequence[Trajectory], seconds: float) -> dict[str, float]:
+    """Return throughput over the rollout's seconds, and where its episodes' own time went.
+
+    Shares are of the sum of all episodes' durations, which overlap: `engine_time_frac` waiting for the model (its queue
+    included), `env_time_frac` in the environment, `check_time_frac` in the checks of the stream, and `loop_time_frac`
+    all else. `cache_hit_frac` is the share of all tokens given to the engine, turn after turn, that it had kept.
+    """
+    turns = [turn for t in trajectories for turn in t.turns]
+    spent = {
+        "engine": sum(t.timing.engine_s for t in trajectories),
+        "env": sum(t.timing.env_s for t in trajectories),
+        "check": sum(t.timing.check_s for t in trajectories),
+    }
+    total = sum(t.timing.total_s for t in trajectories)
+    shares = {f"{name}_time_frac": part / total if total else 0.0 for name, part in spent.items()}
+    given = sum(turn.start for turn in turns)
+    return shares | {
+        "loop_time_frac": max(0.0, 1 - sum(shares.values())) if total else 0.0,
+        "rollout_tokens_per_s": sum(t.num_model_tokens for t in trajectories) / max(seconds, 1e-9),
+        "rollout_turns_per_s": len(turns) / max(seconds, 1e-9),
+        "cache_hit_frac": sum(turn.num_cached for turn in turns) / given if given else 0.0,
+    }
+
+
+def staleness_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
+    """Return how many versions old the weights were that wrote the tokens: mean over tokens, and maximum."""
+    runs = [(version - old, count) for t in trajectories for turn in t.turns for old, count in turn.versions if count]
+    tokens = sum(count for _, count in runs)
+    return {
+        "staleness_mean": sum(age * count for age, count in runs) / max(1, tokens),
+        "staleness_max": max((age for age, _ in runs), default=0),
     }
 
 
@@ -95,7 +156,7 @@ class MetricsLog:
 
     def write(self, step: int, metrics: Mapping[str, float], stats: StepStats | None = None) -> dict[str, float]:
         """Add one step; return the row written."""
-        row = {"step": float(step), **metrics, **(asdict(stats) if stats else {})}
+        row = {"step": float(step), **metrics, **(stats.row() if stats else {})}
         self.rows.append(row)
         self._file.write(json.dumps({**row, "step": step}) + "\n")
         self._file.flush()

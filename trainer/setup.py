@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
+import json
 import os
+import shlex
 import time
+import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from agents.engine import Engine
 from agents.engines.hf import HFEngine
+from agents.engines.sglang import SGLangEngine, SGLangSettings
 from agents.episode import Episode, Limits
 from agents.model import PolicyModel
 from agents.renderer import Renderer
@@ -28,6 +34,7 @@ from envs.types import Sample, SampleSource
 from trainer.config import RunConfig
 from trainer.learner import Learner
 from trainer.starter import STARTER_PATH
+from trainer.weight_sync import Transport, WeightSync
 
 #: How many samples' environments are tried before an environment counts as broken.
 NUM_PROBED = 4
@@ -47,8 +54,9 @@ class RunParts:
     num_overlong: int
     model_path: Path | str
     renderer: Renderer
-    engine: HFEngine
+    engine: Engine
     learner: Learner
+    sync: WeightSync
 
     def env_args(self, max_turns: int) -> EnvArgs:
         """Return what `build_env` is told of an episode."""
@@ -62,9 +70,7 @@ class RunParts:
 
     def save_model(self, folder: Path) -> None:
         """Write the learner's weights, with everything else of the checkpoint, as a Hugging Face folder."""
-        if self.engine.weight_version != self.learner.steps_done:  # a step was cut off before its sync
-            self.engine.load_weights(self.learner.weights(), version=self.learner.steps_done)
-        self.engine.model.save(folder)
+        self.learner.save(folder)
         self.renderer.save(folder)
 
 
@@ -83,7 +89,7 @@ def prepare(config: RunConfig) -> RunParts:
     build_env = spec.load()
     system_prompt = config.data.system_prompt or spec.load_system_prompt()
     model_path = resolve_model(config.model.model)
-    renderer = Renderer.from_checkpoint(model_path)
+    renderer = Renderer.from_checkpoint(model_path, template_options(config))
 
     def load(name: str, split: str, size: int, seed: int) -> SampleSource:
         if name:
@@ -103,15 +109,28 @@ def prepare(config: RunConfig) -> RunParts:
     model = PolicyModel.load(model_path)
     check_fit(config, model)
     device = check_device(config.model.device)
-    engine = HFEngine(
-        PolicyModel.load(model_path), config.model.context_length, config.rollout.max_batch, device=device
-    )
+    dtype: torch.dtype = getattr(torch, config.model.dtype)
+    engine_name = check_engine(config)
+    for url in config.engine.engine_url:
+        check_server(url, model)
     learner = Learner(
-        model, config.optim, sampling_params(renderer, config.rollout.temperature), config.steps, device=device
+        model, config.optim, sampling_params(renderer, config.rollout.temperature), config.steps, device, dtype
+    )
+    folder = make_folder(config)
+    engine = build_engine(config, engine_name, model_path, renderer, device, dtype, folder)
+    probed = renderer.prompt(train[0].prompt, tools)
+    sync = WeightSync(
+        learner,
+        engine,
+        check_transport(config, engine_name, learner),
+        folder / "sync",
+        probed.ids,
+        probed.images,
+        config.engine.probe_tolerance,
     )
     return RunParts(
         config=config,
-        folder=make_folder(config),
+        folder=folder,
         spec=spec,
         build_env=build_env,
         has_tools=bool(tools),
@@ -122,7 +141,91 @@ def prepare(config: RunConfig) -> RunParts:
         renderer=renderer,
         engine=engine,
         learner=learner,
+        sync=sync,
     )
+
+
+def template_options(config: RunConfig) -> dict[str, Any]:
+    """Return what the chat template is told."""
+    try:
+        options = json.loads(config.model.template_options or "{}")
+    except json.JSONDecodeError as error:
+        options = str(error)
+    if not isinstance(options, dict):
+        fix = "write it as '{\"enable_thinking\": false}'"
+        raise UserError("--template-options", "must be a JSON object", config.model.template_options, fix)
+    return options
+
+
+def check_engine(config: RunConfig) -> Literal["hf", "sglang"]:
+    """Return which engine writes; raise where it cannot be had here."""
+    engine = config.engine
+    if engine.engine == "hf" and engine.engine_url:
+        raise UserError("--engine-url", "is for --engine sglang", "hf", "leave one of the two out")
+    if engine.engine == "hf" or (engine.engine == "auto" and not engine.engine_url):
+        return "hf"
+    if not engine.engine_url and importlib.util.find_spec("sglang") is None:
+        fix = "pip install 'trueturn[sglang]', or give the --engine-url of a server that runs elsewhere"
+        raise UserError("--engine", "needs the package sglang to start a server", "sglang", fix)
+    return "sglang"
+
+
+def check_server(url: str, model: PolicyModel) -> None:
+    """Raise where a server does not answer, or serves a network of another kind."""
+    try:
+        with urllib.request.urlopen(f"{url.rstrip('/')}/model_info", timeout=10) as answer:
+            served = json.load(answer).get("architectures")
+    except (OSError, ValueError) as error:
+        raise UserError("--engine-url", "must be a running SGLang server", url, f"start it ({error})") from error
+    own = model.config.architectures
+    if served and own and served != own:
+        fix = f"serve the checkpoint that is trained, of {', '.join(own)}"
+        raise UserError("--engine-url", "must serve the kind of network that --model is", ", ".join(served), fix)
+
+
+def check_transport(config: RunConfig, engine_name: str, learner: Learner) -> Transport:
+    """Return how weights travel; raise where the way that was asked for cannot work."""
+    if engine_name == "hf":
+        return "memory"
+    engine, shares_gpu = config.engine, False
+    if learner.device.type == "cuda" and not engine.engine_url and engine.num_servers * engine.tensor_parallel == 1:
+        shares_gpu = engine.first_gpu == (learner.device.index or 0)
+    can_ipc = shares_gpu and learner.model.architecture.names_are_saved
+    if engine.sync == "ipc" and not can_ipc:
+        got = f"{learner.model.config.model_type} on {learner.device}"
+        rule = "needs one server on the learner's own GPU, and a network saved under its own names"
+        raise UserError("--sync ipc", rule, got, "give --sync disk")
+    return "ipc" if can_ipc and engine.sync != "disk" else "disk"
+
+
+def build_engine(
+    config: RunConfig,
+    name: Literal["hf", "sglang"],
+    model_path: Path | str,
+    renderer: Renderer,
+    device: torch.device,
+    dtype: torch.dtype,
+    folder: Path,
+) -> Engine:
+    """Return the engine; servers are started later, by `WeightSync.start`."""
+    context_length = config.model.context_length
+    if name == "hf":
+        network = PolicyModel.load(model_path, dtype)
+        return HFEngine(network, context_length, config.rollout.max_batch, device=device)
+    engine = config.engine
+    settings = SGLangSettings(
+        model_path=str(model_path),
+        urls=engine.engine_url,
+        num_servers=engine.num_servers,
+        tensor_parallel=engine.tensor_parallel,
+        first_gpu=engine.first_gpu,
+        mem_fraction=engine.mem_fraction,
+        dtype=config.model.dtype,
+        arguments=tuple(shlex.split(engine.engine_args)),
+        log_folder=folder / "servers",
+        request_timeout_s=engine.request_timeout_s,
+    )
+    return SGLangEngine(settings, renderer.image_token_id, context_length)
 
 
 def resolve_model(name: str) -> Path | str:
@@ -175,7 +278,7 @@ def probe_tools(
 
 def check_fit(config: RunConfig, model: PolicyModel) -> None:
     """Raise where streams could become longer than the model's positions reach."""
-    reach = int(model.config.text_config.max_position_embeddings)
+    reach = model.max_positions
     if config.model.context_length > reach:
         rule = f"must be at most the model's {reach} positions"
         raise UserError("--context-length", rule, config.model.context_length, f"give {reach} or less")

@@ -5,7 +5,7 @@ Legend: T tokens of a stream, B rows of a micro-batch, N model tokens of a micro
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,10 +22,12 @@ class TrainingSample:
     `weight` already holds the step's global denominator: summed over all samples of all ranks, weight times model
     tokens is 1 (token-mean). So however samples are split into micro-batches or ranks, their gradients simply add up.
     The first `prefix_length` tokens, with `num_prefix_images` of the images, are the prompt, which others may share.
+    `turns_T` is the number of the model turn that a token is of, from 1; 0 where the model did not write.
     """
 
     ids_T: NDArray[np.int64]
     mask_T: NDArray[np.bool_]
+    turns_T: NDArray[np.int64]
     logprobs_T: NDArray[np.float32]
     positions_3T: NDArray[np.int64]
     images: tuple[ProcessedImage, ...]
@@ -80,6 +82,7 @@ class MicroBatch:
     select: tuple[Tensor, Tensor]
     vision: VisionBatch | None
     targets_N: Tensor
+    turns_N: Tensor
     rollout_logprobs_N: Tensor
     advantages_N: Tensor
     weights_N: Tensor
@@ -90,7 +93,8 @@ class StepStats:
     """What one optimizer step saw, over all model tokens of the step on all ranks.
 
     `rollout_train_kl` is the k3 estimate, mean(rho - 1 - log rho) with log rho = trainer - rollout log-prob, taken with
-    the weights that the rollout used. `logprob_gap_*` are of |trainer - rollout|. `entropy` is in nats per token.
+    the weights that the step starts from; `kl_by_turn[k - 1]` is that over the tokens of turn k alone.
+    `logprob_gap_*` are of |trainer - rollout|. `entropy` is in nats per token.
     """
 
     loss: float
@@ -98,7 +102,15 @@ class StepStats:
     lr: float
     num_tokens: int
     rollout_train_kl: float
+    kl_by_turn: tuple[float, ...]
     logprob_gap_mean: float
+    logprob_gap_p99: float
     logprob_gap_max: float
     entropy: float
     clip_frac: float
+
+    def row(self) -> dict[str, float]:
+        """Return the numbers by name, those of turn k as `rollout_train_kl/turn_k`."""
+        numbers = asdict(self)
+        by_turn = enumerate(numbers.pop("kl_by_turn"), 1)
+        return numbers | {f"rollout_train_kl/turn_{number}": kl for number, kl in by_turn}

@@ -109,6 +109,8 @@ def assert_same_step(got: Stepped, expected: Stepped) -> None:
     ):
         assert getattr(got.stats, field) == pytest.approx(getattr(expected.stats, field), rel=1e-4, abs=1e-7), field
     assert got.stats.num_tokens == expected.stats.num_tokens
+    assert got.stats.kl_by_turn == pytest.approx(expected.stats.kl_by_turn, rel=1e-4, abs=1e-7)
+    assert got.stats.logprob_gap_p99 == pytest.approx(expected.stats.logprob_gap_p99, rel=0.03)  # a bin more or less
 
 
 @pytest.mark.parametrize("max_tokens", [1, 60, 150])
@@ -246,6 +248,24 @@ def test_pictures_and_several_messages_in_later_turns_leave_no_gap_to_the_traine
     ).stats
     assert stats.num_tokens == sum(t.num_model_tokens for t in played)
     assert stats.rollout_train_kl < 1e-8 and stats.logprob_gap_max < 1e-4
+    assert len(stats.kl_by_turn) == 3 and max(stats.kl_by_turn) < 1e-8
+
+
+def test_the_gap_is_reported_turn_by_turn(checkpoint: Path, params: SamplingParams) -> None:
+    """Log-probs that are off by 0.1 in the second turn alone, and by 0.3 in the third."""
+    ids, mask = [5, 6, 31, 32, 33, 7, 34, 8, 35, 36], [0, 0, 1, 1, 1, 0, 1, 0, 1, 1]
+    table = full_logprobs(PolicyModel.load(checkpoint), ids, (), params).detach()
+    true_T = np.array([0.0, *(float(table[place - 1, ids[place]]) for place in range(1, len(ids)))])
+    off_T = np.array([0, 0, 0, 0, 0, 0, 0.1, 0, 0.3, 0.3])
+    logprobs_T = np.where(np.array(mask, dtype=bool), true_T + off_T, 0)
+    streams = [trajectory(ids, mask, logprobs_T.tolist(), reward=reward) for reward in (0.0, 1.0)]
+    samples = training_samples([group(*streams)], image_token_id=99_999, merge_size=2, scale_by_std=True)
+    stats = take_step(checkpoint, samples, params, OPTIM).stats
+    second, third = (np.exp(-gap) - 1 + gap for gap in (0.1, 0.3))
+    assert stats.kl_by_turn == pytest.approx((0, second, third), rel=1e-3, abs=1e-9)
+    assert stats.rollout_train_kl == pytest.approx((second + 2 * third) / 6, rel=1e-3)
+    assert (stats.logprob_gap_mean, stats.logprob_gap_max) == pytest.approx((0.7 / 6, 0.3), rel=1e-3)
+    assert stats.row()["rollout_train_kl/turn_3"] == stats.kl_by_turn[2]
 
 
 def test_the_gap_grows_when_the_trainer_has_other_weights(

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from agents.engines.hf import sampling_logprobs
+from agents.logprobs import sampling_logprobs
 from trainer.loss import clipped_loss, entropy, k3_kl
 
 

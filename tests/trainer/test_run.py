@@ -7,13 +7,20 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
+from agents.engines.hf import HFEngine
+from agents.engines.sglang.servers import free_ports
+from benchmarks.tiny_models import write_tiny_model
+from envs.errors import UserError
 from envs.registry import load_registry
+from trainer.loop import InvalidStreams
 from trainer.run import run
 
 SMALL = ["--train-size", "8", "--problems-per-step", "2", "--group-size", "2", "--max-new-tokens", "24"]
@@ -51,6 +58,18 @@ def test_a_run_leaves_metrics_summary_curve_tensorboard_and_config(finished: tup
     assert json.loads((folder / "config.json").read_text())["registry_entry"]["max_turns"] == 3
 
 
+def test_the_metrics_say_where_time_and_tokens_went(finished: tuple[Path, dict[str, Any]]) -> None:
+    for row in lines(finished[0] / "metrics.jsonl"):
+        shares = [row[f"{name}_time_frac"] for name in ("engine", "env", "check", "loop")]
+        assert sum(shares) == pytest.approx(1) and all(share > 0 for share in shares)
+        assert row["rollout_tokens_per_s"] > row["tokens_per_s"] > 0 and row["rollout_turns_per_s"] > 0
+        assert 0 <= row["cache_hit_frac"] < 1 and row["staleness_max"] == 0
+        assert 0 <= row["rollout_train_kl/turn_1"] < 1e-8
+        assert row["logprob_gap_mean"] <= row["logprob_gap_p99"] <= row["logprob_gap_max"] < 1e-4
+        assert row["images/misses"] > 0
+        assert row["length/stream_max"] >= row["length/prompt_max"] + 1
+
+
 def test_episodes_are_recorded_with_streams_and_pictures(finished: tuple[Path, dict[str, Any]]) -> None:
     folder, _ = finished
     episodes = lines(folder / "episodes" / "episodes.jsonl")
@@ -80,10 +99,10 @@ def test_a_seed_repeats_a_run_to_the_bit(
 ) -> None:
     folder, summary = finished
     again = train(checkpoint, tmp_path / "again")
-    timed = {"tokens_per_s", "rollout_s", "train_s", "env_s"}
 
     def untimed(path: Path) -> list[dict[str, Any]]:
-        return [{k: v for k, v in row.items() if k not in timed} for row in lines(path / "metrics.jsonl")]
+        rows = lines(path / "metrics.jsonl")
+        return [{k: v for k, v in row.items() if not k.endswith(("_s", "_time_frac"))} for row in rows]
 
     assert untimed(folder) == untimed(tmp_path / "again")
     assert summary["evaluation_after"] == again["evaluation_after"]
@@ -195,3 +214,138 @@ def test_ctrl_c_ends_cleanly_with_everything_so_far_saved(checkpoint: Path, tmp_
     assert summary["interrupted"] and 2 <= summary["steps_done"] < 500
     assert (folder / "model" / "model.safetensors").exists()
     assert (folder / "reward_curve.png").exists()
+
+
+LUCKY = """
+from envs.env import Env
+class Lucky(Env):
+    def __init__(self, label): self.label = label
+    def reset(self): return {}, {}
+    def step(self, text): return {}, True, {}
+    def reward(self, text): return float(len(text) % 2) if int(self.label) % 2 else 0.5
+def build_env(sample=None, args=None, **_): return Lucky(sample.label)
+"""
+
+
+@pytest.fixture
+def lucky(tmp_path: Path) -> Iterator[list[str]]:
+    """Flags of an environment in which every second problem gives all its episodes one reward."""
+    (tmp_path / "half_lucky.py").write_text(LUCKY)
+    registry = tmp_path / "registry.yaml"
+    registry.write_text("lucky:\n  entry_point: half_lucky\n  description: Odd lengths win.\n  max_turns: 1\n")
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({"problem": f"Say {n}.", "answer": str(n)}) + "\n" for n in range(8)))
+    sys.path.insert(0, str(tmp_path))
+    yield ["--env", "lucky", "--registry", str(registry), "--data", str(data), "--group-size", "8"]
+    sys.path.remove(str(tmp_path))
+
+
+def test_groups_with_equal_rewards_are_recorded_and_not_trained_on(
+    checkpoint: Path, tmp_path: Path, lucky: list[str]
+) -> None:
+    argv = [*lucky, "--filter-equal", "--oversample", "1.5", "--max-new-tokens", "400"]
+    summary = train(checkpoint, tmp_path / "run", *argv, steps=2)
+    rows, episodes = lines(tmp_path / "run/metrics.jsonl"), lines(tmp_path / "run/episodes/episodes.jsonl")
+    for step, row in enumerate(rows, 1):
+        played = [e for e in episodes if e["step"] == step]
+        trained = [e for e in played if e["phase"] == "train"]
+        assert len(trained) == 8 * row["groups_trained"] == 16
+        assert all(int(e["sample_id"][-1]) % 2 or e["reward"] != 0.5 for e in trained)
+        assert sum(e["phase"] == "filtered" for e in played) == 8 * row["groups_filtered"]
+        assert row["num_tokens"] == sum(sum(e["mask"]) for e in trained)
+    filtered = [e for e in episodes if e["phase"] == "filtered"]
+    assert len(filtered) == 8 * summary["unused_groups"]["filtered"] > 0
+    assert all(e["advantage"] is None for e in filtered)
+    assert sum(summary["end_reasons"].values()) == len(episodes) == len({e["seed"] for e in episodes})
+
+
+def test_a_step_that_is_cut_off_is_finished_with_newer_weights(
+    checkpoint: Path, tmp_path: Path, lucky: list[str]
+) -> None:
+    argv = [*lucky, "--max-new-tokens", "400", "--max-rollout-tokens", "1", "--partial", "--max-batch", "16"]
+    train(checkpoint, tmp_path / "run", *argv, steps=3)
+    rows, episodes = lines(tmp_path / "run/metrics.jsonl"), lines(tmp_path / "run/episodes/episodes.jsonl")
+    assert len(episodes) == len({e["seed"] for e in episodes})
+    trained = [e for e in episodes if e["phase"] == "train"]
+    late = [e for e in trained if any(v < e["step"] - 1 for t in e["turns"] for v, _ in t["versions"])]
+    assert late and max(row["staleness_max"] for row in rows) >= 1
+    assert all(row["rollout_train_kl"] < 1 for row in rows)
+    assert {e["phase"] for e in episodes} >= {"train", "aborted"}  # what was left over after the last step
+
+
+def test_a_failing_engine_ends_the_run_with_its_error_and_keeps_what_was_played(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, calls = HFEngine.write, []
+
+    def failing(self: HFEngine, turns: Any) -> None:
+        calls.append(len(turns))
+        if len(calls) == 2:
+            raise ConnectionError("the network is gone")
+        write(self, turns)
+
+    monkeypatch.setattr(HFEngine, "write", failing)
+    with pytest.raises(ConnectionError, match="the network is gone"):
+        train(checkpoint, tmp_path / "run", "--max-batch", "3", eval_size=0)
+    episodes = lines(tmp_path / "run/episodes/episodes.jsonl")
+    assert {e["phase"] for e in episodes} == {"aborted"} and len(episodes) == len({e["seed"] for e in episodes}) == 4
+    assert any("the network is gone" in (e["error"] or "") for e in episodes)
+    assert json.loads((tmp_path / "run/summary.json").read_text())["steps_done"] == 0
+
+
+def test_too_many_broken_streams_stop_the_run_with_the_rule_that_broke(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agents.episode.broken_invariant", lambda *_: "turn 1: token 17 is 5, and was 6")
+    with pytest.raises(InvalidStreams, match=r"4 of 4 episodes .* 0\.01; episode 0 of .*: turn 1: token 17"):
+        train(checkpoint, tmp_path / "run", "--resample", "0", eval_size=0)
+    episodes = lines(tmp_path / "run/episodes/episodes.jsonl")
+    assert [e["end_reason"] for e in episodes] == ["invalid_stream"] * 4
+    assert json.loads((tmp_path / "run/summary.json").read_text())["steps_done"] == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "flag"),
+    [
+        (["--oversample", "4"], "--max-oversample: must be at least --oversample 4"),
+        (["--partial"], "--partial: needs --stop-early, --max-rollout-s or --max-rollout-tokens"),
+    ],
+)
+def test_flags_of_the_rollout_that_contradict_each_other_are_refused(argv: list[str], flag: str) -> None:
+    with pytest.raises(UserError, match=flag):
+        run(argv)
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Path) -> Iterator[str]:
+    """The address of a server that speaks SGLang's protocol, on the same checkpoint."""
+    (port,) = free_ports(1)
+    command = [sys.executable, "-m", "tests.agents.sglang_server", "--model-path", str(checkpoint), "--port", str(port)]
+    process = subprocess.Popen(command)
+    url = f"http://127.0.0.1:{port}"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            urllib.request.urlopen(f"{url}/model_info", timeout=5).close()
+            break
+        except OSError:
+            time.sleep(0.1)
+    yield url
+    process.kill()
+    process.wait()
+
+
+def test_the_same_command_trains_on_servers(checkpoint: Path, server: str, tmp_path: Path) -> None:
+    summary = train(checkpoint, tmp_path / "run", "--engine-url", server, "--no-tensorboard")
+    rows = lines(tmp_path / "run" / "metrics.jsonl")
+    episodes = lines(tmp_path / "run" / "episodes" / "episodes.jsonl")
+    assert summary["steps_done"] == 2 and all(row["rollout_train_kl"] < 1e-8 for row in rows)
+    assert rows[0]["probe_gap"] < 1e-5
+    assert [{run[0] for turn in e["turns"] for run in turn["versions"]} for e in episodes] == [{0}] * 4 + [{1}] * 4
+    assert not (tmp_path / "run" / "sync").exists()
+
+
+def test_a_server_of_another_kind_of_network_is_refused(server: str, tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "other", "qwen2_5_vl")
+    with pytest.raises(UserError, match="must serve the kind of network"):
+        train(tmp_path / "other", tmp_path / "run", "--engine-url", server)

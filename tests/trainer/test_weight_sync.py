@@ -1,0 +1,160 @@
+"""Claims about how new weights reach an engine, and about the probe that proves it."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import pickle
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from agents.engines.hf import HFEngine
+from agents.engines.sglang import SGLangEngine, SGLangSettings
+from agents.logprobs import stream_logprobs
+from agents.model import PolicyModel
+from agents.renderer import Renderer
+from tests.builders import picture, question, sampling
+from trainer.config import OptimConfig
+from trainer.learner import Learner
+from trainer.weight_sync import SyncError, WeightSync, _handles, flat_buckets
+
+PROMPT = question("Find x.", picture())
+
+
+def learner_of(checkpoint: Path, renderer: Renderer) -> Learner:
+    return Learner(PolicyModel.load(checkpoint), OptimConfig(), sampling(renderer), num_steps=10)
+
+
+def move(learner: Learner, scale: float = 0.3) -> None:
+    """Change every weight, as an optimizer step of a very high rate would."""
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in learner.model.parameters():
+            local = parameter.to_local()  # type: ignore[operator]
+            local.add_(torch.randn_like(local) * scale * local.std().nan_to_num(0.0))
+    learner.steps_done += 1
+
+
+def sync_of(learner: Learner, engine: HFEngine | SGLangEngine, renderer: Renderer, folder: Path) -> WeightSync:
+    rendered = renderer.prompt(PROMPT)
+    transport = "memory" if isinstance(engine, HFEngine) else "disk"
+    return WeightSync(learner, engine, transport, folder, rendered.ids, rendered.images, tolerance=0.01)
+
+
+def test_the_embedded_engine_runs_the_learners_weights_after_a_push(
+    checkpoint: Path, renderer: Renderer, tmp_path: Path
+) -> None:
+    learner, engine = learner_of(checkpoint, renderer), HFEngine(PolicyModel.load(checkpoint))
+    sync = sync_of(learner, engine, renderer, tmp_path)
+
+    async def play() -> None:
+        assert (await sync.start()).gap < 1e-5
+        move(learner)
+        _, probe = await sync.push(version=1)
+        assert probe is not None
+        assert probe.gap < 1e-5
+        assert probe.learner_moved == pytest.approx(probe.engine_moved, rel=1e-3)
+        assert probe.learner_moved is not None
+        assert probe.learner_moved > 0.1
+        assert engine.weight_version == 1
+        assert (await sync.push(version=2))[1] is None  # proved once
+
+    asyncio.run(play())
+
+
+def test_a_push_that_does_not_arrive_is_found_out(checkpoint: Path, renderer: Renderer, tmp_path: Path) -> None:
+    learner, engine = learner_of(checkpoint, renderer), HFEngine(PolicyModel.load(checkpoint))
+    sync = sync_of(learner, engine, renderer, tmp_path)
+    engine.load_weights = lambda weights, version: None  # type: ignore[method-assign]
+
+    async def play() -> None:
+        await sync.start()
+        move(learner)
+        with pytest.raises(SyncError, match="does not run the learner's weights"):
+            await sync.push(version=1)
+
+    asyncio.run(play())
+
+
+def test_an_engine_that_starts_with_other_weights_is_found_out(
+    checkpoint: Path, renderer: Renderer, tmp_path: Path
+) -> None:
+    learner, engine = learner_of(checkpoint, renderer), HFEngine(PolicyModel.load(checkpoint))
+    move(learner)
+    with pytest.raises(SyncError, match="log-probs of a stream"):
+        asyncio.run(sync_of(learner, engine, renderer, tmp_path).start())
+
+
+def test_servers_are_given_weights_from_disk_in_full_precision_and_again_after_a_restart(
+    checkpoint: Path, renderer: Renderer, tmp_path: Path
+) -> None:
+    learner = learner_of(checkpoint, renderer)
+    command = (sys.executable, "-m", "tests.agents.sglang_server")
+    settings = SGLangSettings(str(checkpoint), command=command, log_folder=tmp_path, dtype="float32")
+    engine = SGLangEngine(settings, renderer.image_token_id)
+    sync = sync_of(learner, engine, renderer, tmp_path / "sync")
+    rendered = renderer.prompt(PROMPT)
+
+    async def play() -> np.ndarray:
+        try:
+            await sync.start()
+            move(learner)
+            _, probe = await sync.push(version=1)
+            assert probe is not None
+            assert probe.gap < 1e-5
+            process = engine.servers.all[0].process
+            assert process is not None
+            process.kill()
+            process.wait()
+            engine.servers.report_lost(engine.servers.all[0], "killed")
+            await engine.servers.pick()
+            return await engine.score(rendered.ids, rendered.images)
+        finally:
+            await engine.close()
+
+    score = asyncio.run(asyncio.wait_for(play(), 120))
+    sync.close()
+    assert np.abs(score - learner.score(rendered.ids, rendered.images)).max() < 1e-4
+    assert not (tmp_path / "sync").exists()
+
+
+def test_the_learners_checkpoint_is_its_weights(checkpoint: Path, renderer: Renderer, tmp_path: Path) -> None:
+    learner = learner_of(checkpoint, renderer)
+    move(learner)
+    learner.save(tmp_path / "saved", torch.float32)
+    rendered = renderer.prompt(PROMPT)
+    saved = stream_logprobs(PolicyModel.load(tmp_path / "saved"), rendered.ids, rendered.images, "cpu")
+    assert np.abs(saved - learner.score(rendered.ids, rendered.images)).max() < 1e-5
+
+
+def test_buckets_hold_every_weight_once_under_its_name_in_the_checkpoint(model: PolicyModel) -> None:
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    buckets = list(flat_buckets(weights, torch.float32, max_values=100_000))
+    assert len(buckets) > 1
+    named = [pair for bucket in buckets for pair in bucket]
+    assert [name for name, _ in named] == [name.removeprefix("backbone.") for name in weights]
+    assert all(torch.equal(given, weights["backbone." + name]) for name, given in named)
+    assert all(len({tensor.untyped_storage().data_ptr() for _, tensor in bucket}) == 1 for bucket in buckets)
+
+
+def test_handles_are_a_pickle_of_names_and_tensors() -> None:
+    tensor = torch.arange(4.0)
+    ((name, given),) = pickle.load(io.BytesIO(base64.b64decode(_handles([("a", tensor)]))))
+    assert name == "a"
+    assert torch.equal(given, tensor)
+
+
+def test_scoring_leaves_the_learners_own_weights_in_full_precision(checkpoint: Path, renderer: Renderer) -> None:
+    rendered = renderer.prompt(PROMPT)
+    model = PolicyModel.load(checkpoint)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    learner = Learner(model, OptimConfig(), sampling(renderer), num_steps=1, dtype=torch.bfloat16)
+    learner.score(rendered.ids, rendered.images)
+    after = learner.weights()
+    assert {tensor.dtype for tensor in after.values()} == {torch.float32}
+    assert all(torch.equal(after[name], before[name]) for name in before)

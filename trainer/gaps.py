@@ -1,0 +1,105 @@
+"""How far rollout and trainer are apart: log-prob pairs of model tokens in; sums that add up over ranks, figures out.
+
+Legend: N model tokens, K turns, H bins of a histogram.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trainer.loss import k3_kl
+
+#: The histogram of |d| has this many bins a decade, from LOWEST to HIGHEST: a quantile is at most 2.4 % too large.
+BINS_PER_DECADE = 100
+LOWEST, HIGHEST = -9, 3
+NUM_BINS = (HIGHEST - LOWEST) * BINS_PER_DECADE
+
+
+@dataclass(frozen=True)
+class GapStats:
+    """Statistics of d = trainer - rollout log-prob over model tokens.
+
+    `kl` is the mean of the k3 estimate over all of them and `kl_by_turn[k - 1]` over those of turn k alone, 0 where
+    there are none. `mean`, `p99` and `max` are of |d|.
+    """
+
+    num_tokens: int
+    kl: float
+    kl_by_turn: tuple[float, ...]
+    mean: float
+    p99: float
+    max: float
+
+
+class Gaps:
+    """Sums over the model tokens that one rank sees in a step.
+
+    Example::
+
+        gaps = Gaps(num_turns=2, device="cpu")
+        gaps.add(logprobs_N, rollout_logprobs_N, turns_N)                 # once a micro-batch
+        stats = gaps.stats(sums, largest)   # of all ranks: `gaps.sums` added up, the largest of `gaps.largest`
+    """
+
+    def __init__(self, num_turns: int, device: torch.device | str) -> None:
+        self._kl_K = torch.zeros(num_turns, dtype=torch.float64, device=device)
+        self._tokens_K = torch.zeros(num_turns, dtype=torch.float64, device=device)
+        self._histogram_H = torch.zeros(NUM_BINS, dtype=torch.float64, device=device)
+        self._kl = self._gap = self.largest = 0.0
+
+    def add(self, logprobs_N: Tensor, rollout_logprobs_N: Tensor, turns_N: Tensor) -> None:
+        """Count tokens; `turns_N` are their turns, from 1."""
+        if not len(turns_N):
+            return
+        kl_N, gap_N = k3_kl(logprobs_N, rollout_logprobs_N), (logprobs_N - rollout_logprobs_N).abs()
+        self._kl += kl_N.sum().item()
+        self._gap += gap_N.sum().item()
+        self.largest = max(self.largest, gap_N.max().item())
+        self._kl_K.index_add_(0, turns_N - 1, kl_N)
+        self._tokens_K.index_add_(0, turns_N - 1, torch.ones_like(kl_N))
+        # What is not a number counts as the largest there is.
+        decades_N = gap_N.double().log10().nan_to_num(nan=HIGHEST, neginf=LOWEST) - LOWEST
+        bins_N = (decades_N * BINS_PER_DECADE).floor().clamp(0, NUM_BINS - 1).long()
+        self._histogram_H += torch.bincount(bins_N, minlength=NUM_BINS)
+
+    @property
+    def sums(self) -> list[float]:
+        """What is added up over ranks."""
+        return [self._kl, self._gap, *torch.cat([self._kl_K, self._tokens_K, self._histogram_H]).tolist()]
+
+    def stats(self, sums: Sequence[float], largest: float) -> GapStats:
+        """Return the figures of all ranks together."""
+        (kl, gap), rest = sums[:2], sums[2:]
+        num_turns = len(self._kl_K)
+        kl_K, tokens_K, histogram_H = rest[:num_turns], rest[num_turns : 2 * num_turns], rest[2 * num_turns :]
+        count = sum(tokens_K)
+        return GapStats(
+            num_tokens=int(count),
+            kl=kl / max(1.0, count),
+            kl_by_turn=tuple(total / max(1.0, tokens) for total, tokens in zip(kl_K, tokens_K, strict=True)),
+            mean=gap / max(1.0, count),
+            p99=min(largest, quantile(histogram_H, 0.99)),
+            max=largest,
+        )
+
+
+def quantile(histogram_H: Sequence[float], share: float) -> float:
+    """Return the upper edge of the bin in which the share is reached; 0 of nothing.
+
+    >>> histogram = [0.0] * NUM_BINS
+    >>> histogram[700] = 99      # from 0.01 to 0.01023
+    >>> histogram[900] = 1
+    >>> round(quantile(histogram, 0.99), 5), round(quantile(histogram, 0.995), 5)
+    (0.01023, 1.02329)
+    """
+    needed, seen = math.ceil(share * sum(histogram_H) - 1e-9), 0.0
+    for index, count in enumerate(histogram_H):
+        seen += count
+        if count and seen >= needed:
+            return 10 ** ((index + 1) / BINS_PER_DECADE + LOWEST)
+    return 0.0
