@@ -217,6 +217,8 @@ class Player:
     def _new_text(self, request: GenerateRequest) -> str:
         """Return the part of the stream that was not shown yet, pictures named instead of their placeholders."""
         text = self.renderer.tokenizer.decode(request.ids[self._num_read :], skip_special_tokens=False)
+        if self.renderer.image_token_id is None:
+            return text.strip("\n")
         placeholder = self.renderer.tokenizer.convert_ids_to_tokens(self.renderer.image_token_id)
 
         def name(run: re.Match[str]) -> str:

@@ -10,6 +10,7 @@ import asyncio
 import copy
 import math
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -98,20 +99,22 @@ class EnvRunner:
     def __init__(self, make_env: Callable[[], EpisodeEnv], limits: EnvLimits) -> None:
         self._make_env, self.limits = make_env, limits
         self.tools: Sequence[dict[str, Any]] = ()
+        #: How long all calls so far took, waiting for a thread included.
+        self.seconds = 0.0
         self._slot = _Slot()
 
     async def open(self) -> tuple[Message, ...]:
         """Build and reset; return the first observation's messages."""
         for attempt in range(self.limits.retries + 1):
-            slot = self._slot = _Slot()
             try:
-                self.tools, messages = await self._call(self.limits.reset_timeout_s, self._open, slot)
+                self.tools, messages = await self._call(self.limits.reset_timeout_s, self._open, self._slot)
                 return messages
             except EnvFault:
                 if attempt == self.limits.retries:
                     raise
                 await self.close()
                 await asyncio.sleep(self.limits.retry_backoff_s * 2**attempt)
+                self._slot = _Slot()
         raise AssertionError("the last attempt returns or raises")
 
     async def step(self, response_text: str) -> StepResult:
@@ -167,12 +170,15 @@ class EnvRunner:
 
     async def _call(self, limit_s: float, function: Callable[..., R], *args: object) -> R:
         """Call within the time limit; everything that is raised becomes an `EnvFault`."""
+        started = time.perf_counter()
         try:
             return _in_place(function, *args) if self.limits.inline else await _on_thread(limit_s, function, *args)
         except EnvFault:
             raise
         except Exception as error:  # whatever an environment raises is data
             raise EnvFault(f"the environment raised: {_trace(error)}") from error
+        finally:
+            self.seconds += time.perf_counter() - started
 
 
 class _Slot:
@@ -274,7 +280,7 @@ def _checked_step(value: object) -> tuple[dict[str, Any], bool, Mapping[str, Any
 
 def checked_messages(value: object) -> tuple[Message, ...]:
     """Return what `format_observation` gave as checked messages whose pictures are decoded."""
-    return tuple(_message(each) for each in (value if isinstance(value, list | tuple) else [value]))
+    return tuple(_message(each) for each in (value if isinstance(value, (list, tuple)) else [value]))
 
 
 def _message(value: object) -> Message:

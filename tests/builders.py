@@ -14,7 +14,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from agents.engines.hf import HFEngine, sampling_logprobs
+from agents.engines.hf import HFEngine
+from agents.logprobs import sampling_logprobs
 from agents.model import PolicyModel, VisionBatch
 from agents.positions import mrope_positions
 from agents.renderer import Rendered, Renderer
@@ -112,7 +113,7 @@ def full_logprobs(
 
 
 def turn(start: int, end: int, text: str = "") -> Turn:
-    return Turn(start, end, text, "stop", 0, (), {}, 0.0, 0.0)
+    return Turn(start, end, text, "stop", ((0, end - start),), 0, (), {}, 0.0, 0.0)
 
 
 def trajectory(

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 R = TypeVar("R")
 logger = logging.getLogger(__name__)
@@ -126,6 +127,63 @@ class CallTimeout(Exception):
     """The call took longer than its limit; its thread is left behind."""
 
 
+class _Waiting:
+    """The calls that one event loop waits for.
+
+    The loop is woken once for all results that came meanwhile, and has one timer for all calls with one limit: a system
+    call and a timer for each would take most of the time of quick calls.
+    """
+
+    def __init__(self) -> None:
+        self._came: deque[tuple[asyncio.Future[Any], bool, Any]] = deque()
+        self._is_awake = False
+        self._deadlines: dict[float, dict[asyncio.Future[Any], float]] = {}  # by limit, the first to end in front
+        self._has_timer: set[float] = set()
+
+    def put(self, future: asyncio.Future[Any], is_error: bool, value: object) -> None:
+        """Hand over the result of a call, or its error; from any thread."""
+        self._came.append((future, is_error, value))
+        loop = future.get_loop()
+        if not self._is_awake and not loop.is_closed():
+            self._is_awake = True
+            loop.call_soon_threadsafe(self._hand_out)
+
+    def _hand_out(self) -> None:
+        self._is_awake = False  # before the deque is read, so that nothing stays in it unseen
+        while self._came:
+            future, is_error, value = self._came.popleft()
+            if not future.done():
+                (future.set_exception if is_error else future.set_result)(value)
+
+    async def result(self, future: asyncio.Future[R], limit_s: float) -> R:
+        """Wait for a call; raise CallTimeout where it takes longer than the limit."""
+        loop = future.get_loop()
+        deadlines = self._deadlines.setdefault(limit_s, {})
+        deadlines[future] = loop.time() + limit_s
+        if limit_s not in self._has_timer:
+            self._has_timer.add(limit_s)
+            loop.call_later(limit_s, self._expire, loop, limit_s)
+        try:
+            return await future
+        finally:
+            deadlines.pop(future, None)
+
+    def _expire(self, loop: asyncio.AbstractEventLoop, limit_s: float) -> None:
+        """End the calls whose time is up, and look again when that of the next one is."""
+        deadlines = self._deadlines[limit_s]
+        for future, deadline in list(deadlines.items()):
+            if deadline > loop.time():
+                loop.call_at(deadline, self._expire, loop, limit_s)
+                return
+            if not future.done():
+                future.set_exception(CallTimeout())
+        self._has_timer.remove(limit_s)
+
+
+#: Of each loop its own; one that is gone takes its calls along.
+_WAITING: WeakKeyDictionary[asyncio.AbstractEventLoop, _Waiting] = WeakKeyDictionary()
+
+
 async def call_on_thread(function: Callable[..., R], *args: object, limit_s: float | None = None) -> R:
     """Run on a thread, which is left behind where nobody waits for it any more.
 
@@ -134,27 +192,17 @@ async def call_on_thread(function: Callable[..., R], *args: object, limit_s: flo
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[R] = loop.create_future()
-
-    def finish(setter: Callable[[Any], None], value: object) -> None:
-        if not future.done():
-            setter(value)
+    waiting = _WAITING.setdefault(loop, _Waiting())
 
     def work() -> None:
         try:
-            outcome = (future.set_result, function(*args))
+            outcome = (False, function(*args))
         except BaseException as error:  # handed to whoever waits
-            outcome = (future.set_exception, fit_for_a_loop(error))
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(finish, *outcome)
+            outcome = (True, fit_for_a_loop(error))
+        waiting.put(future, *outcome)
 
-    # A timer of the loop's own: `asyncio.timeout` costs as much again as the call.
-    timer = None if limit_s is None else loop.call_later(limit_s, finish, future.set_exception, CallTimeout())
     _THREADS.submit(work)
-    try:
-        return await future
-    finally:
-        if timer is not None:
-            timer.cancel()
+    return await (future if limit_s is None else waiting.result(future, limit_s))
 
 
 def fit_for_a_loop(error: BaseException) -> Exception:

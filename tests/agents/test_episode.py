@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -15,12 +16,12 @@ import pytest
 from agents.engine import Engine
 from agents.engines.scripted import ScriptedEngine
 from agents.episode import Episode, Limits
-from agents.renderer import Renderer
+from agents.renderer import Rendered, Renderer
 from agents.rollout import derive_seed, rollout_groups
 from agents.types import Completion, EndReason, GenerateRequest, Trajectory
 from envs.env import Env, EnvArgs
 from envs.runner import EnvLimits
-from envs.types import Sample
+from envs.types import Message, Sample
 from tests.builders import picture, sample, sampling
 
 Step = tuple[dict[str, Any], bool, dict[str, Any]]
@@ -52,12 +53,13 @@ class SmallEnv(Env):
 
 
 class FixedEngine:
-    """Answers turn k of every session with `completions[k]`, prompt length filled in, and notes the requests."""
+    """Answers turn k of every session with `completions[k]`, prompt length and versions filled in unless given, and
+    notes the requests."""
 
     context_length = 4096
 
-    def __init__(self, *completions: tuple[Sequence[int], Sequence[float], str], misread: int = 0) -> None:
-        self.completions, self.misread = completions, misread
+    def __init__(self, *completions: tuple[Sequence[int], Sequence[float], str], **given: Any) -> None:
+        self.completions, self.given = completions, given
         self.requests: list[GenerateRequest] = []
 
     @asynccontextmanager
@@ -67,7 +69,8 @@ class FixedEngine:
     async def generate(self, request: GenerateRequest) -> Completion:
         ids, logprobs, finish = self.completions[len(self.requests)]
         self.requests.append(request)
-        return Completion(tuple(ids), tuple(logprobs), finish, len(request.ids) + self.misread, ((3, len(ids)),))  # type: ignore[arg-type]
+        filled = {"prompt_length": len(request.ids), "versions": ((3, len(ids)),), **self.given}
+        return Completion(tuple(ids), tuple(logprobs), finish, **filled)  # type: ignore[arg-type]
 
 
 def episode(renderer: Renderer, engine: Engine, limits: Limits, **options: bool) -> Episode:
@@ -219,22 +222,141 @@ def test_a_sampled_image_token_makes_the_stream_invalid(renderer: Renderer) -> N
     engine = FixedEngine(([31, renderer.image_token_id, stop], [-0.1] * 3, "stop"))
     trajectory = run(renderer, SmallEnv(), engine=engine)
     assert trajectory.end_reason is EndReason.INVALID_STREAM
-    assert "1 image placeholders, 0 in the image grids" in (trajectory.error or "")
+    at = trajectory.prompt_length + 1
+    shown = f"[{renderer.image_token_id} '<|image_pad|>'] at [{at}]"
+    assert trajectory.error == f"turn 1: the model sampled suppressed ids: {shown}"
 
 
 def test_a_sampled_vision_token_makes_the_stream_invalid(renderer: Renderer) -> None:
     token = renderer.tokenizer.convert_tokens_to_ids("<|vision_start|>")
     trajectory = run(renderer, SmallEnv(), engine=FixedEngine(([token, renderer.stop_ids[-1]], [-0.1] * 2, "stop")))
     assert trajectory.end_reason is EndReason.INVALID_STREAM
-    assert f"suppressed id: [{token}]" in (trajectory.error or "")
+    assert f"turn 1: the model sampled suppressed ids: [{token} '<|vision_start|>']" in (trajectory.error or "")
 
 
-def test_an_engine_that_read_another_stream_is_our_own_fault_and_raises(renderer: Renderer) -> None:
-    env = SmallEnv()
-    engine = FixedEngine(([31, 32], [-0.1, -0.2], "stop"), misread=1)
-    with pytest.raises(AssertionError, match="the engine read"):
-        run(renderer, env, engine=engine)
-    assert env.num_closed == 1
+#: What an engine answers to a prompt of P tokens, of what kind, and what is said of it.
+BROKEN_ANSWERS: dict[str, tuple[tuple, dict[str, Any], str]] = {
+    "read another stream": (
+        ([31, 32], [-0.1] * 2), {"prompt_length": 7}, "turn 1: the engine read 7 tokens, the stream has {P}"
+    ),
+    "wrote too many tokens": (([31] * 41, [-0.1] * 41), {}, "turn 1: the engine wrote 41 tokens, asked for 40 at most"),
+    "wrote nothing": (([], []), {}, "turn 1: the engine wrote no token and ended with 'stop'"),
+    "wrote no tokens": (([31, -1], [-0.1] * 2), {}, "turn 1: the engine wrote ids from -1 to 31"),
+    "too few log-probs": (([31, 32], [-0.1]), {}, "turn 1: 1 log-probs for 2 tokens"),
+    "no log-probs": (([31, 32], []), {}, "turn 1: 0 log-probs for 2 tokens"),
+    "too many log-probs": (([31, 32], [-0.1] * 3), {}, "turn 1: 3 log-probs for 2 tokens"),
+    "versions do not add up": (
+        ([31, 32], [-0.1] * 2),
+        {"versions": ((3, 1), (4, 2))},
+        "turn 1: versions ((3, 1), (4, 2)) do not add up to the 2 tokens of the turn",
+    ),
+    "a log-prob is no number": (
+        ([31, 32], [-0.1, float("nan")]), {}, "turn 1: log-probs must be finite and at most 0, got nan at {P+1}"
+    ),
+    "a log-prob is missing": (
+        ([31, 32], [None, -0.1]), {}, "turn 1: log-probs must be finite and at most 0, got nan at {P}"
+    ),
+    "a log-prob is infinite": (
+        ([31, 32], [float("-inf"), -0.1]), {}, "turn 1: log-probs must be finite and at most 0, got -inf at {P}"
+    ),
+    "a log-prob is positive": (
+        ([31, 32], [0.5, -0.1]), {}, "turn 1: log-probs must be finite and at most 0, got 0.5 at {P}"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("answer", "given", "rule"), BROKEN_ANSWERS.values(), ids=BROKEN_ANSWERS.keys())
+def test_a_broken_answer_of_the_engine_is_a_recorded_turn_that_does_not_train(
+    renderer: Renderer, answer: tuple, given: dict[str, Any], rule: str
+) -> None:
+    env = SmallEnv(AGAIN)
+    trajectory = run(renderer, env, engine=FixedEngine((*answer, "stop"), **given), max_turns=1, max_new_tokens=40)
+    start = trajectory.prompt_length
+    assert trajectory.end_reason is EndReason.INVALID_STREAM and not trajectory.end_reason.is_valid
+    assert trajectory.error == rule.replace("{P}", str(start)).replace("{P+1}", str(start + 1))
+    (turn,) = trajectory.turns
+    assert trajectory.ids_T.tolist()[turn.start :] == list(answer[0]) and turn.start == start
+    assert len(trajectory.ids_T) == len(trajectory.mask_T) == len(trajectory.logprobs_T) == len(trajectory.versions_T)
+
+
+def test_a_broken_answer_ends_the_episode_before_the_environment_sees_it(renderer: Renderer) -> None:
+    env = SmallEnv(AGAIN)
+    trajectory = run(renderer, env, engine=FixedEngine(([31, 32], [-0.1], "stop")))
+    assert (env.texts, trajectory.turns[0].observations, trajectory.reward) == ([], (), 0.0)
+    assert trajectory.turns[0].text == trajectory.messages[-1]["content"] == renderer.decode([31, 32])
+
+
+def test_a_fault_of_the_environment_is_told_beside_a_broken_stream(renderer: Renderer) -> None:
+    env = SmallEnv(step=raises(ValueError("boom")))
+    trajectory = run(renderer, env, engine=FixedEngine(([31, 32], [0.5, -0.1], "stop")))
+    assert trajectory.end_reason is EndReason.INVALID_STREAM
+    first, *_, last = (trajectory.error or "").splitlines()
+    assert first.startswith("the environment raised") and last.startswith("turn 1: log-probs must be")
+
+
+def spoilt(renderer: Renderer) -> Renderer:
+    """Return a renderer that leaves out the first token after a turn, as one without the line break there would."""
+    spoilt = copy.copy(renderer)
+
+    def suffix(messages: Sequence[Message], last_id: int) -> Rendered:
+        right = renderer.suffix(messages, last_id)
+        return Rendered(right.ids[1:], right.images)
+
+    spoilt.suffix = suffix  # type: ignore[method-assign]
+    return spoilt
+
+
+def test_a_stream_that_the_template_does_not_write_is_invalid_and_says_where(renderer: Renderer) -> None:
+    trajectory = run(spoilt(renderer), SmallEnv(AGAIN, DONE), texts=["one", "two"])
+    assert trajectory.end_reason is EndReason.INVALID_STREAM
+    assert "before turn 2: the stream has [" in (trajectory.error or "")
+    assert f" at {trajectory.turns[0].end}, the template writes [" in (trajectory.error or "")
+    assert run(renderer, SmallEnv(AGAIN, DONE), texts=["one", "two"]).error is None
+
+
+@pytest.mark.parametrize(("every", "checked"), [(1, [0, 1, 2, 3, 4, 5]), (3, [0, 3]), (128, [0]), (0, [])])
+def test_the_template_is_compared_in_the_first_episode_and_every_so_many(
+    renderer: Renderer, every: int, checked: list[int]
+) -> None:
+    engine = ScriptedEngine(renderer.tokenizer, lambda turn, _: "one")
+    playing = episode(spoilt(renderer), engine, Limits(check_template_every=every))
+
+    async def story() -> list[Trajectory]:
+        return [await playing.run(sample(), lambda: SmallEnv(AGAIN, DONE), seed=k) for k in range(6)]
+
+    ends = [t.end_reason for t in asyncio.run(story())]
+    assert [k for k, end in enumerate(ends) if end is EndReason.INVALID_STREAM] == checked
+
+
+def test_a_template_that_cannot_be_compared_with_is_no_crash(
+    renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agents.episode.template_mismatch", raises(ValueError("no such role")))
+    trajectory = run(renderer, SmallEnv())
+    assert trajectory.end_reason is EndReason.INVALID_STREAM
+    assert "cannot be rendered: ValueError: no such role" in (trajectory.error or "")
+
+
+class SlowEngine(FixedEngine):
+    async def generate(self, request: GenerateRequest) -> Completion:
+        await asyncio.sleep(0.05)
+        return await super().generate(request)
+
+
+@pytest.mark.parametrize("inline", [True, False], ids=["in place", "on a thread"])
+def test_timing_tells_engine_environment_and_checks_apart(renderer: Renderer, inline: bool) -> None:
+    def slow(value: Any) -> Callable:
+        return lambda *_: time.sleep(0.05) or value
+
+    engine = SlowEngine(([31, renderer.stop_ids[-1]], [-0.1] * 2, "stop"))
+    env = SmallEnv(reset=slow(({}, {})), step=slow(DONE), reward=slow(1.0))
+    trajectory = run(renderer, env, engine=engine, bounds=EnvLimits(inline=inline))
+    timing = trajectory.timing
+    assert 0.05 <= timing.engine_s == trajectory.turns[0].engine_s < 0.1
+    assert 0.15 <= timing.env_s < 0.25  # reset, step and reward
+    assert 0.05 <= trajectory.turns[0].env_s < 0.1
+    assert 0 < timing.check_s < 0.05
+    assert timing.engine_s + timing.env_s + timing.check_s < timing.total_s < 0.5
 
 
 FAULTS = {

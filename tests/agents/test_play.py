@@ -152,7 +152,7 @@ def test_the_limits_are_the_agent_loops(play) -> None:
 def test_a_control_token_that_the_person_writes_makes_the_stream_invalid(play) -> None:
     code, shown = play("<|image_pad|>\n", "--env", "calculator")
     assert code == 1
-    assert "--- end: invalid_stream" in shown and "1 image placeholders, 0 in the image grids" in shown
+    assert "--- end: invalid_stream" in shown and "the model sampled suppressed ids" in shown
 
 
 def test_the_episode_is_recorded_as_one_that_a_model_played(play, tmp_path: Path) -> None:

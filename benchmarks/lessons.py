@@ -1,0 +1,80 @@
+"""Teaches a network to call tools, from episodes that a script plays: for benchmarks that need several turns.
+
+A network with fresh weights never ends a turn or calls a tool. A few dozen steps on these lessons and it does, with
+arguments that are guesses: nothing else is learnt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+
+import torch
+from torch.nn import functional as F
+
+from agents.engines.scripted import ScriptedEngine
+from agents.episode import Episode, Limits
+from agents.model import PolicyModel
+from agents.renderer import Renderer
+from agents.rollout import rollout_groups
+from agents.types import GenerateRequest, TrajectoryGroup
+from envs.checking.hostile import write_call
+from envs.problems import with_system_prompt
+from envs.registry import get_spec
+from envs.runner import EnvLimits
+from trainer.batching import collate, pack_rows, split_into_microbatches, training_samples
+from trainer.setup import sampling_params
+
+
+def lesson(turn: int, request: GenerateRequest, env: str) -> str:
+    """Return a turn: mostly one or two calls with random arguments, then a random answer."""
+    draw = random.Random(f"{request.seed // 1000}/{turn}")
+    answer = f"\\boxed{{{draw.randint(1, 99)}}}"
+    if turn == 2 or draw.random() < (0.15, 0.5)[min(turn, 1)]:
+        return answer
+    if env == "geo3k":
+        return write_call("calc_score", {"answer": str(draw.randint(1, 99))}, "hermes")
+    left, top = 100 * draw.randint(0, 4), 100 * draw.randint(0, 4)
+    box = {"left": left, "top": top, "right": left + 500, "bottom": top + 500}
+    return write_call("zoom", box, "hermes")
+
+
+def lessons(renderer: Renderer, env: str, count: int, seed: int) -> list[TrajectoryGroup]:
+    """Play `count` problems twice each by the script."""
+    spec = get_spec(env)
+    samples = with_system_prompt(spec.load_dataset("train", count, seed), spec.load_system_prompt())
+    engine = ScriptedEngine(renderer.tokenizer, lambda turn, request: lesson(turn, request, env))
+    loop = Episode(engine, renderer, Limits(3, 300, EnvLimits(inline=True)), sampling_params(renderer, 1.0))
+    problems = [samples[index] for index in range(count)]
+    return asyncio.run(rollout_groups(loop, problems, spec.load(), spec.args(3, "hermes"), 2, seed))
+
+
+def teach(
+    model: PolicyModel, groups: Sequence[TrajectoryGroup], steps: int, lr: float, max_tokens: int = 8192
+) -> list[float]:
+    """Train on the scripted turns in place; return the mean loss per token of each step."""
+    device = next(model.parameters()).device
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    samples = training_samples(groups, model.image_token_id, model.merge_size, scale_by_std=False)
+    rows = pack_rows(samples, max_tokens)
+    random.Random(0).shuffle(rows)
+    bins = [
+        each
+        for start in range(0, len(rows), 16)
+        for each in split_into_microbatches(rows[start : start + 16], max_tokens)
+    ]
+    losses = []
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = lr * min(1.0, (step + 1) / 10) * (1.0 if step < steps // 2 else 0.3)
+        batch = collate(bins[step % len(bins)], device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            logits_NV = model(batch.ids_BT, batch.positions_3BT, batch.attention_mask_B1TT, batch.select, batch.vision)
+        loss = F.cross_entropy(logits_NV.float(), batch.targets_N)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(float(loss))
+    return losses
