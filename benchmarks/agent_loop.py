@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 from agents.engines.scripted import FixedEngine
 from agents.episode import Episode, Limits
+from agents.heap import settle_heap
 from agents.renderer import Renderer
 from agents.rollout import rollout_groups
 from agents.types import EndReason, SamplingParams
@@ -125,30 +126,38 @@ def token_counts(episode: Episode) -> dict[str, int]:
     }
 
 
+def measure_all(renderer: Renderer, num_episodes: int, repeats: int) -> list[tuple[str, int, dict[str, float]]]:
+    """Return (where, how many at once, figures) of every way to play, the bare loop first."""
+    samples = make_samples(num_episodes // GROUP_SIZE)
+
+    def bare() -> float:
+        play_bare(samples)
+        return 0.0
+
+    def loop(isolation: str, concurrency: int) -> dict[str, float]:
+        episode = build_episode(renderer, isolation)
+        play(episode, samples[:16], concurrency)  # starts threads
+        return measure(lambda: play(episode, samples, concurrency), num_episodes, repeats)
+
+    unsettled = loop("inline", 1024)
+    settle_heap()  # as a run does once all is loaded
+    bare()
+    rows = [("bare loop", 1, measure(bare, num_episodes, repeats))]
+    rows += [(where, n, loop(where, n)) for where in ("inline", "thread") for n in CONCURRENCIES]
+    return [*rows, ("inline, heap not settled", 1024, unsettled)]
+
+
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     weights = ROOT / "trainer" / "starter" / "weights"
     parser.add_argument("--model", default=str(weights), help="folder with a tokenizer")
     parser.add_argument("--episodes", type=int, default=8192)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     at = commit()
     renderer = Renderer.from_checkpoint(args.model)
-    samples = make_samples(args.episodes // GROUP_SIZE)
-
-    def bare() -> float:
-        play_bare(samples)
-        return 0.0
-
-    bare()
-    measured = [("bare loop", 1, measure(bare, args.episodes, args.repeats))]
-    for isolation in ("inline", "thread"):
-        episode = build_episode(renderer, isolation)
-        for concurrency in CONCURRENCIES:
-            play(episode, samples[:16], concurrency)  # starts threads
-            best = measure(lambda: play(episode, samples, concurrency), args.episodes, args.repeats)  # noqa: B023
-            measured.append((isolation, concurrency, best))
+    measured = measure_all(renderer, args.episodes, args.repeats)
     limit = measured[0][2]["cpu_us_per_turn"]
     figures, rows = [], []
     for name, concurrency, best in measured:

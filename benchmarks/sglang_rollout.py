@@ -319,7 +319,7 @@ async def throughput(bench: Bench) -> dict[str, Any]:
         await bench.play(engine, "geo3k", problems, 1, 0.0, seed=11)  # kernels, encoded pictures
         url = engine.servers.up[0].client.url
         for concurrency in bench.options.concurrency:
-            for round_number in range(2):
+            for round_number in range(bench.options.rounds):
                 await engine.servers.up[0].client.call("flush_cache", {})
                 sent.clear()
                 engine.ask = noted  # type: ignore[method-assign]
@@ -448,6 +448,7 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=512, help="episodes of each rollout")
     parser.add_argument("--greedy", type=int, default=256, help="problems of the comparison at temperature 0")
     parser.add_argument("--concurrency", type=int, nargs="+", default=(64, 256))
+    parser.add_argument("--rounds", type=int, default=4, help="repetitions of the throughput comparison")
     parser.add_argument("--lesson-steps", type=int, default=300)
     parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument("--max-tokens", type=int, default=8192, help="padded tokens of one forward and backward")

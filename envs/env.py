@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from envs.tool_calls import ToolFormat
@@ -30,6 +31,10 @@ class EnvArgs:
     reward_max_val: float = 1.0
     reward_min_val: float = 0.0
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> EnvArgs:
+        """Return the arguments with options of their own; all else is immutable."""
+        return replace(self, options=copy.deepcopy(dict(self.options), memo) if self.options else {})
 
     def reward(self, score: float) -> float:
         """Return the reward for a score from 0 to 1: `reward_min_val` for 0, `reward_max_val` for 1.

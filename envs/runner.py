@@ -18,7 +18,7 @@ from numbers import Real
 from typing import Any, Protocol, TypeVar
 
 from envs.images import load_image
-from envs.isolation.threads import CallTimeout, call_on_thread, fit_for_a_loop
+from envs.isolation.threads import CallTimeout, call_on_thread
 from envs.spec import EnvSpec
 from envs.types import Message
 
@@ -171,11 +171,14 @@ class EnvRunner:
     async def _call(self, limit_s: float, function: Callable[..., R], *args: object) -> R:
         """Call within the time limit; everything that is raised becomes an `EnvFault`."""
         started = time.perf_counter()
+        inline = self.limits.inline
         try:
-            return _in_place(function, *args) if self.limits.inline else await _on_thread(limit_s, function, *args)
-        except EnvFault:
+            return function(*args) if inline else await _on_thread(limit_s, function, *args)
+        except (EnvFault, KeyboardInterrupt):
             raise
-        except Exception as error:  # whatever an environment raises is data
+        except BaseException as error:  # whatever an environment raises is data; but a wait may be cancelled
+            if not inline and not isinstance(error, Exception):
+                raise
             raise EnvFault(f"the environment raised: {_trace(error)}") from error
         finally:
             self.seconds += time.perf_counter() - started
@@ -206,15 +209,6 @@ class _Slot:
         with self._lock:
             env, self._env, self._abandoned = self._env, None, True
             return env
-
-
-def _in_place(function: Callable[..., R], *args: object) -> R:
-    try:
-        return function(*args)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        raise fit_for_a_loop(error) from error
 
 
 async def _on_thread(limit_s: float, function: Callable[..., R], *args: object) -> R:

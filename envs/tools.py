@@ -141,8 +141,8 @@ class Tool:
 
     def _validated(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         model = self.arguments.model_validate(dict(arguments))
-        names = {field: info.alias or field for field, info in self.arguments.model_fields.items()}
-        return {names[field]: getattr(model, field) for field in model.model_fields_set}
+        fields = self.arguments.model_fields
+        return {fields[field].alias or field: getattr(model, field) for field in model.model_fields_set}
 
     def _explain(self, error: ValidationError) -> str:
         known = self.schema["function"]["parameters"]["properties"]

@@ -10,7 +10,7 @@ import copy
 import re
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol, overload
 
 from PIL import Image
@@ -45,11 +45,12 @@ def private(sample: Sample) -> Sample:
 
     Pictures are shared.
     """
-    prompt = tuple(
+    prompt = [
         {**m, "content": [{**part} for part in m["content"]]} if isinstance(m.get("content"), list) else {**m}
         for m in sample.prompt
-    )
-    return replace(sample, prompt=prompt, metadata=copy.deepcopy(dict(sample.metadata)))
+    ]
+    metadata = copy.deepcopy(dict(sample.metadata)) if sample.metadata else {}
+    return Sample(sample.id, tuple(prompt), sample.label, metadata)
 
 
 class SampleSource(Protocol):

@@ -156,3 +156,14 @@ def test_the_plain_environment_of_the_page_plays_by_its_rules() -> None:
     assert env.step("the q")[0] == {"obs_str": "One letter, please."}
     assert env.step("q") == ({}, True, {})
     assert (env.reward("q"), env.reward("x")) == (1.0, 0.0)
+
+
+def test_every_flag_of_the_page_on_rollouts_is_one_of_the_command() -> None:
+    text = (ROOT / "docs" / "rollouts.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"--[a-z][a-z0-9-]+", text)) - {"--enable-fp32-lm-head", "--tokenizers"}
+    done = subprocess.run(
+        [sys.executable, "-m", "trainer.run", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    known = set(re.findall(r"--[a-z][a-z0-9-]+", done.stdout))
+    assert len(named) > 20
+    assert named <= known, sorted(named - known)

@@ -105,7 +105,9 @@ class EngineConfig(Section):
     tensor_parallel: int = Field(default=1, ge=1, description="GPUs of one started server")
     first_gpu: int = Field(default=0, ge=0, description="first GPU of the started servers; the learner's may be shared")
     mem_fraction: float = Field(default=0.4, gt=0, lt=1, description="share of a GPU's memory for a started server")
-    engine_args: str = Field(default="", description="more arguments of sglang.launch_server, as one string")
+    engine_args: str = Field(
+        default="", description='more arguments of sglang.launch_server: --engine-args="--attention-backend triton"'
+    )
     request_timeout_s: float = Field(default=600.0, gt=0, description="longest wait for one turn of a server")
     sync: Literal["auto", "disk", "ipc"] = Field(
         default="auto", description="how new weights reach servers; auto: ipc on the learner's GPU, else disk"

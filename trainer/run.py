@@ -17,6 +17,7 @@ def run(argv: Sequence[str] | None) -> int:
     # Imported late, so that --help and a mistyped flag answer at once.
     from rich.console import Console
 
+    from agents.heap import settle_heap
     from trainer.display import Display
     from trainer.loop import TrainingLoop
     from trainer.metrics import wandb_is_installed, wandb_is_wanted
@@ -35,6 +36,7 @@ def run(argv: Sequence[str] | None) -> int:
     if parts.eval_samples is None and config.data.eval_size:
         console.print("no held-out evaluation: give --eval-data")
     console.print(f"{len(parts.train_samples)} training problems; run folder {parts.folder}", soft_wrap=True)
+    settle_heap()
     with Display(console) as display:
         loop = TrainingLoop(parts, display)
         summary = asyncio.run(loop.run())

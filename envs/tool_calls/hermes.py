@@ -7,9 +7,10 @@ import re
 from envs.tool_calls.json_call import BAD_ESCAPE, decode, double_lone_backslashes, find_bare_calls, interpret
 from envs.tool_calls.types import CLOSE, MAX_CALLS, OPEN, TOO_MANY_CALLS, ToolCall, ToolCallError, TurnCalls
 
+_MAX_MARKS = 20_000
 # The longest text with 20,000 objects, lists and commas. Decoding a megabyte of nested lists takes 0.1 s, of a string
 # nothing.
-_DECODABLE = re.compile(r"(?:[^\[{,]*+[\[{,]){0,20000}+[^\[{,]*+")
+_DECODABLE = re.compile(r"(?:[^\[{,]*+[\[{,]){0,%d}+[^\[{,]*+" % _MAX_MARKS)
 # How far into a text `decode` may start: neither a copy for each call nor a count of lines from the first one.
 _MAX_OFFSET = 1 << 14
 _OTHER_CALL = re.compile(r"\s*+<function=")
@@ -34,9 +35,11 @@ def read_hermes(text: str) -> TurnCalls:
     start = text.find(OPEN)
     if start < 0:
         return _read_untagged(text)
-    decodable = _DECODABLE.match(text, start)
-    assert decodable is not None, (start, len(text))
-    limit = decodable.end()
+    limit = len(text)
+    if limit > _MAX_MARKS:  # a shorter text cannot hold more
+        decodable = _DECODABLE.match(text, start)
+        assert decodable is not None, (start, limit)
+        limit = decodable.end()
     rest, at = text[start:limit], len(OPEN)
     found: list[ToolCall | ToolCallError] = []
     is_repaired = False
