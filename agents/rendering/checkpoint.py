@@ -39,6 +39,8 @@ def read_parts(path: str | Path) -> CheckpointParts:
     except Exception as error:  # Transformers raises OSError, ValueError, KeyError or TypeError for a missing file
         reason = str(error).strip().split("\n")[0]
         raise UserError("--model", "must have a tokenizer", str(path), f"add tokenizer.json ({reason})") from error
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # Transformers makes an empty one, and says nothing
+        raise UserError("--model", "must have a tokenizer", str(path), "add tokenizer.json")
     config, generation = _read_json(path, "config.json"), _read_json(path, "generation_config.json")
     images = ImageStore.find(path)
     if images is None and "vision_config" in config:
