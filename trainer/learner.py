@@ -7,6 +7,7 @@ of the same code. Each rank passes its share of the step's samples to `step`.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,9 +74,15 @@ class Learner:
             self.model.parameters(), lr=optim.lr, betas=(optim.beta1, optim.beta2), weight_decay=optim.weight_decay
         )
         self.steps_done = 0
+        #: Held while the network is used: who needs the weights for a server may ask in another thread than who trains.
+        self.lock = threading.RLock()
 
     def step(self, samples: Sequence[TrainingSample]) -> StepStats:
         """Take one optimizer step on this rank's samples; every rank must call it, also with none."""
+        with self.lock:
+            return self._step(samples)
+
+    def _step(self, samples: Sequence[TrainingSample]) -> StepStats:
         rows = pack_rows(samples, self.optim.max_tokens_per_microbatch)
         most_turns = max((int(s.turns_T.max()) for s in samples), default=0)
         images, turns = self._reduce([float(any(row.images for row in rows)), float(most_turns)], dist.ReduceOp.MAX)
@@ -166,9 +173,10 @@ class Learner:
 
     def score(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> NDArray[np.float32]:
         """Return the log-prob of each id of a stream but the first, at temperature 1; every rank must call it."""
-        scores = stream_logprobs(self.model, ids, images, self.device)
-        self.model.reshard()  # type: ignore[operator]
-        return scores
+        with self.lock:
+            scores = stream_logprobs(self.model, ids, images, self.device)
+            self.model.reshard()  # type: ignore[operator]
+            return scores
 
     def save(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """Write a checkpoint folder's configuration and weights; `dtype` is that of the file."""
@@ -176,12 +184,13 @@ class Learner:
 
     def weights(self) -> dict[str, Tensor]:
         """Return the full weights by parameter name, gathered from all ranks."""
-        # A forward without a backward leaves the root's parameters gathered, in the precision of the forward.
-        self.model.reshard()  # type: ignore[operator]
-        return {
-            name: parameter.full_tensor().detach() if isinstance(parameter, DTensor) else parameter.detach()
-            for name, parameter in self.model.named_parameters()
-        }
+        with self.lock:
+            # A forward without a backward leaves the root's parameters gathered, in the precision of the forward.
+            self.model.reshard()  # type: ignore[operator]
+            return {
+                name: parameter.full_tensor().detach() if isinstance(parameter, DTensor) else parameter.detach()
+                for name, parameter in self.model.named_parameters()
+            }
 
 
 def ensure_process_group() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import importlib.util
 import json
 import os
@@ -174,8 +175,8 @@ def check_server(url: str, model: PolicyModel) -> None:
     """Raise where a server does not answer, or serves a network of another kind."""
     try:
         with urllib.request.urlopen(f"{url.rstrip('/')}/model_info", timeout=10) as answer:
-            served = json.load(answer).get("architectures")
-    except (OSError, ValueError) as error:
+            served = dict(json.load(answer)).get("architectures")
+    except (OSError, ValueError, TypeError, http.client.HTTPException) as error:
         raise UserError("--engine-url", "must be a running SGLang server", url, f"start it ({error})") from error
     own = model.config.architectures
     if served and own and served != own:

@@ -149,7 +149,8 @@ class WeightSync:
         return probe
 
     def _distance(self, one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
-        return float(np.abs(one - other)[self._text_T].mean())
+        gap = float(np.abs(one - other)[self._text_T].mean())
+        return gap if np.isfinite(gap) else np.inf  # NaN is in no order
 
     async def _push_to_servers(self, engine: SGLangEngine, version: int) -> None:
         if self.transport == "ipc":
@@ -162,20 +163,24 @@ class WeightSync:
 
             await engine.update(push, version)
             del buckets  # the servers have copied what the handles point to
-            return
-        folder = await asyncio.to_thread(self._save)
-        await engine.update_from_disk(folder, version)
+        else:
+            await engine.update_from_disk(await asyncio.to_thread(self._save), version)
+        # Only now: a server that was just coming back may have been reading them.
+        for folder in self.folder.glob("version-*"):
+            if folder != self._folder_of(self.learner.steps_done):
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _folder_of(self, version: int) -> Path:
+        return self.folder / f"version-{version}"
 
     def _save(self) -> Path:
         """Return a checkpoint folder with the learner's weights of now; it is written once a step."""
-        version = self.learner.steps_done
-        folder = self.folder / f"version-{version}"
-        if self._saved_version != version:
-            self.learner.save(folder, self.learner.dtype)
-            old = self.folder / f"version-{self._saved_version}"
-            self._saved_version = version
-            shutil.rmtree(old, ignore_errors=True)
-        return folder
+        with self.learner.lock:
+            version = self.learner.steps_done
+            if self._saved_version != version:
+                self.learner.save(self._folder_of(version), self.learner.dtype)
+                self._saved_version = version
+            return self._folder_of(version)
 
     def close(self) -> None:
         """Delete the folder."""

@@ -76,7 +76,7 @@ class HFEngine:
         self._slots: asyncio.Semaphore | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._running: asyncio.Task[None] | None = None
-        self._paused = False
+        self._paused = self._closed = False
         self._num_scoring = 0
 
     @asynccontextmanager
@@ -101,6 +101,8 @@ class HFEngine:
 
     async def submit(self, session: _Session, request: GenerateRequest) -> Completion:
         """Queue one turn; it runs as soon as no open session is still busy elsewhere."""
+        if self._closed:
+            raise RuntimeError("the engine was closed before the turn was asked for")
         turn = PendingTurn(request, session.read, asyncio.get_running_loop().create_future())
         self._queue(session, turn)
         try:
@@ -170,6 +172,7 @@ class HFEngine:
 
     async def close(self) -> None:
         """Stop writing and free what sessions have read; turns that wait fail."""
+        self._closed = True
         await self.pause()
         for session, turn in self._waiting:
             session.forget()

@@ -3,7 +3,10 @@
 SGLang itself needs a GPU. What this keeps of it, as measured on 0.5.15.post1: one placeholder per image, expanded here
 (an expanded stream is refused with status 500); log-probs by token; `weight_version` stamped on every answer; encoded
 images kept by `mm_hashes` over weight updates, which `flush_cache` does not empty; aborted requests answer with what
-they have. Run as `python -m tests.agents.sglang_server --model-path FOLDER --port PORT`.
+they have, those that had not begun without a count of their prompt; an abort is of every name that begins like the one
+given. Run as `python -m tests.agents.sglang_server --model-path FOLDER --port PORT`.
+
+`/misbehave` takes faults for the next calls of a path, `/reset` makes the server one that was only just started.
 """
 
 from __future__ import annotations
@@ -12,7 +15,9 @@ import argparse
 import asyncio
 import base64
 import io
-from collections.abc import Mapping
+import json
+import os
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -31,15 +36,20 @@ class Emulator:
 
     def __init__(self, model_path: str, slow_s: float) -> None:
         torch.set_num_threads(1)
+        self.model_path = model_path
         self.renderer = Renderer.from_checkpoint(model_path)
         self.engine = HFEngine(PolicyModel.load(model_path), max_batch=256, max_wait_s=0.02)
         self.slow_s, self.version = slow_s, "default"
         self.running: dict[str, asyncio.Task[Any]] = {}
         self.images: dict[str, tuple[ProcessedImage, str]] = {}  # the "encoder cache": by hash, never emptied
         self.updates: list[str] = []
+        self.updating = asyncio.Lock()
+        self.faults: dict[str, list[str]] = {}  # by path: those of the next calls
 
     def routes(self) -> web.Application:
-        app = web.Application(client_max_size=2**30)
+        app = web.Application(client_max_size=2**30, middlewares=[self.maybe_misbehave])
+        app.router.add_post("/misbehave", self.misbehave)
+        app.router.add_post("/reset", self.reset)
         app.router.add_get("/model_info", self.model_info)
         app.router.add_get("/updates", self.list_updates)
         app.router.add_post("/generate", self.generate)
@@ -47,6 +57,50 @@ class Emulator:
         app.router.add_post("/flush_cache", self.flush)
         app.router.add_post("/update_weights_from_disk", self.update_from_disk)
         return app
+
+    async def misbehave(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.faults.setdefault(body["path"], []).extend(body["faults"])
+        return web.Response()
+
+    async def reset(self, request: web.Request) -> web.Response:
+        self.slow_s, self.version = (await request.json())["slow_s"], "default"
+        self.faults, self.images, self.updates = {}, {}, []
+        while self.running:
+            for task in self.running.values():
+                task.cancel()
+            await asyncio.sleep(0.01)
+        async with self.updating:
+            self.engine.load_weights(dict(PolicyModel.load(self.model_path).named_parameters()), version=0)
+        return web.Response()
+
+    @web.middleware
+    async def maybe_misbehave(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[Any]]
+    ) -> web.StreamResponse:
+        """Answer as the next fault of the path says, if there is one."""
+        waiting = self.faults.get(request.path.strip("/"))
+        fault = waiting.pop(0) if waiting else ""
+        if fault.startswith("status "):
+            return web.Response(status=int(fault.removeprefix("status ")), text="as was asked for")
+        if fault == "die":
+            os._exit(1)
+        if fault == "hang":
+            await asyncio.sleep(3600)
+        if fault == "not json":
+            return web.Response(text="{", content_type="application/json")
+        version = self.version
+        response = await handler(request)
+        if fault == "hang up":  # after the work was done
+            assert request.transport
+            request.transport.abort()
+        if fault == "keep the version":
+            self.version = version
+        if fault.startswith("answer "):
+            answer = json.loads(response.text)
+            spoil(answer, fault.removeprefix("answer "))
+            return web.json_response(answer)
+        return response
 
     async def model_info(self, _: web.Request) -> web.Response:
         kind = self.engine.model.config.architectures
@@ -95,6 +149,8 @@ class Emulator:
             "weight_version": self.version,
             "output_token_logprobs": [[x, i, None] for x, i in zip(logprobs, written, strict=True)],
         }
+        if finish == "abort" and not written:
+            del meta["prompt_tokens"], meta["cached_tokens"]
         return web.json_response({"output_ids": list(written), "meta_info": meta})
 
     async def _write(self, request: GenerateRequest) -> tuple[list[int], str, list[float]]:
@@ -138,7 +194,7 @@ class Emulator:
     async def abort(self, request: web.Request) -> web.Response:
         body = await request.json()
         for rid, task in list(self.running.items()):
-            if body.get("abort_all") or rid == body.get("rid"):
+            if body.get("abort_all") or rid.startswith(body["rid"]):
                 task.cancel()
         return web.Response()
 
@@ -147,13 +203,37 @@ class Emulator:
 
     async def update_from_disk(self, request: web.Request) -> web.Response:
         body = await request.json()
-        while self.running:  # the real one waits for its writers' lock
-            await asyncio.sleep(0.01)
-        model = await asyncio.to_thread(PolicyModel.load, body["model_path"])
-        self.engine.load_weights(dict(model.named_parameters()), version=int(body["weight_version"]))
-        self.version = body["weight_version"]
-        self.updates.append(self.version)
+        async with self.updating:  # the real one has a lock for one writer, too
+            while self.running:
+                await asyncio.sleep(0.01)
+            try:
+                model = await asyncio.to_thread(PolicyModel.load, body["model_path"])
+            except Exception as error:
+                return web.json_response({"success": False, "message": f"Failed to load: {error}"}, status=400)
+            self.engine.load_weights(dict(model.named_parameters()), version=int(body["weight_version"]))
+            self.version = body["weight_version"]
+            self.updates.append(self.version)
         return web.json_response({"success": True, "message": "ok"})
+
+
+def spoil(answer: dict[str, Any], how: str) -> None:
+    """Change an answer of `/generate` as a server would that is broken in this way."""
+    meta = answer["meta_info"]
+    if how == "without facts":
+        del answer["meta_info"]
+    elif how == "of other weights":
+        meta["weight_version"] = "7"
+    elif how == "with one log-prob less":
+        meta["output_token_logprobs"].pop()
+    elif how == "with null log-probs":
+        meta["output_token_logprobs"] = [[None, *rest] for _, *rest in meta["output_token_logprobs"]]
+    elif how == "with another count":
+        meta["prompt_tokens"] += 1
+    elif how == "aborted":
+        answer["output_ids"], meta["output_token_logprobs"], meta["finish_reason"] = [], [], {"type": "abort"}
+        del meta["prompt_tokens"]
+    else:
+        raise ValueError(how)
 
 
 def main() -> None:

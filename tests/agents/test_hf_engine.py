@@ -601,6 +601,8 @@ def test_closing_ends_the_running_batch_and_tells_who_waits(network: PolicyModel
         await engine.close()
         with pytest.raises(RuntimeError, match="closed"):
             await waiting
+        with pytest.raises(RuntimeError, match="closed"):
+            await asyncio.wait_for(play(engine, [asked]), 5)
 
     asyncio.run(story())
     assert engine.num_forwards < 1000

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -129,3 +131,21 @@ def test_an_environment_whose_every_reward_is_wrong_is_found_before_step_0(
     assert "environment 'unpaid': must play a turn and give a reward" in line
     assert "reward must be a finite number, got None; does it return?" in line
     assert f"python -m envs.check unpaid --registry {registry} --data {data}" in line
+
+
+@pytest.mark.parametrize(
+    "said", [b"SSH-2.0-OpenSSH_9.6\r\n", b"HTTP/1.0 200 OK\r\n\r\n[1]", b"HTTP/1.0 200 OK\r\n\r\n7"]
+)
+def test_an_engine_url_where_something_else_answers_is_found_before_step_0(
+    said: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def answer() -> None:
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(1000)
+            connection.sendall(said)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=answer, daemon=True).start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        assert "must be a running SGLang server" in complaint(["--engine-url", url], tmp_path, capsys)

@@ -7,7 +7,9 @@ import base64
 import io
 import pickle
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ import torch
 
 from agents.engines.hf import HFEngine
 from agents.engines.sglang import SGLangEngine, SGLangSettings
+from agents.engines.sglang.client import SGLangClient
 from agents.logprobs import stream_logprobs
 from agents.model import PolicyModel
 from agents.renderer import Renderer
@@ -88,6 +91,95 @@ def test_an_engine_that_starts_with_other_weights_is_found_out(
     move(learner)
     with pytest.raises(SyncError, match="log-probs of a stream"):
         asyncio.run(sync_of(learner, engine, renderer, tmp_path).start())
+
+
+def test_an_engine_whose_log_probs_are_nan_is_found_out(checkpoint: Path, renderer: Renderer, tmp_path: Path) -> None:
+    learner, engine = learner_of(checkpoint, renderer), HFEngine(PolicyModel.load(checkpoint))
+    sync = sync_of(learner, engine, renderer, tmp_path)
+
+    async def score(ids: Any, images: Any) -> np.ndarray:
+        return np.full(len(ids) - 1, np.nan, dtype=np.float32)
+
+    engine.score = score  # type: ignore[method-assign]
+    with pytest.raises(SyncError, match="differ by inf nats"):
+        asyncio.run(sync.start())
+
+
+def silent_engine(renderer: Renderer) -> SGLangEngine:
+    """An engine whose servers are never started."""
+    engine = SGLangEngine(SGLangSettings(), renderer.image_token_id)
+    engine._idle.set()
+    return engine
+
+
+def test_a_folder_with_older_weights_is_there_until_all_servers_have_the_new_ones(
+    checkpoint: Path, renderer: Renderer, tmp_path: Path
+) -> None:
+    learner, engine, seen = learner_of(checkpoint, renderer), silent_engine(renderer), []
+    sync = sync_of(learner, engine, renderer, tmp_path)
+
+    async def update(folder: Path, version: int) -> None:
+        seen.append(sorted(path.name for path in tmp_path.iterdir()))
+
+    async def play() -> None:
+        engine.update_from_disk = update  # type: ignore[method-assign]
+        for learner.steps_done in range(3):
+            await sync._push_to_servers(engine, learner.steps_done)
+
+    asyncio.run(play())
+    assert seen == [["version-0"], ["version-0", "version-1"], ["version-1", "version-2"]]
+    assert [path.name for path in tmp_path.iterdir()] == ["version-2"]
+
+
+def test_weights_for_a_server_that_comes_back_wait_for_the_learners_step_and_are_written_once(
+    checkpoint: Path, renderer: Renderer, tmp_path: Path
+) -> None:
+    learner, saved = learner_of(checkpoint, renderer), []
+    sync = sync_of(learner, silent_engine(renderer), renderer, tmp_path)
+    save = learner.save
+
+    def noted(folder: Path, dtype: torch.dtype) -> None:
+        saved.append((folder.name, learner.steps_done))
+        save(folder, dtype)
+
+    learner.save = noted  # type: ignore[method-assign]
+    threads = [threading.Thread(target=sync._save) for _ in range(2)]
+
+    def slow_step(samples: Any) -> Any:
+        for thread in threads:
+            thread.start()
+            thread.join(0.3)
+            assert thread.is_alive(), "the weights were read in the middle of a step"
+        learner.steps_done += 1
+
+    learner._step = slow_step  # type: ignore[method-assign]
+    learner.step([])
+    for thread in threads:
+        thread.join()
+    assert saved == [("version-1", 1)]
+
+
+def test_weights_in_several_messages_get_their_name_with_the_last_one() -> None:
+    """Else a server that is lost between two of them would come back as one that has them all."""
+    bodies: list[dict[str, Any]] = []
+
+    async def call(path: str, body: dict[str, Any], timeout_s: float | None = None) -> dict[str, Any]:
+        assert timeout_s is not None and timeout_s >= 600, "loading weights takes longer than a turn may"
+        bodies.append(body)
+        return {"success": True, "message": ""}
+
+    async def play() -> None:
+        client = SGLangClient("http://nowhere", None, timeout_s=5)  # type: ignore[arg-type]
+        client.call = call  # type: ignore[method-assign, assignment]
+        for number in range(3):
+            await client.update_from_tensors("payload", version=4, is_last=number == 2)
+
+    asyncio.run(play())
+    assert [(body.get("weight_version"), body["flush_cache"]) for body in bodies] == [
+        (None, False),
+        (None, False),
+        ("4", True),
+    ]
 
 
 def test_servers_are_given_weights_from_disk_in_full_precision_and_again_after_a_restart(

@@ -7,6 +7,7 @@ other ids verbatim; `flush_cache` empties the prefix cache but not the cache of 
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 from collections.abc import Sequence
@@ -19,12 +20,14 @@ from agents.types import GenerateRequest, ProcessedImage
 
 #: Added to the logit of a token that must never be drawn. Finite, for infinity is no JSON; exp of it is 0.
 NEVER = -1e9
+#: How long a server may take to say that it is there, which a busy one does late, and to load weights.
+ALIVE_S, UPDATE_S = 20.0, 600.0
 
 _URIS: WeakKeyDictionary[ProcessedImage, str] = WeakKeyDictionary()
 
 
 class ServerLost(Exception):
-    """The server gave no answer: it is gone, unreachable, or took longer than the limit. Another one may answer."""
+    """The server gave no answer, or one that makes no sense: it is gone, broken or too slow. Another may answer."""
 
 
 class ServerRefused(Exception):
@@ -42,49 +45,71 @@ class SGLangClient:
 
     def __init__(self, url: str, http: aiohttp.ClientSession, timeout_s: float = 600.0) -> None:
         self.url, self._http, self._timeout_s = url.rstrip("/"), http, timeout_s
+        self._waits: set[asyncio.Timeout] = set()
 
     async def call(self, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None) -> Any:
         """Post a body, or get where there is none; return the decoded answer.
 
         Raises:
-            ServerLost: no answer, or one of status 5xx.
+            ServerLost: no answer, one of status 5xx, or one that cannot be decoded.
             ServerRefused: any other status but 200; holds the server's text.
         """
-        timeout = aiohttp.ClientTimeout(total=timeout_s or self._timeout_s, sock_connect=10)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
         method = "GET" if body is None else "POST"
         try:
-            async with self._http.request(method, f"{self.url}/{path}", json=body, timeout=timeout) as response:
-                if response.status == 200:
-                    is_json = response.content_type == "application/json"
-                    return await response.json() if is_json else await response.text()
-                text = (await response.text())[:1000]
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            async with asyncio.timeout(timeout_s or self._timeout_s) as wait:
+                self._waits.add(wait)
+                async with self._http.request(method, f"{self.url}/{path}", json=body, timeout=timeout) as response:
+                    if response.status == 200:
+                        is_json = response.content_type == "application/json"
+                        return await response.json() if is_json else await response.text()
+                    text = (await response.text())[:1000]
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:  # the last: no JSON, or no text
             raise ServerLost(f"{self.url}/{path}: {type(error).__name__} {error}".strip()) from error
+        finally:
+            self._waits.discard(wait)
         kind = ServerLost if response.status >= 500 else ServerRefused
         raise kind(f"{self.url}/{path}: status {response.status}: {text}")
+
+    def hang_up(self) -> None:
+        """End every call that waits for an answer, as if its time were up."""
+        for wait in self._waits:
+            if not wait.expired():
+                wait.reschedule(0.0)
 
     async def is_alive(self) -> bool:
         """Whether the server answers at all."""
         try:
-            await self.call("model_info", timeout_s=5)
+            await self.call("model_info", timeout_s=ALIVE_S)
         except (ServerLost, ServerRefused):
             return False
         return True
 
+    async def weight_version(self) -> str:
+        """Return the server's own name for its weights."""
+        answer = await self.call("model_info", timeout_s=ALIVE_S)
+        if not (isinstance(answer, dict) and "weight_version" in answer):
+            raise ServerLost(f"{self.url}/model_info: names no weights: {answer!r:.500}")
+        return str(answer["weight_version"])
+
     async def update_from_disk(self, folder: str, version: int) -> None:
         """Load a checkpoint folder, which the server must be able to read, and empty its prefix cache."""
         body = {"model_path": folder, "weight_version": str(version), "flush_cache": True}
-        _succeeded(await self.call("update_weights_from_disk", body), self.url)
+        await self._update("update_weights_from_disk", body)
 
     async def update_from_tensors(self, payload: str, version: int, is_last: bool) -> None:
-        """Load pickled handles of tensors on the server's own GPU; the last payload empties the prefix cache."""
-        body = {"serialized_named_tensors": [payload], "weight_version": str(version), "flush_cache": is_last}
-        _succeeded(await self.call("update_weights_from_tensor", body), self.url)
+        """Load pickled handles of tensors on the server's own GPU.
 
+        The last payload empties the prefix cache and names the weights: those of a server that is lost before it have
+        the old name, and are found out.
+        """
+        body = {"serialized_named_tensors": [payload], "flush_cache": is_last}
+        await self._update("update_weights_from_tensor", body | ({"weight_version": str(version)} if is_last else {}))
 
-def _succeeded(answer: Any, url: str) -> None:
-    if not answer["success"]:
-        raise ServerRefused(f"{url}: {answer['message']}")
+    async def _update(self, path: str, body: dict[str, Any]) -> None:
+        answer = await self.call(path, body, timeout_s=max(UPDATE_S, self._timeout_s))
+        if not (isinstance(answer, dict) and answer.get("success") is True):
+            raise ServerRefused(f"{self.url}/{path}: {answer!r:.1000}")
 
 
 def collapse(ids: Sequence[int], images: Sequence[ProcessedImage], image_token_id: int | None) -> list[int]:

@@ -145,22 +145,22 @@ class Servers:
         return min(self.up, key=lambda server: (server.num_sessions, server.number))
 
     def report_lost(self, server: Server, reason: str) -> None:
-        """Take a server that gave no answer out of service, and begin to mend it."""
-        if server.mending is None:
+        """Take a server that gave no answer out of service, where that has not happened yet, and begin to mend it."""
+        if server.is_up:
             server.is_up = False
             self.events.append(f"server {server.number} lost: {reason}")
             server.mending = asyncio.create_task(self._mend(server))
 
     async def close(self) -> None:
-        """Stop the servers that we started."""
-        for server in self.all:
-            if server.mending:
-                server.mending.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await server.mending
+        """Stop the servers that we started; who waits for one gets `EngineDown`."""
+        servers, self.all = self.all, []
+        for server in servers:
             server.is_up = False
-        await asyncio.gather(*(asyncio.to_thread(_stop, server.process) for server in self.all if server.process))
-        self.all.clear()
+        mending = [server.mending for server in servers if server.mending]
+        for task in mending:
+            task.cancel()
+        stopping = [asyncio.to_thread(_stop, server.process) for server in servers if server.process]
+        await asyncio.gather(*mending, *stopping, return_exceptions=True)
         if self._http:
             await self._http.close()
             self._http = None
@@ -196,31 +196,44 @@ class Servers:
         return UserError("--engine sglang", "must start a server", reason, fix)
 
     async def _mend(self, server: Server) -> None:
-        """Bring a lost server back: at once where it answers after all, else restarted, with the current weights."""
+        """Bring a lost server back: at once where it answers after all, else restarted, with the current weights.
+
+        One that is lost again meanwhile is restarted again, an external one asked again, `max_restarts` times at most.
+        """
+        tries = 0
         try:
-            has_ended = server.process is not None and server.process.poll() is not None
-            if has_ended or not await server.client.is_alive():
-                await self._restart(server)
-            await self._on_return(server.client)
-            server.is_up = True
-            self.events.append(f"server {server.number} is back")
-        except Exception as error:  # the others go on; `pick` says so when none is left
-            self.events.append(f"server {server.number} given up: {error}")
+            while not server.is_up:
+                try:
+                    await self._bring_back(server, restart=tries > 0)
+                    server.is_up = True
+                    self.events.append(f"server {server.number} is back")
+                except Exception as error:  # the others go on; `pick` says so when none is left
+                    tries += 1
+                    is_external = server.process is None
+                    num_used = tries if is_external else server.num_restarts
+                    was_waited_for = is_external and isinstance(error, UserError)
+                    if was_waited_for or num_used >= self.settings.max_restarts:
+                        self.events.append(f"server {server.number} given up: {error}")
+                        return
+                    self.events.append(f"server {server.number} lost again: {error}")
+                    await asyncio.sleep(POLL_S)
         finally:
             server.mending = None
             async with self._changed:
                 self._changed.notify_all()
 
-    async def _restart(self, server: Server) -> None:
-        if server.process is not None:
-            if server.num_restarts == self.settings.max_restarts:
-                raise UserError(
-                    "server", f"is restarted {self.settings.max_restarts} times at most", "more", "see its log"
-                )
-            server.num_restarts += 1
-            await asyncio.to_thread(_stop, server.process)
-            self._launch(server)
-        await self._until_up(server)
+    async def _bring_back(self, server: Server, restart: bool) -> None:
+        has_ended = server.process is not None and server.process.poll() is not None
+        if restart or has_ended or not await server.client.is_alive():
+            server.client.hang_up()
+            if server.process is not None:
+                if server.num_restarts >= self.settings.max_restarts:
+                    raise RuntimeError(f"restarted {server.num_restarts} times already; see {server.log_path}")
+                server.num_restarts += 1
+                await asyncio.to_thread(_stop, server.process)
+                self._launch(server)
+            await self._until_up(server)
+        await self._on_return(server.client)
 
 
 class EngineDown(Exception):
