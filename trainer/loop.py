@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import asdict, fields
 from typing import Any
 
+from agents.engines.sglang import SGLangEngine
 from agents.recording import Recorder
 from agents.rollout import Problem, RolloutManager, RolloutOptions, StepRollout, derive_seed
 from agents.types import EndReason, Trajectory
@@ -51,6 +52,7 @@ class TrainingLoop:
         self.after: dict[str, Evaluation] = {}
         self.ends: Counter[str] = Counter()
         self.faults: set[str] = set()
+        self.num_events = 0
         self.group_fates: Counter[str] = Counter()
         self.unused_groups: Counter[str] = Counter()
         self._order: tuple[int, list[int]] = (-1, [])  # an epoch, and the order of its problems
@@ -120,6 +122,7 @@ class TrainingLoop:
         metrics["tokens_per_s"] = num_tokens / (time.perf_counter() - started)
         row = self.log.write(step, metrics, stats)
         self.display.step(row, config.steps)
+        self._report_servers()
         if rollout.shortfall:
             self.display.say(rollout.shortfall)
         elif all(group.is_dropped for group in rollout.groups):
@@ -156,6 +159,14 @@ class TrainingLoop:
         if line not in self.faults and len(self.faults) < MAX_FAULTS_SHOWN:
             self.faults.add(line)
             self.display.say(f"{trajectory.end_reason.value} in {trajectory.sample_id}: {line:.300}")
+
+    def _report_servers(self) -> None:
+        """Say what has happened to servers since the last time: lost, back, turns given up."""
+        engine = self.parts.engine
+        if isinstance(engine, SGLangEngine):
+            for event in engine.servers.events[self.num_events :]:
+                self.display.say(event)
+            self.num_events = len(engine.servers.events)
 
     def _record(self, rollout: StepRollout, step: int) -> None:
         self.ends.update(t.end_reason.value for t in rollout.played)

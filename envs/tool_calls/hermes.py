@@ -10,7 +10,7 @@ from envs.tool_calls.types import CLOSE, MAX_CALLS, OPEN, TOO_MANY_CALLS, ToolCa
 _MAX_MARKS = 20_000
 # The longest text with 20,000 objects, lists and commas. Decoding a megabyte of nested lists takes 0.1 s, of a string
 # nothing.
-_DECODABLE = re.compile(r"(?:[^\[{,]*+[\[{,]){0,%d}+[^\[{,]*+" % _MAX_MARKS)
+_DECODABLE = re.compile(rf"(?:[^\[{{,]*+[\[{{,]){{0,{_MAX_MARKS}}}+[^\[{{,]*+")
 # How far into a text `decode` may start: neither a copy for each call nor a count of lines from the first one.
 _MAX_OFFSET = 1 << 14
 _OTHER_CALL = re.compile(r"\s*+<function=")

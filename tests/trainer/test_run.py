@@ -16,12 +16,14 @@ import pytest
 from PIL import Image
 
 from agents.engines.hf import HFEngine
+from agents.engines.sglang import SGLangEngine
 from agents.engines.sglang.servers import free_ports
 from benchmarks.tiny_models import write_tiny_model
 from envs.errors import UserError
 from envs.registry import load_registry
 from trainer.loop import InvalidStreams
 from trainer.run import run
+from trainer.weight_sync import WeightSync
 
 SMALL = ["--train-size", "8", "--problems-per-step", "2", "--group-size", "2", "--max-new-tokens", "24"]
 
@@ -349,3 +351,23 @@ def test_a_server_of_another_kind_of_network_is_refused(server: str, tmp_path: P
     write_tiny_model(tmp_path / "other", "qwen2_5_vl")
     with pytest.raises(UserError, match="must serve the kind of network"):
         train(tmp_path / "other", tmp_path / "run", "--engine-url", server)
+
+
+def test_a_run_says_what_happens_to_its_servers(
+    checkpoint: Path, server: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = WeightSync.start
+
+    async def lose_one_first(sync: WeightSync) -> Any:
+        probe = await start(sync)
+        engine = sync.engine
+        assert isinstance(engine, SGLangEngine)
+        engine.servers.report_lost(engine.servers.all[0], "a test")
+        return probe
+
+    monkeypatch.setattr(WeightSync, "start", lose_one_first)
+    summary = train(checkpoint, tmp_path / "run", "--engine-url", server, "--no-tensorboard", steps=1, eval_size=0)
+    assert summary["steps_done"] == 1
+    shown = capsys.readouterr().out
+    assert "server 0 lost: a test" in shown
+    assert "server 0 is back" in shown

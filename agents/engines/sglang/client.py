@@ -56,8 +56,9 @@ class SGLangClient:
         """
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
         method = "GET" if body is None else "POST"
+        wait = asyncio.timeout(timeout_s or self._timeout_s)
         try:
-            async with asyncio.timeout(timeout_s or self._timeout_s) as wait:
+            async with wait:
                 self._waits.add(wait)
                 async with self._http.request(method, f"{self.url}/{path}", json=body, timeout=timeout) as response:
                     if response.status == 200:
