@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from agents.types import ProcessedImage
+
 
 def mrope_positions(
     ids_T: NDArray[np.int64], grids: Sequence[tuple[int, int, int]], image_token_id: int, merge_size: int
@@ -47,3 +49,14 @@ def mrope_positions(
     assert used == len(image_at), f"placeholders: {len(image_at)} in the stream, {used} in grids"
     positions_3T[:, start:] = cursor + np.arange(len(ids_T) - start)
     return positions_3T
+
+
+def num_images_within(
+    ids: Sequence[int] | NDArray[np.int64], images: Sequence[ProcessedImage], image_token_id: int
+) -> int:
+    """Return how many of a stream's images stand in its first ids; none may be cut in two."""
+    placeholders, number = np.count_nonzero(np.asarray(ids) == image_token_id), 0
+    while placeholders > 0:
+        placeholders -= images[number].num_tokens
+        number += 1
+    return number

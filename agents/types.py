@@ -99,6 +99,14 @@ class GenerateRequest:
     seed: int
 
 
+def add_run(runs: list[tuple[int, int]], version: int, count: int) -> None:
+    """Append tokens of a weight version to runs of (version, tokens); neighbours of one version become one run."""
+    if runs and runs[-1][0] == version:
+        count += runs.pop()[1]
+    if count:
+        runs.append((version, count))
+
+
 @dataclass(frozen=True)
 class Completion:
     """The ids that the engine sampled (the stop id included), verbatim, with the log-prob of each.

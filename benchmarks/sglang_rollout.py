@@ -32,9 +32,9 @@ from agents.engine import Engine
 from agents.engines.hf import HFEngine
 from agents.engines.sglang import SGLangEngine, SGLangSettings
 from agents.episode import Episode, Limits
-from agents.logprobs import sampling_logprobs
-from agents.model import PolicyModel, VisionBatch
-from agents.positions import mrope_positions
+from agents.logprobs import stream_logprobs
+from agents.model import PolicyModel
+from agents.positions import num_images_within
 from agents.renderer import Renderer
 from agents.rollout import rollout_groups
 from agents.types import EndReason, Trajectory, TrajectoryGroup
@@ -273,7 +273,6 @@ async def greedy(bench: Bench) -> dict[str, Any]:
     return {"rows": rows}
 
 
-@torch.inference_mode()
 def divergence(judge: PolicyModel, renderer: Renderer, one: Trajectory, other: Trajectory) -> float | None:
     """Return how far apart, in nats of the float32 network, the first two tokens are where the streams part.
 
@@ -285,22 +284,14 @@ def divergence(judge: PolicyModel, renderer: Renderer, one: Trajectory, other: T
     if not len(differs):
         return None if len(one.ids_T) == len(other.ids_T) else float("inf")
     at = int(differs[0])
-    ids_T = one.ids_T[:at]
-    placeholders, images = int((ids_T == judge.image_token_id).sum()), []
-    for image in one.images:
-        if placeholders <= 0:
-            break
-        images.append(image)
-        placeholders -= image.num_tokens
-    positions = mrope_positions(ids_T, [image.grid_thw for image in images], judge.image_token_id, judge.merge_size)
-    device = next(judge.parameters()).device
-    ids_1T = torch.from_numpy(ids_T)[None].to(device)
-    last_1T = torch.zeros_like(ids_1T, dtype=torch.bool)
-    last_1T[0, -1] = True
-    vision = VisionBatch.build([images], device)
-    logits_1V = judge(ids_1T, torch.from_numpy(positions)[:, None].to(device), None, last_1T, vision)
-    logprobs_V = sampling_logprobs(logits_1V, 1.0, renderer.suppressed_ids)[0]
-    return float((logprobs_V[int(one.ids_T[at])] - logprobs_V[int(other.ids_T[at])]).abs())
+    before = one.ids_T[:at].tolist()
+    images = one.images[: num_images_within(before, one.images, judge.image_token_id)]
+    device, suppressed = next(judge.parameters()).device, renderer.suppressed_ids
+    first, second = (
+        stream_logprobs(judge, [*before, int(t.ids_T[at])], images, device, suppressed_ids=suppressed)[-1]
+        for t in (one, other)
+    )
+    return float(abs(first - second))
 
 
 async def throughput(bench: Bench) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from agents.model import PolicyModel, VisionBatch
-from agents.positions import mrope_positions
+from agents.positions import mrope_positions, num_images_within
 from agents.types import ProcessedImage, Trajectory, TrajectoryGroup
 from trainer.advantages import group_advantages
 from trainer.types import MicroBatch, Row, TrainingSample
@@ -46,7 +46,9 @@ def training_samples(
                     positions_3T=mrope_positions(trajectory.ids_T, grids, image_token_id, merge_size),
                     images=trajectory.images,
                     prefix_length=trajectory.prompt_length,
-                    num_prefix_images=_images_within(trajectory, image_token_id),
+                    num_prefix_images=num_images_within(
+                        trajectory.ids_T[: trajectory.prompt_length], trajectory.images, image_token_id
+                    ),
                     advantage=float(advantage),
                     weight=1.0 / total,
                 )
@@ -60,13 +62,6 @@ def _turn_numbers(trajectory: Trajectory) -> np.ndarray:
     for number, turn in enumerate(trajectory.turns, 1):
         turns_T[turn.start : turn.end] = number
     return turns_T
-
-
-def _images_within(trajectory: Trajectory, image_token_id: int) -> int:
-    """Return how many of a trajectory's images stand in its prompt."""
-    placeholders = int((trajectory.ids_T[: trajectory.prompt_length] == image_token_id).sum())
-    ends = np.cumsum([image.num_tokens for image in trajectory.images])
-    return int(np.searchsorted(ends, placeholders, side="right"))
 
 
 def pack_rows(samples: Sequence[TrainingSample], max_tokens: int) -> list[Row]:

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agents.logprobs import sampling_logprobs
-from agents.types import Completion, GenerateRequest, ProcessedImage
+from agents.positions import num_images_within
+from agents.types import Completion, GenerateRequest, ProcessedImage, add_run
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,10 +85,7 @@ class PendingTurn:
     def stamp(self, version: int) -> None:
         """Note that the ids sampled since the last stamp are of these weights."""
         new = len(self.ids) - sum(count for _, count in self.versions)
-        if self.versions and self.versions[-1][0] == version:
-            new += self.versions.pop()[1]
-        if new:
-            self.versions.append((version, new))
+        add_run(self.versions, version, new)
 
     def completion(self) -> Completion:
         """Return the finished turn."""
@@ -197,9 +195,5 @@ def unique_streams(turns: Sequence[PendingTurn]) -> tuple[list[int], list[int]]:
 
 def unread_images(turn: PendingTurn, image_token_id: int) -> tuple[ProcessedImage, ...]:
     """Return the images whose placeholders have not been read yet."""
-    seen = sum(token == image_token_id for token in turn.read.ids)
-    index = 0
-    while seen > 0:
-        seen -= turn.request.images[index].num_tokens
-        index += 1
-    return turn.request.images[index:]
+    images = turn.request.images
+    return images[num_images_within(turn.read.ids, images, image_token_id) :]

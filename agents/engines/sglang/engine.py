@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from agents.engines.sglang.client import ServerLost, ServerRefused, SGLangClient, generate_body, score_body
 from agents.engines.sglang.servers import EngineDown, Server, Servers, SGLangSettings
-from agents.types import Completion, GenerateRequest, ProcessedImage
+from agents.types import Completion, GenerateRequest, ProcessedImage, add_run
 
 #: How often one turn is asked for, where no answer makes sense, before its episode is given up: over half a minute.
 MAX_TRIES = 10
@@ -313,11 +313,7 @@ class _Turn:
         self.ids += part.ids
         self.logprobs += part.logprobs
         self.finish = part.finish
-        num_new = len(part.ids)
-        if self.versions and self.versions[-1][0] == version:
-            num_new += self.versions.pop()[1]
-        if num_new:
-            self.versions.append((version, num_new))
+        add_run(self.versions, version, len(part.ids))
 
     def completion(self) -> Completion:
         return Completion(
