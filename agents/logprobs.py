@@ -12,16 +12,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agents.model import PolicyModel, VisionBatch
+from agents.attention import Span, needs_buckets
+from agents.model import PolicyModel
+from agents.packed import PackedStreams
 from agents.positions import mrope_positions
-from agents.types import ProcessedImage
+from agents.types import ProcessedImage, SamplingLaw
 
 
-def sampling_logprobs(logits_NV: Tensor, temperature: float, suppressed_ids: Sequence[int]) -> Tensor:
+def sampling_logprobs(logits_NV: Tensor, law: SamplingLaw) -> Tensor:
     """Return the log-probs that tokens are drawn from, float32 (N, V)."""
-    logits_NV = logits_NV.float() / temperature
-    if suppressed_ids:
-        index = torch.tensor(suppressed_ids, device=logits_NV.device)
+    logits_NV = logits_NV.float() / law.temperature
+    if law.suppressed_ids:
+        index = torch.tensor(law.suppressed_ids, device=logits_NV.device)
         logits_NV = logits_NV.index_fill(-1, index, float("-inf"))
     return logits_NV.log_softmax(-1)
 
@@ -32,18 +34,26 @@ def stream_logprobs(
     ids: Sequence[int],
     images: Sequence[ProcessedImage],
     device: torch.device | str,
-    temperature: float = 1.0,
-    suppressed_ids: Sequence[int] = (),
+    dtype: torch.dtype = torch.float32,
+    law: SamplingLaw = SamplingLaw(),
 ) -> NDArray[np.float32]:
-    """Return the log-prob of each id but the first, given those before it, (T - 1,)."""
+    """Return the log-prob of each id but the first, given those before it, (T - 1,).
+
+    `dtype` is what the network computes in.
+    """
     if len(ids) < 2:
         return np.zeros(0, dtype=np.float32)
+    ids_T = np.asarray(ids, dtype=np.int64)
     grids = [image.grid_thw for image in images]
-    positions_3T = mrope_positions(np.asarray(ids, dtype=np.int64), grids, model.image_token_id, model.merge_size)
-    ids_1T = torch.tensor([list(ids)], device=device)
-    select_1T = torch.ones_like(ids_1T, dtype=torch.bool)
-    select_1T[0, -1] = False
-    vision = VisionBatch.build([images], device)
-    logits_NV = model(ids_1T, torch.from_numpy(positions_3T[:, None]).to(device), None, select_1T, vision)
-    logprobs_NV = sampling_logprobs(logits_NV, temperature, suppressed_ids)
-    return logprobs_NV.gather(-1, ids_1T[0, 1:, None])[:, 0].cpu().numpy()
+    packed = PackedStreams.build(
+        ids_T=ids_T,
+        positions_3T=mrope_positions(ids_T, grids, model.image_token_id, model.merge_size),
+        spans=[Span(0, len(ids_T))],
+        images=[images],
+        before_N=np.arange(len(ids_T) - 1),
+        targets_N=ids_T[1:],
+        image_token_id=model.image_token_id,
+        device=device,
+        with_buckets=needs_buckets(torch.device(device), dtype),
+    )
+    return model.token_scores(packed, law)[0].cpu().numpy()

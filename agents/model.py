@@ -2,11 +2,11 @@
 
 In: ids, mRoPE positions, an attention mask, and the unique images of the batch. Out: hidden states or logits. The
 network is a Transformers model; what is ours is that images are encoded once each however many streams show them, that
-positions are given and not recomputed, and that the vision tower's attention runs over all images at once instead of
-one by one.
+positions are given and not recomputed, that attention runs over all images and all packed sequences at once, and that
+a training forward never holds all logits.
 
-Legend: B streams, T tokens, C cached tokens, N chosen tokens, P patches of all images, D patch values, H hidden size,
-V vocabulary.
+Legend: B streams, T tokens, C cached tokens, N chosen tokens, M image placeholders, P patches of all images, D patch
+values, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,60 +14,23 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from agents.architectures import architecture_of
-from agents.types import ProcessedImage
-from agents.vision import VISION_ATTENTION, register_attention, tower_inputs
+from agents.attention import TEXT_ATTENTION, VISION_ATTENTION, needs_buckets, register_attention
+from agents.packed import PackedStreams, VisionBatch
+from agents.scores import float32_product, linear_scores
+from agents.types import SamplingLaw
+from agents.vision import tower_inputs
 from envs.errors import UserError
 
 #: The image token of a network that takes no images: an id that no token has.
 NO_IMAGE_TOKEN = -1
-
-
-@dataclass(frozen=True)
-class VisionBatch:
-    """The unique images of a batch and where their features go.
-
-    `feature_index_N[i]` is the row of the merged features (all images after each other) that belongs to the i-th image
-    placeholder of the batch, streams in order. Two streams that show one image point to the same rows.
-    """
-
-    pixels_PD: Tensor
-    grids: tuple[tuple[int, int, int], ...]
-    feature_index_N: Tensor
-
-    @classmethod
-    def build(cls, images: Sequence[Sequence[ProcessedImage]], device: torch.device | str) -> VisionBatch | None:
-        """Collect the images of each stream; None when there is none.
-
-        Example: two streams that both show one 20-token image give 80 patch rows and 40 feature indices 0..19, 0..19.
-        """
-        start_of: dict[str, int] = {}
-        unique: list[ProcessedImage] = []
-        index: list[np.ndarray] = []
-        total = 0
-        for stream in images:
-            for image in stream:
-                if image.digest not in start_of:
-                    start_of[image.digest] = total
-                    unique.append(image)
-                    total += image.num_tokens
-                index.append(np.arange(image.num_tokens) + start_of[image.digest])
-        if not unique:
-            return None
-        return cls(
-            pixels_PD=torch.from_numpy(np.concatenate([image.pixels_PD for image in unique])).to(device),
-            grids=tuple(image.grid_thw for image in unique),
-            feature_index_N=torch.from_numpy(np.concatenate(index)).to(device),
-        )
 
 
 class PolicyModel(nn.Module):
@@ -82,10 +45,14 @@ class PolicyModel(nn.Module):
     def __init__(self, backbone: nn.Module) -> None:
         super().__init__()
         self.backbone = backbone
+        #: Whether `token_scores` fuses what follows the output layer into compiled kernels.
+        self.compiled_scores = False
         self.config: Any = backbone.config
         self.architecture = architecture_of(self.config)
         if self.architecture.vision:
             self._vision_tower.config._attn_implementation = VISION_ATTENTION
+        if self.architecture.deepstack:
+            self._decoder._deepstack_process = add_features
 
     @classmethod
     def load(cls, path: str | Path, dtype: torch.dtype = torch.float32) -> PolicyModel:
@@ -95,7 +62,7 @@ class PolicyModel(nn.Module):
         register_attention()
         try:
             architecture = architecture_of(AutoConfig.from_pretrained(path))
-            backbone = architecture.read(path, dtype=dtype, attn_implementation="sdpa")
+            backbone = architecture.read(path, dtype=dtype, attn_implementation=TEXT_ATTENTION)
         except (OSError, ValueError) as error:
             raise UserError(
                 "--model", "must be a model folder or hub id", str(path), str(error).split("\n")[0]
@@ -106,7 +73,7 @@ class PolicyModel(nn.Module):
     def from_config(cls, config: Any) -> PolicyModel:
         """Build a network with fresh weights. Raises `UserError` where its architecture is not supported."""
         register_attention()
-        config._attn_implementation = "sdpa"
+        config._attn_implementation = TEXT_ATTENTION
         return cls(architecture_of(config).build(config))
 
     def save(
@@ -145,9 +112,18 @@ class PolicyModel(nn.Module):
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """The repeated blocks of decoder and vision tower, the units of sharding."""
+        """The repeated blocks of decoder and vision tower: what is compiled, and recomputed, by itself."""
         tower = self._vision_tower
         return [*self._decoder.layers, *(tower.blocks if tower is not None else ())]
+
+    @property
+    def units(self) -> list[nn.Module]:
+        """The parts that are sharded each by itself: the decoder's blocks, and the vision tower as a whole.
+
+        The tower's blocks are small; gathering them one by one would cost more time than it saves memory.
+        """
+        tower = self._vision_tower
+        return [*self._decoder.layers, *([tower] if tower is not None else ())]
 
     @property
     def _decoder(self) -> Any:
@@ -157,15 +133,22 @@ class PolicyModel(nn.Module):
     def _vision_tower(self) -> Any:
         return self.architecture.vision_tower(self.backbone)
 
-    def encode_images(self, pixels_PD: Tensor, grids: Sequence[tuple[int, int, int]]) -> list[Tensor]:
-        """Return the merged features of all images, then one tensor per DeepStack layer; each (tokens, H)."""
+    def encode_images(
+        self, pixels_PD: Tensor, grids: Sequence[tuple[int, int, int]], dtype: torch.dtype | None = None
+    ) -> list[Tensor]:
+        """Return the merged features of all images, then one tensor per DeepStack layer; each (tokens, H).
+
+        `dtype` is what the tower computes in, where that is not what its weights are kept in.
+        """
         tower = self._vision_tower
         assert tower is not None, f"a {self.config.model_type} network takes no images, got {len(grids)}"
         window = None
         if self.architecture.windows:
             window = tower.config.window_size // tower.config.patch_size // self.merge_size
-        inputs = tower_inputs(grids, self.merge_size, window, pixels_PD.device)
-        output = tower(pixels_PD.to(tower.dtype), return_dict=True, **inputs)
+        pixels_PD = pixels_PD.to(tower.dtype if dtype is None else dtype)
+        with_buckets = needs_buckets(pixels_PD.device, pixels_PD.dtype)
+        inputs = tower_inputs(grids, self.merge_size, window, pixels_PD.device, with_buckets)
+        output = tower(pixels_PD, return_dict=True, **inputs)
         return [output.pooler_output, *(output.deepstack_features if self.architecture.deepstack else ())]
 
     def forward(
@@ -182,38 +165,73 @@ class PolicyModel(nn.Module):
         `attention_mask` is a boolean (B, 1, T, C + T) mask, True where a query sees a column; None is causal over rows
         padded on the right. Only the chosen places are multiplied out to the vocabulary.
         """
-        decoder = self._decoder
-        embeds_BTH = decoder.embed_tokens(ids_BT)
-        deepstack: dict[str, Any] = {}
-        if vision is not None:
-            features = self.encode_images(vision.pixels_PD, vision.grids)
-            image_mask = ids_BT == self.image_token_id
-            merged = features[0][vision.feature_index_N].to(embeds_BTH.dtype)
-            embeds_BTH = embeds_BTH.index_put(image_mask.nonzero(as_tuple=True), merged)
-            if self.architecture.deepstack:
-                deepstack["visual_pos_masks"] = image_mask
-                deepstack["deepstack_visual_embeds"] = [feature[vision.feature_index_N] for feature in features[1:]]
         if not self.architecture.vision and attention_mask is None:
             # Without a mask, Transformers takes the positions of padding for those of further packed sequences.
             attention_mask = torch.ones_like(ids_BT)
-        output = decoder(
-            inputs_embeds=embeds_BTH,
-            position_ids=positions_3BT if self.architecture.vision else positions_3BT[0],
-            attention_mask=attention_mask,
-            past_key_values=cache,
-            use_cache=False,
-            **deepstack,
+        places = (ids_BT == self.image_token_id).nonzero(as_tuple=True) if vision else ()
+        hidden_BTH = self._hidden(
+            ids_BT, positions_3BT, vision, places, attention_mask=attention_mask, past_key_values=cache
         )
-        return float32_logits(output.last_hidden_state[select], self.backbone.lm_head)
+        return float32_logits(hidden_BTH[select], self.backbone.lm_head)
+
+    def token_scores(self, packed: PackedStreams, law: SamplingLaw) -> tuple[Tensor, Tensor]:
+        """Return the log-prob of each chosen token and the entropy in nats where it was drawn, both (N,) float32.
+
+        The same network as `forward`, over one packed row: nothing is padded, and only as many logits exist at once as
+        `agents.scores` holds.
+        """
+        row = torch.zeros_like(packed.placeholders_M)
+        # A mask of four dimensions is passed on as it is, so Transformers makes none over the whole row.
+        unused_1111 = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=row.device)
+        hidden_1TH = self._hidden(
+            packed.ids_T[None],
+            packed.positions_3T[:, None],
+            packed.vision,
+            (row, packed.placeholders_M),
+            attention_mask=unused_1111,
+            segments=packed.segments,
+        )
+        hidden_NH = hidden_1TH[0].index_select(0, packed.before_N)
+        lm_head: Any = self.backbone.lm_head
+        return linear_scores(hidden_NH, lm_head.weight, packed.targets_N, law, self.compiled_scores)
+
+    def _hidden(
+        self,
+        ids_BT: Tensor,
+        positions_3BT: Tensor,
+        vision: VisionBatch | None,
+        placeholders: tuple[Tensor, ...],
+        **inputs: Any,
+    ) -> Tensor:
+        """Return the decoder's hidden states (B, T, H); `placeholders` are the rows and columns of image tokens."""
+        decoder = self._decoder
+        embeds_BTH = decoder.embed_tokens(ids_BT)
+        if vision is not None:
+            features = self.encode_images(vision.pixels_PD, vision.grids, embeds_BTH.dtype)
+            merged = features[0].index_select(0, vision.feature_index_M).to(embeds_BTH.dtype)
+            embeds_BTH = embeds_BTH.index_put(placeholders, merged)
+            if self.architecture.deepstack:
+                inputs["visual_pos_masks"] = torch.stack(placeholders)
+                inputs["deepstack_visual_embeds"] = [f.index_select(0, vision.feature_index_M) for f in features[1:]]
+        positions = positions_3BT if self.architecture.vision else positions_3BT[0]
+        return decoder(inputs_embeds=embeds_BTH, position_ids=positions, use_cache=False, **inputs).last_hidden_state
+
+
+def add_features(hidden_BTH: Tensor, places_2M: Tensor, features_MH: Tensor) -> Tensor:
+    """Return the hidden states with features added at rows and columns: DeepStack's step (arXiv 2406.04334).
+
+    Stands in for Transformers' own, which finds the places by a mask: on a GPU the program then waits for the device.
+    """
+    rows, columns = places_2M
+    features_MH = features_MH.to(hidden_BTH.dtype)
+    return hidden_BTH.index_put((rows, columns), hidden_BTH[rows, columns] + features_MH)
 
 
 def float32_logits(hidden_NH: Tensor, lm_head: Any) -> Tensor:
-    """Return the logits (N, V) in float32, whatever the network computes in.
-
-    Logits of 16 stand 1/16 apart in bfloat16, which moves log-probs by hundredths of a nat: most of the gap between two
-    engines that round differently (MiniMax-M1, arXiv 2506.13585, section 3.2). SGLang: `--enable-fp32-lm-head`.
-    """
+    """Return the logits (N, V) in float32, whatever the network computes in: see `agents.scores` for why."""
     if hidden_NH.dtype == torch.float32:
         return lm_head(hidden_NH)
     with torch.autocast(hidden_NH.device.type, enabled=False):
-        return functional.linear(hidden_NH.float(), lm_head.weight.float())
+        if torch.is_grad_enabled():
+            return functional.linear(hidden_NH.float(), lm_head.weight.float())
+        return float32_product(hidden_NH, lm_head.weight.to(hidden_NH.dtype).T)

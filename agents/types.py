@@ -34,7 +34,12 @@ class EndReason(StrEnum):
     @property
     def is_valid(self) -> bool:
         """Whether the episode's reward says something about the policy; others are left out of statistics and loss."""
-        return self in (EndReason.COMPLETED, EndReason.MAX_TURNS, EndReason.TOKEN_BUDGET, EndReason.CONTEXT_FULL)
+        return self is EndReason.COMPLETED or self.is_truncated
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether a limit of the agent loop cut the episode off."""
+        return self in (EndReason.MAX_TURNS, EndReason.TOKEN_BUDGET, EndReason.CONTEXT_FULL)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +77,17 @@ class ProcessedImage:
 
 
 @dataclass(frozen=True)
+class SamplingLaw:
+    """What turns logits into the distribution that tokens are drawn from.
+
+    Example: `SamplingLaw(0.7, (5,))` divides logits by 0.7 and never draws id 5.
+    """
+
+    temperature: float = 1.0
+    suppressed_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """How tokens are drawn. The trainer applies the same temperature and the same suppressed ids to its log-probs.
 
@@ -83,9 +99,9 @@ class SamplingParams:
     suppressed_ids: tuple[int, ...] = ()
 
     @property
-    def logprob_temperature(self) -> float:
-        """The temperature under which log-probs are reported and trained."""
-        return self.temperature or 1.0
+    def law(self) -> SamplingLaw:
+        """The distribution under which log-probs are reported and trained."""
+        return SamplingLaw(self.temperature or 1.0, self.suppressed_ids)
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from agents.engines.hf import HFEngine
 from agents.logprobs import sampling_logprobs
-from agents.model import PolicyModel, VisionBatch
+from agents.model import PolicyModel
+from agents.packed import VisionBatch
 from agents.positions import mrope_positions
 from agents.renderer import Rendered, Renderer
 from agents.types import (
@@ -109,7 +110,7 @@ def full_logprobs(
         select_BT,
         VisionBatch.build([images], "cpu"),
     )
-    return sampling_logprobs(logits, params.logprob_temperature, params.suppressed_ids)
+    return sampling_logprobs(logits, params.law)
 
 
 def turn(start: int, end: int, text: str = "") -> Turn:

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from agents.engines.hf_batch import BatchCache, PendingTurn, Read, draw, unique_streams, unread_images
 from agents.logprobs import stream_logprobs
-from agents.model import PolicyModel, VisionBatch
+from agents.model import PolicyModel
+from agents.packed import VisionBatch
 from agents.positions import mrope_positions
 from agents.types import Completion, GenerateRequest, ProcessedImage
 
@@ -65,6 +66,7 @@ class HFEngine:
         max_wait_s: float = 2.0,
     ) -> None:
         self.model = model.to(device).eval()
+        self._dtype = next(self.model.parameters()).dtype
         self.context_length, self.max_batch, self.device = context_length, max_batch, torch.device(device)
         self.max_wait_s = max_wait_s
         self.weight_version = 0
@@ -200,7 +202,7 @@ class HFEngine:
         """Return the log-prob of each id but the first, given those before it, at temperature 1; nothing suppressed."""
         self._num_scoring += 1
         try:
-            return await asyncio.to_thread(stream_logprobs, self.model, ids, images, self.device)
+            return await asyncio.to_thread(stream_logprobs, self.model, ids, images, self.device, self._dtype)
         finally:
             self._num_scoring -= 1
 

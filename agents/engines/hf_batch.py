@@ -160,7 +160,7 @@ def draw(turns: Sequence[PendingTurn], alive: Sequence[bool], logits_BV: Tensor)
     Each row has its turn's own random stream, so that what it draws does not depend on its neighbours.
     """
     sampling = turns[0].request.sampling
-    logprobs_BV = sampling_logprobs(logits_BV, sampling.logprob_temperature, sampling.suppressed_ids)
+    logprobs_BV = sampling_logprobs(logits_BV, sampling.law)
     if sampling.temperature == 0:
         ids_B = logprobs_BV.argmax(-1)
     else:

@@ -21,23 +21,26 @@ from torch import Tensor
 
 from agents.architectures import ARCHITECTURES, architecture_of
 from agents.engines.hf import HFEngine
-from agents.model import PolicyModel, VisionBatch
+from agents.model import PolicyModel
+from agents.packed import VisionBatch
 from agents.types import (
     Completion,
     EndReason,
     GenerateRequest,
     ProcessedImage,
+    SamplingLaw,
     SamplingParams,
     Trajectory,
     TrajectoryGroup,
     Turn,
 )
-from agents.vision import segment_rows, tower_inputs
+from agents.vision import tower_inputs
 from benchmarks.tiny_models import MODEL_TYPES, write_tiny_model
 from envs.errors import UserError
 from tests.builders import full_logprobs
-from trainer.batching import collate, filler_row, training_samples
-from trainer.config import OptimConfig
+from tests.trainer.steps import samples_of
+from trainer.batching import collate, filler_row
+from trainer.config import LearnerConfig, OptimConfig
 from trainer.learner import Learner
 
 VISION_TYPES = tuple(name for name in MODEL_TYPES if ARCHITECTURES[name].vision)
@@ -211,11 +214,11 @@ def test_a_step_trains_every_part_on_what_the_engine_sampled_and_the_engine_foll
         TrajectoryGroup("sample", tuple(as_trajectory(case, turns, reward=float(k)) for k, turns in enumerate(pair)))
         for pair in (played[:2], played[2:])
     ]
-    samples = training_samples(groups, engine.model.image_token_id, engine.model.merge_size, scale_by_std=True)
-    optim = OptimConfig(lr=1e-3, warmup_steps=0, max_tokens_per_microbatch=2000)
-    learner = Learner(PolicyModel.load(case.folder), optim, case.sampling, num_steps=2)
+    samples = samples_of(groups, engine.model.image_token_id, engine.model.merge_size)
+    optim, config = OptimConfig(lr=1e-3, warmup_steps=0), LearnerConfig(max_tokens_per_microbatch=2000)
+    learner = Learner(PolicyModel.load(case.folder), case.sampling, 2, optim, config=config)
     before = {name: weight.clone() for name, weight in learner.weights().items()}
-    stats = learner.step(samples)
+    stats = learner.step([samples])
     assert stats.num_tokens == sum(t.num_model_tokens for g in groups for t in g.trajectories)
     assert stats.logprob_gap_max <= 1e-4
     assert np.isfinite(stats.grad_norm) and stats.grad_norm > 0
@@ -228,8 +231,8 @@ def test_a_step_trains_every_part_on_what_the_engine_sampled_and_the_engine_foll
     assert {name: parameter.data_ptr() for name, parameter in engine.model.named_parameters()} == places
     again = as_trajectory(case, asyncio.run(episode(engine, case, seed=0, share=0)), reward=1.0)
     group = TrajectoryGroup("sample", (again, again))
-    (first, *_) = training_samples([group], engine.model.image_token_id, engine.model.merge_size, scale_by_std=True)
-    assert learner.step([first]).logprob_gap_max <= 1e-4
+    (first, *_) = samples_of([group], engine.model.image_token_id, engine.model.merge_size)
+    assert learner.step([[first]]).logprob_gap_max <= 1e-4
 
 
 def test_every_expert_that_was_routed_to_has_a_gradient(cases: dict[str, Case]) -> None:
@@ -286,9 +289,9 @@ def test_a_text_network_has_no_image_token_and_refuses_pictures(cases: dict[str,
 
 def test_a_filler_row_runs_every_block(case: Case) -> None:
     model = PolicyModel.load(case.folder)
-    batch = collate([filler_row(model, with_image=model.architecture.vision)], "cpu")
-    logits = model(batch.ids_BT, batch.positions_3BT, None, batch.ids_BT >= 0, batch.vision)
-    logits.square().sum().backward()
+    batch = collate([filler_row(model, with_image=model.architecture.vision)], model.image_token_id, "cpu")
+    everywhere = replace(batch.packed, before_N=torch.tensor([0, 1]), targets_N=torch.tensor([1, 2]))
+    model.token_scores(everywhere, SamplingLaw())[0].square().sum().backward()
     for block in model.blocks:
         assert any(p.grad is not None and p.grad.norm() > 0 for p in block.parameters())
 
@@ -319,11 +322,6 @@ def test_windows_are_those_of_transformers(window: int) -> None:
     assert torch.equal(got["cu_window_seqlens"], bounds)
     assert torch.equal(got["cu_seqlens"], get_vision_cu_seqlens(grid_thw))
     assert torch.equal(got["position_ids"], get_vision_position_ids(grid_thw, 2))
-
-
-def test_segments_of_one_length_stand_together() -> None:
-    assert segment_rows([4, 4, 4]) == ()
-    assert [rows.tolist() for rows in segment_rows([2, 1, 2, 1])] == [[[0, 1], [3, 4]], [[2], [5]]]
 
 
 def test_an_unknown_architecture_is_a_user_error(tmp_path: Path) -> None:

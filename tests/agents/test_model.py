@@ -12,7 +12,8 @@ from PIL import Image
 from torch import Tensor
 from transformers import Qwen3VLForConditionalGeneration
 
-from agents.model import PolicyModel, VisionBatch
+from agents.model import PolicyModel
+from agents.packed import VisionBatch
 from agents.positions import mrope_positions
 from agents.renderer import Rendered, Renderer
 from envs.errors import UserError
@@ -117,7 +118,7 @@ def test_an_image_shown_by_several_streams_is_encoded_once_with_the_same_result(
     vision = VisionBatch.build([s.images for s in streams], "cpu")
     assert vision is not None
     assert vision.grids == ((1, 4, 6), (1, 4, 4))
-    assert vision.feature_index_N.tolist() == [*range(6), *range(6, 10), *range(6), *range(6), *range(6)]
+    assert vision.feature_index_M.tolist() == [*range(6), *range(6, 10), *range(6), *range(6), *range(6)]
     for got, rendered in zip(policy_logits(policy, streams), streams, strict=True):
         assert_close(got, plain_logits(plain, rendered))
 

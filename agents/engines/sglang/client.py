@@ -98,13 +98,13 @@ class SGLangClient:
         body = {"model_path": folder, "weight_version": str(version), "flush_cache": True}
         await self._update("update_weights_from_disk", body)
 
-    async def update_from_tensors(self, payload: str, version: int, is_last: bool) -> None:
-        """Load pickled handles of tensors on the server's own GPU.
+    async def update_from_tensors(self, payload: str, version: int, is_last: bool, num_gpus: int = 1) -> None:
+        """Load pickled handles of tensors on a GPU that the server sees; each of its own GPUs copies what it needs.
 
         The last payload empties the prefix cache and names the weights: those of a server that is lost before it have
         the old name, and are found out.
         """
-        body = {"serialized_named_tensors": [payload], "flush_cache": is_last}
+        body = {"serialized_named_tensors": [payload] * num_gpus, "flush_cache": is_last}
         await self._update("update_weights_from_tensor", body | ({"weight_version": str(version)} if is_last else {}))
 
     async def _update(self, path: str, body: dict[str, Any]) -> None:
