@@ -1,14 +1,23 @@
-"""Group-relative advantages: the rewards of one problem's samples in, one advantage per sample out."""
+"""Rewards to advantages: the rewards of every group of a step in, one advantage per sample out.
+
+Legend: G samples of one group, P groups of a step. Only valid episodes are given: whoever calls leaves out the others.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from trainer.config import AdvantageName, AlgorithmConfig
 
-def group_advantages(rewards_G: Sequence[float], scale_by_std: bool = True, eps: float = 1e-6) -> NDArray[np.float64]:
+Rewards = Sequence[Sequence[float]]
+#: What is added to a standard deviation before dividing by it.
+EPS = 1e-6
+
+
+def group_advantages(rewards_G: Sequence[float], scale_by_std: bool = True, eps: float = EPS) -> NDArray[np.float64]:
     """Return A_i = (r_i - mean r) / (std r + eps), the std being the sample one; without the std if not `scale_by_std`.
 
     GRPO, arXiv 2402.03300, section 4.1.2; without std: Dr. GRPO, arXiv 2503.20783. Equal rewards give exactly 0, which
@@ -22,3 +31,52 @@ def group_advantages(rewards_G: Sequence[float], scale_by_std: bool = True, eps:
         return np.zeros_like(rewards)
     centred = rewards - rewards.mean()
     return centred / (rewards.std(ddof=1) + eps) if scale_by_std else centred
+
+
+def grpo(rewards: Rewards, config: AlgorithmConfig) -> list[NDArray[np.float64]]:
+    """Return each group's `group_advantages`, scaled by its standard deviation if `config.scale_by_std`."""
+    return [group_advantages(rewards_G, config.scale_by_std) for rewards_G in rewards]
+
+
+def rloo(rewards: Rewards, config: AlgorithmConfig) -> list[NDArray[np.float64]]:
+    """Return A_i = r_i - mean of the group's other rewards, which is (r_i - mean r) G / (G - 1).
+
+    REINFORCE leave-one-out, arXiv 2402.14740: the baseline does not depend on the sample, so the gradient
+    is unbiased. Nothing is divided by a standard deviation. Equal rewards give exactly 0.
+
+    >>> rloo([[1.0, 0.0, 0.0]], AlgorithmConfig())[0].tolist()
+    [1.0, -0.5, -0.5]
+    """
+    return [
+        group_advantages(rewards_G, scale_by_std=False) * (len(rewards_G) / max(1, len(rewards_G) - 1))
+        for rewards_G in rewards
+    ]
+
+
+def reinforce_plus_plus(rewards: Rewards, config: AlgorithmConfig) -> list[NDArray[np.float64]]:
+    """Return A = (r - mean r of the group) / (std over the step of the numerators + eps), the std being the sample one.
+
+    REINFORCE++ in its variant with a baseline, arXiv 2501.03262, section 3: one scale for all groups, so that a group
+    that is nearly solved weighs no more than others. The numerators' mean over the step is 0 and need not be taken off.
+    A group of equal rewards has advantage 0 and counts in the deviation; a group of one sample does not.
+    """
+    centred = [group_advantages(rewards_G, scale_by_std=False) for rewards_G in rewards]
+    everything = np.concatenate([*(group for group in centred if len(group) > 1), np.zeros(0)])
+    scale = everything.std(ddof=1) + EPS if len(everything) > 1 else 1.0
+    return [group / scale for group in centred]
+
+
+#: Every way, by the name that `--advantage` takes.
+ADVANTAGES: Mapping[AdvantageName, Callable[[Rewards, AlgorithmConfig], list[NDArray[np.float64]]]] = {
+    "grpo": grpo,
+    "rloo": rloo,
+    "reinforce++": reinforce_plus_plus,
+}
+
+
+def step_advantages(rewards: Rewards, config: AlgorithmConfig) -> list[NDArray[np.float64]]:
+    """Return the advantages of all P groups of a step, one array of G numbers per group, as `--advantage` says.
+
+    A group of one sample has advantage 0: there is nothing to compare it with.
+    """
+    return ADVANTAGES[config.advantage](rewards, config)

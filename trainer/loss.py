@@ -1,32 +1,135 @@
-"""The policy loss, as pure functions of per-token tensors (N model tokens, V vocabulary)."""
+"""Policy losses, KL and entropy, as pure functions of per-token tensors.
+
+Legend: N model tokens of a micro-batch, S samples, V vocabulary. Log-probs and entropies are in nats.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from trainer.config import AlgorithmConfig, KLEstimatorName, PolicyLossName
 
-def clipped_loss(
-    logprobs_N: Tensor, old_logprobs_N: Tensor, advantages_N: Tensor, clip_low: float, clip_high: float
-) -> tuple[Tensor, Tensor]:
-    """Return the loss of each token and whether its ratio was clipped.
+#: Differences of log-probs are held within this many nats before they become exponents: e^20 is 5e8, far past every
+#: clip, and its square still fits float32.
+MAX_LOG_RATIO = 20.0
 
-    loss = max(-rho A, -clip(rho, 1 - clip_low, 1 + clip_high) A) with rho = exp(logprob - old logprob). PPO, arXiv
-    1707.06347, equation 7; a higher upper bound: DAPO, arXiv 2503.14476, equation 10.
 
-    Example: rho = 1.5, A = 1, bounds 0.2 / 0.28 give a loss of -1.28, clipped.
+@dataclass(frozen=True, eq=False)
+class PolicyTerms:
+    """What a policy loss says of each token.
+
+    `loss_N` carries the gradient; `clipped_N` tells where a bound replaced the ratio, so that there is none; `ratio_N`
+    is the ratio that was held against the bounds, without gradient.
+
+    Example: ratio 1.5, advantage 1 and bounds 0.2 / 0.28 give loss -1.28, clipped.
     """
-    ratio_N = (logprobs_N - old_logprobs_N).exp()
+
+    loss_N: Tensor
+    clipped_N: Tensor
+    ratio_N: Tensor
+
+
+def log_ratio(logprobs_N: Tensor, other_logprobs_N: Tensor) -> Tensor:
+    """Return logprob - other logprob within +-`MAX_LOG_RATIO`. Beyond that the gradient is 0; NaN stays NaN, so that a
+    broken network shows.
+    """
+    return (logprobs_N - other_logprobs_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def ppo(
+    logprobs_N: Tensor,
+    old_logprobs_N: Tensor,
+    advantages_N: Tensor,
+    sample_N: Tensor,
+    num_samples: int,
+    config: AlgorithmConfig,
+) -> PolicyTerms:
+    """Return max(-rho A, -clip(rho, 1 - clip_low, 1 + clip_high) A) per token, rho = exp(logprob - old logprob).
+
+    PPO, arXiv 1707.06347, equation 7; a higher upper bound: DAPO, arXiv 2503.14476, equation 10. With `dual_clip` c,
+    a token with A < 0 has a loss of at most -c A: dual-clip PPO, arXiv 1912.09729.
+
+    Example: rho = 1.5, A = 1, bounds 0.2 / 0.28 give a loss of -1.28, clipped; rho = 4, A = -2, c = 3 give 6, clipped.
+    """
+    return _clipped(log_ratio(logprobs_N, old_logprobs_N).exp(), advantages_N, config)
+
+
+def gspo(
+    logprobs_N: Tensor,
+    old_logprobs_N: Tensor,
+    advantages_N: Tensor,
+    sample_N: Tensor,
+    num_samples: int,
+    config: AlgorithmConfig,
+) -> PolicyTerms:
+    """Return PPO's loss per token with the ratio of its sample: s = exp(mean over the sample's tokens of log rho).
+
+    GSPO, arXiv 2507.18071, equations 5 and 7. Token t has the ratio sg[s] rho_t / sg[rho_t] of equation 14, sg being
+    stop-gradient: its value is s and its derivative by the token's log-prob is s. Summed with equal weights within a
+    sample, that is the gradient of s itself. `sample_N` holds whole samples. The authors clip at 3e-4 and 4e-4.
+    """
+    log_ratio_N = log_ratio(logprobs_N, old_logprobs_N)
+    detached_N = log_ratio_N.detach()
+    total_S = detached_N.new_zeros(num_samples).index_add_(0, sample_N, detached_N)
+    length_S = detached_N.new_zeros(num_samples).index_add_(0, sample_N, torch.ones_like(detached_N))
+    mean_N = (total_S / length_S.clamp(min=1.0))[sample_N]
+    return _clipped((mean_N + log_ratio_N - detached_N).exp(), advantages_N, config)
+
+
+def _clipped(ratio_N: Tensor, advantages_N: Tensor, config: AlgorithmConfig) -> PolicyTerms:
+    """Clip ratios from both sides and, where asked for, the loss of bad tokens from above."""
     free_N = -ratio_N * advantages_N
-    bounded_N = -ratio_N.clamp(1 - clip_low, 1 + clip_high) * advantages_N
-    return torch.maximum(free_N, bounded_N), bounded_N > free_N
+    bounded_N = -ratio_N.clamp(1 - config.clip_low, 1 + config.clip_high) * advantages_N
+    loss_N, clipped_N = torch.maximum(free_N, bounded_N), bounded_N > free_N
+    if config.dual_clip:
+        most_N = torch.where(advantages_N < 0, -config.dual_clip * advantages_N, torch.inf)
+        clipped_N = clipped_N | (loss_N > most_N)
+        loss_N = torch.minimum(loss_N, most_N)
+    return PolicyTerms(loss_N, clipped_N, ratio_N.detach())
+
+
+#: Every policy loss, by the name that `--policy-loss` takes:
+#: (logprobs_N, old_logprobs_N, advantages_N, sample_N, num_samples, config) -> PolicyTerms.
+POLICY_LOSSES: Mapping[
+    PolicyLossName, Callable[[Tensor, Tensor, Tensor, Tensor, int, AlgorithmConfig], PolicyTerms]
+] = {
+    "ppo": ppo,
+    "gspo": gspo,
+}
+
+
+def reference_kl(logprobs_N: Tensor, ref_logprobs_N: Tensor, estimator: KLEstimatorName) -> Tensor:
+    """Return an estimate of KL(policy || reference) per token, from tokens that the policy wrote; with gradient.
+
+    Schulman, "Approximating KL divergence" (2020), with g = log-prob - reference log-prob, within +-`MAX_LOG_RATIO`:
+
+    - k1 = g. Its mean over the policy's tokens is the KL. The mean of its gradient is 0: it only adds noise.
+    - k2 = g^2 / 2. Biased in value; the mean of its gradient is that of KL(policy || reference).
+    - k3 = e^-g - 1 + g. Its mean is the KL and it is never negative. The mean of its gradient is that of
+      KL(reference || policy), which agrees with the other to first order about g = 0.
+
+    The means hold for tokens of the present policy; those of an older one are not reweighted.
+    """
+    gap_N = log_ratio(logprobs_N, ref_logprobs_N)
+    if estimator == "k1":
+        return gap_N
+    if estimator == "k2":
+        return gap_N.square() / 2
+    return _k3(-gap_N.double()).to(gap_N.dtype)
 
 
 def k3_kl(logprobs_N: Tensor, rollout_logprobs_N: Tensor) -> Tensor:
     """Return rho - 1 - log rho per token, rho = exp(logprob - rollout logprob): an unbiased, non-negative estimate of
     KL(rollout || trainer). Schulman, "Approximating KL divergence" (2020), estimator k3. float64, since rho is near 1.
     """
-    gap_N = logprobs_N.double() - rollout_logprobs_N.double()
+    return _k3(logprobs_N.double() - rollout_logprobs_N.double())
+
+
+def _k3(gap_N: Tensor) -> Tensor:
     return torch.expm1(gap_N) - gap_N
 
 

@@ -10,12 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from agents.logprobs import sampling_logprobs
-from trainer.loss import clipped_loss, entropy, k3_kl
+from trainer.config import AlgorithmConfig, KLEstimatorName
+from trainer.loss import POLICY_LOSSES, PolicyTerms, entropy, gspo, k3_kl, log_ratio, ppo, reference_kl
 
 
 def tensor(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
+
+
+def ppo_of_one(logprob: Tensor, old: Tensor, advantage: float, config: AlgorithmConfig) -> PolicyTerms:
+    return ppo(logprob, old, tensor(advantage), torch.zeros(1, dtype=torch.int64), 1, config)
 
 
 @pytest.mark.parametrize(
@@ -33,17 +37,115 @@ def tensor(*values: float) -> Tensor:
         (1.5, 0.0, 0.0, 0.0, False),
     ],
 )
-def test_clipped_loss_is_the_value_worked_out_by_hand(
+def test_ppo_is_the_value_worked_out_by_hand(
     ratio: float, advantage: float, loss: float, gradient: float, clipped: bool
 ) -> None:
     old = tensor(-1.3)
     new = (old + math.log(ratio)).requires_grad_()
-    loss_N, clipped_N = clipped_loss(new, old, tensor(advantage), 0.2, 0.28)
-    loss_N.sum().backward()
-    assert loss_N.item() == pytest.approx(loss, abs=1e-12)
+    terms = ppo_of_one(new, old, advantage, AlgorithmConfig())
+    terms.loss_N.sum().backward()
+    assert terms.loss_N.item() == pytest.approx(loss, abs=1e-12)
     assert new.grad is not None
     assert new.grad.item() == pytest.approx(gradient, abs=1e-12)
-    assert clipped_N.item() is clipped
+    assert terms.clipped_N.item() is clipped
+    assert terms.ratio_N.item() == pytest.approx(ratio) and not terms.ratio_N.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "gradient", "clipped"),
+    [
+        (4.0, -2.0, 6.0, 0.0, True),  # 3 times |A| in place of 4 times
+        (2.9, -2.0, 5.8, 5.8, False),
+        (0.5, -2.0, 1.6, 0.0, True),  # the other bounds hold as before
+        (4.0, 2.0, -2.56, 0.0, True),  # a good token is not touched
+        (0.5, 2.0, -1.0, -1.0, False),
+        (4.0, 0.0, 0.0, 0.0, False),
+    ],
+)
+def test_dual_clip_bounds_the_loss_of_a_bad_token(
+    ratio: float, advantage: float, loss: float, gradient: float, clipped: bool
+) -> None:
+    new = tensor(-0.1).requires_grad_()
+    terms = ppo_of_one(new, new.detach() - math.log(ratio), advantage, AlgorithmConfig(dual_clip=3))
+    terms.loss_N.sum().backward()
+    assert terms.loss_N.item() == pytest.approx(loss, abs=1e-12)
+    assert new.grad is not None and new.grad.item() == pytest.approx(gradient, abs=1e-12)
+    assert terms.clipped_N.item() is clipped
+
+
+@pytest.mark.parametrize(
+    ("ratios", "advantage", "loss", "gradient", "clipped"),
+    [
+        # The square root of 1.44 * 1 is 1.2; the derivative by each log-prob is -1.2 A.
+        ((1.44, 1.0), 1.0, -1.2, -1.2, False),
+        ((1.44, 1.0), -1.0, 1.2, 1.2, False),
+        ((4.0, 0.64), 1.0, -1.28, 0.0, True),  # 1.6: past 1.28
+        ((4.0, 0.25), 1.0, -1.0, -1.0, False),  # tokens far off whose ratios make up for each other are not clipped
+        ((0.36, 1.0), -1.0, 0.8, 0.0, True),  # 0.6: below 0.8
+    ],
+)
+def test_gspo_clips_the_geometric_mean_of_a_samples_ratios(
+    ratios: tuple[float, float], advantage: float, loss: float, gradient: float, clipped: bool
+) -> None:
+    """With another sample of one token before it, which must not matter."""
+    new = tensor(-0.4, -0.7, -1.9).requires_grad_()
+    old = new.detach() - tensor(7.0, *ratios).log()
+    terms = gspo(new, old, tensor(1, advantage, advantage), torch.tensor([0, 1, 1]), 2, AlgorithmConfig())
+    terms.loss_N[1:].sum().backward()
+    assert terms.loss_N.tolist() == pytest.approx([-1.28, loss, loss], abs=1e-12)
+    assert new.grad is not None and new.grad.tolist() == pytest.approx([0, gradient, gradient], abs=1e-12)
+    assert terms.clipped_N.tolist() == [True, clipped, clipped]
+
+
+def test_log_ratios_are_held_within_20_nats() -> None:
+    now = torch.tensor([0.0, -300.0, -1.0], requires_grad=True)
+    bounded = log_ratio(now, torch.tensor([-300.0, 0.0, -1.5]))
+    bounded.sum().backward()
+    assert bounded.tolist() == [20.0, -20.0, 0.5]
+    assert now.grad is not None and now.grad.tolist() == [0.0, 0.0, 1.0]
+    for loss in POLICY_LOSSES.values():
+        far = loss(now, now.detach() - 500, -torch.ones(3), torch.zeros(3, dtype=torch.int64), 1, AlgorithmConfig())
+        assert far.loss_N.isfinite().all() and far.ratio_N.tolist() == pytest.approx([math.exp(20)] * 3)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "value", "gradient"),
+    [
+        # The policy gives the token twice the reference's probability.
+        ("k1", 0.6931471806, 1.0),
+        ("k2", 0.2402265070, 0.6931471806),  # ln 2 squared / 2; ln 2
+        ("k3", 0.1931471806, 0.5),  # 1/2 - 1 + ln 2; 1 - 1/2
+    ],
+)
+def test_reference_kl_is_the_value_worked_out_by_hand(
+    estimator: KLEstimatorName, value: float, gradient: float
+) -> None:
+    policy = tensor(-0.5).requires_grad_()
+    kl = reference_kl(policy, policy.detach() - math.log(2), estimator)
+    kl.sum().backward()
+    assert kl.item() == pytest.approx(value, rel=1e-9)
+    assert policy.grad is not None and policy.grad.item() == pytest.approx(gradient, rel=1e-9)
+
+
+def test_which_estimates_are_unbiased_in_value_and_which_in_gradient() -> None:
+    """Exact means over a policy of three tokens, by the logits of the policy."""
+    logits = tensor(0.3, -0.2, 0.5).requires_grad_()
+    reference = tensor(0.5, 0.3, 0.2).log()
+    policy = logits.log_softmax(-1)
+    probs = policy.detach().exp()
+    forward = (policy.exp() * (policy - reference)).sum()  # KL(policy || reference)
+    backward = (reference.exp() * (reference - policy)).sum()
+
+    def slope(value: Tensor) -> Tensor:
+        return torch.autograd.grad(value, logits, retain_graph=True)[0]
+
+    means = {name: (probs * reference_kl(policy, reference, name)).sum() for name in ("k1", "k2", "k3")}
+    assert means["k1"].item() == pytest.approx(forward.item(), rel=1e-12)
+    assert means["k3"].item() == pytest.approx(forward.item(), rel=1e-12)
+    assert means["k2"].item() != pytest.approx(forward.item(), rel=1e-3)
+    torch.testing.assert_close(slope(means["k1"]), torch.zeros(3, dtype=torch.float64))
+    torch.testing.assert_close(slope(means["k2"]), slope(forward))
+    torch.testing.assert_close(slope(means["k3"]), slope(backward))
 
 
 @pytest.mark.parametrize(
@@ -75,10 +177,10 @@ def test_k3_averages_to_the_kl_of_rollout_from_trainer() -> None:
 @given(seed=st.integers(0, 1000), suppressed=st.sets(st.integers(0, 9), max_size=8))
 def test_entropy_is_that_of_the_distribution_without_its_impossible_entries(seed: int, suppressed: set[int]) -> None:
     logits = 3 * torch.randn(4, 10, generator=torch.Generator().manual_seed(seed))
-    logprobs = sampling_logprobs(logits, 1.0, tuple(suppressed))
+    masked = logits.index_fill(-1, torch.tensor(sorted(suppressed), dtype=torch.int64), -math.inf)
     kept = [place for place in range(10) if place not in suppressed]
     expected = torch.distributions.Categorical(logits=logits[:, kept]).entropy()
-    torch.testing.assert_close(entropy(logprobs), expected)
+    torch.testing.assert_close(entropy(masked.log_softmax(-1)), expected)
 
 
 def test_entropy_of_a_uniform_and_of_a_certain_choice() -> None:
@@ -86,38 +188,23 @@ def test_entropy_of_a_uniform_and_of_a_certain_choice() -> None:
     assert entropy(torch.tensor([[0.0, -math.inf, -math.inf]])).item() == 0.0
 
 
-def test_the_gradient_of_the_whole_loss_equals_its_finite_difference() -> None:
-    """From logits to the weighted sum over tokens, with temperature, suppressed ids and both sides of the clip."""
+def test_the_gradient_by_the_logits_equals_its_finite_difference() -> None:
+    """Through temperature and suppressed ids, on both sides of the clip."""
     generator = torch.Generator().manual_seed(3)
-    logits_NV = torch.randn(6, 7, dtype=torch.float64, generator=generator)
+    logits_NV = torch.randn(6, 7, dtype=torch.float64, generator=generator).requires_grad_()
     targets_N = torch.tensor([0, 1, 2, 3, 4, 0])
     advantages_N = tensor(1.0, -0.5, 2.0, -1.5, 0.7, 0.0)
-    weights_N = tensor(0.1, 0.2, 0.1, 0.3, 0.2, 0.1)
 
     def logprobs(logits: Tensor) -> Tensor:
-        # As `sampling_logprobs`, which works in float32, too coarse for differences.
         masked = (logits / 0.7).index_fill(-1, torch.tensor([5, 6]), -math.inf)
         return masked.log_softmax(-1).gather(-1, targets_N[:, None])[:, 0]
 
-    torch.testing.assert_close(
-        logprobs(logits_NV).float(), sampling_logprobs(logits_NV, 0.7, (5, 6)).gather(-1, targets_N[:, None])[:, 0]
-    )
     ratios = tensor(1.1, 0.6, 1.6, 1.4, 0.95, 2.0)  # free, clipped below, clipped above, free, free, no advantage
-    old_N = logprobs(logits_NV) - ratios.log()
+    old_N = logprobs(logits_NV).detach() - ratios.log()
 
-    def loss(logits: Tensor) -> Tensor:
-        return (clipped_loss(logprobs(logits), old_N, advantages_N, 0.2, 0.28)[0] * weights_N).sum()
+    def terms(logits: Tensor) -> PolicyTerms:
+        number = torch.zeros(6, dtype=torch.int64)
+        return ppo(logprobs(logits), old_N, advantages_N, number, 1, AlgorithmConfig())
 
-    assert clipped_loss(logprobs(logits_NV), old_N, advantages_N, 0.2, 0.28)[1].tolist() == [
-        False, True, True, False, False, False,
-    ]  # fmt: skip
-    variable = logits_NV.clone().requires_grad_()
-    loss(variable).backward()
-    assert variable.grad is not None
-    step = 1e-6
-    for place in range(logits_NV.numel()):
-        nudge = torch.zeros(logits_NV.numel(), dtype=torch.float64)
-        nudge[place] = step
-        nudge = nudge.view_as(logits_NV)
-        difference = (loss(logits_NV + nudge) - loss(logits_NV - nudge)) / (2 * step)
-        assert variable.grad.flatten()[place].item() == pytest.approx(difference.item(), abs=1e-8)
+    assert terms(logits_NV).clipped_N.tolist() == [False, True, True, False, False, False]
+    assert torch.autograd.gradcheck(lambda logits: terms(logits).loss_N, logits_NV)
