@@ -11,18 +11,18 @@ from collections import Counter
 from dataclasses import asdict, fields
 from typing import Any
 
-from agents.engines.sglang import SGLangEngine
 from agents.recording import Recorder
 from agents.rollout import Problem, RolloutManager, RolloutOptions, StepRollout, derive_seed
 from agents.types import EndReason, Trajectory
 from envs.data import epoch_order
 from envs.runner import last_line
-from trainer.advantages import group_advantages
-from trainer.batching import training_samples
+from trainer.batching import split_evenly, training_samples, trajectory_advantages
 from trainer.display import Display
 from trainer.evaluate import Evaluation, evaluate
 from trainer.metrics import MetricsLog, draw_curve, rollout_metrics
 from trainer.setup import RunParts, check_command
+from trainer.trainer import LearnerLost
+from trainer.types import TrainingSample
 
 #: The two ways a policy is evaluated, and their names in tables and summary.
 WITH_TOOL, WITHOUT_TOOL = "with_tool", "without_tool"
@@ -60,7 +60,7 @@ class TrainingLoop:
 
     async def run(self) -> dict[str, Any]:
         """Evaluate, train, evaluate; on Ctrl-C stop after what is saved. Returns the summary, which is also on disk."""
-        interrupted, parts = False, self.parts
+        interrupted, is_lost, parts = False, False, self.parts
         try:
             await parts.sync.start()
             self.before = await self._evaluate("evaluate before")
@@ -69,12 +69,17 @@ class TrainingLoop:
         except asyncio.CancelledError:
             interrupted = True
             self.display.say("interrupted: saving what there is")
+        except LearnerLost:
+            is_lost = True
+            raise
         finally:
             try:
-                summary = self._finish(interrupted)
+                summary = self._finish(interrupted, has_weights=not is_lost)
             finally:
-                await parts.engine.close()
-                parts.sync.close()
+                try:
+                    await parts.engine.close()
+                finally:
+                    parts.close()
         return summary
 
     async def _train(self) -> None:
@@ -106,14 +111,16 @@ class TrainingLoop:
         played = time.perf_counter()
         self._record(rollout, step)
         self._check_streams(rollout)
-        version, model = parts.engine.weight_version, parts.learner.model
-        samples = training_samples(rollout.groups, model.image_token_id, model.merge_size, config.optim.scale_by_std)
+        version = parts.engine.weight_version
+        minibatches = self._minibatches(rollout)
         train_started = time.perf_counter()
-        stats = await asyncio.to_thread(parts.learner.step, samples)
+        stats = await asyncio.to_thread(parts.learner.step, minibatches)
         train_s = time.perf_counter() - train_started
         sync_s, probe = await parts.sync.push(version=step)
         metrics = rollout_metrics(rollout, parts.spec.max_turns, version, played - started)
         metrics |= {"rollout_s": played - started, "train_s": train_s, "sync_s": sync_s}
+        # Streams whole, though a prompt that several share is read once.
+        metrics["train_tokens_per_s"] = sum(len(s.ids_T) for samples in minibatches for s in samples) / train_s
         if probe:
             metrics |= {f"probe_{name}": value for name, value in asdict(probe).items() if value is not None}
         if parts.renderer.images:
@@ -127,6 +134,15 @@ class TrainingLoop:
             self.display.say(rollout.shortfall)
         elif all(group.is_dropped for group in rollout.groups):
             self.display.say(f"nothing to learn from: no group has two valid episodes; see {check_command(config)}")
+
+    def _minibatches(self, rollout: StepRollout) -> list[list[TrainingSample]]:
+        """Return the samples of each update of a pass over the step's groups."""
+        facts, config, count = self.parts.facts, self.config, self.config.optim.minibatches
+        advantages = split_evenly(trajectory_advantages(rollout.groups, config.algorithm), count)
+        return [
+            training_samples(*part, facts.image_token_id, facts.merge_size, config.algorithm, config.env.max_new_tokens)
+            for part in zip(split_evenly(rollout.groups, count), advantages, strict=True)
+        ]
 
     def _problem(self, number: int) -> Problem:
         """Return the problem of a number: a seeded order of all, epoch after epoch.
@@ -162,11 +178,10 @@ class TrainingLoop:
 
     def _report_servers(self) -> None:
         """Say what has happened to servers since the last time: lost, back, turns given up."""
-        engine = self.parts.engine
-        if isinstance(engine, SGLangEngine):
-            for event in engine.servers.events[self.num_events :]:
-                self.display.say(event)
-            self.num_events = len(engine.servers.events)
+        events = self.parts.sync.carrier.events
+        for event in events[self.num_events :]:
+            self.display.say(event)
+        self.num_events = len(events)
 
     def _record(self, rollout: StepRollout, step: int) -> None:
         self.ends.update(t.end_reason.value for t in rollout.played)
@@ -174,12 +189,12 @@ class TrainingLoop:
         self.unused_groups.update({fate: len(groups) for fate, groups in rollout.unused.items() if groups})
         if self.recorder is None:
             return
-        for group in rollout.groups:
+        advantages = trajectory_advantages(rollout.groups, self.config.algorithm)
+        for group, own in zip(rollout.groups, advantages, strict=True):
             for t in group.discarded:
                 self.recorder.write(t, step, "discarded")
-            advantages = iter(group_advantages([t.reward for t in group.valid], self.config.optim.scale_by_std))
-            for t in group.trajectories:
-                self.recorder.write(t, step, "train", float(next(advantages)) if t.end_reason.is_valid else None)
+            for t, advantage in zip(group.trajectories, own, strict=True):
+                self.recorder.write(t, step, "train", advantage)
         for fate, groups in rollout.unused.items():
             for t in (t for group in groups for t in (*group.discarded, *group.trajectories)):
                 self.recorder.write(t, step, fate)
@@ -213,10 +228,11 @@ class TrainingLoop:
         self.display.advance()
         self._report_fault(trajectory)
 
-    def _finish(self, interrupted: bool) -> dict[str, Any]:
+    def _finish(self, interrupted: bool, has_weights: bool) -> dict[str, Any]:
         """Write weights, curve and summary; close all files."""
         folder, rows = self.parts.folder, self.log.rows
-        self.parts.save_model(folder / "model")
+        if has_weights:
+            self.parts.save_model(folder / "model")
         summary = {
             "env": self.config.env.env,
             "seed": self.config.seed,

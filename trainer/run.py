@@ -22,6 +22,7 @@ def run(argv: Sequence[str] | None) -> int:
     from trainer.loop import TrainingLoop
     from trainer.metrics import wandb_is_installed, wandb_is_wanted
     from trainer.setup import prepare
+    from trainer.trainer import LearnerLost
 
     quiet_libraries()
     console = Console(highlight=False)
@@ -39,7 +40,11 @@ def run(argv: Sequence[str] | None) -> int:
     settle_heap()
     with Display(console) as display:
         loop = TrainingLoop(parts, display)
-        summary = asyncio.run(loop.run())
+        try:
+            summary = asyncio.run(loop.run())
+        except LearnerLost as error:
+            print(f"error: {error}; metrics and episodes so far are in {parts.folder}", file=sys.stderr)
+            return 1
     display.summary(loop.before, loop.after, loop.ends)
     ends = summary["end_reasons"]
     if ends.get("token_budget", 0) > sum(ends.values()) / 2:

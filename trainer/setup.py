@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import http.client
-import importlib.util
 import json
 import os
-import shlex
 import time
-import urllib.request
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-import torch
+from typing import Any
 
 from agents.engine import Engine
-from agents.engines.hf import HFEngine
-from agents.engines.sglang import SGLangEngine, SGLangSettings
 from agents.episode import Episode, Limits
-from agents.model import PolicyModel
 from agents.renderer import Renderer
 from agents.types import SamplingParams
 from envs.data import filter_overlong, load_samples
@@ -33,9 +25,10 @@ from envs.spec import BuildEnv, EnvSpec
 from envs.tool_calls import detect_format
 from envs.types import Sample, SampleSource
 from trainer.config import RunConfig
-from trainer.learner import Learner
+from trainer.processes import build_carrier, check_processes, start_learner
 from trainer.starter import STARTER_PATH
-from trainer.weight_sync import Transport, WeightSync
+from trainer.trainer import ModelFacts, Trainer
+from trainer.weight_sync import WeightSync
 
 #: How many samples' environments are tried before an environment counts as broken.
 NUM_PROBED = 4
@@ -43,7 +36,7 @@ NUM_PROBED = 4
 
 @dataclass(frozen=True, eq=False)
 class RunParts:
-    """The checked, ready parts of a run."""
+    """The checked, ready parts of a run; `cleanup` ends the processes that were started for it."""
 
     config: RunConfig
     folder: Path
@@ -54,10 +47,16 @@ class RunParts:
     eval_samples: SampleSource | None
     num_overlong: int
     model_path: Path | str
+    facts: ModelFacts
     renderer: Renderer
-    engine: Engine
-    learner: Learner
+    learner: Trainer
     sync: WeightSync
+    cleanup: ExitStack
+
+    @property
+    def engine(self) -> Engine:
+        """What writes the model's turns."""
+        return self.sync.engine
 
     def env_args(self, max_turns: int) -> EnvArgs:
         """Return what `build_env` is told of an episode."""
@@ -73,6 +72,11 @@ class RunParts:
         """Write the learner's weights, with everything else of the checkpoint, as a Hugging Face folder."""
         self.learner.save(folder)
         self.renderer.save(folder)
+
+    def close(self) -> None:
+        """End learner processes, and delete what was written for servers."""
+        self.sync.close()
+        self.cleanup.close()
 
 
 def sampling_params(renderer: Renderer, temperature: float) -> SamplingParams:
@@ -90,6 +94,9 @@ def prepare(config: RunConfig) -> RunParts:
     build_env = spec.load()
     system_prompt = config.data.system_prompt or spec.load_system_prompt()
     model_path = resolve_model(config.model.model)
+    facts = ModelFacts.load(model_path)
+    check_fit(config, facts)
+    check_processes(config, facts)
     renderer = Renderer.from_checkpoint(model_path, template_options(config))
 
     def load(name: str, split: str, size: int, seed: int) -> SampleSource:
@@ -107,43 +114,36 @@ def prepare(config: RunConfig) -> RunParts:
     train, num_overlong = filter_overlong(
         train, lambda sample: len(renderer.prompt(sample.prompt, tools).ids), config.data.max_prompt_tokens
     )
-    model = PolicyModel.load(model_path)
-    check_fit(config, model)
-    device = check_device(config.model.device)
-    dtype: torch.dtype = getattr(torch, config.model.dtype)
-    engine_name = check_engine(config)
-    for url in config.engine.engine_url:
-        check_server(url, model)
-    learner = Learner(
-        model, config.optim, sampling_params(renderer, config.rollout.temperature), config.steps, device, dtype
-    )
-    folder = make_folder(config)
-    engine = build_engine(config, engine_name, model_path, renderer, device, dtype, folder)
-    probed = renderer.prompt(train[0].prompt, tools)
-    sync = WeightSync(
-        learner,
-        engine,
-        check_transport(config, engine_name, learner),
-        folder / "sync",
-        probed.ids,
-        probed.images,
-        config.engine.probe_tolerance,
-    )
-    return RunParts(
-        config=config,
-        folder=folder,
-        spec=spec,
-        build_env=build_env,
-        has_tools=bool(tools),
-        train_samples=train,
-        eval_samples=evaluation,
-        num_overlong=num_overlong,
-        model_path=model_path,
-        renderer=renderer,
-        engine=engine,
-        learner=learner,
-        sync=sync,
-    )
+    sampling = sampling_params(renderer, config.rollout.temperature)
+    with ExitStack() as cleanup:
+        learner = start_learner(config, model_path, sampling, cleanup)
+        folder = make_folder(config)
+        carrier = build_carrier(config, model_path, facts, renderer, learner, folder)
+        probed = renderer.prompt(train[0].prompt, tools)
+        sync = WeightSync(
+            learner.trainer,
+            carrier,
+            probed.ids,
+            probed.images,
+            facts.image_token_id,
+            config.engine.probe_tolerance,
+        )
+        return RunParts(
+            config=config,
+            folder=folder,
+            spec=spec,
+            build_env=build_env,
+            has_tools=bool(tools),
+            train_samples=train,
+            eval_samples=evaluation,
+            num_overlong=num_overlong,
+            model_path=model_path,
+            facts=facts,
+            renderer=renderer,
+            learner=learner.trainer,
+            sync=sync,
+            cleanup=cleanup.pop_all(),
+        )
 
 
 def template_options(config: RunConfig) -> dict[str, Any]:
@@ -156,77 +156,6 @@ def template_options(config: RunConfig) -> dict[str, Any]:
         fix = "write it as '{\"enable_thinking\": false}'"
         raise UserError("--template-options", "must be a JSON object", config.model.template_options, fix)
     return options
-
-
-def check_engine(config: RunConfig) -> Literal["hf", "sglang"]:
-    """Return which engine writes; raise where it cannot be had here."""
-    engine = config.engine
-    if engine.engine == "hf" and engine.engine_url:
-        raise UserError("--engine-url", "is for --engine sglang", "hf", "leave one of the two out")
-    if engine.engine == "hf" or (engine.engine == "auto" and not engine.engine_url):
-        return "hf"
-    if not engine.engine_url and importlib.util.find_spec("sglang") is None:
-        fix = "pip install 'trueturn[sglang]', or give the --engine-url of a server that runs elsewhere"
-        raise UserError("--engine", "needs the package sglang to start a server", "sglang", fix)
-    return "sglang"
-
-
-def check_server(url: str, model: PolicyModel) -> None:
-    """Raise where a server does not answer, or serves a network of another kind."""
-    try:
-        with urllib.request.urlopen(f"{url.rstrip('/')}/model_info", timeout=10) as answer:
-            served = dict(json.load(answer)).get("architectures")
-    except (OSError, ValueError, TypeError, http.client.HTTPException) as error:
-        raise UserError("--engine-url", "must be a running SGLang server", url, f"start it ({error})") from error
-    own = model.config.architectures
-    if served and own and served != own:
-        fix = f"serve the checkpoint that is trained, of {', '.join(own)}"
-        raise UserError("--engine-url", "must serve the kind of network that --model is", ", ".join(served), fix)
-
-
-def check_transport(config: RunConfig, engine_name: str, learner: Learner) -> Transport:
-    """Return how weights travel; raise where the way that was asked for cannot work."""
-    if engine_name == "hf":
-        return "memory"
-    engine, shares_gpu = config.engine, False
-    if learner.device.type == "cuda" and not engine.engine_url and engine.num_servers * engine.tensor_parallel == 1:
-        shares_gpu = engine.first_gpu == (learner.device.index or 0)
-    can_ipc = shares_gpu and learner.model.architecture.names_are_saved
-    if engine.sync == "ipc" and not can_ipc:
-        got = f"{learner.model.config.model_type} on {learner.device}"
-        rule = "needs one server on the learner's own GPU, and a network saved under its own names"
-        raise UserError("--sync ipc", rule, got, "give --sync disk")
-    return "ipc" if can_ipc and engine.sync != "disk" else "disk"
-
-
-def build_engine(
-    config: RunConfig,
-    name: Literal["hf", "sglang"],
-    model_path: Path | str,
-    renderer: Renderer,
-    device: torch.device,
-    dtype: torch.dtype,
-    folder: Path,
-) -> Engine:
-    """Return the engine; servers are started later, by `WeightSync.start`."""
-    context_length = config.model.context_length
-    if name == "hf":
-        network = PolicyModel.load(model_path, dtype)
-        return HFEngine(network, context_length, config.rollout.max_batch, device=device)
-    engine = config.engine
-    settings = SGLangSettings(
-        model_path=str(model_path),
-        urls=engine.engine_url,
-        num_servers=engine.num_servers,
-        tensor_parallel=engine.tensor_parallel,
-        first_gpu=engine.first_gpu,
-        mem_fraction=engine.mem_fraction,
-        dtype=config.model.dtype,
-        arguments=tuple(shlex.split(engine.engine_args)),
-        log_folder=folder / "servers",
-        request_timeout_s=engine.request_timeout_s,
-    )
-    return SGLangEngine(settings, renderer.image_token_id, context_length)
 
 
 def resolve_model(name: str) -> Path | str:
@@ -277,26 +206,15 @@ def probe_tools(
     raise UserError(f"environment '{spec.id}'", rule, reason, f"see {check_command(config)}") from fault
 
 
-def check_fit(config: RunConfig, model: PolicyModel) -> None:
+def check_fit(config: RunConfig, facts: ModelFacts) -> None:
     """Raise where streams could become longer than the model's positions reach."""
-    reach = model.max_positions
+    reach = facts.max_positions
     if config.model.context_length > reach:
         rule = f"must be at most the model's {reach} positions"
         raise UserError("--context-length", rule, config.model.context_length, f"give {reach} or less")
     if config.data.max_prompt_tokens >= config.model.context_length:
         fix = f"give less than the --context-length of {config.model.context_length}"
         raise UserError("--max-prompt-tokens", "must leave room to answer", config.data.max_prompt_tokens, fix)
-
-
-def check_device(name: str) -> torch.device:
-    """Return the device, or say why it cannot be used."""
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).split("\n")[0]
-        raise UserError("--device", "must be usable by torch", name, f"give cpu or cuda ({reason})") from error
-    return device
 
 
 def make_folder(config: RunConfig) -> Path:

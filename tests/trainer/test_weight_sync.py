@@ -4,33 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
+import inspect
 import io
 import pickle
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.multiprocessing import reductions
 
 from agents.engines.hf import HFEngine
 from agents.engines.sglang import SGLangEngine, SGLangSettings
 from agents.engines.sglang.client import SGLangClient
+from agents.engines.sglang.servers import Server
 from agents.logprobs import stream_logprobs
 from agents.model import PolicyModel
 from agents.renderer import Renderer
 from tests.builders import picture, question, sampling
-from trainer.config import OptimConfig
+from trainer.carriers import FromDisk, InPlace, OverIpc
+from trainer.ipc import DEVICE_PLACE, flat_buckets, handles, lend_weights
 from trainer.learner import Learner
-from trainer.weight_sync import SyncError, WeightSync, _handles, flat_buckets
+from trainer.trainer import ModelFacts
+from trainer.weight_sync import SyncError, WeightSync
 
 PROMPT = question("Find x.", picture())
 
 
 def learner_of(checkpoint: Path, renderer: Renderer) -> Learner:
-    return Learner(PolicyModel.load(checkpoint), OptimConfig(), sampling(renderer), num_steps=10)
+    return Learner(PolicyModel.load(checkpoint), sampling(renderer), num_steps=10)
 
 
 def move(learner: Learner, scale: float = 0.3) -> None:
@@ -45,8 +52,9 @@ def move(learner: Learner, scale: float = 0.3) -> None:
 
 def sync_of(learner: Learner, engine: HFEngine | SGLangEngine, renderer: Renderer, folder: Path) -> WeightSync:
     rendered = renderer.prompt(PROMPT)
-    transport = "memory" if isinstance(engine, HFEngine) else "disk"
-    return WeightSync(learner, engine, transport, folder, rendered.ids, rendered.images, tolerance=0.01)
+    carrier = InPlace(learner, engine) if isinstance(engine, HFEngine) else FromDisk(learner, engine, folder)
+    image_token_id = learner.model.image_token_id
+    return WeightSync(learner, carrier, rendered.ids, rendered.images, image_token_id, tolerance=0.01)
 
 
 def test_the_embedded_engine_runs_the_learners_weights_after_a_push(
@@ -116,7 +124,7 @@ def test_a_folder_with_older_weights_is_there_until_all_servers_have_the_new_one
     checkpoint: Path, renderer: Renderer, tmp_path: Path
 ) -> None:
     learner, engine, seen = learner_of(checkpoint, renderer), silent_engine(renderer), []
-    sync = sync_of(learner, engine, renderer, tmp_path)
+    carrier = FromDisk(learner, engine, tmp_path)
 
     async def update(folder: Path, version: int) -> None:
         seen.append(sorted(path.name for path in tmp_path.iterdir()))
@@ -124,7 +132,7 @@ def test_a_folder_with_older_weights_is_there_until_all_servers_have_the_new_one
     async def play() -> None:
         engine.update_from_disk = update  # type: ignore[method-assign]
         for learner.steps_done in range(3):
-            await sync._push_to_servers(engine, learner.steps_done)
+            await carrier.push(learner.steps_done)
 
     asyncio.run(play())
     assert seen == [["version-0"], ["version-0", "version-1"], ["version-1", "version-2"]]
@@ -135,7 +143,7 @@ def test_weights_for_a_server_that_comes_back_wait_for_the_learners_step_and_are
     checkpoint: Path, renderer: Renderer, tmp_path: Path
 ) -> None:
     learner, saved = learner_of(checkpoint, renderer), []
-    sync = sync_of(learner, silent_engine(renderer), renderer, tmp_path)
+    carrier = FromDisk(learner, silent_engine(renderer), tmp_path)
     save = learner.save
 
     def noted(folder: Path, dtype: torch.dtype) -> None:
@@ -143,9 +151,9 @@ def test_weights_for_a_server_that_comes_back_wait_for_the_learners_step_and_are
         save(folder, dtype)
 
     learner.save = noted  # type: ignore[method-assign]
-    threads = [threading.Thread(target=sync._save) for _ in range(2)]
+    threads = [threading.Thread(target=carrier.save) for _ in range(2)]
 
-    def slow_step(samples: Any) -> Any:
+    def slow_step(minibatches: Any) -> Any:
         for thread in threads:
             thread.start()
             thread.join(0.3)
@@ -153,7 +161,7 @@ def test_weights_for_a_server_that_comes_back_wait_for_the_learners_step_and_are
         learner.steps_done += 1
 
     learner._step = slow_step  # type: ignore[method-assign]
-    learner.step([])
+    learner.step([[]])
     for thread in threads:
         thread.join()
     assert saved == [("version-1", 1)]
@@ -226,7 +234,7 @@ def test_the_learners_checkpoint_is_its_weights(checkpoint: Path, renderer: Rend
 
 def test_buckets_hold_every_weight_once_under_its_name_in_the_checkpoint(model: PolicyModel) -> None:
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    buckets = list(flat_buckets(weights, torch.float32, max_values=100_000))
+    buckets = list(flat_buckets(weights, torch.float32, 100_000, torch.device("cpu")))
     assert len(buckets) > 1
     named = [pair for bucket in buckets for pair in bucket]
     assert [name for name, _ in named] == [name.removeprefix("backbone.") for name in weights]
@@ -236,16 +244,64 @@ def test_buckets_hold_every_weight_once_under_its_name_in_the_checkpoint(model: 
 
 def test_handles_are_a_pickle_of_names_and_tensors() -> None:
     tensor = torch.arange(4.0)
-    ((name, given),) = pickle.load(io.BytesIO(base64.b64decode(_handles([("a", tensor)]))))
+    ((name, given),) = pickle.load(io.BytesIO(base64.b64decode(handles([("a", tensor)]))))
     assert name == "a"
     assert torch.equal(given, tensor)
+
+
+def test_lent_weights_go_to_every_gpu_of_every_server_and_are_held_until_all_have_them(
+    checkpoint: Path, renderer: Renderer, tmp_path: Path
+) -> None:
+    learner, seen = learner_of(checkpoint, renderer), []
+    engine = SGLangEngine(SGLangSettings(tensor_parallel=2), renderer.image_token_id)
+    engine._idle.set()
+    is_open: list[bool] = []
+    given: dict[str, torch.Tensor] = {}
+
+    @contextlib.contextmanager
+    def lend() -> Iterator[list[str]]:
+        is_open.append(True)
+        with lend_weights(learner) as payloads:
+            yield payloads
+        is_open.clear()
+
+    async def call(path: str, body: dict[str, Any], timeout_s: float | None = None) -> dict[str, Any]:
+        assert is_open and path == "update_weights_from_tensor"
+        payload, other = body["serialized_named_tensors"]
+        assert payload == other and body["weight_version"] == "1"
+        seen.append(payload)
+        if len(seen) == 1:  # handles of tensors on a CPU can be taken once
+            given.update(pickle.load(io.BytesIO(base64.b64decode(payload))))
+        return {"success": True, "message": ""}
+
+    async def play() -> None:
+        client = SGLangClient("http://nowhere", None, timeout_s=5)  # type: ignore[arg-type]
+        client.call = call  # type: ignore[method-assign, assignment]
+        engine.servers.all = [Server(client, number, is_up=True) for number in range(2)]
+        await OverIpc(learner, engine, tmp_path, lend).push(version=1)
+
+    asyncio.run(play())
+    assert not is_open and len(seen) == 2 and seen[0] == seen[1]
+    assert all(torch.equal(given[name.removeprefix("backbone.")], w) for name, w in learner.weights().items())
+
+
+def test_torch_takes_the_device_of_a_handle_where_its_gpu_is_named() -> None:
+    names = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
+    assert names[DEVICE_PLACE] == "storage_device"
+
+
+def test_the_facts_of_a_model_are_those_of_its_network(checkpoint: Path, model: PolicyModel) -> None:
+    facts = ModelFacts.load(checkpoint)
+    assert (facts.model_type, list(facts.architectures)) == (model.config.model_type, model.config.architectures)
+    assert (facts.image_token_id, facts.merge_size) == (model.image_token_id, model.merge_size)
+    assert (facts.max_positions, facts.names_are_saved) == (model.max_positions, True)
 
 
 def test_scoring_leaves_the_learners_own_weights_in_full_precision(checkpoint: Path, renderer: Renderer) -> None:
     rendered = renderer.prompt(PROMPT)
     model = PolicyModel.load(checkpoint)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    learner = Learner(model, OptimConfig(), sampling(renderer), num_steps=1, dtype=torch.bfloat16)
+    learner = Learner(model, sampling(renderer), num_steps=1, dtype=torch.bfloat16)
     learner.score(rendered.ids, rendered.images)
     after = learner.weights()
     assert {tensor.dtype for tensor in after.values()} == {torch.float32}
