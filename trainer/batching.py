@@ -1,59 +1,100 @@
 """Trajectory groups to training samples, those to rows, and rows to micro-batches: pure, deterministic, nothing is cut.
 
-The G samples of a group begin with one prompt, often most of their tokens. They become one row that holds it once; an
-attention mask lets each sample see the prompt and itself, and every token keeps its position in its own stream.
+The G samples of a group begin with one prompt, often most of their tokens. They become one row that holds it once: each
+sample's attention sees the prompt and itself, and every token keeps its position in its own stream. Rows stand after
+each other in one packed micro-batch, without padding.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from agents.model import PolicyModel, VisionBatch
+from agents.attention import Span, needs_buckets
+from agents.model import PolicyModel
+from agents.packed import PackedStreams
 from agents.positions import mrope_positions, num_images_within
 from agents.types import ProcessedImage, Trajectory, TrajectoryGroup
-from trainer.advantages import group_advantages
+from trainer.advantages import step_advantages
+from trainer.aggregation import token_weights
+from trainer.config import AlgorithmConfig
 from trainer.types import MicroBatch, Row, TrainingSample
+
+T = TypeVar("T")
+#: The advantage of every trajectory of every group; None where the episode is broken.
+Advantages = Sequence[Sequence[float | None]]
+
+
+def trajectory_advantages(groups: Sequence[TrajectoryGroup], config: AlgorithmConfig) -> list[list[float | None]]:
+    """Return the advantage of each trajectory of each group; None for broken episodes, left out of all statistics."""
+    found = step_advantages([[t.reward for t in group.valid] for group in groups], config)
+    result: list[list[float | None]] = []
+    for group, advantages_G in zip(groups, found, strict=True):
+        valid = iter(advantages_G.tolist())
+        result.append([next(valid) if t.end_reason.is_valid else None for t in group.trajectories])
+    return result
 
 
 def training_samples(
-    groups: Sequence[TrajectoryGroup], image_token_id: int, merge_size: int, scale_by_std: bool
+    groups: Sequence[TrajectoryGroup],
+    advantages: Advantages,
+    image_token_id: int,
+    merge_size: int,
+    config: AlgorithmConfig,
+    max_new_tokens: int,
 ) -> list[TrainingSample]:
-    """Return the samples that an optimizer step trains on, weighted by one over the step's model tokens (token-mean).
+    """Return the samples of one update, with the weights of its loss.
 
-    Broken episodes are left out of their group's statistics and of the loss; groups with fewer than two valid ones
-    teach nothing and are left out whole. A group with equal rewards has advantage 0 and stays: as in GRPO its tokens
-    count in the denominator, and in the step's statistics. A stream without model tokens counts in its group's
-    statistics alone.
+    Broken episodes are left out; groups with fewer than two valid ones teach nothing and are left out whole. A group
+    with equal rewards has advantage 0 and stays: as in GRPO its tokens count in the denominator, and in the step's
+    statistics. A stream without model tokens counts in its group's statistics alone, and so, where
+    `config.mask_truncated` says so, does one that a limit cut off.
     """
-    valid = [group for group in groups if not group.is_dropped]
-    total = sum(t.num_model_tokens for group in valid for t in group.valid)
+    chosen: list[tuple[Trajectory, float]] = []
+    for group, group_advantages in zip(groups, advantages, strict=True):
+        if group.is_dropped:
+            continue
+        for trajectory, advantage in zip(group.trajectories, group_advantages, strict=True):
+            masked = config.mask_truncated and trajectory.end_reason.is_truncated
+            if advantage is not None and trajectory.num_model_tokens and not masked:
+                chosen.append((trajectory, advantage))
+    lengths = [trajectory.num_model_tokens for trajectory, _ in chosen]
+    weights_S = token_weights(lengths, config.aggregation, config.loss_constant or max_new_tokens)
     samples = []
-    for group in valid:
-        advantages = group_advantages([t.reward for t in group.valid], scale_by_std)
-        for trajectory, advantage in zip(group.valid, advantages, strict=True):
-            if trajectory.num_model_tokens == 0:
-                continue
-            grids = [image.grid_thw for image in trajectory.images]
-            samples.append(
-                TrainingSample(
-                    ids_T=trajectory.ids_T,
-                    mask_T=trajectory.mask_T,
-                    turns_T=_turn_numbers(trajectory),
-                    logprobs_T=trajectory.logprobs_T,
-                    positions_3T=mrope_positions(trajectory.ids_T, grids, image_token_id, merge_size),
-                    images=trajectory.images,
-                    prefix_length=trajectory.prompt_length,
-                    num_prefix_images=num_images_within(
-                        trajectory.ids_T[: trajectory.prompt_length], trajectory.images, image_token_id
-                    ),
-                    advantage=float(advantage),
-                    weight=1.0 / total,
-                )
+    for (trajectory, advantage), weight in zip(chosen, weights_S.tolist(), strict=True):
+        grids = [image.grid_thw for image in trajectory.images]
+        prompt = trajectory.ids_T[: trajectory.prompt_length]
+        samples.append(
+            TrainingSample(
+                ids_T=trajectory.ids_T,
+                mask_T=trajectory.mask_T,
+                turns_T=_turn_numbers(trajectory),
+                logprobs_T=trajectory.logprobs_T,
+                positions_3T=mrope_positions(trajectory.ids_T, grids, image_token_id, merge_size),
+                images=trajectory.images,
+                prefix_length=trajectory.prompt_length,
+                num_prefix_images=num_images_within(prompt, trajectory.images, image_token_id),
+                advantage=advantage,
+                weight=weight,
             )
+        )
     return samples
+
+
+def split_evenly(items: Sequence[T], parts: int) -> list[Sequence[T]]:
+    """Return consecutive parts whose sizes differ by one at most; fewer where there are fewer items, one at least.
+
+    >>> split_evenly([1, 2, 3, 4, 5], 2)
+    [[1, 2, 3], [4, 5]]
+    """
+    parts = max(1, min(parts, len(items)))
+    bounds = [-(-len(items) * number // parts) for number in range(parts + 1)]
+    return [items[start:end] for start, end in itertools.pairwise(bounds)]
 
 
 def _turn_numbers(trajectory: Trajectory) -> np.ndarray:
@@ -79,15 +120,25 @@ def pack_rows(samples: Sequence[TrainingSample], max_tokens: int) -> list[Row]:
     return [Row(tuple(row)) for row in rows]
 
 
-def split_into_microbatches(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
-    """Group rows of like length so that their number times the longest stays within `max_tokens`."""
-    bins: list[list[Row]] = []
-    for row in sorted(rows, key=lambda row: row.num_tokens):
-        if bins and (len(bins[-1]) + 1) * row.num_tokens <= max_tokens:
-            bins[-1].append(row)
-        else:
-            bins.append([row])
-    return bins
+def balanced_bins(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
+    """Put rows into the fewest bins of at most `max_tokens` that are found, as even as they come.
+
+    Longest first, each into the emptiest of the bins. A row that is longer than `max_tokens` has a bin of its own.
+    """
+    alone = [[row] for row in rows if row.num_tokens >= max_tokens]
+    rest = sorted((row for row in rows if row.num_tokens < max_tokens), key=lambda row: -row.num_tokens)
+    count = -(-sum(row.num_tokens for row in rest) // max_tokens)
+    while rest:
+        bins: list[list[Row]] = [[] for _ in range(count)]
+        filled = [0] * count
+        for row in rest:
+            emptiest = filled.index(min(filled))
+            bins[emptiest].append(row)
+            filled[emptiest] += row.num_tokens
+        if max(filled) <= max_tokens:
+            return alone + bins
+        count += 1
+    return alone
 
 
 def filler_row(model: PolicyModel, with_image: bool) -> Row:
@@ -121,56 +172,55 @@ def _smallest_image(model: PolicyModel) -> ProcessedImage:
     return ProcessedImage("filler", pixels_PD, (1, merge, merge), num_tokens=1)
 
 
-def collate(rows: Sequence[Row], device: torch.device | str) -> MicroBatch:
-    """Pad rows on the right into one micro-batch."""
-    width = max(row.num_tokens for row in rows)
-    ids_BT = np.zeros((len(rows), width), dtype=np.int64)
-    positions_3BT = np.zeros((3, len(rows), width), dtype=np.int64)
-    part_BT = np.full(
-        (len(rows), width), -1, dtype=np.int64
-    )  # 0 the prompt, k the k-th sample's own tokens, -1 padding
-    select_row: list[np.ndarray] = []
-    select_column: list[np.ndarray] = []
-    for index, row in enumerate(rows):
-        prefix, end = row.prefix_length, row.prefix_length
-        ids_BT[index, :prefix] = row.samples[0].ids_T[:prefix]
-        positions_3BT[:, index, :prefix] = row.samples[0].positions_3T[:, :prefix]
-        part_BT[index, :prefix] = 0
-        for number, sample in enumerate(row.samples, 1):
+def collate(
+    rows: Sequence[Row], image_token_id: int, device: torch.device | str, dtype: torch.dtype = torch.float32
+) -> MicroBatch:
+    """Pack rows into one micro-batch, for a network that computes in `dtype`."""
+    ids: list[NDArray[np.int64]] = []
+    positions: list[NDArray[np.int64]] = []
+    spans: list[Span] = []
+    before: list[NDArray[np.int64]] = []
+    end = 0
+    for row in rows:
+        start, prefix, first = end, row.prefix_length, row.samples[0]
+        ids.append(first.ids_T[:prefix])
+        positions.append(first.positions_3T[:, :prefix])
+        end += prefix
+        shares = len(row.samples) > 1
+        if shares:
+            spans.append(Span(start, prefix))
+        for sample in row.samples:
             assert prefix > 0 and not sample.mask_T[:prefix].any(), "a stream begins with a prompt"
-            start, end = end, end + len(sample.ids_T) - prefix
-            ids_BT[index, start:end] = sample.ids_T[prefix:]
-            positions_3BT[:, index, start:end] = sample.positions_3T[:, prefix:]
-            part_BT[index, start:end] = number
-            # The logits that predict token t stand at t - 1.
-            before = np.flatnonzero(sample.mask_T) - 1
-            select_column.append(np.where(before < prefix, before, before - prefix + start))
-            select_row.append(np.full(len(before), index))
-    samples = [sample for row in rows for sample in row.samples]
+            own = len(sample.ids_T) - prefix
+            spans.append(Span(end, own, start, prefix) if shares else Span(start, prefix + own))
+            ids.append(sample.ids_T[prefix:])
+            positions.append(sample.positions_3T[:, prefix:])
+            # The logits that predict token t stand at t - 1; those of the first own token at the prompt's last.
+            before_T = np.flatnonzero(sample.mask_T) - 1
+            before.append(np.where(before_T < prefix, before_T + start, before_T - prefix + end))
+            end += own
+    samples = tuple(sample for row in rows for sample in row.samples)
     counts = [int(s.mask_T.sum()) for s in samples]
 
     def tensor(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(device)
+        return torch.from_numpy(array).to(device, non_blocking=True)
 
     return MicroBatch(
-        ids_BT=tensor(ids_BT),
-        positions_3BT=tensor(positions_3BT),
-        attention_mask_B1TT=None if len(samples) == len(rows) else prefix_mask(tensor(part_BT)),
-        select=(tensor(np.concatenate(select_row)), tensor(np.concatenate(select_column))),
-        vision=VisionBatch.build([row.images for row in rows], device),
-        targets_N=tensor(np.concatenate([s.ids_T[s.mask_T] for s in samples])),
+        samples=samples,
+        packed=PackedStreams.build(
+            ids_T=np.concatenate(ids),
+            positions_3T=np.concatenate(positions, axis=1),
+            spans=[span for span in spans if span.length],
+            images=[row.images for row in rows],
+            before_N=np.concatenate(before),
+            targets_N=np.concatenate([s.ids_T[s.mask_T] for s in samples]),
+            image_token_id=image_token_id,
+            device=device,
+            with_buckets=needs_buckets(torch.device(device), dtype),
+        ),
+        sample_N=tensor(np.repeat(np.arange(len(samples)), counts)),
         turns_N=tensor(np.concatenate([s.turns_T[s.mask_T] for s in samples])),
         rollout_logprobs_N=tensor(np.concatenate([s.logprobs_T[s.mask_T] for s in samples])),
         advantages_N=tensor(np.repeat([np.float32(s.advantage) for s in samples], counts)),
         weights_N=tensor(np.repeat([np.float32(s.weight) for s in samples], counts)),
     )
-
-
-def prefix_mask(part_BT: torch.Tensor) -> torch.Tensor:
-    """Return the boolean (B, 1, T, T) mask, True where a token sees another: earlier ones of its part, and of part 0.
-
-    >>> prefix_mask(torch.tensor([[0, 1, 2]])).int().tolist()
-    [[[[1, 0, 0], [1, 1, 0], [1, 0, 1]]]]
-    """
-    seen_B1T, seeing_BT1 = part_BT[:, None, :], part_BT[:, :, None]
-    return ((seen_B1T == 0) | (seen_B1T == seeing_BT1)).tril()[:, None]

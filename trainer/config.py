@@ -16,6 +16,12 @@ from envs.problems import RowsConfig
 from envs.registry import get_spec
 from envs.spec import EnvSpec
 
+AdvantageName = Literal["grpo", "rloo", "reinforce++"]
+PolicyLossName = Literal["ppo", "gspo"]
+AggregationName = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant"]
+KLEstimatorName = Literal["k1", "k2", "k3"]
+CorrectionName = Literal["none", "tis", "icepop", "mis"]
+
 
 class Section(BaseModel):
     """Base of every section: frozen, and unknown keys are errors."""
@@ -96,27 +102,67 @@ class EngineConfig(Section):
 
     engine: Literal["auto", "hf", "sglang"] = Field(
         default="auto",
-        description="hf: embedded, in this process; sglang: servers; auto: sglang with --engine-url, else hf",
+        description="hf: embedded, in this process; sglang: servers; auto: sglang with --engine-url or --num-gpus",
     )
     engine_url: tuple[str, ...] = Field(
         default=(), description="SGLang servers to use, such as http://gpu1:30000; empty: some are started here"
     )
     num_servers: int = Field(default=1, ge=1, description="SGLang servers to start")
     tensor_parallel: int = Field(default=1, ge=1, description="GPUs of one started server")
-    first_gpu: int = Field(default=0, ge=0, description="first GPU of the started servers; the learner's may be shared")
+    first_gpu: int | None = Field(
+        default=None,
+        ge=0,
+        description="first GPU of the started servers; empty: the one after the learners', GPU 0 if there is none",
+    )
     mem_fraction: float = Field(default=0.4, gt=0, lt=1, description="share of a GPU's memory for a started server")
     engine_args: str = Field(
         default="", description='more arguments of sglang.launch_server: --engine-args="--attention-backend triton"'
     )
     request_timeout_s: float = Field(default=600.0, gt=0, description="longest wait for one turn of a server")
     sync: Literal["auto", "disk", "ipc"] = Field(
-        default="auto", description="how new weights reach servers; auto: ipc on the learner's GPU, else disk"
+        default="auto", description="how new weights reach servers; auto: ipc from a GPU of this host, else disk"
     )
     probe_tolerance: float = Field(
         default=0.2,
         gt=0,
         description="largest mean gap in nats between engine and learner on a fixed stream, before a run is refused",
     )
+
+
+class ClusterConfig(Section):
+    """How many processes train, and where. Without any of this, the trainer is one process and Ray is not needed."""
+
+    num_gpus: int = Field(
+        default=0, ge=0, description="learner processes, one GPU each, through Ray; 0: train in this process"
+    )
+    num_learners: int = Field(
+        default=0, ge=0, description="learner processes on CPUs, through Ray; 0: train in this process"
+    )
+    ray_address: str = Field(
+        default="", description="Ray cluster to use: auto, or HOST:PORT of its head; empty: one is started on this host"
+    )
+    learner_timeout_s: float = Field(
+        default=600.0, gt=0, description="longest wait of one learner process for the others, and for them to start"
+    )
+
+    @field_validator("num_learners")
+    @classmethod
+    def _is_one_kind(cls, value: int, info: ValidationInfo) -> int:
+        if value and info.data.get("num_gpus"):
+            raise ValueError("cannot be given together with --num-gpus, which has a learner process on each GPU")
+        return value
+
+    @field_validator("ray_address")
+    @classmethod
+    def _has_a_use(cls, value: str, info: ValidationInfo) -> str:
+        if value and not (info.data.get("num_gpus") or info.data.get("num_learners")):
+            raise ValueError("needs --num-gpus or --num-learners, or nothing would run on the cluster")
+        return value
+
+    @property
+    def num_ranks(self) -> int:
+        """Learner processes; 0: training happens in the process of the command."""
+        return self.num_gpus or self.num_learners
 
 
 class RolloutConfig(Section):
@@ -188,7 +234,7 @@ class RolloutConfig(Section):
 
 
 class OptimConfig(Section):
-    """The optimizer and the loss."""
+    """The optimizer, and how often it is used in a step."""
 
     lr: float = Field(default=5e-5, gt=0, description="learning rate")
     schedule: Literal["constant", "cosine"] = Field(default="constant", description="learning rate after the warm-up")
@@ -197,10 +243,126 @@ class OptimConfig(Section):
     beta2: float = Field(default=0.95, ge=0, lt=1, description="AdamW's second moment decay")
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW's weight decay")
     max_grad_norm: float = Field(default=1.0, gt=0, description="gradients are scaled down to this norm")
+    minibatches: int = Field(
+        default=1, ge=1, description="updates per pass over a step's groups, each on an equal part of them"
+    )
+    epochs: int = Field(default=1, ge=1, description="passes over a step's groups")
+
+
+class LearnerConfig(Section):
+    """How the training network lies in memory, and what of it is trained. None of it changes the gradient."""
+
+    max_tokens_per_microbatch: int = Field(
+        default=4096, ge=1, description="tokens packed into one forward and backward; a longer stream stands alone"
+    )
+    recompute: float = Field(
+        default=0.0, ge=0, le=1, description="share of the blocks whose activations are made again for the gradient"
+    )
+    reshard: Literal["auto", "always", "never"] = Field(
+        default="auto",
+        description="give up gathered weights: always, between every forward and backward; never, only after an "
+        "update, whose gradients ranks then add up once (fastest, most memory); auto: always with several ranks",
+    )
+    offload: Literal["none", "optimizer", "all"] = Field(
+        default="none",
+        description="what lies in the CPU's memory: optimizer state between steps, or weights and optimizer always",
+    )
+    compile: Literal["auto", "on", "off"] = Field(
+        default="auto", description="compile blocks and loss kernels with torch.compile; auto: on a GPU"
+    )
+    freeze_vision: bool = Field(default=False, description="leave the vision tower's weights as they are")
+    lora_rank: int = Field(default=0, ge=0, description="train low-rank adapters of this rank alone; 0: all weights")
+    lora_alpha: float = Field(default=32.0, gt=0, description="adapters are scaled by this over their rank")
+    lora_targets: tuple[str, ...] = Field(
+        default=(), description="endings of the names of adapted linear layers; empty: all of the decoder's"
+    )
+
+
+class AlgorithmConfig(Section):
+    """The algorithm: advantages, policy loss, aggregation, regularisers and the correction of rollout log-probs."""
+
+    advantage: AdvantageName = Field(
+        default="grpo",
+        description="rewards to advantages: less the group's mean (grpo), the others' mean (rloo), or the group's mean "
+        "and over the step's standard deviation (reinforce++)",
+    )
+    scale_by_std: bool = Field(
+        default=True, description="with --advantage grpo: divide by the group's standard deviation; Dr. GRPO does not"
+    )
+    policy_loss: PolicyLossName = Field(
+        default="ppo", description="clipped ratio of each token (ppo) or of the whole sequence (gspo)"
+    )
     clip_low: float = Field(default=0.2, ge=0, lt=1, description="lower clip of the ratio: 1 - clip_low")
-    clip_high: float = Field(default=0.28, ge=0, description="upper clip of the ratio: 1 + clip_high")
-    scale_by_std: bool = Field(default=True, description="divide advantages by the group's standard deviation")
-    max_tokens_per_microbatch: int = Field(default=4096, ge=1, description="padded tokens per forward and backward")
+    clip_high: float = Field(
+        default=0.28, ge=0, allow_inf_nan=False, description="upper clip of the ratio: 1 + clip_high"
+    )
+    dual_clip: float = Field(
+        default=0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="bound a bad token's loss at this many times its advantage; above 1, such as 3; 0: no bound",
+    )
+    aggregation: AggregationName = Field(
+        default="token-mean", description="how the losses of a step's tokens become one number"
+    )
+    loss_constant: int = Field(
+        default=0,
+        ge=0,
+        description="tokens that --aggregation constant divides every sequence's sum by; 0: --max-new-tokens",
+    )
+    kl_coef: float = Field(
+        default=0.0, ge=0, allow_inf_nan=False, description="weight of the KL to the reference network in the loss"
+    )
+    kl_estimator: KLEstimatorName = Field(
+        default="k3", description="estimate of that KL; k1 and k3 are unbiased in value, k2 in gradient"
+    )
+    entropy_coef: float = Field(
+        default=0.0, ge=0, allow_inf_nan=False, description="weight of the entropy bonus in the loss"
+    )
+    correction: CorrectionName = Field(
+        default="tis",
+        description="weight by trainer over engine probability: clamped per token (tis), or 0 out of bounds per token "
+        "(icepop) or sequence (mis)",
+    )
+    correction_cap: float = Field(
+        default=2.0, gt=0, allow_inf_nan=False, description="largest weight of --correction tis"
+    )
+    correction_low: float = Field(
+        default=0.5, ge=0, allow_inf_nan=False, description="least ratio that icepop and mis keep"
+    )
+    correction_high: float = Field(
+        default=5.0,
+        gt=0,
+        allow_inf_nan=False,
+        validate_default=True,
+        description="largest ratio that icepop and mis keep",
+    )
+    mask_truncated: bool = Field(
+        default=False,
+        description="leave episodes that a limit cut off (turns, tokens, context) out of the loss, not the statistics",
+    )
+
+    @field_validator("dual_clip")
+    @classmethod
+    def _is_off_or_above_one(cls, value: float) -> float:
+        if 0 < value <= 1:
+            raise ValueError("must be above 1, or 0 for none")
+        return value
+
+    @field_validator("loss_constant")
+    @classmethod
+    def _is_read(cls, value: int, info: ValidationInfo) -> int:
+        if value and info.data.get("aggregation") != "constant":
+            raise ValueError("needs --aggregation constant, or nothing reads it")
+        return value
+
+    @field_validator("correction_high")
+    @classmethod
+    def _is_above_low(cls, value: float, info: ValidationInfo) -> float:
+        low = info.data.get("correction_low", 0.0)
+        if value <= low:
+            raise ValueError(f"must be above --correction-low {low:g}")
+        return value
 
 
 class LogConfig(Section):
@@ -221,6 +383,9 @@ class RunConfig(Section):
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     engine: EngineConfig = EngineConfig()
+    cluster: ClusterConfig = ClusterConfig()
     rollout: RolloutConfig = RolloutConfig()
     optim: OptimConfig = OptimConfig()
+    learner: LearnerConfig = LearnerConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
     log: LogConfig = LogConfig()

@@ -37,7 +37,7 @@ class GapStats:
 
 
 class Gaps:
-    """Sums over the model tokens that one rank sees in a step.
+    """Sums over the model tokens that one rank sees in a step, kept on the device: adding to them waits for nothing.
 
     Example::
 
@@ -50,27 +50,32 @@ class Gaps:
         self._kl_K = torch.zeros(num_turns, dtype=torch.float64, device=device)
         self._tokens_K = torch.zeros(num_turns, dtype=torch.float64, device=device)
         self._histogram_H = torch.zeros(NUM_BINS, dtype=torch.float64, device=device)
-        self._kl = self._gap = self.largest = 0.0
+        self._kl_gap_2 = torch.zeros(2, dtype=torch.float64, device=device)
+        self._largest = torch.zeros((), dtype=torch.float64, device=device)
 
     def add(self, logprobs_N: Tensor, rollout_logprobs_N: Tensor, turns_N: Tensor) -> None:
         """Count tokens; `turns_N` are their turns, from 1."""
         if not len(turns_N):
             return
-        kl_N, gap_N = k3_kl(logprobs_N, rollout_logprobs_N), (logprobs_N - rollout_logprobs_N).abs()
-        self._kl += kl_N.sum().item()
-        self._gap += gap_N.sum().item()
-        self.largest = max(self.largest, gap_N.max().item())
+        kl_N, gap_N = k3_kl(logprobs_N, rollout_logprobs_N), (logprobs_N - rollout_logprobs_N).abs().double()
+        self._kl_gap_2 += torch.stack([kl_N.sum(), gap_N.sum()])
+        self._largest = torch.maximum(self._largest, gap_N.nan_to_num(nan=math.inf).max())
         self._kl_K.index_add_(0, turns_N - 1, kl_N)
         self._tokens_K.index_add_(0, turns_N - 1, torch.ones_like(kl_N))
         # What is not a number counts as the largest there is.
-        decades_N = gap_N.double().log10().nan_to_num(nan=HIGHEST, neginf=LOWEST) - LOWEST
+        decades_N = gap_N.log10().nan_to_num(nan=HIGHEST, neginf=LOWEST) - LOWEST
         bins_N = (decades_N * BINS_PER_DECADE).floor().clamp(0, NUM_BINS - 1).long()
-        self._histogram_H += torch.bincount(bins_N, minlength=NUM_BINS)
+        self._histogram_H.index_add_(0, bins_N, torch.ones_like(gap_N))  # bincount would wait for the device
 
     @property
     def sums(self) -> list[float]:
         """What is added up over ranks."""
-        return [self._kl, self._gap, *torch.cat([self._kl_K, self._tokens_K, self._histogram_H]).tolist()]
+        return torch.cat([self._kl_gap_2, self._kl_K, self._tokens_K, self._histogram_H]).tolist()
+
+    @property
+    def largest(self) -> float:
+        """The largest |d|; infinite where one is not a number."""
+        return self._largest.item()
 
     def stats(self, sums: Sequence[float], largest: float) -> GapStats:
         """Return the figures of all ranks together."""

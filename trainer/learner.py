@@ -2,14 +2,18 @@
 
 FSDP2 (`fully_shard`) runs over every process of the default group; one process with gloo on a CPU is the smallest case
 of the same code. Each rank passes its share of the step's samples to `step`.
+
+Legend: N model tokens of a micro-batch or sample.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -18,27 +22,42 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from agents.logprobs import sampling_logprobs, stream_logprobs
+from agents.logprobs import stream_logprobs
 from agents.model import PolicyModel
 from agents.types import ProcessedImage, SamplingParams
-from trainer.batching import collate, filler_row, pack_rows, split_into_microbatches
-from trainer.config import OptimConfig
+from trainer.batching import balanced_bins, collate, filler_row, pack_rows
+from trainer.config import AlgorithmConfig, LearnerConfig, OptimConfig, RunConfig
 from trainer.gaps import Gaps
-from trainer.loss import clipped_loss, entropy
+from trainer.loading import empty_model, load_weights
+from trainer.lora import ALL_LINEAR, LoraOptions, add_lora, disabled, merged_weights
+from trainer.objective import ModelTokens, objective
+from trainer.offload import OffloadedState
+from trainer.sharding import keep_gathered, reshard, shard
+from trainer.trainable import freeze_vision, trainable_parameters
 from trainer.types import MicroBatch, Row, StepStats, TrainingSample
+
+#: Log-probs (N,) of a sample's model tokens, by the sample.
+SampleLogprobs = Mapping[TrainingSample, Tensor]
 
 
 @dataclass
 class _Sums:
-    """Running sums over the model tokens of a step, on this rank."""
+    """Running sums over the model tokens of a step, on this rank; on the device, so that nothing waits for them."""
 
     gaps: Gaps
-    loss: float = 0.0
-    entropy: float = 0.0
-    clipped: float = 0.0
+    entropy: Tensor
+    loss: Tensor
+    objective: dict[str, Tensor] = field(default_factory=dict)
+    tokens_seen: int = 0
+    grad_norms: list[float] = field(default_factory=list)
+    num_skipped: int = 0
+
+    @classmethod
+    def zero(cls, num_turns: int, device: torch.device) -> _Sums:
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        return cls(Gaps(num_turns, device), zero, zero)
 
 
 class Learner:
@@ -46,88 +65,205 @@ class Learner:
 
     Example::
 
-        learner = Learner(PolicyModel.load(path), OptimConfig(), SamplingParams(), num_steps=20)
-        stats = learner.step(samples)            # one optimizer step
+        learner = Learner(PolicyModel.load(path), SamplingParams(), num_steps=20)
+        stats = learner.step([samples])            # one optimizer update
         engine.load_weights(learner.weights(), version=1)
     """
 
     def __init__(
         self,
         model: PolicyModel,
-        optim: OptimConfig,
         sampling: SamplingParams,
         num_steps: int,
+        optim: OptimConfig = OptimConfig(),
+        algorithm: AlgorithmConfig = AlgorithmConfig(),
+        config: LearnerConfig = LearnerConfig(),
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        path: Path | str = "",
+        seed: int = 0,
     ) -> None:
-        ensure_process_group()
-        self.device = torch.device(device)
-        mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
-        self.model = model.to(self.device).train()
-        # Weights and optimizer stay in float32; `dtype` is what the network computes in, as the engine does.
-        precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-        for block in self.model.blocks:
-            fully_shard(block, mesh=mesh, mp_policy=precision)
-        fully_shard(self.model, mesh=mesh, mp_policy=precision)
-        self.optim, self.sampling, self.num_steps, self.dtype = optim, sampling, num_steps, dtype
+        """Shard the network, and fill it from the checkpoint at `path` where its parameters are on the meta device.
+
+        Raises:
+            UserError: the checkpoint does not fit, or the network has nothing of what is to be trained.
+        """
+        self.device, self.dtype = torch.device(device), dtype
+        ensure_process_group(self.device)
+        self.optim, self.algorithm, self.config = optim, algorithm, config
+        self.sampling, self.num_steps = sampling, num_steps
+        if config.freeze_vision:
+            freeze_vision(model, dtype)
+        if config.lora_rank:
+            targets = config.lora_targets or (ALL_LINEAR,)
+            add_lora(model, LoraOptions(config.lora_rank, config.lora_alpha, targets), seed)
+        self.model = self._sharded(model, path, seed)
+        self._reference = self._build_reference(path)
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=optim.lr, betas=(optim.beta1, optim.beta2), weight_decay=optim.weight_decay
+            trainable_parameters(self.model),
+            lr=optim.lr,
+            betas=(optim.beta1, optim.beta2),
+            weight_decay=optim.weight_decay,
+            fused=self.device.type == "cuda",
         )
+        self._state = OffloadedState(self.optimizer) if config.offload == "optimizer" else None
         self.steps_done = 0
         #: Held while the network is used: who needs the weights for a server may ask in another thread than who trains.
         self.lock = threading.RLock()
 
-    def step(self, samples: Sequence[TrainingSample]) -> StepStats:
-        """Take one optimizer step on this rank's samples; every rank must call it, also with none."""
+    def _sharded(self, model: PolicyModel, path: Path | str, seed: int) -> PolicyModel:
+        is_empty = any(parameter.is_meta for parameter in model.parameters())
+        on_host = self.config.offload == "all"
+        mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
+        if not is_empty and not on_host:
+            model = model.to(self.device)
+        shard(model.train(), self.config, mesh, self.dtype)
+        if is_empty:
+            load_weights(model, path, self.device, torch.device("cpu") if on_host else self.device, seed)
+        return model
+
+    def _build_reference(self, path: Path | str) -> PolicyModel | None:
+        """Return the network that the policy is to stay close to; adapters switched off are one already."""
+        if not self.algorithm.kl_coef or self.config.lora_rank:
+            return None
+        model = empty_model(path, self.dtype)
+        model.requires_grad_(False)
+        return self._sharded(model, path, 0).eval()
+
+    def step(self, minibatches: Sequence[Sequence[TrainingSample]]) -> StepStats:
+        """Take one optimizer update per minibatch and epoch, on this rank's share of each.
+
+        Every rank must call it with as many minibatches, also with empty ones.
+        """
         with self.lock:
-            return self._step(samples)
+            return self._step(minibatches)
 
-    def _step(self, samples: Sequence[TrainingSample]) -> StepStats:
-        rows = pack_rows(samples, self.optim.max_tokens_per_microbatch)
-        most_turns = max((int(s.turns_T.max()) for s in samples), default=0)
-        images, turns = self._reduce([float(any(row.images for row in rows)), float(most_turns)], dist.ReduceOp.MAX)
-        any_images, sums = images > 0, _Sums(Gaps(int(turns), self.device))
-        # Rows without an advantage are only measured; their gradient would be 0.
-        self._rounds([row for row in rows if not row.teaches], any_images, sums, backward=False)
-        rounds = self._rounds([row for row in rows if row.teaches], any_images, sums, backward=True)
+    def _step(self, minibatches: Sequence[Sequence[TrainingSample]]) -> StepStats:
+        everything = [sample for samples in minibatches for sample in samples]
+        most_turns = max((int(s.turns_T.max()) for s in everything), default=0)
+        images, turns = self._reduce([float(any(s.images for s in everything)), float(most_turns)], dist.ReduceOp.MAX)
+        any_images, sums = images > 0, _Sums.zero(int(turns), self.device)
+        num_updates = len(minibatches) * self.optim.epochs
         lr = self._set_lr()
-        grad_norm = self._update() if rounds else 0.0
+        # The ratio is to the policy before the step's first update: for one update alone, that is the policy itself.
+        old = self._score(everything, any_images, sums) if num_updates > 1 else None
+        reference = self._score_reference(everything, any_images)
+        for _ in range(self.optim.epochs):
+            for samples in minibatches:
+                self._update(samples, any_images, sums, old, reference)
         self.steps_done += 1
-        return self._stats(sums, grad_norm, lr)
+        return self._stats(sums, lr, num_updates)
 
-    def _rounds(self, rows: Sequence[Row], any_images: bool, sums: _Sums, backward: bool) -> int:
-        """Run the rows micro-batch by micro-batch; return how many that took on every rank."""
-        bins = split_into_microbatches(rows, self.optim.max_tokens_per_microbatch)
-        rounds = int(self._reduce([float(len(bins))], dist.ReduceOp.MAX)[0])
-        for index in range(rounds):
+    def _score(self, samples: Sequence[TrainingSample], any_images: bool, sums: _Sums) -> SampleLogprobs:
+        """Return log-probs under the weights of now, and measure how far the rollout's are from them."""
+        scores: dict[TrainingSample, Tensor] = {}
+        with torch.no_grad():
+            for batch in self._batches(self._rows(samples), any_images):
+                logprobs_N, entropy_N = self.model.token_scores(batch.packed, self.sampling.law)
+                self._measure(batch, logprobs_N, entropy_N, sums)
+                scores |= _by_sample(batch, logprobs_N)
+        reshard(self.model)
+        return scores
+
+    def _score_reference(self, samples: Sequence[TrainingSample], any_images: bool) -> SampleLogprobs | None:
+        if not self.algorithm.kl_coef:
+            return None
+        scores: dict[TrainingSample, Tensor] = {}
+        network = self._reference or self.model
+        with torch.no_grad(), contextlib.nullcontext() if self._reference else disabled(self.model):
+            for batch in self._batches(self._rows(samples), any_images):
+                scores |= _by_sample(batch, network.token_scores(batch.packed, self.sampling.law)[0])
+        reshard(network)
+        return scores
+
+    def _update(
+        self,
+        samples: Sequence[TrainingSample],
+        any_images: bool,
+        sums: _Sums,
+        old: SampleLogprobs | None,
+        reference: SampleLogprobs | None,
+    ) -> None:
+        """Accumulate the gradient of one minibatch and step the optimizer."""
+        rows = self._rows(samples)
+        regularised = self.algorithm.kl_coef > 0 or self.algorithm.entropy_coef > 0
+        silent = [] if regularised else [row for row in rows if not row.has_advantage]
+        # Rows without an advantage are only measured; their gradient would be 0.
+        with torch.no_grad():
+            for batch in self._batches(silent, any_images):
+                self._add_up(batch, sums, old, reference)
+        reshard(self.model)
+        taught = [row for row in rows if regularised or row.has_advantage]
+        last = self._num_rounds(taught)
+        for number, batch in enumerate(self._batches(taught, any_images), 1):
+            keep_gathered(self.model, self.config.reshard == "never" and number < last)
+            loss = self._add_up(batch, sums, old, reference)
+            # FSDP averages gradients over ranks; the weights already hold the global denominator, so undo it.
+            (loss * dist.get_world_size()).backward()
+        if last:
+            self._step_optimizer(sums)
+
+    def _rows(self, samples: Sequence[TrainingSample]) -> list[Row]:
+        return pack_rows(samples, self.config.max_tokens_per_microbatch)
+
+    def _num_rounds(self, rows: Sequence[Row]) -> int:
+        """Return how many micro-batches every rank runs: as many as the one with the most."""
+        bins = balanced_bins(rows, self.config.max_tokens_per_microbatch)
+        return int(self._reduce([float(len(bins))], dist.ReduceOp.MAX)[0])
+
+    def _batches(self, rows: Sequence[Row], any_images: bool) -> Iterator[MicroBatch]:
+        """Yield the rows in micro-batches, as many on every rank.
+
+        FSDP communicates in every forward and backward of every part, vision tower included. So all ranks run the same
+        number of micro-batches and, where any rank has images in this step, all of them show one.
+        """
+        bins = balanced_bins(rows, self.config.max_tokens_per_microbatch)
+        rounds = self._num_rounds(rows)
+
+        def batch(index: int) -> MicroBatch:
             chosen = bins[index] if index < len(bins) else []
-            # FSDP communicates in every forward and backward of every part, vision tower included. So all ranks run the
-            # same number of micro-batches and, where any rank has images in this step, all of them show one.
             if not chosen or (any_images and not any(row.images for row in chosen)):
                 chosen = [*chosen, filler_row(self.model, with_image=any_images)]
-            with torch.set_grad_enabled(backward):
-                loss = self._loss(collate(chosen, self.device), sums)
-            if backward:
-                # FSDP averages gradients over ranks; the weights already hold the global denominator, so undo it.
-                (loss * dist.get_world_size()).backward()
-        return rounds
+            return collate(chosen, self.model.image_token_id, self.device, self.dtype)
 
-    def _loss(self, batch: MicroBatch, sums: _Sums) -> Tensor:
-        """Return a micro-batch's share of the step's loss, and count its tokens in `sums`."""
-        logits_NV = self.model(batch.ids_BT, batch.positions_3BT, batch.attention_mask_B1TT, batch.select, batch.vision)
-        sampling = self.sampling
-        logprobs_NV = sampling_logprobs(logits_NV, sampling.logprob_temperature, sampling.suppressed_ids)
-        logprobs_N = logprobs_NV.gather(-1, batch.targets_N[:, None])[:, 0]
-        loss_N, clipped_N = clipped_loss(
-            logprobs_N, batch.rollout_logprobs_N, batch.advantages_N, self.optim.clip_low, self.optim.clip_high
+        # The next one is put together while the network is busy with this one.
+        with ThreadPoolExecutor(1) as pool:
+            coming = [pool.submit(batch, index) for index in range(min(1, rounds))]
+            for index in range(rounds):
+                ready = coming.pop().result()
+                coming = [pool.submit(batch, index + 1)] if index + 1 < rounds else []
+                yield ready
+
+    def _add_up(
+        self, batch: MicroBatch, sums: _Sums, old: SampleLogprobs | None, reference: SampleLogprobs | None
+    ) -> Tensor:
+        """Return a micro-batch's share of the update's loss, and count its tokens in `sums`."""
+        logprobs_N, entropy_N = self.model.token_scores(batch.packed, self.sampling.law)
+        result = objective(
+            ModelTokens(
+                logprobs_N=logprobs_N,
+                entropy_N=entropy_N,
+                old_logprobs_N=logprobs_N.detach() if old is None else _of(batch, old, self.device),
+                rollout_logprobs_N=batch.rollout_logprobs_N,
+                ref_logprobs_N=None if reference is None else _of(batch, reference, self.device),
+                advantages_N=batch.advantages_N,
+                weights_N=batch.weights_N,
+                sample_N=batch.sample_N,
+                num_samples=len(batch.samples),
+            ),
+            self.algorithm,
         )
-        loss = (loss_N * batch.weights_N).sum()
-        with torch.no_grad():
-            sums.gaps.add(logprobs_N, batch.rollout_logprobs_N, batch.turns_N)
-            sums.loss += loss.item()
-            sums.entropy += entropy(logprobs_NV).sum().item()
-            sums.clipped += clipped_N.sum().item()
-        return loss
+        if old is None:
+            self._measure(batch, logprobs_N.detach(), entropy_N.detach(), sums)
+        sums.tokens_seen += len(logprobs_N)
+        sums.loss = sums.loss + result.loss.detach()
+        for name, value in result.sums.items():
+            sums.objective[name] = sums.objective.get(name, 0.0) + value
+        return result.loss
+
+    def _measure(self, batch: MicroBatch, logprobs_N: Tensor, entropy_N: Tensor, sums: _Sums) -> None:
+        sums.gaps.add(logprobs_N, batch.rollout_logprobs_N, batch.turns_N)
+        sums.entropy = sums.entropy + entropy_N.sum()
 
     def _set_lr(self) -> float:
         warm = min(1.0, (self.steps_done + 1) / max(1, self.optim.warmup_steps))
@@ -138,32 +274,37 @@ class Learner:
             group["lr"] = lr
         return lr
 
-    def _update(self) -> float:
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.optim.max_grad_norm)
+    def _step_optimizer(self, sums: _Sums) -> None:
+        norm = torch.nn.utils.clip_grad_norm_(trainable_parameters(self.model), self.optim.max_grad_norm)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        sums.grad_norms.append(float(norm))
         if norm.isfinite():
-            self.optimizer.step()
+            with self._state.on_device() if self._state else contextlib.nullcontext():
+                self.optimizer.step()
+        else:
+            sums.num_skipped += 1
         self.optimizer.zero_grad(set_to_none=True)
-        return float(norm)
 
-    def _stats(self, sums: _Sums, grad_norm: float, lr: float) -> StepStats:
-        loss, ent, clipped, *gap_sums = self._reduce(
-            [sums.loss, sums.entropy, sums.clipped, *sums.gaps.sums], dist.ReduceOp.SUM
-        )
-        gaps = sums.gaps.stats(gap_sums, self._reduce([sums.gaps.largest], dist.ReduceOp.MAX)[0])
-        count = max(1, gaps.num_tokens)
+    def _stats(self, sums: _Sums, lr: float, num_updates: int) -> StepStats:
+        names = list(sums.objective)  # the same on all ranks: they run as many micro-batches
+        mine = torch.stack([sums.loss, sums.entropy, *sums.objective.values()]).tolist()
+        figures = [*mine[:2], float(sums.tokens_seen), *mine[2:], *sums.gaps.sums]
+        loss, ent, seen, *rest = self._reduce(figures, dist.ReduceOp.SUM)
+        gaps = sums.gaps.stats(rest[len(names) :], self._reduce([sums.gaps.largest], dist.ReduceOp.MAX)[0])
         return StepStats(
-            loss=loss,
-            grad_norm=grad_norm,
+            loss=loss / max(1, num_updates),
+            grad_norm=float(np.mean(sums.grad_norms)) if sums.grad_norms else 0.0,
             lr=lr,
             num_tokens=gaps.num_tokens,
+            num_updates=len(sums.grad_norms) - sums.num_skipped,
+            num_skipped=sums.num_skipped,
             rollout_train_kl=gaps.kl,
             kl_by_turn=gaps.kl_by_turn,
             logprob_gap_mean=gaps.mean,
             logprob_gap_p99=gaps.p99,
             logprob_gap_max=gaps.max,
-            entropy=ent / count,
-            clip_frac=clipped / count,
+            entropy=ent / max(1, gaps.num_tokens),
+            objective={name: value / max(1.0, seen) for name, value in zip(names, rest, strict=False)},
         )
 
     def _reduce(self, values: list[float], op: dist.ReduceOp.RedOpType) -> list[float]:
@@ -174,26 +315,64 @@ class Learner:
     def score(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> NDArray[np.float32]:
         """Return the log-prob of each id of a stream but the first, at temperature 1; every rank must call it."""
         with self.lock:
-            scores = stream_logprobs(self.model, ids, images, self.device)
-            self.model.reshard()  # type: ignore[operator]
+            scores = stream_logprobs(self.model, ids, images, self.device, self.dtype)
+            reshard(self.model)
             return scores
 
     def save(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-        """Write a checkpoint folder's configuration and weights; `dtype` is that of the file."""
-        self.model.save(folder, dtype, self.weights())
+        """Write a checkpoint folder's configuration and weights, in `dtype`; every rank must call it."""
+        weights = self.weights()
+        if dist.get_rank() == 0:
+            self.model.save(folder, dtype, weights)
+        dist.barrier()
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the full weights by parameter name, gathered from all ranks."""
+        """Return the full weights by name, adapters merged, gathered from all ranks; every rank must call it."""
         with self.lock:
-            # A forward without a backward leaves the root's parameters gathered, in the precision of the forward.
-            self.model.reshard()  # type: ignore[operator]
-            return {
-                name: parameter.full_tensor().detach() if isinstance(parameter, DTensor) else parameter.detach()
-                for name, parameter in self.model.named_parameters()
-            }
+            reshard(self.model)
+            return dict(merged_weights(self.model, _whole))
 
 
-def ensure_process_group() -> None:
-    """Join the default process group, or make one of this process alone with gloo."""
+def build_learner(config: RunConfig, path: Path | str, sampling: SamplingParams, device: torch.device) -> Learner:
+    """Return the learner of a run; every rank calls it.
+
+    Raises:
+        UserError: the checkpoint does not fit, or the network has nothing of what is to be trained.
+    """
+    dtype: torch.dtype = getattr(torch, config.model.dtype)
+    # What is only read need not be kept more exactly than it is computed in; adapters are float32 themselves.
+    kept = dtype if config.learner.lora_rank else torch.float32
+    return Learner(
+        empty_model(path, kept),
+        sampling,
+        config.steps,
+        config.optim,
+        config.algorithm,
+        config.learner,
+        device,
+        dtype,
+        path,
+        config.seed,
+    )
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    return parameter.full_tensor().detach() if isinstance(parameter, DTensor) else parameter.detach()
+
+
+def _by_sample(batch: MicroBatch, values_N: Tensor) -> dict[TrainingSample, Tensor]:
+    parts = values_N.split([int(sample.mask_T.sum()) for sample in batch.samples])
+    return dict(zip(batch.samples, parts, strict=True))
+
+
+def _of(batch: MicroBatch, values: SampleLogprobs, device: torch.device) -> Tensor:
+    """Return the values of a micro-batch's tokens; a filler has none."""
+    nothing = torch.zeros(0, device=device)
+    return torch.cat([values.get(sample, nothing) for sample in batch.samples])
+
+
+def ensure_process_group(device: torch.device) -> None:
+    """Join the default process group, or make one of this process alone."""
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from agents.model import PolicyModel, VisionBatch
+from agents.model import PolicyModel
+from agents.packed import VisionBatch
 from agents.positions import mrope_positions
 from agents.renderer import Renderer
 from envs.cli import exit_code
@@ -164,7 +165,7 @@ def sft_loss(model: PolicyModel, batch: SftBatch) -> Tensor:
     vision = VisionBatch(
         pixels_PD=patchify(batch.images_DHW),
         grids=(grid,) * count,
-        feature_index_N=torch.arange(tokens, device=batch.ids_BT.device),
+        feature_index_M=torch.arange(tokens, device=batch.ids_BT.device),
     )
     same_BTT = batch.document_BT[:, :, None] == batch.document_BT[:, None, :]
     target_BT = batch.loss_mask_BT.roll(-1, dims=1)  # demonstrations begin with a prompt, so no target wraps around

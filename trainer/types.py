@@ -1,17 +1,18 @@
 """Frozen types on the way from trajectories to an optimizer step.
 
-Legend: T tokens of a stream, B rows of a micro-batch, N model tokens of a micro-batch in row order.
+Legend: T tokens of a stream, N model tokens of a micro-batch in row order.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agents.model import VisionBatch
+from agents.packed import PackedStreams
 from agents.types import ProcessedImage
 
 
@@ -19,8 +20,8 @@ from agents.types import ProcessedImage
 class TrainingSample:
     """One trajectory with its advantage, and the weight of each of its model tokens in the step's loss.
 
-    `weight` already holds the step's global denominator: summed over all samples of all ranks, weight times model
-    tokens is 1 (token-mean). So however samples are split into micro-batches or ranks, their gradients simply add up.
+    `weight` already holds the update's global denominator (`trainer.aggregation`). So however samples are split into
+    micro-batches or ranks, their gradients simply add up.
     The first `prefix_length` tokens, with `num_prefix_images` of the images, are the prompt, which others may share.
     `turns_T` is the number of the model turn that a token is of, from 1; 0 where the model did not write.
     """
@@ -39,7 +40,7 @@ class TrainingSample:
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """Samples with one prompt as one row of a micro-batch: the prompt once, then what each sample adds to it.
+    """Samples with one prompt, packed: the prompt once, then what each sample adds to it.
 
     Example: three samples of 10, 12 and 15 tokens with a prompt of 8 are a row of 8 + 2 + 4 + 7 = 21 tokens.
     """
@@ -63,25 +64,21 @@ class Row:
         return self.samples[0].images[:count] + tuple(image for s in self.samples for image in s.images[count:])
 
     @property
-    def teaches(self) -> bool:
-        """Whether any sample has an advantage; if none has, the row's gradient is exactly 0."""
+    def has_advantage(self) -> bool:
+        """Whether any sample has an advantage; if none has, the gradient of the row's policy loss is exactly 0."""
         return any(s.advantage != 0 for s in self.samples)
 
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Rows padded on the right, with what the loss needs of every model token.
+    """Rows packed after each other, with what the loss needs of every model token.
 
-    `select` are the row and column of the logits that predict each token; the last token of a shared prompt predicts
-    the first token of every sample. `attention_mask_B1TT` is None where each row holds one sample: causal attention.
+    `samples` are the samples whose model tokens follow each other in all tensors; `sample_N` numbers them.
     """
 
-    ids_BT: Tensor
-    positions_3BT: Tensor
-    attention_mask_B1TT: Tensor | None
-    select: tuple[Tensor, Tensor]
-    vision: VisionBatch | None
-    targets_N: Tensor
+    samples: tuple[TrainingSample, ...]
+    packed: PackedStreams
+    sample_N: Tensor
     turns_N: Tensor
     rollout_logprobs_N: Tensor
     advantages_N: Tensor
@@ -90,27 +87,32 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class StepStats:
-    """What one optimizer step saw, over all model tokens of the step on all ranks.
+    """What one training step saw, over all model tokens of the step on all ranks.
 
     `rollout_train_kl` is the k3 estimate, mean(rho - 1 - log rho) with log rho = trainer - rollout log-prob, taken with
     the weights that the step starts from; `kl_by_turn[k - 1]` is that over the tokens of turn k alone.
-    `logprob_gap_*` are of |trainer - rollout|. `entropy` is in nats per token.
+    `logprob_gap_*` are of |trainer - rollout|. `entropy` is in nats per token. `loss`, `grad_norm` and `objective`,
+    which holds the objective's own figures by name, are means over the step's updates; `num_skipped` counts updates
+    that were left out because their gradient was not finite.
     """
 
     loss: float
     grad_norm: float
     lr: float
     num_tokens: int
+    num_updates: int
+    num_skipped: int
     rollout_train_kl: float
     kl_by_turn: tuple[float, ...]
     logprob_gap_mean: float
     logprob_gap_p99: float
     logprob_gap_max: float
     entropy: float
-    clip_frac: float
+    objective: Mapping[str, float]
 
     def row(self) -> dict[str, float]:
         """Return the numbers by name, those of turn k as `rollout_train_kl/turn_k`."""
         numbers = asdict(self)
         by_turn = enumerate(numbers.pop("kl_by_turn"), 1)
-        return numbers | {f"rollout_train_kl/turn_{number}": kl for number, kl in by_turn}
+        objective = numbers.pop("objective")
+        return numbers | objective | {f"rollout_train_kl/turn_{number}": kl for number, kl in by_turn}

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agents.attention import Segments
 from agents.model import PolicyModel
 from agents.positions import mrope_positions
-from agents.types import EndReason, ProcessedImage, TrajectoryGroup
+from agents.types import EndReason, ProcessedImage, SamplingLaw, TrajectoryGroup
 from tests.builders import group, trajectory
-from trainer.batching import collate, filler_row, pack_rows, split_into_microbatches, training_samples
+from tests.trainer import steps
+from trainer.batching import balanced_bins, collate, filler_row, pack_rows, split_evenly
+from trainer.config import AlgorithmConfig
 from trainer.types import Row, TrainingSample
 
 IMAGE, MERGE = 9, 2
 
 
-def samples_of(*groups: TrajectoryGroup) -> list[TrainingSample]:
-    return training_samples(groups, IMAGE, MERGE, scale_by_std=True)
+def samples_of(*groups: TrajectoryGroup, algorithm: AlgorithmConfig = AlgorithmConfig()) -> list[TrainingSample]:
+    return steps.samples_of(groups, IMAGE, MERGE, algorithm)
 
 
 def image(digest: str, height: int = 2, width: int = 4) -> ProcessedImage:
@@ -56,14 +58,24 @@ def test_the_weights_of_all_model_tokens_sum_to_one(groups: list[TrajectoryGroup
 def test_microbatches_hold_every_sample_once_within_their_bound(groups: list[TrajectoryGroup], max_tokens: int) -> None:
     samples = samples_of(*groups)
     rows = pack_rows(samples, max_tokens)
-    bins = split_into_microbatches(rows, max_tokens)
+    bins = balanced_bins(rows, max_tokens)
     assert sorted(id(s) for chosen in bins for row in chosen for s in row.samples) == sorted(id(s) for s in samples)
     for chosen in bins:
-        assert len(chosen) == 1 or len(chosen) * max(row.num_tokens for row in chosen) <= max_tokens
+        assert len(chosen) == 1 or sum(row.num_tokens for row in chosen) <= max_tokens
         assert all(len(row.samples) == 1 or row.num_tokens <= max_tokens for row in chosen)
-    assert [[id(row) for row in chosen] for chosen in split_into_microbatches(rows, max_tokens)] == [
+    assert [[id(row) for row in chosen] for chosen in balanced_bins(rows, max_tokens)] == [
         [id(row) for row in chosen] for chosen in bins
     ]
+
+
+def seen_by(segments: Segments) -> list[list[int]]:
+    """Return the packed places that each query sees, by the bounds that varlen attention reads."""
+    q_bounds, k_bounds = segments.q_bounds_S.tolist(), segments.k_bounds_S.tolist()
+    keys = range(k_bounds[-1]) if segments.keys_K is None else segments.keys_K.tolist()
+    seen = []
+    for start, end, first, last in zip(q_bounds, q_bounds[1:], k_bounds, k_bounds[1:], strict=False):
+        seen += [list(keys[first : last - (end - 1 - query)]) for query in range(start, end)]
+    return seen
 
 
 @settings(max_examples=50)
@@ -73,19 +85,15 @@ def test_every_sample_can_be_read_back_from_its_row(groups: list[TrajectoryGroup
     rows = pack_rows(samples_of(*groups), max_tokens)
     if not rows:
         return
-    batch = collate(rows, "cpu")
-    width = batch.ids_BT.shape[1]
-    causal = torch.ones(len(rows), 1, width, width, dtype=torch.bool).tril()
-    mask = causal if batch.attention_mask_B1TT is None else batch.attention_mask_B1TT
-    places = iter(zip(*(index.tolist() for index in batch.select), batch.targets_N.tolist(), strict=True))
-    for index, row in enumerate(rows):
-        for sample in row.samples:
-            for at in np.flatnonzero(sample.mask_T):
-                line, column, target = next(places)
-                seen = mask[line, 0, column]
-                assert line == index and target == sample.ids_T[at]
-                assert batch.ids_BT[line][seen].tolist() == sample.ids_T[:at].tolist()
-                assert batch.positions_3BT[:, line][:, seen].tolist() == sample.positions_3T[:, :at].tolist()
+    batch = collate(rows, IMAGE, "cpu")
+    packed, seen = batch.packed, seen_by(batch.packed.segments)
+    places = iter(zip(packed.before_N.tolist(), packed.targets_N.tolist(), batch.sample_N.tolist(), strict=True))
+    for number, sample in enumerate(batch.samples):
+        for at in np.flatnonzero(sample.mask_T):
+            before, target, owner = next(places)
+            assert (target, owner) == (sample.ids_T[at], number)
+            assert packed.ids_T[seen[before]].tolist() == sample.ids_T[:at].tolist()
+            assert packed.positions_3T[:, seen[before]].tolist() == sample.positions_3T[:, :at].tolist()
     assert next(places, None) is None
 
 
@@ -94,29 +102,33 @@ def test_a_batch_is_laid_out_as_by_hand() -> None:
     long = trajectory(
         [4, IMAGE, IMAGE, 5, 6, 7], [0, 0, 0, 1, 0, 1], [0, 0, 0, -0.3, 0, -0.4], [image("a")], reward=0.0
     )
-    batch = collate(pack_rows(samples_of(group(short, long)), 100), "cpu")
-    assert batch.ids_BT.tolist() == [[1, 2, 3, 0, 0, 0], [4, IMAGE, IMAGE, 5, 6, 7]]
-    assert [index.tolist() for index in batch.select] == [[0, 0, 1, 1], [0, 1, 2, 4]]
-    assert batch.attention_mask_B1TT is None
-    assert batch.targets_N.tolist() == [2, 3, 5, 7]
+    batch = collate(pack_rows(samples_of(group(short, long)), 100), IMAGE, "cpu")
+    packed = batch.packed
+    assert packed.ids_T.tolist() == [1, 2, 3, 4, IMAGE, IMAGE, 5, 6, 7]
+    assert packed.segments.q_bounds_S.tolist() == packed.segments.k_bounds_S.tolist() == [0, 3, 9]
+    assert packed.segments.keys_K is None
+    assert packed.before_N.tolist() == [0, 1, 5, 7]
+    assert packed.targets_N.tolist() == [2, 3, 5, 7]
+    assert packed.placeholders_M.tolist() == [4, 5]
+    assert batch.sample_N.tolist() == [0, 0, 1, 1]
     assert batch.rollout_logprobs_N.tolist() == pytest.approx([-0.1, -0.2, -0.3, -0.4])
     half = 0.5 / (0.5**0.5 + 1e-6)  # rewards 1 and 0: deviation sqrt(1/2)
     assert batch.advantages_N.tolist() == pytest.approx([half, half, -half, -half])
     assert batch.weights_N.tolist() == [0.25] * 4
-    assert batch.positions_3BT[:, 0].tolist() == [[0, 1, 2, 0, 0, 0]] * 3
-    assert batch.positions_3BT[:, 1].tolist() == mrope_positions(long.ids_T, [(1, 2, 4)], IMAGE, MERGE).tolist()
-    assert batch.vision is not None
-    assert batch.vision.feature_index_N.tolist() == [0, 1]
+    assert packed.positions_3T[:, :3].tolist() == [[0, 1, 2]] * 3
+    assert packed.positions_3T[:, 3:].tolist() == mrope_positions(long.ids_T, [(1, 2, 4)], IMAGE, MERGE).tolist()
+    assert packed.vision is not None
+    assert packed.vision.feature_index_M.tolist() == [0, 1]
 
 
 def test_samples_of_one_group_share_the_patches_of_their_image() -> None:
     shown = image("a")
     streams = [trajectory([1, IMAGE, IMAGE, 2], [0, 0, 0, 1], images=[shown], reward=r) for r in (0.0, 1.0)]
     alone = [Row((sample,)) for sample in samples_of(group(*streams))]
-    batch = collate(alone, "cpu")
+    batch = collate(alone, IMAGE, "cpu").packed
     assert batch.vision is not None
     assert batch.vision.pixels_PD.shape == (8, 3)
-    assert batch.vision.feature_index_N.tolist() == [0, 1, 0, 1]
+    assert batch.vision.feature_index_M.tolist() == [0, 1, 0, 1]
 
 
 def test_samples_of_one_group_become_one_row_with_the_prompt_once() -> None:
@@ -128,19 +140,21 @@ def test_samples_of_one_group_become_one_row_with_the_prompt_once() -> None:
     assert [len(row.samples) for row in rows] == [2, 1]  # the same ids before another picture are another prompt
     assert [row.num_tokens for row in rows] == [3 + 2 + 3, 4]
     assert [picture.digest for picture in rows[0].images] == ["a", "b"]
-    batch = collate(rows[:1], "cpu")
-    assert batch.ids_BT.tolist() == [[1, IMAGE, IMAGE, 2, 3, 4, IMAGE, 5]]
-    assert [index.tolist() for index in batch.select] == [[0, 0, 0, 0], [2, 3, 2, 6]]
+    batch = collate(rows[:1], IMAGE, "cpu").packed
+    assert batch.ids_T.tolist() == [1, IMAGE, IMAGE, 2, 3, 4, IMAGE, 5]
+    assert batch.segments.q_bounds_S.tolist() == [0, 3, 5, 8]
+    assert batch.segments.k_bounds_S.tolist() == [0, 3, 8, 14]
+    assert batch.segments.keys_K is not None
+    assert batch.segments.keys_K.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 7]
+    assert batch.before_N.tolist() == [2, 3, 2, 6]
     assert batch.targets_N.tolist() == [2, 3, 4, 5]
-    assert batch.attention_mask_B1TT is not None
-    assert batch.attention_mask_B1TT[0, 0, 7].int().tolist() == [1, 1, 1, 0, 0, 1, 1, 1]
     assert batch.vision is not None
-    assert batch.vision.feature_index_N.tolist() == [0, 1, 2]
+    assert batch.vision.feature_index_M.tolist() == [0, 1, 2]
 
 
-def test_a_row_teaches_when_any_of_its_samples_has_an_advantage() -> None:
-    assert not any(row.teaches for row in pack_rows(samples_of(group(trajectory(), trajectory())), 100))
-    assert all(row.teaches for row in pack_rows(samples_of(group(trajectory(), trajectory(reward=0.0))), 100))
+def test_a_row_has_an_advantage_when_any_of_its_samples_has() -> None:
+    assert not any(row.has_advantage for row in pack_rows(samples_of(group(trajectory(), trajectory())), 100))
+    assert all(row.has_advantage for row in pack_rows(samples_of(group(trajectory(), trajectory(reward=0.0))), 100))
 
 
 def test_a_group_with_equal_rewards_stays_with_no_advantage() -> None:
@@ -156,19 +170,41 @@ def test_a_group_with_one_valid_episode_is_left_out() -> None:
 
 def test_a_stream_without_model_tokens_counts_in_its_groups_statistics_alone() -> None:
     empty = trajectory([1, 2], [0, 0], reward=0.0, end_reason=EndReason.CONTEXT_FULL)
-    samples = training_samples([group(trajectory(reward=1.0), empty)], IMAGE, MERGE, scale_by_std=False)
+    algorithm = AlgorithmConfig(scale_by_std=False)
+    samples = samples_of(group(trajectory(reward=1.0), empty), algorithm=algorithm)
     assert [(s.advantage, s.weight) for s in samples] == [(0.5, 0.5)]
     assert samples_of(group(empty, empty)) == []
 
 
 @pytest.mark.parametrize("with_image", [True, False])
 def test_a_filler_has_no_token_to_train_on(model: PolicyModel, with_image: bool) -> None:
-    batch = collate([filler_row(model, with_image)], "cpu")
-    assert (batch.vision is not None) is with_image
-    assert len(batch.targets_N) == 0
-    logits = model(batch.ids_BT, batch.positions_3BT, None, batch.select, batch.vision)
-    assert logits.shape == (0, model.config.text_config.vocab_size)
-    logits.sum().backward()
+    batch = collate([filler_row(model, with_image)], model.image_token_id, "cpu")
+    assert (batch.packed.vision is not None) is with_image
+    logprobs, entropy = model.token_scores(batch.packed, SamplingLaw())
+    assert logprobs.shape == entropy.shape == (0,)
+    logprobs.sum().backward()
     with_gradient = {name for name, p in model.named_parameters() if p.grad is not None}
     assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
     assert any(".visual.blocks." in name for name in with_gradient) is with_image
+
+
+def test_truncated_episodes_leave_the_loss_but_not_the_statistics() -> None:
+    whole, cut = trajectory(reward=1.0), trajectory(reward=0.0, end_reason=EndReason.TOKEN_BUDGET)
+    algorithm = AlgorithmConfig(mask_truncated=True, scale_by_std=False)
+    assert [(s.advantage, s.weight) for s in samples_of(group(whole, cut), algorithm=algorithm)] == [(0.5, 0.5)]
+    kept = AlgorithmConfig(scale_by_std=False)
+    assert [s.advantage for s in samples_of(group(whole, cut), algorithm=kept)] == [0.5, -0.5]
+
+
+def test_every_sample_of_an_update_weighs_the_same_in_seq_mean() -> None:
+    short, long = trajectory([1, 2], [0, 1], reward=1.0), trajectory([1, 2, 3, 4], [0, 1, 1, 1], reward=0.0)
+    algorithm = AlgorithmConfig(aggregation="seq-mean-token-mean")
+    assert [s.weight for s in samples_of(group(short, long), algorithm=algorithm)] == pytest.approx([1 / 2, 1 / 6])
+
+
+@given(st.lists(st.integers()), st.integers(1, 9))
+def test_minibatches_are_even_and_lose_nothing(items: list[int], parts: int) -> None:
+    split = split_evenly(items, parts)
+    assert [item for part in split for item in part] == items
+    assert len(split) == max(1, min(parts, len(items)))
+    assert max(map(len, split)) - min(map(len, split)) <= 1

@@ -23,13 +23,14 @@ from agents.types import EndReason, GenerateRequest, SamplingParams, Trajectory
 from envs.env import Env
 from envs.types import Message, Sample
 from tests.builders import full_logprobs, group, picture, play, question, request, sampling, trajectory
-from tests.trainer.steps import Stepped, rank_main, take_step
-from trainer.batching import training_samples
-from trainer.config import OptimConfig
+from tests.trainer.steps import Stepped, rank_main, samples_of, take_step
+from trainer.config import AlgorithmConfig, OptimConfig
 from trainer.learner import Learner
 from trainer.types import TrainingSample
 
-OPTIM = OptimConfig(lr=1e-3, warmup_steps=0, weight_decay=0.1, max_tokens_per_microbatch=100_000)
+OPTIM = OptimConfig(lr=1e-3, warmup_steps=0, weight_decay=0.1)
+#: A low cap, so that some of the weights below are clamped.
+TIS = AlgorithmConfig(correction_cap=1.3)
 PROMPTS = (
     question("Find x."),
     question("Find the area.", picture(64, 64, seed=1)),
@@ -65,7 +66,7 @@ def on_policy(checkpoint: Path, renderer: Renderer) -> list[TrainingSample]:
         for index, (asked, done) in enumerate(zip(requests, completions, strict=True))
     ]
     groups = [group(*streams[start : start + 3]) for start in range(0, len(streams), 3)]
-    return training_samples(groups, model.image_token_id, model.merge_size, scale_by_std=True)
+    return samples_of(groups, model.image_token_id, model.merge_size)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +86,7 @@ def params(renderer: Renderer) -> SamplingParams:
 
 @pytest.fixture(scope="module")
 def one_batch(checkpoint: Path, samples: list[TrainingSample], params: SamplingParams) -> Stepped:
-    return take_step(checkpoint, samples, params, OPTIM)
+    return take_step(checkpoint, samples, params, OPTIM, algorithm=TIS)
 
 
 def relative(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
@@ -105,9 +106,9 @@ def assert_same_step(got: Stepped, expected: Stepped) -> None:
         "logprob_gap_mean",
         "logprob_gap_max",
         "entropy",
-        "clip_frac",
     ):
         assert getattr(got.stats, field) == pytest.approx(getattr(expected.stats, field), rel=1e-4, abs=1e-7), field
+    assert got.stats.objective == pytest.approx(dict(expected.stats.objective), rel=1e-4, abs=1e-7)
     assert got.stats.num_tokens == expected.stats.num_tokens
     assert got.stats.kl_by_turn == pytest.approx(expected.stats.kl_by_turn, rel=1e-4, abs=1e-7)
     assert got.stats.logprob_gap_p99 == pytest.approx(expected.stats.logprob_gap_p99, rel=0.03)  # a bin more or less
@@ -117,15 +118,13 @@ def assert_same_step(got: Stepped, expected: Stepped) -> None:
 def test_a_step_is_the_same_however_samples_are_cut_into_microbatches(
     checkpoint: Path, samples: list[TrainingSample], params: SamplingParams, one_batch: Stepped, max_tokens: int
 ) -> None:
-    optim = OPTIM.model_copy(update={"max_tokens_per_microbatch": max_tokens})
-    assert_same_step(take_step(checkpoint, samples, params, optim), one_batch)
+    assert_same_step(take_step(checkpoint, samples, params, OPTIM, max_tokens, TIS), one_batch)
 
 
 def test_a_step_is_the_same_in_any_order_of_samples(
     checkpoint: Path, samples: list[TrainingSample], params: SamplingParams, one_batch: Stepped
 ) -> None:
-    optim = OPTIM.model_copy(update={"max_tokens_per_microbatch": 150})
-    assert_same_step(take_step(checkpoint, samples[::-1], params, optim), one_batch)
+    assert_same_step(take_step(checkpoint, samples[::-1], params, OPTIM, max_tokens=150, algorithm=TIS), one_batch)
 
 
 def test_a_step_equals_the_formula_written_out_stream_by_stream(
@@ -138,15 +137,17 @@ def test_a_step_equals_the_formula_written_out_stream_by_stream(
     for s in samples:
         table = full_logprobs(model, s.ids_T.tolist(), s.images, params)
         for place in np.flatnonzero(s.mask_T):
-            ratio = (table[place - 1, s.ids_T[place]] - float(s.logprobs_T[place])).exp()
-            free, bounded = -ratio * s.advantage, -ratio.clamp(0.8, 1.28) * s.advantage
-            clipped += int(bounded > free)
-            loss = loss + torch.maximum(free, bounded) / total
+            logprob = table[place - 1, s.ids_T[place]]
+            correction = (logprob.detach() - float(s.logprobs_T[place])).exp()
+            clipped += int(correction > 1.3)
+            # The first update's ratio is 1, and has the log-prob's gradient.
+            loss = loss - correction.clamp(max=1.3) * (logprob - logprob.detach()).exp() * s.advantage / total
     loss.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     assert 0.05 < clipped / total < 0.95
     assert one_batch.stats.loss == pytest.approx(loss.item(), rel=1e-5)
-    assert one_batch.stats.clip_frac == clipped / total
+    assert one_batch.stats.objective["correction_clipped_frac"] == clipped / total
+    assert one_batch.stats.objective["clip_frac"] == 0.0
     assert relative(one_batch.gradients, gradients) < 1e-5
     norm = sum(float(g.double().square().sum()) for g in gradients.values()) ** 0.5
     assert one_batch.stats.grad_norm == pytest.approx(norm, rel=1e-5)
@@ -175,8 +176,8 @@ def two_ranks(
         "text alone": (text[:2], text[2:]),
         "text alone on one": (text, []),
     }
-    optim = OPTIM.model_copy(update={"max_tokens_per_microbatch": 150})
-    shares = {name: {"samples": split, "params": params, "optim": optim} for name, split in splits.items()}
+    step = {"params": params, "optim": OPTIM, "max_tokens": 150, "algorithm": TIS}
+    shares = {name: {"samples": split, "step": step} for name, split in splits.items()}
     spawn(rank_main, (str(out / "store"), checkpoint, shares, out), nprocs=2)
     return {name: torch.load(out / f"{name}.pt", weights_only=False) for name in splits}
 
@@ -194,7 +195,7 @@ def test_two_ranks_without_pictures_take_the_same_step_as_one(
     two_ranks: dict[str, Stepped],
     split: str,
 ) -> None:
-    assert_same_step(two_ranks[split], take_step(checkpoint, samples[:3], params, OPTIM))
+    assert_same_step(two_ranks[split], take_step(checkpoint, samples[:3], params, OPTIM, algorithm=TIS))
 
 
 def test_on_policy_streams_have_no_gap_to_the_trainer(
@@ -204,7 +205,7 @@ def test_on_policy_streams_have_no_gap_to_the_trainer(
     assert stats.num_tokens == sum(int(s.mask_T.sum()) for s in on_policy)
     assert stats.rollout_train_kl < 1e-8
     assert stats.logprob_gap_max < 1e-4
-    assert stats.clip_frac == 0.0
+    assert stats.objective["correction_mean"] == pytest.approx(1.0, abs=1e-5)
 
 
 class Gallery(Env):
@@ -243,9 +244,7 @@ def test_pictures_and_several_messages_in_later_turns_leave_no_gap_to_the_traine
     assert all(t.end_reason is EndReason.MAX_TURNS and len(t.turns) == 3 for t in played)
     assert {len(t.images) for t in played} == {2, 3}  # two later pictures, and the prompt's where it has one
     images = renderer.images
-    stats = take_step(
-        checkpoint, training_samples(groups, renderer.image_token_id, images.merge_size, True), params, OPTIM
-    ).stats
+    stats = take_step(checkpoint, samples_of(groups, renderer.image_token_id, images.merge_size), params, OPTIM).stats
     assert stats.num_tokens == sum(t.num_model_tokens for t in played)
     assert stats.rollout_train_kl < 1e-8 and stats.logprob_gap_max < 1e-4
     assert len(stats.kl_by_turn) == 3 and max(stats.kl_by_turn) < 1e-8
@@ -259,8 +258,8 @@ def test_the_gap_is_reported_turn_by_turn(checkpoint: Path, params: SamplingPara
     off_T = np.array([0, 0, 0, 0, 0, 0, 0.1, 0, 0.3, 0.3])
     logprobs_T = np.where(np.array(mask, dtype=bool), true_T + off_T, 0)
     streams = [trajectory(ids, mask, logprobs_T.tolist(), reward=reward) for reward in (0.0, 1.0)]
-    samples = training_samples([group(*streams)], image_token_id=99_999, merge_size=2, scale_by_std=True)
-    stats = take_step(checkpoint, samples, params, OPTIM).stats
+    samples = samples_of([group(*streams)])
+    stats = take_step(checkpoint, samples, params, OPTIM, algorithm=TIS).stats
     second, third = (np.exp(-gap) - 1 + gap for gap in (0.1, 0.3))
     assert stats.kl_by_turn == pytest.approx((0, second, third), rel=1e-3, abs=1e-9)
     assert stats.rollout_train_kl == pytest.approx((second + 2 * third) / 6, rel=1e-3)
@@ -278,7 +277,7 @@ def test_the_gap_grows_when_the_trainer_has_other_weights(
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1 + noise * torch.randn_like(parameter))
-        gaps.append(Learner(model, OPTIM, params, num_steps=1).step(on_policy).rollout_train_kl)
+        gaps.append(Learner(model, params, 1, OPTIM).step([on_policy]).rollout_train_kl)
     assert 1e-5 < gaps[0] < gaps[1]
 
 
@@ -292,27 +291,27 @@ def test_a_wrong_temperature_in_the_trainer_shows_in_the_gap(
 def test_a_gradient_that_is_not_finite_changes_no_weight(
     model: PolicyModel, samples: list[TrainingSample], params: SamplingParams
 ) -> None:
-    learner = Learner(model, OPTIM, params, num_steps=2)
+    learner = Learner(model, params, 2, OPTIM)
     before = {name: w.clone() for name, w in learner.weights().items()}
     broken = [replace(samples[0], advantage=float("inf")), *samples[1:]]
-    assert not np.isfinite(learner.step(broken).grad_norm)
+    assert not np.isfinite(learner.step([broken]).grad_norm)
     assert all(torch.equal(weight, before[name]) for name, weight in learner.weights().items())
     # The optimizer's state is untouched as well: the next step is an ordinary one.
-    assert np.isfinite(learner.step(samples).grad_norm)
+    assert np.isfinite(learner.step([samples]).grad_norm)
     assert all(weight.isfinite().all() for weight in learner.weights().values())
 
 
 def test_a_step_without_samples_changes_no_weight(model: PolicyModel, params: SamplingParams) -> None:
-    learner = Learner(model, OPTIM, params, num_steps=1)
+    learner = Learner(model, params, 1, OPTIM)
     before = {name: w.clone() for name, w in learner.weights().items()}
-    stats = learner.step([])
+    stats = learner.step([[]])
     assert (stats.num_tokens, stats.loss, stats.grad_norm) == (0, 0.0, 0.0)
     assert all(torch.equal(weight, before[name]) for name, weight in learner.weights().items())
 
 
 def test_the_learning_rate_warms_up_and_then_follows_its_schedule(model: PolicyModel, params: SamplingParams) -> None:
     optim = OPTIM.model_copy(update={"lr": 1.0, "warmup_steps": 2, "schedule": "cosine"})
-    learner = Learner(model, optim, params, num_steps=4)
-    rates = [learner.step([]).lr for _ in range(4)]
+    learner = Learner(model, params, 4, optim)
+    rates = [learner.step([[]]).lr for _ in range(4)]
     cosine = [1.0, 0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5]  # (1 + cos(k pi / 4)) / 2
     assert rates == pytest.approx([0.5 * cosine[0], *cosine[1:]])
