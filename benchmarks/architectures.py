@@ -39,8 +39,8 @@ from benchmarks.report import RESULTS, ROOT, commit, markdown, write_result
 from benchmarks.tiny_models import MODEL_TYPES, write_tiny_model
 from envs.env import Env
 from envs.types import Message, Sample, message_images
-from trainer.batching import training_samples
-from trainer.config import OptimConfig
+from trainer.batching import training_samples, trajectory_advantages
+from trainer.config import AlgorithmConfig
 from trainer.learner import Learner
 from trainer.starter import STARTER_PATH
 
@@ -214,8 +214,11 @@ def play(engine: Any, renderer: Renderer, sampling: SamplingParams, problems: Se
 def trainer_gap(played: Played, path: Path, dtype: torch.dtype, sampling: SamplingParams) -> Gap:
     """Return the gap that a trainer's step reports."""
     model = PolicyModel.load(path, dtype)
-    learner = Learner(model, OptimConfig(warmup_steps=0), sampling, num_steps=1)
-    stats = learner.step(training_samples(played, model.image_token_id, model.merge_size, scale_by_std=True))
+    learner = Learner(model, sampling, 1, dtype=dtype)
+    algorithm = AlgorithmConfig()
+    advantages = trajectory_advantages(played, algorithm)
+    samples = training_samples(played, advantages, model.image_token_id, model.merge_size, algorithm, 2000)
+    stats = learner.step([samples])
     return Gap(stats.logprob_gap_max, stats.logprob_gap_p99, stats.rollout_train_kl)
 
 
@@ -236,7 +239,7 @@ def transformers_gap(trajectories: Sequence[Trajectory], path: Path, model_type:
             0
         ]
         before = torch.from_numpy(np.flatnonzero(t.mask_T)) - 1
-        logprobs_NV = sampling_logprobs(logits_TV[before], sampling.logprob_temperature, sampling.suppressed_ids)
+        logprobs_NV = sampling_logprobs(logits_TV[before], sampling.law)
         chosen_N = logprobs_NV.gather(-1, ids_1T[0, before + 1][:, None])[:, 0].numpy()
         gaps.append(chosen_N - t.logprobs_T[t.mask_T])
     gap_N = np.concatenate(gaps)

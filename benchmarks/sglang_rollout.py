@@ -21,6 +21,7 @@ import traceback
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +38,16 @@ from agents.model import PolicyModel
 from agents.positions import num_images_within
 from agents.renderer import Renderer
 from agents.rollout import rollout_groups
-from agents.types import EndReason, Trajectory, TrajectoryGroup
+from agents.types import EndReason, SamplingLaw, Trajectory, TrajectoryGroup
 from benchmarks.lessons import lessons, teach
 from benchmarks.report import RESULTS, commit, markdown, write_result
 from envs.problems import with_system_prompt
 from envs.registry import get_spec
 from envs.runner import EnvLimits
-from trainer.batching import training_samples
-from trainer.config import OptimConfig
+from trainer.batching import training_samples, trajectory_advantages
+from trainer.carriers import FromDisk, OverIpc
+from trainer.config import AlgorithmConfig, LearnerConfig, OptimConfig
+from trainer.ipc import lend_weights
 from trainer.learner import Learner
 from trainer.setup import sampling_params
 from trainer.starter import STARTER_PATH
@@ -175,23 +178,22 @@ async def parity(bench: Bench) -> dict[str, Any]:
     engine, rows, columns = bench.engine(), [], ("env", "weights", "episodes", "turns", "late_pictures", "invalid")
     options = bench.options
     model = PolicyModel.load(bench.folder)
-    optim = OptimConfig(lr=options.lr, warmup_steps=0, max_tokens_per_microbatch=options.max_tokens)
+    optim = OptimConfig(lr=options.lr, warmup_steps=0)
+    packing = LearnerConfig(max_tokens_per_microbatch=options.max_tokens)
     sampling = sampling_params(bench.renderer, 1.0)
     try:
         started = time.perf_counter()
-        learner = Learner(model, optim, sampling, num_steps=100, device=options.device, dtype=torch.bfloat16)
+        learner = Learner(model, sampling, 100, optim, config=packing, device=options.device, dtype=torch.bfloat16)
         spec = get_spec("geo3k")
         prompt = with_system_prompt(spec.load_dataset("train", 1, 0), spec.load_system_prompt())[0].prompt
         probed = bench.renderer.prompt(prompt)
-        sync = WeightSync(
-            learner,
-            engine,
-            options.transports[0],
-            bench.folder / "sync",
-            probed.ids,
-            probed.images,
-            options.probe_tolerance,
-        )
+        folder = bench.folder / "sync"
+        carriers = {
+            "disk": FromDisk(learner, engine, folder),
+            "ipc": OverIpc(learner, engine, folder, partial(lend_weights, learner)),
+        }
+        first = carriers[options.transports[0]]
+        sync = WeightSync(learner, first, probed.ids, probed.images, model.image_token_id, options.probe_tolerance)
         probe = await sync.start()
         print(f"server up after {time.perf_counter() - started:.0f} s; {probe}", flush=True)
         for env in ENVS:
@@ -199,11 +201,14 @@ async def parity(bench: Bench) -> dict[str, Any]:
                 version = learner.steps_done
                 problems = options.episodes // GROUP_SIZE
                 groups, seconds = await bench.play(engine, env, problems, GROUP_SIZE, 1.0, seed=version)
-                samples = training_samples(groups, model.image_token_id, model.merge_size, True)
+                ways = AlgorithmConfig()
+                samples = training_samples(
+                    groups, trajectory_advantages(groups, ways), model.image_token_id, model.merge_size, ways, 1024
+                )
                 train_started = time.perf_counter()
-                stats = await asyncio.to_thread(learner.step, samples)
+                stats = await asyncio.to_thread(learner.step, [samples])
                 train_s = time.perf_counter() - train_started
-                sync.transport = transport
+                sync.carrier = carriers[transport]
                 await engine.pause()
                 push_s, probe = await sync.push(learner.steps_done)
                 probe = probe or await sync.probe()
@@ -286,10 +291,9 @@ def divergence(judge: PolicyModel, renderer: Renderer, one: Trajectory, other: T
     at = int(differs[0])
     before = one.ids_T[:at].tolist()
     images = one.images[: num_images_within(before, one.images, judge.image_token_id)]
-    device, suppressed = next(judge.parameters()).device, renderer.suppressed_ids
+    device, law = next(judge.parameters()).device, SamplingLaw(1.0, renderer.suppressed_ids)
     first, second = (
-        stream_logprobs(judge, [*before, int(t.ids_T[at])], images, device, suppressed_ids=suppressed)[-1]
-        for t in (one, other)
+        stream_logprobs(judge, [*before, int(t.ids_T[at])], images, device, law=law)[-1] for t in (one, other)
     )
     return float(abs(first - second))
 

@@ -1,0 +1,102 @@
+"""Floating-point operations of a forward pass, counted from a network's configuration: no network needed.
+
+In: a Qwen3-VL configuration and training samples. Out: multiplications and additions of its matrix products by part.
+Norms, activations and the softmax are not counted, as is usual (PaLM, arXiv 2204.02311, appendix B). A training step
+needs three times a forward; what recomputation adds is not needed and not counted.
+
+Legend: T tokens of a stream, P patches of an image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.types import TrainingSample
+
+#: A forward, and twice that for the gradients of inputs and of weights.
+TRAINING_FACTOR = 3
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Operations of a forward pass. `tokens` and `images` are how many the network is run over.
+
+    Example: with one layer of width 64, 4 heads of 16 and no MLP, a stream of 3 tokens has 6 pairs of tokens that see
+    each other, and 4 * 6 * 64 = 1,536 operations of `attention`.
+    """
+
+    tokens: int
+    images: int
+    body: int
+    attention: int
+    head: int
+    vision: int
+    vision_attention: int
+
+    @property
+    def total(self) -> int:
+        """All parts of one forward pass."""
+        return self.body + self.attention + self.head + self.vision + self.vision_attention
+
+
+def forward_flops(config: Any, samples: Sequence[TrainingSample], shared: bool) -> Flops:
+    """Count what the log-probs of the samples' model tokens need.
+
+    `shared`: samples with one prompt run through it once, and each different image is encoded once; otherwise every
+    stream stands alone with its own images. Attention counts the pairs that the causal mask leaves, exactly.
+    """
+    text = config.text_config
+    tokens = pairs = 0
+    grids: list[tuple[int, int, int]] = []
+    prompts: set[object] = set()
+    digests: set[str] = set()
+    for sample in samples:
+        length, prefix = len(sample.ids_T), sample.prefix_length
+        key = (sample.ids_T[:prefix].tobytes(), tuple(i.digest for i in sample.images[: sample.num_prefix_images]))
+        known = prefix if shared and key in prompts else 0
+        prompts.add(key)
+        tokens += length - known
+        pairs += triangle(length) - triangle(known)
+        for image in sample.images:
+            if not (shared and image.digest in digests):
+                grids.append(image.grid_thw)
+            digests.add(image.digest)
+    chosen = sum(int(sample.mask_T.sum()) for sample in samples)
+    vision, vision_attention = vision_flops(config.vision_config, grids)
+    return Flops(
+        tokens=tokens,
+        images=len(grids),
+        body=2 * tokens * decoder_weights(text),
+        attention=4 * pairs * text.num_attention_heads * text.head_dim * text.num_hidden_layers,
+        head=2 * chosen * text.hidden_size * text.vocab_size,
+        vision=vision,
+        vision_attention=vision_attention,
+    )
+
+
+def triangle(length: int) -> int:
+    """Return how many pairs of a stream's tokens see each other, every token itself too."""
+    return length * (length + 1) // 2
+
+
+def decoder_weights(text: Any) -> int:
+    """Return the entries of the decoder's matrices, embedding and output layer left out."""
+    queries, keys = text.num_attention_heads * text.head_dim, text.num_key_value_heads * text.head_dim
+    attention = text.hidden_size * (2 * queries + 2 * keys)
+    return text.num_hidden_layers * (attention + 3 * text.hidden_size * text.intermediate_size)
+
+
+def vision_flops(vision: Any, grids: Sequence[tuple[int, int, int]]) -> tuple[int, int]:
+    """Return the operations of the tower's matrices, mergers included, and of its attention inside each frame."""
+    patches = sum(time * height * width for time, height, width in grids)
+    pairs = sum(time * (height * width) ** 2 for time, height, width in grids)
+    width, merged = vision.hidden_size, vision.hidden_size * vision.spatial_merge_size**2
+    embed = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2 * width
+    block = 4 * width**2 + 2 * width * vision.intermediate_size
+    merger = merged**2 + merged * vision.out_hidden_size
+    mergers = 1 + len(vision.deepstack_visual_indexes)
+    per_patch = embed + vision.depth * block
+    linear = 2 * patches * per_patch + 2 * patches // vision.spatial_merge_size**2 * mergers * merger
+    return linear, 4 * pairs * width * vision.depth

@@ -1,0 +1,226 @@
+"""What the benchmark of a training step trains on: network shapes, and seeded samples like those of geo3k.
+
+In: names and a seed. Out: Transformers configurations and `TrainingSample` objects; ids and pixels are random.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from agents.architectures import architecture_of
+from agents.positions import mrope_positions
+from agents.types import ProcessedImage
+from trainer.types import TrainingSample
+
+MODELS = ("tiny", "starter", "2b", "4b", "8b", "32b")
+#: What the dense Qwen3-VL networks share; below, decoder, vision tower, and whether embedding and output layer are one.
+COMMON: dict[str, Any] = {
+    "vocab_size": 151_936,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 5_000_000.0,
+        "mrope_interleaved": True,
+        "mrope_section": [24, 20, 20],
+    },
+}
+SMALL_TOWER = {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "deepstack_visual_indexes": [5, 11, 17]}
+LARGE_TOWER = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "deepstack_visual_indexes": [8, 16, 24]}
+
+
+def _decoder(hidden: int, mlp: int, layers: int, heads: int) -> dict[str, Any]:
+    sizes = {"hidden_size": hidden, "intermediate_size": mlp}
+    return {**sizes, "num_hidden_layers": layers, "num_attention_heads": heads}
+
+
+QWEN3_VL: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
+    "2b": (_decoder(2048, 6144, 28, 16), {**SMALL_TOWER, "out_hidden_size": 2048}, True),
+    "4b": (_decoder(2560, 9728, 36, 32), {**SMALL_TOWER, "out_hidden_size": 2560}, True),
+    "8b": (_decoder(4096, 12288, 36, 32), {**LARGE_TOWER, "out_hidden_size": 4096}, False),
+    "32b": (_decoder(5120, 25600, 64, 64), {**LARGE_TOWER, "out_hidden_size": 5120}, False),
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The optimizer and the loss of every path: GRPO's clipped ratio, token-mean, AdamW."""
+
+    lr: float = 1e-6
+    beta1: float = 0.9
+    beta2: float = 0.95
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+
+
+RECIPE = Recipe()
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How many samples, and how long.
+
+    Responses are log-normal within `shortest` and `longest`, their mean `mean`; a twentieth of each is tool output.
+    """
+
+    problems: int
+    group: int
+    grid: tuple[int, int, int]
+    text: int
+    shortest: int
+    mean: int
+    longest: int
+
+
+#: 110 tokens of image, as a diagram of 352 x 320 pixels has.
+GEO3K = Sizes(8, 8, (1, 20, 22), text=150, shortest=150, mean=644, longest=2379)
+#: 512 pictures of 160 x 128 pixels, 20 tokens each, all different.
+SMALL_IMAGES = Sizes(512, 1, (1, 8, 10), text=60, shortest=20, mean=80, longest=160)
+TINY = Sizes(2, 4, (1, 4, 8), text=8, shortest=8, mean=24, longest=60)
+TINY_IMAGES = Sizes(12, 1, (1, 4, 6), text=6, shortest=6, mean=10, longest=20)
+
+
+def shape_config(name: str) -> Any:
+    """Return the configuration of a network, its special ids those of the starter's tokenizer."""
+    from transformers import AutoTokenizer
+
+    from benchmarks.tiny_models import tiny_config
+    from trainer.starter import STARTER_PATH
+    from trainer.starter.architecture import SHAPES, build_config
+
+    tokenizer = AutoTokenizer.from_pretrained(STARTER_PATH)
+    if name == "tiny":
+        return tiny_config("qwen3_vl", tokenizer, tied=True)
+    config = build_config(SHAPES["starter"], tokenizer)
+    if name != "starter":
+        decoder, tower, tied = QWEN3_VL[name]
+        _set(config, tie_word_embeddings=tied)
+        _set(config.text_config, **COMMON, **decoder, tie_word_embeddings=tied)
+        _set(config.vision_config, num_heads=16, num_position_embeddings=2304, **tower)
+    return config
+
+
+def _set(config: Any, **values: Any) -> None:
+    for name, value in values.items():
+        setattr(config, name, value)
+
+
+def plain_network(config: Any, device: str, seed: int = 0) -> Any:
+    """Return Transformers' own network with seeded fresh weights in float32, made on the device."""
+    config = copy.deepcopy(config)  # a network of ours names another attention in its own
+    config._attn_implementation = "sdpa"
+    torch.manual_seed(seed)
+    with torch.device(device):
+        return architecture_of(config).build(config)
+
+
+def to_bfloat16(network: nn.Module) -> None:
+    """Make the weights bfloat16, and leave the buffers: rotary frequencies need their float32."""
+    for parameter in network.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+
+
+def response_lengths(sizes: Sizes, rng: np.random.Generator) -> NDArray[np.int64]:
+    """Return the response length of every sample."""
+    draw = np.exp(0.6 * rng.standard_normal(sizes.problems * sizes.group))
+
+    def lengths(scale: float) -> NDArray[np.int64]:
+        return np.clip(draw * scale, sizes.shortest, sizes.longest).round().astype(np.int64)
+
+    low, high = 0.0, float(sizes.longest)
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if lengths(middle).mean() < sizes.mean else (low, middle)
+    return lengths(high)
+
+
+def make_samples(config: Any, sizes: Sizes, seed: int = 0, shared: bool = True) -> list[TrainingSample]:
+    """Return the samples of a step; `shared`: those of a problem begin with one prompt and its picture.
+
+    Lengths, turns and advantages are the same in both cases. Log-probs of the rollout are 0 until `with_logprobs`.
+    """
+    rng = np.random.default_rng(seed)
+    lengths = response_lengths(sizes, rng).reshape(sizes.problems, sizes.group)
+    turns = rng.integers(2, 4, lengths.shape)
+    advantages = rng.standard_normal(lengths.shape)
+    if sizes.group > 1:
+        advantages -= advantages.mean(1, keepdims=True)
+    built = []
+    for problem in range(sizes.problems):
+        prompt = _prompt(config, sizes, rng, f"image-{problem}")
+        for index in range(sizes.group):
+            if not shared and index:
+                prompt = _prompt(config, sizes, rng, f"image-{problem}-{index}")
+            made = _sample(config, prompt, int(lengths[problem, index]), int(turns[problem, index]), rng)
+            built.append((made, float(advantages[problem, index])))
+    total = sum(int(mask_T.sum()) for (_, mask_T, _, _), _ in built)
+    merge = config.vision_config.spatial_merge_size
+    return [
+        TrainingSample(
+            ids_T=ids_T,
+            mask_T=mask_T,
+            turns_T=turns_T,
+            logprobs_T=np.zeros(len(ids_T), dtype=np.float32),
+            positions_3T=mrope_positions(ids_T, [image.grid_thw], config.image_token_id, merge),
+            images=(image,),
+            prefix_length=sizes.text + image.num_tokens,
+            num_prefix_images=1,
+            advantage=advantage,
+            weight=1.0 / total,
+        )
+        for (ids_T, mask_T, turns_T, image), advantage in built
+    ]
+
+
+def _words(config: Any, count: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    """Return random ids, none of them special."""
+    special = [config.image_token_id, config.video_token_id, config.vision_start_token_id, config.vision_end_token_id]
+    text = config.text_config
+    special += [text.eos_token_id, text.pad_token_id]
+    ordinary = np.setdiff1d(np.arange(text.vocab_size), special)
+    return rng.choice(ordinary, count)
+
+
+Prompt = tuple[NDArray[np.int64], ProcessedImage]
+
+
+def _prompt(config: Any, sizes: Sizes, rng: np.random.Generator, digest: str) -> Prompt:
+    """Return a third of the text, the picture's placeholders, the rest of the text; and the picture."""
+    vision = config.vision_config
+    time, height, width = sizes.grid
+    values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    pixels_PD = rng.standard_normal((time * height * width, values), dtype=np.float32)
+    image = ProcessedImage(digest, pixels_PD, sizes.grid, time * height * width // vision.spatial_merge_size**2)
+    words = _words(config, sizes.text, rng)
+    cut = sizes.text // 3
+    return np.concatenate([words[:cut], np.full(image.num_tokens, config.image_token_id), words[cut:]]), image
+
+
+def _sample(
+    config: Any, prompt: Prompt, length: int, num_turns: int, rng: np.random.Generator
+) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.int64], ProcessedImage]:
+    """Return ids, mask and turn numbers of a stream: turns of about one length, tool output between them."""
+    prompt_ids, image = prompt
+    tool = max(1, round(0.05 * length / (num_turns - 1)))
+    turns = np.repeat(np.arange(1, num_turns + 1), np.diff(np.linspace(0, length, num_turns + 1).astype(int)))
+    for number in range(2, num_turns + 1):  # each later turn begins with what a tool said
+        first = int(np.flatnonzero(turns == number)[0])
+        turns[first : first + tool] = 0
+    turns_T = np.concatenate([np.zeros(len(prompt_ids), dtype=np.int64), turns])
+    ids_T = np.concatenate([prompt_ids, _words(config, length, rng)])
+    return ids_T, turns_T > 0, turns_T, image
+
+
+def real_tokens(samples: Sequence[TrainingSample]) -> int:
+    """Return the tokens of all streams, each whole: what throughput is counted in, however a step is computed."""
+    return sum(len(sample.ids_T) for sample in samples)
