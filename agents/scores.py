@@ -34,7 +34,8 @@ def linear_scores(
 
     `compiled` fuses what follows the matrix products, which on a GPU is bound by memory, into few kernels.
     """
-    return _LinearScores.apply(hidden_NH, weight_VH, targets_N, law, compiled)  # type: ignore[no-any-return]
+    with torch.autocast(hidden_NH.device.type, enabled=False):
+        return _LinearScores.apply(hidden_NH, weight_VH, targets_N, law, compiled)  # type: ignore[no-any-return]
 
 
 def float32_product(a: Tensor, b: Tensor) -> Tensor:

@@ -11,19 +11,19 @@ import random
 from collections.abc import Sequence
 
 import torch
-from torch.nn import functional as F
 
 from agents.engines.scripted import ScriptedEngine
 from agents.episode import Episode, Limits
 from agents.model import PolicyModel
 from agents.renderer import Renderer
 from agents.rollout import rollout_groups
-from agents.types import GenerateRequest, TrajectoryGroup
+from agents.types import GenerateRequest, SamplingLaw, TrajectoryGroup
 from envs.checking.hostile import write_call
 from envs.problems import with_system_prompt
 from envs.registry import get_spec
 from envs.runner import EnvLimits
-from trainer.batching import collate, pack_rows, split_into_microbatches, training_samples
+from trainer.batching import balanced_bins, collate, pack_rows, training_samples
+from trainer.config import AlgorithmConfig
 from trainer.setup import sampling_params
 
 
@@ -56,22 +56,19 @@ def teach(
     """Train on the scripted turns in place; return the mean loss per token of each step."""
     device = next(model.parameters()).device
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    samples = training_samples(groups, model.image_token_id, model.merge_size, scale_by_std=False)
+    algorithm, nothing = AlgorithmConfig(), [[0.0] * len(group.trajectories) for group in groups]
+    samples = training_samples(groups, nothing, model.image_token_id, model.merge_size, algorithm, max_tokens)
     rows = pack_rows(samples, max_tokens)
     random.Random(0).shuffle(rows)
-    bins = [
-        each
-        for start in range(0, len(rows), 16)
-        for each in split_into_microbatches(rows[start : start + 16], max_tokens)
-    ]
+    bins = [each for start in range(0, len(rows), 16) for each in balanced_bins(rows[start : start + 16], max_tokens)]
     losses = []
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = lr * min(1.0, (step + 1) / 10) * (1.0 if step < steps // 2 else 0.3)
-        batch = collate(bins[step % len(bins)], device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            logits_NV = model(batch.ids_BT, batch.positions_3BT, batch.attention_mask_B1TT, batch.select, batch.vision)
-        loss = F.cross_entropy(logits_NV.float(), batch.targets_N)
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        batch = collate(bins[step % len(bins)], model.image_token_id, device, dtype)
+        with torch.autocast(device.type, dtype, enabled=device.type == "cuda"):
+            loss = -model.token_scores(batch.packed, SamplingLaw())[0].mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

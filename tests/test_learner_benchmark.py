@@ -134,7 +134,7 @@ def test_every_row_is_written(tmp_path: Path, monkeypatch):
     arguments = ["--model", "tiny", "--device", "cpu", "--parts", "gemm,ours,plain", "--out", str(tmp_path), *rows]
     monkeypatch.setattr(sys, "argv", ["learner", *arguments])
     learner.main()
-    written = json.loads((tmp_path / "learner_tiny_1.json").read_text())
+    written = json.loads((tmp_path / "learner_tiny.json").read_text())
     good, wrong = written["ours"]
     assert "wrong" in wrong["failed"]
     assert good["loss"] == pytest.approx(written["plain"][0]["loss"], rel=1e-4)

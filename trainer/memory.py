@@ -246,7 +246,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=8192, help="tokens of a micro-batch")
     parser.add_argument("--image-tokens", type=int, default=2048, help="those that are of images, each shown once")
     parser.add_argument("--offload", choices=("none", "optimizer", "all"), default="none", help="as of the learner")
-    parser.add_argument("--frozen-bytes", type=int, choices=(2, 4), default=4, help="bytes of a weight not trained")
+    parser.add_argument("--frozen-bytes", type=int, choices=(2, 4), default=2, help="bytes of a weight not trained")
     parser.add_argument("--lora-rank", type=int, default=32, help="rank of the adapters")
     args = parser.parse_args(argv)
     try:

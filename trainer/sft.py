@@ -284,8 +284,7 @@ def train(
 
 def compile_blocks(model: PolicyModel) -> None:
     """Compile every transformer block on its own: the blocks of a tower share one graph."""
-    inner: Any = model.backbone.model
-    for block in [*inner.language_model.layers, *inner.visual.blocks]:
+    for block in model.blocks:
         block.compile(dynamic=False)
 
 

@@ -9,7 +9,7 @@ import pytest
 from agents.renderer import Renderer
 from agents.types import TrajectoryGroup
 from benchmarks.fault_drill import STEP_TIMEOUT_S, WALL_LIMIT_S, by_fault, drill, said
-from trainer.batching import training_samples
+from tests.trainer.steps import samples_of
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_groups_of_fewer_than_two_valid_episodes_are_played_again_then_dropped(p
 
 
 def test_what_is_trained_on_are_the_valid_episodes_of_the_other_groups(played: Played, renderer: Renderer) -> None:
-    samples = training_samples(played[0], renderer.image_token_id, renderer.images.merge_size, scale_by_std=True)
+    samples = samples_of(played[0], renderer.image_token_id, renderer.images.merge_size)
     assert len(samples) == 8 + 5 + 6 + 4 + 4 + 4
     assert {sample.advantage for sample in samples} == {0.0}  # every valid episode earned the same
 

@@ -29,7 +29,7 @@ from agents.logprobs import stream_logprobs
 from agents.model import PolicyModel
 from agents.renderer import Renderer
 from agents.rollout import Problem, RolloutManager, RolloutOptions, rollout_groups
-from agents.types import Completion, EndReason, GenerateRequest, SamplingParams, Trajectory
+from agents.types import Completion, EndReason, GenerateRequest, SamplingLaw, SamplingParams, Trajectory
 from envs.env import Env
 from envs.errors import UserError
 from envs.runner import EnvLimits
@@ -161,7 +161,7 @@ async def play_groups(
 def wrong(network: PolicyModel, trajectory: Trajectory, suppressed_ids: Sequence[int]) -> float:
     """Return the largest difference between a trajectory's log-probs and the network's own."""
     ids = trajectory.ids_T.tolist()
-    scores = stream_logprobs(network, ids, trajectory.images, "cpu", suppressed_ids=suppressed_ids)
+    scores = stream_logprobs(network, ids, trajectory.images, "cpu", law=SamplingLaw(1.0, suppressed_ids))
     return float(np.abs(scores - trajectory.logprobs_T[1:])[trajectory.mask_T[1:]].max())
 
 

@@ -371,3 +371,54 @@ def test_a_run_says_what_happens_to_its_servers(
     shown = capsys.readouterr().out
     assert "server 0 lost: a test" in shown
     assert "server 0 is back" in shown
+
+
+OPTIONS = {
+    "lora": ["--lora-rank", "2", "--kl-coef", "0.01", "--entropy-coef", "0.01"],
+    "several updates": ["--minibatches", "2", "--epochs", "2", "--kl-coef", "0.01", "--entropy-coef", "0.01"],
+    "memory": [
+        "--recompute",
+        "1",
+        "--offload",
+        "all",
+        "--reshard",
+        "always",
+        "--freeze-vision",
+        "--entropy-coef",
+        "0.01",
+    ],
+    "other algorithm": [
+        "--policy-loss",
+        "gspo",
+        "--advantage",
+        "rloo",
+        "--aggregation",
+        "constant",
+        "--correction",
+        "mis",
+    ],
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_settings_of_learner_and_algorithm_reach_the_learner(
+    options: list[str], checkpoint: Path, tmp_path: Path
+) -> None:
+    from transformers import Qwen3VLForConditionalGeneration
+
+    train(checkpoint, tmp_path / "run", "--warmup-steps", "0", "--lr", "1e-2", *options, eval_size=0)
+    rows = lines(tmp_path / "run" / "metrics.jsonl")
+    assert all(row["rollout_train_kl"] < 1e-8 for row in rows)  # the engine follows, whatever is trained
+    # Random weights win nothing, so only what has a regulariser is moved.
+    moves = [row["num_updates"] for row in rows]
+    assert moves == [4, 4] if "--epochs" in options else moves == [int("-coef" in " ".join(options))] * 2
+    assert all(("ref_kl" in row) == ("--kl-coef" in options) for row in rows)
+    if "--kl-coef" in options:
+        assert rows[1]["ref_kl"] > 1e-3
+        assert rows[0]["ref_kl"] < 1e-6 or "--epochs" in options  # before the first update
+    before = Qwen3VLForConditionalGeneration.from_pretrained(checkpoint).state_dict()
+    after = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "run" / "model").state_dict()
+    still = {name for name in after if not ((before[name] - after[name]).abs() > 0.01 * before[name].abs()).any()}
+    assert before.keys() == after.keys()
+    if "--freeze-vision" in options:
+        assert {name for name in before if ".visual." in name} <= still < before.keys()
