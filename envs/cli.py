@@ -127,9 +127,12 @@ def _words(annotation: Any) -> list[str]:
 
 
 def exit_code(main: Callable[[], int]) -> int:
-    """Run a command; print a user's error as one line and return 2 for it."""
+    """Run a command; print a user's error as one line and return 2 for it, 130 where it was interrupted."""
     try:
         return main()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # where there was nothing to save yet
+        print("interrupted", file=sys.stderr)
+        return 130

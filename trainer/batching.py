@@ -7,6 +7,7 @@ each other in one packed micro-batch, without padding.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections.abc import Sequence
 from typing import TypeVar
@@ -127,15 +128,19 @@ def balanced_bins(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
     """
     alone = [[row] for row in rows if row.num_tokens >= max_tokens]
     rest = sorted((row for row in rows if row.num_tokens < max_tokens), key=lambda row: -row.num_tokens)
-    count = -(-sum(row.num_tokens for row in rest) // max_tokens)
+    sizes = [row.num_tokens for row in rest]
+    # No two rows over half the bound share a bin.
+    count = max(-(-sum(sizes) // max_tokens), sum(2 * size > max_tokens for size in sizes))
     while rest:
         bins: list[list[Row]] = [[] for _ in range(count)]
-        filled = [0] * count
-        for row in rest:
-            emptiest = filled.index(min(filled))
-            bins[emptiest].append(row)
-            filled[emptiest] += row.num_tokens
-        if max(filled) <= max_tokens:
+        emptiest_first = [(0, index) for index in range(count)]
+        for row, size in zip(rest, sizes, strict=True):
+            filled, index = emptiest_first[0]
+            if filled + size > max_tokens:
+                break
+            bins[index].append(row)
+            heapq.heapreplace(emptiest_first, (filled + size, index))
+        else:
             return alone + bins
         count += 1
     return alone

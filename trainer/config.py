@@ -6,7 +6,7 @@ The defaults are the reference run: `geo3k` with the bundled starter model and b
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
@@ -26,7 +26,7 @@ CorrectionName = Literal["none", "tis", "icepop", "mis"]
 class Section(BaseModel):
     """Base of every section: frozen, and unknown keys are errors."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class EnvConfig(Section):
@@ -237,12 +237,16 @@ class OptimConfig(Section):
     """The optimizer, and how often it is used in a step."""
 
     lr: float = Field(default=5e-5, gt=0, description="learning rate")
-    schedule: Literal["constant", "cosine"] = Field(default="constant", description="learning rate after the warm-up")
+    schedule: Literal["constant", "cosine"] = Field(
+        default="constant", description="learning rate over all steps, times the warm-up"
+    )
     warmup_steps: int = Field(default=2, ge=0, description="steps of linear warm-up")
     beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW's first moment decay")
     beta2: float = Field(default=0.95, ge=0, lt=1, description="AdamW's second moment decay")
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW's weight decay")
-    max_grad_norm: float = Field(default=1.0, gt=0, description="gradients are scaled down to this norm")
+    max_grad_norm: float = Field(
+        default=1.0, gt=0, allow_inf_nan=True, description="gradients are scaled down to this norm; inf: never"
+    )
     minibatches: int = Field(
         default=1, ge=1, description="updates per pass over a step's groups, each on an equal part of them"
     )
@@ -277,6 +281,13 @@ class LearnerConfig(Section):
         default=(), description="endings of the names of adapted linear layers; empty: all of the decoder's"
     )
 
+    @field_validator("lora_alpha", "lora_targets")
+    @classmethod
+    def _has_adapters(cls, value: Any, info: ValidationInfo) -> Any:
+        if value and not info.data.get("lora_rank"):
+            raise ValueError("needs --lora-rank, or nothing reads it")
+        return value
+
 
 class AlgorithmConfig(Section):
     """The algorithm: advantages, policy loss, aggregation, regularisers and the correction of rollout log-probs."""
@@ -293,13 +304,10 @@ class AlgorithmConfig(Section):
         default="ppo", description="clipped ratio of each token (ppo) or of the whole sequence (gspo)"
     )
     clip_low: float = Field(default=0.2, ge=0, lt=1, description="lower clip of the ratio: 1 - clip_low")
-    clip_high: float = Field(
-        default=0.28, ge=0, allow_inf_nan=False, description="upper clip of the ratio: 1 + clip_high"
-    )
+    clip_high: float = Field(default=0.28, ge=0, description="upper clip of the ratio: 1 + clip_high")
     dual_clip: float = Field(
         default=0.0,
         ge=0,
-        allow_inf_nan=False,
         description="bound a bad token's loss at this many times its advantage; above 1, such as 3; 0: no bound",
     )
     aggregation: AggregationName = Field(
@@ -310,30 +318,21 @@ class AlgorithmConfig(Section):
         ge=0,
         description="tokens that --aggregation constant divides every sequence's sum by; 0: --max-new-tokens",
     )
-    kl_coef: float = Field(
-        default=0.0, ge=0, allow_inf_nan=False, description="weight of the KL to the reference network in the loss"
-    )
+    kl_coef: float = Field(default=0.0, ge=0, description="weight of the KL to the reference network in the loss")
     kl_estimator: KLEstimatorName = Field(
         default="k3", description="estimate of that KL; k1 and k3 are unbiased in value, k2 in gradient"
     )
-    entropy_coef: float = Field(
-        default=0.0, ge=0, allow_inf_nan=False, description="weight of the entropy bonus in the loss"
-    )
+    entropy_coef: float = Field(default=0.0, ge=0, description="weight of the entropy bonus in the loss")
     correction: CorrectionName = Field(
         default="tis",
         description="weight by trainer over engine probability: clamped per token (tis), or 0 out of bounds per token "
         "(icepop) or sequence (mis)",
     )
-    correction_cap: float = Field(
-        default=2.0, gt=0, allow_inf_nan=False, description="largest weight of --correction tis"
-    )
-    correction_low: float = Field(
-        default=0.5, ge=0, allow_inf_nan=False, description="least ratio that icepop and mis keep"
-    )
+    correction_cap: float = Field(default=2.0, gt=0, description="largest weight of --correction tis")
+    correction_low: float = Field(default=0.5, ge=0, description="least ratio that icepop and mis keep")
     correction_high: float = Field(
         default=5.0,
         gt=0,
-        allow_inf_nan=False,
         validate_default=True,
         description="largest ratio that icepop and mis keep",
     )

@@ -14,7 +14,7 @@ import torch.multiprocessing  # teaches ForkingPickler to hand tensors over
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from trainer.trainer import Trainer
+from trainer.learner import Learner
 
 #: Values of one message: 2 GiB in bfloat16.
 BUCKET_VALUES = 2**30
@@ -23,13 +23,13 @@ DEVICE_PLACE = 6
 
 
 @contextmanager
-def lend_weights(learner: Trainer) -> Iterator[list[str]]:
+def lend_weights(learner: Learner) -> Iterator[list[str]]:
     """Lend the weights of a learner of this process; within the context, what it yields can be sent to servers.
 
     The memory, that of the weights in the learner's `dtype`, is held until the context is left: leave it when every
     receiver has copied. Each of the strings may go to any number of receivers.
     """
-    buckets = list(flat_buckets(learner.weights(), learner.dtype, BUCKET_VALUES, learner.device))
+    buckets = list(flat_buckets(learner.weights(learner.dtype), learner.dtype, BUCKET_VALUES, learner.device))
     yield [handles(bucket) for bucket in buckets]
     del buckets
     if learner.device.type == "cuda":  # memory that receivers gave back waits for this

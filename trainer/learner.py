@@ -89,6 +89,7 @@ class Learner:
             UserError: the checkpoint does not fit, or the network has nothing of what is to be trained.
         """
         self.device, self.dtype = torch.device(device), dtype
+        assert path or not algorithm.kl_coef or config.lora_rank, "a reference network is read from a checkpoint"
         ensure_process_group(self.device)
         self.optim, self.algorithm, self.config = optim, algorithm, config
         self.sampling, self.num_steps = sampling, num_steps
@@ -146,32 +147,34 @@ class Learner:
         num_updates = len(minibatches) * self.optim.epochs
         lr = self._set_lr()
         # The ratio is to the policy before the step's first update: for one update alone, that is the policy itself.
-        old = self._score(everything, any_images, sums) if num_updates > 1 else None
-        reference = self._score_reference(everything, any_images)
+        old = self._score(minibatches, any_images, sums) if num_updates > 1 else None
+        reference = self._score_reference(minibatches, any_images)
         for _ in range(self.optim.epochs):
             for samples in minibatches:
                 self._update(samples, any_images, sums, old, reference)
         self.steps_done += 1
         return self._stats(sums, lr, num_updates)
 
-    def _score(self, samples: Sequence[TrainingSample], any_images: bool, sums: _Sums) -> SampleLogprobs:
+    def _score(self, minibatches: Sequence[Sequence[TrainingSample]], any_images: bool, sums: _Sums) -> SampleLogprobs:
         """Return log-probs under the weights of now, and measure how far the rollout's are from them."""
         scores: dict[TrainingSample, Tensor] = {}
         with torch.no_grad():
-            for batch in self._batches(self._rows(samples), any_images):
+            for batch in self._batches_of_updates(minibatches, any_images):
                 logprobs_N, entropy_N = self.model.token_scores(batch.packed, self.sampling.law)
                 self._measure(batch, logprobs_N, entropy_N, sums)
                 scores |= _by_sample(batch, logprobs_N)
         reshard(self.model)
         return scores
 
-    def _score_reference(self, samples: Sequence[TrainingSample], any_images: bool) -> SampleLogprobs | None:
+    def _score_reference(
+        self, minibatches: Sequence[Sequence[TrainingSample]], any_images: bool
+    ) -> SampleLogprobs | None:
         if not self.algorithm.kl_coef:
             return None
         scores: dict[TrainingSample, Tensor] = {}
         network = self._reference or self.model
         with torch.no_grad(), contextlib.nullcontext() if self._reference else disabled(self.model):
-            for batch in self._batches(self._rows(samples), any_images):
+            for batch in self._batches_of_updates(minibatches, any_images):
                 scores |= _by_sample(batch, network.token_scores(batch.packed, self.sampling.law)[0])
         reshard(network)
         return scores
@@ -185,15 +188,14 @@ class Learner:
         reference: SampleLogprobs | None,
     ) -> None:
         """Accumulate the gradient of one minibatch and step the optimizer."""
-        rows = self._rows(samples)
-        regularised = self.algorithm.kl_coef > 0 or self.algorithm.entropy_coef > 0
-        silent = [] if regularised else [row for row in rows if not row.has_advantage]
-        # Rows without an advantage are only measured; their gradient would be 0.
+        # What an earlier update left behind that failed on the way.
+        self.optimizer.zero_grad(set_to_none=True)
+        keep_gathered(self.model, False)
+        silent, taught = self._parts(samples)
         with torch.no_grad():
             for batch in self._batches(silent, any_images):
                 self._add_up(batch, sums, old, reference)
         reshard(self.model)
-        taught = [row for row in rows if regularised or row.has_advantage]
         last = self._num_rounds(taught)
         for number, batch in enumerate(self._batches(taught, any_images), 1):
             keep_gathered(self.model, self.config.reshard == "never" and number < last)
@@ -203,8 +205,20 @@ class Learner:
         if last:
             self._step_optimizer(sums)
 
-    def _rows(self, samples: Sequence[TrainingSample]) -> list[Row]:
-        return pack_rows(samples, self.config.max_tokens_per_microbatch)
+    def _parts(self, samples: Sequence[TrainingSample]) -> tuple[list[Row], list[Row]]:
+        """Return the rows of an update that are only measured, for their gradient would be 0, and those that teach."""
+        rows = pack_rows(samples, self.config.max_tokens_per_microbatch)
+        if self.algorithm.kl_coef or self.algorithm.entropy_coef:
+            return [], rows
+        return [row for row in rows if not row.has_advantage], [row for row in rows if row.has_advantage]
+
+    def _batches_of_updates(
+        self, minibatches: Sequence[Sequence[TrainingSample]], any_images: bool
+    ) -> Iterator[MicroBatch]:
+        """Yield the very micro-batches that the updates will read: in bfloat16 others would be rounded otherwise."""
+        for samples in minibatches:
+            for rows in self._parts(samples):
+                yield from self._batches(rows, any_images)
 
     def _num_rounds(self, rows: Sequence[Row]) -> int:
         """Return how many micro-batches every rank runs: as many as the one with the most."""
@@ -321,16 +335,24 @@ class Learner:
 
     def save(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """Write a checkpoint folder's configuration and weights, in `dtype`; every rank must call it."""
-        weights = self.weights()
+        weights = self.weights(dtype, "cpu")
         if dist.get_rank() == 0:
             self.model.save(folder, dtype, weights)
         dist.barrier()
 
-    def weights(self) -> dict[str, Tensor]:
-        """Return the full weights by name, adapters merged, gathered from all ranks; every rank must call it."""
+    def weights(self, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> dict[str, Tensor]:
+        """Return the full weights by name, adapters merged, on rank 0 and nothing elsewhere; every rank must call it.
+
+        They are gathered one by one, cast to `dtype` and moved to `device` where these are given; otherwise, with one
+        rank, they are the learner's own and change with its next step.
+        """
         with self.lock:
             reshard(self.model)
-            return dict(merged_weights(self.model, _whole))
+            kept: dict[str, Tensor] = {}
+            for name, weight in merged_weights(self.model, _whole):
+                if dist.get_rank() == 0:
+                    kept[name] = weight.to(device or weight.device, dtype or weight.dtype)
+            return kept
 
 
 def build_learner(config: RunConfig, path: Path | str, sampling: SamplingParams, device: torch.device) -> Learner:

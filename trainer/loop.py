@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import resource
+import signal
 import sys
 import time
 from collections import Counter
@@ -59,8 +61,12 @@ class TrainingLoop:
         self.started = time.perf_counter()
 
     async def run(self) -> dict[str, Any]:
-        """Evaluate, train, evaluate; on Ctrl-C stop after what is saved. Returns the summary, which is also on disk."""
+        """Evaluate, train, evaluate; on Ctrl-C or SIGTERM save and stop. Returns the summary, which is also on disk."""
         interrupted, is_lost, parts = False, False, self.parts
+        task = asyncio.current_task()
+        assert task is not None
+        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):  # elsewhere than in the main thread
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
         try:
             await parts.sync.start()
             self.before = await self._evaluate("evaluate before")
@@ -229,10 +235,8 @@ class TrainingLoop:
         self._report_fault(trajectory)
 
     def _finish(self, interrupted: bool, has_weights: bool) -> dict[str, Any]:
-        """Write weights, curve and summary; close all files."""
+        """Write summary and curve, close all files, write the weights: last, for nothing else is lost if that fails."""
         folder, rows = self.parts.folder, self.log.rows
-        if has_weights:
-            self.parts.save_model(folder / "model")
         summary = {
             "env": self.config.env.env,
             "seed": self.config.seed,
@@ -252,13 +256,17 @@ class TrainingLoop:
             "reward_first": rows[0]["reward"] if rows else None,
             "reward_last": rows[-1]["reward"] if rows else None,
         }
-        (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-        before, after = (e[WITH_TOOL].accuracy if e else None for e in (self.before, self.after))
-        title = f"{self.config.env.env}, seed {self.config.seed}"
-        draw_curve(rows, before, after, folder / "reward_curve.png", title)
-        self.log.close()
-        if self.recorder:
-            self.recorder.close()
+        try:
+            (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+            before, after = (e[WITH_TOOL].accuracy if e else None for e in (self.before, self.after))
+            title = f"{self.config.env.env}, seed {self.config.seed}"
+            draw_curve(rows, before, after, folder / "reward_curve.png", title)
+        finally:
+            self.log.close()
+            if self.recorder:
+                self.recorder.close()
+        if has_weights:
+            self.parts.save_model(folder / "model")
         return summary
 
 

@@ -3,7 +3,7 @@
 In: the configuration of a network, what of it is trained, and how many tokens a micro-batch has. Out: bytes of each
 kind on one of n GPUs, from counting parameters and from what each block keeps for the gradient. Weights and optimizer
 are float32, the network computes in bfloat16. Left out are CUDA's context, NCCL's buffers, fragments, and an engine on
-the same GPU: leave some GiB for them.
+the same GPU: leave some GiB for them. When weights go to servers, rank 0 holds all of them once in bfloat16 besides.
 
 The formulas are those of blocks that are not compiled; compiled ones keep less.
 """
@@ -27,6 +27,7 @@ from trainer.trainable import freeze_vision
 
 GIB = 2**30
 Offload = Literal["none", "optimizer", "all"]
+Reshard = Literal["auto", "always", "never"]
 _COLUMNS = ("weights", "gathered", "gradients", "optimizer", "activations", "logits", "total")
 
 #: Qwen3-VL: hidden size, layers, heads, MLP, tied embedding; tower's hidden size, layers, MLP, DeepStack layers.
@@ -41,31 +42,34 @@ QWEN3_VL: dict[str, tuple[int, int, int, int, bool, int, int, int, tuple[int, in
 
 @dataclass(frozen=True)
 class Parameters:
-    """Counts of a network's parameters. A block is what is sharded and gathered together, the root is all the rest.
+    """Counts of a network's parameters. A unit is what is sharded and gathered together, the root is all the rest.
 
-    Example, Qwen3-VL-2B trained in full: 2,127,532,032 trained, 0 frozen, 50,336,000 in the largest block.
+    Example, Qwen3-VL-2B trained in full: 2,127,532,032 trained, 0 frozen, 406,957,312 in the largest unit, its tower.
     """
 
     trained: int
     frozen: int
-    blocks: int
-    largest_block: int
-    largest_trained_block: int
+    units: int
+    largest_unit: int
+    next_unit: int
+    largest_trained_unit: int
     root: int
     trained_root: int
 
     @classmethod
     def of(cls, model: PolicyModel) -> Parameters:
         """Count, on the meta device too; what has gradients is trained."""
-        every = [_count(block.parameters()) for block in model.blocks]
-        trained = [_count(p for p in block.parameters() if p.requires_grad) for block in model.blocks]
+        every = [_count(unit.parameters()) for unit in model.units]
+        trained = [_count(p for p in unit.parameters() if p.requires_grad) for unit in model.units]
         total, total_trained = _count(model.parameters()), _count(p for p in model.parameters() if p.requires_grad)
+        largest, following = sorted(every, reverse=True)[:2]
         return cls(
             trained=total_trained,
             frozen=total - total_trained,
-            blocks=sum(every),
-            largest_block=max(every),
-            largest_trained_block=max(trained),
+            units=sum(every),
+            largest_unit=largest,
+            next_unit=following,
+            largest_trained_unit=max(trained),
             root=total - sum(every),
             trained_root=total_trained - sum(trained),
         )
@@ -82,16 +86,21 @@ class Plan:
     tokens: int = 4096
     patches: int = 4096
     recompute: float = 0.0
-    reshard: bool = True
+    reshard: Reshard = "auto"
     offload: Offload = "none"
     frozen_bytes: int = 4
+
+    @property
+    def gives_up(self) -> bool:
+        """Whether gathered weights are given up between forward and backward."""
+        return self.reshard == "always" or (self.reshard == "auto" and self.num_gpus > 1)
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on one GPU. `gathered` are the bfloat16 weights of the blocks in use, `optimizer` Adam's two moments.
+    """Bytes on one GPU. `gathered` are the bfloat16 weights of the units in use, `optimizer` Adam's two moments.
 
-    `gradients` are the sharded float32 ones and those of a block and the root before they are added up over ranks.
+    `gradients` are the sharded float32 ones and those of a unit and the root before they are added up over ranks.
     """
 
     weights: int
@@ -116,11 +125,11 @@ def estimate(model: PolicyModel, plan: Plan) -> MemoryEstimate:
     count, n = Parameters.of(model), plan.num_gpus
     weights = _split(4 * count.trained + plan.frozen_bytes * count.frozen, n)
     sharded_gradients, optimizer = _split(4 * count.trained, n), _split(8 * count.trained, n)
-    # One block is used while the next one is gathered.
-    gathered = 2 * (count.root + (2 * count.largest_block if plan.reshard else count.blocks))
-    # Gradients come in bfloat16; a float32 copy of one group at a time is added up over the ranks.
-    whole = 2 * (count.trained_root + count.largest_trained_block)
-    whole += 4 * max(count.trained_root, count.largest_trained_block)
+    # One unit is used while the next one is gathered.
+    gathered = 2 * (count.root + (count.largest_unit + count.next_unit if plan.gives_up else count.units))
+    # Gradients come in bfloat16; a float32 copy of one unit at a time, or of all, is added up over the ranks.
+    whole = 2 * (count.trained_root + count.largest_trained_unit)
+    whole += 4 * (count.trained if plan.reshard == "never" else max(count.trained_root, count.largest_trained_unit))
     activations, logits = _activations(model, plan), _logits(model, plan)
     if plan.offload == "all":
         weights, sharded_gradients, optimizer = 0, 0, 0
@@ -246,15 +255,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=8192, help="tokens of a micro-batch")
     parser.add_argument("--image-tokens", type=int, default=2048, help="those that are of images, each shown once")
     parser.add_argument("--offload", choices=("none", "optimizer", "all"), default="none", help="as of the learner")
+    parser.add_argument("--reshard", choices=("auto", "always", "never"), default="auto", help="likewise")
     parser.add_argument("--frozen-bytes", type=int, choices=(2, 4), default=2, help="bytes of a weight not trained")
     parser.add_argument("--lora-rank", type=int, default=32, help="rank of the adapters")
     args = parser.parse_args(argv)
     try:
+        for name, least in (("gpus", 1), ("tokens", 1), ("lora_rank", 1), ("image_tokens", 0)):
+            if getattr(args, name) < least:
+                flag = f"--{name.replace('_', '-')}"
+                raise UserError(flag, f"must be at least {least}", getattr(args, name), f"give {least} or more")
+        if args.image_tokens > args.tokens:
+            raise UserError(
+                "--image-tokens", f"must be among the {args.tokens} --tokens", args.image_tokens, "give less"
+            )
         is_named = args.model in QWEN3_VL and not Path(args.model).exists()
         config = qwen3_vl_config(args.model) if is_named else empty_model(args.model).config
         model = meta_model(config)
         patches = args.image_tokens * model.merge_size**2
-        plan = Plan(args.gpus, args.tokens, patches, offload=args.offload, frozen_bytes=args.frozen_bytes)
+        plan = Plan(args.gpus, args.tokens, patches, 0.0, args.reshard, args.offload, args.frozen_bytes)
         total = _count(model.parameters())
         print(f"Computed, not measured: GiB on each of {args.gpus} GPUs with {args.memory_gib:g} GiB, {args.model} of")
         print(f"{total / 1e6:,.0f} M parameters, {args.tokens} tokens a micro-batch, {args.image_tokens} of images.")

@@ -79,6 +79,9 @@ def check_device(name: str) -> torch.device:
     """Return the device, or say why it cannot be used."""
     try:
         device = torch.device(name)
+        if device.index:
+            fix = f"set CUDA_VISIBLE_DEVICES={device.index} and give cuda"
+            raise UserError("--device", "must be the first GPU that the process sees", name, fix)
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).split("\n")[0]
@@ -142,7 +145,11 @@ def build_carrier(
     folder: Path,
 ) -> Carrier:
     """Return the engine, and the way by which it gets the learner's weights; servers are started by its `start`."""
-    first_gpu = first_server_gpu(config.engine.first_gpu, learner.gpus_here, torch.cuda.device_count())
+    here, places = torch.cuda.device_count(), config.engine.tensor_parallel
+    first_gpu = first_server_gpu(config.engine.first_gpu, learner.gpus_here, here, places)
+    if here and not config.engine.engine_url and first_gpu + places > here:
+        flag, given = ("--tensor-parallel", places) if places > here else ("--first-gpu", first_gpu)
+        raise UserError(flag, f"must leave a server its {places} of this host's {here} GPUs", given, "give less")
     if check_engine(config) == "hf":
         network = PolicyModel.load(model_path, getattr(torch, config.model.dtype))
         device = f"cuda:{first_gpu}" if config.cluster.num_gpus else config.model.device
@@ -162,8 +169,9 @@ def build_carrier(
     )
 
 
-def first_server_gpu(given: int | None, learner_gpus: Sequence[int], num_gpus: int) -> int:
-    """Return the GPU of the first server: the one given, else the one after the learners', else a shared one.
+def first_server_gpu(given: int | None, learner_gpus: Sequence[int], num_gpus: int, places: int = 1) -> int:
+    """Return the first GPU of the first server, which takes `places`: the one given, else the one after the learners',
+    else a shared one.
 
     >>> first_server_gpu(None, (0, 1), num_gpus=4), first_server_gpu(None, (0, 1), num_gpus=2)
     (2, 0)
@@ -171,7 +179,7 @@ def first_server_gpu(given: int | None, learner_gpus: Sequence[int], num_gpus: i
     if given is not None:
         return given
     after = max(learner_gpus, default=-1) + 1
-    return after if after < num_gpus else 0
+    return after if after + places <= num_gpus else 0
 
 
 def server_settings(config: RunConfig, model_path: Path | str, first_gpu: int, log_folder: Path) -> SGLangSettings:

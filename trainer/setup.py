@@ -71,6 +71,9 @@ class RunParts:
     def save_model(self, folder: Path) -> None:
         """Write the learner's weights, with everything else of the checkpoint, as a Hugging Face folder."""
         self.learner.save(folder)
+        if not (folder / "config.json").exists():  # written on another host, into a folder of its own
+            fix = "give a folder that all hosts see; the weights are there, on rank 0's host"
+            raise UserError("--out", "must be shared with the host of learner rank 0", str(folder), fix)
         self.renderer.save(folder)
 
     def close(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -76,6 +78,15 @@ def seen_by(segments: Segments) -> list[list[int]]:
     for start, end, first, last in zip(q_bounds, q_bounds[1:], k_bounds, k_bounds[1:], strict=False):
         seen += [list(keys[first : last - (end - 1 - query)]) for query in range(start, end)]
     return seen
+
+
+def test_a_thousand_long_streams_are_packed_at_once() -> None:
+    """Rows over half the bound, each of which needs a bin: trying one bin more at a time would take minutes."""
+    streams = [trajectory(range(10, 610 + k % 300), [0] + [1] * (599 + k % 300), reward=k % 2) for k in range(1000)]
+    rows = [Row((sample,)) for sample in samples_of(group(*streams))]
+    started = time.process_time()
+    assert len(balanced_bins(rows, 1000)) == 1000
+    assert time.process_time() - started < 5
 
 
 @settings(max_examples=50)

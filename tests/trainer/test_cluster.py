@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -29,7 +31,7 @@ from envs.cli import leaves
 from envs.errors import UserError
 from tests.builders import sampling
 from trainer.cluster.shares import light, shares, split_samples
-from trainer.config import RunConfig
+from trainer.config import ClusterConfig, RunConfig
 from trainer.processes import first_server_gpu
 from trainer.run import run
 from trainer.setup import RunParts
@@ -298,3 +300,19 @@ def test_ctrl_c_on_a_cluster_saves_the_weights_and_leaves_no_learners(
     while ray.available_resources().get("CPU") != 3:
         assert time.monotonic() < deadline, ray.available_resources()
         time.sleep(0.2)
+
+
+def test_an_address_where_nothing_answers_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trainer.cluster.group import start_ray
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with free_port() as port, pytest.raises(UserError, match="--ray-address: must be a running Ray cluster"):
+        start_ray(ClusterConfig(num_learners=1, ray_address=f"127.0.0.1:{port}"))
+
+
+@contextlib.contextmanager
+def free_port() -> Iterator[int]:
+    """A port that is taken, and on which nobody listens."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield taken.getsockname()[1]

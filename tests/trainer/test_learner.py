@@ -24,7 +24,8 @@ from envs.env import Env
 from envs.types import Message, Sample
 from tests.builders import full_logprobs, group, picture, play, question, request, sampling, trajectory
 from tests.trainer.steps import Stepped, rank_main, samples_of, take_step
-from trainer.config import AlgorithmConfig, OptimConfig
+from trainer.batching import collate
+from trainer.config import AlgorithmConfig, LearnerConfig, OptimConfig
 from trainer.learner import Learner
 from trainer.types import TrainingSample
 
@@ -299,6 +300,36 @@ def test_a_gradient_that_is_not_finite_changes_no_weight(
     # The optimizer's state is untouched as well: the next step is an ordinary one.
     assert np.isfinite(learner.step([samples]).grad_norm)
     assert all(weight.isfinite().all() for weight in learner.weights().values())
+
+
+def test_an_update_that_failed_on_the_way_leaves_no_gradient_to_the_next(
+    checkpoint: Path, samples: list[TrainingSample], params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = LearnerConfig(max_tokens_per_microbatch=60)
+    learner, untouched = (Learner(PolicyModel.load(checkpoint), params, 2, OPTIM, TIS, config) for _ in range(2))
+    expected, calls = untouched.step([samples]), iter(range(4))
+
+    def failing(*arguments: Any) -> Any:
+        if next(calls, None) == 3:
+            raise RuntimeError("no memory")
+        return collate(*arguments)
+
+    monkeypatch.setattr("trainer.learner.collate", failing)
+    with pytest.raises(RuntimeError, match="no memory"):
+        learner.step([samples])
+    assert learner.step([samples]).grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
+
+
+def test_in_bfloat16_the_first_update_of_several_has_ratio_one(
+    checkpoint: Path, on_policy: list[TrainingSample], params: SamplingParams
+) -> None:
+    """Old log-probs are rounded as the update's own are: bounds as narrow as GSPO's clip nothing before a change."""
+    algorithm = AlgorithmConfig(policy_loss="gspo", clip_low=3e-4, clip_high=4e-4)
+    config = LearnerConfig(max_tokens_per_microbatch=150)
+    model = PolicyModel.load(checkpoint)
+    learner = Learner(model, params, 1, OPTIM.model_copy(update={"lr": 1e-30}), algorithm, config, dtype=torch.bfloat16)
+    halves = [on_policy[:6], on_policy[6:]]
+    assert learner.step(halves).objective["clip_frac"] == 0.0
 
 
 def test_a_step_without_samples_changes_no_weight(model: PolicyModel, params: SamplingParams) -> None:

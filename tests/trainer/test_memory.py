@@ -53,7 +53,11 @@ def test_the_dense_qwen3_vl_have_the_parameters_of_their_checkpoints(name: str, 
     embedding = 151_936 * hidden * (1 if text.tie_word_embeddings else 2)
     by_hand = text.num_hidden_layers * block + tower + 2304 * side + embedding + hidden
     count = Parameters.of(model)
-    assert (count.trained, count.frozen, count.largest_block) == (total, 0, block) and total == by_hand
+    assert (
+        (count.trained, count.frozen) == (total, 0)
+        and count.next_unit == (block if block < tower else tower)
+        and total == by_hand
+    )
 
 
 def tiny(model_type: str = "qwen3_vl", tied: bool = True) -> PolicyModel:
@@ -69,12 +73,16 @@ PATCHES = 3 * 2 * 16 * 16 * 32 + 32 + 256 * 32
 def test_the_estimate_of_a_tiny_network_is_the_arithmetic_by_hand() -> None:
     model = tiny()
     vocabulary = model.config.text_config.vocab_size
-    blocks, root = 3 * DECODER + 3 * TOWER, MERGERS + PATCHES + 64 * vocabulary + 64
-    assert Parameters.of(model) == Parameters(blocks + root, 0, blocks, DECODER, DECODER, root, root)
+    tower, root = 3 * TOWER + MERGERS + PATCHES, 64 * vocabulary + 64
+    blocks = 3 * DECODER + tower
+    assert Parameters.of(model) == Parameters(blocks + root, 0, blocks, tower, DECODER, tower, root, root)
     found = estimate(model, Plan(num_gpus=2, tokens=100, patches=80))
     assert found.weights == 2 * (blocks + root) and found.optimizer == 4 * (blocks + root)
-    assert found.gathered == 2 * root + 4 * DECODER
-    assert found.gradients == 2 * (blocks + root) + 2 * (root + DECODER) + 4 * root
+    assert found.gathered == 2 * (root + tower + DECODER)
+    assert found.gradients == 2 * (blocks + root) + 2 * (root + tower) + 4 * tower
+    alone, kept = estimate(model, Plan(tokens=100)), estimate(model, Plan(num_gpus=2, reshard="never"))
+    assert alone.gathered == kept.gathered == 2 * (root + blocks)  # nothing to give up, and nothing given up
+    assert kept.gradients == 2 * (blocks + root) + 2 * (root + tower) + 4 * (blocks + root)
     per_token = 16 * 64 + 4 * 64 + 4 * 32 + 6 * 96 + 8 * 96
     per_patch = 16 * 32 + 4 * 64
     assert found.activations == 100 * 4 * per_token + 80 * 3 * per_patch
@@ -124,7 +132,7 @@ def test_an_offloaded_optimizer_counts_only_where_its_step_needs_more() -> None:
     assert long.optimizer == 0
     nothing, count = estimate(model, Plan(offload="all")), Parameters.of(model)
     assert nothing.weights == nothing.optimizer == 0
-    assert nothing.gradients == 6 * count.root + 2 * count.largest_block
+    assert nothing.gradients == 2 * (count.root + count.largest_unit) + 4 * max(count.root, count.largest_unit)
 
 
 def kept_bytes(block: nn.Module, taken: dict[int, int], ours: set[int]) -> Callable[..., Any]:
@@ -202,4 +210,5 @@ def test_the_command_prints_a_table_that_says_it_is_computed(
     assert main(["--model", str(tmp_path / "llama")]) == 0
     assert "no vision" not in capsys.readouterr().out
     assert main(["--model", str(tmp_path)]) == 2
+    assert main(["--gpus", "0"]) == main(["--tokens", "10", "--image-tokens", "11"]) == 2
     assert "must be a model folder or hub id" in capsys.readouterr().err

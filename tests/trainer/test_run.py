@@ -180,7 +180,10 @@ def test_a_broken_environment_is_counted_and_stops_nothing(checkpoint: Path, tmp
     assert any("no such file" in e["error"] for e in broken) or any("nan" in e["error"] for e in broken)
 
 
-def test_ctrl_c_ends_cleanly_with_everything_so_far_saved(checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_end_cleanly_with_everything_so_far_saved(
+    sent: signal.Signals, checkpoint: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "stopped"
     argv = [
         sys.executable,
@@ -208,7 +211,7 @@ def test_ctrl_c_ends_cleanly_with_everything_so_far_saved(checkpoint: Path, tmp_
     while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 2) and time.monotonic() < deadline:
         assert process.poll() is None, process.communicate()
         time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(sent)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, (out, err)
     assert "Traceback" not in err and "interrupted" in out
@@ -422,3 +425,17 @@ def test_settings_of_learner_and_algorithm_reach_the_learner(
     assert before.keys() == after.keys()
     if "--freeze-vision" in options:
         assert {name for name in before if ".visual." in name} <= still < before.keys()
+
+
+def test_weights_that_cannot_be_written_lose_nothing_else(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("trainer.setup.RunParts.save_model", full)
+    with pytest.raises(OSError, match="No space left"):
+        train(checkpoint, tmp_path / "run", steps=1)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["steps_done"] == 1 and set(summary["accuracy_after"]) == {"with_tool", "without_tool"}
+    assert len(lines(tmp_path / "run" / "episodes" / "episodes.jsonl")) == 4

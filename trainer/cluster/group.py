@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import socket
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
@@ -29,6 +31,8 @@ from trainer.types import StepStats, TrainingSample
 
 #: How long processes may wait for a free place in the cluster.
 PLACE_S = 60.0
+#: How long the head of a cluster may take to answer at all.
+ANSWER_S = 10.0
 #: How long to wait, once a rank has failed, for another whose death was the reason.
 REASON_S = 3.0
 
@@ -75,7 +79,7 @@ class LearnerGroup:
             raise UserError(
                 flag, f"must be at most the {there} {kind}s of the cluster", wanted, f"give {there} or less"
             )
-        self._reserved = placement_group([{"CPU": 1, **({"GPU": 1} if on_gpu else {})}] * wanted, strategy="PACK")
+        self._reserved = placement_group([{kind: 1}] * wanted, strategy="PACK")
         try:
             ray.get(self._reserved.ready(), timeout=PLACE_S)
         except GetTimeoutError:
@@ -85,7 +89,9 @@ class LearnerGroup:
         actor = ray.remote(LearnerWorker)
         for index in range(wanted):
             strategy = PlacementGroupSchedulingStrategy(self._reserved, placement_group_bundle_index=index)
-            options = actor.options(num_cpus=1, num_gpus=int(on_gpu), max_restarts=0, scheduling_strategy=strategy)
+            options = actor.options(
+                num_cpus=int(not on_gpu), num_gpus=int(on_gpu), max_restarts=0, scheduling_strategy=strategy
+            )
             self.workers.append(options.remote())
         places = self._call("place")
         here = ray.get_runtime_context().get_node_id()
@@ -183,7 +189,9 @@ class LearnerGroup:
             return cause
         others = [ref for ref in refs if ref != refs[rank]]
         # When a rank dies, the call of another may be the first to fail, for it loses its connection.
-        for ref in ray.wait(others, num_returns=len(others), timeout=REASON_S)[0] if others else ():
+        answered, waiting = ray.wait(others, num_returns=len(others), timeout=REASON_S) if others else ((), ())
+        silent = [refs.index(ref) for ref in waiting]
+        for ref in answered:
             try:
                 ray.get(ref)
             except RayActorError as death:
@@ -195,15 +203,18 @@ class LearnerGroup:
         place = self.places[rank] if self.places else None
         where = f" (process {place.pid} on {place.host})" if place else ""
         name = f"learner rank {rank} of {len(self.workers)}{where}"
-        if isinstance(error, RayActorError):
+        if isinstance(error, RayActorError) and self.places:
             what = "died: it was killed, ran out of memory, or waited too long for another (--learner-timeout-s)"
         else:
             # Ray's text of a failed call is the traceback in the rank; its last lines say what and where.
-            lines = [line.strip() for line in str(error).splitlines() if set(line) - set(" ^~")]
+            text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+            lines = [line.strip() for line in text.splitlines() if set(line) - set(" ^~")]
             what = f"failed in {method}: {' | '.join(lines[-4:])[-600:]}"
         if not self._is_joined:
             flag = "--num-gpus" if self.device.type == "cuda" else "--num-learners"
-            return UserError(flag, "must start every learner process", f"{name} {what}", "mend that")
+            return UserError(flag, "must start every learner process", name, what)
+        if silent:
+            what += f"; no answer from rank {', '.join(map(str, silent))}"
         self._lost = LearnerLost(f"{name} {what}")
         return self._lost
 
@@ -235,13 +246,25 @@ def start_ray(cluster: ClusterConfig) -> bool:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     quiet: dict[str, Any] = {"include_dashboard": False, "logging_level": "error", "log_to_driver": False}
     if not cluster.ray_address:
-        ray.init("local", num_cpus=cluster.num_ranks, num_gpus=cluster.num_gpus, **quiet)
+        try:
+            ray.init("local", num_cpus=cluster.num_ranks, num_gpus=cluster.num_gpus, **quiet)
+        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+            flag = "--num-gpus" if cluster.num_gpus else "--num-learners"
+            fix = f"set RAY_TMPDIR to a short path that can be written to ({_first_line(error)})"
+            raise UserError(flag, "must be able to start Ray on this host", cluster.num_ranks, fix) from error
         return True
     del quiet["include_dashboard"]
     try:
+        host, _, port = cluster.ray_address.rpartition(":")
+        if host and port.isdigit():  # Ray itself would go on trying for minutes
+            socket.create_connection((host, int(port)), timeout=ANSWER_S).close()
         ray.init(cluster.ray_address, **quiet)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-        reason = str(error).strip().split("\n")[0]
-        fix = f"start one with `ray start --head` ({reason:.120})"
-        raise UserError("--ray-address", "must be a running Ray cluster", cluster.ray_address, fix) from error
+        fix = "start one with `ray start --head`; where one runs, it may want its token: RAY_AUTH_MODE=token"
+        rule = "must be a running Ray cluster"
+        raise UserError("--ray-address", rule, cluster.ray_address, f"{fix} ({_first_line(error)})") from error
     return True
+
+
+def _first_line(error: Exception) -> str:
+    return f"{str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__:.120}"

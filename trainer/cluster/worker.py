@@ -102,8 +102,8 @@ class LearnerWorker:
 
     def weights(self) -> dict[str, NDArray[np.float32]]:
         """Return the full weights on rank 0, nothing elsewhere."""
-        weights = self.learner.weights()
-        return {name: weight.float().cpu().numpy() for name, weight in weights.items()} if self._rank == 0 else {}
+        weights = self.learner.weights(torch.float32, "cpu")
+        return {name: weight.numpy() for name, weight in weights.items()}
 
     def save(self, folder: Path, dtype: torch.dtype) -> None:
         """Write a checkpoint folder, rank 0 alone."""

@@ -54,13 +54,16 @@ class SGLangSettings:
     def launch_command(self, number: int, port: int, gpus_seen: int) -> list[str]:
         """Return the command of the `number`-th local server."""
         gpu = self.first_gpu + number * self.tensor_parallel
+        if gpus_seen:  # more servers than places share those from the first on
+            gpu %= gpus_seen
+            gpu = gpu if gpu + self.tensor_parallel <= gpus_seen else 0
         own = {
             "--model-path": self.model_path,
             "--host": "127.0.0.1",
             "--port": str(port),
             "--dtype": self.dtype,
             "--tp-size": str(self.tensor_parallel),
-            "--base-gpu-id": str(gpu % gpus_seen if gpus_seen else gpu),
+            "--base-gpu-id": str(gpu),
             "--mem-fraction-static": str(self.mem_fraction),
             "--weight-version": "0",
             "--log-level": "warning",
