@@ -39,6 +39,7 @@ from agents.positions import num_images_within
 from agents.renderer import Renderer
 from agents.rollout import rollout_groups
 from agents.types import EndReason, SamplingLaw, Trajectory, TrajectoryGroup
+from benchmarks.learner_workload import shape_config
 from benchmarks.lessons import lessons, teach
 from benchmarks.report import RESULTS, commit, markdown, write_result
 from envs.problems import with_system_prompt
@@ -51,48 +52,12 @@ from trainer.ipc import lend_weights
 from trainer.learner import Learner
 from trainer.setup import sampling_params
 from trainer.starter import STARTER_PATH
-from trainer.starter.architecture import build_config
 from trainer.weight_sync import WeightSync
 
 PARTS = ("parity", "greedy", "throughput", "faults")
 ENVS = ("geo3k", "geo3k_zoom")
 GROUP_SIZE = 8
 MAX_NEW_TOKENS = 320
-
-
-def qwen3_vl_2b(tokenizer: Any) -> Any:
-    """Return the configuration of Qwen3-VL-2B, its special ids taken from the starter's tokenizer."""
-    from trainer.starter.architecture import SHAPES
-
-    config = build_config(SHAPES["starter"], tokenizer)
-    text, vision = config.text_config, config.vision_config
-    for name, value in {
-        "vocab_size": 151_936,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 5_000_000.0,
-            "mrope_interleaved": True,
-            "mrope_section": [24, 20, 20],
-        },
-    }.items():
-        setattr(text, name, value)
-    for name, value in {
-        "depth": 24,
-        "hidden_size": 1024,
-        "intermediate_size": 4096,
-        "num_heads": 16,
-        "out_hidden_size": 2048,
-        "num_position_embeddings": 2304,
-        "deepstack_visual_indexes": [5, 11, 17],
-    }.items():
-        setattr(vision, name, value)
-    return config
 
 
 def make_checkpoint(name: str, folder: Path, steps: int, seed: int, device: str) -> Renderer:
@@ -103,7 +68,7 @@ def make_checkpoint(name: str, folder: Path, steps: int, seed: int, device: str)
         model, lr = PolicyModel.load(STARTER_PATH).to(device), 1e-3
     else:
         with torch.device(device):
-            model, lr = PolicyModel.from_config(qwen3_vl_2b(renderer.tokenizer)), 1e-4
+            model, lr = PolicyModel.from_config(shape_config("2b")), 1e-4
     started = time.perf_counter()
     groups = [group for env in ENVS for group in lessons(renderer, env, 256, seed)]
     played = time.perf_counter()
