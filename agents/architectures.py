@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -72,6 +73,21 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen2": Architecture("Qwen2ForCausalLM"),
     "llama": Architecture("LlamaForCausalLM"),
 }
+
+
+def read_config(path: str | Path) -> Any:
+    """Return the Transformers configuration of a checkpoint folder or hub id.
+
+    Raises:
+        UserError: there is none.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        reason = str(error).split("\n")[0]
+        raise UserError("--model", "must be a model folder or hub id", str(path), reason) from error
 
 
 def architecture_of(config: Any) -> Architecture:

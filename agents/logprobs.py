@@ -16,16 +16,13 @@ from agents.attention import Span, needs_buckets
 from agents.model import PolicyModel
 from agents.packed import PackedStreams
 from agents.positions import mrope_positions
+from agents.scores import law_logits
 from agents.types import ProcessedImage, SamplingLaw
 
 
 def sampling_logprobs(logits_NV: Tensor, law: SamplingLaw) -> Tensor:
     """Return the log-probs that tokens are drawn from, float32 (N, V)."""
-    logits_NV = logits_NV.float() / law.temperature
-    if law.suppressed_ids:
-        index = torch.tensor(law.suppressed_ids, device=logits_NV.device)
-        logits_NV = logits_NV.index_fill(-1, index, float("-inf"))
-    return logits_NV.log_softmax(-1)
+    return law_logits(logits_NV.to(torch.float32, copy=True), law).log_softmax(-1)
 
 
 @torch.no_grad()

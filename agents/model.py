@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from agents.architectures import architecture_of
+from agents.architectures import architecture_of, read_config
 from agents.attention import TEXT_ATTENTION, VISION_ATTENTION, needs_buckets, register_attention
 from agents.packed import PackedStreams, VisionBatch
 from agents.scores import float32_product, linear_scores
@@ -57,11 +57,9 @@ class PolicyModel(nn.Module):
     @classmethod
     def load(cls, path: str | Path, dtype: torch.dtype = torch.float32) -> PolicyModel:
         """Read a checkpoint folder. Raises `UserError` where it is none, or of no supported architecture."""
-        from transformers import AutoConfig
-
         register_attention()
+        architecture = architecture_of(read_config(path))
         try:
-            architecture = architecture_of(AutoConfig.from_pretrained(path))
             backbone = architecture.read(path, dtype=dtype, attn_implementation=TEXT_ATTENTION)
         except (OSError, ValueError) as error:
             raise UserError(

@@ -18,35 +18,16 @@ from torch import nn
 from agents.architectures import architecture_of
 from agents.positions import mrope_positions
 from agents.types import ProcessedImage
+from trainer.memory import QWEN3_VL, qwen3_vl_config
 from trainer.types import TrainingSample
 
-MODELS = ("tiny", "starter", "2b", "4b", "8b", "32b")
-#: What the dense Qwen3-VL networks share; below, decoder, vision tower, and whether embedding and output layer are one.
-COMMON: dict[str, Any] = {
-    "vocab_size": 151_936,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 5_000_000.0,
-        "mrope_interleaved": True,
-        "mrope_section": [24, 20, 20],
-    },
-}
-SMALL_TOWER = {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "deepstack_visual_indexes": [5, 11, 17]}
-LARGE_TOWER = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "deepstack_visual_indexes": [8, 16, 24]}
-
-
-def _decoder(hidden: int, mlp: int, layers: int, heads: int) -> dict[str, Any]:
-    sizes = {"hidden_size": hidden, "intermediate_size": mlp}
-    return {**sizes, "num_hidden_layers": layers, "num_attention_heads": heads}
-
-
-QWEN3_VL: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
-    "2b": (_decoder(2048, 6144, 28, 16), {**SMALL_TOWER, "out_hidden_size": 2048}, True),
-    "4b": (_decoder(2560, 9728, 36, 32), {**SMALL_TOWER, "out_hidden_size": 2560}, True),
-    "8b": (_decoder(4096, 12288, 36, 32), {**LARGE_TOWER, "out_hidden_size": 4096}, False),
-    "32b": (_decoder(5120, 25600, 64, 64), {**LARGE_TOWER, "out_hidden_size": 5120}, False),
+MODELS = ("tiny", "starter", *QWEN3_VL)
+#: The rotary embedding of Qwen3-VL.
+ROPE = {
+    "rope_type": "default",
+    "rope_theta": 5_000_000.0,
+    "mrope_interleaved": True,
+    "mrope_section": [24, 20, 20],
 }
 
 
@@ -102,17 +83,15 @@ def shape_config(name: str) -> Any:
     if name == "tiny":
         return tiny_config("qwen3_vl", tokenizer, tied=True)
     config = build_config(SHAPES["starter"], tokenizer)
-    if name != "starter":
-        decoder, tower, tied = QWEN3_VL[name]
-        _set(config, tie_word_embeddings=tied)
-        _set(config.text_config, **COMMON, **decoder, tie_word_embeddings=tied)
-        _set(config.vision_config, num_heads=16, num_position_embeddings=2304, **tower)
-    return config
-
-
-def _set(config: Any, **values: Any) -> None:
-    for name, value in values.items():
-        setattr(config, name, value)
+    if name == "starter":
+        return config
+    large, text = qwen3_vl_config(name), config.text_config
+    for special in ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"):
+        setattr(large, special, getattr(config, special))
+    for kept in ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings"):
+        setattr(large.text_config, kept, getattr(text, kept))
+    large.text_config.rope_parameters = dict(ROPE)
+    return large
 
 
 def plain_network(config: Any, device: str, seed: int = 0) -> Any:

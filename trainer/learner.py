@@ -193,16 +193,16 @@ class Learner:
         keep_gathered(self.model, False)
         silent, taught = self._parts(samples)
         with torch.no_grad():
-            for batch in self._batches(silent, any_images):
+            for batch in self._batches(self._bins(silent), any_images):
                 self._add_up(batch, sums, old, reference)
         reshard(self.model)
-        last = self._num_rounds(taught)
-        for number, batch in enumerate(self._batches(taught, any_images), 1):
-            keep_gathered(self.model, self.config.reshard == "never" and number < last)
+        bins = self._bins(taught)
+        for number, batch in enumerate(self._batches(bins, any_images), 1):
+            keep_gathered(self.model, self.config.reshard == "never" and number < len(bins))
             loss = self._add_up(batch, sums, old, reference)
             # FSDP averages gradients over ranks; the weights already hold the global denominator, so undo it.
             (loss * dist.get_world_size()).backward()
-        if last:
+        if bins:
             self._step_optimizer(sums)
 
     def _parts(self, samples: Sequence[TrainingSample]) -> tuple[list[Row], list[Row]]:
@@ -218,34 +218,31 @@ class Learner:
         """Yield the very micro-batches that the updates will read: in bfloat16 others would be rounded otherwise."""
         for samples in minibatches:
             for rows in self._parts(samples):
-                yield from self._batches(rows, any_images)
+                yield from self._batches(self._bins(rows), any_images)
 
-    def _num_rounds(self, rows: Sequence[Row]) -> int:
-        """Return how many micro-batches every rank runs: as many as the one with the most."""
-        bins = balanced_bins(rows, self.config.max_tokens_per_microbatch)
-        return int(self._reduce([float(len(bins))], dist.ReduceOp.MAX)[0])
+    def _bins(self, rows: Sequence[Row]) -> list[list[Row]]:
+        """Return the rows of each micro-batch, as many on every rank: the last may be empty.
 
-    def _batches(self, rows: Sequence[Row], any_images: bool) -> Iterator[MicroBatch]:
-        """Yield the rows in micro-batches, as many on every rank.
-
-        FSDP communicates in every forward and backward of every part, vision tower included. So all ranks run the same
-        number of micro-batches and, where any rank has images in this step, all of them show one.
+        FSDP communicates in every forward and backward of every part, so all ranks must run the same number of them.
         """
         bins = balanced_bins(rows, self.config.max_tokens_per_microbatch)
-        rounds = self._num_rounds(rows)
+        most = int(self._reduce([float(len(bins))], dist.ReduceOp.MAX)[0])
+        return bins + [[] for _ in range(most - len(bins))]
 
-        def batch(index: int) -> MicroBatch:
-            chosen = bins[index] if index < len(bins) else []
+    def _batches(self, bins: Sequence[list[Row]], any_images: bool) -> Iterator[MicroBatch]:
+        """Yield the micro-batches. Where any rank has images in this step, all show one, for the tower communicates."""
+
+        def batch(chosen: list[Row]) -> MicroBatch:
             if not chosen or (any_images and not any(row.images for row in chosen)):
                 chosen = [*chosen, filler_row(self.model, with_image=any_images)]
             return collate(chosen, self.model.image_token_id, self.device, self.dtype)
 
         # The next one is put together while the network is busy with this one.
         with ThreadPoolExecutor(1) as pool:
-            coming = [pool.submit(batch, index) for index in range(min(1, rounds))]
-            for index in range(rounds):
+            coming = [pool.submit(batch, chosen) for chosen in bins[:1]]
+            for number in range(len(bins)):
                 ready = coming.pop().result()
-                coming = [pool.submit(batch, index + 1)] if index + 1 < rounds else []
+                coming = [pool.submit(batch, chosen) for chosen in bins[number + 1 : number + 2]]
                 yield ready
 
     def _add_up(

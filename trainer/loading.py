@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from agents.architectures import read_config
 from agents.model import PolicyModel
 from envs.errors import UserError
 from trainer.lora import initial_adapter, is_adapter, plain_name
@@ -32,12 +33,9 @@ def empty_model(path: str | Path, dtype: torch.dtype = torch.float32) -> PolicyM
     Raises:
         UserError: the path is no checkpoint, or of no supported architecture.
     """
-    from transformers import AutoConfig, GenerationConfig
+    from transformers import GenerationConfig
 
-    try:
-        config = AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise UserError("--model", "must be a model folder or hub id", str(path), str(error).split("\n")[0]) from error
+    config = read_config(path)
     model = meta_model(config, dtype)
     backbone: Any = model.backbone
     config.name_or_path = str(path)

@@ -1,6 +1,6 @@
-"""Policy losses, KL and entropy, as pure functions of per-token tensors.
+"""Policy losses and KL, as pure functions of per-token tensors.
 
-Legend: N model tokens of a micro-batch, S samples, V vocabulary. Log-probs and entropies are in nats.
+Legend: N model tokens of a micro-batch, S samples. Log-probs are in nats.
 """
 
 from __future__ import annotations
@@ -131,8 +131,3 @@ def k3_kl(logprobs_N: Tensor, rollout_logprobs_N: Tensor) -> Tensor:
 
 def _k3(gap_N: Tensor) -> Tensor:
     return torch.expm1(gap_N) - gap_N
-
-
-def entropy(logprobs_NV: Tensor) -> Tensor:
-    """Return the entropy in nats of each row of log-probs; entries of -inf count 0."""
-    return -(logprobs_NV.exp() * logprobs_NV.masked_fill(logprobs_NV.isneginf(), 0.0)).sum(-1)

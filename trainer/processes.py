@@ -126,7 +126,7 @@ def start_learner(
         device = torch.device(config.model.device)
         learner = build_learner(config, model_path, sampling, device)
         on_gpu = device.type == "cuda"
-        gpus = (torch.cuda.current_device() if device.index is None else device.index,) if on_gpu else ()
+        gpus = (torch.cuda.current_device(),) if on_gpu else ()
         return StartedLearner(learner, partial(lend_weights, learner) if on_gpu else None, gpus)
     from trainer.cluster.group import LearnerGroup
 

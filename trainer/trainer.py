@@ -13,10 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agents.architectures import architecture_of
+from agents.architectures import architecture_of, read_config
 from agents.model import NO_IMAGE_TOKEN
 from agents.types import ProcessedImage
-from envs.errors import UserError
 from trainer.types import StepStats, TrainingSample
 
 
@@ -92,13 +91,7 @@ class ModelFacts:
         Raises:
             UserError: there is none, or it is of no supported architecture.
         """
-        from transformers import AutoConfig
-
-        try:
-            config = AutoConfig.from_pretrained(path)
-        except (OSError, ValueError) as error:
-            reason = str(error).split("\n")[0]
-            raise UserError("--model", "must be a model folder or hub id", str(path), reason) from error
+        config = read_config(path)
         architecture = architecture_of(config)
         sees = architecture.vision
         return cls(

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from agents.scores import _summary
 from trainer.config import AlgorithmConfig, KLEstimatorName
-from trainer.loss import POLICY_LOSSES, PolicyTerms, entropy, gspo, k3_kl, log_ratio, ppo, reference_kl
+from trainer.loss import POLICY_LOSSES, PolicyTerms, gspo, k3_kl, log_ratio, ppo, reference_kl
 
 
 def tensor(*values: float) -> Tensor:
@@ -172,6 +173,10 @@ def test_k3_averages_to_the_kl_of_rollout_from_trainer() -> None:
     rollout, trainer = tensor(0.5, 0.3, 0.2).log(), tensor(0.4, 0.4, 0.2).log()
     kl = (rollout.exp() * (rollout - trainer)).sum()
     assert (rollout.exp() * k3_kl(trainer, rollout)).sum().item() == pytest.approx(kl.item(), rel=1e-12)
+
+
+def entropy(logprobs_NV: Tensor) -> Tensor:
+    return _summary(logprobs_NV, torch.zeros(len(logprobs_NV), dtype=torch.int64))[1]
 
 
 @given(seed=st.integers(0, 1000), suppressed=st.sets(st.integers(0, 9), max_size=8))
