@@ -364,6 +364,16 @@ class AlgorithmConfig(Section):
         return value
 
 
+class CheckpointConfig(Section):
+    """What is kept to go on from after a stop, and what a run goes on from."""
+
+    save_every: int = Field(default=10, ge=0, description="steps between checkpoints; 0: none is written")
+    keep_checkpoints: int = Field(default=2, ge=1, description="how many checkpoints are kept: the newest ones")
+    resume: Path | None = Field(
+        default=None, description="run folder to go on with, from its newest whole checkpoint; its settings hold"
+    )
+
+
 class LogConfig(Section):
     """What is kept of a run."""
 
@@ -387,4 +397,5 @@ class RunConfig(Section):
     optim: OptimConfig = OptimConfig()
     learner: LearnerConfig = LearnerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
