@@ -8,6 +8,7 @@ Pictures are named by the hash of their pixels; messages refer to them as
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -36,7 +37,8 @@ class Recorder:
     def __init__(self, folder: Path, env: str) -> None:
         self.folder, self.env = folder, env
         (folder / "images").mkdir(parents=True, exist_ok=True)
-        self._file: TextIO = (folder / "episodes.jsonl").open("a", encoding="utf-8")
+        self.path = folder / "episodes.jsonl"
+        self._file: TextIO = self.path.open("a", encoding="utf-8")
 
     def __enter__(self) -> Recorder:
         return self
@@ -49,6 +51,12 @@ class Recorder:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+    def size(self) -> int:
+        """Return the bytes written so far, which are on disk when this returns."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return self.path.stat().st_size
 
     def write(self, trajectory: Trajectory, step: int, phase: str, advantage: float | None = None) -> None:
         """Append one episode and make sure that it is out of this process."""
@@ -107,7 +115,10 @@ class Recorder:
         digest = image_digest(image)
         path = self.folder / "images" / f"{digest}.png"
         if not path.exists():
-            image.save(path)
+            # Under another name first: who is killed while writing leaves no half a picture behind.
+            part = path.with_suffix(f".{os.getpid()}.part")
+            image.save(part, format="PNG")
+            part.replace(path)
         return f"images/{digest}.png"
 
 

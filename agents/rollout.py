@@ -11,7 +11,7 @@ import hashlib
 import heapq
 import math
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy as shallow_copy
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -133,10 +133,35 @@ class _Group:
         return TrajectoryGroup(self.problem.sample.id, played, self.discarded)
 
 
+@dataclass(frozen=True, eq=False)
+class GroupInFlight:
+    """A group that was begun and not handed out: what of it is worth keeping when the process ends.
+
+    `played` holds the copies that have ended, by number; `result` is the group where all have. An episode in the middle
+    of being played is in neither: its environment cannot be saved, so it begins again.
+    """
+
+    number: int
+    begun_version: int
+    attempt: int
+    played: Mapping[int, Trajectory]
+    discarded: tuple[Trajectory, ...]
+    result: TrajectoryGroup | None
+
+
+@dataclass(frozen=True, eq=False)
+class ManagerState:
+    """Where a `RolloutManager` stands between two steps: the number of its next problem, and its groups in flight."""
+
+    num_begun: int = 0
+    in_flight: tuple[GroupInFlight, ...] = ()
+
+
 class RolloutManager:
     """Keeps episodes running and hands out groups, step by step.
 
-    `problem_at` gives the problem of each number from 0; `on_episode` is called as each episode ends.
+    `problem_at` gives the problem of each number from 0; `on_episode` is called as each episode ends. `state` is that of
+    an earlier manager of the same problems, which this one goes on from.
 
     Example::
 
@@ -155,6 +180,7 @@ class RolloutManager:
         problem_at: Callable[[int], Problem],
         options: RolloutOptions,
         on_episode: Callable[[Trajectory], None] = lambda trajectory: None,
+        state: ManagerState = ManagerState(),
     ) -> None:
         self.engine, self.episode, self.options = episode.engine, episode, options
         if options.max_rollout_tokens:
@@ -162,9 +188,11 @@ class RolloutManager:
             self.episode.engine = MeteredEngine(episode.engine, self._spend_tokens)
         self._build_env, self._args = build_env, args
         self._problem_at, self._on_episode = problem_at, on_episode
-        self.num_begun = 0  # groups so far, and the number of the next problem
+        self.num_begun = state.num_begun  # groups so far, and the number of the next problem
         self._groups: dict[int, _Group] = {}  # by number, in order
         self._jobs: list[tuple[int, int, int]] = []  # number, attempt, copy: a heap of episodes to begin
+        for group in state.in_flight:
+            self._take_up(group)
         self._running: dict[asyncio.Task[Trajectory], tuple[int, int]] = {}  # number and copy
         self._num_complete = self._num_counting = self._num_to_begin = self._num_tokens = 0
         self._is_collecting = self._is_paused = False
@@ -194,6 +222,31 @@ class RolloutManager:
             self._is_paused = True
             await self.engine.pause()
         return self._hand_out(num_groups, tuple((stale | cut).values()))
+
+    def state(self) -> ManagerState:
+        """Return where this stands, between two calls of `collect`."""
+        return ManagerState(
+            self.num_begun,
+            tuple(
+                GroupInFlight(number, g.begun_version, g.attempt, dict(g.played), g.discarded, g.result)
+                for number, g in self._groups.items()
+            ),
+        )
+
+    def _take_up(self, saved: GroupInFlight) -> None:
+        """Go on with a group of an earlier manager: its missing copies are played, with the seeds that they had."""
+        self._groups[saved.number] = _Group(
+            self._problem_at(saved.number),
+            saved.begun_version,
+            saved.attempt,
+            dict(saved.played),
+            saved.discarded,
+            result=saved.result,
+        )
+        if saved.result is None:
+            missing = [copy for copy in range(self.options.group_size) if copy not in saved.played]
+            for copy in missing:
+                heapq.heappush(self._jobs, (saved.number, saved.attempt, copy))
 
     async def close(self) -> tuple[TrajectoryGroup, ...]:
         """Abort what is still running; return all groups that were begun and never handed out, as they are."""

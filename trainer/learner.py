@@ -35,6 +35,7 @@ from trainer.lora import ALL_LINEAR, LoraOptions, add_lora, disabled, merged_wei
 from trainer.objective import ModelTokens, objective
 from trainer.offload import OffloadedState
 from trainer.sharding import keep_gathered, reshard, shard
+from trainer.state import StateWriter, restore, trained_state
 from trainer.trainable import freeze_vision, trainable_parameters
 from trainer.types import MicroBatch, Row, StepStats, TrainingSample
 
@@ -109,6 +110,7 @@ class Learner:
         )
         self._state = OffloadedState(self.optimizer) if config.offload == "optimizer" else None
         self.steps_done = 0
+        self._writer = StateWriter()
         #: Held while the network is used: who needs the weights for a server may ask in another thread than who trains.
         self.lock = threading.RLock()
 
@@ -331,11 +333,36 @@ class Learner:
             return scores
 
     def save(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-        """Write a checkpoint folder's configuration and weights, in `dtype`; every rank must call it."""
+        """Write a model folder's configuration and weights, in `dtype`; every rank must call it."""
         weights = self.weights(dtype, "cpu")
         if dist.get_rank() == 0:
             self.model.save(folder, dtype, weights)
         dist.barrier()
+
+    def begin_checkpoint(self, folder: Path) -> None:
+        """Copy the trained weights and the optimizer's state, and write them in the background, this rank its shards.
+
+        Every rank must call it, and `is_checkpoint_written` of every rank must have been True for the one before.
+        """
+        with self.lock:
+            reshard(self.model)
+            self._writer.begin(trained_state(self.model, self.optimizer, self._state, self.steps_done), folder)
+
+    def is_checkpoint_written(self, wait: bool) -> bool:
+        """Return whether the checkpoint is on disk; raises `CheckpointFailed` where a rank could not write."""
+        return self._writer.is_written(wait)
+
+    def restore(self, folder: Path, with_optimizer: bool = True) -> None:
+        """Go on from what any number of ranks wrote with `begin_checkpoint`; every rank must call it.
+
+        Learning rate, betas and weight decay stay those of this learner. Raises `UserError` for another network.
+        """
+        with self.lock:
+            reshard(self.model)
+            kept = [{name: value for name, value in g.items() if name != "params"} for g in self.optimizer.param_groups]
+            self.steps_done = restore(folder, self.model, self.optimizer if with_optimizer else None, self._state)
+            for group, own in zip(self.optimizer.param_groups, kept, strict=True):
+                group.update(own)
 
     def weights(self, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> dict[str, Tensor]:
         """Return the full weights by name, adapters merged, on rank 0 and nothing elsewhere; every rank must call it.

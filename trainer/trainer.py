@@ -23,6 +23,10 @@ class LearnerLost(RuntimeError):
     """A learner process died or failed; the weights since the start of the run went with it."""
 
 
+class CheckpointFailed(RuntimeError):
+    """The learner's state could not be written; the learner itself goes on."""
+
+
 class Trainer(Protocol):
     """Turns training samples into better weights.
 
@@ -66,7 +70,27 @@ class Trainer(Protocol):
         ...
 
     def save(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-        """Write a checkpoint folder's configuration and weights; `dtype` is that of the file."""
+        """Write a model folder's configuration and weights; `dtype` is that of the file."""
+        ...
+
+    def begin_checkpoint(self, folder: Path) -> None:
+        """Copy all that `restore` needs and write it into a folder in the background."""
+        ...
+
+    def is_checkpoint_written(self, wait: bool) -> bool:
+        """Return whether what was begun is on disk, which can be waited for.
+
+        Raises:
+            CheckpointFailed: it could not be written; says why.
+        """
+        ...
+
+    def restore(self, folder: Path) -> None:
+        """Go on from what `begin_checkpoint` wrote: weights, optimizer, steps done.
+
+        Raises:
+            UserError: it is of another network.
+        """
         ...
 
 

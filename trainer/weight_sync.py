@@ -63,14 +63,17 @@ class WeightSync:
         """Who gets the weights."""
         return self.carrier.engine
 
-    async def start(self) -> Probe:
-        """Start the engine and prove that it runs the weights that the learner starts from.
+    async def start(self, version: int = 0) -> Probe:
+        """Start the engine and prove that it runs the weights that the learner starts from, pushed if those are of a
+        later `version` than what both were loaded with.
 
         Raises:
             UserError: a server cannot be started or found.
             SyncError: the engine runs other weights.
         """
         await self.carrier.start()
+        if version:
+            await self.carrier.push(version)
         return await self.probe()
 
     async def push(self, version: int) -> tuple[float, Probe | None]:

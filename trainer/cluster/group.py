@@ -26,7 +26,7 @@ from envs.errors import UserError
 from trainer.cluster.shares import light_images, shares
 from trainer.cluster.worker import LearnerWorker, Place
 from trainer.config import ClusterConfig, RunConfig
-from trainer.trainer import LearnerLost
+from trainer.trainer import CheckpointFailed, LearnerLost
 from trainer.types import StepStats, TrainingSample
 
 #: How long processes may wait for a free place in the cluster.
@@ -61,6 +61,8 @@ class LearnerGroup:
         self.workers: list[Any] = []
         self.places: list[Place] = []
         self._lost: LearnerLost | None = None
+        self._written: list[bool] = []
+        self._fault = ""
         self._is_joined = False
         self._reserved: PlacementGroup | None = None
         self._owns_ray = start_ray(cluster)
@@ -149,6 +151,27 @@ class LearnerGroup:
     def save(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """Have rank 0 write a checkpoint folder; on another host that must be one that both hosts see."""
         self._call("save", (folder.absolute(), dtype))
+
+    def begin_checkpoint(self, folder: Path) -> None:
+        """Have every rank write its shards into a folder that all hosts see."""
+        self._written, self._fault = [False] * len(self.workers), ""
+        self._call("begin_checkpoint", (folder.absolute(),))
+
+    def is_checkpoint_written(self, wait: bool) -> bool:
+        """Return whether all ranks have written; raises `CheckpointFailed` where one could not."""
+        answers = self._call("checkpoint", (wait,))
+        self._written = [was or is_now for was, (is_now, _) in zip(self._written, answers, strict=True)]
+        fault = next((fault for _, fault in answers if fault), "")
+        self._fault = self._fault or fault
+        if not all(self._written):
+            return False
+        if self._fault:
+            raise CheckpointFailed(self._fault)
+        return True
+
+    def restore(self, folder: Path) -> None:
+        """Have every rank read its shards; raises `UserError` for another network."""
+        self.steps_done = self._call("restore", (folder.absolute(),))[0]
 
     @contextlib.contextmanager
     def lend(self) -> Iterator[list[str]]:

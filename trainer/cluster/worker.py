@@ -21,6 +21,7 @@ from trainer.cluster.shares import Share
 from trainer.config import RunConfig
 from trainer.ipc import lend_weights
 from trainer.learner import Learner, build_learner
+from trainer.trainer import CheckpointFailed
 from trainer.types import StepStats
 
 
@@ -108,6 +109,22 @@ class LearnerWorker:
     def save(self, folder: Path, dtype: torch.dtype) -> None:
         """Write a checkpoint folder, rank 0 alone."""
         self.learner.save(folder, dtype)
+
+    def begin_checkpoint(self, folder: Path) -> None:
+        """Begin to write this rank's shards."""
+        self.learner.begin_checkpoint(folder)
+
+    def checkpoint(self, wait: bool) -> tuple[bool, str]:
+        """Return whether the checkpoint is written or has failed, and then why: a rank that raises would be ended."""
+        try:
+            return self.learner.is_checkpoint_written(wait), ""
+        except CheckpointFailed as error:
+            return True, str(error)
+
+    def restore(self, folder: Path) -> int:
+        """Read this rank's shards; return the steps done."""
+        self.learner.restore(folder)
+        return self.learner.steps_done
 
     def lend(self) -> list[str]:
         """Return the handles of `trainer.ipc.lend_weights` on rank 0, nothing elsewhere; held until `take_back`."""
