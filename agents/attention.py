@@ -119,11 +119,20 @@ def segment_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segme
     assert segments.bucket_row_T is not None, "these segments were built for variable-length attention alone"
     padded = []
     for bucket in segments.buckets:
-        q = query[bucket.queries_BQ].transpose(1, 2)
-        k, v = (x[bucket.keys_BK].transpose(1, 2) for x in (key, value))
+        q = _rows(query, bucket.queries_BQ).transpose(1, 2)
+        k, v = (_rows(x, bucket.keys_BK).transpose(1, 2) for x in (key, value))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=bucket.seen_B1QK, scale=scaling)
         padded.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(padded)[segments.bucket_row_T]
+
+
+def _rows(x: Tensor, index_BT: Tensor) -> Tensor:
+    """Return `x[index_BT]`, with a gradient that repeats to the bit.
+
+    A prompt's keys are read by every sample that shares it. The gradient of plain indexing adds those up in the order
+    in which the threads of a CPU come to them, that of `index_select` row by row.
+    """
+    return x.index_select(0, index_BT.flatten()).unflatten(0, index_BT.shape)
 
 
 def needs_buckets(device: torch.device, dtype: torch.dtype) -> bool:

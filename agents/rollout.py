@@ -160,8 +160,8 @@ class ManagerState:
 class RolloutManager:
     """Keeps episodes running and hands out groups, step by step.
 
-    `problem_at` gives the problem of each number from 0; `on_episode` is called as each episode ends. `state` is that of
-    an earlier manager of the same problems, which this one goes on from.
+    `problem_at` gives the problem of each number from 0; `on_episode` is called as each episode ends. `state` is that
+    of an earlier manager of the same problems, which this one goes on from.
 
     Example::
 

@@ -1,21 +1,25 @@
 """Command lines from configuration models: a pydantic tree and argv in, a validated model out.
 
 Every field of every section is one flag, `--max-turns` for `max_turns`; a required field is a positional argument.
-Every error is one line that names the flag or argument.
+A command with `Layers` reads files and environment variables below its flags. Every error is one line that names what
+gave the value: flag, argument, variable, or file and key.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from types import UnionType
-from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from envs.config_file import dump
 from envs.errors import UserError, did_you_mean
+from envs.layers import Layers
+from envs.settings import FieldPath, Setting, Settings, flag_of, is_tuple, leaves, validate, words_of
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -30,47 +34,42 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(flag.strip(), (rule or "is wrong").strip(), " ".join(self.argv), "see --help")
 
 
-def leaves(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
-    """Yield every field of the tree that is not itself a section, with its path."""
-    for name, field in model.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from leaves(field.annotation, (*path, name))
-        else:
-            yield (*path, name), field
+def parse(model: type[M], argv: Sequence[str] | None, prog: str, description: str, layers: Layers | None = None) -> M:
+    """Return the model that flags describe and, with `layers`, files and environment variables under them.
 
+    Prints the resolved configuration and exits where `--print-config` asks for it.
 
-def parse(model: type[M], argv: Sequence[str] | None, prog: str, description: str) -> M:
-    """Return the model that the flags describe. Raises `UserError` on unknown flags and broken rules."""
+    Raises:
+        UserError: a flag, key or variable is unknown, or a value breaks a rule.
+    """
     parser = _Parser(prog=prog, description=description, allow_abbrev=False)
-    flags: dict[str, tuple[str, ...]] = {}
+    flags: dict[str, FieldPath] = {}
     for path, field in leaves(model):
-        flag = _flag(path[-1], field)
+        flag = flag_of(path[-1], field)
         assert flag not in flags, f"two fields are called {flag}"
         flags[flag] = path
         _add(parser, flag, field)
+    if layers:
+        _add_files(parser, layers)
     parser.argv = sys.argv[1:] if argv is None else argv
-    known, unknown = parser.parse_known_args(parser.argv)
+    found, unknown = parser.parse_known_args(parser.argv)
+    known = vars(found)
     if unknown:
         flag = unknown[0].split("=")[0]
-        raise UserError(flag, "is no flag of this command", unknown[0], _instead(model, flag, flags, vars(known)))
-    given = {path: value for path in flags.values() if (value := vars(known)[path[-1]]) is not None}
-    tree: dict[str, Any] = {}
-    for path, value in given.items():
-        place = tree
-        for name in path[:-1]:
-            place = place.setdefault(name, {})
-        place[path[-1]] = value
-    try:
-        return model.model_validate(tree)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = next(str(part) for part in reversed(first["loc"]) if isinstance(part, str))
-        field = next(field for path, field in leaves(model) if path[-1] == name)
-        rule = first["msg"].replace("Input should be", "must be").replace("Value error, ", "")
-        got = "nothing" if first["type"] == "missing" else first["input"]
-        raise UserError(
-            _flag(name, field), rule[:1].lower() + rule[1:], got, f"see --help ({field.description})"
-        ) from None
+        others = ("--config", "--print-config") if layers else ()
+        raise UserError(flag, "is no flag of this command", unknown[0], _instead(model, flag, (*flags, *others), known))
+    settings: Settings = {
+        path: Setting(value, flag) for flag, path in flags.items() if (value := known[path[-1]]) is not None
+    }
+    if layers:
+        files = layers.read_files(model, known["config"] or ())
+        settings = files | layers.read_variables(model, os.environ) | settings
+        settings = layers.read_base(model, settings) | settings
+    config = validate(model, settings)
+    if layers and known["print_config"]:
+        print(dump(config, settings), end="")
+        raise SystemExit(0)
+    return config
 
 
 def _instead(model: type[BaseModel], word: str, flags: Collection[str], given: Mapping[str, Any]) -> str:
@@ -85,19 +84,29 @@ def _instead(model: type[BaseModel], word: str, flags: Collection[str], given: M
     return f"write --env {word}" if "--env" in flags and given["env"] is None else fix
 
 
-def _flag(name: str, field: FieldInfo) -> str:
-    return name.upper() if field.is_required() else "--" + name.replace("_", "-")
+def _add_files(parser: argparse.ArgumentParser, layers: Layers) -> None:
+    """Add the flags that are no settings."""
+    names = ", ".join(file.stem for file in sorted(layers.ready.glob("*.yaml")))
+    parser.add_argument(
+        "--config",
+        action="append",
+        metavar="FILE",
+        help=f"YAML file of settings, or a ready configuration; flags and {layers.prefix}* variables go before it, and "
+        f"a later file before an earlier one (ready: {names}; give it again for more)",
+    )
+    parser.add_argument(
+        "--print-config", action="store_true", help="print all settings as YAML, with where they come from, and exit"
+    )
 
 
 def _add(parser: argparse.ArgumentParser, flag: str, field: FieldInfo) -> None:
     if field.is_required():
         parser.add_argument(flag.lower(), metavar=flag, nargs="?", help=field.description)
         return
-    default = field.get_default()
     text = f"{field.description}{_notes(field)}".replace("%", "%%")
     if field.annotation is bool:
         parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
-    elif isinstance(default, tuple):
+    elif is_tuple(field):
         parser.add_argument(flag, action="append", metavar="VALUE", default=None, help=text)
     else:
         parser.add_argument(flag, metavar="VALUE", default=None, help=text)
@@ -105,25 +114,15 @@ def _add(parser: argparse.ArgumentParser, flag: str, field: FieldInfo) -> None:
 
 def _notes(field: FieldInfo) -> str:
     """Return in brackets what the help says besides a field's description."""
-    default, words = field.get_default(), _words(field.annotation)
+    default, words = field.get_default(), words_of(field.annotation)
     notes = [f"one of {', '.join(words)}"] if words else []
-    if isinstance(default, tuple):
+    if is_tuple(field):
         notes.append("give it again for more")
     if default not in ("", (), None):
         notes.append(f"default: {default}")
     elif "empty:" not in (field.description or ""):  # which says what that means
         notes.append("default: empty")
     return f" ({'; '.join(notes)})" if notes else ""
-
-
-def _words(annotation: Any) -> list[str]:
-    """Return the words of a `Literal`, or of a union of such, maybe with None."""
-    if get_origin(annotation) is Literal:
-        return [str(word) for word in get_args(annotation) if word is not None]
-    if get_origin(annotation) not in (Union, UnionType):
-        return []
-    parts = [_words(part) for part in get_args(annotation) if part is not type(None)]
-    return [word for part in parts for word in part] if all(parts) else []
 
 
 def exit_code(main: Callable[[], int]) -> int:

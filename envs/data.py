@@ -64,17 +64,8 @@ class Record:
         return [decode_image(image, field) for image, field in zip(self.images, self.image_fields, strict=True)]
 
     def to_sample(self) -> Sample:
-        images = iter(self.decode_images())
-
-        def fill(message: Message) -> Message:
-            if isinstance(message["content"], str):
-                return dict(message)
-            parts = [
-                {**part, "image": next(images)} if part["type"] == "image" else part for part in message["content"]
-            ]
-            return {**message, "content": parts}
-
-        return Sample(self.id, tuple(fill(message) for message in self.messages), self.label, self.metadata)
+        messages = with_images(self.messages, self.decode_images())
+        return Sample(self.id, tuple(messages), self.label, self.metadata)
 
 
 class RowSamples:
@@ -99,9 +90,7 @@ class RowSamples:
     def record(self, index: int) -> Record:
         """Return the row at `index`, checked, its pictures located but not decoded."""
         row, where = self._source.rows[index], f"{self._source.name} row {index}"
-        images, fields = _find_images(row, self._keys, where, self._source.root, self._allow_outside_images)
-        messages = _parse_prompt(row, self._keys.prompt, where)
-        messages = _place_images(messages, len(images), where)
+        messages, images, fields = read_messages(row, self._keys, where, self._source.root, self._allow_outside_images)
         if self._system_prompt is not None:
             messages = add_system_prompt(messages, self._system_prompt)
         row_id = row.get("id")
@@ -221,6 +210,31 @@ def epoch_order(size: int, seed: int, epoch: int) -> list[int]:
     # Python promises the sequence of random() across versions, but not that of shuffle().
     generator = random.Random(f"{seed}/{epoch}")
     return sorted(range(size), key=lambda _: generator.random())
+
+
+def read_messages(
+    row: Mapping[str, Any], keys: DataKeys, where: str, root: Path, allow_outside: bool
+) -> tuple[list[Message], tuple[ImageSource, ...], tuple[str, ...]]:
+    """Return a row's messages with a place for each picture, where the pictures are, and how errors name each.
+
+    Raises:
+        UserError: no messages, or not as many placeholders as pictures; says which row.
+    """
+    images, fields = _find_images(row, keys, where, root, allow_outside)
+    return _place_images(_parse_prompt(row, keys.prompt, where), len(images), where), images, fields
+
+
+def with_images(messages: Sequence[Message], images: Sequence[Image.Image]) -> list[Message]:
+    """Return the messages with each picture in its place, in order."""
+    waiting = iter(images)
+
+    def fill(message: Message) -> Message:
+        if isinstance(message["content"], str):
+            return dict(message)
+        parts = [{**part, "image": next(waiting)} if part["type"] == "image" else part for part in message["content"]]
+        return {**message, "content": parts}
+
+    return [fill(message) for message in messages]
 
 
 def _find_images(

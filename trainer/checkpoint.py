@@ -173,7 +173,7 @@ def damage(checkpoint: Checkpoint) -> str | None:
             if now is None:
                 return f"{path.name} is missing or cannot be read"
             if list(now) != then:
-                return f"{path.name} has {now[0]} bytes with CRC {now[1]:08x}, written were {then[0]} with {then[1]:08x}"
+                return f"{path.name} has {now[0]} bytes, CRC {now[1]:08x}; written were {then[0]}, CRC {then[1]:08x}"
     return None
 
 

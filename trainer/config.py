@@ -6,7 +6,7 @@ The defaults are the reference run: `geo3k` with the bundled starter model and b
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
@@ -17,9 +17,10 @@ from envs.registry import get_spec
 from envs.spec import EnvSpec
 
 AdvantageName = Literal["grpo", "rloo", "reinforce++"]
-PolicyLossName = Literal["ppo", "gspo"]
+PolicyLossName = Literal["ppo", "gspo", "likelihood"]
 AggregationName = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant"]
 KLEstimatorName = Literal["k1", "k2", "k3"]
+TrackerName = Literal["tensorboard", "wandb", "trackio"]
 CorrectionName = Literal["none", "tis", "icepop", "mis"]
 
 
@@ -64,15 +65,20 @@ class EnvConfig(Section):
             raise UserError(f"environment '{spec.id}'", rule, given, "change the flag or the entry") from error
 
 
-class DataConfig(RowsConfig):
+class PromptsConfig(RowsConfig):
+    """What prompts are made of, and how long they may be."""
+
+    system_prompt: str = Field(default="", description="system prompt; empty: the environment's")
+    allow_outside_images: bool = Field(default=False, description="allow image paths outside the data file's folder")
+    max_prompt_tokens: int = Field(default=1024, ge=1, description="longer prompts are left out and counted, never cut")
+
+
+class DataConfig(PromptsConfig):
     """Which problems."""
 
     eval_data: str = Field(
         default="", description="held-out problems, as --data; empty: the environment's own, when --data is empty"
     )
-    system_prompt: str = Field(default="", description="system prompt; empty: the environment's")
-    allow_outside_images: bool = Field(default=False, description="allow image paths outside the data file's folder")
-    max_prompt_tokens: int = Field(default=1024, ge=1, description="longer prompts are left out and counted, never cut")
     train_size: int = Field(
         default=1024, ge=1, description="how many of the environment's own training problems to use"
     )
@@ -97,8 +103,8 @@ class ModelConfig(Section):
     )
 
 
-class EngineConfig(Section):
-    """What writes the model's turns."""
+class ServersConfig(Section):
+    """What writes the model's turns: this process, or servers."""
 
     engine: Literal["auto", "hf", "sglang"] = Field(
         default="auto",
@@ -119,6 +125,23 @@ class EngineConfig(Section):
         default="", description='more arguments of sglang.launch_server: --engine-args="--attention-backend triton"'
     )
     request_timeout_s: float = Field(default=600.0, gt=0, description="longest wait for one turn of a server")
+    batch_wait_s: float = Field(
+        default=10.0,
+        gt=0,
+        description="embedded engine: longest wait of a batch for episodes whose environment is busy; as long as none "
+        "takes longer, a seed repeats a run to the bit",
+    )
+
+    def chosen(self, num_gpus: int = 0) -> Literal["hf", "sglang"]:
+        """Return which engine writes; `num_gpus` are those of learner processes."""
+        if self.engine == "auto":
+            return "sglang" if self.engine_url or num_gpus else "hf"
+        return self.engine
+
+
+class EngineConfig(ServersConfig):
+    """What writes the model's turns, and how it gets new weights."""
+
     sync: Literal["auto", "disk", "ipc"] = Field(
         default="auto", description="how new weights reach servers; auto: ipc from a GPU of this host, else disk"
     )
@@ -233,8 +256,8 @@ class RolloutConfig(Section):
         return value
 
 
-class OptimConfig(Section):
-    """The optimizer, and how often it is used in a step."""
+class AdamWConfig(Section):
+    """The optimizer."""
 
     lr: float = Field(default=5e-5, gt=0, description="learning rate")
     schedule: Literal["constant", "cosine"] = Field(
@@ -247,6 +270,11 @@ class OptimConfig(Section):
     max_grad_norm: float = Field(
         default=1.0, gt=0, allow_inf_nan=True, description="gradients are scaled down to this norm; inf: never"
     )
+
+
+class OptimConfig(AdamWConfig):
+    """The optimizer, and how often it is used in a step."""
+
     minibatches: int = Field(
         default=1, ge=1, description="updates per pass over a step's groups, each on an equal part of them"
     )
@@ -284,7 +312,8 @@ class LearnerConfig(Section):
     @field_validator("lora_alpha", "lora_targets")
     @classmethod
     def _has_adapters(cls, value: Any, info: ValidationInfo) -> Any:
-        if value and not info.data.get("lora_rank"):
+        default = cls.model_fields[str(info.field_name)].default
+        if value != default and not info.data.get("lora_rank"):
             raise ValueError("needs --lora-rank, or nothing reads it")
         return value
 
@@ -301,7 +330,9 @@ class AlgorithmConfig(Section):
         default=True, description="with --advantage grpo: divide by the group's standard deviation; Dr. GRPO does not"
     )
     policy_loss: PolicyLossName = Field(
-        default="ppo", description="clipped ratio of each token (ppo) or of the whole sequence (gspo)"
+        default="ppo",
+        description="clipped ratio of each token (ppo) or of the whole sequence (gspo), or the log-prob itself, "
+        "nothing clipped (likelihood: REINFORCE)",
     )
     clip_low: float = Field(default=0.2, ge=0, lt=1, description="lower clip of the ratio: 1 - clip_low")
     clip_high: float = Field(default=0.28, ge=0, description="upper clip of the ratio: 1 + clip_high")
@@ -374,12 +405,20 @@ class CheckpointConfig(Section):
     )
 
 
-class LogConfig(Section):
-    """What is kept of a run."""
+class FolderConfig(Section):
+    """Where files and numbers go."""
 
     out: Path = Field(default=Path("runs"), description="folder for run folders")
     name: str = Field(default="", description="name of the run folder; empty: environment, time and seed")
-    tensorboard: bool = Field(default=True, description="write TensorBoard files")
+    tracker: tuple[TrackerName, ...] = Field(
+        default=("tensorboard",), description="where the numbers of each step go besides metrics.jsonl; empty: nowhere"
+    )
+    project: str = Field(default="trueturn", min_length=1, description="project of the run at wandb and trackio")
+
+
+class LogConfig(FolderConfig):
+    """What is kept of a run."""
+
     record: bool = Field(default=True, description="record every training episode with its images")
 
 
@@ -388,6 +427,11 @@ class RunConfig(Section):
 
     steps: int = Field(default=50, ge=0, description="training steps")
     seed: int = Field(default=0, ge=0, description="seed of problems, sampling and order")
+    doctor: Literal["stop", "warn", "off"] = Field(
+        default="stop",
+        description="quick checks before step 0: stop the run at a fault, only warn of it, or make none; "
+        "python -m trainer.doctor with the same flags makes all",
+    )
     env: EnvConfig = EnvConfig()
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
@@ -399,3 +443,22 @@ class RunConfig(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+
+
+class LearnerPlan(Protocol):
+    """What is read to start a learner: a `RunConfig` is one."""
+
+    @property
+    def steps(self) -> int: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def model(self) -> ModelConfig: ...
+    @property
+    def cluster(self) -> ClusterConfig: ...
+    @property
+    def optim(self) -> OptimConfig: ...
+    @property
+    def learner(self) -> LearnerConfig: ...
+    @property
+    def algorithm(self) -> AlgorithmConfig: ...

@@ -18,7 +18,11 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from trainer.evaluate import Evaluation
+from agents.types import Trajectory
+from envs.runner import last_line
+from trainer.figures import Evaluation
+
+MAX_FAULTS_SHOWN = 10
 
 
 class Display:
@@ -53,6 +57,15 @@ class Display:
         """Print one line."""
         self.console.print(text, soft_wrap=True, markup=False)
 
+    def fault(self, trajectory: Trajectory, seen: set[str]) -> None:
+        """Say what broke an episode, the first time that it happens; `seen` holds the lines said so far."""
+        if trajectory.end_reason.is_valid or trajectory.error is None:
+            return
+        line = last_line(trajectory.error)
+        if line not in seen and len(seen) < MAX_FAULTS_SHOWN:
+            seen.add(line)
+            self.say(f"{trajectory.end_reason.value} in {trajectory.sample_id}: {line:.300}")
+
     def begin(self, name: str, total: int) -> None:
         """Start a bar of `total` parts in place of the one before."""
         if self._task is not None:
@@ -82,21 +95,17 @@ class Display:
     def summary(
         self, before: Mapping[str, Evaluation], after: Mapping[str, Evaluation], ends: Mapping[str, int]
     ) -> None:
-        """Print held-out accuracy before and after, and how training episodes ended."""
+        """Print held-out accuracy before and after with its 95 % interval, and how training episodes ended."""
         if after:
-            table = Table(title="Held-out accuracy")
-            for column in ("", "before", "after", "change", "turns before", "after"):
+            num_problems = next(iter(after.values())).num_problems
+            table = Table(title=f"Held-out accuracy, {num_problems} problems [95 % interval]")
+            for column in ("", "accuracy", "change", "turns"):
                 table.add_column(column, justify="left" if not column else "right", no_wrap=True)
             for name, final in after.items():
-                first = before[name]
-                table.add_row(
-                    f"{name.replace('_', ' ')} ({final.num_problems} problems)",
-                    f"{first.accuracy:.3f}",
-                    f"{final.accuracy:.3f}",
-                    f"{final.accuracy - first.accuracy:+.3f}",
-                    f"{first.mean_turns:.2f}",
-                    f"{final.mean_turns:.2f}",
-                )
+                first, way = before[name], name.replace("_", " ")
+                change = f"{final.accuracy.value - first.accuracy.value:+.3f}"
+                table.add_row(f"{way}, before", str(first.accuracy), "", f"{first.mean_turns:.2f}")
+                table.add_row(f"{way}, after", str(final.accuracy), change, f"{final.mean_turns:.2f}")
             self.console.print(table)
         table = Table(title="How training episodes ended")
         table.add_column("end reason")

@@ -10,14 +10,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from envs.errors import UserError
-from trainer.config import LogConfig
+from trainer.config import FolderConfig
 
-#: What lies in it: settings, a line per step, recorded episodes, checkpoints, and the finished model.
-CONFIG, METRICS, EPISODES, CHECKPOINTS, MODEL = "config.yaml", "metrics.jsonl", "episodes", "checkpoints", "model"
+#: What lies in it: settings, the environment's registry entry, a line per step, recorded episodes, checkpoints, and the
+#: finished model.
+CONFIG, ENVIRONMENT, METRICS = "config.yaml", "environment.json", "metrics.jsonl"
+EPISODES, CHECKPOINTS, MODEL = "episodes", "checkpoints", "model"
 _LOCK = ".lock"
+#: How long to wait for a run folder that another process holds.
+WAIT_S = 10.0
 
 
-def make_folder(config: LogConfig, label: str) -> Path:
+def make_folder(config: FolderConfig, label: str, can_resume: bool = True) -> Path:
     """Create the run folder; an existing one is never written into.
 
     Example: without `--name` and with the label "geo3k-seed0" it is `runs/geo3k-seed0-20260102-030405-4711`.
@@ -30,7 +34,7 @@ def make_folder(config: LogConfig, label: str) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=False)
     except FileExistsError:
-        fix = f"choose another name, or go on with it: --resume {folder}"
+        fix = f"choose another name{f', or go on with it: --resume {folder}' if can_resume else ''}"
         raise UserError("--name", "must name a new run folder", str(folder), fix) from None
     except OSError as error:
         raise UserError("--out", "must be writable", str(folder), f"give another folder ({error.strerror})") from error
@@ -61,11 +65,22 @@ def locked(folder: Path) -> Iterator[Path]:
     except OSError as error:
         raise UserError("--out", "must be writable", str(folder), f"give another folder ({error.strerror})") from error
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            fix = "end that process first"
-            raise UserError("--resume", "must not be written by another process", str(folder), fix) from None
-        except OSError:  # a file system without locks: then nobody can be told apart
-            pass
+        # Processes that were started by one that was killed may hold it until they notice.
+        deadline = time.monotonic() + WAIT_S
+        while not _lock(file.fileno()):
+            if time.monotonic() > deadline:
+                fix = "end that process first"
+                raise UserError("--resume", "must not be written by another process", str(folder), fix)
+            time.sleep(0.1)
         yield folder
+
+
+def _lock(handle: int) -> bool:
+    """Lock an open file; return False where another process holds it."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks: then nobody can be told apart
+        return True
+    return True

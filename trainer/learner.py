@@ -13,6 +13,7 @@ import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from agents.logprobs import stream_logprobs
 from agents.model import PolicyModel
 from agents.types import ProcessedImage, SamplingParams
 from trainer.batching import balanced_bins, collate, filler_row, pack_rows
-from trainer.config import AlgorithmConfig, LearnerConfig, OptimConfig, RunConfig
+from trainer.config import AlgorithmConfig, LearnerConfig, LearnerPlan, OptimConfig
 from trainer.gaps import Gaps
 from trainer.loading import empty_model, load_weights
 from trainer.lora import ALL_LINEAR, LoraOptions, add_lora, disabled, merged_weights
@@ -292,11 +293,15 @@ class Learner:
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         sums.grad_norms.append(float(norm))
         if norm.isfinite():
-            with self._state.on_device() if self._state else contextlib.nullcontext():
+            with self._optimizer_at_hand():
                 self.optimizer.step()
         else:
             sums.num_skipped += 1
         self.optimizer.zero_grad(set_to_none=True)
+
+    def _optimizer_at_hand(self) -> AbstractContextManager[None]:
+        """Have the optimizer's state on the device within."""
+        return self._state.on_device() if self._state else contextlib.nullcontext()
 
     def _stats(self, sums: _Sums, lr: float, num_updates: int) -> StepStats:
         names = list(sums.objective)  # the same on all ranks: they run as many micro-batches
@@ -332,6 +337,22 @@ class Learner:
             reshard(self.model)
             return scores
 
+    def likelihood(self, samples: Sequence[TrainingSample]) -> tuple[float, int]:
+        """Return the sum of the log-probs of all ranks' samples' model tokens, in nats, and how many these are.
+
+        Each rank passes its share, which may be empty; every rank must call it.
+        """
+        with self.lock, torch.no_grad():
+            images = self._reduce([float(any(s.images for s in samples))], dist.ReduceOp.MAX)[0] > 0
+            rows = pack_rows(samples, self.config.max_tokens_per_microbatch)
+            total, count = torch.zeros((), dtype=torch.float64, device=self.device), 0
+            for batch in self._batches(self._bins(rows), images):
+                logprobs_N, _ = self.model.token_scores(batch.packed, self.sampling.law)
+                total, count = total + logprobs_N.sum(dtype=torch.float64), count + len(logprobs_N)
+            reshard(self.model)
+            nats, tokens = self._reduce([total.item(), float(count)], dist.ReduceOp.SUM)
+            return nats, int(tokens)
+
     def save(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """Write a model folder's configuration and weights, in `dtype`; every rank must call it."""
         weights = self.weights(dtype, "cpu")
@@ -346,7 +367,8 @@ class Learner:
         """
         with self.lock:
             reshard(self.model)
-            self._writer.begin(trained_state(self.model, self.optimizer, self._state, self.steps_done), folder)
+            with self._optimizer_at_hand():
+                self._writer.begin(trained_state(self.model, self.optimizer, self.steps_done), folder)
 
     def is_checkpoint_written(self, wait: bool) -> bool:
         """Return whether the checkpoint is on disk; raises `CheckpointFailed` where a rank could not write."""
@@ -360,7 +382,8 @@ class Learner:
         with self.lock:
             reshard(self.model)
             kept = [{name: value for name, value in g.items() if name != "params"} for g in self.optimizer.param_groups]
-            self.steps_done = restore(folder, self.model, self.optimizer if with_optimizer else None, self._state)
+            with self._optimizer_at_hand():
+                self.steps_done = restore(folder, self.model, self.optimizer if with_optimizer else None)
             for group, own in zip(self.optimizer.param_groups, kept, strict=True):
                 group.update(own)
 
@@ -379,7 +402,7 @@ class Learner:
             return kept
 
 
-def build_learner(config: RunConfig, path: Path | str, sampling: SamplingParams, device: torch.device) -> Learner:
+def build_learner(config: LearnerPlan, path: Path | str, sampling: SamplingParams, device: torch.device) -> Learner:
     """Return the learner of a run; every rank calls it.
 
     Raises:

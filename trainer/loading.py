@@ -165,7 +165,7 @@ class _Files:
     def __init__(self, path: str | Path) -> None:
         self.folder = str(path)
         self._file_of: dict[str, Any] = {}
-        for file in _weight_files(path):
+        for file in weight_files(path):
             try:
                 opened = safe_open(file, framework="pt", device="cpu")
             except (OSError, SafetensorError) as error:
@@ -214,7 +214,7 @@ class _Converted:
         return tensor[start:end] if tensor.dim() else tensor
 
 
-def _weight_files(path: str | Path) -> Sequence[Path]:
+def weight_files(path: str | Path) -> Sequence[Path]:
     """Return the safetensors files of a folder or hub id: the single one, or those that the index names."""
     from huggingface_hub import snapshot_download
 

@@ -13,22 +13,22 @@ from collections import Counter
 from dataclasses import asdict, fields
 from typing import Any
 
+from agents.appended import rewind
 from agents.recording import Recorder
-from agents.rollout import Problem, RolloutManager, RolloutOptions, StepRollout, derive_seed
+from agents.rollout import ManagerState, Problem, RolloutManager, RolloutOptions, StepRollout, derive_seed
 from agents.types import EndReason, Trajectory
 from envs.data import epoch_order
-from envs.runner import last_line
 from trainer.batching import split_evenly, training_samples, trajectory_advantages
+from trainer.checkpoint import Checkpoints
 from trainer.display import Display
-from trainer.evaluate import Evaluation, evaluate
+from trainer.evaluation import WITH_TOOL, PlayOptions, evaluate, ways
+from trainer.figures import Evaluation
+from trainer.folder import CHECKPOINTS, EPISODES, METRICS, MODEL
 from trainer.metrics import MetricsLog, draw_curve, rollout_metrics
+from trainer.progress import Progress, read_progress, seed_random
 from trainer.setup import RunParts, check_command
 from trainer.trainer import LearnerLost
 from trainer.types import TrainingSample
-
-#: The two ways a policy is evaluated, and their names in tables and summary.
-WITH_TOOL, WITHOUT_TOOL = "with_tool", "without_tool"
-MAX_FAULTS_SHOWN = 10
 
 
 class InvalidStreams(RuntimeError):
@@ -46,30 +46,46 @@ class TrainingLoop:
 
     def __init__(self, parts: RunParts, display: Display) -> None:
         self.parts, self.config, self.display = parts, parts.config, display
-        dumped = {**parts.config.model_dump(mode="json"), "registry_entry": parts.spec.model_dump(mode="json")}
-        (parts.folder / "config.json").write_text(json.dumps(dumped, indent=1) + "\n", encoding="utf-8")
-        self.log = MetricsLog(parts.folder, dumped, parts.config.log.tensorboard)
-        self.recorder = Recorder(parts.folder / "episodes", parts.config.env.env) if parts.config.log.record else None
-        self.before: dict[str, Evaluation] = {}
+        self.progress = self._take_up()
+        log = parts.config.log
+        self.log = MetricsLog(
+            parts.folder, _described(parts), log.tracker, log.project, self.progress.step, report=display.say
+        )
+        self.recorder = Recorder(parts.folder / EPISODES, parts.config.env.env) if parts.config.log.record else None
+        self.checkpoints = Checkpoints(
+            parts.folder / CHECKPOINTS, parts.learner, parts.config.checkpoint.keep_checkpoints, display.say
+        )
+        self.before: dict[str, Evaluation] = dict(self.progress.before)
         self.after: dict[str, Evaluation] = {}
-        self.ends: Counter[str] = Counter()
-        self.faults: set[str] = set()
+        self.ends = Counter(self.progress.ends)
+        self.faults = set(self.progress.faults)
         self.num_events = 0
-        self.group_fates: Counter[str] = Counter()
-        self.unused_groups: Counter[str] = Counter()
+        self.group_fates = Counter(self.progress.group_fates)
+        self.unused_groups = Counter(self.progress.unused_groups)
         self._order: tuple[int, list[int]] = (-1, [])  # an epoch, and the order of its problems
-        self.started = time.perf_counter()
+        self.started = time.perf_counter() - self.progress.seconds
+
+    def _take_up(self) -> Progress:
+        """Return where the run stands: at its start, or at a checkpoint, its files taken back to that."""
+        checkpoint, folder = self.parts.checkpoint, self.parts.folder
+        seed_random(derive_seed(self.config.seed, "generators"))
+        progress = read_progress(checkpoint) if checkpoint else Progress()
+        rewind(folder / METRICS, progress.metrics_bytes)
+        rewind(folder / EPISODES / "episodes.jsonl", progress.episodes_bytes)
+        return progress
 
     async def run(self) -> dict[str, Any]:
         """Evaluate, train, evaluate; on Ctrl-C or SIGTERM save and stop. Returns the summary, which is also on disk."""
-        interrupted, is_lost, parts = False, False, self.parts
+        interrupted, is_lost, parts, start = False, False, self.parts, self.progress.step
         task = asyncio.current_task()
         assert task is not None
         with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):  # elsewhere than in the main thread
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
         try:
-            await parts.sync.start()
-            self.before = await self._evaluate("evaluate before")
+            await parts.sync.start(start)
+            if not start:
+                self.before = await self._evaluate("evaluate before")
+                self.progress = self._boundary(0, ManagerState())
             await self._train()
             self.after = await self._evaluate("evaluate after")
         except asyncio.CancelledError:
@@ -99,32 +115,45 @@ class TrainingLoop:
             self._problem,
             RolloutOptions(**config.rollout.model_dump(include=names)),
             on_episode=self._report_fault,
+            state=self.progress.rollout,
         )
-        self.display.begin("train", config.steps)
-        step = 0
+        first = step = self.progress.step
+        self.display.begin("train", config.steps - first)
         try:
-            for step in range(1, config.steps + 1):
+            for step in range(first + 1, config.steps + 1):
                 await self._step(manager, step)
                 self.display.advance()
         finally:
             self._record(StepRollout((), aborted=await manager.close()), step)
 
     async def _step(self, manager: RolloutManager, step: int) -> None:
-        """Roll out, train, sync, log."""
-        config, parts = self.config, self.parts
+        """Roll out, then learn. Who interrupts the learning waits for its end, so that the run stands between steps."""
         started = time.perf_counter()
-        rollout = await manager.collect(config.rollout.problems_per_step)
-        played = time.perf_counter()
+        rollout = await manager.collect(self.config.rollout.problems_per_step)
+        rollout_s = time.perf_counter() - started
         self._record(rollout, step)
         self._check_streams(rollout)
+        learning = asyncio.ensure_future(self._learn(rollout, step, rollout_s))
+        try:
+            await asyncio.shield(learning)
+        except asyncio.CancelledError:
+            await learning
+            raise
+        finally:
+            if learning.done() and not learning.cancelled() and learning.exception() is None:
+                self._keep(step, manager.state())
+
+    async def _learn(self, rollout: StepRollout, step: int, rollout_s: float) -> None:
+        """Train, sync, log."""
+        config, parts, started = self.config, self.parts, time.perf_counter()
         version = parts.engine.weight_version
         minibatches = self._minibatches(rollout)
         train_started = time.perf_counter()
         stats = await asyncio.to_thread(parts.learner.step, minibatches)
         train_s = time.perf_counter() - train_started
         sync_s, probe = await parts.sync.push(version=step)
-        metrics = rollout_metrics(rollout, parts.spec.max_turns, version, played - started)
-        metrics |= {"rollout_s": played - started, "train_s": train_s, "sync_s": sync_s}
+        metrics = rollout_metrics(rollout, parts.spec.max_turns, version, rollout_s)
+        metrics |= {"rollout_s": rollout_s, "train_s": train_s, "sync_s": sync_s}
         # Streams whole, though a prompt that several share is read once.
         metrics["train_tokens_per_s"] = sum(len(s.ids_T) for samples in minibatches for s in samples) / train_s
         if probe:
@@ -132,14 +161,45 @@ class TrainingLoop:
         if parts.renderer.images:
             metrics |= {f"images/{name}": value for name, value in asdict(parts.renderer.images.stats()).items()}
         num_tokens = sum(t.num_model_tokens for t in rollout.played)
-        metrics["tokens_per_s"] = num_tokens / (time.perf_counter() - started)
+        metrics["tokens_per_s"] = num_tokens / (rollout_s + time.perf_counter() - started)
         row = self.log.write(step, metrics, stats)
         self.display.step(row, config.steps)
         self._report_servers()
         if rollout.shortfall:
             self.display.say(rollout.shortfall)
         elif all(group.is_dropped for group in rollout.groups):
-            self.display.say(f"nothing to learn from: no group has two valid episodes; see {check_command(config)}")
+            see = check_command(config.env, config.data)
+            self.display.say(f"nothing to learn from: no group has two valid episodes; see {see}")
+
+    def _boundary(self, step: int, rollout: ManagerState) -> Progress:
+        """Return where the run stands after a step, its files on disk up to there."""
+        return Progress(
+            step=step,
+            metrics_bytes=self.log.size(),
+            episodes_bytes=self.recorder.size() if self.recorder else 0,
+            seconds=time.perf_counter() - self.started,
+            before=self.before,
+            ends=dict(self.ends),
+            faults=tuple(sorted(self.faults)),
+            group_fates=dict(self.group_fates),
+            unused_groups=dict(self.unused_groups),
+            rollout=rollout,
+        )
+
+    def _keep(self, step: int, rollout: ManagerState) -> None:
+        """Note where the run stands after a step, and begin a checkpoint where one is due."""
+        self.progress, every = self._boundary(step, rollout), self.config.checkpoint.save_every
+        self.checkpoints.poll()
+        if every and (step % every == 0 or step == self.config.steps):
+            self.checkpoints.begin(step, self.progress.files())
+
+    def _keep_last(self) -> None:
+        """Finish the checkpoint that is being written, and write one of the last step if there is none yet."""
+        self.checkpoints.wait()
+        step, is_wanted = self.progress.step, self.config.checkpoint.save_every > 0
+        if is_wanted and step and step == self.parts.learner.steps_done and self.checkpoints.newest_step != step:
+            self.checkpoints.begin(step, self.progress.files())
+            self.checkpoints.wait()
 
     def _minibatches(self, rollout: StepRollout) -> list[list[TrainingSample]]:
         """Return the samples of each update of a pass over the step's groups."""
@@ -175,12 +235,7 @@ class TrainingLoop:
 
     def _report_fault(self, trajectory: Trajectory) -> None:
         """Say what broke an episode, the first time that it happens; the recording has every traceback in full."""
-        if trajectory.end_reason.is_valid or trajectory.error is None:
-            return
-        line = last_line(trajectory.error)
-        if line not in self.faults and len(self.faults) < MAX_FAULTS_SHOWN:
-            self.faults.add(line)
-            self.display.say(f"{trajectory.end_reason.value} in {trajectory.sample_id}: {line:.300}")
+        self.display.fault(trajectory, self.faults)
 
     def _report_servers(self) -> None:
         """Say what has happened to servers since the last time: lost, back, turns given up."""
@@ -208,26 +263,26 @@ class TrainingLoop:
     async def _evaluate(self, name: str) -> dict[str, Evaluation]:
         """Return accuracy on the held-out problems: over all turns and, where there are tools, without them in one."""
         source = self.parts.eval_samples
-        if source is None:
+        if source is None or not len(source):
             return {}
-        samples = [source[index] for index in range(len(source))]
-        ways = [(WITH_TOOL, self.parts.spec.max_turns, True), (WITHOUT_TOOL, 1, False)]
-        ways = ways if self.parts.has_tools else ways[:1]
-        self.display.begin(name, len(ways) * len(samples))
-        seed = derive_seed(self.config.seed, "evaluate")
+        all_ways = ways(self.parts.spec.max_turns, self.parts.has_tools)
+        self.display.begin(name, len(all_ways) * len(source))
+        options = PlayOptions(
+            seed=derive_seed(self.config.seed, "evaluate"),
+            right_reward=self.parts.spec.reward_max_val,
+            max_concurrent=self.config.rollout.max_concurrent,
+        )
         results = {}
-        for key, turns, tools in ways:
-            results[key] = await evaluate(
-                self.parts.episode(turns, self.config.rollout.eval_temperature, tools),
-                samples,
+        for way in all_ways:
+            results[way.name] = await evaluate(
+                self.parts.episode(way.max_turns, self.config.rollout.eval_temperature, way.use_tools),
+                source,
                 self.parts.build_env,
-                self.parts.env_args(turns),
-                seed,
+                self.parts.env_args(way.max_turns),
+                options,
                 on_episode=self._on_evaluated,
-                right_reward=self.parts.spec.reward_max_val,
-                max_concurrent=self.config.rollout.max_concurrent,
             )
-            self.display.say(f"{name}: {results[key].accuracy:.3f} {key.replace('_', ' ')}")
+            self.display.say(f"{name}: {results[way.name].accuracy.value:.3f} {way.title}")
         return results
 
     def _on_evaluated(self, trajectory: Trajectory) -> None:
@@ -244,8 +299,10 @@ class TrainingLoop:
             "interrupted": interrupted,
             "seconds": round(time.perf_counter() - self.started, 1),
             "peak_memory_gib": round(peak_memory_gib(), 3),
-            "accuracy_before": {name: e.accuracy for name, e in self.before.items()},
-            "accuracy_after": {name: e.accuracy for name, e in self.after.items()},
+            "accuracy_before": {name: e.accuracy.value for name, e in self.before.items()},
+            "accuracy_after": {name: e.accuracy.value for name, e in self.after.items()},
+            "interval_before": {name: [e.accuracy.low, e.accuracy.high] for name, e in self.before.items()},
+            "interval_after": {name: [e.accuracy.low, e.accuracy.high] for name, e in self.after.items()},
             "evaluation_before": {name: asdict(e) for name, e in self.before.items()},
             "evaluation_after": {name: asdict(e) for name, e in self.after.items()},
             "max_rollout_train_kl": max((row["rollout_train_kl"] for row in rows), default=None),
@@ -257,8 +314,11 @@ class TrainingLoop:
             "reward_last": rows[-1]["reward"] if rows else None,
         }
         try:
+            if has_weights:
+                self._keep_last()
+            summary["checkpoints_failed"] = self.checkpoints.num_failed
             (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-            before, after = (e[WITH_TOOL].accuracy if e else None for e in (self.before, self.after))
+            before, after = (e[WITH_TOOL].accuracy.value if e else None for e in (self.before, self.after))
             title = f"{self.config.env.env}, seed {self.config.seed}"
             draw_curve(rows, before, after, folder / "reward_curve.png", title)
         finally:
@@ -266,8 +326,12 @@ class TrainingLoop:
             if self.recorder:
                 self.recorder.close()
         if has_weights:
-            self.parts.save_model(folder / "model")
+            self.parts.save_model(folder / MODEL)
         return summary
+
+
+def _described(parts: RunParts) -> dict[str, Any]:
+    return {**parts.config.model_dump(mode="json"), "registry_entry": parts.spec.model_dump(mode="json")}
 
 
 def peak_memory_gib() -> float:

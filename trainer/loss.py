@@ -23,7 +23,7 @@ class PolicyTerms:
     """What a policy loss says of each token.
 
     `loss_N` carries the gradient; `clipped_N` tells where a bound replaced the ratio, so that there is none; `ratio_N`
-    is the ratio that was held against the bounds, without gradient.
+    is the ratio that is held against the bounds, where there are any, without gradient.
 
     Example: ratio 1.5, advantage 1 and bounds 0.2 / 0.28 give loss -1.28, clipped.
     """
@@ -80,6 +80,26 @@ def gspo(
     return _clipped((mean_N + log_ratio_N - detached_N).exp(), advantages_N, config)
 
 
+def likelihood(
+    logprobs_N: Tensor,
+    old_logprobs_N: Tensor,
+    advantages_N: Tensor,
+    sample_N: Tensor,
+    num_samples: int,
+    config: AlgorithmConfig,
+) -> PolicyTerms:
+    """Return -A logprob per token; nothing is clipped.
+
+    With advantages of rewards this is REINFORCE (Williams 1992, doi 10.1007/BF00992696): its gradient is that of PPO's
+    loss on the first update of a step, and later updates do not weigh by the ratio, which is only reported. With A = 1
+    it is the negative log-likelihood of supervised training.
+
+    Example: log-prob -0.7, A = 2 give a loss of 1.4, whose derivative by the log-prob is -2.
+    """
+    ratio_N = log_ratio(logprobs_N.detach(), old_logprobs_N).exp()
+    return PolicyTerms(-advantages_N * logprobs_N, torch.zeros_like(ratio_N, dtype=torch.bool), ratio_N)
+
+
 def _clipped(ratio_N: Tensor, advantages_N: Tensor, config: AlgorithmConfig) -> PolicyTerms:
     """Clip ratios from both sides and, where asked for, the loss of bad tokens from above."""
     free_N = -ratio_N * advantages_N
@@ -99,6 +119,7 @@ POLICY_LOSSES: Mapping[
 ] = {
     "ppo": ppo,
     "gspo": gspo,
+    "likelihood": likelihood,
 }
 
 

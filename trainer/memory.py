@@ -79,7 +79,8 @@ class Parameters:
 class Plan:
     """How a step is taken. `tokens` and `patches` are those of a micro-batch, `frozen_bytes` those of a frozen weight.
 
-    An image of N tokens has 4 N patches. `recompute`, `reshard` and `offload` are the learner's options.
+    An image of N tokens has 4 N patches. `recompute`, `reshard` and `offload` are the learner's options. A value that
+    is computed with takes `compute_bytes`: 2 in bfloat16; with 4, in float32, activations count double, a little high.
     """
 
     num_gpus: int = 1
@@ -89,6 +90,7 @@ class Plan:
     reshard: Reshard = "auto"
     offload: Offload = "none"
     frozen_bytes: int = 4
+    compute_bytes: int = 2
 
     @property
     def gives_up(self) -> bool:
@@ -98,7 +100,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on one GPU. `gathered` are the bfloat16 weights of the units in use, `optimizer` Adam's two moments.
+    """Bytes on one GPU. `gathered` are the computed-with weights of the units in use, `optimizer` Adam's two moments.
 
     `gradients` are the sharded float32 ones and those of a unit and the root before they are added up over ranks.
     """
@@ -126,9 +128,10 @@ def estimate(model: PolicyModel, plan: Plan) -> MemoryEstimate:
     weights = _split(4 * count.trained + plan.frozen_bytes * count.frozen, n)
     sharded_gradients, optimizer = _split(4 * count.trained, n), _split(8 * count.trained, n)
     # One unit is used while the next one is gathered.
-    gathered = 2 * (count.root + (count.largest_unit + count.next_unit if plan.gives_up else count.units))
-    # Gradients come in bfloat16; a float32 copy of one unit at a time, or of all, is added up over the ranks.
-    whole = 2 * (count.trained_root + count.largest_trained_unit)
+    size = plan.compute_bytes
+    gathered = size * (count.root + (count.largest_unit + count.next_unit if plan.gives_up else count.units))
+    # Gradients come as computed; a float32 copy of one unit at a time, or of all, is added up over the ranks.
+    whole = size * (count.trained_root + count.largest_trained_unit)
     whole += 4 * (count.trained if plan.reshard == "never" else max(count.trained_root, count.largest_trained_unit))
     activations, logits = _activations(model, plan), _logits(model, plan)
     if plan.offload == "all":
@@ -181,14 +184,14 @@ def _activations(model: PolicyModel, plan: Plan) -> int:
     for block, block_input, layers in parts:
         recomputed = int(layers * share)
         total += (layers - recomputed) * block + recomputed * block_input
-    return total + max(block for block, _, _ in parts)
+    return (total + max(block for block, _, _ in parts)) * plan.compute_bytes // 2
 
 
 def _logits(model: PolicyModel, plan: Plan) -> int:
-    """One chunk in float32, its gradient in float32 and bfloat16, and the output layer's gradient in float32."""
+    """One chunk in float32, its gradient in float32 and as computed, and the output layer's gradient in float32."""
     weight = model.backbone.lm_head.weight  # type: ignore[union-attr]
     chunk = min(CHUNK_VALUES, plan.tokens * weight.shape[0])  # type: ignore[operator,index]
-    return 10 * chunk + (4 * weight.numel() if weight.requires_grad else 0)  # type: ignore[operator,union-attr]
+    return (8 + plan.compute_bytes) * chunk + (4 * weight.numel() if weight.requires_grad else 0)  # type: ignore[operator,union-attr]
 
 
 def _count(parameters: Any) -> int:

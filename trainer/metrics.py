@@ -1,12 +1,11 @@
-"""What a run leaves to look at: a dict of numbers per step in; `metrics.jsonl`, TensorBoard, wandb and a curve out."""
+"""What a run leaves to look at: a dict of numbers per step in; `metrics.jsonl`, rows for trackers and a curve out."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,9 @@ import numpy as np
 
 from agents.rollout import StepRollout
 from agents.types import Trajectory, Turn
+from trainer.config import TrackerName
+from trainer.folder import METRICS
+from trainer.trackers import TrackedRun, Tracker, open_trackers
 from trainer.types import StepStats
 
 
@@ -120,39 +122,37 @@ def tool_outcomes(turn: Turn) -> list[str]:
     return [outcome for outcome in outcomes if isinstance(outcome, str)] or ["none"]
 
 
-def wandb_is_wanted() -> bool:
-    """Return whether the environment asks for logging to Weights & Biases."""
-    return bool(os.environ.get("WANDB_API_KEY"))
-
-
-def wandb_is_installed() -> bool:
-    """Return whether the extra is there, without importing it."""
-    return importlib.util.find_spec("wandb") is not None
-
-
 class MetricsLog:
-    """Writes every step's numbers to all sinks; each line is on disk when `write` returns.
+    """Writes every step's numbers to `metrics.jsonl` and all trackers; each line is on disk when `write` returns.
+
+    With `steps_done`, the file holds the rows of those steps, which are the first of `rows`, and trackers go on from
+    there. A tracker that fails is reported once and dropped: the file has everything.
 
     Example::
 
-        log = MetricsLog(Path("runs/x"), config={"seed": 0}, tensorboard=True)
+        log = MetricsLog(Path("runs/x"), config={"seed": 0}, trackers=("tensorboard",))
         log.write(1, {"reward": 0.4}, stats)
         log.close()
+
+    Raises:
+        UserError: a tracker cannot be used.
     """
 
-    def __init__(self, folder: Path, config: Mapping[str, Any], tensorboard: bool) -> None:
-        self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
-        self.rows: list[dict[str, float]] = []
-        self._board: Any = None
-        self._wandb: Any = None
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = SummaryWriter(str(folder / "tensorboard"))
-        if wandb_is_wanted() and wandb_is_installed():
-            import wandb  # pyright: ignore[reportMissingImports] - an extra
-
-            self._wandb = wandb.init(project="trueturn", name=folder.name, dir=str(folder), config=dict(config))
+    def __init__(
+        self,
+        folder: Path,
+        config: Mapping[str, Any],
+        trackers: Sequence[TrackerName] = (),
+        project: str = "trueturn",
+        steps_done: int = 0,
+        report: Callable[[str], None] = print,
+    ) -> None:
+        self.path = folder / METRICS
+        self._trackers = open_trackers(trackers, TrackedRun(folder, config, project, steps_done))
+        self._report = report
+        self._file = self.path.open("a", encoding="utf-8")
+        self.rows: list[dict[str, float]] = [json.loads(line) for line in self.path.read_text().splitlines()]
+        assert len(self.rows) == steps_done, (len(self.rows), steps_done)
 
     def write(self, step: int, metrics: Mapping[str, float], stats: StepStats | None = None) -> dict[str, float]:
         """Add one step; return the row written."""
@@ -160,20 +160,30 @@ class MetricsLog:
         self.rows.append(row)
         self._file.write(json.dumps({**row, "step": step}) + "\n")
         self._file.flush()
-        if self._board:
-            for name, value in row.items():
-                self._board.add_scalar(name, value, step)
-        if self._wandb:
-            self._wandb.log(row, step=step)
+        self._each(lambda tracker: tracker.write(step, row))
         return row
 
+    def size(self) -> int:
+        """Return the bytes of `metrics.jsonl`, which are on disk when this returns."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return self.path.stat().st_size
+
     def close(self) -> None:
-        """Close all sinks."""
+        """Close the file and all trackers."""
         self._file.close()
-        if self._board:
-            self._board.close()
-        if self._wandb:
-            self._wandb.finish()
+        self._each(lambda tracker: tracker.close())
+        self._trackers = {}
+
+    def _each(self, action: Callable[[Tracker], None]) -> None:
+        """Do something with every tracker; drop those with which it fails."""
+        for name, tracker in list(self._trackers.items()):
+            try:
+                action(tracker)
+            except Exception as error:  # of a library: no network, a full disk; no reason to lose a run
+                del self._trackers[name]
+                reason = f"{type(error).__name__}: {error}"
+                self._report(f"{name} failed and gets no more numbers, {self.path.name} has them: {reason:.300}")
 
 
 def draw_curve(

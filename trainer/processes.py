@@ -27,7 +27,7 @@ from agents.renderer import Renderer
 from agents.types import SamplingParams
 from envs.errors import UserError
 from trainer.carriers import Carrier, FromDisk, InPlace, Lend, OverIpc
-from trainer.config import RunConfig
+from trainer.config import LearnerPlan, ModelConfig, RunConfig, ServersConfig
 from trainer.ipc import lend_weights
 from trainer.learner import build_learner
 from trainer.trainer import ModelFacts, Trainer
@@ -51,13 +51,13 @@ def check_processes(config: RunConfig, facts: ModelFacts) -> None:
     check_cluster(config)
     if not config.cluster.num_ranks:
         check_device(config.model.device)
-    if check_engine(config) == "hf" and config.cluster.num_gpus:
+    if check_engine(config.engine, config.cluster.num_gpus) == "hf" and config.cluster.num_gpus:
         check_device("cuda")
     for url in config.engine.engine_url:
         check_server(url, facts)
 
 
-def check_cluster(config: RunConfig) -> None:
+def check_cluster(config: LearnerPlan) -> None:
     """Raise where the processes that were asked for cannot be started, or the device is not theirs."""
     cluster, device = config.cluster, config.model.device
     if not cluster.num_ranks:
@@ -89,12 +89,16 @@ def check_device(name: str) -> torch.device:
     return device
 
 
-def check_engine(config: RunConfig) -> Literal["hf", "sglang"]:
+def chosen_engine(config: RunConfig) -> Literal["hf", "sglang"]:
+    """Return which engine writes."""
+    return config.engine.chosen(config.cluster.num_gpus)
+
+
+def check_engine(engine: ServersConfig, num_gpus: int = 0) -> Literal["hf", "sglang"]:
     """Return which engine writes; raise where it cannot be had here."""
-    engine = config.engine
     if engine.engine == "hf" and engine.engine_url:
         raise UserError("--engine-url", "is for --engine sglang", "hf", "leave one of the two out")
-    if engine.engine == "hf" or (engine.engine == "auto" and not engine.engine_url and not config.cluster.num_gpus):
+    if engine.chosen(num_gpus) == "hf":
         return "hf"
     if not engine.engine_url and importlib.util.find_spec("sglang") is None:
         fix = "pip install 'trueturn[sglang]', give the --engine-url of a server that runs elsewhere, or --engine hf"
@@ -115,7 +119,7 @@ def check_server(url: str, facts: ModelFacts) -> None:
 
 
 def start_learner(
-    config: RunConfig, model_path: Path | str, sampling: SamplingParams, cleanup: ExitStack
+    config: LearnerPlan, model_path: Path | str, sampling: SamplingParams, cleanup: ExitStack
 ) -> StartedLearner:
     """Return the learner, in this process or in others; what was started is ended by `cleanup`.
 
@@ -145,28 +149,55 @@ def build_carrier(
     folder: Path,
 ) -> Carrier:
     """Return the engine, and the way by which it gets the learner's weights; servers are started by its `start`."""
-    here, places = torch.cuda.device_count(), config.engine.tensor_parallel
-    first_gpu = first_server_gpu(config.engine.first_gpu, learner.gpus_here, here, places)
-    if here and not config.engine.engine_url and first_gpu + places > here:
-        flag, given = ("--tensor-parallel", places) if places > here else ("--first-gpu", first_gpu)
-        raise UserError(flag, f"must leave a server its {places} of this host's {here} GPUs", given, "give less")
-    if check_engine(config) == "hf":
-        network = PolicyModel.load(model_path, getattr(torch, config.model.dtype))
-        device = f"cuda:{first_gpu}" if config.cluster.num_gpus else config.model.device
-        return InPlace(
-            learner.trainer,
-            HFEngine(network, config.model.context_length, config.rollout.max_batch, device=torch.device(device)),
-        )
-    engine = SGLangEngine(
-        server_settings(config, model_path, first_gpu, folder / "servers"),
-        renderer.image_token_id,
-        config.model.context_length,
+    first_gpu = place_servers(config.engine, learner.gpus_here)
+    device = f"cuda:{first_gpu}" if config.cluster.num_gpus else config.model.device
+    engine = build_engine(
+        config.engine,
+        config.model.model_copy(update={"device": device}),
+        chosen_engine(config),
+        model_path,
+        renderer,
+        first_gpu,
+        config.rollout.max_batch,
+        folder / "servers",
     )
+    if isinstance(engine, HFEngine):
+        return InPlace(learner.trainer, engine)
     lend = check_sync(config, facts, learner)
     sync_folder = folder / "sync"
     return (
         OverIpc(learner.trainer, engine, sync_folder, lend) if lend else FromDisk(learner.trainer, engine, sync_folder)
     )
+
+
+def build_engine(
+    config: ServersConfig,
+    model: ModelConfig,
+    chosen: Literal["hf", "sglang"],
+    model_path: Path | str,
+    renderer: Renderer,
+    first_gpu: int,
+    max_batch: int,
+    log_folder: Path,
+) -> HFEngine | SGLangEngine:
+    """Return the embedded engine with the checkpoint's weights, on the model's device, or servers to be started."""
+    if chosen == "hf":
+        network = PolicyModel.load(model_path, getattr(torch, model.dtype))
+        return HFEngine(
+            network, model.context_length, max_batch, torch.device(model.device), config.batch_wait_s
+        )
+    settings = server_settings(config, model.dtype, model_path, first_gpu, log_folder)
+    return SGLangEngine(settings, renderer.image_token_id, model.context_length)
+
+
+def place_servers(config: ServersConfig, learner_gpus: Sequence[int] = ()) -> int:
+    """Return the first GPU of the first server; raise where this host has too few for it."""
+    here, places = torch.cuda.device_count(), config.tensor_parallel
+    first_gpu = first_server_gpu(config.first_gpu, learner_gpus, here, places)
+    if here and not config.engine_url and first_gpu + places > here:
+        flag, given = ("--tensor-parallel", places) if places > here else ("--first-gpu", first_gpu)
+        raise UserError(flag, f"must leave a server its {places} of this host's {here} GPUs", given, "give less")
+    return first_gpu
 
 
 def first_server_gpu(given: int | None, learner_gpus: Sequence[int], num_gpus: int, places: int = 1) -> int:
@@ -182,9 +213,10 @@ def first_server_gpu(given: int | None, learner_gpus: Sequence[int], num_gpus: i
     return after if after + places <= num_gpus else 0
 
 
-def server_settings(config: RunConfig, model_path: Path | str, first_gpu: int, log_folder: Path) -> SGLangSettings:
+def server_settings(
+    engine: ServersConfig, dtype: str, model_path: Path | str, first_gpu: int, log_folder: Path
+) -> SGLangSettings:
     """Return what servers are started with, or found by."""
-    engine = config.engine
     return SGLangSettings(
         model_path=str(model_path),
         urls=engine.engine_url,
@@ -192,7 +224,7 @@ def server_settings(config: RunConfig, model_path: Path | str, first_gpu: int, l
         tensor_parallel=engine.tensor_parallel,
         first_gpu=first_gpu,
         mem_fraction=engine.mem_fraction,
-        dtype=config.model.dtype,
+        dtype=dtype,
         arguments=tuple(shlex.split(engine.engine_args)),
         log_folder=log_folder,
         request_timeout_s=engine.request_timeout_s,

@@ -15,12 +15,11 @@ from typing import Any
 
 import numpy as np
 import torch
-
 from pydantic import TypeAdapter
 
 from agents.rollout import GroupInFlight, ManagerState
 from trainer.checkpoint import Checkpoint
-from trainer.evaluate import Evaluation
+from trainer.figures import Evaluation
 
 PROGRESS, RANDOM, GROUPS = "progress.json", "random.pickle", "groups.pickle"
 _EVALUATIONS = TypeAdapter(dict[str, Evaluation])
@@ -67,8 +66,18 @@ def read_progress(checkpoint: Checkpoint) -> Progress:
     return Progress(**numbers | {"faults": tuple(numbers["faults"])}, before=before, rollout=rollout)
 
 
+def seed_random(seed: int) -> None:
+    """Set the random generators of this process, which an environment may draw from, to where a run with a seed begins.
+
+    Nothing of ours draws from them: problems, samples and orders have generators of their own.
+    """
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
 def _pickled(group: GroupInFlight) -> bytes:
-    """Return a group's pickle. Where something that its environment reported has none, its episodes are played again."""
+    """Return a group's pickle. Where something that its environment reported has none, it is to be played again."""
     try:
         return pickle.dumps(group)
     except Exception:  # an object of somebody else's raises what it likes

@@ -6,34 +6,58 @@ import asyncio
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from envs.cli import exit_code, parse
 from trainer.config import RunConfig
+from trainer.folder import CONFIG
+from trainer.layers import LAYERS, check_resumable, read_config
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from trainer.setup import RunParts
 
 
 def run(argv: Sequence[str] | None) -> int:
     """Parse, check, train, report."""
-    config = parse(RunConfig, argv, "python -m trainer.run", "Train a policy by reinforcement in an environment.")
+    description = "Train a policy by reinforcement in an environment."
+    config = parse(RunConfig, argv, "python -m trainer.run", description, LAYERS)
+    if config.checkpoint.resume:
+        check_resumable(config, read_config(config.checkpoint.resume / CONFIG))
     # Imported late, so that --help and a mistyped flag answer at once.
     from rich.console import Console
 
-    from agents.heap import settle_heap
-    from trainer.display import Display
-    from trainer.loop import TrainingLoop
-    from trainer.metrics import wandb_is_installed, wandb_is_wanted
+    from trainer.diagnosis.start import StartChecks
     from trainer.setup import prepare
-    from trainer.trainer import LearnerLost
+    from trainer.trackers import check_trackers
 
+    check_trackers(config.log.tracker)
     quiet_libraries()
     console = Console(highlight=False)
     console.print("loading model and problems ...")
-    parts = prepare(config)
+    doctor = StartChecks(config, lambda text: console.print(text, soft_wrap=True, markup=False))
+    doctor.before()
+    parts = prepare(config, console.print)
+    try:
+        doctor.after(parts)
+        return train(parts, console)
+    finally:
+        parts.close()
+
+
+def train(parts: RunParts, console: Console) -> int:
+    """Run the loop over prepared parts and say how it went."""
+    from agents.heap import settle_heap
+    from trainer.display import Display
+    from trainer.loop import TrainingLoop
+    from trainer.trainer import LearnerLost
+
+    config = parts.config
     if parts.num_overlong:
         console.print(
             f"left out {parts.num_overlong} problems whose prompt is over {config.data.max_prompt_tokens} tokens"
         )
-    if wandb_is_wanted() and not wandb_is_installed():
-        console.print("WANDB_API_KEY is set but wandb is missing: pip install 'trueturn[wandb]' to log there")
     if parts.eval_samples is None and config.data.eval_size:
         console.print("no held-out evaluation: give --eval-data")
     console.print(f"{len(parts.train_samples)} training problems; run folder {parts.folder}", soft_wrap=True)
@@ -42,8 +66,8 @@ def run(argv: Sequence[str] | None) -> int:
         loop = TrainingLoop(parts, display)
         try:
             summary = asyncio.run(loop.run())
-        except LearnerLost as error:
-            print(f"error: {error}; metrics and episodes so far are in {parts.folder}", file=sys.stderr)
+        except (LearnerLost, OSError) as error:
+            print(f"error: {error}; go on with: python -m trainer.run --resume {parts.folder}", file=sys.stderr)
             return 1
     display.summary(loop.before, loop.after, loop.ends)
     ends = summary["end_reasons"]

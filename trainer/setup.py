@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +17,15 @@ from agents.types import SamplingParams
 from envs.data import filter_overlong, load_samples
 from envs.env import EnvArgs
 from envs.errors import UserError
-from envs.problems import with_system_prompt
+from envs.problems import RowsConfig, with_system_prompt
 from envs.runner import EnvFault, EnvLimits, EnvRunner, last_line
 from envs.spec import BuildEnv, EnvSpec
-from envs.tool_calls import detect_format
+from envs.tool_calls import ToolFormat, detect_format
 from envs.types import Sample, SampleSource
-from trainer.config import RunConfig
+from trainer.checkpoint import Checkpoint, newest_whole
+from trainer.config import EnvConfig, ModelConfig, PromptsConfig, RunConfig
+from trainer.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, MODEL, found_folder, locked, make_folder
+from trainer.layers import write_config
 from trainer.processes import build_carrier, check_processes, start_learner
 from trainer.starter import STARTER_PATH
 from trainer.trainer import ModelFacts, Trainer
@@ -51,6 +52,7 @@ class RunParts:
     renderer: Renderer
     learner: Trainer
     sync: WeightSync
+    checkpoint: Checkpoint | None
     cleanup: ExitStack
 
     @property
@@ -64,17 +66,12 @@ class RunParts:
 
     def episode(self, max_turns: int, temperature: float, use_tools: bool = True) -> Episode:
         """Return the agent loop with this run's limits."""
-        limits = Limits(max_turns, self.config.env.max_new_tokens, EnvLimits.of(self.spec))
-        sampling = sampling_params(self.renderer, temperature)
-        return Episode(self.engine, self.renderer, limits, sampling, use_tools)
+        max_new_tokens = self.config.env.max_new_tokens
+        return build_episode(self.engine, self.renderer, self.spec, max_turns, max_new_tokens, temperature, use_tools)
 
     def save_model(self, folder: Path) -> None:
         """Write the learner's weights, with everything else of the checkpoint, as a Hugging Face folder."""
-        self.learner.save(folder)
-        if not (folder / "config.json").exists():  # written on another host, into a folder of its own
-            fix = "give a folder that all hosts see; the weights are there, on rank 0's host"
-            raise UserError("--out", "must be shared with the host of learner rank 0", str(folder), fix)
-        self.renderer.save(folder)
+        save_model(self.learner, self.renderer, folder)
 
     def close(self) -> None:
         """End learner processes, and delete what was written for servers."""
@@ -87,40 +84,76 @@ def sampling_params(renderer: Renderer, temperature: float) -> SamplingParams:
     return SamplingParams(temperature, renderer.stop_ids, renderer.suppressed_ids)
 
 
-def prepare(config: RunConfig) -> RunParts:
-    """Check everything and build the parts of a run.
+def save_model(learner: Trainer, renderer: Renderer, folder: Path) -> None:
+    """Write a learner's weights, with everything else of the checkpoint, as a Hugging Face folder.
+
+    Raises:
+        UserError: the learner wrote them on another host, into a folder that this one does not see.
+    """
+    learner.save(folder)
+    if not (folder / "config.json").exists():
+        fix = "give a folder that all hosts see; the weights are there, on rank 0's host"
+        raise UserError("--out", "must be shared with the host of learner rank 0", str(folder), fix)
+    renderer.save(folder)
+
+
+def build_episode(
+    engine: Engine,
+    renderer: Renderer,
+    spec: EnvSpec,
+    max_turns: int,
+    max_new_tokens: int,
+    temperature: float,
+    use_tools: bool = True,
+) -> Episode:
+    """Return the agent loop of an environment."""
+    limits = Limits(max_turns, max_new_tokens, EnvLimits.of(spec))
+    return Episode(engine, renderer, limits, sampling_params(renderer, temperature), use_tools)
+
+
+def prepare(config: RunConfig, say: Callable[[str], None] = print) -> RunParts:
+    """Check everything and build the parts of a run, or of one that goes on from its newest whole checkpoint.
+
+    `say` is told of checkpoints that are damaged.
 
     Raises:
         UserError: environment, data, model, device or output folder cannot be used; says which and how to mend it.
     """
     spec = config.env.resolve()
     build_env = spec.load()
-    system_prompt = config.data.system_prompt or spec.load_system_prompt()
     model_path = resolve_model(config.model.model)
     facts = ModelFacts.load(model_path)
-    check_fit(config, facts)
+    check_fit(config.model, config.data.max_prompt_tokens, facts)
     check_processes(config, facts)
-    renderer = Renderer.from_checkpoint(model_path, template_options(config))
-
-    def load(name: str, split: str, size: int, seed: int) -> SampleSource:
-        if name:
-            outside = config.data.allow_outside_images
-            return load_samples(name, keys=config.data.keys, system_prompt=system_prompt, allow_outside_images=outside)
-        return with_system_prompt(spec.load_dataset(split, size, seed), system_prompt)
-
-    train = load(config.data.data, "train", config.data.train_size, config.seed)
+    renderer = Renderer.from_checkpoint(model_path, template_options(config.model))
+    data = config.data
+    if data.data:
+        train = load_rows(spec, data, data.data)
+    else:
+        train = own_problems(spec, data, "train", data.train_size, config.seed)
     evaluation = None
-    if config.data.eval_size and (config.data.eval_data or not config.data.data):
+    if data.eval_size and data.eval_data:
+        evaluation = load_rows(spec, data, data.eval_data)
+    elif data.eval_size and not data.data:
         # Held-out problems are the same for every seed, so that runs can be compared.
-        evaluation = load(config.data.eval_data, "heldout", config.data.eval_size, 0)
-    tools = probe_tools(config, spec, build_env, spec.args(tool_format=detect_format(renderer.chat_template)), train)
+        evaluation = own_problems(spec, data, "heldout", data.eval_size, 0)
+    tools = probe_tools(spec, build_env, detect_format(renderer.chat_template), train, check_command(config.env, data))
     train, num_overlong = filter_overlong(
         train, lambda sample: len(renderer.prompt(sample.prompt, tools).ids), config.data.max_prompt_tokens
     )
     sampling = sampling_params(renderer, config.rollout.temperature)
     with ExitStack() as cleanup:
+        folder, checkpoint = None, None
+        if config.checkpoint.resume:
+            folder = cleanup.enter_context(locked(found_folder(config.checkpoint.resume)))
+            checkpoint = found_checkpoint(folder, say)
         learner = start_learner(config, model_path, sampling, cleanup)
-        folder = make_folder(config)
+        if checkpoint:
+            learner.trainer.restore(checkpoint.learner)
+        if folder is None:  # only now, so that what cannot run leaves nothing behind
+            folder = cleanup.enter_context(locked(make_folder(config.log, f"{config.env.env}-seed{config.seed}")))
+        write_config(config, folder / CONFIG)
+        (folder / ENVIRONMENT).write_text(spec.model_dump_json(indent=1) + "\n", encoding="utf-8")
         carrier = build_carrier(config, model_path, facts, renderer, learner, folder)
         probed = renderer.prompt(train[0].prompt, tools)
         sync = WeightSync(
@@ -145,50 +178,86 @@ def prepare(config: RunConfig) -> RunParts:
             renderer=renderer,
             learner=learner.trainer,
             sync=sync,
+            checkpoint=checkpoint,
             cleanup=cleanup.pop_all(),
         )
 
 
-def template_options(config: RunConfig) -> dict[str, Any]:
+def load_rows(
+    spec: EnvSpec, data: PromptsConfig, source: str, split: str = "train", limit: int | None = None
+) -> SampleSource:
+    """Return the problems of a data set, under the system prompt that was asked for or the environment's."""
+    return load_samples(
+        source,
+        keys=data.keys,
+        system_prompt=data.system_prompt or spec.load_system_prompt(),
+        allow_outside_images=data.allow_outside_images,
+        limit=limit,
+        split=split,
+    )
+
+
+def own_problems(spec: EnvSpec, data: PromptsConfig, split: str, size: int, seed: int) -> SampleSource:
+    """Return problems of the environment's own, likewise."""
+    return with_system_prompt(spec.load_dataset(split, size, seed), data.system_prompt or spec.load_system_prompt())
+
+
+def found_checkpoint(folder: Path, say: Callable[[str], None]) -> Checkpoint | None:
+    """Return the newest whole checkpoint of a run folder; None where there is none yet, which `say` is told."""
+    checkpoint = newest_whole(folder / CHECKPOINTS, say)
+    start = f"goes on after step {checkpoint.step}" if checkpoint else "begins anew: there is no whole checkpoint"
+    say(f"the run in {folder} {start}")
+    return checkpoint
+
+
+def template_options(config: ModelConfig) -> dict[str, Any]:
     """Return what the chat template is told."""
     try:
-        options = json.loads(config.model.template_options or "{}")
+        options = json.loads(config.template_options or "{}")
     except json.JSONDecodeError as error:
         options = str(error)
     if not isinstance(options, dict):
         fix = "write it as '{\"enable_thinking\": false}'"
-        raise UserError("--template-options", "must be a JSON object", config.model.template_options, fix)
+        raise UserError("--template-options", "must be a JSON object", config.template_options, fix)
     return options
 
 
 def resolve_model(name: str) -> Path | str:
-    """Return the folder of the bundled model, or the name as given."""
+    """Return the folder of the bundled model or of a run's trained one, or the name as given."""
+    run = Path(name)
+    if (run / CONFIG).is_file():
+        if (run / MODEL / "config.json").is_file():
+            return run / MODEL
+        fix = f"write them with `python -m trainer.export {name}` and give the folder that it prints"
+        raise UserError("--model", "must hold weights; this run folder has none yet", name, fix)
     if name != "starter":
         return name
     if not (STARTER_PATH / "model.safetensors").exists():
-        fix = "run `python -m trainer.sft --recipe starter` and give its folder"
+        fix = "run `python -m trainer.starter --recipe starter` and give its folder"
         raise UserError("--model", "the bundled starter weights are missing", str(STARTER_PATH), fix)
     return STARTER_PATH
 
 
-def check_command(config: RunConfig) -> str:
-    """Return the command that checks a run's environment without a model."""
-    words = [config.env.env, *(f"--registry {file}" for file in config.env.registry)]
-    words += [f"--data {config.data.data}"] if config.data.data else []
+def check_command(env: EnvConfig, data: RowsConfig) -> str:
+    """Return the command that checks an environment without a model."""
+    words = [env.env, *(f"--registry {file}" for file in env.registry)]
+    words += [f"--data {data.data}"] if data.data else []
     return f"python -m envs.check {' '.join(words)}"
 
 
 def probe_tools(
-    config: RunConfig, spec: EnvSpec, build_env: BuildEnv, args: EnvArgs, samples: SampleSource
+    spec: EnvSpec, build_env: BuildEnv, tool_format: ToolFormat, samples: SampleSource, check: str
 ) -> Sequence[dict[str, Any]]:
     """Play an empty turn of the first few samples until one is played to its reward; return that environment's tools.
+
+    `check` is the command that shows more.
 
     Raises:
         UserError: none of them is; says why.
     """
 
     async def probe(sample: Sample) -> Sequence[dict[str, Any]]:
-        runner = EnvRunner(lambda: build_env(sample, args), EnvLimits.of(spec))
+        runner = EnvRunner(lambda: build_env(sample, spec.args(tool_format=tool_format)), EnvLimits.of(spec))
         try:
             await runner.open()
             await runner.step("")
@@ -206,28 +275,15 @@ def probe_tools(
     if fault is None:
         return ()
     rule, reason = "must play a turn and give a reward", last_line(str(fault))
-    raise UserError(f"environment '{spec.id}'", rule, reason, f"see {check_command(config)}") from fault
+    raise UserError(f"environment '{spec.id}'", rule, reason, f"see {check}") from fault
 
 
-def check_fit(config: RunConfig, facts: ModelFacts) -> None:
+def check_fit(config: ModelConfig, max_prompt_tokens: int, facts: ModelFacts) -> None:
     """Raise where streams could become longer than the model's positions reach."""
     reach = facts.max_positions
-    if config.model.context_length > reach:
+    if config.context_length > reach:
         rule = f"must be at most the model's {reach} positions"
-        raise UserError("--context-length", rule, config.model.context_length, f"give {reach} or less")
-    if config.data.max_prompt_tokens >= config.model.context_length:
-        fix = f"give less than the --context-length of {config.model.context_length}"
-        raise UserError("--max-prompt-tokens", "must leave room to answer", config.data.max_prompt_tokens, fix)
-
-
-def make_folder(config: RunConfig) -> Path:
-    """Create the run folder; an existing one is never written into."""
-    name = config.log.name or f"{config.env.env}-{time.strftime('%Y%m%d-%H%M%S')}-seed{config.seed}-{os.getpid()}"
-    folder = (config.log.out / name).absolute()  # an environment may change the working directory
-    try:
-        folder.mkdir(parents=True, exist_ok=False)
-    except FileExistsError:
-        raise UserError("--name", "must name a new run folder", str(folder), "choose another name") from None
-    except OSError as error:
-        raise UserError("--out", "must be writable", str(folder), f"give another folder ({error.strerror})") from error
-    return folder
+        raise UserError("--context-length", rule, config.context_length, f"give {reach} or less")
+    if max_prompt_tokens >= config.context_length:
+        fix = f"give less than the --context-length of {config.context_length}"
+        raise UserError("--max-prompt-tokens", "must leave room to answer", max_prompt_tokens, fix)

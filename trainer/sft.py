@@ -1,313 +1,76 @@
-"""Supervised training of the starter model: `python -m trainer.sft --recipe starter`.
-
-In: a recipe. Out: a checkpoint folder with weights in bfloat16, tokenizer, chat template, image processor settings and
-`recipe.json` (settings, seed, seconds, losses, SHA-256 of the weights).
-"""
+"""Supervised fine-tuning: `python -m trainer.sft --data demos.jsonl`."""
 
 from __future__ import annotations
 
-import argparse
-import hashlib
-import json
-import math
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-from torch.nn import functional as F
+from envs.cli import exit_code, parse
+from envs.config_file import read_file
+from envs.layers import Layers
+from envs.settings import validate
+from trainer.config import RunConfig
+from trainer.folder import CONFIG
+from trainer.layers import FIXED, RESUME, check_resumable
+from trainer.supervised.config import SftConfig
 
-from agents.model import PolicyModel
-from agents.packed import VisionBatch
-from agents.positions import mrope_positions
-from agents.renderer import Renderer
-from envs.cli import exit_code
-from envs.errors import UserError, did_you_mean
-from trainer.starter.architecture import SHAPES, build_config, build_tokenizer, write_parts
-from trainer.starter.demonstrations import MIXED_HABITS, Demonstration, Demonstrator, Mixture, corpus
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One schedule over one mixture of demonstrations."""
-
-    steps: int
-    batch_size: int
-    lr: float
-    warmup_steps: int
-    mixture: Mixture = field(default_factory=Mixture)
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Everything that decides a starter's weights but the hardware."""
-
-    shape: str
-    stages: tuple[Stage, ...]
-    weight_decay: float = 0.05
-    max_grad_norm: float = 1.0
-    seed: int = 17
-    levels: tuple[int, ...] = (1, 2, 3)
-    corpus_size: int = 20_000
-
-
-RECIPES = {
-    "starter": Recipe(
-        "starter",
-        stages=(
-            Stage(steps=14_946, batch_size=384, lr=1.2e-3, warmup_steps=400),
-            Stage(steps=5_000, batch_size=384, lr=4e-4, warmup_steps=100, mixture=MIXED_HABITS),
-            Stage(steps=160, batch_size=64, lr=1e-4, warmup_steps=20, mixture=replace(MIXED_HABITS, checks=0.65)),
-        ),
-    ),
-    "smoke": Recipe(
-        "smoke",
-        stages=(
-            Stage(steps=70, batch_size=16, lr=2e-3, warmup_steps=10),
-            Stage(steps=30, batch_size=16, lr=1e-3, warmup_steps=5, mixture=MIXED_HABITS),
-        ),
-        levels=(1,),
-        corpus_size=2_000,
-    ),
-}
-
-
-@dataclass(frozen=True, eq=False)
-class SftBatch:
-    """Packed rows. Legend: B rows, T tokens, D demonstrations, H W picture sides.
-
-    `document_BT` numbers the demonstrations inside a row from 1; 0 is padding. Pictures stand in row order.
-    """
-
-    ids_BT: Tensor
-    document_BT: Tensor
-    loss_mask_BT: Tensor
-    positions_3BT: Tensor
-    images_DHW: Tensor
-
-    def _map(self, function: Callable[[Tensor], Tensor]) -> SftBatch:
-        return SftBatch(*(function(getattr(self, f.name)) for f in fields(self)))
-
-    def to(self, device: torch.device) -> SftBatch:
-        """Move to a device."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
-
-    def pin_memory(self) -> SftBatch:
-        """Called by the data loader, so that copies to the device overlap with work."""
-        return self._map(Tensor.pin_memory)
-
-
-@dataclass(frozen=True)
-class Collator:
-    """Packs demonstrations into rows of `width` tokens, longest first, each where it still fits."""
-
-    image_token_id: int
-    pad_id: int
-    width: int = 576
-    patch_size: int = 16
-    merge_size: int = 2
-
-    def __call__(self, demonstrations: Sequence[Demonstration]) -> SftBatch:
-        rows: list[list[Demonstration]] = []
-        room: list[int] = []
-        for d in sorted(demonstrations, key=lambda d: -len(d.ids_T)):
-            length = len(d.ids_T)
-            row = next((index for index, free in enumerate(room) if free >= length), len(rows))
-            if row == len(rows):
-                rows.append([])
-                room.append(max(self.width, length))
-            rows[row].append(d)
-            room[row] -= length
-        width = max(self.width, max(len(d.ids_T) for d in demonstrations))
-        height = -(-len(rows) // 16) * 16  # few shapes, so that few graphs are compiled
-        ids_BT = np.full((height, width), self.pad_id, dtype=np.int64)
-        document_BT = np.zeros((height, width), dtype=np.int32)
-        mask_BT = np.zeros((height, width), dtype=bool)
-        positions_3BT = np.zeros((3, height, width), dtype=np.int64)
-        for row, packed in enumerate(rows):
-            end = 0
-            for number, d in enumerate(packed, 1):
-                grid = (1, *(side // self.patch_size for side in d.image_HW.shape))
-                start, end = end, end + len(d.ids_T)
-                ids_BT[row, start:end] = d.ids_T
-                document_BT[row, start:end] = number
-                mask_BT[row, start:end] = d.loss_mask_T
-                positions_3BT[:, row, start:end] = mrope_positions(
-                    d.ids_T, [grid], self.image_token_id, self.merge_size
-                )
-        images_DHW = np.stack([d.image_HW for packed in rows for d in packed])
-        return SftBatch(*(torch.from_numpy(x) for x in (ids_BT, document_BT, mask_BT, positions_3BT, images_DHW)))
-
-
-def patchify(images_DHW: Tensor, patch_size: int = 16, merge_size: int = 2, temporal: int = 2) -> Tensor:
-    """Cut uint8 grey pictures into patches, (patches of all, values), as the starter's image processor cuts RGB ones.
-
-    Values go from 0..255 to -1..1; patches come in merge-block order; the one frame fills the temporal axis.
-    """
-    count, height, width = images_DHW.shape
-    rows, columns = height // patch_size // merge_size, width // patch_size // merge_size
-    x = images_DHW.float() / 127.5 - 1.0
-    x = x.view(count, rows, merge_size, patch_size, columns, merge_size, patch_size)
-    x = x.permute(0, 1, 4, 2, 5, 3, 6).reshape(-1, 1, 1, patch_size * patch_size)
-    return x.expand(-1, 3, temporal, -1).reshape(x.shape[0], -1)
-
-
-def sft_loss(model: PolicyModel, batch: SftBatch) -> Tensor:
-    """Return the mean cross-entropy over the tokens that count."""
-    count, height, width = batch.images_DHW.shape
-    grid = (1, height // 16, width // 16)
-    tokens = count * grid[1] * grid[2] // model.merge_size**2
-    vision = VisionBatch(
-        pixels_PD=patchify(batch.images_DHW),
-        grids=(grid,) * count,
-        feature_index_M=torch.arange(tokens, device=batch.ids_BT.device),
-    )
-    same_BTT = batch.document_BT[:, :, None] == batch.document_BT[:, None, :]
-    target_BT = batch.loss_mask_BT.roll(-1, dims=1)  # demonstrations begin with a prompt, so no target wraps around
-    logits_NV = model(batch.ids_BT, batch.positions_3BT, same_BTT.tril()[:, None], target_BT, vision)
-    return F.cross_entropy(logits_NV.float(), batch.ids_BT[batch.loss_mask_BT])
-
-
-def lr_at(step: int, stage: Stage) -> float:
-    """Return the learning rate of a step: linear warm-up, then half a cosine down to a hundredth."""
-    if step < stage.warmup_steps:
-        return stage.lr * (step + 1) / stage.warmup_steps
-    progress = (step - stage.warmup_steps) / max(1, stage.steps - stage.warmup_steps)
-    return stage.lr * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress)))
-
-
-def batches(recipe: Recipe, number: int, tokenizer: Any, num_workers: int, device: torch.device) -> Iterator[SftBatch]:
-    """Yield the batches of stage `number` (0 is the first), made by `num_workers` processes (0: in this one)."""
-    from torch.utils.data import DataLoader
-
-    stage = recipe.stages[number]
-    size = stage.steps * stage.batch_size
-    demonstrator = Demonstrator(tokenizer, size, recipe.seed + number, stage.mixture, recipe.levels)
-    collator = Collator(int(tokenizer.convert_tokens_to_ids("<|image_pad|>")), int(tokenizer.pad_token_id))
-    loader: DataLoader[Any] = DataLoader(
-        demonstrator,  # type: ignore[arg-type]
-        batch_size=stage.batch_size,
-        collate_fn=collator,
-        num_workers=num_workers,
-        pin_memory=device.type == "cuda",
-        prefetch_factor=8 if num_workers else None,
-    )
-    for batch in loader:
-        yield batch.to(device)
-
-
-def train_stage(
-    model: PolicyModel,
-    recipe: Recipe,
-    number: int,
-    tokenizer: Any,
-    folder: Path,
-    device: torch.device,
-    num_workers: int,
-) -> list[float]:
-    """Train one stage in place, saving to `folder` on the way; return the mean loss of each fortieth of it."""
-    stage = recipe.stages[number]
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=stage.lr, betas=(0.9, 0.95), weight_decay=recipe.weight_decay, fused=True
-    )
-    losses: list[float] = []
-    recent: list[Tensor] = []
-    started = time.perf_counter()
-    for step, batch in enumerate(batches(recipe, number, tokenizer, num_workers, device)):
-        for group in optimizer.param_groups:
-            group["lr"] = lr_at(step, stage)
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            loss = sft_loss(model, batch)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        recent.append(loss.detach())
-        if (step + 1) % max(1, stage.steps // 40) == 0:
-            losses.append(round(torch.stack(recent).mean().item(), 5))
-            recent.clear()
-            speed = (time.perf_counter() - started) / (step + 1)
-            name = f"stage {number + 1}  step {step + 1}/{stage.steps}"
-            print(f"{name}  loss {losses[-1]:.4f}  {speed * 1e3:.0f} ms/step", flush=True)
-            model.save(folder)  # a run that is cut off leaves its latest weights
-    return losses
-
-
-def train(
-    recipe: Recipe,
-    folder: Path,
-    device: torch.device,
-    num_workers: int = 0,
-    init: Path | None = None,
-    first_stage: int = 0,
-) -> dict[str, Any]:
-    """Train a starter and write its checkpoint to `folder`; return what `recipe.json` holds.
-
-    `init` continues from the checkpoint that the stages before `first_stage` (0 is the first) wrote.
-    """
-    torch.manual_seed(recipe.seed)
-    started = time.perf_counter()
-    if init:
-        tokenizer, model = Renderer.from_checkpoint(init).tokenizer, PolicyModel.load(init)
-    else:
-        shape = SHAPES[recipe.shape]
-        tokenizer = build_tokenizer(corpus(recipe.corpus_size, recipe.seed), shape.vocabulary)
-        model = PolicyModel.from_config(build_config(shape, tokenizer))
-    write_parts(folder, tokenizer, model.config)
-    model.to(device)
-    if device.type == "cuda":
-        compile_blocks(model)
-    history = json.loads((init / "recipe.json").read_text(encoding="utf-8"))["stages"][:first_stage] if init else []
-    for number in range(first_stage, len(recipe.stages)):
-        stage_started = time.perf_counter()
-        losses = train_stage(model, recipe, number, tokenizer, folder, device, num_workers)
-        seconds = round(time.perf_counter() - stage_started, 1)
-        history.append({"stage": number + 1, "seconds": seconds, "losses": losses})
-    model.save(folder)
-    report = {
-        "recipe": asdict(recipe),
-        "stages": history,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "torch": torch.__version__,
-        "seconds": round(time.perf_counter() - started, 1),
-        "sha256": hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest(),
-    }
-    (folder / "recipe.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    return report
-
-
-def compile_blocks(model: PolicyModel) -> None:
-    """Compile every transformer block on its own: the blocks of a tower share one graph."""
-    for block in model.blocks:
-        block.compile(dynamic=False)
+#: What the command reads besides flags.
+LAYERS = Layers(ready=Path(__file__).with_name("configs") / "sft", base=RESUME, shared=RunConfig)
+#: What stays as it is when a run is resumed; the number of steps decides the learning rate and may change.
+SFT_FIXED = (*FIXED, ("batch_size",), ("registry",))
 
 
 def run(argv: Sequence[str] | None) -> int:
-    """Parse, train, report."""
-    parser = argparse.ArgumentParser(prog="python -m trainer.sft", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--recipe", default="starter", help=f"one of: {', '.join(RECIPES)}")
-    parser.add_argument("--out", type=Path, default=Path("runs/sft"), help="checkpoint folder to write")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="torch device")
-    parser.add_argument("--num-workers", type=int, default=0, help="processes that draw demonstrations; 0: none")
-    parser.add_argument("--init", type=Path, help="checkpoint to continue from, with --first-stage")
-    parser.add_argument("--first-stage", type=int, default=1, help="stage to begin with, counted from 1")
-    args = parser.parse_args(argv)
-    if args.recipe not in RECIPES:
-        raise UserError("--recipe", "must be a known recipe", args.recipe, did_you_mean(args.recipe, RECIPES))
-    recipe = RECIPES[args.recipe]
-    if not 1 <= args.first_stage <= len(recipe.stages):
-        raise UserError("--first-stage", f"must be 1 to {len(recipe.stages)}", args.first_stage, "leave it out for all")
-    if (args.init is None) != (args.first_stage == 1):
-        raise UserError("--init", "goes with --first-stage 2 or later", str(args.init), "give both or neither")
-    report = train(recipe, args.out, torch.device(args.device), args.num_workers, args.init, args.first_stage - 1)
-    print(json.dumps({key: report[key] for key in ("parameters", "seconds", "sha256")}))
-    return 0
+    """Parse, check, train, report."""
+    description = "Fine-tune a model on conversations: it learns what the assistant says in them."
+    config = parse(SftConfig, argv, "python -m trainer.sft", description, LAYERS)
+    if config.checkpoint.resume:
+        file = config.checkpoint.resume / CONFIG
+        check_resumable(config, validate(SftConfig, read_file(SftConfig, file)), SFT_FIXED)
+    # Imported late, so that --help and a mistyped flag answer at once.
+    from rich.console import Console
+    from rich.text import Text
+
+    from trainer.display import Display
+    from trainer.run import quiet_libraries
+    from trainer.supervised.loop import SftLoop
+    from trainer.supervised.setup import load_material, prepare
+    from trainer.trainer import LearnerLost
+
+    quiet_libraries()
+    console = Console(highlight=False)
+    console.print("loading model and conversations ...")
+    material = load_material(config)
+    train, held_out = material.train, material.evaluation
+    for found in (train, held_out):
+        if found is not None and found.left_out.count:
+            console.print(str(found.left_out), soft_wrap=True, markup=False)
+    if config.show:
+        for stream in train.streams(range(min(config.show, len(train)))):
+            console.print(
+                f"{stream.trajectory.sample_id}: {len(stream.ids_T)} tokens, {stream.num_taught} in [[ ]] learnt"
+            )
+            for is_learnt, text in train.renderer.spans(stream):
+                shown = Text(f"[[{text}]]", "black on green") if is_learnt else Text(text)
+                console.print(shown, end="", soft_wrap=True)
+            console.print("\n")
+        return 0
+    parts = prepare(config, material, console.print)
+    console.print(
+        f"{len(train)} conversations of {train.num_tokens} tokens, {train.num_taught} of them learnt; "
+        f"{len(held_out) if held_out else 0} held out; {parts.num_steps} steps; run folder {parts.folder}",
+        soft_wrap=True,
+    )
+    with Display(console) as display:
+        try:
+            summary = SftLoop(parts, display).run()
+        except (LearnerLost, OSError) as error:
+            print(f"error: {error}; go on with: python -m trainer.sft --resume {parts.folder}", file=sys.stderr)
+            return 1
+    console.print(f"{summary['seconds']:.0f} s, peak memory {summary['peak_memory_gib']:.2f} GiB")
+    console.print(f"everything is in {parts.folder}", soft_wrap=True)
+    return 130 if summary["interrupted"] else 0
 
 
 def main() -> int:

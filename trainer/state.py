@@ -6,16 +6,15 @@ it: frozen weights are in the checkpoint that the run began from.
 
 from __future__ import annotations
 
-import contextlib
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -23,10 +22,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from agents.model import PolicyModel
 from envs.errors import UserError
-from trainer.offload import OffloadedState
 from trainer.trainer import CheckpointFailed
 
 _TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
@@ -41,7 +41,7 @@ class StateWriter:
     Example::
 
         writer = StateWriter()
-        writer.begin(trained_state(model, optimizer, None, steps_done=10), Path("runs/x/checkpoints/part/learner"))
+        writer.begin(trained_state(model, optimizer, steps_done=10), Path("runs/x/checkpoints/part/learner"))
         writer.is_written(wait=True)    # True
     """
 
@@ -53,8 +53,9 @@ class StateWriter:
         """Copy a state to the host's memory and return; every rank must call it."""
         assert self._saving is None, "one state is written at a time"
         if self._group is None:
-            self._group = dist.new_group(backend="gloo")
-        answer: Any = dcp.async_save(state, checkpoint_id=folder, process_group=self._group)
+            group: Any = dist.new_group(backend="gloo")
+            self._group = group
+        answer: Any = async_save(state, checkpoint_id=folder, process_group=self._group)
         self._saving = answer
 
     def is_written(self, wait: bool) -> bool:
@@ -74,22 +75,17 @@ class StateWriter:
         return True
 
 
-def trained_state(
-    model: PolicyModel, optimizer: torch.optim.Optimizer, offloaded: OffloadedState | None, steps_done: int
-) -> dict[str, Any]:
-    """Return the state: tensors of the learner itself, which must not change before they have been copied."""
-    with offloaded.on_device() if offloaded else contextlib.nullcontext():
-        return {
-            "model": get_model_state_dict(model, options=_TRAINED),
-            "optimizer": get_optimizer_state_dict(model, optimizer, options=_TRAINED),
-            _STEPS: torch.tensor(steps_done),
-            "random": {str(dist.get_rank()): _random_state()},
-        }
+def trained_state(model: PolicyModel, optimizer: torch.optim.Optimizer, steps_done: int) -> dict[str, Any]:
+    """Return the state: tensors of the learner itself, which must stay as they are until they have been copied."""
+    return {
+        "model": get_model_state_dict(model, options=_TRAINED),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=_TRAINED),
+        _STEPS: torch.tensor(steps_done),
+        "random": {str(dist.get_rank()): _random_state()},
+    }
 
 
-def restore(
-    folder: Path, model: PolicyModel, optimizer: torch.optim.Optimizer | None, offloaded: OffloadedState | None
-) -> int:
+def restore(folder: Path, model: PolicyModel, optimizer: torch.optim.Optimizer | None) -> int:
     """Fill the network, and the optimizer where one is given, from a folder; return the steps that were done.
 
     Every rank must call it, in any number: shards are cut anew. Random numbers go on where they were if there are as
@@ -98,27 +94,26 @@ def restore(
     Raises:
         UserError: the folder holds another network, or other adapters of it.
     """
-    reader = dcp.FileSystemReader(folder)
+    reader = FileSystemReader(folder)
     names = reader.read_metadata().state_dict_metadata
-    with offloaded.on_device() if offloaded else contextlib.nullcontext():
-        state: dict[str, Any] = {"model": get_model_state_dict(model, options=_TRAINED), _STEPS: torch.tensor(0)}
-        wanted = {f"model.{name}" for name in state["model"]}
-        if missing := wanted ^ {name for name in names if name.startswith("model.")}:
-            rule = "must hold the network, and the adapters of it, that this run trains"
-            fix = "leave --model, --freeze-vision and --lora-* as they were"
-            raise UserError("--resume", rule, f"{sorted(missing)[0].removeprefix('model.')} in one alone", fix)
-        if optimizer is not None:
-            state["optimizer"] = get_optimizer_state_dict(model, optimizer, options=_TRAINED)
-        rank, had = str(dist.get_rank()), {name.split(".")[1] for name in names if name.startswith("random.")}
-        goes_on = len(had) == dist.get_world_size()
-        if goes_on:
-            state["random"] = {rank: _random_state()}
-        dcp.load(state, storage_reader=reader)
-        set_model_state_dict(model, state["model"], options=_TRAINED)
-        if optimizer is not None:
-            set_optimizer_state_dict(model, optimizer, state["optimizer"], options=_TRAINED)
-        if goes_on:
-            _set_random_state(state["random"][rank])
+    state: dict[str, Any] = {"model": get_model_state_dict(model, options=_TRAINED), _STEPS: torch.tensor(0)}
+    wanted = {f"model.{name}" for name in state["model"]}
+    if missing := wanted ^ {name for name in names if name.startswith("model.")}:
+        rule = "must hold the network, and the adapters of it, that this run trains"
+        fix = "leave --model, --freeze-vision and --lora-* as they were"
+        raise UserError("--resume", rule, f"{sorted(missing)[0].removeprefix('model.')} in one alone", fix)
+    if optimizer is not None:
+        state["optimizer"] = get_optimizer_state_dict(model, optimizer, options=_TRAINED)
+    rank, had = str(dist.get_rank()), {name.split(".")[1] for name in names if name.startswith("random.")}
+    goes_on = len(had) == dist.get_world_size()
+    if goes_on:
+        state["random"] = {rank: _random_state()}
+    load(state, storage_reader=reader)
+    set_model_state_dict(model, state["model"], options=_TRAINED)
+    if optimizer is not None:
+        set_optimizer_state_dict(model, optimizer, state["optimizer"], options=_TRAINED)
+    if goes_on:
+        _set_random_state(state["random"][rank])
     return int(state[_STEPS])
 
 

@@ -65,6 +65,10 @@ class Trainer(Protocol):
         """Return the log-prob of each id of a stream but the first, at temperature 1, in nats."""
         ...
 
+    def likelihood(self, samples: Sequence[TrainingSample]) -> tuple[float, int]:
+        """Return the sum of the log-probs of the samples' model tokens, in nats, and how many these are."""
+        ...
+
     def weights(self) -> Mapping[str, Tensor]:
         """Return the full weights by parameter name."""
         ...

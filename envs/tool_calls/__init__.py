@@ -7,7 +7,7 @@ and the time is linear in the text.
 
 from __future__ import annotations
 
-from envs.tool_calls.formats import call_example, detect_format, find_tool_calls, outside_tool_calls
+from envs.tool_calls.formats import call_example, detect_format, find_tool_calls, outside_tool_calls, write_tool_call
 from envs.tool_calls.types import TOOL_FORMATS, ToolCall, ToolCallError, ToolFormat
 
 __all__ = [
@@ -19,4 +19,5 @@ __all__ = [
     "detect_format",
     "find_tool_calls",
     "outside_tool_calls",
+    "write_tool_call",
 ]

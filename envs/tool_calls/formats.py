@@ -9,7 +9,7 @@ from typing import Any
 
 from envs.tool_calls.hermes import read_hermes
 from envs.tool_calls.qwen_xml import FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END, read_qwen_xml
-from envs.tool_calls.types import ToolCall, ToolCallError, ToolFormat
+from envs.tool_calls.types import CLOSE, OPEN, ToolCall, ToolCallError, ToolFormat
 from envs.types import well_formed
 
 _READERS = {"hermes": read_hermes, "qwen_xml": read_qwen_xml}
@@ -88,6 +88,23 @@ def call_example(name: str, arguments: Mapping[str, Any], format: ToolFormat) ->
         for key, value in arguments.items()
     )
     return f"{FUNCTION}{name}>{parameters}{FUNCTION_END}"
+
+
+def write_tool_call(call: ToolCall, format: ToolFormat) -> str:
+    r"""Return a call as a model is to write it, tags and line breaks as Qwen's templates have them.
+
+    >>> write_tool_call(ToolCall("calc_score", {"answer": "68"}), "hermes")
+    '<tool_call>\n{"name": "calc_score", "arguments": {"answer": "68"}}\n</tool_call>'
+    >>> write_tool_call(ToolCall("f", {"a": 1}), "qwen_xml")
+    '<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>'
+    """
+    if format == "hermes":
+        return f"{OPEN}\n{call_example(call.name, call.arguments, format)}\n{CLOSE}"
+    lines = [f"{FUNCTION}{call.name}>"]
+    for key, value in call.arguments.items():
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        lines += [f"{PARAMETER}{key}>", text, PARAMETER_END]
+    return "\n".join([OPEN, *lines, FUNCTION_END, CLOSE])
 
 
 def detect_format(chat_template: str) -> ToolFormat:

@@ -18,7 +18,7 @@ QWEN = Path(__file__).parents[3] / "shared" / "qwen_tokenizer"
 OWN = Path(__file__).parent / "templates"
 #: Special tokens that a template of ours needs beside the starter's; the first is the one that begins a text.
 LLAMA_TOKENS = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
-OWN_TEMPLATES = ("starter", "chatml", "chatml_thinking", "llama_style")
+OWN_TEMPLATES = ("starter", "chatml", "chatml_thinking", "llama_style", "qwen_xml")
 QWEN_TEMPLATES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_training", "qwen2_5", "qwen3")
 #: Templates of language models, which show no images.
 TEXT_ONLY = ("chatml", "llama_style", "qwen2_5", "qwen3")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import threading
 import time
 from collections import Counter
@@ -20,7 +21,7 @@ from agents.engines.scripted import ScriptedEngine
 from agents.episode import Episode, Limits
 from agents.model import PolicyModel
 from agents.renderer import Renderer
-from agents.rollout import Problem, RolloutManager, RolloutOptions, StepRollout, derive_seed
+from agents.rollout import ManagerState, Problem, RolloutManager, RolloutOptions, StepRollout, derive_seed
 from agents.types import Completion, EndReason, GenerateRequest, SamplingParams, TrajectoryGroup
 from envs.env import Env
 from envs.types import Sample
@@ -139,9 +140,17 @@ async def forever() -> None:
     await asyncio.Event().wait()
 
 
-def manager_of(renderer: Renderer, engine: Any, env: Any = Judge, max_turns: int = 1, **options: Any) -> RolloutManager:
+def manager_of(
+    renderer: Renderer,
+    engine: Any,
+    env: Any = Judge,
+    max_turns: int = 1,
+    state: ManagerState = ManagerState(),
+    **options: Any,
+) -> RolloutManager:
     episode = Episode(engine, renderer, Limits(max_turns=max_turns, max_new_tokens=400), sampling(renderer))
-    return RolloutManager(episode, env, None, problem, RolloutOptions(**{"group_size": COPIES, **options}))
+    settings = RolloutOptions(**{"group_size": COPIES, **options})
+    return RolloutManager(episode, env, None, problem, settings, state=state)
 
 
 def finish(story: Coroutine[Any, Any, Any]) -> Any:
@@ -389,6 +398,34 @@ def test_a_complete_group_that_was_not_needed_is_kept_for_the_next_step(renderer
     (first, second), left = collect(manager, 2, 2)
     assert (numbers(first.groups), numbers(second.groups)) == ([0, 1], [2, 3])
     assert numbers(left) == [4, 5]
+
+
+def test_another_manager_goes_on_from_the_state_of_one_that_ended(renderer: Renderer) -> None:
+    options = {"stop_early": True, "partial": True, "oversample": 2.0, "max_staleness": 9}
+
+    async def story(state: ManagerState, engine: PacedEngine, num_steps: int) -> tuple[list[StepRollout], ManagerState]:
+        manager = manager_of(renderer, engine, state=state, **options)
+        rollouts = [await manager.collect(2) for _ in range(num_steps)]
+        while len(manager._running) > 2:  # which of the others end in time depends on the clock
+            await asyncio.sleep(0.01)
+        left = pickle.loads(pickle.dumps(manager.state()))
+        await manager.close()
+        return rollouts, left
+
+    first, state = finish(story(ManagerState(), PacedEngine(renderer, wait=hang(1, 3)), 1))
+    assert sorted(numbers(first[0].groups)) == [0, 2] and state.num_begun == 4
+    assert [(g.number, sorted(g.played), g.result) for g in state.in_flight] == [
+        (1, [0, 1, 2], None),
+        (3, [0, 1, 2], None),
+    ]
+    engine = PacedEngine(renderer)
+    second, _ = finish(story(state, engine, 1))
+    # Those that were begun come first, and of them only what was missing is played.
+    assert engine.asked[:2] == [(1, 3), (3, 3)]
+    taken_up = [group for group in second[0].groups if group.sample_id in ("1", "3")]
+    assert {(n, c) for n, c in engine.asked if n in (1, 3)} == {(1, 3), (3, 3)}
+    for group in taken_up:
+        assert [WHO[t.seed] for t in group.trajectories] == [(int(group.sample_id), copy) for copy in range(COPIES)]
 
 
 def test_a_paused_group_that_has_become_too_old_is_aborted(renderer: Renderer) -> None:

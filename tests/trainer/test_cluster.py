@@ -35,6 +35,8 @@ from trainer.config import ClusterConfig, RunConfig
 from trainer.processes import first_server_gpu
 from trainer.run import run
 from trainer.setup import RunParts
+from trainer.sft import run as fine_tune
+from trainer.starter.demonstrations import run as write_demonstrations
 from trainer.trainer import LearnerLost
 from trainer.types import Row, TrainingSample
 
@@ -133,7 +135,7 @@ def flags(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     data.write_text("".join(json.dumps({"problem": f"Say {n}.", "answer": str(n)}) + "\n" for n in range(6)))
     sys.path.insert(0, str(folder))
     common = ["--env", "lucky", "--registry", str(registry), "--data", str(data), "--model", str(checkpoint)]
-    yield [*common, "--group-size", "4", "--max-new-tokens", "24", "--eval-size", "0", "--no-tensorboard"]
+    yield [*common, "--group-size", "4", "--max-new-tokens", "24", "--eval-size", "0", "--tracker="]
     sys.path.remove(str(folder))
 
 
@@ -161,6 +163,24 @@ def test_two_learners_train_as_one_does(
     assert ours.keys() == theirs.keys()
     assert max(float((ours[name] - theirs[name]).abs().max()) for name in ours) < 1e-5
     assert len(ray.util.list_named_actors(all_namespaces=True)) == 0
+
+
+# Three conversations on two ranks, of which the last step has one alone: a rank may have nothing.
+def test_supervised_training_on_two_learners_is_that_of_one(cluster: str, checkpoint: Path, tmp_path: Path) -> None:
+    demos = tmp_path / "demos.jsonl"
+    assert write_demonstrations(["--num", "4", "--out", str(demos)]) == 0
+    argv = ["--model", str(checkpoint), "--data", str(demos), "--eval-data", str(demos), "--batch-size", "3"]
+    argv += ["--tracker=", "--save-every", "0", "--out", str(tmp_path)]
+    for name, more in (("one", []), ("two", ["--num-learners", "2"])):
+        assert fine_tune([*argv, "--name", name, *more]) == 0
+    one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")
+    assert len(one) == len(two) == 2 and one[0]["grad_norm"] > 0
+    for ours, theirs in zip(one, two, strict=True):
+        for name in ("loss", "grad_norm", "entropy", "num_tokens"):
+            assert theirs[name] == pytest.approx(ours[name], rel=1e-4, abs=1e-7), name
+    found = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("one", "two")]
+    for name in ("eval_loss_before", "eval_loss_after"):
+        assert found[1][name] == pytest.approx(found[0][name], rel=1e-4), name
 
 
 def test_a_rank_that_is_killed_ends_the_run_with_its_name_and_keeps_what_was_played(

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from agents.scores import _summary
-from trainer.config import AlgorithmConfig, KLEstimatorName
-from trainer.loss import POLICY_LOSSES, PolicyTerms, gspo, k3_kl, log_ratio, ppo, reference_kl
+from trainer.config import AlgorithmConfig, KLEstimatorName, PolicyLossName
+from trainer.loss import POLICY_LOSSES, PolicyTerms, gspo, k3_kl, likelihood, log_ratio, ppo, reference_kl
 
 
 def tensor(*values: float) -> Tensor:
@@ -96,6 +96,30 @@ def test_gspo_clips_the_geometric_mean_of_a_samples_ratios(
     assert terms.loss_N.tolist() == pytest.approx([-1.28, loss, loss], abs=1e-12)
     assert new.grad is not None and new.grad.tolist() == pytest.approx([0, gradient, gradient], abs=1e-12)
     assert terms.clipped_N.tolist() == [True, clipped, clipped]
+
+
+def test_the_likelihood_is_weighed_by_the_advantage_and_never_clipped() -> None:
+    new = tensor(-0.7, -0.7, -2.5, -3.0).requires_grad_()
+    old = new.detach() - tensor(1.0, 9.0, 0.1, 1.0).log()
+    terms = likelihood(new, old, tensor(2, 1, -1, 0), torch.zeros(4, dtype=torch.int64), 1, AlgorithmConfig())
+    terms.loss_N.sum().backward()
+    assert terms.loss_N.tolist() == pytest.approx([1.4, 0.7, -2.5, 0.0])
+    assert new.grad is not None and new.grad.tolist() == [-2, -1, 1, 0]
+    assert not terms.clipped_N.any() and not terms.ratio_N.requires_grad
+    assert terms.ratio_N.tolist() == pytest.approx([1, 9, 0.1, 1])
+
+
+def test_likelihood_and_ppo_have_one_gradient_on_the_first_update_of_a_step() -> None:
+    advantages = tensor(1.0, -0.5, 2.0)
+
+    def gradient(loss: PolicyLossName) -> list[float]:
+        new = tensor(-0.4, -1.7, -0.1).requires_grad_()
+        number = torch.zeros(3, dtype=torch.int64)
+        POLICY_LOSSES[loss](new, new.detach(), advantages, number, 1, AlgorithmConfig()).loss_N.sum().backward()
+        assert new.grad is not None
+        return new.grad.tolist()
+
+    assert gradient("likelihood") == gradient("ppo") == [-1.0, 0.5, -2.0]
 
 
 def test_log_ratios_are_held_within_20_nats() -> None:
@@ -211,5 +235,10 @@ def test_the_gradient_by_the_logits_equals_its_finite_difference() -> None:
         number = torch.zeros(6, dtype=torch.int64)
         return ppo(logprobs(logits), old_N, advantages_N, number, 1, AlgorithmConfig())
 
+    def likelihoods(logits: Tensor) -> Tensor:
+        number = torch.zeros(6, dtype=torch.int64)
+        return likelihood(logprobs(logits), old_N, advantages_N, number, 1, AlgorithmConfig()).loss_N
+
     assert terms(logits_NV).clipped_N.tolist() == [False, True, True, False, False, False]
     assert torch.autograd.gradcheck(lambda logits: terms(logits).loss_N, logits_NV)
+    assert torch.autograd.gradcheck(likelihoods, logits_NV)

@@ -115,7 +115,7 @@ def test_staleness_is_counted_in_versions_over_the_tokens_trained_on() -> None:
 
 def test_statistics_of_the_step_are_in_the_row_turn_by_turn(tmp_path: Path) -> None:
     stats = StepStats(0.1, 0.2, 0.3, 4, 2, 0, 0.5, (0.6, 0.7), 0.8, 0.9, 1.0, 1.1, {"clip_frac": 0.25})
-    log = MetricsLog(tmp_path, {}, tensorboard=False)
+    log = MetricsLog(tmp_path, {})
     row = log.write(1, {"reward": 1.0}, stats)
     log.close()
     assert (row["rollout_train_kl"], row["rollout_train_kl/turn_1"], row["rollout_train_kl/turn_2"]) == (0.5, 0.6, 0.7)
@@ -123,11 +123,23 @@ def test_statistics_of_the_step_are_in_the_row_turn_by_turn(tmp_path: Path) -> N
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == row
 
 
-def test_each_row_is_on_disk_when_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    log = MetricsLog(tmp_path, {}, tensorboard=False)
+def test_each_row_is_on_disk_when_it_is_written(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, {})
     for step in (1, 2):
         log.write(step, {"reward": step / 2})
         rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
         assert rows[-1] == {"step": step, "reward": step / 2}
     log.close()
+
+
+def test_a_log_that_goes_on_has_the_rows_so_far_and_adds_to_them(tmp_path: Path) -> None:
+    first = MetricsLog(tmp_path, {})
+    written = [first.write(step, {"reward": step / 2}) for step in (1, 2)]
+    size = first.size()
+    first.close()
+    assert size == (tmp_path / "metrics.jsonl").stat().st_size
+    again = MetricsLog(tmp_path, {}, steps_done=2)
+    assert again.rows == written
+    again.write(3, {"reward": 1.5})
+    again.close()
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]

@@ -210,7 +210,7 @@ def test_log_probs_that_are_far_apart_give_finite_losses_and_gradients_in_float3
         ({"loss_constant": 64}, "needs --aggregation constant"),
         ({"correction_low": 2.0, "correction_high": 2.0}, "must be above --correction-low 2"),
         ({"correction_low": 6.0}, "must be above --correction-low 6"),
-        ({"policy_loss": "ppg"}, "'ppo' or 'gspo'"),
+        ({"policy_loss": "ppg"}, "'ppo', 'gspo' or 'likelihood'"),
         ({"clip_high": math.inf}, "finite number"),
     ],
 )

@@ -21,6 +21,7 @@ from agents.engines.sglang.servers import free_ports
 from benchmarks.tiny_models import write_tiny_model
 from envs.errors import UserError
 from envs.registry import load_registry
+from trainer.layers import read_config
 from trainer.loop import InvalidStreams
 from trainer.run import run
 from trainer.weight_sync import WeightSync
@@ -57,7 +58,8 @@ def test_a_run_leaves_metrics_summary_curve_tensorboard_and_config(finished: tup
     assert summary["max_rollout_train_kl"] == max(row["rollout_train_kl"] for row in rows)
     assert Image.open(folder / "reward_curve.png").size[0] > 100
     assert list((folder / "tensorboard").glob("events.*"))
-    assert json.loads((folder / "config.json").read_text())["registry_entry"]["max_turns"] == 3
+    assert json.loads((folder / "environment.json").read_text())["max_turns"] == 3
+    assert read_config(folder / "config.yaml").rollout.group_size == 2
 
 
 def test_the_metrics_say_where_time_and_tokens_went(finished: tuple[Path, dict[str, Any]]) -> None:
@@ -145,7 +147,7 @@ def test_every_bundled_environment_trains(env_id: str, checkpoint: Path, tmp_pat
     summary = train(checkpoint, tmp_path / "run", *argv, steps=1)
     assert sum(summary["end_reasons"].values()) == 4
     assert not {"env_error", "env_timeout", "invalid_stream"} & summary["end_reasons"].keys()
-    spec = json.loads((tmp_path / "run" / "config.json").read_text())["registry_entry"]
+    spec = json.loads((tmp_path / "run" / "environment.json").read_text())
     assert (spec["id"], spec["max_turns"]) == (env_id, load_registry()[env_id].max_turns)
     expected = {"with_tool"} if env_id in ("geo3k_single", "guess") else {"with_tool", "without_tool"}
     assert set(summary["accuracy_after"]) == expected
@@ -303,7 +305,7 @@ def test_too_many_broken_streams_stop_the_run_with_the_rule_that_broke(
 ) -> None:
     monkeypatch.setattr("agents.episode.broken_invariant", lambda *_: "turn 1: token 17 is 5, and was 6")
     with pytest.raises(InvalidStreams, match=r"4 of 4 episodes .* 0\.01; episode 0 of .*: turn 1: token 17"):
-        train(checkpoint, tmp_path / "run", "--resample", "0", eval_size=0)
+        train(checkpoint, tmp_path / "run", "--resample", "0", "--doctor", "off", eval_size=0)
     episodes = lines(tmp_path / "run/episodes/episodes.jsonl")
     assert [e["end_reason"] for e in episodes] == ["invalid_stream"] * 4
     assert json.loads((tmp_path / "run/summary.json").read_text())["steps_done"] == 0
@@ -341,7 +343,7 @@ def server(checkpoint: Path) -> Iterator[str]:
 
 
 def test_the_same_command_trains_on_servers(checkpoint: Path, server: str, tmp_path: Path) -> None:
-    summary = train(checkpoint, tmp_path / "run", "--engine-url", server, "--no-tensorboard")
+    summary = train(checkpoint, tmp_path / "run", "--engine-url", server, "--tracker=")
     rows = lines(tmp_path / "run" / "metrics.jsonl")
     episodes = lines(tmp_path / "run" / "episodes" / "episodes.jsonl")
     assert summary["steps_done"] == 2 and all(row["rollout_train_kl"] < 1e-8 for row in rows)
@@ -361,15 +363,15 @@ def test_a_run_says_what_happens_to_its_servers(
 ) -> None:
     start = WeightSync.start
 
-    async def lose_one_first(sync: WeightSync) -> Any:
-        probe = await start(sync)
+    async def lose_one_first(sync: WeightSync, version: int) -> Any:
+        probe = await start(sync, version)
         engine = sync.engine
         assert isinstance(engine, SGLangEngine)
         engine.servers.report_lost(engine.servers.all[0], "a test")
         return probe
 
     monkeypatch.setattr(WeightSync, "start", lose_one_first)
-    summary = train(checkpoint, tmp_path / "run", "--engine-url", server, "--no-tensorboard", steps=1, eval_size=0)
+    summary = train(checkpoint, tmp_path / "run", "--engine-url", server, "--tracker=", steps=1, eval_size=0)
     assert summary["steps_done"] == 1
     shown = capsys.readouterr().out
     assert "server 0 lost: a test" in shown

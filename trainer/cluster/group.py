@@ -25,7 +25,7 @@ from agents.types import ProcessedImage, SamplingParams
 from envs.errors import UserError
 from trainer.cluster.shares import light_images, shares
 from trainer.cluster.worker import LearnerWorker, Place
-from trainer.config import ClusterConfig, RunConfig
+from trainer.config import ClusterConfig, LearnerPlan
 from trainer.trainer import CheckpointFailed, LearnerLost
 from trainer.types import StepStats, TrainingSample
 
@@ -47,7 +47,7 @@ class LearnerGroup:
         group.close()
     """
 
-    def __init__(self, config: RunConfig, model_path: Path | str, sampling: SamplingParams) -> None:
+    def __init__(self, config: LearnerPlan, model_path: Path | str, sampling: SamplingParams) -> None:
         """Start Ray or find it, and the ranks of `config.cluster`.
 
         Raises:
@@ -105,7 +105,7 @@ class LearnerGroup:
         ranks = sorted(range(wanted), key=order)
         self.workers, self.places = [self.workers[r] for r in ranks], [places[r] for r in ranks]
 
-    def _join(self, config: RunConfig, model_path: Path | str, sampling: SamplingParams) -> None:
+    def _join(self, config: LearnerPlan, model_path: Path | str, sampling: SamplingParams) -> None:
         count = len(self.workers)
         # Ranks may have another working directory.
         model_path = Path(model_path).absolute() if Path(model_path).exists() else model_path
@@ -140,6 +140,10 @@ class LearnerGroup:
     def score(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> NDArray[np.float32]:
         """Return the log-prob of each id of a stream but the first, at temperature 1, in nats."""
         return self._call("score", (tuple(ids), light_images(images)))[0]
+
+    def likelihood(self, samples: Sequence[TrainingSample]) -> tuple[float, int]:
+        """Return the sum of the log-probs of the samples' model tokens, in nats, and how many these are."""
+        return self._call("likelihood", *((share[0],) for share in shares([samples], len(self.workers))))[0]
 
     def weights(self) -> dict[str, Tensor]:
         """Return the full weights by parameter name in float32, on the CPU; they must not be written to."""

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 from agents.types import ProcessedImage, SamplingParams
 from trainer.cluster.shares import Share
-from trainer.config import RunConfig
+from trainer.config import LearnerPlan
 from trainer.ipc import lend_weights
 from trainer.learner import Learner, build_learner
 from trainer.trainer import CheckpointFailed
-from trainer.types import StepStats
+from trainer.types import StepStats, TrainingSample
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class LearnerWorker:
 
     def join(
         self,
-        config: RunConfig,
+        config: LearnerPlan,
         model_path: Path | str,
         sampling: SamplingParams,
         rank: int,
@@ -100,6 +100,10 @@ class LearnerWorker:
     def score(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> NDArray[np.float32]:
         """Score a stream; the result is the same on all ranks."""
         return self.learner.score(ids, images)
+
+    def likelihood(self, samples: Sequence[TrainingSample]) -> tuple[float, int]:
+        """Score the rank's samples; the result is that of all ranks, and the same on all."""
+        return self.learner.likelihood(samples)
 
     def weights(self) -> dict[str, NDArray[np.float32]]:
         """Return the full weights on rank 0, nothing elsewhere."""

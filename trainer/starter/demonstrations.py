@@ -1,4 +1,6 @@
-"""Demonstrations for the starter: procedural problems in, token streams with a loss mask out.
+"""Demonstrations for the starter: procedural problems in, token streams with a loss mask out, or rows of messages.
+
+`python -m trainer.starter.demonstrations --num 256 --out demos.jsonl` writes rows that `python -m trainer.sft` takes.
 
 A script plays the policy's part in the real agent loop against the real `Geo3kEnv`, so the streams that the starter
 learns from are built exactly as those of reinforcement learning. The demonstrator is of mixed quality on purpose: it
@@ -9,28 +11,36 @@ learning to find out.
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import random
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
+from pydantic import BaseModel, ConfigDict, Field
 
 from agents.engines.scripted import ScriptedEngine
 from agents.episode import Episode, Limits
 from agents.images import ImageStore
 from agents.renderer import Renderer
-from agents.types import EndReason, ProcessedImage, SamplingParams
+from agents.types import EndReason, ProcessedImage, SamplingParams, Trajectory
+from envs.cli import exit_code, parse
 from envs.env import EnvArgs
+from envs.errors import UserError
 from envs.geo3k.env import SYSTEM_PROMPT, build_env
-from envs.geo3k.problem import Problem, misread
+from envs.geo3k.problem import Problem
 from envs.geo3k.procedural import ProceduralGeo3k
 from envs.runner import EnvLimits
 from envs.types import Sample
-
-MAX_TURNS = 3
+from trainer.starter import STARTER_PATH
+from trainer.starter.plans import MAX_TURNS, Mixture, Plan, PlannedTurn, tool_call
 
 #: Sentences in the manner of real geometry rows, so that those do not fall apart into single bytes.
 GEOMETRY_ENGLISH = (
@@ -45,42 +55,6 @@ GEOMETRY_ENGLISH = (
 )
 
 
-@dataclass(frozen=True)
-class Mixture:
-    """Shares of each habit among the demonstrations; the defaults teach reading, reasoning, checking and correcting."""
-
-    tools_offered: float = 0.85  # of all: the prompt lists the tool
-    reasons: float = 1.0  # of all: the steps are written before the answer
-    checks: float = 0.3  # of those with the tool: the answer is checked before it is given
-    first_wrong: float = 0.5  # of those that check: the first attempt misreads one number
-    second_wrong: float = 0.3  # of those that try again: the second attempt misreads too
-    gives_up: float = 0.0  # of those whose first attempt is wrong: it is given as the final answer all the same
-
-
-MIXED_HABITS = Mixture(reasons=0.3, gives_up=0.5)
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """What one demonstration shows: its attempts in order, and the habits that it is played with."""
-
-    attempts: tuple[Problem, ...]
-    use_tools: bool
-    reasons: bool
-    checks: bool
-    gives_up: bool
-
-    def script(self) -> list[str]:
-        """Return the text of every model turn."""
-        thoughts = [f"{attempt.reasoning} " if self.reasons else "" for attempt in self.attempts]
-        last = f"\\boxed{{{self.attempts[-1].answer}}}"
-        if not self.checks:
-            return [thoughts[-1] + last]
-        calls = [t + tool_call(a.answer) for t, a in zip(thoughts, self.attempts, strict=True)][: MAX_TURNS - 1]
-        # The last turn has no call left, so a third attempt is thought and answered in one.
-        return [*calls, thoughts[-1] + last if len(self.attempts) == MAX_TURNS else last]
-
-
 @dataclass(frozen=True, eq=False)
 class Demonstration:
     """One stream: ids, True where the loss counts, and the diagram in its one colour channel, (height, width) uint8."""
@@ -88,6 +62,16 @@ class Demonstration:
     ids_T: NDArray[np.int64]
     loss_mask_T: NDArray[np.bool_]
     image_HW: NDArray[np.uint8]
+
+
+@dataclass(frozen=True, eq=False)
+class _Played:
+    """One demonstration as it was played, and the plan's turns."""
+
+    trajectory: Trajectory
+    turns: Sequence[PlannedTurn]
+    tools: Sequence[dict[str, Any]]
+    image: Image.Image
 
 
 class GridStore(ImageStore):
@@ -126,42 +110,54 @@ class Demonstrator:
         return len(self._problems)
 
     def __getitem__(self, index: int) -> Demonstration:
+        played = self._play(index)
+        mask = played.trajectory.mask_T.copy()
+        for turn, planned in zip(played.trajectory.turns, played.turns, strict=True):
+            if not planned.is_taught:
+                mask[turn.start : turn.end] = False
+        return Demonstration(played.trajectory.ids_T, mask, np.asarray(played.image)[:, :, 0])
+
+    def row(self, index: int) -> dict[str, Any]:
+        """Return the same demonstration as a row of a data set: messages, the picture as a data URI, and the tools."""
+        played = self._play(index)
+        spoken = iter(played.turns)
+        messages = [
+            next(spoken).message if message["role"] == "assistant" else _without_pictures(message)
+            for message in played.trajectory.messages
+        ]
+        file = io.BytesIO()
+        played.image.save(file, "PNG")
+        picture = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+        row: dict[str, Any] = {"id": played.trajectory.sample_id, "messages": messages, "images": [picture]}
+        return row | ({"tools": list(played.tools)} if played.tools else {})
+
+    def _play(self, index: int) -> _Played:
+        """Play a plan in the agent loop against the real environment."""
         problem, image = self._problems.item(index)
-        rng = random.Random(f"demonstration/{self._seed}/{index}")
-        plan = self._plan(problem, rng)
-        turns = plan.script()
+        plan = Plan.draw(problem, self._mixture, random.Random(f"demonstration/{self._seed}/{index}"))
+        turns = plan.turns()
         sample = demonstration_sample(problem, image)
         episode = Episode(
-            ScriptedEngine(self._renderer.tokenizer, lambda turn, _: turns[turn]),
+            ScriptedEngine(self._renderer.tokenizer, lambda turn, _: turns[turn].text),
             self._renderer,
             Limits(max_turns=MAX_TURNS, max_new_tokens=1024, env=EnvLimits(inline=True)),
             SamplingParams(stop_ids=self._renderer.stop_ids),
             use_tools=plan.use_tools,
         )
-        playing = episode.run(sample, lambda: build_env(sample, EnvArgs(MAX_TURNS)), seed=0)
-        trajectory = self._loop.run_until_complete(playing)
+        env = build_env(sample, EnvArgs(MAX_TURNS))
+        trajectory = self._loop.run_until_complete(episode.run(sample, lambda: env, seed=0))
         assert trajectory.end_reason is EndReason.COMPLETED and trajectory.reward == float(not plan.gives_up), (
             trajectory
         )
-        mask = trajectory.mask_T.copy()
-        for turn, attempt in zip(trajectory.turns, plan.attempts, strict=False):
-            if attempt is not problem:  # a misreading is shown as context, never taught
-                mask[turn.start : turn.end] = False
-        return Demonstration(trajectory.ids_T, mask, np.asarray(image)[:, :, 0])
+        return _Played(trajectory, turns, env.tools if plan.use_tools else (), image)
 
-    def _plan(self, problem: Problem, rng: random.Random) -> _Plan:
-        mixture = self._mixture
-        use_tools = rng.random() < mixture.tools_offered
-        reasons = rng.random() < mixture.reasons
-        checks = use_tools and rng.random() < mixture.checks
-        wrong = misread(problem, rng) if checks and rng.random() < mixture.first_wrong else None
-        if wrong is None:
-            return _Plan((problem,), use_tools, reasons, checks, gives_up=False)
-        if rng.random() < mixture.gives_up:
-            return _Plan((wrong,), use_tools, reasons, checks, gives_up=True)
-        again = misread(problem, rng) if rng.random() < mixture.second_wrong else None
-        attempts = (wrong, problem) if again is None else (wrong, again, problem)
-        return _Plan(attempts, use_tools, reasons, checks, gives_up=False)
+
+def _without_pictures(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message with a place for each picture."""
+    parts = message["content"]
+    if isinstance(parts, str):
+        return message
+    return {**message, "content": [{"type": "image"} if part["type"] == "image" else part for part in parts]}
 
 
 def demonstration_sample(problem: Problem, image: Image.Image) -> Sample:
@@ -169,11 +165,6 @@ def demonstration_sample(problem: Problem, image: Image.Image) -> Sample:
     content = [{"type": "image", "image": image}, {"type": "text", "text": problem.question}]
     prompt = ({"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": content})
     return Sample(id=problem.key, prompt=prompt, label=problem.answer)
-
-
-def tool_call(answer: str) -> str:
-    """Return the call of `calc_score` as the model is to write it."""
-    return f"<tool_call>{json.dumps({'name': 'calc_score', 'arguments': {'answer': answer}})}</tool_call>"
 
 
 def corpus(size: int, seed: int) -> list[str]:
@@ -192,3 +183,54 @@ def corpus(size: int, seed: int) -> list[str]:
             observation, _, _ = env.step(tool_call(attempt))
             texts.append(observation["obs_str"])
     return texts
+
+
+class DemonstrationsConfig(BaseModel):
+    """How many demonstrations, of what kind, and where they go."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    num: int = Field(default=256, ge=1, description="how many")
+    seed: int = Field(default=0, ge=0, description="seed of problems and habits")
+    out: Path = Field(default=Path("demos.jsonl"), description="file to write, one row a line")
+    tools_offered: float = Field(default=1.0, ge=0, le=1, description="share whose prompt lists the tool")
+    reasons: float = Field(default=1.0, ge=0, le=1, description="share that writes the steps before the answer")
+    checks: float = Field(default=0.9, ge=0, le=1, description="share of those with the tool that calls it first")
+    first_wrong: float = Field(default=0.3, ge=0, le=1, description="share of those that misreads at first")
+    second_wrong: float = Field(default=0.3, ge=0, le=1, description="share of these that misreads again")
+    gives_up: float = Field(default=0.0, ge=0, le=1, description="share of these that answers wrong at once")
+
+    @property
+    def mixture(self) -> Mixture:
+        """The habits."""
+        return Mixture(**self.model_dump(exclude={"num", "seed", "out"}))
+
+
+def run(argv: Sequence[str] | None) -> int:
+    """Parse, write, say where."""
+    prog, description = "python -m trainer.starter.demonstrations", "Write conversations that solve geo3k's problems."
+    config = parse(DemonstrationsConfig, argv, prog, description)
+    demonstrator = Demonstrator(
+        Renderer.from_checkpoint(STARTER_PATH).tokenizer, config.num, config.seed, config.mixture
+    )
+    try:
+        with config.out.open("x", encoding="utf-8") as file:
+            for index in range(config.num):
+                file.write(json.dumps(demonstrator.row(index)) + "\n")
+    except FileExistsError:
+        raise UserError("--out", "must name a new file", str(config.out), "choose another name") from None
+    except OSError as error:
+        raise UserError(
+            "--out", "must be writable", str(config.out), f"give another file ({error.strerror})"
+        ) from error
+    print(f"{config.num} conversations in {config.out}")
+    return 0
+
+
+def main() -> int:
+    """Run the command line."""
+    return exit_code(lambda: run(None))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,212 @@
+"""Claims about going on with a run: after SIGKILL, a full disk or a damaged checkpoint, as if it had never stopped."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+import envs
+from benchmarks.resume_drill import episodes_of, metrics_of, num_lines, state_of
+from envs.errors import UserError
+from tests.trainer.test_checkpoint import largest_file
+from tests.trainer.test_run import SMALL, lines, train
+from trainer.checkpoint import found_steps
+from trainer.export import run as export
+from trainer.folder import locked
+from trainer.run import run
+
+#: Rewards depend on what is written, so that steps change the weights.
+LUCKY = """
+from envs.geo3k.env import Geo3kEnv
+class Lucky(Geo3kEnv):
+    def reward(self, text): return float(len(text) % 3)
+def build_env(sample=None, args=None, **_): return Lucky(sample, args)
+"""
+#: No limit of the clock on which episodes share a batch: what is compared below is compared bit for bit.
+STEPS, OFTEN = 5, ["--save-every", "2", "--batch-wait-s", "600"]
+
+
+@pytest.fixture(scope="module")
+def often(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """Flags of a run whose steps teach something, with checkpoints."""
+    folder = tmp_path_factory.mktemp("lucky")
+    (folder / "lucky_geometry.py").write_text(LUCKY)
+    entry = yaml.safe_load((Path(envs.__file__).parent / "registry.yaml").read_text())["geo3k"]
+    registry = folder / "registry.yaml"
+    registry.write_text(yaml.safe_dump({"lucky": {**entry, "entry_point": "lucky_geometry:build_env"}}))
+    sys.path.insert(0, str(folder))
+    yield ["--env", "lucky", "--registry", str(registry), "--lr", "1e-3", *OFTEN]
+    sys.path.remove(str(folder))
+
+
+@pytest.fixture(scope="module")
+def unbroken(checkpoint: Path, often: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "unbroken"
+    train(checkpoint, folder, *often, steps=STEPS)
+    return folder
+
+
+def test_the_run_that_is_compared_with_learns(unbroken: Path) -> None:
+    assert all(row["grad_norm"] > 0 for row in metrics_of(unbroken))
+
+
+def go_on(folder: Path, *argv: str) -> dict[str, Any]:
+    """Resume a run in this process; return its summary."""
+    assert run(["--resume", str(folder), *argv]) == 0
+    return json.loads((folder / "summary.json").read_text())
+
+
+def assert_same_run(folder: Path, other: Path) -> None:
+    assert metrics_of(folder) == metrics_of(other)
+    assert [row["step"] for row in metrics_of(folder)] == list(range(1, STEPS + 1))
+    episodes = "episodes/episodes.jsonl"
+    assert episodes_of(folder / episodes) == episodes_of(other / episodes)
+    ours, theirs = state_of(folder, STEPS), state_of(other, STEPS)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    summaries = [json.loads((path / "summary.json").read_text()) for path in (folder, other)]
+    for name in ("steps_done", "accuracy_before", "accuracy_after", "end_reasons", "evaluation_before"):
+        assert summaries[0][name] == summaries[1][name], name
+
+
+def kill_after(checkpoint: Path, often: list[str], folder: Path, step: int) -> None:
+    """Start a run in a process of its own and kill it once a step is logged."""
+    argv = ["--model", str(checkpoint), "--steps", str(STEPS), "--eval-size", "3", *SMALL, *often]
+    program = f"import sys; sys.path[:] = {sys.path}; import torch; torch.set_num_threads(1)"
+    program += "; from trainer.run import run; run(None)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, *argv, "--out", str(folder.parent), "--name", folder.name],
+        stdout=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 120
+    while num_lines(folder / "metrics.jsonl") < step:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_killed_run_goes_on_bit_for_bit(
+    checkpoint: Path, often: list[str], unbroken: Path, tmp_path: Path, step: int
+) -> None:
+    folder = tmp_path / "killed"
+    kill_after(checkpoint, often, folder, step)
+    assert not (folder / "summary.json").exists()
+    go_on(folder)
+    assert_same_run(folder, unbroken)
+    abandoned = list((folder / "episodes" / "abandoned").glob("*.jsonl"))
+    assert len(abandoned) == 1 and num_lines(abandoned[0]) >= 4  # those of the step that was taken again
+
+
+def test_a_finished_run_goes_on_when_more_steps_are_asked_for(
+    checkpoint: Path, often: list[str], unbroken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    train(checkpoint, folder, *often, steps=3)
+    capsys.readouterr()
+    summary = go_on(folder, "--steps", str(STEPS))
+    assert "goes on after step 3" in " ".join(capsys.readouterr().out.split())
+    assert summary["steps_done"] == STEPS
+    assert_same_run(folder, unbroken)
+    assert [checkpoint.step for checkpoint in found_steps(folder / "checkpoints")] == [5, 4]
+
+
+def test_a_damaged_checkpoint_is_said_and_the_one_before_it_used(
+    checkpoint: Path, often: list[str], unbroken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    train(checkpoint, folder, *often, steps=4)
+    shard = folder / "checkpoints" / "step-4" / "learner" / "__0_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:-100])
+    capsys.readouterr()
+    go_on(folder, "--steps", str(STEPS))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "the checkpoint of step 4 is damaged and passed over: __0_0.distcp has" in said
+    assert "goes on after step 2" in said
+    assert_same_run(folder, unbroken)
+
+
+def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trainer.learner import Learner
+
+    begin = Learner.begin_checkpoint
+
+    def on_a_full_disk(self: Learner, folder: Path) -> None:
+        if self.steps_done != 2:
+            return begin(self, folder)
+        with largest_file(20_000):
+            begin(self, folder)
+            while not self._writer._saving.done():  # type: ignore[union-attr]
+                time.sleep(0.01)
+        return None
+
+    monkeypatch.setattr(Learner, "begin_checkpoint", on_a_full_disk)
+    summary = train(checkpoint, tmp_path / "run", "--save-every", "1", steps=3)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "the checkpoint of step 2 could not be written, the newest is that of step 1" in said
+    assert summary["steps_done"] == 3 and summary["checkpoints_failed"] == 1
+    assert [found.step for found in found_steps(tmp_path / "run" / "checkpoints")] == [3, 1]
+
+
+def test_what_a_run_is_cannot_change_when_it_goes_on(unbroken: Path) -> None:
+    with pytest.raises(UserError, match="--seed"):
+        run(["--resume", str(unbroken), "--seed", "5"])
+    with pytest.raises(UserError, match="--group-size"):
+        run(["--resume", str(unbroken), "--group-size", "4"])
+    with pytest.raises(UserError, match="--resume"):
+        run(["--resume", str(unbroken.parent)])
+
+
+def test_two_processes_never_write_one_run(unbroken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.folder.WAIT_S", 0.0)
+    with locked(unbroken), pytest.raises(UserError, match="another process"):
+        run(["--resume", str(unbroken), "--steps", "9"])
+
+
+def test_a_run_without_a_checkpoint_begins_anew_and_keeps_what_it_had(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    train(checkpoint, folder, "--save-every", "0", steps=1)
+    first = episodes_of(folder / "episodes" / "episodes.jsonl")
+    assert not list((folder / "checkpoints").iterdir())
+    capsys.readouterr()
+    go_on(folder)
+    assert "begins anew" in " ".join(capsys.readouterr().out.split())
+    assert [row["step"] for row in lines(folder / "metrics.jsonl")] == [1]
+    assert episodes_of(next((folder / "episodes" / "abandoned").iterdir())) == first
+
+
+def test_a_checkpoint_is_exported_as_the_model_of_its_step(unbroken: Path, tmp_path: Path) -> None:
+    assert export([str(unbroken), "--to", str(tmp_path / "model")]) == 0
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "model", unbroken / "model"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    names = {path.name for path in (unbroken / "model").iterdir()}
+    assert {path.name for path in (tmp_path / "model").iterdir()} == names
+    assert export([str(unbroken), "--step", "4", "--to", str(tmp_path / "earlier"), "--dtype", "float32"]) == 0
+    earlier = load_file(tmp_path / "earlier" / "model.safetensors")
+    assert any(not torch.equal(earlier[name].bfloat16(), theirs[name]) for name in theirs)
+    with pytest.raises(UserError, match="there are: 5, 4"):
+        export([str(unbroken), "--step", "3"])
+
+
+def test_adapters_are_exported_merged(checkpoint: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    folder = tmp_path / "run"
+    train(checkpoint, folder, "--lora-rank", "2", "--lr", "0.01", "--save-every", "2", steps=2)
+    assert export([str(folder)]) == 0
+    ours, theirs = (load_file(folder / name / "model.safetensors") for name in ("model-step-2", "model"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)

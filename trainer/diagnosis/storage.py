@@ -1,0 +1,123 @@
+"""The run folder: whether it can be written, has room for what a run leaves there, and is seen by every host.
+
+In: the folder that was asked for, and counts. Out: a verdict. Nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.config import RunConfig
+from trainer.diagnosis.finding import Verdict, fault, ok, together, warning
+
+GIB = 2**30
+#: What a recorded token takes in a line of JSON: id, mask and log-prob, and the text that it is part of.
+RECORDED_BYTES = 24
+#: File systems that other hosts see too, as /proc/mounts names them; also every `fuse.` one.
+SHARED_KINDS = frozenset(
+    ("nfs", "nfs4", "lustre", "gpfs", "ceph", "cifs", "smb3", "beegfs", "afs", "glusterfs", "9p", "virtiofs", "wekafs")
+)
+
+
+@dataclass(frozen=True)
+class DiskNeed:
+    """Bytes that a run writes at most, and keeps.
+
+    Example, Qwen3-VL-2B trained in full with two checkpoints kept: 3 x 12 bytes for each of 2,127,532,032 parameters
+    are 71.3 GiB, the model in bfloat16 4.0 GiB.
+    """
+
+    checkpoints: int
+    model: int
+    sync: int
+    recordings: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.checkpoints + self.model + self.sync + self.recordings
+
+    @classmethod
+    def of(cls, config: RunConfig, num_parameters: int, num_trained: int, uses_servers: bool) -> DiskNeed:
+        """Count what a configuration writes: checkpoints hold float32 weights and Adam's two moments of what is
+        trained, and one more than is kept is there while it is written."""
+        every, kept = config.checkpoint.save_every, config.checkpoint.keep_checkpoints
+        num_checkpoints = min(kept + 1, -(-config.steps // every)) if every else 0
+        model = 2 * num_parameters
+        size = 2 if config.model.dtype == "bfloat16" else 4
+        episodes = config.steps * config.rollout.problems_per_step * config.rollout.group_size
+        tokens = config.data.max_prompt_tokens + config.env.max_new_tokens
+        return cls(
+            checkpoints=12 * num_trained * num_checkpoints,
+            model=model,
+            # The folder of the version before is there until every server has read the new one.
+            sync=2 * size * num_parameters if uses_servers else 0,
+            recordings=RECORDED_BYTES * episodes * tokens if config.log.record else 0,
+        )
+
+
+def check_folder(out: Path, need: DiskNeed, other_hosts: tuple[str, ...] = ()) -> Verdict:
+    """Return whether a run folder can be made under `out`, with room for all that a run writes.
+
+    `other_hosts` are those that must read it, or write into it.
+    """
+    place = out.absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    try:
+        with tempfile.NamedTemporaryFile(dir=place, prefix=".doctor-") as file:
+            file.write(b"x")
+            file.flush()
+    except OSError as error:
+        return fault(f"{place} cannot be written: {error.strerror}", "give a folder with --out that can be written")
+    free = shutil.disk_usage(place).free
+    return together([_room(place, free, need), *_shared(place, other_hosts)])
+
+
+def _room(place: Path, free: int, need: DiskNeed) -> Verdict:
+    parts = [
+        f"{size / GIB:.1f} of {name}"
+        for name, size in (
+            ("checkpoints", need.checkpoints),
+            ("the model", need.model),
+            ("weights for servers", need.sync),
+            ("recordings", need.recordings),
+        )
+        if size
+    ]
+    found = f"a run writes up to {need.total / GIB:.1f} GiB ({', '.join(parts)}), {free / GIB:.1f} are free at {place}"
+    fix = "give another --out, keep fewer with --keep-checkpoints, or leave --record off with --no-record"
+    if need.total > free:
+        # What is written first and must be is a checkpoint, the one that is being written and the model at the end.
+        least = need.checkpoints + need.model + need.sync
+        return fault(found, fix) if least > free else warning(found, fix)
+    return ok(found)
+
+
+def _shared(place: Path, other_hosts: tuple[str, ...]) -> list[Verdict]:
+    if not other_hosts:
+        return []
+    kind = file_system(place)
+    if kind in SHARED_KINDS or kind.startswith("fuse."):
+        return [ok(f"on {kind}")]
+    found = f"{place} is on {kind or 'an unknown file system'} of this host, and {', '.join(other_hosts)} must see it"
+    return [warning(found, "give a folder on a shared file system with --out")]
+
+
+def file_system(place: Path, mounts: Path = Path("/proc/mounts")) -> str:
+    """Return the kind of file system that a path lies on, "" where nobody says.
+
+    Example: `file_system(Path("/shared/runs"))` is "nfs4" where /shared is mounted from elsewhere.
+    """
+    best, kind = -1, ""
+    with contextlib.suppress(OSError):
+        for line in mounts.read_text(encoding="utf-8").splitlines():
+            _, target, found, *_ = line.split(" ")
+            target = target.replace("\\040", " ")
+            if place.resolve().is_relative_to(target) and len(target) >= best:
+                best, kind = len(target), found
+    return kind

@@ -1,0 +1,158 @@
+"""From a configuration to the objects of a supervised run; all that can be wrong is found before step 0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from agents.conversation import ConversationRenderer
+from agents.renderer import Renderer
+from agents.types import SamplingParams
+from envs.conversations import AnsweredSamples, ConversationSource, open_conversations
+from envs.data import RowSamples
+from envs.errors import UserError
+from envs.problems import with_system_prompt
+from envs.registry import get_spec
+from envs.rows import open_rows
+from envs.spec import EnvSpec
+from envs.tool_calls import ToolFormat, detect_format
+from envs.types import SampleSource
+from trainer.checkpoint import Checkpoint
+from trainer.config import EnvConfig
+from trainer.folder import CONFIG, found_folder, locked, make_folder
+from trainer.layers import write_config
+from trainer.processes import check_cluster, check_device, start_learner
+from trainer.setup import NUM_PROBED, check_command, found_checkpoint, probe_tools, resolve_model, template_options
+from trainer.supervised.config import SftConfig
+from trainer.supervised.data import ConversationSet, check_conversations
+from trainer.trainer import ModelFacts, Trainer
+
+
+@dataclass(frozen=True, eq=False)
+class Material:
+    """What is learnt from, and by which model: everything of a run but the processes that train.
+
+    Example: `load_material(SftConfig(...)).train.streams([0])` is what the first conversation becomes.
+    """
+
+    model_path: Path | str
+    facts: ModelFacts
+    renderer: Renderer
+    train: ConversationSet
+    evaluation: ConversationSet | None
+
+
+@dataclass(frozen=True, eq=False)
+class SftParts:
+    """The checked, ready parts of a run; `cleanup` ends the processes that were started for it."""
+
+    config: SftConfig
+    folder: Path
+    material: Material
+    num_steps: int
+    learner: Trainer
+    checkpoint: Checkpoint | None
+    cleanup: ExitStack
+
+
+def load_material(config: SftConfig, on_checked: Callable[[], None] = lambda: None) -> Material:
+    """Read model parts and conversations, and check all of these.
+
+    Raises:
+        UserError: environment, data or model cannot be used, or too many conversations are bad.
+    """
+    model_path = resolve_model(config.model.model)
+    facts = ModelFacts.load(model_path)
+    if config.model.context_length > facts.max_positions:
+        rule, fix = f"must be at most the model's {facts.max_positions} positions", "give less"
+        raise UserError("--context-length", rule, config.model.context_length, fix)
+    renderer = Renderer.from_checkpoint(model_path, template_options(config.model))
+    tool_format: ToolFormat = detect_format(renderer.chat_template)
+    spec = get_spec(config.env, *config.registry) if config.env else None
+    if spec is not None:
+        tool_format = spec.args(tool_format=tool_format).tool_format
+    train, evaluation = _sources(config, spec, tool_format)
+    conversations = ConversationRenderer(renderer, config.model.context_length, tool_format)
+
+    def checked(source: ConversationSource) -> ConversationSet:
+        return check_conversations(source, conversations, facts, config.data.max_bad_frac, on_checked)
+
+    return Material(model_path, facts, renderer, checked(train), checked(evaluation) if evaluation else None)
+
+
+def prepare(config: SftConfig, material: Material, say: Callable[[str], None]) -> SftParts:
+    """Start the learner and make or find the run folder; `say` is told of checkpoints.
+
+    Raises:
+        UserError: the processes, the device or the folder cannot be had, or the network cannot be trained.
+    """
+    count = len(material.train)
+    if config.batch_size > count:
+        rule = f"must be at most the {count} conversations that there are"
+        raise UserError("--batch-size", rule, config.batch_size, "give less, or more conversations")
+    num_steps = config.num_steps(count)
+    plan = config.plan(num_steps)
+    check_cluster(plan)
+    if not config.cluster.num_ranks:
+        check_device(config.model.device)
+    # What the model could be kept from saying by an engine counts here: it is to learn not to say it.
+    sampling = SamplingParams(stop_ids=material.renderer.stop_ids)
+    with ExitStack() as cleanup:
+        folder, checkpoint = None, None
+        if config.checkpoint.resume:
+            folder = cleanup.enter_context(locked(found_folder(config.checkpoint.resume)))
+            checkpoint = found_checkpoint(folder, say)
+        learner = start_learner(plan, material.model_path, sampling, cleanup)
+        if checkpoint:
+            learner.trainer.restore(checkpoint.learner)
+        if folder is None:  # only now, so that what cannot run leaves nothing behind
+            folder = cleanup.enter_context(locked(make_folder(config.log, f"sft-seed{config.seed}")))
+        write_config(config, folder / CONFIG)
+        return SftParts(config, folder, material, num_steps, learner.trainer, checkpoint, cleanup.pop_all())
+
+
+def _sources(
+    config: SftConfig, spec: EnvSpec | None, tool_format: ToolFormat
+) -> tuple[ConversationSource, ConversationSource | None]:
+    """Return the conversations to learn from, and held-out ones if there are any."""
+    data = config.data
+    if spec is None and not data.data:
+        fix = "give a file with --data, or an environment with --env"
+        raise UserError("--data", "must name conversations", "nothing", fix)
+    prompt = (spec.load_system_prompt() if spec else None) or ""
+    options = data.options(prompt)
+    if spec is not None:
+        options = replace(options, default_tools=_tools(config, spec, tool_format))
+
+    def own(split: str, size: int, seed: int) -> ConversationSource:
+        assert spec is not None, "only an environment has problems of its own"
+        samples = with_system_prompt(spec.load_dataset(split, size, seed), data.system_prompt or prompt)
+        return AnsweredSamples(samples, data.answer_format, options.default_tools)
+
+    held_out: ConversationSource | None = None
+    if data.eval_data:
+        held_out = open_conversations(data.eval_data, options)
+    elif data.eval_size and not data.data:
+        held_out = own("heldout", data.eval_size, 0)  # the same for every seed, so that runs can be compared
+    train = open_conversations(data.data, options) if data.data else own("train", data.train_size, config.seed)
+    return train, held_out
+
+
+def _tools(config: SftConfig, spec: EnvSpec, tool_format: ToolFormat) -> tuple[Mapping[str, Any], ...]:
+    """Return the schemas of an environment's tools, for which it must be built for a problem.
+
+    An environment without problems of its own is asked with a row's; where rows hold none either, there are no tools.
+    """
+    if spec.dataset:
+        samples: SampleSource = spec.load_dataset("train", NUM_PROBED, config.seed)
+    else:
+        rows = open_rows(config.data.data, "train")
+        if config.data.prompt_key not in rows.rows[0]:
+            return ()
+        outside = config.data.allow_outside_images
+        samples = RowSamples(rows, config.data.keys, None, outside, min(NUM_PROBED, len(rows.rows)))
+    see = check_command(EnvConfig(env=config.env, registry=config.registry), config.data)
+    return tuple(probe_tools(spec, spec.load(), tool_format, samples, see))
