@@ -209,7 +209,8 @@ def table(base: Mapping[str, Any] | None, runs: Sequence[Mapping[str, Any]]) -> 
         summary, steps = run["reinforced"], run["steps"]
         edge = max(1, min(5, len(steps) // 2))
         first, last = ([f"{mean(row['reward'] for row in part):.3f}"] for part in (steps[:edge], steps[-edge:]))
-        stages.append(("demonstrations", summary["evaluation_before"], [*first, "-", "-"]))
+        start = "demonstrations" if run["num_demonstrations"] else "base"
+        stages.append((start, summary["evaluation_before"], [*first, "-", "-"]))
         own = [*last, f"{run['minutes']:.1f}", f"{summary['max_rollout_train_kl']:.1e}"]
         stages.append(("reinforced", summary["evaluation_after"], own))
     names = ["-"] * bool(base) + [str(run["seed"]) for run in runs for _ in range(2)]

@@ -69,6 +69,7 @@ def _run(seed: int, rewards: list[float]) -> dict[str, Any]:
     return {
         "seed": seed,
         "minutes": 3.14,
+        "num_demonstrations": 256 if seed == 0 else 0,
         "steps": [{"step": step, "reward": reward} for step, reward in enumerate(rewards, 1)],
         "reinforced": {
             "evaluation_before": before,
@@ -94,7 +95,8 @@ def test_table_has_the_model_as_it_came_and_two_rows_a_seed() -> None:
     assert cells[3][0:2] == ["0", "demonstrations"] and cells[3][4:] == ["0.50", "1.50", "0.375", "-", "-"]
     assert cells[4][1:3] == ["reinforced", "1.000 (0.000 to 0.500)"]
     assert cells[4][4:] == ["1.25", "2.25", "0.875", "3.1", "2.5e-04"]
-    assert cells[6][0:2] == ["2", "reinforced"]
+    # Without demonstrations, reinforcement begins with the model as it came.
+    assert cells[5][0:2] == ["2", "base"] and cells[6][0:2] == ["2", "reinforced"]
 
 
 def test_curve_is_drawn_for_runs_of_different_length(tmp_path: Path) -> None:

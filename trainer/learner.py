@@ -381,11 +381,8 @@ class Learner:
         """
         with self.lock:
             reshard(self.model)
-            kept = [{name: value for name, value in g.items() if name != "params"} for g in self.optimizer.param_groups]
             with self._optimizer_at_hand():
                 self.steps_done = restore(folder, self.model, self.optimizer if with_optimizer else None)
-            for group, own in zip(self.optimizer.param_groups, kept, strict=True):
-                group.update(own)
 
     def weights(self, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> dict[str, Tensor]:
         """Return the full weights by name, adapters merged, on rank 0 and nothing elsewhere; every rank must call it.

@@ -183,9 +183,7 @@ def build_engine(
     """Return the embedded engine with the checkpoint's weights, on the model's device, or servers to be started."""
     if chosen == "hf":
         network = PolicyModel.load(model_path, getattr(torch, model.dtype))
-        return HFEngine(
-            network, model.context_length, max_batch, torch.device(model.device), config.batch_wait_s
-        )
+        return HFEngine(network, model.context_length, max_batch, torch.device(model.device), config.batch_wait_s)
     settings = server_settings(config, model.dtype, model_path, first_gpu, log_folder)
     return SGLangEngine(settings, renderer.image_token_id, model.context_length)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from trainer.setup import RunParts
+
+#: What a full or broken disk is called: no fault of the run, which can go on elsewhere or later.
+DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
 def run(argv: Sequence[str] | None) -> int:
@@ -67,6 +71,8 @@ def train(parts: RunParts, console: Console) -> int:
         try:
             summary = asyncio.run(loop.run())
         except (LearnerLost, OSError) as error:
+            if isinstance(error, OSError) and error.errno not in DISK_FAULTS:
+                raise
             print(f"error: {error}; go on with: python -m trainer.run --resume {parts.folder}", file=sys.stderr)
             return 1
     display.summary(loop.before, loop.after, loop.ends)

@@ -19,8 +19,6 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
@@ -104,14 +102,19 @@ def restore(folder: Path, model: PolicyModel, optimizer: torch.optim.Optimizer |
         raise UserError("--resume", rule, f"{sorted(missing)[0].removeprefix('model.')} in one alone", fix)
     if optimizer is not None:
         state["optimizer"] = get_optimizer_state_dict(model, optimizer, options=_TRAINED)
+        moments: dict[str, Any] = state["optimizer"]["state"]
+        # What had no gradient yet has none: the tower of a run without pictures, say.
+        moved = {name for name in moments if f"optimizer.state.{name}.exp_avg" in names}
+        state["optimizer"]["state"] = {name: moments[name] for name in moved}
     rank, had = str(dist.get_rank()), {name.split(".")[1] for name in names if name.startswith("random.")}
     goes_on = len(had) == dist.get_world_size()
     if goes_on:
         state["random"] = {rank: _random_state()}
-    load(state, storage_reader=reader)
-    set_model_state_dict(model, state["model"], options=_TRAINED)
+    load(state, storage_reader=reader)  # in place: into the network's and the optimizer's own tensors
     if optimizer is not None:
-        set_optimizer_state_dict(model, optimizer, state["optimizer"], options=_TRAINED)
+        for name, parameter in model.named_parameters():
+            if name in moments and name not in moved:
+                del optimizer.state[parameter]
     if goes_on:
         _set_random_state(state["random"][rank])
     return int(state[_STEPS])

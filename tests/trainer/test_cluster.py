@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -165,6 +166,19 @@ def test_two_learners_train_as_one_does(
     assert len(ray.util.list_named_actors(all_namespaces=True)) == 0
 
 
+def test_a_run_on_two_learners_goes_on_with_one(cluster: str, flags: list[str], tmp_path: Path) -> None:
+    argv = [*flags, "--problems-per-step", "3", "--out", str(tmp_path), "--save-every", "1"]
+    assert run([*argv, "--steps", "3", "--name", "unbroken"]) == 0
+    assert run([*argv, "--steps", "2", "--name", "run", "--num-learners", "2"]) == 0
+    shards = [path.name for path in (tmp_path / "run/checkpoints/step-2/learner").glob("*.distcp")]
+    assert sorted(shards) == ["__0_0.distcp", "__1_0.distcp"]
+    assert run(["--resume", str(tmp_path / "run"), "--steps", "3", "--num-learners", "0"]) == 0
+    ours, theirs = metrics(tmp_path / "run"), metrics(tmp_path / "unbroken")
+    assert [row["step"] for row in ours] == [1, 2, 3]
+    for name in ("loss", "grad_norm", "entropy", "num_tokens", "reward"):
+        assert ours[2][name] == pytest.approx(theirs[2][name], rel=1e-3, abs=1e-6), name
+
+
 # Three conversations on two ranks, of which the last step has one alone: a rank may have nothing.
 def test_supervised_training_on_two_learners_is_that_of_one(cluster: str, checkpoint: Path, tmp_path: Path) -> None:
     demos = tmp_path / "demos.jsonl"
@@ -284,7 +298,10 @@ def test_more_learners_than_the_cluster_has_cpus_are_refused(cluster: str, flags
 
 
 def test_without_ray_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.processes.importlib.util.find_spec", lambda name: None)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        "trainer.processes.importlib.util.find_spec", lambda name: None if name == "ray" else find(name)
+    )
     with pytest.raises(UserError, match=r"needs the package ray, got 2; pip install 'trueturn\[cluster\]'"):
         run(["--num-learners", "2"])
 

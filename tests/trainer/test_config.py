@@ -82,7 +82,7 @@ def parsed(*argv: str) -> RunConfig:
     return parse(RunConfig, argv, "python -m trainer.run", "Train.", LAYERS)
 
 
-@pytest.mark.parametrize("path", FIELDS.keys() - {RESUME}, ids=".".join)
+@pytest.mark.parametrize("path", sorted(FIELDS.keys() - {RESUME}), ids=".".join)
 def test_every_field_reads_its_value_from_every_layer(
     path: FieldPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -352,6 +352,17 @@ def test_the_same_command_trains_on_servers(checkpoint: Path, server: str, tmp_p
     assert not (tmp_path / "run" / "sync").exists()
 
 
+def test_a_run_on_servers_goes_on_with_the_weights_of_its_checkpoint(
+    checkpoint: Path, server: str, tmp_path: Path
+) -> None:
+    train(checkpoint, tmp_path / "run", "--engine-url", server, "--tracker=", steps=1, eval_size=0)
+    assert run(["--resume", str(tmp_path / "run"), "--steps", "2"]) == 0
+    rows = lines(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2] and rows[1]["rollout_train_kl"] < 1e-8
+    last = lines(tmp_path / "run" / "episodes" / "episodes.jsonl")[-4:]
+    assert [{run[0] for turn in e["turns"] for run in turn["versions"]} for e in last] == [{1}] * 4
+
+
 def test_a_server_of_another_kind_of_network_is_refused(server: str, tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "other", "qwen2_5_vl")
     with pytest.raises(UserError, match="must serve the kind of network"):

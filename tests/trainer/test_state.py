@@ -76,6 +76,22 @@ def test_a_restored_learner_goes_on_bit_for_bit(checkpoint: Path, tmp_path: Path
     assert_same(restored, unbroken)
 
 
+def test_parameters_that_had_no_gradient_yet_have_no_moments_afterwards(checkpoint: Path, tmp_path: Path) -> None:
+    def without_pictures(learner: Learner, seed: int) -> list[TrainingSample]:
+        return [sample for sample in random_samples(learner.model, seed) if not sample.images]
+
+    unbroken = learner_of(checkpoint)
+    unbroken.step([without_pictures(unbroken, 0)])
+    save(unbroken, tmp_path / "state")
+    restored = learner_of(checkpoint)
+    restored.restore(tmp_path / "state")
+    assert not any("visual" in name and "/" in name for name in everything(restored))
+    for learner in (unbroken, restored):
+        learner.step([random_samples(learner.model, 1)])  # now the tower learns too
+    assert any("visual" in name and "/" in name for name in everything(restored))
+    assert_same(restored, unbroken)
+
+
 def test_training_goes_on_while_the_state_of_before_is_written(checkpoint: Path, tmp_path: Path) -> None:
     learner = learner_of(checkpoint)
     trained(learner, 1)
