@@ -15,7 +15,9 @@ import pytest
 import envs.check
 from envs.cli import leaves
 from trainer.config import RunConfig
+from trainer.evaluate import EvaluateConfig
 from trainer.run import run
+from trainer.supervised.config import SftConfig
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -72,8 +74,10 @@ def test_the_environment_of_the_readme_trains(shop: Path, checkpoint: Path) -> N
 
 
 def test_every_flag_in_the_readme_exists() -> None:
-    flags = {"--" + path[-1].replace("_", "-") for path, _ in leaves(RunConfig)}
-    others = {"--index-url", "--seeds"}  # of pip and of the benchmark
+    models = (RunConfig, SftConfig, EvaluateConfig)
+    flags = {"--" + path[-1].replace("_", "-") for model in models for path, _ in leaves(model)}
+    # Of pip, pytest, benchmarks, every layered command, and the demonstrations.
+    others = {"--index-url", "--dist", "--seeds", "--parallel", "--config", "--print-config", "--num", "--out"}
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README))
     assert named <= flags | others, named - flags - others
 
