@@ -6,6 +6,7 @@ it: frozen weights are in the checkpoint that the run began from.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -101,11 +102,7 @@ def restore(folder: Path, model: PolicyModel, optimizer: torch.optim.Optimizer |
         fix = "leave --model, --freeze-vision and --lora-* as they were"
         raise UserError("--resume", rule, f"{sorted(missing)[0].removeprefix('model.')} in one alone", fix)
     if optimizer is not None:
-        state["optimizer"] = get_optimizer_state_dict(model, optimizer, options=_TRAINED)
-        moments: dict[str, Any] = state["optimizer"]["state"]
-        # What had no gradient yet has none: the tower of a run without pictures, say.
-        moved = {name for name in moments if f"optimizer.state.{name}.exp_avg" in names}
-        state["optimizer"]["state"] = {name: moments[name] for name in moved}
+        state["optimizer"] = _moments(model, optimizer, names)
     rank, had = str(dist.get_rank()), {name.split(".")[1] for name in names if name.startswith("random.")}
     goes_on = len(had) == dist.get_world_size()
     if goes_on:
@@ -113,11 +110,22 @@ def restore(folder: Path, model: PolicyModel, optimizer: torch.optim.Optimizer |
     load(state, storage_reader=reader)  # in place: into the network's and the optimizer's own tensors
     if optimizer is not None:
         for name, parameter in model.named_parameters():
-            if name in moments and name not in moved:
-                del optimizer.state[parameter]
+            if name not in state["optimizer"]["state"]:
+                optimizer.state.pop(parameter, None)
     if goes_on:
         _set_random_state(state["random"][rank])
     return int(state[_STEPS])
+
+
+def _moments(model: PolicyModel, optimizer: torch.optim.Optimizer, names: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the optimizer's state, to be filled, of those parameters that have some in a checkpoint with these names.
+
+    What had no gradient by then has none: the tower of a run without pictures, say.
+    """
+    state = get_optimizer_state_dict(model, optimizer, options=_TRAINED)
+    every: dict[str, Any] = state["state"]  # type: ignore[assignment]
+    kept = {name: moments for name, moments in every.items() if f"optimizer.state.{name}.exp_avg" in names}
+    return {**state, "state": kept}
 
 
 def reason(error: BaseException) -> str:
