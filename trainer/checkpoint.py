@@ -66,11 +66,11 @@ class Checkpoints:
     def __init__(self, folder: Path, learner: Trainer, keep: int, say: Callable[[str], None]) -> None:
         self.folder, self.learner, self.keep, self._say = folder, learner, keep, say
         self.num_failed = 0
-        self.newest_step: int | None = None
         self._writing: int | None = None
         folder.mkdir(parents=True, exist_ok=True)
         for left in folder.glob(f"*{_UNFINISHED}"):
             shutil.rmtree(left, ignore_errors=True)
+        self.newest_step = max((checkpoint.step for checkpoint in found_steps(folder)), default=None)
 
     def begin(self, step: int, files: Mapping[str, bytes]) -> None:
         """Write the state of now as that of a step, after finishing the checkpoint before."""
@@ -104,7 +104,8 @@ class Checkpoints:
             self._writing = None
             part, whole = self._part(step), self.folder / f"step-{step}"
             _write_manifest(part, step)
-            shutil.rmtree(whole, ignore_errors=True)  # of a time that was given up, else there is none
+            if whole.exists():  # of a time that was given up
+                whole.rename(_free_name(whole, "abandoned"))
             part.rename(whole)
             _sync(self.folder)
         except (OSError, CheckpointFailed) as error:
@@ -149,13 +150,6 @@ def newest_whole(folder: Path, say: Callable[[str], None]) -> Checkpoint | None:
         checkpoint.folder.rename(aside)
         say(f"the checkpoint of step {checkpoint.step} is damaged and passed over: {fault}; it is now {aside}")
     return None
-
-
-def set_aside_later(folder: Path, step: int) -> None:
-    """Rename the checkpoints of later steps, which a run that goes on from `step` will not come from."""
-    for checkpoint in found_steps(folder):
-        if checkpoint.step > step:
-            checkpoint.folder.rename(_free_name(checkpoint.folder, "abandoned"))
 
 
 def damage(checkpoint: Checkpoint) -> str | None:

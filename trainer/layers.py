@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
@@ -17,6 +17,8 @@ from trainer.config import RunConfig
 C = TypeVar("C", bound=BaseModel)
 
 RESUME: FieldPath = ("checkpoint", "resume")
+#: Fields that may name files or folders, besides hub ids.
+_PATHS = ("model", "data", "eval_data", "registry")
 
 #: What `python -m trainer.*` reads besides flags.
 LAYERS = Layers(ready=Path(__file__).with_name("configs"), base=RESUME, shared=RunConfig)
@@ -36,6 +38,24 @@ FIXED: tuple[FieldPath, ...] = (
     ("log", "out"),
     ("log", "name"),
 )
+
+
+def with_whole_paths(config: C) -> C:
+    """Return a configuration whose model, data and registries are absolute where they are files or folders here: so a
+    run can be resumed, and its model exported, from another folder.
+    """
+    changes: dict[str, Any] = {}
+    for name in type(config).model_fields:
+        value = getattr(config, name)
+        if isinstance(value, BaseModel):
+            changes[name] = with_whole_paths(value)
+        elif name in _PATHS and value:
+            changes[name] = tuple(map(_whole, value)) if isinstance(value, tuple) else _whole(value)
+    return config.model_copy(update={name: value for name, value in changes.items() if value != getattr(config, name)})
+
+
+def _whole(value: Any) -> Any:
+    return type(value)(Path(value).absolute()) if value != "starter" and Path(value).exists() else value
 
 
 def write_config(config: BaseModel, path: Path) -> None:

@@ -62,6 +62,7 @@ class TrainingLoop:
         self.num_events = 0
         self.group_fates = Counter(self.progress.group_fates)
         self.unused_groups = Counter(self.progress.unused_groups)
+        self._stands = True  # between two steps: weights and progress are of one
         self._order: tuple[int, list[int]] = (-1, [])  # an epoch, and the order of its problems
         self.started = time.perf_counter() - self.progress.seconds
 
@@ -71,7 +72,11 @@ class TrainingLoop:
         seed_random(derive_seed(self.config.seed, "generators"))
         progress = read_progress(checkpoint) if checkpoint else Progress()
         rewind(folder / METRICS, progress.metrics_bytes)
-        rewind(folder / EPISODES / "episodes.jsonl", progress.episodes_bytes)
+        recorded = folder / EPISODES / "episodes.jsonl"
+        if progress.episodes_bytes > (recorded.stat().st_size if recorded.exists() else 0):
+            self.display.say(f"{recorded} is shorter than it was: recorded episodes of earlier steps are gone")
+        else:
+            rewind(recorded, progress.episodes_bytes)
         return progress
 
     async def run(self) -> dict[str, Any]:
@@ -137,7 +142,10 @@ class TrainingLoop:
         try:
             await asyncio.shield(learning)
         except asyncio.CancelledError:
-            await learning
+            while not learning.done():  # however often it is asked to stop
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.shield(learning)
+            learning.result()
             raise
         finally:
             if learning.done() and not learning.cancelled() and learning.exception() is None:
@@ -146,6 +154,7 @@ class TrainingLoop:
     async def _learn(self, rollout: StepRollout, step: int, rollout_s: float) -> None:
         """Train, sync, log."""
         config, parts, started = self.config, self.parts, time.perf_counter()
+        self._stands = False
         version = parts.engine.weight_version
         minibatches = self._minibatches(rollout)
         train_started = time.perf_counter()
@@ -176,7 +185,7 @@ class TrainingLoop:
         return Progress(
             step=step,
             metrics_bytes=self.log.size(),
-            episodes_bytes=self.recorder.size() if self.recorder else 0,
+            episodes_bytes=self.recorder.size() if self.recorder else self.progress.episodes_bytes,
             seconds=time.perf_counter() - self.started,
             before=self.before,
             ends=dict(self.ends),
@@ -189,6 +198,7 @@ class TrainingLoop:
     def _keep(self, step: int, rollout: ManagerState) -> None:
         """Note where the run stands after a step, and begin a checkpoint where one is due."""
         self.progress, every = self._boundary(step, rollout), self.config.checkpoint.save_every
+        self._stands = True
         self.checkpoints.poll()
         if every and (step % every == 0 or step == self.config.steps):
             self.checkpoints.begin(step, self.progress.files())
@@ -197,7 +207,7 @@ class TrainingLoop:
         """Finish the checkpoint that is being written, and write one of the last step if there is none yet."""
         self.checkpoints.wait()
         step, is_wanted = self.progress.step, self.config.checkpoint.save_every > 0
-        if is_wanted and step and step == self.parts.learner.steps_done and self.checkpoints.newest_step != step:
+        if is_wanted and self._stands and step and self.checkpoints.newest_step != step:
             self.checkpoints.begin(step, self.progress.files())
             self.checkpoints.wait()
 

@@ -79,7 +79,9 @@ def seed_random(seed: int) -> None:
 def _pickled(group: GroupInFlight) -> bytes:
     """Return a group's pickle. Where something that its environment reported has none, it is to be played again."""
     try:
-        return pickle.dumps(group)
+        content = pickle.dumps(group)
+        pickle.loads(content)  # an exception with arguments of its own, say, is written and cannot be read
+        return content
     except Exception:  # an object of somebody else's raises what it likes
         return pickle.dumps(replace(group, played={}, discarded=(), result=None))
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from rich.box import SIMPLE
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from trainer.evaluator import Report
@@ -113,7 +114,7 @@ def _tags(report: Report) -> Iterator[Table]:
         for value in values[:MAX_VALUES_SHOWN]:
             found = [column.get(value) for column in columns]
             num = max(estimate.num_problems for estimate in found if estimate)
-            table.add_row(value, str(num), *("" if estimate is None else str(estimate) for estimate in found))
+            table.add_row(escape(value), str(num), *("" if estimate is None else str(estimate) for estimate in found))
         if len(values) > MAX_VALUES_SHOWN:
             table.caption = f"and {len(values) - MAX_VALUES_SHOWN} more in evaluation.json"
         yield table

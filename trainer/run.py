@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from envs.cli import exit_code, parse
 from trainer.config import RunConfig
 from trainer.folder import CONFIG
-from trainer.layers import LAYERS, check_resumable, read_config
+from trainer.layers import LAYERS, check_resumable, read_config, with_whole_paths
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,7 +26,7 @@ DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 def run(argv: Sequence[str] | None) -> int:
     """Parse, check, train, report."""
     description = "Train a policy by reinforcement in an environment."
-    config = parse(RunConfig, argv, "python -m trainer.run", description, LAYERS)
+    config = with_whole_paths(parse(RunConfig, argv, "python -m trainer.run", description, LAYERS))
     if config.checkpoint.resume:
         check_resumable(config, read_config(config.checkpoint.resume / CONFIG))
     # Imported late, so that --help and a mistyped flag answer at once.
@@ -67,8 +67,8 @@ def train(parts: RunParts, console: Console) -> int:
     console.print(f"{len(parts.train_samples)} training problems; run folder {parts.folder}", soft_wrap=True)
     settle_heap()
     with Display(console) as display:
-        loop = TrainingLoop(parts, display)
         try:
+            loop = TrainingLoop(parts, display)
             summary = asyncio.run(loop.run())
         except (LearnerLost, OSError) as error:
             if isinstance(error, OSError) and error.errno not in DISK_FAULTS:

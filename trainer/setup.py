@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import re
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 from agents.engine import Engine
 from agents.episode import Episode, Limits
@@ -90,11 +95,19 @@ def save_model(learner: Trainer, renderer: Renderer, folder: Path) -> None:
     Raises:
         UserError: the learner wrote them on another host, into a folder that this one does not see.
     """
-    learner.save(folder)
-    if not (folder / "config.json").exists():
-        fix = "give a folder that all hosts see; the weights are there, on rank 0's host"
-        raise UserError("--out", "must be shared with the host of learner rank 0", str(folder), fix)
-    renderer.save(folder)
+    part = folder.with_name(f"{folder.name}.writing")  # who is cut off leaves no half a model under its name
+    shutil.rmtree(part, ignore_errors=True)
+    try:
+        learner.save(part)
+        if not (part / "config.json").exists():
+            fix = "give a folder that all hosts see; the weights are there, on rank 0's host"
+            raise UserError("--out", "must be shared with the host of learner rank 0", str(part), fix)
+        renderer.save(part)
+    except SafetensorError as error:  # hides what the system said in its text
+        number = re.search(r"os error (\d+)", str(error))
+        raise OSError(int(number[1]) if number else errno.EIO, str(error)) from error
+    shutil.rmtree(folder, ignore_errors=True)
+    part.rename(folder)
 
 
 def build_episode(
@@ -225,7 +238,7 @@ def template_options(config: ModelConfig) -> dict[str, Any]:
 def resolve_model(name: str) -> Path | str:
     """Return the folder of the bundled model or of a run's trained one, or the name as given."""
     run = Path(name)
-    if (run / CONFIG).is_file():
+    if (run / CONFIG).is_file() and not (run / "config.json").is_file():
         if (run / MODEL / "config.json").is_file():
             return run / MODEL
         fix = f"write them with `python -m trainer.export {name}` and give the folder that it prints"

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from envs.cli import exit_code, parse
 from envs.config_file import read_file
+from envs.errors import UserError
 from envs.layers import Layers
 from envs.settings import validate
 from trainer.config import RunConfig
 from trainer.folder import CONFIG
-from trainer.layers import FIXED, RESUME, check_resumable
+from trainer.layers import FIXED, RESUME, check_resumable, with_whole_paths
 from trainer.supervised.config import SftConfig
 
 #: What the command reads besides flags.
@@ -24,10 +25,11 @@ SFT_FIXED = (*FIXED, ("batch_size",), ("registry",))
 def run(argv: Sequence[str] | None) -> int:
     """Parse, check, train, report."""
     description = "Fine-tune a model on conversations: it learns what the assistant says in them."
-    config = parse(SftConfig, argv, "python -m trainer.sft", description, LAYERS)
+    config = with_whole_paths(parse(SftConfig, argv, "python -m trainer.sft", description, LAYERS))
+    base = config
     if config.checkpoint.resume:
-        file = config.checkpoint.resume / CONFIG
-        check_resumable(config, validate(SftConfig, read_file(SftConfig, file)), SFT_FIXED)
+        base = validate(SftConfig, read_file(SftConfig, config.checkpoint.resume / CONFIG))
+        check_resumable(config, base, SFT_FIXED)
     # Imported late, so that --help and a mistyped flag answer at once.
     from rich.console import Console
     from rich.text import Text
@@ -43,6 +45,11 @@ def run(argv: Sequence[str] | None) -> int:
     console.print("loading model and conversations ...")
     material = load_material(config)
     train, held_out = material.train, material.evaluation
+    goes_further = (config.epochs, config.steps) != (base.epochs, base.steps)
+    if goes_further and not base.steps and base.epochs * len(train) % base.batch_size:
+        rule = "must stay where the run's last step is a short one: the next one would begin too late"
+        fix = f"begin a new run from its model: --model {config.checkpoint.resume}"
+        raise UserError("--epochs", rule, config.epochs, fix)
     for found in (train, held_out):
         if found is not None and found.left_out.count:
             console.print(str(found.left_out), soft_wrap=True, markup=False)

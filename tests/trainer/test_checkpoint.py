@@ -12,7 +12,7 @@ import pytest
 
 from agents.types import SamplingParams
 from tests.trainer.steps import random_samples
-from trainer.checkpoint import Checkpoints, damage, found_steps, newest_whole, set_aside_later
+from trainer.checkpoint import Checkpoints, damage, found_steps, newest_whole
 from trainer.learner import Learner
 from trainer.loading import empty_model
 
@@ -114,12 +114,10 @@ def test_a_full_disk_is_said_and_costs_only_the_checkpoint_at_hand(
     assert names(tmp_path) == ["step-1", "step-4"] and damage(found_steps(tmp_path)[0]) is None
 
 
-def test_checkpoints_of_a_time_that_was_given_up_are_set_aside(
+def test_a_checkpoint_of_a_step_that_was_taken_again_replaces_nothing(
     tmp_path: Path, learner: Learner, said: list[str]
 ) -> None:
-    written(tmp_path, learner, said, range(1, 4), keep=3)
-    set_aside_later(tmp_path, 1)
-    assert names(tmp_path) == ["step-1", "step-2.abandoned", "step-3.abandoned"]
+    written(tmp_path, learner, said, range(1, 3))
+    assert Checkpoints(tmp_path, learner, 2, said.append).newest_step == 2
     written(tmp_path, learner, said, range(2, 3))
-    set_aside_later(tmp_path, 1)
-    assert names(tmp_path) == ["step-1", "step-2.abandoned", "step-2.abandoned1", "step-3.abandoned"]
+    assert names(tmp_path) == ["step-1", "step-2", "step-2.abandoned"]

@@ -454,9 +454,9 @@ def test_templates_that_are_as_their_families_were_trained_are_not_found_fault_w
     assert check_habits(renderer, "qwen3_vl" if renderer.closer == "<|im_end|>" else "llama") == []
 
 
-def test_a_template_of_another_family_is_told_by_its_closer() -> None:
+def test_a_template_of_another_family_whose_tokenizer_agrees_is_doubted() -> None:
     (verdict,) = check_habits(renderer_for("llama_style"), "qwen3_vl")
-    assert verdict.status == "fault" and "closes a turn with <|eot_id|>, models of type qwen3_vl" in verdict.found
+    assert verdict.status == "warning" and "closes a turn with <|eot_id|>, models of type qwen3_vl" in verdict.found
 
 
 def test_the_page_names_every_check_and_every_planted_fault() -> None:

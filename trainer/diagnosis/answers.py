@@ -18,6 +18,8 @@ from trainer.diagnosis.finding import Verdict, fault, ok, skipped, warning
 
 #: Wrong texts that are tried on each problem.
 WRONG = ("no answer", "a wrong answer")
+#: How far below the best reward a sum of floats may end.
+SLACK = 1e-6
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ async def _mark(
             marks = replace(marks, error=found.fault.summary if found.fault else "no reward")
         elif marks.gold is None or found.reward > marks.gold:
             marks = replace(marks, gold=found.reward)
-        if found.reward == args.reward_max_val:
+        if found.reward is not None and found.reward >= args.reward_max_val - SLACK:
             break
     for script in of("wrong") if with_wrong else ():
         found = await played(script) if script.name in WRONG else None
@@ -75,23 +77,25 @@ async def _mark(
     return marks
 
 
-def check_answers(marks: Sequence[Marks], best: float) -> Verdict:
-    """Return whether right answers get the best reward, and wrong ones less.
+def check_answers(marks: Sequence[Marks], best: float, worst: float = 0.0) -> Verdict:
+    """Return whether right answers get the best reward or more, and wrong ones less.
 
     A few that do not are gold answers that nobody can grade, a half of them a grader that does not work.
     """
     known = [each for each in marks if each.gold is not None or each.error]
     if not known:
         return skipped("no solution() and no label, so nobody knows a right answer")
-    right = [each for each in known if each.gold == best]
-    wrong = [each for each in known if each.gold != best]
+    right = [each for each in known if each.gold is not None and each.gold >= best - SLACK]
+    wrong = [each for each in known if each not in right]
+    # A reward that is shaped, by a cost for length say, may never be the best one; one that is the worst is no grade.
+    worthless = [each for each in wrong if each.gold is None or each.gold <= worst]
     found = f"{len(right)} of {len(known)} gold answers get {best:g}"
     if wrong:
         first = wrong[0]
         got = first.error if first.gold is None else f"gets {first.gold:g}"
         found += f"; the first that does not: sample {first.sample_id} (label {first.label!r:.60}) {got}"
         fix = "mend the grader, --grader or the rows: python -m envs.check shows each play"
-        return fault(found, fix) if 2 * len(wrong) > len(known) else warning(found, fix)
+        return fault(found, fix) if 2 * len(worthless) > len(known) else warning(found, fix)
     tried = [each for each in known if each.wrong is not None]
     fooled = [each for each in tried if each.wrong is not None and each.wrong >= best]
     if fooled:

@@ -120,7 +120,7 @@ class Patient:
         """Rewards of right and wrong answers."""
         parts = self.parts
         marks = await mark(parts.train_samples, parts.build_env, self.args, self.limits, count, with_wrong)
-        return check_answers(marks, self.args.reward_max_val)
+        return check_answers(marks, self.args.reward_max_val, self.args.reward_min_val)
 
     async def preprocessing(self) -> Verdict:
         """Settings and patches of pictures."""

@@ -11,8 +11,10 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer.checkpoint import found_steps
 from trainer.config import RunConfig
 from trainer.diagnosis.finding import Verdict, fault, ok, together, warning
+from trainer.folder import CHECKPOINTS
 
 GIB = 2**30
 #: What a recorded token takes in a line of JSON: id, mask and log-prob, and the text that it is part of.
@@ -47,6 +49,9 @@ class DiskNeed:
         trained, and one more than is kept is there while it is written."""
         every, kept = config.checkpoint.save_every, config.checkpoint.keep_checkpoints
         num_checkpoints = min(kept + 1, -(-config.steps // every)) if every else 0
+        if config.checkpoint.resume:  # what is there already needs no room
+            there = len(found_steps(config.checkpoint.resume / CHECKPOINTS))
+            num_checkpoints = max(min(1, num_checkpoints), num_checkpoints - there)
         model = 2 * num_parameters
         size = 2 if config.model.dtype == "bfloat16" else 4
         episodes = config.steps * config.rollout.problems_per_step * config.rollout.group_size

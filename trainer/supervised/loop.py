@@ -141,7 +141,9 @@ class SftLoop:
         train_s = time.perf_counter() - started
         metrics = {
             **step_metrics(stats),
-            "epoch": min(step * self.config.batch_size / len(self.train), step * self.config.epochs),
+            "epoch": step * self.config.batch_size / len(self.train)
+            if self.config.steps
+            else min(step * self.config.batch_size / len(self.train), float(self.config.epochs)),
             "train_s": train_s,
             "train_tokens_per_s": sum(len(s.ids_T) for s in samples) / train_s,
         }
