@@ -370,6 +370,9 @@ def test_gold_answers_fail_as_a_whole_when_more_than_half_do() -> None:
     assert check_answers([right, wrong, wrong], best=1.0).status == "fault"
     assert "sample b (label '2') gets 0" in check_answers([right, wrong], best=1.0).found
     assert check_answers([replace(right, wrong=1.0)], best=1.0).status == "fault"
+    # A reward with a cost is doubted, one with a bonus is sound.
+    assert check_answers([replace(right, gold=0.99)] * 3, best=1.0).status == "warning"
+    assert check_answers([replace(right, gold=1.1)] * 3, best=1.0).status == "ok"
     assert check_answers([Marks("c", None, None, None)], best=1.0).status == "skipped"
     assert check_answers([Marks("d", "4", None, None, error="KeyError: 2 (shop.py:12)")], best=1.0).status == "fault"
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +26,7 @@ from tests.trainer.test_run import SMALL, lines, train
 from trainer.checkpoint import found_steps
 from trainer.export import run as export
 from trainer.folder import locked
+from trainer.learner import Learner
 from trainer.run import run
 
 #: Rewards depend on what is written, so that steps change the weights.
@@ -140,8 +143,6 @@ def test_a_damaged_checkpoint_is_said_and_the_one_before_it_used(
 def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trainer.learner import Learner
-
     begin = Learner.begin_checkpoint
 
     def on_a_full_disk(self: Learner, folder: Path) -> None:
@@ -159,6 +160,46 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
     assert "the checkpoint of step 2 could not be written, the newest is that of step 1" in said
     assert summary["steps_done"] == 3 and summary["checkpoints_failed"] == 1
     assert [found.step for found in found_steps(tmp_path / "run" / "checkpoints")] == [3, 1]
+
+
+def test_a_run_that_is_asked_twice_to_stop_in_an_update_finishes_it_first(
+    checkpoint: Path, often: list[str], unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, step = tmp_path / "run", Learner.step
+
+    def slow(self: Learner, minibatches: Any) -> Any:
+        if self.steps_done == 2:
+            for delay in (0.1, 0.3):
+                threading.Timer(delay, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            time.sleep(0.8)
+        return step(self, minibatches)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Learner, "step", slow)
+        argv = ["--model", str(checkpoint), "--steps", str(STEPS), "--eval-size", "3", *SMALL, *often]
+        assert run([*argv, "--out", str(folder.parent), "--name", folder.name]) == 130
+    assert [found.step for found in found_steps(folder / "checkpoints")] == [3, 2]
+    assert int(state_of(folder, 3)["steps_done"]) == len(lines(folder / "metrics.jsonl")) == 3
+    go_on(folder)
+    assert_same_run(folder, unbroken)
+
+
+def test_what_was_recorded_stays_when_a_stretch_is_not(checkpoint: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    train(checkpoint, folder, *OFTEN, steps=1, eval_size=0)
+    go_on(folder, "--steps", "2", "--no-record")
+    go_on(folder, "--steps", "3", "--record")
+    assert {line["step"] for line in lines(folder / "episodes" / "episodes.jsonl")} == {1, 3}
+
+
+def test_a_run_that_was_started_with_relative_paths_goes_on_from_another_folder(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(checkpoint.parent)
+    train(Path(checkpoint.name), tmp_path / "run", "--save-every", "1", steps=1, eval_size=0)
+    monkeypatch.chdir(tmp_path)
+    assert go_on(Path("run"), "--steps", "2")["steps_done"] == 2
+    assert export(["run"]) == 0 and (tmp_path / "run" / "model-step-2" / "model.safetensors").exists()
 
 
 def test_what_a_run_is_cannot_change_when_it_goes_on(unbroken: Path) -> None:
