@@ -30,7 +30,7 @@ demo: $(STAMP) ## train the bundled model on the bundled problems, on the CPU
 	$(BIN)/python -m trainer.run --env geo3k --max-turns 3
 
 test: $(STAMP) ## run the tests
-	$(BIN)/python -m pytest -q -n auto --dist loadfile
+	$(BIN)/python -m pytest -q
 
 lint: $(STAMP) ## check style, formatting and types
 	$(BIN)/ruff check .

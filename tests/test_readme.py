@@ -76,8 +76,8 @@ def test_the_environment_of_the_readme_trains(shop: Path, checkpoint: Path) -> N
 def test_every_flag_in_the_readme_exists() -> None:
     models = (RunConfig, SftConfig, EvaluateConfig)
     flags = {"--" + path[-1].replace("_", "-") for model in models for path, _ in leaves(model)}
-    # Of pip, pytest, benchmarks, every layered command, and the demonstrations.
-    others = {"--index-url", "--dist", "--seeds", "--parallel", "--config", "--print-config", "--num", "--out"}
+    # Of pip, benchmarks, every layered command, and the demonstrations.
+    others = {"--index-url", "--seeds", "--parallel", "--config", "--print-config", "--num", "--out"}
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README))
     assert named <= flags | others, named - flags - others
 
