@@ -257,7 +257,7 @@ def test_a_turn_goes_on_after_a_pause_under_the_new_weights(
     async def play(engine: SGLangEngine) -> Completion:
         async with engine.session() as session:
             writing = asyncio.create_task(session.generate(request))
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(1.5)  # of the 4 s that it takes to write
             await engine.pause()
             await asyncio.sleep(0.1)
             assert not writing.done()
@@ -675,7 +675,7 @@ def test_a_prompt_that_was_misread_before_a_pause_is_still_known_after_it(url: s
     async def play(engine: SGLangEngine) -> Completion:
         misbehave(url, "generate", "answer with another count")
         writing = asyncio.create_task(write(engine, request))
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(1.5)  # of the 4 s that it takes to write
         await engine.pause()
         await engine.resume()
         return await writing
