@@ -247,7 +247,7 @@ def test_a_server_killed_in_mid_step_costs_and_doubles_no_episode_and_comes_back
 def test_a_turn_goes_on_after_a_pause_under_the_new_weights(
     url: str, checkpoint: Path, renderer: Renderer, model: PolicyModel, tmp_path: Path
 ) -> None:
-    tell(url, "reset", slow_s=0.1)
+    tell(url, "reset", slow_s=0.3)
     old = PolicyModel.load(checkpoint)
     new = changed(model, tmp_path / "new", renderer)
     rendered = renderer.prompt(question("Find x.", picture()))
@@ -257,7 +257,7 @@ def test_a_turn_goes_on_after_a_pause_under_the_new_weights(
     async def play(engine: SGLangEngine) -> Completion:
         async with engine.session() as session:
             writing = asyncio.create_task(session.generate(request))
-            await asyncio.sleep(1.5)  # of the 4 s that it takes to write
+            await asyncio.sleep(1.0)
             await engine.pause()
             await asyncio.sleep(0.1)
             assert not writing.done()
@@ -669,13 +669,13 @@ def test_steps_with_partial_rollouts_have_the_versions_that_wrote_them(
 
 
 def test_a_prompt_that_was_misread_before_a_pause_is_still_known_after_it(url: str, renderer: Renderer) -> None:
-    tell(url, "reset", slow_s=0.1)
+    tell(url, "reset", slow_s=0.3)
     request = short_turn(renderer, 40)
 
     async def play(engine: SGLangEngine) -> Completion:
         misbehave(url, "generate", "answer with another count")
         writing = asyncio.create_task(write(engine, request))
-        await asyncio.sleep(1.5)  # of the 4 s that it takes to write
+        await asyncio.sleep(1.0)
         await engine.pause()
         await engine.resume()
         return await writing
