@@ -18,26 +18,19 @@ from pydantic.fields import FieldInfo
 
 from envs.errors import UserError, did_you_mean
 from envs.settings import FieldPath, Setting, Settings, is_tuple, leaves, section_of, values_of, words_of
+from envs.yaml_loader import UniqueKeyLoader
 
 #: Texts that need no quotes in any YAML reader, and those that are something else without them.
 PLAIN = re.compile(r"[A-Za-z_/][\w./-]*", re.ASCII)
 OTHER_THAN_TEXT = {"null", "true", "false", "yes", "no", "on", "off", "y", "n"}
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(UniqueKeyLoader):
     """YAML whose scalars are texts, or None for null; a key that stands twice in one mapping is an error."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - as PyYAML declares it
         first: [("tag:yaml.org,2002:null", re.compile(r"(?:~|null|Null|NULL|)$"))] for first in ("~", "n", "N", "")
     }
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if str(key.value) in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"'{key.value}' stands twice", key.start_mark)
-            seen.add(str(key.value))
-        return super().construct_mapping(node, deep)
 
 
 def parse_yaml(text: str, place: str) -> Any:

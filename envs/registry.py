@@ -29,6 +29,7 @@ from pydantic import ValidationError
 
 from envs.errors import UserError, did_you_mean
 from envs.spec import REFERENCE_FIX, EnvSpec
+from envs.yaml_loader import UniqueKeyLoader
 
 PACKAGED = Path(__file__).with_name("registry.yaml")
 ENTRY_POINT_GROUP = "trueturn.envs"
@@ -92,22 +93,10 @@ def get_spec(env_id: str, *overlays: Path) -> EnvSpec:
     return registry[env_id]
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML in which a key that stands twice in one mapping is an error instead of the last one winning."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if str(key.value) in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"'{key.value}' stands twice", key.start_mark)
-            seen.add(str(key.value))
-        return super().construct_mapping(node, deep)
-
-
 def _read_file(file: Path) -> list[EnvSpec]:
     try:
         # A subclass of the safe loader: it builds plain values only.
-        entries = yaml.load(file.read_text(encoding="utf-8"), _Loader)
+        entries = yaml.load(file.read_text(encoding="utf-8"), UniqueKeyLoader)
     except OSError as error:
         raise UserError(
             str(file), "must be a readable registry file", error.strerror, "give an existing file"

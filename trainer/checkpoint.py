@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer.config import CheckpointConfig
 from trainer.trainer import CheckpointFailed, Trainer
 
 #: The folder of a checkpoint with what the learner's ranks have written.
@@ -26,6 +27,9 @@ SCHEMA_VERSION = 1
 _NAME = re.compile(r"step-(\d+)")
 _UNFINISHED = ".writing"
 _BLOCK = 1 << 20
+
+#: Gives the files of a checkpoint besides the learner's, by name.
+Files = Callable[[], Mapping[str, bytes]]
 
 
 @dataclass(frozen=True)
@@ -49,28 +53,52 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """Writes the checkpoints of one run, and keeps the newest `keep` of them.
+    """Writes the checkpoints of one run, every `config.save_every` steps, and keeps the newest `keep_checkpoints`.
 
     A checkpoint that cannot be written, for the disk is full say, is told to `say` and thrown away; those before it
     are kept, and the run goes on.
 
     Example::
 
-        checkpoints = Checkpoints(Path("runs/x/checkpoints"), learner, keep=2, say=print)
-        checkpoints.begin(10, {"state.json": b"{}"})    # returns once the weights are copied
-        checkpoints.poll()                              # between steps: finishes it when all ranks have written
-        checkpoints.wait()
+        checkpoints = Checkpoints(Path("runs/x/checkpoints"), learner, CheckpointConfig(save_every=10), print)
+        checkpoints.leave()                                     # step 10 begins to change the weights
+        checkpoints.arrive(10, lambda: {"state.json": b"{}"})   # and is done: returns once the weights are copied
+        checkpoints.close()                                     # one of the last step, where there is none yet
         newest_whole(Path("runs/x/checkpoints"), print).step    # 10
     """
 
-    def __init__(self, folder: Path, learner: Trainer, keep: int, say: Callable[[str], None]) -> None:
-        self.folder, self.learner, self.keep, self._say = folder, learner, keep, say
+    def __init__(self, folder: Path, learner: Trainer, config: CheckpointConfig, say: Callable[[str], None]) -> None:
+        self.folder, self.learner, self.config, self._say = folder, learner, config, say
         self.num_failed = 0
         self._writing: int | None = None
+        #: The last step that was arrived at and what gives its files; None while weights and files are not of one step.
+        self._stands: tuple[int, Files] | None = None
         folder.mkdir(parents=True, exist_ok=True)
         for left in folder.glob(f"*{_UNFINISHED}"):
             shutil.rmtree(left, ignore_errors=True)
         self.newest_step = max((checkpoint.step for checkpoint in found_steps(folder)), default=None)
+
+    def leave(self) -> None:
+        """Note that a step begins to change the weights: until `arrive` there is nothing to write."""
+        self._stands = None
+
+    def arrive(self, step: int, files: Files, is_last: bool = False) -> None:
+        """Note that a step is done, finish what is written by now, and begin a checkpoint where one is due."""
+        self._stands, every = (step, files), self.config.save_every
+        self.poll()
+        if every and (step % every == 0 or is_last):
+            self.begin(step, files())
+
+    def close(self) -> None:
+        """Finish what is being written, and write a checkpoint of the last step that was arrived at, if there is none.
+
+        After an interruption in the middle of a step nothing is written: the weights may be ahead of the files.
+        """
+        self.wait()
+        if self._stands and self.config.save_every and self._stands[0] != self.newest_step:
+            step, files = self._stands
+            self.begin(step, files())
+            self.wait()
 
     def begin(self, step: int, files: Mapping[str, bytes]) -> None:
         """Write the state of now as that of a step, after finishing the checkpoint before."""
@@ -113,7 +141,7 @@ class Checkpoints:
             self._give_up(step, error)
             return
         self.newest_step = step
-        for old in found_steps(self.folder)[self.keep :]:
+        for old in found_steps(self.folder)[self.config.keep_checkpoints :]:
             shutil.rmtree(old.folder, ignore_errors=True)
 
     def _part(self, step: int) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 from rich.console import Console
@@ -43,6 +43,7 @@ class Display:
         self._progress = Progress(*columns, *left, console=self.console, transient=True)
         self._task: TaskID | None = None
         self._begun = time.monotonic()
+        self._num_events = 0
 
     def __enter__(self) -> Display:
         self._progress.start()
@@ -65,6 +66,12 @@ class Display:
         if line not in seen and len(seen) < MAX_FAULTS_SHOWN:
             seen.add(line)
             self.say(f"{trajectory.end_reason.value} in {trajectory.sample_id}: {line:.300}")
+
+    def events(self, events: Sequence[str]) -> None:
+        """Say those of all events so far that were not said yet: servers lost, back, turns given up."""
+        for event in events[self._num_events :]:
+            self.say(event)
+        self._num_events = len(events)
 
     def begin(self, name: str, total: int) -> None:
         """Start a bar of `total` parts in place of the one before."""

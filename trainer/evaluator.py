@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import platform
-import signal
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
@@ -33,6 +31,7 @@ from trainer.evaluate import EvaluateConfig, FiguresConfig
 from trainer.evaluation import Play, PlayOptions, Way, ways
 from trainer.figures import Difference, Evaluation, ProblemResult, compare, summarise
 from trainer.folder import EPISODES, make_folder
+from trainer.interrupt import cancel_on_sigterm
 from trainer.processes import build_engine, check_device, check_engine, check_server, place_servers
 from trainer.setup import (
     build_episode,
@@ -163,17 +162,13 @@ class Evaluator:
         self._plays: dict[str, Play] = {}
         self._recorder = Recorder(parts.folder / EPISODES, parts.spec.id) if self.config.figures.record else None
         self._faults: set[str] = set()
-        self._num_events = 0
         self._started = time.perf_counter()
         self.report = self._make_report("nothing was played")
 
     async def run(self) -> None:
         """Play and write; on Ctrl-C or SIGTERM, what was played until then. Raises what the engine raises."""
         parts, partial = self.parts, ""
-        task = asyncio.current_task()
-        assert task is not None
-        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):  # elsewhere than in the main thread
-            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        cancel_on_sigterm()
         self.display.begin("evaluate", len(parts.ways) * len(parts.samples) * self.config.figures.samples)
         try:
             if isinstance(parts.engine, SGLangEngine):
@@ -224,14 +219,8 @@ class Evaluator:
         try:
             await play.run()
         finally:
-            self._report_servers()
-
-    def _report_servers(self) -> None:
-        """Say what has happened to servers since the last time."""
-        events = self.parts.engine.servers.events if isinstance(self.parts.engine, SGLangEngine) else []
-        for event in events[self._num_events :]:
-            self.display.say(event)
-        self._num_events = len(events)
+            if isinstance(parts.engine, SGLangEngine):
+                self.display.events(parts.engine.servers.events)
 
     def _make_report(self, partial: str) -> Report:
         parts, own = self.parts, self.config.figures

@@ -25,7 +25,7 @@ from trainer.folder import CHECKPOINTS, CONFIG, found_folder
 from trainer.layers import read_config
 from trainer.learner import Learner
 from trainer.loading import empty_model
-from trainer.setup import resolve_model, template_options
+from trainer.setup import resolve_model, template_options, write_model
 from trainer.supervised.config import SftConfig
 
 
@@ -61,8 +61,8 @@ def export(config: ExportConfig) -> Path:
     )
     learner = Learner(empty_model(path), SamplingParams(), run.steps, config=learner_config, path=path, seed=run.seed)
     learner.restore(checkpoint.learner, with_optimizer=False)
-    learner.save(target, getattr(torch, config.dtype))
-    Renderer.from_checkpoint(path, template_options(run.model)).save(target)
+    renderer = Renderer.from_checkpoint(path, template_options(run.model))
+    write_model(learner, renderer, target, getattr(torch, config.dtype))
     return target
 
 

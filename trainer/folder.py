@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import time
@@ -19,6 +20,15 @@ EPISODES, CHECKPOINTS, MODEL = "episodes", "checkpoints", "model"
 _LOCK = ".lock"
 #: How long to wait for a run folder that another process holds.
 WAIT_S = 10.0
+
+
+#: What a full or broken disk is called: no fault of the run, which can go on elsewhere or later.
+_DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+
+
+def is_disk_fault(error: Exception) -> bool:
+    """Return whether an error says that a disk is full or broken."""
+    return isinstance(error, OSError) and error.errno in _DISK_FAULTS
 
 
 def make_folder(config: FolderConfig, label: str, can_resume: bool = True) -> Path:

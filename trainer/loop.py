@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import resource
-import signal
 import sys
 import time
 from collections import Counter
@@ -24,6 +23,7 @@ from trainer.display import Display
 from trainer.evaluation import WITH_TOOL, PlayOptions, evaluate, ways
 from trainer.figures import Evaluation
 from trainer.folder import CHECKPOINTS, EPISODES, METRICS, MODEL
+from trainer.interrupt import cancel_on_sigterm
 from trainer.metrics import MetricsLog, draw_curve, rollout_metrics
 from trainer.progress import Progress, read_progress, seed_random
 from trainer.setup import RunParts, check_command
@@ -52,17 +52,13 @@ class TrainingLoop:
             parts.folder, _described(parts), log.tracker, log.project, self.progress.step, report=display.say
         )
         self.recorder = Recorder(parts.folder / EPISODES, parts.config.env.env) if parts.config.log.record else None
-        self.checkpoints = Checkpoints(
-            parts.folder / CHECKPOINTS, parts.learner, parts.config.checkpoint.keep_checkpoints, display.say
-        )
+        self.checkpoints = Checkpoints(parts.folder / CHECKPOINTS, parts.learner, parts.config.checkpoint, display.say)
         self.before: dict[str, Evaluation] = dict(self.progress.before)
         self.after: dict[str, Evaluation] = {}
         self.ends = Counter(self.progress.ends)
         self.faults = set(self.progress.faults)
-        self.num_events = 0
         self.group_fates = Counter(self.progress.group_fates)
         self.unused_groups = Counter(self.progress.unused_groups)
-        self._stands = True  # between two steps: weights and progress are of one
         self._order: tuple[int, list[int]] = (-1, [])  # an epoch, and the order of its problems
         self.started = time.perf_counter() - self.progress.seconds
 
@@ -82,10 +78,7 @@ class TrainingLoop:
     async def run(self) -> dict[str, Any]:
         """Evaluate, train, evaluate; on Ctrl-C or SIGTERM save and stop. Returns the summary, which is also on disk."""
         interrupted, is_lost, parts, start = False, False, self.parts, self.progress.step
-        task = asyncio.current_task()
-        assert task is not None
-        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):  # elsewhere than in the main thread
-            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        cancel_on_sigterm()
         try:
             await parts.sync.start(start)
             if not start:
@@ -154,7 +147,7 @@ class TrainingLoop:
     async def _learn(self, rollout: StepRollout, step: int, rollout_s: float) -> None:
         """Train, sync, log."""
         config, parts, started = self.config, self.parts, time.perf_counter()
-        self._stands = False
+        self.checkpoints.leave()
         version = parts.engine.weight_version
         minibatches = self._minibatches(rollout)
         train_started = time.perf_counter()
@@ -173,7 +166,7 @@ class TrainingLoop:
         metrics["tokens_per_s"] = num_tokens / (rollout_s + time.perf_counter() - started)
         row = self.log.write(step, metrics, stats)
         self.display.step(row, config.steps)
-        self._report_servers()
+        self.display.events(parts.sync.carrier.events)
         if rollout.shortfall:
             self.display.say(rollout.shortfall)
         elif all(group.is_dropped for group in rollout.groups):
@@ -196,20 +189,9 @@ class TrainingLoop:
         )
 
     def _keep(self, step: int, rollout: ManagerState) -> None:
-        """Note where the run stands after a step, and begin a checkpoint where one is due."""
-        self.progress, every = self._boundary(step, rollout), self.config.checkpoint.save_every
-        self._stands = True
-        self.checkpoints.poll()
-        if every and (step % every == 0 or step == self.config.steps):
-            self.checkpoints.begin(step, self.progress.files())
-
-    def _keep_last(self) -> None:
-        """Finish the checkpoint that is being written, and write one of the last step if there is none yet."""
-        self.checkpoints.wait()
-        step, is_wanted = self.progress.step, self.config.checkpoint.save_every > 0
-        if is_wanted and self._stands and step and self.checkpoints.newest_step != step:
-            self.checkpoints.begin(step, self.progress.files())
-            self.checkpoints.wait()
+        """Note where the run stands after a step."""
+        self.progress = self._boundary(step, rollout)
+        self.checkpoints.arrive(step, self.progress.files, is_last=step == self.config.steps)
 
     def _minibatches(self, rollout: StepRollout) -> list[list[TrainingSample]]:
         """Return the samples of each update of a pass over the step's groups."""
@@ -246,13 +228,6 @@ class TrainingLoop:
     def _report_fault(self, trajectory: Trajectory) -> None:
         """Say what broke an episode, the first time that it happens; the recording has every traceback in full."""
         self.display.fault(trajectory, self.faults)
-
-    def _report_servers(self) -> None:
-        """Say what has happened to servers since the last time: lost, back, turns given up."""
-        events = self.parts.sync.carrier.events
-        for event in events[self.num_events :]:
-            self.display.say(event)
-        self.num_events = len(events)
 
     def _record(self, rollout: StepRollout, step: int) -> None:
         self.ends.update(t.end_reason.value for t in rollout.played)
@@ -325,7 +300,7 @@ class TrainingLoop:
         }
         try:
             if has_weights:
-                self._keep_last()
+                self.checkpoints.close()
             summary["checkpoints_failed"] = self.checkpoints.num_failed
             (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
             before, after = (e[WITH_TOOL].accuracy.value if e else None for e in (self.before, self.after))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -11,16 +10,13 @@ from typing import TYPE_CHECKING
 
 from envs.cli import exit_code, parse
 from trainer.config import RunConfig
-from trainer.folder import CONFIG
+from trainer.folder import CONFIG, is_disk_fault
 from trainer.layers import LAYERS, check_resumable, read_config, with_whole_paths
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from trainer.setup import RunParts
-
-#: What a full or broken disk is called: no fault of the run, which can go on elsewhere or later.
-DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
 def run(argv: Sequence[str] | None) -> int:
@@ -71,7 +67,7 @@ def train(parts: RunParts, console: Console) -> int:
             loop = TrainingLoop(parts, display)
             summary = asyncio.run(loop.run())
         except (LearnerLost, OSError) as error:
-            if isinstance(error, OSError) and error.errno not in DISK_FAULTS:
+            if not (isinstance(error, LearnerLost) or is_disk_fault(error)):
                 raise
             print(f"error: {error}; go on with: python -m trainer.run --resume {parts.folder}", file=sys.stderr)
             return 1

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from safetensors import SafetensorError
 
 from agents.engine import Engine
@@ -28,13 +29,16 @@ from envs.spec import BuildEnv, EnvSpec
 from envs.tool_calls import ToolFormat, detect_format
 from envs.types import Sample, SampleSource
 from trainer.checkpoint import Checkpoint, newest_whole
-from trainer.config import EnvConfig, ModelConfig, PromptsConfig, RunConfig
+from trainer.config import DataConfig, EnvConfig, LearnerPlan, ModelConfig, PromptsConfig, RunConfig
 from trainer.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, MODEL, found_folder, locked, make_folder
 from trainer.layers import write_config
-from trainer.processes import build_carrier, check_processes, start_learner
+from trainer.processes import StartedLearner, build_carrier, check_processes, start_learner
 from trainer.starter import STARTER_PATH
 from trainer.trainer import ModelFacts, Trainer
 from trainer.weight_sync import WeightSync
+
+if TYPE_CHECKING:
+    from trainer.supervised.config import SftConfig
 
 #: How many samples' environments are tried before an environment counts as broken.
 NUM_PROBED = 4
@@ -90,24 +94,30 @@ def sampling_params(renderer: Renderer, temperature: float) -> SamplingParams:
 
 
 def save_model(learner: Trainer, renderer: Renderer, folder: Path) -> None:
-    """Write a learner's weights, with everything else of the checkpoint, as a Hugging Face folder.
+    """Write what `write_model` writes in place of a folder, which is whole at any moment or not there."""
+    part = folder.with_name(f"{folder.name}.writing")  # who is cut off leaves no half a model under its name
+    shutil.rmtree(part, ignore_errors=True)
+    write_model(learner, renderer, part)
+    shutil.rmtree(folder, ignore_errors=True)
+    part.rename(folder)
+
+
+def write_model(learner: Trainer, renderer: Renderer, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write a learner's weights in `dtype`, with tokenizer, template and image processor, into a folder.
 
     Raises:
         UserError: the learner wrote them on another host, into a folder that this one does not see.
+        OSError: the disk is full or broken.
     """
-    part = folder.with_name(f"{folder.name}.writing")  # who is cut off leaves no half a model under its name
-    shutil.rmtree(part, ignore_errors=True)
     try:
-        learner.save(part)
-        if not (part / "config.json").exists():
+        learner.save(folder, dtype)
+        if not (folder / "config.json").exists():
             fix = "give a folder that all hosts see; the weights are there, on rank 0's host"
-            raise UserError("--out", "must be shared with the host of learner rank 0", str(part), fix)
-        renderer.save(part)
+            raise UserError("--out", "must be shared with the host of learner rank 0", str(folder), fix)
+        renderer.save(folder)
     except SafetensorError as error:  # hides what the system said in its text
         number = re.search(r"os error (\d+)", str(error))
         raise OSError(int(number[1]) if number else errno.EIO, str(error)) from error
-    shutil.rmtree(folder, ignore_errors=True)
-    part.rename(folder)
 
 
 def build_episode(
@@ -139,33 +149,16 @@ def prepare(config: RunConfig, say: Callable[[str], None] = print) -> RunParts:
     check_fit(config.model, config.data.max_prompt_tokens, facts)
     check_processes(config, facts)
     renderer = Renderer.from_checkpoint(model_path, template_options(config.model))
-    data = config.data
-    if data.data:
-        train = load_rows(spec, data, data.data)
-    else:
-        train = own_problems(spec, data, "train", data.train_size, config.seed)
-    evaluation = None
-    if data.eval_size and data.eval_data:
-        evaluation = load_rows(spec, data, data.eval_data)
-    elif data.eval_size and not data.data:
-        # Held-out problems are the same for every seed, so that runs can be compared.
-        evaluation = own_problems(spec, data, "heldout", data.eval_size, 0)
-    tools = probe_tools(spec, build_env, detect_format(renderer.chat_template), train, check_command(config.env, data))
+    train, evaluation = load_problems(spec, config.data, config.seed)
+    check = check_command(config.env, config.data)
+    tools = probe_tools(spec, build_env, detect_format(renderer.chat_template), train, check)
     train, num_overlong = filter_overlong(
         train, lambda sample: len(renderer.prompt(sample.prompt, tools).ids), config.data.max_prompt_tokens
     )
     sampling = sampling_params(renderer, config.rollout.temperature)
     with ExitStack() as cleanup:
-        folder, checkpoint = None, None
-        if config.checkpoint.resume:
-            folder = cleanup.enter_context(locked(found_folder(config.checkpoint.resume)))
-            checkpoint = found_checkpoint(folder, say)
-        learner = start_learner(config, model_path, sampling, cleanup)
-        if checkpoint:
-            learner.trainer.restore(checkpoint.learner)
-        if folder is None:  # only now, so that what cannot run leaves nothing behind
-            folder = cleanup.enter_context(locked(make_folder(config.log, f"{config.env.env}-seed{config.seed}")))
-        write_config(config, folder / CONFIG)
+        label = f"{config.env.env}-seed{config.seed}"
+        learner, folder, checkpoint = begin_or_resume(config, config, label, model_path, sampling, cleanup, say)
         (folder / ENVIRONMENT).write_text(spec.model_dump_json(indent=1) + "\n", encoding="utf-8")
         carrier = build_carrier(config, model_path, facts, renderer, learner, folder)
         probed = renderer.prompt(train[0].prompt, tools)
@@ -194,6 +187,46 @@ def prepare(config: RunConfig, say: Callable[[str], None] = print) -> RunParts:
             checkpoint=checkpoint,
             cleanup=cleanup.pop_all(),
         )
+
+
+def begin_or_resume(
+    config: RunConfig | SftConfig,
+    plan: LearnerPlan,
+    label: str,
+    model_path: Path | str,
+    sampling: SamplingParams,
+    cleanup: ExitStack,
+    say: Callable[[str], None],
+) -> tuple[StartedLearner, Path, Checkpoint | None]:
+    """Return the learner of a run, its folder, new or found, with the configuration in it, and what it goes on from.
+
+    A new folder is named after `label`. The folder is held, and processes run, until `cleanup` is closed.
+
+    Raises:
+        UserError: processes or folder cannot be had, or the checkpoint is of another network.
+    """
+    folder, checkpoint = None, None
+    if config.checkpoint.resume:
+        folder = cleanup.enter_context(locked(found_folder(config.checkpoint.resume)))
+        checkpoint = found_checkpoint(folder, say)
+    learner = start_learner(plan, model_path, sampling, cleanup)
+    if checkpoint:
+        learner.trainer.restore(checkpoint.learner)
+    if folder is None:  # only now, so that what cannot run leaves nothing behind
+        folder = cleanup.enter_context(locked(make_folder(config.log, label)))
+    write_config(config, folder / CONFIG)
+    return learner, folder, checkpoint
+
+
+def load_problems(spec: EnvSpec, data: DataConfig, seed: int) -> tuple[SampleSource, SampleSource | None]:
+    """Return the problems to train on, and held-out ones where there are any."""
+    train = load_rows(spec, data, data.data) if data.data else own_problems(spec, data, "train", data.train_size, seed)
+    if data.eval_size and data.eval_data:
+        return train, load_rows(spec, data, data.eval_data)
+    if data.eval_size and not data.data:
+        # The same for every seed, so that runs can be compared.
+        return train, own_problems(spec, data, "heldout", data.eval_size, 0)
+    return train, None
 
 
 def load_rows(
@@ -291,12 +324,17 @@ def probe_tools(
     raise UserError(f"environment '{spec.id}'", rule, reason, f"see {check}") from fault
 
 
-def check_fit(config: ModelConfig, max_prompt_tokens: int, facts: ModelFacts) -> None:
+def check_reach(config: ModelConfig, facts: ModelFacts) -> None:
     """Raise where streams could become longer than the model's positions reach."""
     reach = facts.max_positions
     if config.context_length > reach:
         rule = f"must be at most the model's {reach} positions"
         raise UserError("--context-length", rule, config.context_length, f"give {reach} or less")
+
+
+def check_fit(config: ModelConfig, max_prompt_tokens: int, facts: ModelFacts) -> None:
+    """Raise where streams could become longer than the model's positions reach, or prompts leave no room."""
+    check_reach(config, facts)
     if max_prompt_tokens >= config.context_length:
         fix = f"give less than the --context-length of {config.context_length}"
         raise UserError("--max-prompt-tokens", "must leave room to answer", max_prompt_tokens, fix)

@@ -12,7 +12,7 @@ from envs.errors import UserError
 from envs.layers import Layers
 from envs.settings import validate
 from trainer.config import RunConfig
-from trainer.folder import CONFIG
+from trainer.folder import CONFIG, is_disk_fault
 from trainer.layers import FIXED, RESUME, check_resumable, with_whole_paths
 from trainer.supervised.config import SftConfig
 
@@ -73,6 +73,8 @@ def run(argv: Sequence[str] | None) -> int:
         try:
             summary = SftLoop(parts, display).run()
         except (LearnerLost, OSError) as error:
+            if not (isinstance(error, LearnerLost) or is_disk_fault(error)):
+                raise
             print(f"error: {error}; go on with: python -m trainer.sft --resume {parts.folder}", file=sys.stderr)
             return 1
     console.print(f"{summary['seconds']:.0f} s, peak memory {summary['peak_memory_gib']:.2f} GiB")

@@ -13,6 +13,7 @@ import pytest
 from agents.types import SamplingParams
 from tests.trainer.steps import random_samples
 from trainer.checkpoint import Checkpoints, damage, found_steps, newest_whole
+from trainer.config import CheckpointConfig
 from trainer.learner import Learner
 from trainer.loading import empty_model
 
@@ -30,7 +31,7 @@ def said() -> list[str]:
 
 
 def written(folder: Path, learner: Learner, said: list[str], steps: range, keep: int = 2) -> Checkpoints:
-    checkpoints = Checkpoints(folder, learner, keep, said.append)
+    checkpoints = Checkpoints(folder, learner, CheckpointConfig(keep_checkpoints=keep), said.append)
     for step in steps:
         checkpoints.begin(step, {"progress.json": json.dumps({"step": step}).encode()})
     checkpoints.wait()
@@ -53,7 +54,7 @@ def largest_file(size: int) -> Iterator[None]:
 
 
 def test_a_checkpoint_has_its_name_only_when_it_is_whole(tmp_path: Path, learner: Learner, said: list[str]) -> None:
-    checkpoints = Checkpoints(tmp_path, learner, 2, said.append)
+    checkpoints = Checkpoints(tmp_path, learner, CheckpointConfig(), said.append)
     checkpoints.begin(3, {"progress.json": b"{}"})
     assert names(tmp_path) == ["step-3.writing"] and newest_whole(tmp_path, said.append) is None
     checkpoints.wait()
@@ -72,7 +73,7 @@ def test_the_newest_ones_are_kept(tmp_path: Path, learner: Learner, said: list[s
 
 def test_what_a_killed_process_was_writing_is_thrown_away(tmp_path: Path, learner: Learner, said: list[str]) -> None:
     (tmp_path / "step-7.writing" / "learner").mkdir(parents=True)
-    Checkpoints(tmp_path, learner, 2, said.append)
+    Checkpoints(tmp_path, learner, CheckpointConfig(), said.append)
     assert names(tmp_path) == []
 
 
@@ -118,6 +119,6 @@ def test_a_checkpoint_of_a_step_that_was_taken_again_replaces_nothing(
     tmp_path: Path, learner: Learner, said: list[str]
 ) -> None:
     written(tmp_path, learner, said, range(1, 3))
-    assert Checkpoints(tmp_path, learner, 2, said.append).newest_step == 2
+    assert Checkpoints(tmp_path, learner, CheckpointConfig(), said.append).newest_step == 2
     written(tmp_path, learner, said, range(2, 3))
     assert names(tmp_path) == ["step-1", "step-2", "step-2.abandoned"]

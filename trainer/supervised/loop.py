@@ -68,8 +68,7 @@ class SftLoop:
         rewind(parts.folder / METRICS, self.progress.metrics_bytes)
         log, described = self.config.log, self.config.model_dump(mode="json")
         self.log = MetricsLog(parts.folder, described, log.tracker, log.project, self.progress.step, report=display.say)
-        keep = self.config.checkpoint.keep_checkpoints
-        self.checkpoints = Checkpoints(parts.folder / CHECKPOINTS, parts.learner, keep, display.say)
+        self.checkpoints = Checkpoints(parts.folder / CHECKPOINTS, parts.learner, self.config.checkpoint, display.say)
         self.loss_after: float | None = None
         self.is_stopping = False
         self.started = time.perf_counter() - self.progress.seconds
@@ -137,13 +136,12 @@ class SftLoop:
     def _step(self, step: int, samples: Sequence[TrainingSample]) -> Mapping[str, float]:
         """Train, log, keep; return the row of metrics."""
         started = time.perf_counter()
+        self.checkpoints.leave()
         stats = self.parts.learner.step([samples])
         train_s = time.perf_counter() - started
         metrics = {
             **step_metrics(stats),
-            "epoch": step * self.config.batch_size / len(self.train)
-            if self.config.steps
-            else min(step * self.config.batch_size / len(self.train), float(self.config.epochs)),
+            "epoch": num_taken(self.config, len(self.train), step) / len(self.train),
             "train_s": train_s,
             "train_tokens_per_s": sum(len(s.ids_T) for s in samples) / train_s,
         }
@@ -153,10 +151,7 @@ class SftLoop:
             metrics |= {} if loss is None else {"eval_loss": loss}
         row = self.log.write(step, metrics)
         self.progress = self._boundary(step, self.progress.loss_before)
-        self.checkpoints.poll()
-        save_every = self.config.checkpoint.save_every
-        if save_every and (step % save_every == 0 or step == self.parts.num_steps):
-            self.checkpoints.begin(step, self.progress.files())
+        self.checkpoints.arrive(step, self.progress.files, is_last=step == self.parts.num_steps)
         return row
 
     def _say_step(self, row: Mapping[str, float], left_s: float) -> None:
@@ -211,17 +206,14 @@ class SftLoop:
         finally:
             self.log.close()
         if has_weights:
-            self._keep_last()
+            self.checkpoints.close()
             save_model(self.parts.learner, self.parts.material.renderer, folder / MODEL)
         return summary
 
-    def _keep_last(self) -> None:
-        """Finish the checkpoint that is being written, and write one of the last step if there is none yet."""
-        self.checkpoints.wait()
-        step, is_wanted = self.progress.step, self.config.checkpoint.save_every > 0
-        if is_wanted and step and step == self.parts.learner.steps_done and self.checkpoints.newest_step != step:
-            self.checkpoints.begin(step, self.progress.files())
-            self.checkpoints.wait()
+
+def num_taken(config: SftConfig, size: int, step: int) -> int:
+    """Return how many conversations were taken after a step, of `size` that there are: the last batch may be short."""
+    return step * config.batch_size if config.steps else min(step * config.batch_size, config.epochs * size)
 
 
 def step_places(config: SftConfig, size: int, step: int) -> list[int]:
@@ -229,8 +221,7 @@ def step_places(config: SftConfig, size: int, step: int) -> list[int]:
 
     Example: of 10 conversations with a batch of 4, step 3 takes the last two of the first epoch and two of the second.
     """
-    end = step * config.batch_size if config.steps else min(step * config.batch_size, config.epochs * size)
-    numbers = range((step - 1) * config.batch_size, end)
+    numbers = range((step - 1) * config.batch_size, num_taken(config, size, step))
     orders = {epoch: epoch_order(size, config.seed, epoch) for epoch in {number // size for number in numbers}}
     return [orders[number // size][number % size] for number in numbers]
 

@@ -22,10 +22,16 @@ from envs.tool_calls import ToolFormat, detect_format
 from envs.types import SampleSource
 from trainer.checkpoint import Checkpoint
 from trainer.config import EnvConfig
-from trainer.folder import CONFIG, found_folder, locked, make_folder
-from trainer.layers import write_config
-from trainer.processes import check_cluster, check_device, start_learner
-from trainer.setup import NUM_PROBED, check_command, found_checkpoint, probe_tools, resolve_model, template_options
+from trainer.processes import check_cluster, check_device
+from trainer.setup import (
+    NUM_PROBED,
+    begin_or_resume,
+    check_command,
+    check_reach,
+    probe_tools,
+    resolve_model,
+    template_options,
+)
 from trainer.supervised.config import SftConfig
 from trainer.supervised.data import ConversationSet, check_conversations
 from trainer.trainer import ModelFacts, Trainer
@@ -66,9 +72,7 @@ def load_material(config: SftConfig, on_checked: Callable[[], None] = lambda: No
     """
     model_path = resolve_model(config.model.model)
     facts = ModelFacts.load(model_path)
-    if config.model.context_length > facts.max_positions:
-        rule, fix = f"must be at most the model's {facts.max_positions} positions", "give less"
-        raise UserError("--context-length", rule, config.model.context_length, fix)
+    check_reach(config.model, facts)
     renderer = Renderer.from_checkpoint(model_path, template_options(config.model))
     tool_format: ToolFormat = detect_format(renderer.chat_template)
     spec = get_spec(config.env, *config.registry) if config.env else None
@@ -101,16 +105,9 @@ def prepare(config: SftConfig, material: Material, say: Callable[[str], None]) -
     # What the model could be kept from saying by an engine counts here: it is to learn not to say it.
     sampling = SamplingParams(stop_ids=material.renderer.stop_ids)
     with ExitStack() as cleanup:
-        folder, checkpoint = None, None
-        if config.checkpoint.resume:
-            folder = cleanup.enter_context(locked(found_folder(config.checkpoint.resume)))
-            checkpoint = found_checkpoint(folder, say)
-        learner = start_learner(plan, material.model_path, sampling, cleanup)
-        if checkpoint:
-            learner.trainer.restore(checkpoint.learner)
-        if folder is None:  # only now, so that what cannot run leaves nothing behind
-            folder = cleanup.enter_context(locked(make_folder(config.log, f"sft-seed{config.seed}")))
-        write_config(config, folder / CONFIG)
+        label = f"sft-seed{config.seed}"
+        path = material.model_path
+        learner, folder, checkpoint = begin_or_resume(config, plan, label, path, sampling, cleanup, say)
         return SftParts(config, folder, material, num_steps, learner.trainer, checkpoint, cleanup.pop_all())
 
 
