@@ -90,9 +90,15 @@ class Episode:
         )
 
     async def run(
-        self, sample: Sample, make_env: Callable[[], EpisodeEnv], seed: int, sample_index: int = 0
+        self,
+        sample: Sample,
+        make_env: Callable[[], EpisodeEnv],
+        seed: int,
+        sample_index: int = 0,
+        group: int = 0,
+        attempt: int = 0,
     ) -> Trajectory:
-        """Play one episode to its end, or until its task is cancelled with `ABORT`.
+        """Play one episode to its end, or until its task is cancelled with `ABORT`; numbers are `Trajectory`'s.
 
         Raises only what the engine or our own code raises. A stream that breaks a rule, by the engine's answer or when
         it is finished, ends as `invalid_stream`; `error` says which rule and where.
@@ -121,12 +127,12 @@ class Episode:
         finally:
             close_error = await _close(env)
             error = error or close_error
-        return self._trajectory(sample, sample_index, play, reward, end_reason, error, started)
+        return self._trajectory(sample, (group, sample_index, attempt), play, reward, end_reason, error, started)
 
     def _trajectory(
         self,
         sample: Sample,
-        sample_index: int,
+        key: tuple[int, int, int],
         play: _Play,
         reward: float,
         end_reason: EndReason,
@@ -136,6 +142,7 @@ class Episode:
         """Return the finished episode; one whose stream breaks a rule ends as `invalid_stream`."""
         stream, turns, messages = play.stream, tuple(play.turns), tuple(play.messages)
         ids_T, mask_T, logprobs_T = stream.arrays()
+        group, sample_index, attempt = key
 
         def make(end_reason: EndReason, error: str | None, timing: Timing) -> Trajectory:
             return Trajectory(
@@ -154,6 +161,11 @@ class Episode:
                 error=error,
                 metadata=sample.metadata,
                 timing=timing,
+                label=sample.label,
+                num_prompt_messages=len(sample.prompt),
+                tools=tuple(play.tools),
+                group=group,
+                attempt=attempt,
             )
 
         checked = time.perf_counter()
@@ -163,7 +175,8 @@ class Episode:
                 end_reason, error = EndReason.INVALID_STREAM, f"{error}\n{rule}" if error else rule
         now = time.perf_counter()
         engine_s = sum([turn.engine_s for turn in turns])
-        return make(end_reason, error, Timing(now - started, engine_s, play.env.seconds, play.check_s + now - checked))
+        total_s, check_s = now - started, play.check_s + now - checked
+        return make(end_reason, error, Timing(time.time() - total_s, total_s, engine_s, play.env.seconds, check_s))
 
     def _broken_rule(self, trajectory: Trajectory, play: _Play) -> str | None:
         rule = broken_invariant(trajectory, self._vocabulary, play.stream.pieces)
@@ -236,6 +249,7 @@ class Episode:
                 info=result.info,
                 engine_s=answered - asked,
                 env_s=env.seconds - env_s,
+                done=result.done,
             )
         )
         if fault:

@@ -10,7 +10,7 @@ import json
 import re
 import sys
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,7 +19,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from agents.engines.scripted import ScriptedEngine
 from agents.episode import Episode, Limits
-from agents.recording import Recorder
+from agents.recording import Manifest, Recorder, Recording
+from agents.recording.manifest import describe
+from agents.recording.schema import PLAY
 from agents.renderer import Renderer
 from agents.types import EndReason, GenerateRequest, SamplingParams, Trajectory
 from envs.checking.hostile import write_call
@@ -272,6 +274,13 @@ def summarise(trajectory: Trajectory, terminal: Terminal, gallery: Gallery) -> i
     return 0 if t.end_reason.is_valid else 1
 
 
+def record(folder: Path, trajectory: Trajectory, manifest: Manifest, renderer: Renderer) -> None:
+    """Append an episode to a recording, as the next attempt at its problem."""
+    with Recorder(folder, manifest, renderer.encoder.spell) as recorder:
+        attempt = sum(episode.group == trajectory.group for episode in Recording.open(folder).episodes())
+        recorder.write(replace(trajectory, attempt=attempt), step=0, phase=PLAY, way=PLAY)
+
+
 def _turns(count: int) -> str:
     return f"{count} turn{'' if count == 1 else 's'}"
 
@@ -321,7 +330,9 @@ def run(argv: Sequence[str] | None) -> int:
     gallery.save(list(message_images(sample.prompt)), "prompt")
     try:
         trajectory = _finish(
-            episode.run(sample, lambda: player.watch(build_env(sample, args)), seed=config.problems.seed)
+            episode.run(
+                sample, lambda: player.watch(build_env(sample, args)), seed=config.problems.seed, group=config.index
+            )
         )
     except (Interrupted, KeyboardInterrupt):
         terminal.say("--- interrupted")
@@ -330,8 +341,7 @@ def run(argv: Sequence[str] | None) -> int:
         terminal.say("--- quit")
         return 0
     if config.record:
-        with Recorder(Path(config.record), spec.id) as recorder:
-            recorder.write(trajectory, step=0, phase="play")
+        record(Path(config.record), trajectory, describe(spec, renderer, config.model, {PLAY: episode}), renderer)
         terminal.say(f"recorded in {config.record}")
     return summarise(trajectory, terminal, gallery)
 

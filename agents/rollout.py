@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import heapq
 import math
+import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy as shallow_copy
@@ -22,7 +23,7 @@ import numpy as np
 
 from agents.engines.metered import MeteredEngine
 from agents.episode import ABORT, Episode
-from agents.types import EndReason, Trajectory, TrajectoryGroup
+from agents.types import EndReason, Timing, Trajectory, TrajectoryGroup
 from envs.runner import EpisodeEnv
 from envs.types import Sample, private
 
@@ -311,17 +312,20 @@ class RolloutManager:
                 self._groups[number] = _Group(self._problem_at(number), self.engine.weight_version)
                 self._jobs = [(number, 0, copy) for copy in range(self.options.group_size)]
             number, _, copy = heapq.heappop(self._jobs)
-            task = asyncio.get_running_loop().create_task(self._one(self._groups[number], copy))
+            task = asyncio.get_running_loop().create_task(self._one(number, copy))
             self._running[task] = number, copy
             task.add_done_callback(self._ended)
 
-    async def _one(self, group: _Group, copy: int) -> Trajectory:
+    async def _one(self, number: int, copy: int) -> Trajectory:
+        group = self._groups[number]
         sample = group.problem.sample
         return await self.episode.run(
             sample,
             lambda: self._build_env(private(sample), deepcopy(self._args)),
             seed=group.seed(copy),
             sample_index=copy,
+            group=number,
+            attempt=group.attempt,
         )
 
     def _ended(self, task: asyncio.Task[Trajectory]) -> None:
@@ -329,11 +333,11 @@ class RolloutManager:
         number, copy = self._running.pop(task)
         group = self._groups[number]
         error = None if task.cancelled() else task.exception()
-        group.played[copy] = _unplayed(group, copy, error) if task.cancelled() or error else task.result()
+        group.played[copy] = _unplayed(group, number, copy, error) if task.cancelled() or error else task.result()
         try:
+            self._on_episode(group.played[copy])
             if error:
                 raise error
-            self._on_episode(group.played[copy])
             if not group.is_cut and len(group.played) == self.options.group_size:
                 self._completed(number, group)
             self._begin()
@@ -411,7 +415,7 @@ def _times(factor: float, count: int) -> int:
     return math.ceil(factor * count - 1e-9)
 
 
-def _unplayed(group: _Group, copy: int, error: BaseException | None) -> Trajectory:
+def _unplayed(group: _Group, number: int, copy: int, error: BaseException | None) -> Trajectory:
     """Return the record of an episode that has left none: the engine failed it, or it was aborted as it closed."""
     sample = group.problem.sample
     return Trajectory(
@@ -429,6 +433,11 @@ def _unplayed(group: _Group, copy: int, error: BaseException | None) -> Trajecto
         messages=sample.prompt,
         error="".join(traceback.format_exception(error)).strip() if error else None,
         metadata=sample.metadata,
+        timing=Timing(began=time.time()),
+        label=sample.label,
+        num_prompt_messages=len(sample.prompt),
+        group=number,
+        attempt=group.attempt,
     )
 
 

@@ -145,7 +145,8 @@ class Turn:
     """One model turn: the span `[start, end)` of its tokens in the stream, its text, and what the environment said.
 
     `observations` is the environment's answer as chat messages, empty where it gave none; after the last turn the model
-    is no longer shown them. `versions` and `num_cached` are the completion's. Times are seconds.
+    is no longer shown them. `done` is its word that the task has ended. `versions` and `num_cached` are the
+    completion's. Times are seconds.
     """
 
     start: int
@@ -158,12 +159,17 @@ class Turn:
     info: Mapping[str, Any]
     engine_s: float
     env_s: float
+    done: bool = False
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Where an episode's wall time went, in seconds; what is left of `total_s` is the agent loop's own and waiting."""
+    """Where an episode's wall time went, in seconds; what is left of `total_s` is the agent loop's own and waiting.
 
+    `began` is when it began, in seconds since 1970.
+    """
+
+    began: float = 0.0
     total_s: float = 0.0
     engine_s: float = 0.0
     env_s: float = 0.0
@@ -174,7 +180,9 @@ class Timing:
 class Trajectory:
     """One finished episode as one append-only token stream.
 
-    `mask_T` is True on the tokens that the model sampled, and only there; `logprobs_T` is 0 elsewhere.
+    `mask_T` is True on the tokens that the model sampled, and only there; `logprobs_T` is 0 elsewhere. It is sample
+    `sample_index` of the problem of number `group`, whose group was played again `attempt` times before. The first
+    `num_prompt_messages` of `messages` are the problem's own; `tools` are the schemas that the prompt shows.
 
     Example: prompt of 4 tokens, the model writes 3, the environment 2, the model 2::
 
@@ -197,12 +205,22 @@ class Trajectory:
     error: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     timing: Timing = Timing()
+    label: str | None = None
+    num_prompt_messages: int = 0
+    tools: tuple[Mapping[str, Any], ...] = ()
+    group: int = 0
+    attempt: int = 0
 
     def __repr__(self) -> str:
         return (
             f"Trajectory({self.sample_id!r}, {len(self.turns)} turns, {len(self.ids_T)} tokens, "
             f"reward {self.reward}, {self.end_reason.value}{f', {self.error!r:.200}' if self.error else ''})"
         )
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """What tells it from all others that were played for the same: group, sample, attempt."""
+        return self.group, self.sample_index, self.attempt
 
     @property
     def num_model_tokens(self) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
+import importlib.util
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -49,6 +51,9 @@ class EnvSpec(BaseModel):
 
     id: str = Field(min_length=1)
     entry_point: str = Field(pattern=_ENTRY_POINT, description="module:ATTRIBUTE, called with (sample, args)")
+    version: str = Field(
+        default="1", min_length=1, description="changes when an episode would go otherwise; recordings keep it"
+    )
     description: str = Field(description="one line for the list of environments")
     max_turns: int = Field(ge=1, description="model turns an episode may take")
     dataset: str | None = Field(
@@ -116,6 +121,24 @@ class EnvSpec(BaseModel):
             reward_min_val=self.reward_min_val,
             options=self.options,
         )
+
+    def source_digest(self) -> str:
+        """Return a hash of the code behind the entry point, without running it: of its module, or of all Python files
+        of the package that it lies in below the first; empty where it cannot be found."""
+        module = self.entry_point.partition(":")[0]
+        try:
+            found = importlib.util.find_spec(module)  # imports the packages above it
+        except Exception:  # which may raise anything
+            return ""
+        if found is None or found.origin is None:
+            return ""
+        origin = Path(found.origin)
+        is_package = found.submodule_search_locations is not None or module.count(".") > 1
+        files = sorted(origin.parent.rglob("*.py")) if is_package else [origin]
+        hashed = hashlib.blake2b(digest_size=8)
+        for file in files:
+            hashed.update(file.name.encode() + b"\0" + file.read_bytes())
+        return hashed.hexdigest()
 
     def load(self) -> BuildEnv:
         """Import the entry point and return its `build_env`; with `isolation: process`, both happen in a process.

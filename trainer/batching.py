@@ -82,6 +82,7 @@ def training_samples(
                 num_prefix_images=num_images_within(prompt, trajectory.images, image_token_id),
                 advantage=advantage,
                 weight=weight,
+                key=trajectory.key,
             )
         )
     return samples

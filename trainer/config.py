@@ -419,7 +419,9 @@ class FolderConfig(Section):
 class LogConfig(FolderConfig):
     """What is kept of a run."""
 
-    record: bool = Field(default=True, description="record every training episode with its images")
+    record: float = Field(
+        default=1.0, ge=0, le=1, description="share of the problems whose episodes are recorded, with all of a group"
+    )
 
 
 class RunConfig(Section):

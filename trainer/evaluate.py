@@ -78,7 +78,7 @@ class FiguresConfig(Section):
     )
     out: Path = Field(default=Path("runs"), description="folder for the folder of results")
     name: str = Field(default="", description="name of the folder of results; empty: environment and time")
-    record: bool = Field(default=True, description="record every episode with its images")
+    record: float = Field(default=1.0, ge=0, le=1, description="share of the problems whose episodes are recorded")
 
     @field_validator("eval_temperature")
     @classmethod

@@ -16,7 +16,10 @@ from transformers.utils.hub import cached_file
 
 from agents.engines.hf import HFEngine
 from agents.engines.sglang import SGLangEngine
+from agents.episode import Episode
 from agents.recording import Recorder
+from agents.recording.manifest import describe
+from agents.recording.schema import EVALUATE
 from agents.renderer import Renderer
 from agents.rollout import derive_seed
 from agents.types import Trajectory
@@ -160,7 +163,7 @@ class Evaluator:
     def __init__(self, parts: EvaluationParts, display: Display) -> None:
         self.parts, self.config, self.display = parts, parts.config, display
         self._plays: dict[str, Play] = {}
-        self._recorder = Recorder(parts.folder / EPISODES, parts.spec.id) if self.config.figures.record else None
+        self._recorder = self._make_recorder()
         self._faults: set[str] = set()
         self._started = time.perf_counter()
         self.report = self._make_report("nothing was played")
@@ -188,6 +191,27 @@ class Evaluator:
             finally:
                 await parts.engine.close()
 
+    def _make_recorder(self) -> Recorder | None:
+        parts, config = self.parts, self.config
+        if not config.figures.record:
+            return None
+        manifest = describe(
+            parts.spec, parts.renderer, str(parts.model_path), {way.name: self._episode(way) for way in parts.ways}
+        )
+        return Recorder(parts.folder / EPISODES, manifest, parts.renderer.encoder.spell, config.figures.record)
+
+    def _episode(self, way: Way) -> Episode:
+        parts, config = self.parts, self.config
+        return build_episode(
+            parts.engine,
+            parts.renderer,
+            parts.spec,
+            way.max_turns,
+            config.env.max_new_tokens,
+            config.figures.eval_temperature,
+            way.use_tools,
+        )
+
     async def _play(self, way: Way) -> None:
         parts, own = self.parts, self.config.figures
         options = PlayOptions(
@@ -198,24 +222,15 @@ class Evaluator:
             looks_at_first_turn=way.max_turns > 1,
             tags=own.tag,
         )
-        episode = build_episode(
-            parts.engine,
-            parts.renderer,
-            parts.spec,
-            way.max_turns,
-            self.config.env.max_new_tokens,
-            own.eval_temperature,
-            way.use_tools,
-        )
         args = parts.spec.args(way.max_turns, detect_format(parts.renderer.chat_template))
 
         def note(trajectory: Trajectory) -> None:
             self.display.advance()
             self.display.fault(trajectory, self._faults)
             if self._recorder:
-                self._recorder.write(trajectory, step=0, phase=way.name)
+                self._recorder.write(trajectory, step=0, phase=EVALUATE, way=way.name)
 
-        play = self._plays[way.name] = Play(episode, parts.samples, parts.build_env, args, options, note)
+        play = self._plays[way.name] = Play(self._episode(way), parts.samples, parts.build_env, args, options, note)
         try:
             await play.run()
         finally:

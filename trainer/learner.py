@@ -55,6 +55,7 @@ class _Sums:
     tokens_seen: int = 0
     grad_norms: list[float] = field(default_factory=list)
     num_skipped: int = 0
+    logprobs: list[tuple[MicroBatch, Tensor]] = field(default_factory=list)
 
     @classmethod
     def zero(cls, num_turns: int, device: torch.device) -> _Sums:
@@ -278,6 +279,7 @@ class Learner:
     def _measure(self, batch: MicroBatch, logprobs_N: Tensor, entropy_N: Tensor, sums: _Sums) -> None:
         sums.gaps.add(logprobs_N, batch.rollout_logprobs_N, batch.turns_N)
         sums.entropy = sums.entropy + entropy_N.sum()
+        sums.logprobs.append((batch, logprobs_N))
 
     def _set_lr(self) -> float:
         warm = min(1.0, (self.steps_done + 1) / max(1, self.optim.warmup_steps))
@@ -323,6 +325,7 @@ class Learner:
             logprob_gap_max=gaps.max,
             entropy=ent / max(1, gaps.num_tokens),
             objective={name: value / max(1.0, seen) for name, value in zip(names, rest, strict=False)},
+            logprobs=_by_key(sums.logprobs),
         )
 
     def _reduce(self, values: list[float], op: dist.ReduceOp.RedOpType) -> list[float]:
@@ -429,6 +432,17 @@ def _whole(parameter: Tensor) -> Tensor:
 def _by_sample(batch: MicroBatch, values_N: Tensor) -> dict[TrainingSample, Tensor]:
     parts = values_N.split([int(sample.mask_T.sum()) for sample in batch.samples])
     return dict(zip(batch.samples, parts, strict=True))
+
+
+def _by_key(measured: Sequence[tuple[MicroBatch, Tensor]]) -> dict[tuple[int, int, int], NDArray[np.float32]]:
+    """Return the log-probs of every sample of this rank, fetched from the device in one go; fillers have none."""
+    samples = [sample for batch, _ in measured for sample in batch.samples]
+    if not samples:
+        return {}
+    values_N = torch.cat([logprobs_N.float() for _, logprobs_N in measured]).cpu().numpy()
+    ends = np.cumsum([int(sample.mask_T.sum()) for sample in samples])
+    parts = np.split(values_N, ends[:-1])
+    return {sample.key: part for sample, part in zip(samples, parts, strict=True) if len(part)}
 
 
 def _of(batch: MicroBatch, values: SampleLogprobs, device: torch.device) -> Tensor:

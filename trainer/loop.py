@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import resource
 import sys
@@ -13,7 +14,8 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from agents.appended import rewind
-from agents.recording import Recorder
+from agents.recording.recorder import rewind_recording
+from agents.recording.schema import TRAIN
 from agents.rollout import ManagerState, Problem, RolloutManager, RolloutOptions, StepRollout, derive_seed
 from agents.types import EndReason, Trajectory
 from envs.data import epoch_order
@@ -28,7 +30,7 @@ from trainer.metrics import MetricsLog, draw_curve, rollout_metrics
 from trainer.progress import Progress, read_progress, seed_random
 from trainer.setup import RunParts, check_command
 from trainer.trainer import LearnerLost
-from trainer.types import TrainingSample
+from trainer.types import StepStats, TrainingSample
 
 
 class InvalidStreams(RuntimeError):
@@ -51,7 +53,7 @@ class TrainingLoop:
         self.log = MetricsLog(
             parts.folder, _described(parts), log.tracker, log.project, self.progress.step, report=display.say
         )
-        self.recorder = Recorder(parts.folder / EPISODES, parts.config.env.env) if parts.config.log.record else None
+        self.recorder = parts.recorder()
         self.checkpoints = Checkpoints(parts.folder / CHECKPOINTS, parts.learner, parts.config.checkpoint, display.say)
         self.before: dict[str, Evaluation] = dict(self.progress.before)
         self.after: dict[str, Evaluation] = {}
@@ -59,6 +61,7 @@ class TrainingLoop:
         self.faults = set(self.progress.faults)
         self.group_fates = Counter(self.progress.group_fates)
         self.unused_groups = Counter(self.progress.unused_groups)
+        self.step = self.progress.step  # the one at hand
         self._order: tuple[int, list[int]] = (-1, [])  # an epoch, and the order of its problems
         self.started = time.perf_counter() - self.progress.seconds
 
@@ -68,11 +71,8 @@ class TrainingLoop:
         seed_random(derive_seed(self.config.seed, "generators"))
         progress = read_progress(checkpoint) if checkpoint else Progress()
         rewind(folder / METRICS, progress.metrics_bytes)
-        recorded = folder / EPISODES / "episodes.jsonl"
-        if progress.episodes_bytes > (recorded.stat().st_size if recorded.exists() else 0):
-            self.display.say(f"{recorded} is shorter than it was: recorded episodes of earlier steps are gone")
-        else:
-            rewind(recorded, progress.episodes_bytes)
+        for name in rewind_recording(folder / EPISODES, progress.recorded_bytes):
+            self.display.say(f"{folder / EPISODES / name} is shorter than it was: some of earlier steps is gone")
         return progress
 
     async def run(self) -> dict[str, Any]:
@@ -82,10 +82,10 @@ class TrainingLoop:
         try:
             await parts.sync.start(start)
             if not start:
-                self.before = await self._evaluate("evaluate before")
+                self.before = await self._evaluate("before")
                 self.progress = self._boundary(0, ManagerState())
             await self._train()
-            self.after = await self._evaluate("evaluate after")
+            self.after = await self._evaluate("after")
         except asyncio.CancelledError:
             interrupted = True
             self.display.say("interrupted: saving what there is")
@@ -112,7 +112,7 @@ class TrainingLoop:
             parts.env_args(parts.spec.max_turns),
             self._problem,
             RolloutOptions(**config.rollout.model_dump(include=names)),
-            on_episode=self._report_fault,
+            on_episode=self._on_played,
             state=self.progress.rollout,
         )
         first = step = self.progress.step
@@ -122,14 +122,15 @@ class TrainingLoop:
                 await self._step(manager, step)
                 self.display.advance()
         finally:
-            self._record(StepRollout((), aborted=await manager.close()), step)
+            self._take(StepRollout((), aborted=await manager.close()), step)
 
     async def _step(self, manager: RolloutManager, step: int) -> None:
         """Roll out, then learn. Who interrupts the learning waits for its end, so that the run stands between steps."""
+        self.step = step
         started = time.perf_counter()
         rollout = await manager.collect(self.config.rollout.problems_per_step)
         rollout_s = time.perf_counter() - started
-        self._record(rollout, step)
+        self._take(rollout, step)
         self._check_streams(rollout)
         learning = asyncio.ensure_future(self._learn(rollout, step, rollout_s))
         try:
@@ -153,6 +154,7 @@ class TrainingLoop:
         train_started = time.perf_counter()
         stats = await asyncio.to_thread(parts.learner.step, minibatches)
         train_s = time.perf_counter() - train_started
+        self._record_scores(rollout, stats, step)
         sync_s, probe = await parts.sync.push(version=step)
         metrics = rollout_metrics(rollout, parts.spec.max_turns, version, rollout_s)
         metrics |= {"rollout_s": rollout_s, "train_s": train_s, "sync_s": sync_s}
@@ -178,7 +180,7 @@ class TrainingLoop:
         return Progress(
             step=step,
             metrics_bytes=self.log.size(),
-            episodes_bytes=self.recorder.size() if self.recorder else self.progress.episodes_bytes,
+            recorded_bytes=self.recorder.sizes() if self.recorder else self.progress.recorded_bytes,
             seconds=time.perf_counter() - self.started,
             before=self.before,
             ends=dict(self.ends),
@@ -225,11 +227,14 @@ class TrainingLoop:
                 f"{most:g}; episode {first.sample_index} of {first.sample_id}: {first.error}"
             )
 
-    def _report_fault(self, trajectory: Trajectory) -> None:
-        """Say what broke an episode, the first time that it happens; the recording has every traceback in full."""
+    def _on_played(self, trajectory: Trajectory) -> None:
+        """Record an episode as it ends, and say what broke it, the first time that it happens."""
+        if self.recorder:
+            self.recorder.write(trajectory, self.step)
         self.display.fault(trajectory, self.faults)
 
-    def _record(self, rollout: StepRollout, step: int) -> None:
+    def _take(self, rollout: StepRollout, step: int) -> None:
+        """Count what a step has ended, and record what becomes of it."""
         self.ends.update(t.end_reason.value for t in rollout.played)
         self.group_fates.update(fate for group in rollout.groups for fate in group.fates)
         self.unused_groups.update({fate: len(groups) for fate, groups in rollout.unused.items() if groups})
@@ -238,19 +243,25 @@ class TrainingLoop:
         advantages = trajectory_advantages(rollout.groups, self.config.algorithm)
         for group, own in zip(rollout.groups, advantages, strict=True):
             for t in group.discarded:
-                self.recorder.write(t, step, "discarded")
+                self.recorder.take(t, step, "discarded")
             for t, advantage in zip(group.trajectories, own, strict=True):
-                self.recorder.write(t, step, "train", advantage)
+                self.recorder.take(t, step, TRAIN, advantage)
         for fate, groups in rollout.unused.items():
             for t in (t for group in groups for t in (*group.discarded, *group.trajectories)):
-                self.recorder.write(t, step, fate)
+                self.recorder.take(t, step, fate)
 
-    async def _evaluate(self, name: str) -> dict[str, Evaluation]:
+    def _record_scores(self, rollout: StepRollout, stats: StepStats, step: int) -> None:
+        if self.recorder is None:
+            return
+        for t in (t for group in rollout.groups for t in group.trajectories if t.key in stats.logprobs):
+            self.recorder.score(t, step, stats.logprobs[t.key])
+
+    async def _evaluate(self, phase: str) -> dict[str, Evaluation]:
         """Return accuracy on the held-out problems: over all turns and, where there are tools, without them in one."""
         source = self.parts.eval_samples
         if source is None or not len(source):
             return {}
-        all_ways = ways(self.parts.spec.max_turns, self.parts.has_tools)
+        name, all_ways = f"evaluate {phase}", ways(self.parts.spec.max_turns, self.parts.has_tools)
         self.display.begin(name, len(all_ways) * len(source))
         options = PlayOptions(
             seed=derive_seed(self.config.seed, "evaluate"),
@@ -265,14 +276,16 @@ class TrainingLoop:
                 self.parts.build_env,
                 self.parts.env_args(way.max_turns),
                 options,
-                on_episode=self._on_evaluated,
+                on_episode=functools.partial(self._on_evaluated, phase, way.name),
             )
             self.display.say(f"{name}: {results[way.name].accuracy.value:.3f} {way.title}")
         return results
 
-    def _on_evaluated(self, trajectory: Trajectory) -> None:
+    def _on_evaluated(self, phase: str, way: str, trajectory: Trajectory) -> None:
         self.display.advance()
-        self._report_fault(trajectory)
+        if self.recorder:
+            self.recorder.write(trajectory, self.step, phase, way)
+        self.display.fault(trajectory, self.faults)
 
     def _finish(self, interrupted: bool, has_weights: bool) -> dict[str, Any]:
         """Write summary and curve, close all files, write the weights: last, for nothing else is lost if that fails."""

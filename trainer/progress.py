@@ -29,15 +29,15 @@ _EVALUATIONS = TypeAdapter(dict[str, Evaluation])
 class Progress:
     """Where the loop stands after `step`.
 
-    `metrics_bytes` and `episodes_bytes` are the lengths of the files by then: what stands behind them is of steps that
-    will be taken again. `seconds` were spent so far, in all processes of the run that it goes on from.
+    `metrics_bytes` and `recorded_bytes`, by file, are the lengths of the files by then: what stands behind them is of
+    steps that will be taken again. `seconds` were spent so far, in all processes of the run that it goes on from.
 
-    Example: `Progress(step=10, metrics_bytes=20_480, episodes_bytes=1_048_576, seconds=55.0, ...)`.
+    Example: `Progress(step=10, metrics_bytes=20_480, recorded_bytes={"episodes.jsonl.gz": 1_048_576}, seconds=55.0)`.
     """
 
     step: int = 0
     metrics_bytes: int = 0
-    episodes_bytes: int = 0
+    recorded_bytes: Mapping[str, int] = field(default_factory=dict)
     seconds: float = 0.0
     before: Mapping[str, Evaluation] = field(default_factory=dict)
     ends: Mapping[str, int] = field(default_factory=dict)

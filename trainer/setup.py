@@ -18,6 +18,9 @@ from safetensors import SafetensorError
 
 from agents.engine import Engine
 from agents.episode import Episode, Limits
+from agents.recording import Recorder
+from agents.recording.manifest import describe
+from agents.recording.schema import TRAIN
 from agents.renderer import Renderer
 from agents.types import SamplingParams
 from envs.data import filter_overlong, load_samples
@@ -30,7 +33,8 @@ from envs.tool_calls import ToolFormat, detect_format
 from envs.types import Sample, SampleSource
 from trainer.checkpoint import Checkpoint, newest_whole
 from trainer.config import DataConfig, EnvConfig, LearnerPlan, ModelConfig, PromptsConfig, RunConfig
-from trainer.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, MODEL, found_folder, locked, make_folder
+from trainer.evaluation import ways
+from trainer.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, EPISODES, MODEL, found_folder, locked, make_folder
 from trainer.layers import write_config
 from trainer.processes import StartedLearner, build_carrier, check_processes, start_learner
 from trainer.starter import STARTER_PATH
@@ -77,6 +81,17 @@ class RunParts:
         """Return the agent loop with this run's limits."""
         max_new_tokens = self.config.env.max_new_tokens
         return build_episode(self.engine, self.renderer, self.spec, max_turns, max_new_tokens, temperature, use_tools)
+
+    def recorder(self) -> Recorder | None:
+        """Return what records the run's episodes; None where none is to be recorded."""
+        config, turns = self.config, self.spec.max_turns
+        if not config.log.record:
+            return None
+        played = {TRAIN: self.episode(turns, config.rollout.temperature)}
+        for way in ways(turns, self.has_tools):
+            played[way.name] = self.episode(way.max_turns, config.rollout.eval_temperature, way.use_tools)
+        manifest = describe(self.spec, self.renderer, str(self.model_path), played)
+        return Recorder(self.folder / EPISODES, manifest, self.renderer.encoder.spell, config.log.record)
 
     def save_model(self, folder: Path) -> None:
         """Write the learner's weights, with everything else of the checkpoint, as a Hugging Face folder."""

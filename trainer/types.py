@@ -6,7 +6,7 @@ Legend: T tokens of a stream, N model tokens of a micro-batch in row order.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ class TrainingSample:
     """One trajectory with its advantage, and the weight of each of its model tokens in the step's loss.
 
     `weight` already holds the update's global denominator (`trainer.aggregation`). So however samples are split into
-    micro-batches or ranks, their gradients simply add up.
+    micro-batches or ranks, their gradients simply add up. `key` is `Trajectory.key`, that of its episode.
     The first `prefix_length` tokens, with `num_prefix_images` of the images, are the prompt, which others may share.
     `turns_T` is the number of the model turn that a token is of, from 1; 0 where the model did not write.
     """
@@ -36,6 +36,7 @@ class TrainingSample:
     num_prefix_images: int
     advantage: float
     weight: float
+    key: tuple[int, int, int] = (0, 0, 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +94,8 @@ class StepStats:
     the weights that the step starts from; `kl_by_turn[k - 1]` is that over the tokens of turn k alone.
     `logprob_gap_*` are of |trainer - rollout|. `entropy` is in nats per token. `loss`, `grad_norm` and `objective`,
     which holds the objective's own figures by name, are means over the step's updates; `num_skipped` counts updates
-    that were left out because their gradient was not finite.
+    that were left out because their gradient was not finite. `logprobs` holds the trainer's log-probs of the N model
+    tokens of every sample that was trained on, by its key, with the weights that the step starts from.
     """
 
     loss: float
@@ -109,10 +111,12 @@ class StepStats:
     logprob_gap_max: float
     entropy: float
     objective: Mapping[str, float]
+    logprobs: Mapping[tuple[int, int, int], NDArray[np.float32]] = field(default_factory=dict, repr=False)
 
     def row(self) -> dict[str, float]:
         """Return the numbers by name, those of turn k as `rollout_train_kl/turn_k`."""
-        numbers = asdict(self)
+        numbers = asdict(replace(self, logprobs={}))
+        del numbers["logprobs"]
         by_turn = enumerate(numbers.pop("kl_by_turn"), 1)
         objective = numbers.pop("objective")
         return numbers | objective | {f"rollout_train_kl/turn_{number}": kl for number, kl in by_turn}

@@ -20,6 +20,17 @@ _PROBES = (
 )
 
 
+def _byte_alphabet() -> dict[str, int]:
+    """Return the byte for each character that byte-level BPE writes it as: itself where that can be seen and is no
+    space, the next free one from 256 on otherwise."""
+    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in seen]
+    return {chr(byte): byte for byte in seen} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+_BYTES = _byte_alphabet()
+
+
 class Encoder:
     """One tokenizer.
 
@@ -72,6 +83,26 @@ class Encoder:
 
     def _slow_decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def spell(self, token_id: int) -> bytes:
+        """Return the bytes that an id stands for, empty where the tokenizer has no such id.
+
+        Those of one token may be part of a character: only together with the next ones they are text.
+        """
+        try:
+            token = self._tokenizer.convert_ids_to_tokens(int(token_id))
+            text = self.decode([int(token_id)])
+        except Exception:  # an id that no tokenizer takes
+            return b""
+        if token is None:
+            return b""
+        if token in self.added:
+            return token.encode()
+        if "\ufffd" in text and all(character in _BYTES for character in token):
+            return bytes(_BYTES[character] for character in token)
+        if token.startswith("\u2581") and not text.startswith(" "):  # how SentencePiece writes a space
+            text = f" {text}"
+        return well_formed(text).encode()
 
     def harmless(self, text: str) -> str:
         """Return the text with every control token in it broken by a zero-width space.

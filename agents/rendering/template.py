@@ -50,7 +50,7 @@ class ModelTemplate:
         """Take the template named "default" where the tokenizer has several; `options` go to every rendering."""
         found = tokenizer.chat_template
         self.source: str = found["default"] if isinstance(found, Mapping) else found
-        self._tokenizer, self._options = tokenizer, dict(options)
+        self._tokenizer, self.options = tokenizer, dict(options)
         self._roles: dict[str, str] = {}
 
     def render(
@@ -66,7 +66,7 @@ class ModelTemplate:
             chat_template=self.source,
             tokenize=False,
             add_generation_prompt=opens_turn,
-            **self._options,
+            **self.options,
         )
 
     def shows(self, *messages: Message) -> bool:

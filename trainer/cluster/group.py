@@ -9,6 +9,7 @@ import socket
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,9 +134,9 @@ class LearnerGroup:
         """Take a step, each rank on its share; raises `LearnerLost` where a rank fails."""
         with self.lock:
             sent = [ray.put(share) for share in shares(minibatches, len(self.workers))]
-            stats = self._call("step", *((share,) for share in sent))[0]
+            by_rank: list[StepStats] = self._call("step", *((share,) for share in sent))
             self.steps_done += 1
-            return stats
+            return replace(by_rank[0], logprobs={key: own for s in by_rank for key, own in s.logprobs.items()})
 
     def score(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> NDArray[np.float32]:
         """Return the log-prob of each id of a stream but the first, at temperature 1, in nats."""

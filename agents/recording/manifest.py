@@ -1,0 +1,59 @@
+"""What a recording says of itself: an environment, a renderer and ways of playing come in, a `Manifest` goes out."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import platform
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+
+from agents.episode import Episode
+from agents.recording.schema import Manifest, WayRecord
+from agents.renderer import Renderer
+from envs.spec import EnvSpec
+from envs.tool_calls import detect_format
+
+_NAMED = ("trueturn", "transformers", "tokenizers", "pillow", "numpy", "torch")
+
+
+def describe(spec: EnvSpec, renderer: Renderer, model: str, ways: Mapping[str, Episode]) -> Manifest:
+    """Return the manifest of what is recorded from now on; `ways` are the agent loops, by name.
+
+    Example: `describe(spec, renderer, "starter", {"train": episode}).ways["train"].max_turns` is 3.
+    """
+    return Manifest(
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        env=spec,
+        registry=spec.origin,
+        env_source=spec.source_digest(),
+        tool_format=spec.args(tool_format=detect_format(renderer.chat_template)).tool_format,
+        model=model,
+        template=template_digest(renderer),
+        template_options=dict(renderer.template.options),
+        ways={name: way_of(episode) for name, episode in ways.items()},
+        versions={"python": platform.python_version()} | {name: found for name in _NAMED if (found := _version(name))},
+    )
+
+
+def way_of(episode: Episode) -> WayRecord:
+    """Return the limits of an agent loop as they are recorded."""
+    return WayRecord(
+        max_turns=episode.limits.max_turns,
+        use_tools=episode.use_tools,
+        max_new_tokens=episode.limits.max_new_tokens,
+        context_length=episode.engine.context_length,
+        temperature=episode.sampling.temperature,
+    )
+
+
+def template_digest(renderer: Renderer) -> str:
+    """Return a hash of a model's chat template."""
+    return hashlib.blake2b(renderer.chat_template.encode(), digest_size=8).hexdigest()
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""

@@ -1,0 +1,234 @@
+"""Reads a recording: a folder in; records, samples and trajectories out.
+
+What is half written is passed over, so a recording can be read while a run goes on writing it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from pydantic import ValidationError
+
+from agents.images import ImageStore
+from agents.recording.members import read_members
+from agents.recording.schema import (
+    EPISODES,
+    MANIFEST,
+    OUTCOMES,
+    SCHEMA_VERSION,
+    SCORES,
+    TOKENS,
+    EpisodeRecord,
+    Manifest,
+    OutcomeRecord,
+    ScoreRecord,
+    TokenRecord,
+    TurnRecord,
+)
+from agents.types import ProcessedImage, Timing, Trajectory, Turn
+from envs.errors import UserError
+from envs.types import Message, Sample, message_images
+
+_PICTURE = re.compile(r"images/[0-9a-f]{8,64}\.png")
+MAX_PICTURES = 4096
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A folder of recorded episodes.
+
+    Example::
+
+        recording = Recording.open(Path("runs/x"))
+        for episode in recording.episodes():
+            print(episode.id, episode.reward, episode.turns[0].text)
+        recording.outcomes()["train-12-3"].advantage      # 0.7
+    """
+
+    folder: Path
+    manifest: Manifest
+
+    @classmethod
+    def open(cls, path: Path | str) -> Recording:
+        """Find the recording of a run folder, or in a folder of its own.
+
+        Raises:
+            UserError: there is none, or it is of another schema.
+        """
+        path = Path(path)
+        found = [folder for folder in (path, path / "episodes") if (folder / MANIFEST).is_file()]
+        if not found:
+            old = [folder for folder in (path, path / "episodes") if (folder / "episodes.jsonl").is_file()]
+            got = "episodes of an earlier version" if old else "none" if path.exists() else "no such folder"
+            raise UserError(str(path), f"must hold a recording ({MANIFEST})", got, "give a run folder that recorded")
+        text = (found[0] / MANIFEST).read_text(encoding="utf-8")
+        try:
+            version = json.loads(text).get("schema_version")
+            if version != SCHEMA_VERSION:
+                fix = "read it with the version of TrueTurn that wrote it"
+                raise UserError(str(found[0]), f"must be a recording of schema {SCHEMA_VERSION}", version, fix)
+            return cls(found[0], Manifest.model_validate_json(text))
+        except (ValidationError, ValueError, AttributeError) as error:
+            rule, fix = f"must hold a whole {MANIFEST}", "take a copy of the whole folder"
+            raise UserError(str(found[0]), rule, _cause(error), fix) from error
+
+    def episodes(self) -> Iterator[EpisodeRecord]:
+        """Yield the episodes in the order in which they ended."""
+        for _, episode in self.episodes_from(0):
+            yield episode
+
+    def episodes_from(self, place: int) -> Iterator[tuple[int, EpisodeRecord]]:
+        """Yield each episode from a place in the file on, and the place behind it; 0 is the first."""
+        for end, line in read_members(self.folder / EPISODES, place):
+            yield end, EpisodeRecord.model_validate_json(line)
+
+    def episode(self, end: int, start: int) -> EpisodeRecord:
+        """Return the episode that stands between two places of the file."""
+        for found, episode in self.episodes_from(start):
+            assert found == end, f"an episode at {start} ends at {found}, not {end}"
+            return episode
+        raise AssertionError(f"there is no episode at {start}")
+
+    def outcomes(self) -> dict[str, OutcomeRecord]:
+        """Return what became of each training episode, by id."""
+        return {record.id: record for _, record in self.outcomes_from(0)}
+
+    def outcomes_from(self, place: int) -> Iterator[tuple[int, OutcomeRecord]]:
+        """Yield each outcome from a place in the file on, and the place behind it."""
+        for end, line in read_members(self.folder / OUTCOMES, place):
+            yield end, OutcomeRecord.model_validate_json(line)
+
+    def scores(self) -> dict[str, ScoreRecord]:
+        """Return the trainer's log-probs of each episode that it has trained on, by id."""
+        return {record.id: record for _, record in self.scores_from(0)}
+
+    def scores_from(self, place: int) -> Iterator[tuple[int, ScoreRecord]]:
+        """Yield the trainer's log-probs of each episode from a place in the file on, and the place behind them."""
+        for end, line in read_members(self.folder / SCORES, place):
+            yield end, ScoreRecord.model_validate_json(line)
+
+    def tokens(self) -> dict[int, bytes]:
+        """Return the bytes of every token id that was seen."""
+        path = self.folder / TOKENS
+        content = path.read_bytes() if path.exists() else b""
+        whole = content[: content.rfind(b"\n") + 1]
+        records = map(TokenRecord.model_validate_json, whole.splitlines())
+        return {r.id: bytes.fromhex(r.hex) if r.hex else r.text.encode() for r in records}
+
+    def picture_path(self, name: str) -> Path:
+        """Return the file of a picture, as messages name it.
+
+        Raises:
+            UserError: the name is none that a recording gives, and could lead anywhere.
+        """
+        if not _PICTURE.fullmatch(name):
+            rule, fix = "must name a picture as images/HASH.png", "take a recording as it was written"
+            raise UserError(f"{self.folder} image", rule, name[:200], fix)
+        return self.folder / name
+
+    def picture(self, name: str) -> Image.Image:
+        """Return a picture, decoded; the last few thousand are kept.
+
+        Raises:
+            UserError: there is no such picture, or it is damaged.
+        """
+        return _read_picture(self.picture_path(name))
+
+    def messages(self, records: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
+        """Return messages with their pictures in place."""
+        return tuple(self._message(record) for record in records)
+
+    def _message(self, record: Mapping[str, Any]) -> Message:
+        content = record.get("content")
+        if not isinstance(content, list):
+            return dict(record)
+        parts = [
+            {**part, "image": self.picture(part["image"])} if part.get("type") == "image" else dict(part)
+            for part in content
+        ]
+        return {**record, "content": parts}
+
+    def sample(self, episode: EpisodeRecord) -> Sample:
+        """Return the problem of an episode."""
+        prompt = self.messages(episode.messages[: episode.num_prompt_messages])
+        return Sample(episode.sample_id, prompt, episode.label, episode.metadata)
+
+    def trajectory(self, episode: EpisodeRecord, images: ImageStore | None = None) -> Trajectory:
+        """Return the episode as the agent loop gave it, its pictures processed again by `images`; None leaves them out.
+
+        Raises:
+            UserError: the pictures are not cut into the patches that were recorded.
+        """
+        messages = self.messages(episode.messages)
+        processed = self._processed(episode, messages, images) if images else ()
+        return Trajectory(
+            sample_id=episode.sample_id,
+            sample_index=episode.sample_index,
+            seed=episode.seed,
+            ids_T=np.array(episode.ids, dtype=np.int64),
+            mask_T=np.array(episode.mask, dtype=np.bool_),
+            logprobs_T=episode.logprobs_T,
+            images=processed,
+            turns=tuple(self._turn(turn) for turn in episode.turns),
+            reward=episode.reward,
+            end_reason=episode.end_reason,
+            prompt_length=episode.prompt_length,
+            messages=messages,
+            error=episode.error,
+            metadata=episode.metadata,
+            timing=Timing(episode.began, episode.total_s, episode.engine_s, episode.env_s, episode.check_s),
+            label=episode.label,
+            num_prompt_messages=episode.num_prompt_messages,
+            group=episode.group,
+            attempt=episode.attempt,
+        )
+
+    def _processed(
+        self, episode: EpisodeRecord, messages: Sequence[Message], images: ImageStore
+    ) -> tuple[ProcessedImage, ...]:
+        # Where the stream has fewer, the last pictures were too many to be read.
+        pictures = list(message_images(messages))[: len(episode.images)]
+        processed = tuple(images.process(picture) for picture in pictures)
+        found = [(image.digest, image.grid_thw) for image in processed]
+        if found != (recorded := [(image.digest, image.grid) for image in episode.images]):
+            rule = f"must be cut as recorded, {recorded}"
+            fix = "give the model that the recording was made with, and its whole folder"
+            raise UserError(f"pictures of {episode.id}", rule, found, fix)
+        return processed
+
+    def _turn(self, turn: TurnRecord) -> Turn:
+        return Turn(
+            start=turn.start,
+            end=turn.end,
+            text=turn.text,
+            finish=turn.finish,
+            versions=turn.versions,
+            num_cached=turn.num_cached,
+            observations=self.messages(turn.observations),
+            info=turn.info,
+            engine_s=turn.engine_s,
+            env_s=turn.env_s,
+            done=turn.done,
+        )
+
+
+@functools.lru_cache(MAX_PICTURES)
+def _read_picture(path: Path) -> Image.Image:
+    try:
+        with Image.open(path) as image:
+            return image.convert("RGB")
+    except Exception as error:  # Pillow raises what it likes
+        fix = "take a copy of the whole folder"
+        raise UserError(str(path), "must be a whole picture", _cause(error), fix) from error
+
+
+def _cause(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
