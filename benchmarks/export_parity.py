@@ -25,6 +25,7 @@ from PIL import Image
 from agents.engines.sglang import SGLangEngine, SGLangSettings
 from agents.logprobs import stream_logprobs
 from agents.model import PolicyModel
+from agents.recording import Recording
 from agents.renderer import Renderer
 from agents.types import ProcessedImage
 from benchmarks.report import RESULTS, commit, markdown, write_result
@@ -46,15 +47,8 @@ class Stream:
 
 def recorded(run: Path, count: int) -> list[tuple[list[int], list[str]]]:
     """Return ids and picture files of the longest recorded episodes."""
-    lines = [json.loads(line) for line in (run / "episodes" / "episodes.jsonl").read_text().splitlines()]
-    chosen = sorted(lines, key=lambda line: -len(line["ids"]))[:count]
-
-    def pictures(line: dict[str, Any]) -> list[str]:
-        said = [*line["messages"], *(m for turn in line["turns"] for m in turn["observations"])]
-        parts = [part for message in said if isinstance(message["content"], list) for part in message["content"]]
-        return [part["image"] for part in parts if "image" in part]
-
-    return [(line["ids"], pictures(line)) for line in chosen]
+    chosen = sorted(Recording.open(run).episodes(), key=lambda episode: -len(episode.ids))[:count]
+    return [(list(e.ids), [f"images/{image.digest}.png" for image in e.images]) for e in chosen]
 
 
 def write(run: Path, folder: Path, count: int) -> None:

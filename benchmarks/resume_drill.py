@@ -26,8 +26,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from agents.recording import Recording
+from agents.recording.members import read_members
 from benchmarks.report import RESULTS, ROOT, commit, markdown, write_result
 
+#: Of an episode, in seconds.
+TIMES = ("began", "total_s", "engine_s", "env_s", "check_s")
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "pillow")
 SMALL = {
     "--max-turns": "3",
@@ -70,6 +74,11 @@ def num_lines(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
+def num_members(path: Path) -> int:
+    """Return the whole lines of a compressed file."""
+    return sum(1 for _ in read_members(path))
+
+
 def kill_once(folder: Path, argv: list[str], target: int, delay_s: float) -> Kill | None:
     """Kill the run `delay_s` after it has logged `target` steps, or after its start; None if it ended before."""
     run, started = start(folder, argv), time.perf_counter()
@@ -101,13 +110,16 @@ def metrics_of(folder: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if is_same_everywhere(name)} for row in rows]
 
 
-def episodes_of(path: Path) -> list[str]:
-    """Return every recorded episode without its times."""
-    episodes = [json.loads(line) for line in path.read_text().splitlines()]
-    for episode in episodes:
-        for turn in episode["turns"]:
-            del turn["engine_s"], turn["env_s"]
-    return [json.dumps(episode, sort_keys=True) for episode in episodes]
+def episodes_of(run: Path) -> list[str]:
+    """Return every recorded episode with its outcome and the trainer's log-probs, without its times, in order of id."""
+    recording = Recording.open(run)
+    outcomes, scores, found = recording.outcomes(), recording.scores(), []
+    for episode in sorted(recording.episodes(), key=lambda episode: episode.id):
+        turns = [turn.model_copy(update=dict.fromkeys(("engine_s", "env_s"), 0.0)) for turn in episode.turns]
+        untimed = episode.model_copy(update={"turns": turns, **dict.fromkeys(TIMES, 0.0)})
+        parts = (untimed, outcomes.get(episode.id), scores.get(episode.id))
+        found.append("\n".join(part.model_dump_json() for part in parts if part))
+    return found
 
 
 def state_of(folder: Path, step: int) -> dict[str, Tensor]:
@@ -122,23 +134,22 @@ def state_of(folder: Path, step: int) -> dict[str, Tensor]:
 def compare(unbroken: Path, broken: Path, steps: int) -> dict[str, Any]:
     """Return what is the same, and what was lost or recorded twice."""
     metrics = [metrics_of(folder) for folder in (unbroken, broken)]
-    first, second = (Counter(episodes_of(folder / "episodes" / "episodes.jsonl")) for folder in (unbroken, broken))
+    first, second = (Counter(episodes_of(folder)) for folder in (unbroken, broken))
     states = [state_of(folder, steps) for folder in (unbroken, broken)]
     equal = [name for name in states[0] if torch.equal(states[0][name], states[1][name])]
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in (unbroken, broken)]
     keys = ("accuracy_before", "accuracy_after", "evaluation_after", "end_reasons", "max_rollout_train_kl")
-    given_up = sorted(broken.glob("episodes/abandoned/*.jsonl"))
+    given_up = sorted(broken.glob("episodes/abandoned/episodes.jsonl-*.gz"))
     return {
         "steps": [len(rows) for rows in metrics],
         "figures_per_step": len(metrics[0][0]),
         "metrics_equal": metrics[0] == metrics[1],
         "first_step_that_differs": next((a["step"] for a, b in zip(*metrics, strict=False) if a != b), None),
         "episodes": [first.total(), second.total()],
-        "episodes_in_order": episodes_of(unbroken / "episodes/episodes.jsonl")
-        == episodes_of(broken / "episodes/episodes.jsonl"),
+        "outcomes_in_order": list(Recording.open(unbroken).outcomes()) == list(Recording.open(broken).outcomes()),
         "episodes_lost": (first - second).total(),
         "episodes_twice": (second - first).total(),
-        "episodes_played_again_and_kept_aside": sum(num_lines(path) for path in given_up),
+        "episodes_played_again_and_kept_aside": sum(num_members(path) for path in given_up),
         "tensors": len(states[0]),
         "tensors_equal": len(equal),
         "model_files_equal": (unbroken / "model/model.safetensors").read_bytes()

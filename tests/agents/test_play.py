@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from agents.play import Terminal, expand_call, run
 from envs.cli import exit_code
 from envs.registry import get_spec
 from envs.tool_calls import ToolCall, find_tool_calls
+from tests.recordings import lines_of
 
 ROOT = Path(__file__).parents[2]
 LABEL = get_spec("geo3k").load_dataset("train", 1, 0)[0].label
@@ -157,8 +157,7 @@ def test_a_control_token_that_the_person_writes_makes_the_stream_invalid(play) -
 
 def test_the_episode_is_recorded_as_one_that_a_model_played(play, tmp_path: Path) -> None:
     play(f"\\boxed{{{LABEL}}}\n", "--env", "geo3k", "--record", "episodes")
-    (line,) = (tmp_path / "episodes" / "episodes.jsonl").read_text().splitlines()
-    episode = json.loads(line)
+    (episode,) = lines_of(tmp_path / "episodes" / "episodes.jsonl.gz")
     assert (episode["env"], episode["phase"], episode["reward"]) == ("geo3k", "play", 1.0)
     assert [turn["text"] for turn in episode["turns"]] == [f"\\boxed{{{LABEL}}}"]
     (turn,) = episode["turns"]

@@ -17,9 +17,11 @@ import pytest
 from PIL import Image
 
 from agents.engines.sglang.servers import free_ports
+from agents.recording.members import read_members
 from envs.cli import exit_code
 from envs.errors import UserError
 from envs.settings import leaves
+from tests.recordings import episodes_in
 from trainer.evaluate import EvaluateConfig, FiguresConfig, run
 from trainer.run import run as train
 
@@ -91,15 +93,15 @@ def test_every_problem_has_a_line_for_each_way_that_agrees_with_the_figures(
 
 def test_every_episode_is_recorded_under_its_way(sampled: tuple[Path, dict[str, Any]]) -> None:
     folder, _ = sampled
-    episodes = lines(folder / "episodes" / "episodes.jsonl")
-    assert [sum(e["phase"] == way for e in episodes) for way in ("with_tool", "without_tool")] == [32, 32]
+    episodes = episodes_in(folder, "evaluate")
+    assert [sum(e["way"] == way for e in episodes) for way in ("with_tool", "without_tool")] == [32, 32]
     assert len({e["seed"] for e in episodes}) == 32  # both ways are sampled from the same seeds
     assert len(list((folder / "episodes" / "images").iterdir())) == 8
 
 
 def test_the_same_command_gives_the_same_figures(sampled: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     folder, report = sampled
-    again = evaluate(tmp_path / "again", "--size", "8", "--samples", "4", "--eval-temperature", "1", "--no-record")
+    again = evaluate(tmp_path / "again", "--size", "8", "--samples", "4", "--eval-temperature", "1", "--record", "0")
     assert (again["ways"], again["difference"]) == (report["ways"], report["difference"])
     assert lines(tmp_path / "again" / "results.jsonl") == lines(folder / "results.jsonl")
     assert not (tmp_path / "again" / "episodes").exists()
@@ -233,7 +235,7 @@ def test_an_environment_that_breaks_is_reported_and_stops_nothing(
     found, shown = report["ways"]["with_tool"], capsys.readouterr().out
     assert report["partial"] == "" and report["num_problems"] == 4
     # A turn that its budget cuts off never reaches `step`.
-    num_raised = sum("no such file" in (e["error"] or "") for e in lines(tmp_path / "run/episodes/episodes.jsonl"))
+    num_raised = sum("no such file" in (e["error"] or "") for e in episodes_in(tmp_path / "run", "evaluate"))
     assert (found["num_broken"], found["accuracy"]["value"]) == (1 + num_raised, 0.75 - 0.25 * num_raised)
     assert "env_error in rows-1" in shown and f"{found['num_broken']} of 4" in shown
 
@@ -250,9 +252,9 @@ def test_ctrl_c_reports_what_is_done_as_partial(checkpoint: Path, tmp_path: Path
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    recorded = folder / "episodes" / "episodes.jsonl"
+    recorded = folder / "episodes" / "episodes.jsonl.gz"
     deadline = time.monotonic() + 60
-    while not (recorded.exists() and recorded.read_bytes().count(b"\n") >= 200) and time.monotonic() < deadline:
+    while sum(1 for _ in read_members(recorded)) < 200 and time.monotonic() < deadline:
         assert process.poll() is None, process.communicate()
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
@@ -315,7 +317,7 @@ def test_servers_are_given_the_model_and_write_as_the_embedded_engine_does(
     assert here["ways"] == there["ways"]
     with urllib.request.urlopen(f"{server}/updates", timeout=5) as answer:
         assert json.load(answer) == ["0"]
-    episodes = lines(tmp_path / "there" / "episodes" / "episodes.jsonl")
+    episodes = episodes_in(tmp_path / "there", "evaluate")
     assert {run[0] for e in episodes for turn in e["turns"] for run in turn["versions"]} == {0}
 
 
@@ -348,4 +350,4 @@ def test_every_flag_of_the_page_is_one_of_the_command() -> None:
     text = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text(encoding="utf-8")
     named = set(re.findall(r"--[a-z][a-z0-9-]+", text))
     known = {f"--{path[-1].replace('_', '-')}" for path, _ in leaves(EvaluateConfig)} | {"--config", "--print-config"}
-    assert len(named) > 15 and named <= known | {"--no-record"}, named - known
+    assert len(named) > 15 and named <= known, named - known

@@ -19,8 +19,9 @@ import yaml
 from safetensors.torch import load_file
 
 import envs
-from benchmarks.resume_drill import episodes_of, metrics_of, num_lines, state_of
+from benchmarks.resume_drill import episodes_of, metrics_of, num_lines, num_members, state_of
 from envs.errors import UserError
+from tests.recordings import episodes_in, lines_of
 from tests.trainer.test_checkpoint import largest_file
 from tests.trainer.test_run import SMALL, lines, train
 from trainer.checkpoint import found_steps
@@ -73,8 +74,7 @@ def go_on(folder: Path, *argv: str) -> dict[str, Any]:
 def assert_same_run(folder: Path, other: Path) -> None:
     assert metrics_of(folder) == metrics_of(other)
     assert [row["step"] for row in metrics_of(folder)] == list(range(1, STEPS + 1))
-    episodes = "episodes/episodes.jsonl"
-    assert episodes_of(folder / episodes) == episodes_of(other / episodes)
+    assert episodes_of(folder) == episodes_of(other)
     ours, theirs = state_of(folder, STEPS), state_of(other, STEPS)
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
     summaries = [json.loads((path / "summary.json").read_text()) for path in (folder, other)]
@@ -108,8 +108,8 @@ def test_a_killed_run_goes_on_bit_for_bit(
     assert not (folder / "summary.json").exists()
     go_on(folder)
     assert_same_run(folder, unbroken)
-    abandoned = list((folder / "episodes" / "abandoned").glob("*.jsonl"))
-    assert len(abandoned) == 1 and num_lines(abandoned[0]) >= 4  # those of the step that was taken again
+    (abandoned,) = (folder / "episodes" / "abandoned").glob("episodes.jsonl-*.gz")
+    assert num_members(abandoned) >= 4  # those of the step that was taken again
 
 
 def test_a_finished_run_goes_on_when_more_steps_are_asked_for(
@@ -187,9 +187,9 @@ def test_a_run_that_is_asked_twice_to_stop_in_an_update_finishes_it_first(
 def test_what_was_recorded_stays_when_a_stretch_is_not(checkpoint: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     train(checkpoint, folder, *OFTEN, steps=1, eval_size=0)
-    go_on(folder, "--steps", "2", "--no-record")
-    go_on(folder, "--steps", "3", "--record")
-    assert {line["step"] for line in lines(folder / "episodes" / "episodes.jsonl")} == {1, 3}
+    go_on(folder, "--steps", "2", "--record", "0")
+    go_on(folder, "--steps", "3", "--record", "1")
+    assert {episode["step"] for episode in episodes_in(folder)} == {1, 3}
 
 
 def test_a_run_that_was_started_with_relative_paths_goes_on_from_another_folder(
@@ -222,13 +222,14 @@ def test_a_run_without_a_checkpoint_begins_anew_and_keeps_what_it_had(
 ) -> None:
     folder = tmp_path / "run"
     train(checkpoint, folder, "--save-every", "0", steps=1)
-    first = episodes_of(folder / "episodes" / "episodes.jsonl")
+    first = lines_of(folder / "episodes" / "episodes.jsonl.gz")
     assert not list((folder / "checkpoints").iterdir())
     capsys.readouterr()
     go_on(folder)
     assert "begins anew" in " ".join(capsys.readouterr().out.split())
     assert [row["step"] for row in lines(folder / "metrics.jsonl")] == [1]
-    assert episodes_of(next((folder / "episodes" / "abandoned").iterdir())) == first
+    (abandoned,) = (folder / "episodes" / "abandoned").glob("episodes.jsonl-*.gz")
+    assert lines_of(abandoned) == first
 
 
 def test_a_checkpoint_is_exported_as_the_model_of_its_step(unbroken: Path, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from agents.engines.sglang.servers import free_ports
 from benchmarks.tiny_models import write_tiny_model
 from envs.errors import UserError
 from envs.registry import load_registry
+from tests.recordings import episodes_in
 from trainer.layers import read_config
 from trainer.loop import InvalidStreams
 from trainer.run import run
@@ -76,11 +77,15 @@ def test_the_metrics_say_where_time_and_tokens_went(finished: tuple[Path, dict[s
 
 def test_episodes_are_recorded_with_streams_and_pictures(finished: tuple[Path, dict[str, Any]]) -> None:
     folder, _ = finished
-    episodes = lines(folder / "episodes" / "episodes.jsonl")
+    episodes = episodes_in(folder)
     assert len(episodes) == 8
     for episode in episodes:
-        assert len(episode["ids"]) == len(episode["mask"]) == len(episode["logprobs"])
-        assert sum(episode["mask"]) == sum(turn["end"] - turn["start"] for turn in episode["turns"])
+        assert len(episode["ids"]) == len(episode["mask"])
+        assert (
+            len(episode["logprobs"])
+            == sum(episode["mask"])
+            == sum(turn["end"] - turn["start"] for turn in episode["turns"])
+        )
         pictures = [
             p["image"] for m in episode["messages"] for p in m["content"] if isinstance(p, dict) and "image" in p
         ]
@@ -110,8 +115,8 @@ def test_a_seed_repeats_a_run_to_the_bit(
 
     assert untimed(folder) == untimed(tmp_path / "again")
     assert summary["evaluation_after"] == again["evaluation_after"]
-    streams = [[e["ids"] for e in lines(f / "episodes" / "episodes.jsonl")] for f in (folder, tmp_path / "again")]
-    assert sorted(streams[0]) == sorted(streams[1])
+    streams = [[e["ids"] for e in episodes_in(f)] for f in (folder, tmp_path / "again")]
+    assert streams[0] == streams[1]
 
 
 def test_training_changes_the_weights_that_roll_out(checkpoint: Path, tmp_path: Path) -> None:
@@ -136,7 +141,7 @@ def test_training_changes_the_weights_that_roll_out(checkpoint: Path, tmp_path: 
         sys.path.remove(str(tmp_path))
     rows = lines(tmp_path / "run" / "metrics.jsonl")
     assert any(row["grad_norm"] > 0 for row in rows)
-    versions = [e["turns"][0]["versions"][0][0] for e in lines(tmp_path / "run" / "episodes" / "episodes.jsonl")]
+    versions = [e["turns"][0]["versions"][0][0] for e in episodes_in(tmp_path / "run")]
     assert versions == [0] * 16 + [1] * 16
     assert summary["accuracy_before"] == {}  # own data without --eval-data has no held-out problems
 
@@ -175,7 +180,7 @@ def test_a_broken_environment_is_counted_and_stops_nothing(checkpoint: Path, tmp
         summary = train(checkpoint, tmp_path / "run", *argv, "--max-new-tokens", "400", steps=1)
     finally:
         sys.path.remove(str(tmp_path))
-    broken = [e for e in lines(tmp_path / "run" / "episodes" / "episodes.jsonl") if e["end_reason"] == "env_error"]
+    broken = [e for e in episodes_in(tmp_path / "run") if e["end_reason"] == "env_error"]
     assert summary["end_reasons"]["env_error"] == len(broken) >= 2
     assert {e["metadata"].get("answer", e["sample_id"]) for e in broken}
     assert all(e["advantage"] is None and e["error"] for e in broken)
@@ -252,15 +257,15 @@ def test_groups_with_equal_rewards_are_recorded_and_not_trained_on(
 ) -> None:
     argv = [*lucky, "--filter-equal", "--oversample", "1.5", "--max-new-tokens", "400"]
     summary = train(checkpoint, tmp_path / "run", *argv, steps=2)
-    rows, episodes = lines(tmp_path / "run/metrics.jsonl"), lines(tmp_path / "run/episodes/episodes.jsonl")
+    rows, episodes = lines(tmp_path / "run/metrics.jsonl"), episodes_in(tmp_path / "run")
     for step, row in enumerate(rows, 1):
         played = [e for e in episodes if e["step"] == step]
-        trained = [e for e in played if e["phase"] == "train"]
+        trained = [e for e in played if e["fate"] == "train"]
         assert len(trained) == 8 * row["groups_trained"] == 16
         assert all(int(e["sample_id"][-1]) % 2 or e["reward"] != 0.5 for e in trained)
-        assert sum(e["phase"] == "filtered" for e in played) == 8 * row["groups_filtered"]
+        assert sum(e["fate"] == "filtered" for e in played) == 8 * row["groups_filtered"]
         assert row["num_tokens"] == sum(sum(e["mask"]) for e in trained)
-    filtered = [e for e in episodes if e["phase"] == "filtered"]
+    filtered = [e for e in episodes if e["fate"] == "filtered"]
     assert len(filtered) == 8 * summary["unused_groups"]["filtered"] > 0
     assert all(e["advantage"] is None for e in filtered)
     assert sum(summary["end_reasons"].values()) == len(episodes) == len({e["seed"] for e in episodes})
@@ -271,13 +276,13 @@ def test_a_step_that_is_cut_off_is_finished_with_newer_weights(
 ) -> None:
     argv = [*lucky, "--max-new-tokens", "400", "--max-rollout-tokens", "1", "--partial", "--max-batch", "16"]
     train(checkpoint, tmp_path / "run", *argv, steps=3)
-    rows, episodes = lines(tmp_path / "run/metrics.jsonl"), lines(tmp_path / "run/episodes/episodes.jsonl")
+    rows, episodes = lines(tmp_path / "run/metrics.jsonl"), episodes_in(tmp_path / "run")
     assert len(episodes) == len({e["seed"] for e in episodes})
-    trained = [e for e in episodes if e["phase"] == "train"]
+    trained = [e for e in episodes if e["fate"] == "train"]
     late = [e for e in trained if any(v < e["step"] - 1 for t in e["turns"] for v, _ in t["versions"])]
     assert late and max(row["staleness_max"] for row in rows) >= 1
     assert all(row["rollout_train_kl"] < 1 for row in rows)
-    assert {e["phase"] for e in episodes} >= {"train", "aborted"}  # what was left over after the last step
+    assert {e["fate"] for e in episodes} >= {"train", "aborted"}  # what was left over after the last step
 
 
 def test_a_failing_engine_ends_the_run_with_its_error_and_keeps_what_was_played(
@@ -294,8 +299,8 @@ def test_a_failing_engine_ends_the_run_with_its_error_and_keeps_what_was_played(
     monkeypatch.setattr(HFEngine, "write", failing)
     with pytest.raises(ConnectionError, match="the network is gone"):
         train(checkpoint, tmp_path / "run", "--max-batch", "3", eval_size=0)
-    episodes = lines(tmp_path / "run/episodes/episodes.jsonl")
-    assert {e["phase"] for e in episodes} == {"aborted"} and len(episodes) == len({e["seed"] for e in episodes}) == 4
+    episodes = episodes_in(tmp_path / "run")
+    assert {e["fate"] for e in episodes} == {"aborted"} and len(episodes) == len({e["seed"] for e in episodes}) == 4
     assert any("the network is gone" in (e["error"] or "") for e in episodes)
     assert json.loads((tmp_path / "run/summary.json").read_text())["steps_done"] == 0
 
@@ -306,7 +311,7 @@ def test_too_many_broken_streams_stop_the_run_with_the_rule_that_broke(
     monkeypatch.setattr("agents.episode.broken_invariant", lambda *_: "turn 1: token 17 is 5, and was 6")
     with pytest.raises(InvalidStreams, match=r"4 of 4 episodes .* 0\.01; episode 0 of .*: turn 1: token 17"):
         train(checkpoint, tmp_path / "run", "--resample", "0", "--doctor", "off", eval_size=0)
-    episodes = lines(tmp_path / "run/episodes/episodes.jsonl")
+    episodes = episodes_in(tmp_path / "run")
     assert [e["end_reason"] for e in episodes] == ["invalid_stream"] * 4
     assert json.loads((tmp_path / "run/summary.json").read_text())["steps_done"] == 0
 
@@ -345,7 +350,7 @@ def server(checkpoint: Path) -> Iterator[str]:
 def test_the_same_command_trains_on_servers(checkpoint: Path, server: str, tmp_path: Path) -> None:
     summary = train(checkpoint, tmp_path / "run", "--engine-url", server, "--tracker=")
     rows = lines(tmp_path / "run" / "metrics.jsonl")
-    episodes = lines(tmp_path / "run" / "episodes" / "episodes.jsonl")
+    episodes = episodes_in(tmp_path / "run")
     assert summary["steps_done"] == 2 and all(row["rollout_train_kl"] < 1e-8 for row in rows)
     assert rows[0]["probe_gap"] < 1e-5
     assert [{run[0] for turn in e["turns"] for run in turn["versions"]} for e in episodes] == [{0}] * 4 + [{1}] * 4
@@ -359,7 +364,7 @@ def test_a_run_on_servers_goes_on_with_the_weights_of_its_checkpoint(
     assert run(["--resume", str(tmp_path / "run"), "--steps", "2"]) == 0
     rows = lines(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2] and rows[1]["rollout_train_kl"] < 1e-8
-    last = lines(tmp_path / "run" / "episodes" / "episodes.jsonl")[-4:]
+    last = episodes_in(tmp_path / "run")[-4:]
     assert [{run[0] for turn in e["turns"] for run in turn["versions"]} for e in last] == [{1}] * 4
 
 
@@ -451,4 +456,4 @@ def test_weights_that_cannot_be_written_lose_nothing_else(
         train(checkpoint, tmp_path / "run", steps=1)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["steps_done"] == 1 and set(summary["accuracy_after"]) == {"with_tool", "without_tool"}
-    assert len(lines(tmp_path / "run" / "episodes" / "episodes.jsonl")) == 4
+    assert len(episodes_in(tmp_path / "run")) == 4

@@ -95,7 +95,7 @@ def _room(place: Path, free: int, need: DiskNeed) -> Verdict:
         if size
     ]
     found = f"a run writes up to {need.total / GIB:.1f} GiB ({', '.join(parts)}), {free / GIB:.1f} are free at {place}"
-    fix = "give another --out, keep fewer with --keep-checkpoints, or leave --record off with --no-record"
+    fix = "give another --out, keep fewer with --keep-checkpoints, or record less with --record"
     if need.total > free:
         # What is written first and must be is a checkpoint, the one that is being written and the model at the end.
         least = need.checkpoints + need.model + need.sync

@@ -1,0 +1,136 @@
+"""A recording as one Parquet file, a row an episode, for Hugging Face datasets, pandas or DuckDB.
+
+`python -m agents.recording.parquet RUN --out episodes.parquet`
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from agents.recording.recording import Recording
+from agents.recording.schema import EpisodeRecord, OutcomeRecord, ScoreRecord
+from envs.cli import exit_code, parse
+from envs.errors import UserError
+
+ROWS_PER_GROUP = 256
+
+
+class ParquetConfig(BaseModel):
+    """What `python -m agents.recording.parquet` can be told."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run: Path = Field(description="run folder, or folder of a recording")
+    out: Path = Field(default=Path("episodes.parquet"), description="file to write")
+
+
+def write_parquet(recording: Recording, out: Path) -> int:
+    """Write all episodes with their outcomes, the trainer's log-probs and their pictures; return how many.
+
+    Conversations, turns and metadata, whose form an environment decides, are columns of JSON text. Pictures are PNG
+    files in a column that Hugging Face datasets shows as images.
+
+    Raises:
+        UserError: a picture is missing, or the file cannot be written.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    outcomes, scores = recording.outcomes(), recording.scores()
+    schema, count, rows = _schema(), 0, list[dict[str, Any]]()
+    try:
+        with pq.ParquetWriter(out, schema, compression="zstd") as writer:
+            for episode in recording.episodes():
+                rows.append(_row(recording, episode, outcomes.get(episode.id), scores.get(episode.id)))
+                if len(rows) == ROWS_PER_GROUP:
+                    writer.write_table(pa.Table.from_pylist(rows, schema))
+                    count, rows = count + len(rows), []
+            if rows:
+                writer.write_table(pa.Table.from_pylist(rows, schema))
+    except OSError as error:
+        raise UserError("--out", "must be writable", str(out), f"give another file ({error.strerror})") from error
+    return count + len(rows)
+
+
+def _schema() -> Any:
+    import pyarrow as pa
+
+    texts = "id phase way env env_version sample_id label end_reason error metadata messages turns tools fate"
+    numbers = "step group sample_index attempt seed num_prompt_messages prompt_length"
+    floats = "reward advantage began total_s engine_s env_s check_s"
+    logprobs = pa.list_(pa.float32())
+    fields = [
+        *((name, pa.string()) for name in texts.split()),
+        *((name, pa.int64()) for name in numbers.split()),
+        *((name, pa.float64()) for name in floats.split()),
+        ("is_exact", pa.bool_()),
+        ("ids", pa.list_(pa.int64())),
+        ("mask", pa.list_(pa.int8())),
+        ("logprobs", logprobs),
+        ("train_logprobs", logprobs),
+        ("images", pa.list_(pa.struct([("bytes", pa.binary()), ("path", pa.string())]))),
+    ]
+    # How Hugging Face datasets knows that a column holds pictures; the other columns it reads off their types.
+    features = {name: _feature(kind) for name, kind in fields}
+    note = json.dumps({"info": {"features": features}})
+    return pa.schema(fields, metadata={"huggingface": note})
+
+
+def _feature(kind: Any) -> Any:
+    import pyarrow as pa
+
+    if pa.types.is_list(kind):
+        is_picture = pa.types.is_struct(kind.value_type)
+        return {"feature": {"_type": "Image"} if is_picture else _feature(kind.value_type), "_type": "List"}
+    return {"dtype": {"double": "float64", "float": "float32"}.get(str(kind), str(kind)), "_type": "Value"}
+
+
+def _row(
+    recording: Recording, episode: EpisodeRecord, outcome: OutcomeRecord | None, score: ScoreRecord | None
+) -> dict[str, Any]:
+    row = episode.model_dump(mode="json", exclude={"schema_version", "images"})
+    for name in ("metadata", "messages", "turns"):
+        row[name] = json.dumps(row[name])
+    return row | {
+        "fate": outcome.fate if outcome else None,
+        "advantage": outcome.advantage if outcome else None,
+        "train_logprobs": list(score.logprobs) if score else None,
+        "images": [_picture(recording, name) for name in picture_names(episode)],
+    }
+
+
+def picture_names(episode: EpisodeRecord) -> list[str]:
+    """Return the pictures of the conversation in order, as its messages name them."""
+    contents = [message.get("content") for message in episode.messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return [part["image"] for part in parts if part.get("type") == "image"]
+
+
+def _picture(recording: Recording, name: str) -> dict[str, Any]:
+    path = recording.picture_path(name)
+    if not path.is_file():
+        raise UserError(str(path), "must be there", "no such file", "take a copy of the whole folder")
+    return {"bytes": path.read_bytes(), "path": path.name}
+
+
+def run(argv: Sequence[str] | None) -> int:
+    """Parse, write, report."""
+    config = parse(ParquetConfig, argv, "python -m agents.recording.parquet", "Write a recording as a Parquet file.")
+    count = write_parquet(Recording.open(config.run), config.out)
+    print(f"{count} episodes, {config.out.stat().st_size / 2**20:.2f} MiB in {config.out}")
+    return 0
+
+
+def main() -> int:
+    """Run the command line."""
+    return exit_code(lambda: run(None))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
