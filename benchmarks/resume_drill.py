@@ -115,7 +115,7 @@ def episodes_of(run: Path) -> list[str]:
     recording = Recording.open(run)
     outcomes, scores, found = recording.outcomes(), recording.scores(), []
     for episode in sorted(recording.episodes(), key=lambda episode: episode.id):
-        turns = [turn.model_copy(update=dict.fromkeys(("engine_s", "env_s"), 0.0)) for turn in episode.turns]
+        turns = tuple(turn.model_copy(update=dict.fromkeys(("engine_s", "env_s"), 0.0)) for turn in episode.turns)
         untimed = episode.model_copy(update={"turns": turns, **dict.fromkeys(TIMES, 0.0)})
         parts = (untimed, outcomes.get(episode.id), scores.get(episode.id))
         found.append("\n".join(part.model_dump_json() for part in parts if part))

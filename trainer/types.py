@@ -111,7 +111,9 @@ class StepStats:
     logprob_gap_max: float
     entropy: float
     objective: Mapping[str, float]
-    logprobs: Mapping[tuple[int, int, int], NDArray[np.float32]] = field(default_factory=dict, repr=False)
+    logprobs: Mapping[tuple[int, int, int], NDArray[np.float32]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     def row(self) -> dict[str, float]:
         """Return the numbers by name, those of turn k as `rollout_train_kl/turn_k`."""

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from agents.appended import rewind
 
-LEVEL = 6
+#: Of compression: higher ones take three times as long for 7 % fewer bytes, or less.
+LEVEL = 2
 _BLOCK = 1 << 20
 _GZIP = 31  # what zlib calls a gzip header with the largest window
 

@@ -6,21 +6,24 @@ loses at most the episode that it was writing.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
+import orjson
 from numpy.typing import NDArray
 from PIL import Image
 
 from agents.appended import rewind
 from agents.recording.members import MemberFile
-from agents.recording.plain import is_plain, plain
+from agents.recording.plain import is_plain, plain, plain_message
 from agents.recording.schema import (
     EPISODES,
     IMAGES,
@@ -37,6 +40,9 @@ from agents.types import Trajectory, Turn
 from envs.errors import UserError
 from envs.images import image_digest
 
+#: No tokenizer has ids beyond; an engine's answer may.
+MAX_ID = 2**24
+
 
 class Recorder:
     """Appends episodes to a folder.
@@ -49,7 +55,7 @@ class Recorder:
         with Recorder(Path("runs/x/episodes"), manifest, renderer.encoder.spell) as recorder:
             recorder.write(trajectory, step=3)
             recorder.take(trajectory, step=3, fate="train", advantage=0.7)
-            recorder.score("train-12-3", step=3, logprobs_N=logprobs_N)
+            recorder.score(trajectory, step=3, logprobs_N=logprobs_N)
     """
 
     def __init__(
@@ -70,9 +76,11 @@ class Recorder:
         self._episodes, self._outcomes, self._scores = (
             MemberFile(folder / name) for name in (EPISODES, OUTCOMES, SCORES)
         )
-        self._spell, self._known = spell, _known_tokens(folder / TOKENS)
+        self._spell, self._known_V = spell, _known_tokens(folder / TOKENS)
         self._tokens = (folder / TOKENS).open("ab")
         self._saved: set[str] = set()
+        #: How long all writing has taken so far.
+        self.seconds = 0.0
 
     def _begin(self) -> None:
         path = self.folder / MANIFEST
@@ -108,9 +116,10 @@ class Recorder:
 
     def sizes(self) -> dict[str, int]:
         """Return the bytes written so far to each file, which are on disk when this returns."""
-        os.fsync(self._tokens.fileno())
-        sizes = {file.path.name: file.size() for file in (self._episodes, self._outcomes, self._scores)}
-        return sizes | {TOKENS: (self.folder / TOKENS).stat().st_size}
+        with self._timed():
+            os.fsync(self._tokens.fileno())
+            sizes = {file.path.name: file.size() for file in (self._episodes, self._outcomes, self._scores)}
+            return sizes | {TOKENS: (self.folder / TOKENS).stat().st_size}
 
     def is_recorded(self, way: str, group: int) -> bool:
         """Return whether a group is one of those that are recorded."""
@@ -120,21 +129,36 @@ class Recorder:
     def write(self, trajectory: Trajectory, step: int, phase: str = TRAIN, way: str = TRAIN) -> None:
         """Append one episode and make sure that it is out of this process."""
         if self.is_recorded(way, trajectory.group):
-            self._write_tokens(trajectory.ids_T)
-            line = self._episode(trajectory, step, phase, way)
-            self._episodes.append(json.dumps(line, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode())
+            with self._timed():
+                self._write_tokens(trajectory.ids_T)
+                self._append(self._episodes, self._episode(trajectory, step, phase, way))
 
     def take(self, trajectory: Trajectory, step: int, fate: str, advantage: float | None = None) -> None:
         """Append what became of a training episode."""
         if self.is_recorded(TRAIN, trajectory.group):
             line = {"id": episode_id(TRAIN, TRAIN, trajectory), "step": step, "fate": fate, "advantage": advantage}
-            self._outcomes.append(json.dumps(plain(line)).encode())
+            with self._timed():
+                self._append(self._outcomes, line)
 
     def score(self, trajectory: Trajectory, step: int, logprobs_N: NDArray[np.float32]) -> None:
         """Append the trainer's log-probs of the model tokens of an episode."""
         if self.is_recorded(TRAIN, trajectory.group):
-            line = {"id": episode_id(TRAIN, TRAIN, trajectory), "step": step, "logprobs": short(logprobs_N)}
-            self._scores.append(json.dumps(line, separators=(",", ":")).encode())
+            with self._timed():
+                name = episode_id(TRAIN, TRAIN, trajectory)
+                self._append(self._scores, {"id": name, "step": step, "logprobs": _floats(logprobs_N)})
+
+    @staticmethod
+    def _append(file: MemberFile, line: Mapping[str, Any]) -> None:
+        # Of float32 as few digits as tell values apart, and null for what is not finite.
+        file.append(orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY))
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - started
 
     def _episode(self, t: Trajectory, step: int, phase: str, way: str) -> dict[str, Any]:
         return {
@@ -148,22 +172,22 @@ class Recorder:
             "attempt": t.attempt,
             "env": self.manifest.env.id,
             "env_version": self.manifest.env.version,
-            "sample_id": str(t.sample_id),
-            "label": t.label if t.label is None else str(t.label),
+            "sample_id": plain(str(t.sample_id)),
+            "label": t.label if t.label is None else plain(str(t.label)),
             "metadata": plain(t.metadata),
-            "is_exact": is_plain(t.metadata) and (t.label is None or type(t.label) is str),
+            "is_exact": is_plain(t.metadata) and (t.label is None or (type(t.label) is str and is_plain(t.label))),
             "num_prompt_messages": t.num_prompt_messages,
             "seed": t.seed,
             "reward": float(t.reward),
             "end_reason": t.end_reason.value,
-            "error": t.error,
-            "messages": [self._message(message) for message in t.messages],
+            "error": plain(t.error),
+            "messages": [plain_message(message, self._picture) for message in t.messages],
             "turns": [self._turn(turn) for turn in t.turns],
             "tools": tools_digest(t.tools),
             "prompt_length": t.prompt_length,
-            "ids": t.ids_T.tolist(),
-            "mask": t.mask_T.astype(int).tolist(),
-            "logprobs": short(t.logprobs_T[t.mask_T]),
+            "ids": np.ascontiguousarray(t.ids_T),
+            "mask": t.mask_T.astype(np.int8),
+            "logprobs": _floats(t.logprobs_T[t.mask_T]),
             "images": [
                 {"digest": image.digest, "grid": list(image.grid_thw), "num_tokens": image.num_tokens}
                 for image in t.images
@@ -176,27 +200,16 @@ class Recorder:
         return {
             "start": turn.start,
             "end": turn.end,
-            "text": turn.text,
+            "text": plain(turn.text),
             "finish": turn.finish,
             "done": turn.done,
             "versions": [list(run) for run in turn.versions],
             "num_cached": turn.num_cached,
-            "observations": [self._message(message) for message in turn.observations],
+            "observations": [plain_message(message, self._picture) for message in turn.observations],
             "info": plain(turn.info),
             "engine_s": round(turn.engine_s, 6),
             "env_s": round(turn.env_s, 6),
         }
-
-    def _message(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        content = message.get("content")
-        if isinstance(content, list | tuple):
-            content = [self._part(part) for part in content]
-        return plain({**message, "content": content})
-
-    def _part(self, part: object) -> object:
-        if isinstance(part, Mapping) and isinstance(part.get("image"), Image.Image):
-            return {**part, "image": self._picture(part["image"])}
-        return part
 
     def _picture(self, image: Image.Image) -> str:
         image = image.convert("RGB")
@@ -216,11 +229,15 @@ class Recorder:
         """Append the text of every id that no episode before had."""
         if self._spell is None:
             return
-        new = set(np.unique(ids_T).tolist()) - self._known
+        ids_T = ids_T[(ids_T >= 0) & (ids_T < MAX_ID)]
+        most = int(ids_T.max(initial=0))
+        if most >= len(self._known_V):
+            self._known_V = np.concatenate([self._known_V, np.zeros(most + 1, dtype=np.bool_)])
+        new = sorted(set(ids_T[~self._known_V[ids_T]].tolist()))
         if new:
-            self._tokens.write(b"".join(_token_line(each, self._spell(each)) for each in sorted(new)))
+            self._tokens.write(b"".join(_token_line(each, self._spell(each)) for each in new))
             self._tokens.flush()
-            self._known |= new
+            self._known_V[new] = True
 
 
 def rewind_recording(folder: Path, sizes: Mapping[str, int]) -> list[str]:
@@ -236,17 +253,6 @@ def rewind_recording(folder: Path, sizes: Mapping[str, int]) -> list[str]:
         else:
             rewind(path, size)
     return short_files
-
-
-def short(logprobs_N: NDArray[np.float32]) -> list[float | None]:
-    """Return float32 values with as few digits as tell them apart; None where one is not finite.
-
-    >>> short(np.array([-0.1, float("nan")], dtype=np.float32))
-    [-0.1, None]
-    """
-    values_N = np.asarray(logprobs_N, dtype=np.float32)
-    texts_N, finite_N = values_N.astype("U16").tolist(), np.isfinite(values_N).tolist()
-    return [float(text) if is_finite else None for text, is_finite in zip(texts_N, finite_N, strict=True)]
 
 
 def tools_digest(tools: Sequence[Mapping[str, Any]]) -> str:
@@ -265,15 +271,20 @@ def _token_line(token_id: int, spelled: bytes) -> bytes:
     line: dict[str, Any] = {"id": token_id, "text": text}
     if text.encode() != spelled:
         line["hex"] = spelled.hex()
-    return json.dumps(line).encode() + b"\n"
+    return orjson.dumps(line) + b"\n"
 
 
-def _known_tokens(path: Path) -> set[int]:
-    """Return the ids that a file has, and cut off the part of a line that a killed process has left."""
-    if not path.exists():
-        return set()
-    content = path.read_bytes()
+def _known_tokens(path: Path) -> NDArray[np.bool_]:
+    """Return which ids a file has, and cut off the part of a line that a killed process has left."""
+    content = path.read_bytes() if path.exists() else b""
     whole = content.rfind(b"\n") + 1
     if whole < len(content):
         rewind(path, whole)
-    return {json.loads(line)["id"] for line in content[:whole].splitlines()}
+    known = [orjson.loads(line)["id"] for line in content[:whole].splitlines()]
+    known_V = np.zeros(max(known, default=0) + 1, dtype=np.bool_)
+    known_V[known] = True
+    return known_V
+
+
+def _floats(values_N: NDArray[np.float32]) -> NDArray[np.float32]:
+    return np.ascontiguousarray(values_N, dtype=np.float32)

@@ -13,7 +13,7 @@ from PIL import Image
 from agents.recording import EPISODES, Manifest, Recorder, Recording, WayRecord
 from agents.recording.members import MemberFile, read_members
 from agents.recording.parquet import write_parquet
-from agents.recording.recorder import rewind_recording, short
+from agents.recording.recorder import rewind_recording
 from agents.types import EndReason, Trajectory
 from envs.errors import UserError
 from envs.registry import get_spec
@@ -80,12 +80,15 @@ def test_a_recorded_episode_becomes_the_trajectory_that_it_was(tmp_path: Path) -
 
 def test_log_probs_keep_every_bit_and_what_is_not_finite_is_null(tmp_path: Path) -> None:
     values = np.random.default_rng(1).normal(-3, 5, 1000).astype(np.float32)
-    assert np.array_equal(np.array(short(values), dtype=np.float32), values)
-    assert short(np.array([np.nan, -np.inf, -0.1], dtype=np.float32)) == [None, None, -0.1]
     with recorder_in(tmp_path) as recorder:
         recorder.write(trajectory(logprobs=[0, 0, np.nan, -1]), step=1)
+        recorder.score(trajectory(), 1, values)
+        recorder.score(replace(trajectory(), group=1), 1, np.array([np.nan, -np.inf, -0.1], dtype=np.float32))
     (episode,) = Recording.open(tmp_path).episodes()
     assert episode.logprobs == (None, -1.0)
+    first, second = Recording.open(tmp_path).scores().values()
+    assert np.array_equal(np.array(first.logprobs, dtype=np.float32), values)
+    assert second.logprobs == (None, None, -0.1)
 
 
 def test_a_picture_is_kept_once_and_pixel_for_pixel(tmp_path: Path) -> None:
@@ -240,7 +243,8 @@ def test_any_text_is_one_line_of_json(text: str, tmp_path: Path) -> None:
     with recorder_in(tmp_path) as recorder:
         recorder.write(played, step=1)
     (line,) = recorded(tmp_path)
-    assert line["turns"][0]["text"] == line["messages"][0]["content"] == text
+    shown = text.replace("\ud800", "\ufffd")  # half a pair is no text
+    assert line["turns"][0]["text"] == line["messages"][0]["content"] == shown
 
 
 class Unshowable:

@@ -268,6 +268,20 @@ def test_the_gap_is_reported_turn_by_turn(checkpoint: Path, params: SamplingPara
     assert stats.row()["rollout_train_kl/turn_3"] == stats.kl_by_turn[2]
 
 
+@pytest.mark.parametrize(("num_minibatches", "epochs"), [(1, 1), (1, 2), (3, 1)])
+def test_the_trainers_log_probs_come_back_by_sample(
+    num_minibatches: int, epochs: int, checkpoint: Path, on_policy: list[TrainingSample], params: SamplingParams
+) -> None:
+    """On-policy samples have the log-probs of the learner's first weights, which a second update must not show."""
+    named = [replace(s, key=(number, 0, 0), advantage=0.0 if number % 2 else 1.0) for number, s in enumerate(on_policy)]
+    learner = Learner(PolicyModel.load(checkpoint), params, 1, OptimConfig(lr=0.01, epochs=epochs))
+    stats = learner.step([named[part::num_minibatches] for part in range(num_minibatches)])
+    assert stats.logprobs.keys() == {s.key for s in named}
+    for s in named:
+        np.testing.assert_allclose(stats.logprobs[s.key], s.logprobs_T[s.mask_T], atol=2e-5)
+    assert "logprobs" not in stats.row()
+
+
 def test_the_gap_grows_when_the_trainer_has_other_weights(
     checkpoint: Path, on_policy: list[TrainingSample], params: SamplingParams
 ) -> None:

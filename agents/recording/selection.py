@@ -1,0 +1,49 @@
+"""Which recorded episodes a command works on: all of them and its flags come in, those that are meant go out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
+from itertools import islice
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from agents.recording.schema import EpisodeRecord
+from agents.types import EndReason
+
+
+class SelectionConfig(BaseModel):
+    """The flags that choose recorded episodes; an episode must meet all that are given.
+
+    Example: `SelectionConfig(id=("train-12-*",), max_reward=0.0)` means the samples of problem 12 that earned nothing.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    id: tuple[str, ...] = Field(default=(), description="episode, or a pattern such as train-12-*")
+    phase: tuple[str, ...] = Field(
+        default=(), description="what it was played for: train, before, after, evaluate or play"
+    )
+    way: tuple[str, ...] = Field(default=(), description="how it was played: train, with_tool, without_tool or play")
+    step: tuple[int, ...] = Field(default=(), description="training step during which it ended")
+    end_reason: tuple[EndReason, ...] = Field(default=(), description=f"why it ended: {', '.join(EndReason)}")
+    min_reward: float | None = Field(default=None, description="lowest reward; empty: any")
+    max_reward: float | None = Field(default=None, description="highest reward; empty: any")
+    limit: int = Field(default=0, ge=0, description="how many episodes, the first ones; 0: all")
+
+    def matches(self, episode: EpisodeRecord) -> bool:
+        """Return whether an episode is meant, `limit` aside."""
+        return (
+            (not self.id or any(fnmatchcase(episode.id, pattern) for pattern in self.id))
+            and (not self.phase or episode.phase in self.phase)
+            and (not self.way or episode.way in self.way)
+            and (not self.step or episode.step in self.step)
+            and (not self.end_reason or episode.end_reason in self.end_reason)
+            and (self.min_reward is None or episode.reward >= self.min_reward)
+            and (self.max_reward is None or episode.reward <= self.max_reward)
+        )
+
+
+def selected(episodes: Iterable[EpisodeRecord], config: SelectionConfig) -> Iterator[EpisodeRecord]:
+    """Yield the episodes that are meant, in their order; no more are read than are needed."""
+    return islice(filter(config.matches, episodes), config.limit or None)
