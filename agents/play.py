@@ -2,41 +2,38 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import importlib.util
-import io
-import json
-import re
 import sys
-from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
 
-from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field
 
 from agents.engines.scripted import ScriptedEngine
 from agents.episode import Episode, Limits
-from agents.recording import Manifest, Recorder, Recording
 from agents.recording.manifest import describe
 from agents.recording.schema import PLAY
 from agents.renderer import Renderer
-from agents.types import EndReason, GenerateRequest, SamplingParams, Trajectory
-from envs.checking.hostile import write_call
+from agents.rendering.checkpoint import model_folder
+from agents.terminal import (
+    HELP,
+    Gallery,
+    Interrupted,
+    Player,
+    Quit,
+    Terminal,
+    count_turns,
+    record,
+    run_interruptible,
+    summarise,
+)
+from agents.types import SamplingParams
 from envs.cli import exit_code, parse
-from envs.env import ToolFormat
 from envs.errors import UserError
 from envs.problems import ProblemsConfig, open_problems, read_sample
 from envs.registry import get_spec
-from envs.runner import EnvLimits, EpisodeEnv, checked_messages
+from envs.runner import EnvLimits
 from envs.tool_calls import detect_format
-from envs.types import Message, content_parts, message_images
-from envs.wrapper import Wrapper, can_be_wrapped
-
-HELP = """Write a turn and end it with a line that is only a dot, or with Ctrl-D.
-An empty first line is an empty turn. :call NAME {"json": "arguments"} writes a tool call; :quit ends."""
+from envs.types import message_images
 
 
 class PlayConfig(BaseModel):
@@ -60,247 +57,6 @@ class PlayConfig(BaseModel):
     problems: ProblemsConfig = ProblemsConfig()
 
 
-class Quit(Exception):
-    """The person has had enough."""
-
-
-class Interrupted(Quit):
-    """The person has pressed Ctrl-C; as an exception of this kind, it passes through an event loop."""
-
-
-@dataclass
-class Terminal:
-    """Where the person reads and writes; anything with lines will do, a pipe too."""
-
-    source: TextIO
-    target: TextIO
-    mark = "> "
-
-    def say(self, text: str) -> None:
-        """Print text; codes that would steer the terminal are shown instead."""
-        print(text.replace("\x1b", "\\x1b"), file=self.target, flush=True)
-
-    def ask(self, tool_format: ToolFormat) -> str:
-        """Return a turn that the person wrote. Raises `Quit` at `:quit`, Ctrl-C and the end of the input."""
-        lines: list[str] = []
-        while True:
-            line = self._read()
-            if not line and not lines:
-                raise Quit
-            if not line:
-                break
-            line = line.removesuffix("\n").removesuffix("\r")
-            if line == "." or (not line and not lines):
-                break
-            if line == ":quit":
-                raise Quit
-            if re.match(r":call(\s|$)", line):
-                try:
-                    lines.append(expand_call(line, tool_format))
-                except ValueError as error:
-                    self.say(f'not understood: {error}; write :call NAME {{"argument": "value"}}')
-                continue
-            if not lines and (unknown := re.match(r":[A-Za-z]\w*", line)):
-                self.say(f"not understood: {unknown[0]} is no command, :call and :quit are; a space in front sends it")
-                continue
-            lines.append(line)
-        return "\n".join(lines)
-
-    def _read(self) -> str:
-        """Return a line, marked as the person's; what comes from a pipe is shown, as a terminal shows what is typed."""
-        is_typed = self.source.isatty()
-        if is_typed:
-            print(self.mark, end="", file=self.target, flush=True)
-        try:
-            line = self.source.readline()
-        except KeyboardInterrupt as pressed:
-            raise Interrupted from pressed
-        if line and not is_typed:
-            self.say(self.mark + line.removesuffix("\n").removesuffix("\r"))
-        return line
-
-
-def expand_call(line: str, tool_format: ToolFormat) -> str:
-    """Return the tool call that a line such as `:call zoom {"left": 0}` stands for.
-
-    Raises:
-        ValueError: there is no name, or its arguments are no JSON object.
-    """
-    _, name, body, *_ = [*line.split(maxsplit=2), "", ""]
-    if not name:
-        raise ValueError("no name")
-    try:
-        arguments = json.loads(body or "{}")
-    except json.JSONDecodeError as error:
-        raise ValueError(f"the arguments are no JSON ({error.msg} at column {error.colno})") from error
-    if not isinstance(arguments, dict):
-        raise ValueError("the arguments are no JSON object")
-    return write_call(name, arguments, tool_format)
-
-
-@dataclass
-class Gallery:
-    """Saves pictures as PNG files, named after the episode and where they were shown."""
-
-    folder: Path
-    stem: str
-    saved: list[str] = field(default_factory=list)
-
-    def save(self, images: Sequence[Image.Image], where: str) -> None:
-        """Save pictures that are shown one after the other, as `play/geo3k-0-prompt-1.png`."""
-        for number, image in enumerate(images, start=1):
-            path = self.folder / f"{self.stem}-{where}-{number}.png"
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                image.save(path)
-            except OSError as error:
-                fix = f"give another folder ({error.strerror})"
-                raise UserError("--pictures", "must be writable", str(self.folder), fix) from error
-            self.saved.append(f"{path} {image.width}x{image.height}")
-
-
-class _Watched(Wrapper):
-    """Notes what the environment answers; the messages are checked here already, so that their pictures are known."""
-
-    def __init__(self, env: EpisodeEnv) -> None:
-        super().__init__(env)
-        self.info: dict[str, Any] = {}
-        self.messages: tuple[Message, ...] = ()
-
-    def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
-        self.messages = ()
-        result = super().step(response_text)
-        if isinstance(result, tuple) and len(result) == 3:
-            self.info = result[2]
-        return result
-
-    def format_observation(self, observation: dict[str, Any]) -> Sequence[Message]:
-        self.messages = checked_messages(super().format_observation(observation))
-        return self.messages
-
-
-class Player:
-    """The person in the place of the network: shows what is new in the stream, and asks for the next turn.
-
-    Example::
-
-        player = Player(Terminal(sys.stdin, sys.stdout), Gallery(Path("play"), "geo3k-0"), renderer, "hermes")
-        engine = ScriptedEngine(renderer.tokenizer, player.take_turn)
-        Episode(engine, ...).run(sample, player.watch(make_env), seed=0)
-    """
-
-    def __init__(self, terminal: Terminal, gallery: Gallery, renderer: Renderer, tool_format: ToolFormat) -> None:
-        self.terminal, self.gallery, self.renderer = terminal, gallery, renderer
-        self.tool_format: ToolFormat = tool_format
-        self.env: _Watched | None = None
-        self._num_read = 0
-        self._num_pictures = 0
-
-    def watch(self, env: EpisodeEnv) -> EpisodeEnv:
-        """Return the environment with everything that it answers noted."""
-        if not can_be_wrapped(env):
-            return env
-        self.env = _Watched(env)
-        return self.env
-
-    def take_turn(self, turn: int, request: GenerateRequest) -> str:
-        """Show what the model would read now, and return what the person writes."""
-        assert self.env is not None, "the environment is built before the first turn"
-        if turn > 0:
-            self.terminal.say(f"--- the environment answers turn {turn}: done False, {shown_info(self.env.info)}")
-        self.gallery.save(list(message_images(self.env.messages)), f"turn{turn}" if turn else "start")
-        self.terminal.say(self._new_text(request))
-        self.terminal.say(f"--- turn {turn + 1}, {request.max_new_tokens} tokens left")
-        text = self.terminal.ask(self.tool_format)
-        written = self.renderer.tokenizer(text, add_special_tokens=False)["input_ids"]
-        self._num_read = len(request.ids) + len(written) + 1  # and the stop token, which the engine adds
-        return text
-
-    def _new_text(self, request: GenerateRequest) -> str:
-        """Return the part of the stream that was not shown yet, pictures named instead of their placeholders."""
-        text = self.renderer.tokenizer.decode(request.ids[self._num_read :], skip_special_tokens=False)
-        if self.renderer.image_token_id is None:
-            return text.strip("\n")
-        placeholder = self.renderer.tokenizer.convert_ids_to_tokens(self.renderer.image_token_id)
-
-        def name(run: re.Match[str]) -> str:
-            self._num_pictures += 1
-            return f"[{self.gallery.saved[self._num_pictures - 1]}, {len(run[0]) // len(placeholder)} tokens]"
-
-        return re.sub(f"(?:{re.escape(placeholder)})+", name, text).strip("\n")
-
-
-def shown_info(info: Any) -> str:
-    """Return a step's info as a person reads it: outcomes of calls first."""
-    calls = info.get("tool_calls") if isinstance(info, Mapping) else None
-    if not isinstance(calls, list) or not calls or not all(isinstance(call, Mapping) for call in calls):
-        return f"info {info}"
-    rest = {key: value for key, value in info.items() if key != "tool_calls"}
-    outcomes = ", ".join(f"{call.get('name') or 'a call'}: {call.get('outcome')}" for call in calls)
-    return f"{outcomes}{f', info {rest}' if rest else ''}"
-
-
-def starter_folder() -> Path:
-    """Return the folder of the bundled starter model without importing the package that it lies in."""
-    found = importlib.util.find_spec("trainer")
-    for place in (found.submodule_search_locations or ()) if found else ():
-        if (folder := Path(place) / "starter" / "weights").is_dir():
-            return folder
-    raise UserError("--model", "the bundled starter model is missing", "starter", "give a checkpoint folder")
-
-
-def summarise(trajectory: Trajectory, terminal: Terminal, gallery: Gallery) -> int:
-    """Say how the episode ended; return the exit code."""
-    t = trajectory
-    if t.turns:
-        last, number = t.turns[-1], len(t.turns)
-        done = t.end_reason is EndReason.COMPLETED
-        terminal.say(f"--- the environment answers turn {number}: done {done}, {shown_info(last.info)}")
-        first_new, messages = len(gallery.saved), [dict(message) for message in last.observations]
-        gallery.save(list(message_images(messages)), f"turn{number}")
-        for message in messages:
-            terminal.say(
-                f"{message['role']}: {''.join(part.get('text', '<image>') for part in content_parts(message))}"
-            )
-        for picture in gallery.saved[first_new:]:
-            terminal.say(f"[{picture}]")
-    if t.error:
-        terminal.say(t.error)
-    read = len(t.ids_T) - t.num_model_tokens
-    terminal.say(
-        f"--- end: {t.end_reason}, reward {t.reward:g}, {_turns(len(t.turns))}, {t.num_model_tokens} tokens written, "
-        f"{read} read"
-    )
-    return 0 if t.end_reason.is_valid else 1
-
-
-def record(folder: Path, trajectory: Trajectory, manifest: Manifest, renderer: Renderer) -> None:
-    """Append an episode to a recording, as the next attempt at its problem."""
-    with Recorder(folder, manifest, renderer.encoder.spell) as recorder:
-        attempt = sum(episode.group == trajectory.group for episode in Recording.open(folder).episodes())
-        recorder.write(replace(trajectory, attempt=attempt), step=0, phase=PLAY, way=PLAY)
-
-
-def _turns(count: int) -> str:
-    return f"{count} turn{'' if count == 1 else 's'}"
-
-
-def _finish(playing: Coroutine[Any, Any, Trajectory]) -> Trajectory:
-    """Run to the end. `asyncio.run` would keep Ctrl-C from a person who is being waited for."""
-    loop = asyncio.new_event_loop()
-    task = loop.create_task(playing)
-    try:
-        return loop.run_until_complete(task)
-    except KeyboardInterrupt:
-        if not task.done():  # it was raised outside of the episode, whose environment is still to be closed
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                loop.run_until_complete(task)
-        raise
-    finally:
-        loop.close()
-
-
 def run(argv: Sequence[str] | None) -> int:
     """Parse, play, report."""
     config = parse(PlayConfig, argv, "python -m agents.play", "Play an environment in the terminal.")
@@ -311,14 +67,11 @@ def run(argv: Sequence[str] | None) -> int:
         fix = f"the data has {len(source)} problem{'' if len(source) == 1 else 's'}, counted from 0"
         raise UserError("--index", f"must be at most {len(source) - 1}", config.index, fix)
     sample = read_sample(spec, source, config.index)
-    renderer = Renderer.from_checkpoint(starter_folder() if config.model == "starter" else config.model)
+    renderer = Renderer.from_checkpoint(model_folder(config.model))
     tool_format = detect_format(renderer.chat_template)
     args = spec.args(config.max_turns, tool_format)
-    for stream, errors in ((sys.stdin, "replace"), (sys.stdout, "backslashreplace")):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors=errors)
-    terminal = Terminal(sys.stdin, sys.stdout)
-    gallery = Gallery(config.pictures, f"{re.sub(r'[^A-Za-z0-9_.-]', '_', spec.id)}-{config.index}")
+    terminal = Terminal.standard()
+    gallery = Gallery.named(config.pictures, f"{spec.id}-{config.index}")
     player = Player(terminal, gallery, renderer, args.tool_format)
     episode = Episode(
         ScriptedEngine(renderer.tokenizer, player.take_turn, config.context_length),
@@ -326,10 +79,10 @@ def run(argv: Sequence[str] | None) -> int:
         Limits(args.max_turns, config.max_new_tokens, EnvLimits.of(spec)),
         SamplingParams(stop_ids=renderer.stop_ids, suppressed_ids=renderer.suppressed_ids),
     )
-    terminal.say(f"{spec.id}: {spec.description}\nsample {sample.id}, {_turns(args.max_turns)}\n{HELP}\n---")
+    terminal.say(f"{spec.id}: {spec.description}\nsample {sample.id}, {count_turns(args.max_turns)}\n{HELP}\n---")
     gallery.save(list(message_images(sample.prompt)), "prompt")
     try:
-        trajectory = _finish(
+        trajectory = run_interruptible(
             episode.run(
                 sample, lambda: player.watch(build_env(sample, args)), seed=config.problems.seed, group=config.index
             )
@@ -341,7 +94,7 @@ def run(argv: Sequence[str] | None) -> int:
         terminal.say("--- quit")
         return 0
     if config.record:
-        record(Path(config.record), trajectory, describe(spec, renderer, config.model, {PLAY: episode}), renderer)
+        record(Path(config.record), [trajectory], describe(spec, renderer, config.model, {PLAY: episode}), renderer)
         terminal.say(f"recorded in {config.record}")
     return summarise(trajectory, terminal, gallery)
 

@@ -1,6 +1,7 @@
 """Command lines from configuration models: a pydantic tree and argv in, a validated model out.
 
-Every field of every section is one flag, `--max-turns` for `max_turns`; a required field is a positional argument.
+Every field of every section is one flag, `--max-turns` for `max_turns`; a required field is a positional argument, or
+several where it is a tuple.
 A command with `Layers` reads files and environment variables below its flags. Every error is one line that names what
 gave the value: flag, argument, variable, or file and key.
 """
@@ -52,14 +53,16 @@ def parse(model: type[M], argv: Sequence[str] | None, prog: str, description: st
     if layers:
         _add_files(parser, layers)
     parser.argv = sys.argv[1:] if argv is None else argv
-    found, unknown = parser.parse_known_args(parser.argv)
+    is_open = any(field.is_required() and is_tuple(field) for _, field in leaves(model))
+    read = parser.parse_known_intermixed_args if is_open else parser.parse_known_args
+    found, unknown = read(parser.argv)
     known = vars(found)
     if unknown:
         flag = unknown[0].split("=")[0]
         others = ("--config", "--print-config") if layers else ()
         raise UserError(flag, "is no flag of this command", unknown[0], _instead(model, flag, (*flags, *others), known))
     settings: Settings = {
-        path: Setting(value, flag) for flag, path in flags.items() if (value := known[path[-1]]) is not None
+        path: Setting(value, flag) for flag, path in flags.items() if (value := known[path[-1]]) not in (None, [])
     }
     if layers:
         files = layers.read_files(model, known["config"] or ())
@@ -101,10 +104,11 @@ def _add_files(parser: argparse.ArgumentParser, layers: Layers) -> None:
 
 def _add(parser: argparse.ArgumentParser, flag: str, field: FieldInfo) -> None:
     if field.is_required():
-        parser.add_argument(flag.lower(), metavar=flag, nargs="?", help=field.description)
+        nargs = "*" if is_tuple(field) else "?"
+        parser.add_argument(flag.lower(), metavar=flag, nargs=nargs, help=field.description)
         return
     text = f"{field.description}{_notes(field)}".replace("%", "%%")
-    if field.annotation is bool:
+    if field.annotation in (bool, bool | None):
         parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
     elif is_tuple(field):
         parser.add_argument(flag, action="append", metavar="VALUE", default=None, help=text)

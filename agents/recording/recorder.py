@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -178,9 +179,11 @@ class Recorder:
             "is_exact": is_plain(t.metadata) and (t.label is None or (type(t.label) is str and is_plain(t.label))),
             "num_prompt_messages": t.num_prompt_messages,
             "seed": t.seed,
-            "reward": float(t.reward),
+            "reward": float(t.reward) if math.isfinite(t.reward) else 0.0,
             "end_reason": t.end_reason.value,
-            "error": plain(t.error),
+            "error": plain(t.error)
+            if math.isfinite(t.reward)
+            else f"{t.error or ''}\nthe reward was {t.reward}".strip(),
             "messages": [plain_message(message, self._picture) for message in t.messages],
             "turns": [self._turn(turn) for turn in t.turns],
             "tools": tools_digest(t.tools),

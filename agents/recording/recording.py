@@ -35,10 +35,12 @@ from agents.recording.schema import (
 )
 from agents.types import ProcessedImage, Timing, Trajectory, Turn
 from envs.errors import UserError
+from envs.images import image_digest
 from envs.types import Message, Sample, message_images
 
 _PICTURE = re.compile(r"images/[0-9a-f]{8,64}\.png")
-MAX_PICTURES = 4096
+#: How many decoded pictures are kept: a gigabyte of large ones.
+MAX_PICTURES = 256
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ class Recording:
         return self.folder / name
 
     def picture(self, name: str) -> Image.Image:
-        """Return a picture, decoded; the last few thousand are kept.
+        """Return a picture, decoded; the last few hundred are kept.
 
         Raises:
             UserError: there is no such picture, or it is damaged.
@@ -223,11 +225,15 @@ class Recording:
 @functools.lru_cache(MAX_PICTURES)
 def _read_picture(path: Path) -> Image.Image:
     try:
-        with Image.open(path) as image:
-            return image.convert("RGB")
+        with Image.open(path) as file:
+            image = file.convert("RGB")
     except Exception as error:  # Pillow raises what it likes
         fix = "take a copy of the whole folder"
         raise UserError(str(path), "must be a whole picture", _cause(error), fix) from error
+    if (digest := image_digest(image)) != path.stem:
+        fix = "take a copy of the whole folder"
+        raise UserError(str(path), "must be the picture that was recorded", f"pixels of hash {digest}", fix)
+    return image
 
 
 def _cause(error: Exception) -> str:

@@ -62,7 +62,9 @@ class Manifest(_Record):
 
     `env` is the environment's entry in the registry, `registry` the file that it stands in and `env_source` a hash of
     its code. `model` is the folder or name that the run was given, `template` a hash of its chat template and
-    `template_options` what every rendering was given. `ways` are named as in `EpisodeRecord.way`.
+    `template_options` what every rendering was given. `ways` are named as in `EpisodeRecord.way`. `converted_from` is
+    the other framework whose files these episodes come from: observations, infos, seeds and times are not known then,
+    and are empty or 0.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -76,6 +78,7 @@ class Manifest(_Record):
     template_options: dict[str, Any] = {}
     ways: dict[str, WayRecord] = {}
     versions: dict[str, str] = {}
+    converted_from: str = ""
 
 
 class TurnRecord(_Record):

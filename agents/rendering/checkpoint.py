@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +21,23 @@ class CheckpointParts:
     images: ImageStore | None
     image_token: str
     stop_ids: tuple[int, ...]
+
+
+def model_folder(name: str) -> str:
+    """Return what a model's name stands for: "starter" for the folder of the model in the package, a run's folder for
+    that of its weights; every other name is returned as it is.
+
+    Raises:
+        UserError: the package has lost its model.
+    """
+    if name != "starter":
+        weights = Path(name) / "model"
+        return str(weights) if (weights / "config.json").is_file() else name
+    found = importlib.util.find_spec("trainer")  # whose folder is enough: nothing of it is imported
+    for place in (found.submodule_search_locations or ()) if found else ():
+        if (folder := Path(place) / "starter" / "weights").is_dir():
+            return str(folder)
+    raise UserError("--model", "the bundled starter model is missing", "starter", "give a checkpoint folder")
 
 
 def read_parts(path: str | Path) -> CheckpointParts:

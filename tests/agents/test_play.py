@@ -13,7 +13,8 @@ import pytest
 from PIL import Image
 
 from agents.invariants import broken_invariant
-from agents.play import Terminal, expand_call, run
+from agents.play import run
+from agents.terminal import Terminal, expand_call
 from envs.cli import exit_code
 from envs.registry import get_spec
 from envs.tool_calls import ToolCall, find_tool_calls

@@ -164,6 +164,13 @@ def test_a_place_in_the_file_is_gone_on_from(tmp_path: Path) -> None:
     assert Recording.open(tmp_path).episode(start=place, end=end) == later
 
 
+def test_a_reward_that_is_no_number_leaves_the_recording_readable(tmp_path: Path) -> None:
+    with recorder_in(tmp_path) as recorder:
+        recorder.write(trajectory(reward=float("nan")), step=1)
+    (episode,) = Recording.open(tmp_path).episodes()
+    assert (episode.reward, episode.error) == (0.0, "the reward was nan")
+
+
 def test_another_environment_is_not_recorded_into_the_same_folder(tmp_path: Path) -> None:
     recorder_in(tmp_path).close()
     other = MANIFEST.model_copy(update={"env": get_spec("guess")})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -55,6 +56,30 @@ def test_flags_reach_fields_of_the_tree() -> None:
 def test_a_bool_is_a_pair_of_flags() -> None:
     assert parsed("--no-record", "--shuffle").inner == Inner(record=False, shuffle=True)
     assert parsed("--record", "--no-shuffle").inner == Inner(record=True, shuffle=False)
+
+
+class Several(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    runs: tuple[Path, ...] = Field(min_length=1, max_length=2, description="runs to compare")
+    live: bool | None = Field(default=None, description="follow; empty: until it ends")
+    port: int = Field(default=0, description="port")
+
+
+def test_a_required_tuple_is_several_arguments_wherever_flags_stand() -> None:
+    for argv in (["a", "b", "--port", "5"], ["--port", "5", "a", "b"], ["a", "--port", "5", "b"]):
+        assert parse(Several, argv, "prog", "") == Several(runs=(Path("a"), Path("b")), port=5)
+    for argv, message in (
+        ([], "RUNS: field required, got nothing"),
+        (["a", "b", "c"], "RUNS: tuple should have at most 2"),
+        (["a", "--prot", "5"], "--prot: is no flag of this command, got --prot; did you mean '--port'?"),
+    ):
+        with pytest.raises(UserError, match=re.escape(message)):
+            parse(Several, argv, "prog", "")
+
+
+def test_a_bool_that_may_be_left_open_is_a_pair_of_flags() -> None:
+    found = [parse(Several, ["a", *flags], "prog", "").live for flags in ([], ["--live"], ["--no-live"])]
+    assert found == [None, True, False]
 
 
 def test_a_tuple_is_a_flag_given_again() -> None:

@@ -1,0 +1,198 @@
+"""Compares what was recorded with what was played again: two `Played` in, the differences out."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+from agents.recording.schema import EpisodeRecord
+from agents.replaying.played import Played, recorded_play
+from agents.replaying.stream import StreamPlayed
+from envs.runner import last_line
+
+TOOLS, FIRST, OBSERVATION, PICTURE = "tools", "first observation", "observation", "picture"
+OUTCOME, INFO, DONE, REWARD, END, ERROR = "tool outcome", "info", "done", "reward", "end reason", "error"
+TEXT, TOKENS, MASK, TURNS, IMAGES = "text of a turn", "tokens", "mask", "place of a turn", "pictures of the stream"
+
+#: Every kind of difference, in the order in which a table shows them.
+KINDS = (TOOLS, FIRST, OBSERVATION, PICTURE, OUTCOME, INFO, DONE, REWARD, END, ERROR, TEXT, TOKENS, MASK, TURNS, IMAGES)
+
+#: Numbers that are nearer than this, relatively, are the same: processors round differently.
+TOLERANCE = 1e-9
+MAX_TOKENS = 8
+
+_ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing that is not as it was recorded: in turn `turn` (0: before the first, None: of the whole episode).
+
+    Example: `Difference("tool outcome", 2, "[0].outcome", "ok", "error")`.
+    """
+
+    kind: str
+    turn: int | None
+    place: str
+    recorded: Any
+    replayed: Any
+
+    @property
+    def where(self) -> str:
+        """The turn and the place in it, as people read it."""
+        turn = "" if self.turn is None else f"turn {self.turn}" if self.turn else "start"
+        return " ".join(filter(None, (turn, self.place)))
+
+
+def differences(
+    episode: EpisodeRecord,
+    played: Played,
+    num_turns: int | None = None,
+    spelled: Callable[[Sequence[int]], list[Any]] = list,
+) -> tuple[Difference, ...]:
+    """Return what differs, at most one thing of a kind in a turn; `spelled` gives the texts of ids.
+
+    Example: `differences(episode, played)[0]` is `Difference("reward", None, "", 1.0, 0.0)`.
+    """
+    has_stream = isinstance(played, StreamPlayed)
+    recorded = recorded_play(episode, num_turns, has_stream)
+    found = [*_whole(recorded, played)]
+    for number, (old, new) in enumerate(zip(recorded.turns, played.turns, strict=False), 1):
+        if old is None or new is None:
+            continue
+        if old.text != new.text:
+            found.append(Difference(TEXT, number, "", old.text, new.text))
+        found += _messages(OBSERVATION, number, old.observations, new.observations)
+        found += _info(number, old.info, new.info)
+        if old.done != new.done:
+            found.append(Difference(DONE, number, "", old.done, new.done))
+    if has_stream:
+        found += _stream(episode, played, recorded.end == played.end, spelled)
+    return tuple(sorted(found, key=lambda each: KINDS.index(each.kind)))
+
+
+def _whole(old: Played, new: Played) -> Iterator[Difference]:
+    if old.tools is not None and new.tools is not None and old.tools != new.tools:
+        yield Difference(TOOLS, None, "", old.tools, new.tools)
+    if old.first is not None and new.first is not None:
+        yield from _messages(FIRST, 0, old.first, new.first)
+    if old.reward is not None and new.reward is not None and not is_same(old.reward, new.reward):
+        yield Difference(REWARD, None, "", old.reward, new.reward)
+    if old.end is None or new.end is None:
+        return
+    if old.end != new.end:
+        yield Difference(END, None, "", _end(old), _end(new))
+    elif _error(old) != _error(new):
+        yield Difference(ERROR, None, "", _error(old), _error(new))
+
+
+def _end(played: Played) -> str | None:
+    return f"{played.end}: {_error(played)}" if played.error else played.end
+
+
+def _error(played: Played) -> str:
+    return _ADDRESS.sub("0x", last_line(played.error)) if played.error else ""
+
+
+def _messages(
+    kind: str, turn: int, old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]
+) -> Iterator[Difference]:
+    """Yield the first difference of texts, and the first of pictures."""
+    kinds = set[str]()
+    for place, one, other in unequal(list(old), list(new)):
+        is_picture = place.endswith(".image") and isinstance(one, str) and isinstance(other, str)
+        found = PICTURE if is_picture else kind
+        if found not in kinds:
+            yield Difference(found, turn, place, one, other)
+        kinds.add(found)
+
+
+def _info(turn: int, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Difference]:
+    """Yield the first difference of what calls came to, and the first of all else."""
+    calls = "tool_calls"
+    for kind, one, other in (
+        (OUTCOME, old.get(calls), new.get(calls)),
+        (INFO, {k: v for k, v in old.items() if k != calls}, {k: v for k, v in new.items() if k != calls}),
+    ):
+        for found in unequal(one, other):
+            yield Difference(kind, turn, *found)
+            break
+
+
+def is_same(old: Any, new: Any) -> bool:
+    """Return whether two plain values are the same, but for rounding and for addresses in memory.
+
+    >>> is_same(0.1 + 0.2, 0.3), is_same(1, True), is_same("<f at 0x7f1234>", "<f at 0x7f5678>")
+    (True, False, True)
+    """
+    if isinstance(old, bool) or isinstance(new, bool):
+        return old is new
+    if isinstance(old, int | float) and isinstance(new, int | float):
+        return old == new or (
+            isinstance(old, float) and isinstance(new, float) and math.isclose(old, new, rel_tol=TOLERANCE)
+        )
+    if isinstance(old, str) and isinstance(new, str):
+        return old == new or (" at 0x" in old and _ADDRESS.sub("0x", old) == _ADDRESS.sub("0x", new))
+    return type(old) is type(new) and old == new
+
+
+MISSING = "(nothing)"
+
+
+def unequal(old: Any, new: Any, place: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield where two JSON values differ: place, old value, new value; what one of them lacks is `MISSING`.
+
+    >>> list(unequal({"a": [1, 2]}, {"a": [1, 3], "b": None}))
+    [('a[1]', 2, 3), ('b', '(nothing)', None)]
+    """
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        for key in dict.fromkeys((*old, *new)):
+            inner = f"{place}.{key}" if place else str(key)
+            yield from unequal(old.get(key, MISSING), new.get(key, MISSING), inner)
+    elif isinstance(old, list | tuple) and isinstance(new, list | tuple):
+        for number, (one, other) in enumerate(zip_longest(old, new, fillvalue=MISSING)):
+            yield from unequal(one, other, f"{place}[{number}]")
+    elif not is_same(old, new):
+        yield place, old, new
+
+
+def _stream(
+    e: EpisodeRecord, played: StreamPlayed, ends_alike: bool, spelled: Callable[[Sequence[int]], list[Any]]
+) -> Iterator[Difference]:
+    """Yield the first difference of the token streams; where an episode was cut off, as far as both go."""
+    shortest = min(len(e.ids), len(played.ids))
+    place = next((k for k, (one, other) in enumerate(zip(e.ids, played.ids, strict=False)) if one != other), None)
+    if place is None and ends_alike and len(e.ids) != len(played.ids):
+        place = shortest
+    if place is not None:
+        old, new = e.ids[place : place + MAX_TOKENS], played.ids[place : place + MAX_TOKENS]
+        yield Difference(TOKENS, turn_at(e, place), f"token {place}", spelled(old), spelled(new))
+        return  # all that follows is shifted
+    places = (k for k in range(shortest) if e.mask[k] != played.mask[k])
+    if (place := next(places, None)) is not None:
+        yield Difference(MASK, turn_at(e, place), f"token {place}", e.mask[place], played.mask[place])
+    if e.prompt_length != played.prompt_length and played.ids and e.ids:
+        yield Difference(TURNS, 0, "prompt_length", e.prompt_length, played.prompt_length)
+    for number, (turn, span) in enumerate(zip(e.turns, played.spans, strict=False), 1):
+        if (turn.start, turn.end) != span:
+            yield Difference(TURNS, number, "", [turn.start, turn.end], list(span))
+            break
+    recorded = [[image.digest, list(image.grid), image.num_tokens] for image in e.images]
+    replayed = [[digest, list(grid), count] for digest, grid, count in played.images]
+    if not ends_alike:
+        count = min(len(recorded), len(replayed))
+        recorded, replayed = recorded[:count], replayed[:count]
+    for where, one, other in unequal(recorded, replayed):
+        yield Difference(IMAGES, None, where, one, other)
+        break
+
+
+def turn_at(episode: EpisodeRecord, place: int) -> int:
+    """Return the number of the turn that a token belongs to, by itself or as what is read before it; 0: the prompt."""
+    if place < episode.prompt_length:
+        return 0
+    return next((number for number, turn in enumerate(episode.turns, 1) if place < turn.end), len(episode.turns))

@@ -1,0 +1,106 @@
+"""Whether an episode that is played again is the recorded one up to a turn: its requests in, what is different out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from agents.recording import EpisodeRecord, Recording
+from agents.renderer import Renderer
+from agents.types import GenerateRequest
+
+_SHOWN_BEFORE, _SHOWN = 40, 160
+
+
+class Prefix:
+    """Compares what a model read before each turn with what it had read when the episode was recorded.
+
+    Example::
+
+        prefix = Prefix(recording, episode, renderer)
+        prefix.see(0, first_request)        # the prompt
+        prefix.see(1, second_request)       # what the environment answered turn 1
+        prefix.differences                  # ["the environment answers turn 1 otherwise than recorded\\n  ..."]
+    """
+
+    def __init__(self, recording: Recording, episode: EpisodeRecord, renderer: Renderer) -> None:
+        self._recording, self._episode, self._renderer = recording, episode, renderer
+        self.differences: list[str] = []
+        self._num_read = self._num_images = 0
+
+    def see(self, turn: int, request: GenerateRequest) -> None:
+        """Look at the request of a turn; `turn` is how many were before it, as many as were recorded at most."""
+        if found := self._difference(turn, request):
+            self.differences.append(found)
+        self._num_images = len(request.images)
+        if turn < len(self._episode.turns):
+            span = self._episode.turns[turn]
+            self._num_read = len(request.ids) + span.end - span.start
+
+    def _difference(self, turn: int, request: GenerateRequest) -> str | None:
+        turns = self._episode.turns
+        if turn and turns[turn - 1].done:
+            return f"the environment had ended the episode with turn {turn}, and goes on"
+        if turn == len(turns) and self._recording.manifest.converted_from:
+            return None  # what was said then is not known
+        now = request.ids[self._num_read :]
+        recorded, digests = self._recorded(turn)
+        what = f"the environment answers turn {turn} otherwise than recorded" if turn else "the prompt is another one"
+        if now != recorded:
+            texts = [self._text(ids) for ids in (recorded, now)]
+            if texts[0] == texts[1]:
+                return f"{what}: {len(recorded)} and {len(now)} tokens of the same text"
+            shown = _around_difference(*texts)
+            return f"{what}\n  recorded: {shown[0]}\n  now:      {shown[1]}"
+        # The same tokens, and so as many new pictures; of those before, one side may have had more.
+        new = [image.digest for image in request.images[self._num_images :]]
+        pairs = enumerate(zip(new, digests[-len(new) :], strict=False), self._num_images + 1)
+        place = next((place for place, (one, other) in pairs if one != other), None)
+        return None if place is None else f"{what}: picture {place} of the stream has other pixels"
+
+    def _recorded(self, turn: int) -> tuple[tuple[int, ...], list[str]]:
+        """Return what was read before a turn since the one before it, and the hashes of all pictures up to there."""
+        episode, turns = self._episode, self._episode.turns
+        start = turns[turn - 1].end if turn else 0
+        if turn < len(turns) or not turns:
+            ids = episode.ids[start : turns[turn].start if turns else len(episode.ids)]
+            return ids, self._digests(episode.ids[: start + len(ids)])
+        # Nobody was shown this answer: it is rendered as it would have been.
+        observed = self._recording.messages(turns[-1].observations) or ({"role": "user", "content": ""},)
+        try:
+            rendered = self._renderer.suffix(observed, last_id=episode.ids[start - 1])
+        except Exception:  # what had ended the episode, perhaps
+            return (), []
+        return rendered.ids, [*self._digests(episode.ids[:start]), *(image.digest for image in rendered.images)]
+
+    def _digests(self, ids: Sequence[int]) -> list[str]:
+        """Return the hashes of the recorded pictures that the first part of the stream holds."""
+        num_placeholders, digests = ids.count(self._renderer.image_token_id), []
+        for image in self._episode.images:
+            if num_placeholders <= 0:
+                break
+            num_placeholders -= image.num_tokens
+            digests.append(image.digest)
+        return digests
+
+    def _text(self, ids: Sequence[int]) -> str:
+        """Return ids as text, a picture's placeholders as one."""
+        text = self._renderer.tokenizer.decode(list(ids), skip_special_tokens=False)
+        token = self._renderer.image_token_id
+        if token is None:
+            return text
+        placeholder = re.escape(self._renderer.tokenizer.convert_ids_to_tokens(token))
+        return re.sub(f"(?:{placeholder})+", "<picture>", text)
+
+
+def _around_difference(recorded: str, now: str) -> tuple[str, str]:
+    """Return both texts around the first place where they differ.
+
+    >>> _around_difference("Score 0.0", "Score 1.0")
+    ("'Score 0.0'", "'Score 1.0'")
+    """
+    pairs = zip(recorded, now, strict=False)
+    place = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(recorded), len(now)))
+    start = max(0, place - _SHOWN_BEFORE)
+    texts = [repr(text[start : place + _SHOWN]) for text in (recorded, now)]
+    return ("..." * bool(start) + texts[0], "..." * bool(start) + texts[1])
