@@ -1,0 +1,125 @@
+"""See a run in the terminal: `python -m agents.show RUN --worst 5` prints its figures and five episodes."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field
+from rich.console import Console
+from rich.text import Text
+
+from agents.recording.selection import SelectionConfig
+from agents.viewer.chat import Said, chat_lines
+from agents.viewer.source import Source
+from agents.viewer.stream import Colouring, legend, stream_text
+from agents.viewer.tables import overview_table, title
+from envs.cli import exit_code, parse
+
+#: Into a pipe, every row of a table is one line.
+PIPED_WIDTH = 1000
+INDENT = 2
+
+
+class ShowConfig(BaseModel):
+    """What `python -m agents.show` can be told."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run: Path = Field(description="run folder, or folder of a recording")
+    worst: int = Field(default=0, ge=0, description="how many of the lowest reward to show, of equal ones the latest")
+    best: int = Field(default=0, ge=0, description="how many of the highest reward to show, of equal ones the latest")
+    gap: int = Field(default=0, ge=0, description="how many to show of the largest gap of a token, |rollout - train|")
+    tokens: bool = Field(default=False, description="show the stream of tokens too")
+    color: Colouring = Field(default="probability", description="what tokens are coloured by")
+    full: bool = Field(default=False, description="show long texts whole")
+    width: int = Field(default=0, ge=0, description="columns to fill; 0: those of the terminal")
+    selection: SelectionConfig = SelectionConfig()
+
+
+def chosen(source: Source, config: ShowConfig) -> list[int]:
+    """Return the episodes to show: the worst, the best, those of the largest gap, or all that --id names.
+
+    Example: of rewards (1, 0, 0) `--worst 1` takes index 2.
+    """
+    picked = [
+        *_top(source, "reward", config.worst, lambda value: value),
+        *_top(source, "reward", config.best, lambda value: -value),
+        *_top(source, "max_gap", config.gap, lambda value: -value),
+    ]
+    is_named = bool(config.selection.id) and not (config.worst or config.best or config.gap)
+    return list(range(len(source))) if is_named else list(dict.fromkeys(picked))
+
+
+def _top(source: Source, name: str, count: int, key: Callable[[float], float]) -> Iterable[int]:
+    cells = source.columns.get(name, [])
+    found = [(key(cell), -index) for index, cell in enumerate(cells) if isinstance(cell, int | float)]
+    return (-negative for _, negative in sorted(found)[:count])
+
+
+class Printer:
+    """Prints text to a console: wrapped where its width matters, line by line where it is a pipe."""
+
+    def __init__(self, console: Console, is_wrapped: bool) -> None:
+        self.console, self.is_wrapped = console, is_wrapped
+
+    @property
+    def has_colours(self) -> bool:
+        """Whether the console shows colours."""
+        return self.console.is_terminal and not self.console.no_color
+
+    def say(self, text: Text, indent: int = 0) -> None:
+        """Print text, every line of it indented, and what is wrapped of a line always."""
+        width = self.console.width - INDENT
+        for line in text.split("\n", allow_blank=True):
+            for number, row in enumerate(line.wrap(self.console, width) if self.is_wrapped else [line]):
+                space = " " * (INDENT if number else indent)
+                self.console.print(Text(space).append_text(row), soft_wrap=True)
+
+
+def print_run(printer: Printer, source: Source, config: ShowConfig) -> None:
+    """Print the overview, then the episodes that are chosen."""
+    assert source.recording is not None, "a source that is not live has a recording"
+    printer.say(title(source))
+    if not len(source):
+        printer.say(Text("It holds no episode that is meant."))
+        return
+    printer.console.print(overview_table(source))
+    if config.gap and not any(cell is not None for cell in source.columns["max_gap"]):
+        printer.say(Text("The trainer has scored none of these episodes, so no gap is known."))
+    tokens = source.recording.tokens() if config.tokens else {}
+    for index in chosen(source, config):
+        episode, said = source.record(index), Said(source.outcome(index), source.score(index))
+        for line in chat_lines(source.recording, episode, said, config.full):
+            printer.say(line.text, INDENT * line.is_data)
+        if config.tokens:
+            printer.say(Text.assemble(("tokens", "bold"), "  ", legend(config.color, printer.has_colours)))
+            if config.color == "gap" and said.score is None:
+                printer.say(Text("The trainer has not scored this episode."))
+            printer.say(stream_text(episode, said.score, tokens, config.color, printer.has_colours), INDENT)
+        printer.console.print()
+
+
+def run(argv: Sequence[str] | None) -> int:
+    """Parse and print."""
+    config = parse(ShowConfig, argv, "python -m agents.show", "Show a recorded run in the terminal.")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    selection = config.selection
+    source = Source(config.run, keep=selection.matches, limit=selection.limit or None)
+    console = Console(highlight=False, width=config.width or None)
+    if not console.is_terminal and not config.width:
+        console = Console(highlight=False, width=PIPED_WIDTH)
+    print_run(Printer(console, console.is_terminal or config.width > 0), source, config)
+    return 0
+
+
+def main() -> int:
+    """Run the command line."""
+    return exit_code(lambda: run(None))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""See every token of a run: `python -m agents.view RUN` shows its recording in a browser, while it goes on too.
+
+With `--export PAGE.html` the page is written as one file that holds everything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import webbrowser
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from agents.recording.selection import SelectionConfig
+from agents.viewer.export import export
+from agents.viewer.server import ViewServer
+from agents.viewer.shown import counted
+from agents.viewer.source import Source
+from envs.cli import exit_code, parse
+from envs.errors import UserError
+
+
+class ViewConfig(BaseModel):
+    """What `python -m agents.view` can be told."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    runs: tuple[Path, ...] = Field(
+        min_length=1, max_length=2, description="run folder, or folder of a recording; a second one is compared with it"
+    )
+    export: str = Field(default="", description="HTML file to write, with everything inside; empty: serve the page")
+    max_episodes: int = Field(default=20_000, ge=1, description="most episodes that are exported")
+    port: int = Field(default=0, ge=0, le=65535, description="port on this machine; 0: a free one")
+    live: bool | None = Field(
+        default=None,
+        description="show what is added, and wait for a run that is not there yet; empty: until the run has ended",
+    )
+    browser: bool = Field(default=True, description="open the page in a browser, where there is a display")
+    selection: SelectionConfig = SelectionConfig()
+
+
+def open_source(run: Path, live: bool | None, selection: SelectionConfig) -> Source:
+    """Return a run's recording, with the episodes that are meant.
+
+    Raises:
+        UserError: there is none, and `live` does not say that one is to come.
+    """
+    try:
+        return Source(run, live, selection.matches, selection.limit or None)
+    except UserError as error:
+        if live is not None or error.got not in ("none", "no such folder"):
+            raise
+        raise UserError(error.field, error.rule, error.got, f"{error.fix}, or wait for it with --live") from None
+
+
+def write(config: ViewConfig, sources: Sequence[Source]) -> int:
+    """Write the page and say how large it is."""
+    for source in sources:
+        if not len(source):
+            raise UserError(str(source.path), "must hold an episode that is meant", "none", "widen the selection")
+        if len(source) > config.max_episodes:
+            fix = "choose some (--max-reward 0, --step 10, --limit 1000), or raise --max-episodes"
+            raise UserError("--export", f"must hold at most {config.max_episodes} episodes", len(source), fix)
+    size = export(Path(config.export), sources)
+    counts = " and ".join(f"{counted(len(source), 'episode')} of {source.path}" for source in sources)
+    print(f"{config.export}: {counts}, {size / 1e6:.1f} MB")
+    return 0
+
+
+def serve(config: ViewConfig, sources: Sequence[Source]) -> int:
+    """Serve the page until Ctrl-C."""
+    with contextlib.suppress(KeyboardInterrupt), ViewServer(sources, config.port) as server:
+        for source in sources:
+            print(f"{source.path}: {counted(len(source), 'episode')}{', live' if source.is_live else ''}")
+        print(f"{server.url}\nOnly this machine can open it; Ctrl-C ends it.", flush=True)
+        if config.browser and has_display():
+            webbrowser.open(server.url)
+        server.serve_forever()
+    return 0
+
+
+def has_display() -> bool:
+    """Return whether a browser would have a screen."""
+    return sys.platform in ("darwin", "win32") or any(os.environ.get(n) for n in ("DISPLAY", "WAYLAND_DISPLAY"))
+
+
+def run(argv: Sequence[str] | None) -> int:
+    """Parse, then write or serve."""
+    config = parse(ViewConfig, argv, "python -m agents.view", "Show recorded runs in a browser.")
+    live = False if config.export else config.live
+    sources = [open_source(path, live, config.selection) for path in config.runs]
+    return write(config, sources) if config.export else serve(config, sources)
+
+
+def main() -> int:
+    """Run the command line."""
+    return exit_code(lambda: run(None))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

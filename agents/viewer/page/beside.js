@@ -1,0 +1,192 @@
+/* Episodes side by side: a column each, what a column has in common with the reference dimmed. */
+
+const MOST_SAME = 600;
+const MOST_TOKENS = 3000;
+
+/* items: [{run, place, name}], null for a gap; `look` is {color, reference, isPaired}: no colour is text; what is the
+   same is so in the reference, or else in the first of a pair where columns are paired, or else in one further left.
+   Returns a node that fills itself; `changed` gets what somebody picks. */
+function besideView(items, look, changed) {
+  const box = make(`.beside${look.isPaired && items.length > 2 ? ".is-paired" : ""}`, {
+    role: "group",
+    "aria-label": "samples side by side",
+  });
+  Promise.all(items.map((item) => item && app.source.episode(item.run.number, item.place)))
+    .then((episodes) => {
+      const columns = episodes.map(
+        (episode, k) => episode && { ...items[k], episode, stream: readStream(items[k].run, episode) },
+      );
+      columns.forEach((column, k) => {
+        if (!column) box.append(make("p.beside-gap", { text: "no such sample" }));
+        else
+          box.append(
+            besideColumn(column, othersOf(columns, k, look), look.color, k === look.reference, () =>
+              changed({ ref: k === look.reference ? "" : k }),
+            ),
+          );
+      });
+    })
+    .catch((error) =>
+      box.append(make("p.none", { role: "alert", text: `These episodes could not be read: ${error.message}` })),
+    );
+  return box;
+}
+
+function othersOf(columns, k, { reference, isPaired }) {
+  if (columns[reference]) return k === reference ? [] : [columns[reference]];
+  return (isPaired ? columns.slice(k - (k % 2), k) : columns.slice(0, k)).filter(Boolean);
+}
+
+function besideColumn(column, others, color, isReference, onPick) {
+  const { run, place, name, episode } = column,
+    { columns } = run;
+  const pick = button(isReference ? "reference" : "compare with this", onPick, {
+    class: "quiet",
+    "aria-pressed": String(isReference),
+  });
+  const head = make(
+    "header",
+    null,
+    column.above &&
+      make(`.beside-run`, null, make(`span.series-${run.number}`, { text: visible(column.above), dir: "auto" })),
+    make(
+      ".beside-title",
+      null,
+      make(
+        "a",
+        { href: episodeLink(run.number, episode.id, { color }), title: visible(episode.id) },
+        make("bdi", { text: visible(name) }),
+      ),
+      pick,
+    ),
+    make(
+      ".beside-figures",
+      null,
+      make("span.reward-chip", {
+        text: reward(columns.reward[place]),
+        data: { tone: rewardTone(columns.reward[place]) },
+        title: "reward",
+      }),
+      isNumber(columns.advantage[place]) &&
+        make("span", { text: signed(columns.advantage[place]), title: "advantage" }),
+      make("span", { text: plural(columns.num_model_tokens[place], "token") }),
+      make("span", { text: words(columns.end_reason[place]), data: { tone: endTone(columns.end_reason[place]) } }),
+    ),
+  );
+  const body = color ? besideTokens(column, others, color) : besideTexts(column, others);
+  return make(
+    `section.beside-column${isReference ? ".is-reference" : ""}`,
+    { "aria-label": visible(name) },
+    head,
+    body,
+    episode.error && make(".message.error", null, textBlock(String(episode.error), "pre")),
+  );
+}
+
+/* Turn by turn; as long as all before is the same as in another column, the beginning that is the same is dimmed. */
+function besideTexts({ run, episode }, others) {
+  let same = others.map((other) => other.episode);
+  return make(
+    ".beside-body",
+    null,
+    (episode.turns || []).map((turn, k) => {
+      same = same.filter((other) => (other.turns || [])[k]);
+      const shared = Math.max(0, ...same.map((other) => commonPrefix(turn.text, other.turns[k].text)));
+      same = same.filter((other) => turn.text === other.turns[k].text && sameObservations(turn, other.turns[k]));
+      const said = (turn.observations || []).map((message) =>
+        make(`.beside-said${same.length ? ".is-same" : ""}`, null, contentParts(run, message.content)),
+      );
+      return make(
+        ".beside-turn",
+        null,
+        make("a.beside-label", { href: episodeLink(run.number, episode.id, { turn: k + 1 }), text: `turn ${k + 1}` }),
+        dimmedText(turn.text, shared),
+        said,
+      );
+    }),
+    !(episode.turns || []).length && make("p.none", { text: "no turn" }),
+  );
+}
+
+function sameObservations(turn, other) {
+  return JSON.stringify(turn.observations) === JSON.stringify(other.observations);
+}
+
+function dimmedText(text, shared) {
+  if (!shared) return textBlock(text);
+  const cut = shared > MOST_SAME ? shared - 80 : 0;
+  const same = make("span.is-same", { title: "the same as in the reference" });
+  if (cut) same.append(`… ${count(cut)} characters the same … `);
+  appendWritten(same, text.slice(cut, shared));
+  const block = textBlock(text.slice(shared));
+  (block.classList.contains("text") ? block : block.firstChild).prepend(same);
+  return block;
+}
+
+function commonPrefix(a, b) {
+  const most = Math.min(a.length, b.length);
+  let k = 0;
+  while (k < most && a[k] === b[k]) k += 1;
+  return k > 0 && /[\ud800-\udbff]/.test(a[k - 1]) ? k - 1 : k;
+}
+
+/* What follows the prompt, token by token; the first one that differs from all other columns is marked. */
+function besideTokens({ stream, episode }, others, color) {
+  const start = episode.prompt_length || 0;
+  const shared = Math.max(0, ...others.map((other) => sharedTokens(stream, start, other)));
+  const flow = make(".flow.tokens", { dir: "ltr", data: { color } });
+  const last = Math.min(stream.length, start + MOST_TOKENS);
+  for (let t = start; t < last; t += 1) {
+    const span = make("span", {
+      class:
+        tokenClass(stream, t) +
+        (t - start < shared ? " is-same" : t - start === shared && others.length ? " is-fork" : ""),
+      data: { t },
+    });
+    appendToken(span, stream.texts[t]);
+    flow.append(span);
+    if (stream.texts[t].includes("\n")) flow.append(make("br"));
+  }
+  flow.addEventListener("pointermove", (event) => {
+    const found = event.target.closest("[data-t]");
+    if (found) showTip(event, tokenLines(stream, Number(found.dataset.t)));
+    else hideTip();
+  });
+  flow.addEventListener("pointerleave", hideTip);
+  return make(
+    ".beside-body",
+    null,
+    flow,
+    last < stream.length &&
+      make("p.hint", { text: `${count(stream.length - last)} more tokens stand on the episode's own page` }),
+  );
+}
+
+function sharedTokens(stream, start, other) {
+  const from = other.episode.prompt_length || 0;
+  let shared = 0;
+  while (start + shared < stream.length && stream.ids[start + shared] === other.stream.ids[from + shared]) shared += 1;
+  return shared;
+}
+
+/* Buttons that choose how columns are drawn; `changed` gets what is new. */
+function besideTools(look, changed) {
+  const left = look.isPaired ? "the first run's" : "a sample further left";
+  const other = look.reference === null ? left : "the reference";
+  return make(
+    ".episode-tools",
+    null,
+    choice(
+      "drawn as",
+      [
+        ["text", "Text"],
+        ["mask", "Tokens", "1"],
+        ["probability", "Probability", "2"],
+        ["gap", "Gap", "3"],
+      ],
+      look.color || "text",
+      (picked) => changed(picked === "text" ? { color: "" } : { color: picked }),
+    ),
+    make("p.hint", { text: `dimmed: what begins as in ${other}` }),
+  );
+}

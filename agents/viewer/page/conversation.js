@@ -1,0 +1,133 @@
+/* An episode as a conversation: the problem, and turn by turn what the model wrote, called and was told. */
+
+function conversation(run, episode, turnHref) {
+  const problem = (episode.messages || []).slice(0, episode.num_prompt_messages);
+  const box = make(
+    ".conversation",
+    null,
+    problem.map((message) => messageBox(run, message)),
+  );
+  (episode.turns || []).forEach((turn, k) => box.append(turnBox(run, turn, k + 1, turnHref(k + 1))));
+  if (episode.error)
+    box.append(
+      make("section.message.error", null, make(".role", { text: "error" }), textBlock(String(episode.error), "pre")),
+    );
+  return box;
+}
+
+function turnBox(run, turn, number, href) {
+  const info = turn.info || {},
+    calls = Array.isArray(info.tool_calls) ? info.tool_calls : [];
+  const rest = Object.entries(info).filter(([name]) => name !== "tool_calls");
+  const head = make(
+    ".turn-head",
+    null,
+    make("a", { href, text: `Turn ${number}` }),
+    make(".turn-facts", null, turnFacts(turn)),
+  );
+  const written = make(
+    ".message.model",
+    null,
+    make(".role", { text: "model" }),
+    turn.text ? textBlock(turn.text) : make("p.none", { text: "no text" }),
+  );
+  return make(
+    "section.turn",
+    { data: { turn: number }, tabindex: "-1", "aria-label": `turn ${number}` },
+    head,
+    written,
+    calls.map(callBox),
+    (turn.observations || []).map((message) => messageBox(run, message)),
+    rest.length > 0 && infoLine(rest),
+  );
+}
+
+function turnFacts(turn) {
+  const versions = (turn.versions || [])
+    .map(([version, tokens], k, all) => (all.length > 1 ? `v${version}×${tokens}` : `v${version}`))
+    .join(" ");
+  const facts = [
+    plural(turn.end - turn.start, "token"),
+    turn.num_cached ? `${count(turn.num_cached)} cached` : null,
+    versions && `weights ${versions}`,
+    `engine ${seconds(turn.engine_s)}`,
+    `environment ${seconds(turn.env_s)}`,
+  ];
+  const marks = [
+    turn.finish !== "stop" &&
+      make("span.badge.tone-limit", { text: visible(turn.finish), title: "why the model stopped" }),
+    turn.done && make("span.badge.tone-good", { text: "done", title: "the environment says that the task has ended" }),
+  ];
+  return [facts.filter(Boolean).map((text) => make("span", { text })), marks];
+}
+
+/* A call as it was read, and what came of it. */
+function callBox(call) {
+  const outcome = call && typeof call === "object" ? call.outcome : undefined;
+  const name = call && call.name !== undefined && call.name !== null ? asText(call.name) : "call";
+  const box = make(".call", null, make("span.call-name", { dir: "auto", text: visible(name.slice(0, 200)) }));
+  const given = call && call.arguments;
+  if (given && typeof given === "object" && !Array.isArray(given))
+    box.append(
+      make(
+        "dl",
+        null,
+        Object.entries(given).map(([key, value]) =>
+          make(
+            "div",
+            null,
+            make("dt", { dir: "auto", text: visible(key.slice(0, 200)) }),
+            make("dd", null, textBlock(asText(value), "span")),
+          ),
+        ),
+      ),
+    );
+  else if (given !== undefined && given !== null) box.append(textBlock(asText(given), "span"));
+  if (outcome !== undefined)
+    box.append(
+      make(`span.badge.tone-${outcome === "ok" ? "good" : "fault"}`, { text: words(asText(outcome).slice(0, 300)) }),
+    );
+  return box;
+}
+
+function infoLine(rest) {
+  return make(
+    ".info",
+    null,
+    rest.map(([name, value]) =>
+      make(
+        "span",
+        null,
+        make("span.name", { dir: "auto", text: visible(name.slice(0, 200)) }),
+        textBlock(asText(value), "span"),
+      ),
+    ),
+  );
+}
+
+/* A message of the problem or of the environment. */
+function messageBox(run, message) {
+  const role = visible(asText(message.role ?? "message").slice(0, 40));
+  const known = ["system", "user", "tool", "assistant"].includes(role) ? role : "other";
+  const name = message.name ? ` · ${visible(asText(message.name).slice(0, 80))}` : "";
+  return make(
+    `.message.${known}`,
+    null,
+    make(".role", { text: role + name, dir: "auto" }),
+    contentParts(run, message.content),
+  );
+}
+
+function contentParts(run, content) {
+  if (typeof content === "string") return textBlock(content);
+  if (!Array.isArray(content))
+    return content === null || content === undefined
+      ? make("p.none", { text: "empty" })
+      : textBlock(asText(content), "pre");
+  return content.map((part) => {
+    if (part && part.type === "image" && typeof part.image === "string")
+      return pictureButton(run.number, part.image, "picture of the message");
+    if (part && part.type === "text" && typeof part.text === "string") return textBlock(part.text);
+    return textBlock(asText(part), "pre");
+  });
+}

@@ -1,0 +1,275 @@
+/* One episode: what it was, its conversation or its tokens, and the way to its neighbours. */
+
+const COLORS = { 1: "mask", 2: "probability", 3: "gap" };
+
+function showEpisode(root, { parts, query }) {
+  const run = runOf(query);
+  const place = run.byId.get(encoded(parts[1] ?? ""));
+  if (place === undefined) return missing(root, `${visible(run.name)} holds no episode ${visible(parts[1] ?? "")}`);
+  const color = Object.values(COLORS).includes(query.color) ? query.color : null;
+  const state = {
+    run,
+    place,
+    query: { ...query, color },
+    episode: null,
+    stream: null,
+    view: null,
+    box: make(".episode-main"),
+    side: make("aside.side", { "aria-label": "facts" }),
+  };
+  const id = run.columns.id[place];
+  if (app.list && app.list.run === run.number) app.list.selected = place;
+  state.href = (change) =>
+    episodeLink(run.number, id, {
+      turn: state.query.turn,
+      color: state.query.color,
+      scale: state.query.scale,
+      token: state.query.color ? state.query.token : null,
+      ...change,
+    });
+  state.change = (part) => {
+    Object.assign(state.query, part);
+    stay(state.href({}));
+  };
+  state.tools = make(".episode-tools");
+  add(root, [
+    episodeHead(state),
+    make(".strip-box"),
+    make(".episode", null, make(".episode-left", null, state.tools, state.box), state.side),
+  ]);
+  app.source
+    .episode(run.number, place)
+    .then((episode) => {
+      if (!root.contains(state.box)) return;
+      state.episode = episode;
+      state.stream = readStream(run, episode);
+      root.querySelector(".strip-box").append(streamStrip(state));
+      drawEpisode(state);
+      if (state.query.turn) showTurn(state, Number(state.query.turn), false);
+      if (state.tokens && numberOf(state.query.token) !== null) state.tokens.showToken(Number(state.query.token), true);
+    })
+    .catch((error) =>
+      state.box.append(make("p.none", { role: "alert", text: `This episode could not be read: ${error.message}` })),
+    );
+  return {
+    title: visible(id),
+    keys: episodeKeys(state),
+    update: () => updateEpisode(state),
+    repaint: () => state.strip && state.strip.draw(),
+  };
+}
+
+function missing(root, text) {
+  add(root, [
+    make("h1", { tabindex: "-1", text: "Nothing here" }),
+    make("p.none", { text }),
+    make("p", null, make("a", { href: "#/episodes", text: "All episodes" })),
+  ]);
+  return { title: "Nothing here" };
+}
+
+/* Neighbours are those of the table as it was last filtered and sorted. */
+function neighbours({ run, place }) {
+  const list =
+    app.list && app.list.run === run.number && app.list.places.includes(place)
+      ? app.list.places
+      : [...Array(run.size).keys()];
+  const at = list.indexOf(place);
+  return { before: list[at - 1], after: list[at + 1], at, size: list.length };
+}
+
+function episodeHead(state) {
+  const { run, place } = state;
+  const { columns } = run;
+  const { before, after, at, size } = neighbours(state);
+  const group = groupOf(run, columns.phase[place], columns.way[place], columns.group[place]);
+  const samples = group.length > 1 ? `: ${group.length} samples` : "";
+  const crumbs = [
+    make("a", { href: listHref(run), text: "Episodes" }),
+    make("span", { text: `${count(at + 1)} of ${count(size)}` }),
+    make("a", { href: groupLink(run.number, columns, place), text: `group ${columns.group[place]}${samples}` }),
+  ];
+  const to = (target) =>
+    target !== undefined && episodeLink(run.number, columns.id[target], { color: state.query.color });
+  const steps = [stepLink(to(before), "←", "previous episode"), stepLink(to(after), "→", "next episode")];
+  return viewHead(crumbs, visible(columns.id[place]), verdict(run, place), steps);
+}
+
+function listHref(run) {
+  const list = app.list && app.list.run === run.number ? app.list.query : {};
+  return link(["episodes"], runQuery(run.number, list));
+}
+
+/* What counts most: [[name, value, tone]]. */
+function verdict(run, place) {
+  const { columns } = run;
+  return [
+    ["reward", reward(columns.reward[place]), rewardTone(columns.reward[place])],
+    ["advantage", signed(columns.advantage[place])],
+    ["end", words(columns.end_reason[place]), endTone(columns.end_reason[place])],
+    columns.fate[place] && ["fate", visible(columns.fate[place])],
+    columns.label[place] && ["label", visible(columns.label[place])],
+    ["turns", count(columns.num_turns[place])],
+    ["tokens", `${count(columns.num_model_tokens[place])} of ${count(columns.num_tokens[place])}`],
+    isNumber(columns.max_gap[place]) && ["largest gap", figure(columns.max_gap[place])],
+  ];
+}
+
+function drawEpisode(state) {
+  const { color } = state.query;
+  state.view = color ? "tokens" : "conversation";
+  drawTools(state);
+  clear(state.side);
+  if (color) {
+    state.tokens = tokenView(state);
+    clear(state.box).append(state.tokens.node);
+  } else clear(state.box).append(conversation(state.run, state.episode, (turn) => state.href({ turn, token: null })));
+  state.side.append(sideFacts(state));
+  if (state.strip) state.strip.draw();
+}
+
+function drawTools(state) {
+  const { color } = state.query;
+  const views = choice(
+    "view",
+    [
+      ["", "Conversation"],
+      ["tokens", "Tokens"],
+    ],
+    color ? "tokens" : "",
+    (value) => setColor(state, value ? state.lastColor || "mask" : null),
+  );
+  const colors =
+    color &&
+    choice(
+      "colour of tokens",
+      [
+        ["mask", "mask", "1"],
+        ["probability", "probability", "2"],
+        ["gap", "gap", "3"],
+      ],
+      color,
+      (value) => setColor(state, value),
+    );
+  add(clear(state.tools), [views, colors, color && legend(state)]);
+}
+
+/* Another colour of the same tokens is drawn without making them again. */
+function setColor(state, color) {
+  const isSameView = Boolean(color) === (state.view === "tokens");
+  state.lastColor = color || state.query.color;
+  state.change({ color });
+  if (!state.episode) return;
+  if (!isSameView) drawEpisode(state);
+  else if (color) {
+    drawTools(state);
+    state.tokens.recolor(color);
+    state.strip.draw();
+  }
+}
+
+function showTurn(state, number, isMoved = true) {
+  const turns = (state.episode && state.episode.turns) || [];
+  if (!turns.length) return;
+  const turn = Math.max(1, Math.min(turns.length, number || 1));
+  if (isMoved) state.change({ turn });
+  if (state.view === "tokens") state.tokens.showToken(turns[turn - 1].start, false);
+  const node = state.box.querySelector(`[data-turn="${turn}"]`);
+  for (const each of state.box.querySelectorAll(".is-current")) each.classList.remove("is-current");
+  if (!node) return;
+  node.classList.add("is-current");
+  node.scrollIntoView({
+    block: "start",
+    behavior: isMoved && !matchMedia("(prefers-reduced-motion: reduce)").matches ? "smooth" : "auto",
+  });
+}
+
+function sideFacts({ run, episode, stream }) {
+  const turns = episode.turns || [],
+    versions = [...new Set(turns.flatMap((turn) => (turn.versions || []).map(([version]) => version)))];
+  const facts = [
+    ["phase", playedFor(episode.phase, episode.way)],
+    ["step", count(episode.step)],
+    ["sample", `${count(episode.sample_index)} of group ${count(episode.group)}`],
+    episode.attempt > 0 && ["attempt", count(episode.attempt + 1)],
+    ["problem", visible(episode.sample_id ?? NONE)],
+    ["environment", visible(`${episode.env} ${episode.env_version}`)],
+    versions.length > 0 && ["weights", versions.map((version) => `v${version}`).join(" ")],
+    ["prompt", plural(episode.prompt_length, "token")],
+    ["seed", visible(asText(episode.seed))],
+    ["time", seconds(episode.total_s)],
+    ["engine", seconds(episode.engine_s)],
+    ["env. time", seconds(episode.env_s)],
+    episode.score ? ["KL (k3)", figure(k3(stream))] : ["trainer", "no log-probs"],
+    isNumber(episode.began) && ["began", new Date(episode.began * 1000).toISOString().slice(0, 19).replace("T", " ")],
+  ];
+  const box = make("section.side-facts", null, make("h2", { text: "Facts" }), factList(facts));
+  const metadata = Object.entries(episode.metadata || {});
+  if (metadata.length)
+    box.append(
+      make("h2", { text: "Metadata" }),
+      factList(metadata.map(([name, value]) => [visible(name.slice(0, 80)), visible(asText(value).slice(0, 400))])),
+    );
+  return box;
+}
+
+function factList(facts) {
+  return make(
+    "dl.fact-list",
+    null,
+    facts
+      .filter(Boolean)
+      .map(([name, value]) =>
+        make("div", null, make("dt", { text: name, dir: "auto" }), make("dd", { text: value, dir: "auto" })),
+      ),
+  );
+}
+
+/* mean(rho - 1 - log rho), log rho being trainer - rollout. */
+function k3(stream) {
+  const values = [];
+  for (let t = 0; t < stream.length; t += 1) {
+    const d = stream.train[t] - stream.rollout[t];
+    if (Number.isFinite(d)) values.push(Math.expm1(d) - d);
+  }
+  return mean(values);
+}
+
+/* Outcome and score of an episode that is on screen may have become known. */
+function updateEpisode(state) {
+  const { run, place } = state;
+  if (!state.episode || (state.episode.outcome && state.episode.score)) return;
+  const isKnown =
+    (run.columns.fate[place] && !state.episode.outcome) || (isNumber(run.columns.kl[place]) && !state.episode.score);
+  if (!isKnown) return;
+  app.source
+    .episode(run.number, place)
+    .then((episode) => {
+      Object.assign(state, { episode, stream: readStream(run, episode) });
+      add(clear(document.querySelector(".verdict")), factBoxes(verdict(run, place)));
+      const { scrollY } = window;
+      drawEpisode(state);
+      scrollTo(0, scrollY);
+    })
+    .catch(() => undefined);
+}
+
+function episodeKeys(state) {
+  const { run } = state;
+  const move = (name) => () => {
+    const target = neighbours(state)[name];
+    if (target !== undefined) goTo(episodeLink(run.number, run.columns.id[target], { color: state.query.color }));
+  };
+  const turn = (change) => () => showTurn(state, (Number(state.query.turn) || 0) + change);
+  const keys = {
+    j: move("after"),
+    k: move("before"),
+    "]": turn(1),
+    "[": turn(-1),
+    g: () => goTo(groupLink(run.number, run.columns, state.place)),
+    Escape: () => goTo(listHref(run)),
+    v: () => setColor(state, state.query.color ? null : state.lastColor || "mask"),
+  };
+  for (const [key, color] of Object.entries(COLORS)) keys[key] = () => setColor(state, color);
+  return keys;
+}

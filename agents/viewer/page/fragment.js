@@ -1,0 +1,67 @@
+/* The fragment of the address is the state: #/episode/train-12-3?turn=2&color=gap. */
+
+function readFragment(hash) {
+  const [path, query] = splitOnce(hash.replace(/^#\/?/, ""), "?");
+  return {
+    parts: path
+      .split("/")
+      .filter((part) => part !== "")
+      .map(decoded),
+    query: Object.fromEntries(
+      (query || "")
+        .split("&")
+        .filter(Boolean)
+        .map((pair) => splitOnce(pair, "=").map(decoded)),
+    ),
+  };
+}
+
+function splitOnce(text, mark) {
+  const at = text.indexOf(mark);
+  return at < 0 ? [text, ""] : [text.slice(0, at), text.slice(at + 1)];
+}
+
+function decoded(text) {
+  try {
+    return decodeURIComponent(text.replaceAll("+", " "));
+  } catch {
+    return text;
+  }
+}
+
+/* encodeURIComponent raises on half a surrogate pair. */
+function encoded(text) {
+  const whole = String(text).replace(new RegExp(HALVES, "g"), "\ufffd");
+  return encodeURIComponent(whole).replaceAll("%20", "+");
+}
+
+/* link(["episode", "train-12-3"], {turn: 2}); what is null or empty is left out. */
+function link(parts, query) {
+  const pairs = Object.entries(query || {}).filter(
+    ([, value]) => value !== null && value !== undefined && value !== "",
+  );
+  const tail = pairs.map(([key, value]) => `${encoded(key)}=${encoded(value)}`).join("&");
+  return `#/${parts.map(encoded).join("/")}${tail ? `?${tail}` : ""}`;
+}
+
+/* Changes the address without going anywhere. */
+function stay(hash) {
+  if (hash !== location.hash) history.replaceState(null, "", hash);
+}
+
+function goTo(hash) {
+  if (hash !== location.hash) location.hash = hash;
+}
+
+/* The runs of a page are told apart by run=1; run 0 needs no word. */
+function runQuery(run, query) {
+  return { ...query, run: run || null };
+}
+
+function episodeLink(run, id, query) {
+  return link(["episode", id], runQuery(run, query));
+}
+
+function groupLink(run, columns, index, query) {
+  return link(["group", columns.phase[index], columns.way[index], columns.group[index]], runQuery(run, query));
+}

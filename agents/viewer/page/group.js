@@ -1,0 +1,108 @@
+/* The samples of one group side by side, under the problem that they share. */
+
+function showGroup(root, { parts, query }) {
+  const run = runOf(query);
+  const [, phase, way, number] = parts;
+  const places = groupOf(run, phase, way, number);
+  if (!places.length)
+    return missing(root, `${visible(run.name)} holds no group ${visible(parts.slice(1).join(" / "))}`);
+  const problem = make(".problem");
+  const body = make("div");
+  const state = { query: { ...query }, size: places.length };
+  const changed = (part) => {
+    Object.assign(state.query, part);
+    const { color, ref, order } = state.query;
+    stay(groupLink(run.number, run.columns, places[0], { color, ref, order }));
+    drawSamples();
+  };
+  const drawSamples = () => {
+    const now = groupOf(run, phase, way, number);
+    drawGroup(body, run, state.query.order === "reward" ? sorted(run, now, "-reward") : now, state.query, changed);
+  };
+  const { before, after } = groupNeighbours(run, places);
+  add(root, [groupHead(run, places, before, after), problem, body]);
+  drawSamples();
+  app.source
+    .episode(run.number, places[0])
+    .then((episode) => drawProblem(problem, run, episode))
+    .catch(() => undefined);
+  return {
+    title: `Group ${visible(number)}`,
+    update: () => {
+      const { length } = groupOf(run, phase, way, number);
+      if (length === state.size) return;
+      state.size = length;
+      drawSamples();
+    },
+    keys: {
+      ...colorKeys(state.query, changed),
+      Escape: () => goTo(listHref(run)),
+      j: () => after && goTo(after),
+      k: () => before && goTo(before),
+    },
+  };
+}
+
+function groupHead(run, places, before, after) {
+  const { phase, way, group } = run.columns;
+  const crumbs = [
+    make("a", { href: listHref(run), text: "Episodes" }),
+    make("span", { text: playedFor(phase[places[0]], way[places[0]]) }),
+  ];
+  const steps = [stepLink(before, "←", "previous group"), stepLink(after, "→", "next group")];
+  return viewHead(crumbs, `Group ${group[places[0]]}`, groupFigures(run, places), steps);
+}
+
+function drawGroup(body, run, places, query, changed) {
+  const look = lookOf(query);
+  const orders = [
+    ["", "by sample"],
+    ["reward", "by reward"],
+  ];
+  const order = choice("order", orders, query.order || "", (value) => changed({ order: value, ref: "" }));
+  const items = places.map((place) => ({ run, place, name: sampleName(run, place) }));
+  add(clear(body), [add(besideTools(look, changed), [order]), besideView(items, look, changed)]);
+}
+
+/* How a query wants columns drawn. */
+function lookOf({ color, ref }) {
+  return { color: Object.values(COLORS).includes(color) ? color : "", reference: numberOf(ref) };
+}
+
+function sampleName(run, place) {
+  const { sample_index: sample, attempt } = run.columns;
+  return `sample ${sample[place]}${attempt[place] ? ` · attempt ${attempt[place] + 1}` : ""}`;
+}
+
+function groupFigures(run, places) {
+  const { columns } = run,
+    rewards = places.map((place) => columns.reward[place]).filter(isNumber),
+    middle = mean(rewards);
+  const spreadOf = rewards.length ? Math.sqrt(mean(rewards.map((value) => (value - middle) ** 2))) : null;
+  return [
+    ["samples", count(places.length)],
+    ["mean reward", reward(middle)],
+    ["spread", reward(spreadOf)],
+    columns.label[places[0]] && ["label", visible(columns.label[places[0]])],
+    ["step", count(columns.step[places[0]])],
+    ["problem", visible(columns.sample_id[places[0]])],
+  ].filter(Boolean);
+}
+
+/* Links to the groups before and after, in the order in which groups ended. */
+function groupNeighbours(run, places) {
+  const groups = [...run.groups.values()];
+  const at = groups.findIndex((group) => group.includes(places[0]));
+  const to = (group) => group && groupLink(run.number, run.columns, group[0]);
+  return { before: to(groups[at - 1]), after: to(groups[at + 1]) };
+}
+
+function drawProblem(box, run, episode) {
+  const messages = (episode.messages || []).slice(0, episode.num_prompt_messages);
+  add(
+    clear(box),
+    messages
+      .filter((message, k) => message.role !== "system" || messages.length === 1 || k > 0)
+      .map((message) => messageBox(run, message)),
+  );
+}

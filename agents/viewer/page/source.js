@@ -1,0 +1,92 @@
+/* Where the data comes from: blocks within this file, or the server that sent the page. Both answer the same. */
+
+const PICTURE_NAME = /^images\/[0-9a-f]{8,64}\.png$/;
+const KEPT_BLOCKS = 12;
+
+/* {overview(run, after), episode(run, index), image(run, name)}; `page` is {runs, block, mode, live}. */
+function openSource(page) {
+  return page.mode === "server" ? serverSource() : fileSource(page.block || 64);
+}
+
+function fileSource(blockSize) {
+  const kept = new Map();
+  const block = (run, number) => {
+    const key = `${run}-${number}`;
+    const found = kept.get(key) || inflate(`run-${run}-block-${number}`);
+    kept.delete(key);
+    kept.set(key, found);
+    if (kept.size > KEPT_BLOCKS) kept.delete(kept.keys().next().value);
+    return found;
+  };
+  return {
+    overview: (run) => inflate(`run-${run}-overview`),
+    episode: async (run, index) => (await block(run, Math.floor(index / blockSize)))[index % blockSize],
+    image: (run, name) => {
+      const part = byId(`run-${run}-image-${name.slice(7, -4)}`);
+      return part ? `data:image/png;base64,${part.textContent.trim()}` : "";
+    },
+  };
+}
+
+function serverSource() {
+  const ask = async (path) => {
+    const answer = await fetch(path, { cache: "no-store" });
+    if (!answer.ok) throw new Error(`the server answered ${answer.status}`);
+    return answer.json();
+  };
+  return {
+    overview: (run, after) => ask(`data/${run}/overview${after ? `?after=${encodeURIComponent(after)}` : ""}`),
+    episode: (run, index) => ask(`data/${run}/episode/${index}`),
+    image: (run, name) => `data/${run}/${name}`,
+  };
+}
+
+/* Base64 of raw deflate of JSON, in an element of the page. */
+async function inflate(id) {
+  const part = byId(id);
+  if (!part) throw new Error(`the page holds no ${id}`);
+  const stream = new Blob([bytesOf(part.textContent.trim())])
+    .stream()
+    .pipeThrough(new DecompressionStream("deflate-raw"));
+  return new Response(stream).json();
+}
+
+function bytesOf(base64) {
+  if (Uint8Array.fromBase64) return Uint8Array.fromBase64(base64);
+  const binary = atob(base64);
+  const bytes = new Uint8Array(binary.length);
+  for (let i = 0; i < binary.length; i += 1) bytes[i] = binary.charCodeAt(i);
+  return bytes;
+}
+
+/* A picture of a run, or a word where there is none; `link` enlarges it. */
+function picture(run, name, label) {
+  const source = PICTURE_NAME.test(name) ? app.source.image(run, name) : "";
+  if (!source) return make("span.no-picture", { text: "no picture", title: visible(String(name).slice(0, 200)) });
+  const image = make("img", { alt: label || "picture", decoding: "async" });
+  image.addEventListener("error", () =>
+    image.replaceWith(make("span.no-picture", { text: "broken picture", title: name })),
+  );
+  image.src = source;
+  return image;
+}
+
+function pictureButton(run, name, label) {
+  const image = picture(run, name, label);
+  if (image.tagName !== "IMG") return image;
+  const box = make("button.picture", { type: "button", "aria-label": `enlarge ${label || "picture"}` }, image);
+  box.addEventListener("click", () => enlarge(image.src, label));
+  return box;
+}
+
+function enlarge(source, label) {
+  const dialog = clear(byId("picture"));
+  const image = make("img", { alt: label || "picture" });
+  image.src = source;
+  image.addEventListener("load", () => {
+    image.style.width = `min(90vw, ${Math.max(image.naturalWidth, Math.min(900, image.naturalWidth * 4))}px)`;
+  });
+  dialog.append(image, make("p", { text: label || "" }));
+  dialog.onclick = () => dialog.close();
+  dialog.showModal();
+}

@@ -1,0 +1,165 @@
+/* An episode's token stream with all that is known of each token. */
+
+const GAP_STEPS = [1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1, 3];
+const CHANCE_STEPS = [0.99, 0.9, 0.7, 0.5, 0.3, 0.1, 0.03, 0.01];
+const PLACEHOLDER = /image|img|vision|pad|picture/i;
+
+/* Returns {length, ids, mask, texts, rollout, train, gap, version, turn, segments, folds, largest}: most of them hold a
+   value for every token. */
+function readStream(run, episode) {
+  const ids = episode.ids || [],
+    mask = episode.mask || [],
+    T = ids.length;
+  const stream = {
+    length: T,
+    ids,
+    mask,
+    texts: tokenTexts(run, ids),
+    rollout: spread(mask, episode.logprobs),
+    train: spread(mask, episode.score && episode.score.logprobs),
+    version: new Int32Array(T).fill(-1),
+    turn: new Int32Array(T),
+    gap: new Float64Array(T),
+  };
+  for (let t = 0; t < T; t += 1) stream.gap[t] = Math.abs(stream.rollout[t] - stream.train[t]);
+  markTurns(stream, episode);
+  stream.segments = segmentsOf(stream, episode);
+  stream.folds = foldsOf(stream, episode);
+  stream.largest = largestGap(stream);
+  return stream;
+}
+
+/* Values of the tokens whose mask is 1, NaN elsewhere and where there is none. */
+function spread(mask, values) {
+  const all = new Float64Array(mask.length).fill(NaN);
+  if (!values) return all;
+  for (let t = 0, n = 0; t < mask.length; t += 1)
+    if (mask[t]) {
+      all[t] = values[n] ?? NaN;
+      n += 1;
+    }
+  return all;
+}
+
+function markTurns(stream, episode) {
+  (episode.turns || []).forEach((turn, k) => {
+    stream.turn.fill(k + 1, turn.start, turn.end);
+    let t = turn.start;
+    for (const [version, tokens] of turn.versions || []) {
+      stream.version.fill(version, t, t + tokens);
+      t += tokens;
+    }
+  });
+}
+
+/* Prompt, turns and what the environment said between them: [{kind, turn, start, end}]. */
+function segmentsOf(stream, episode) {
+  const found = [];
+  let from = 0;
+  (episode.turns || []).forEach((turn, k) => {
+    if (turn.start > from) found.push({ kind: k ? "env" : "prompt", turn: k, start: from, end: turn.start });
+    if (turn.end > turn.start) found.push({ kind: "model", turn: k + 1, start: turn.start, end: turn.end });
+    from = Math.max(from, turn.end);
+  });
+  if (from < stream.length)
+    found.push({
+      kind: found.length ? "env" : "prompt",
+      turn: (episode.turns || []).length,
+      start: from,
+      end: stream.length,
+    });
+  return found;
+}
+
+/* The text of every token; one that is only part of a character shows its bytes, the last one of them the character. */
+function tokenTexts(run, ids) {
+  const texts = new Array(ids.length);
+  let decoder = null;
+  for (let t = 0; t < ids.length; t += 1) {
+    const bytes = run.tokenBytes.get(ids[t]);
+    if (!bytes) {
+      decoder = null;
+      texts[t] = run.tokens.get(ids[t]) ?? `#${ids[t]}`;
+      continue;
+    }
+    decoder ||= new TextDecoder("utf-8", { ignoreBOM: true });
+    const ends = !run.tokenBytes.has(ids[t + 1]);
+    const text = decoder.decode(bytes, { stream: !ends });
+    texts[t] = text || `‹${Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join(" ")}›`;
+    if (ends) decoder = null;
+  }
+  return texts;
+}
+
+/* Where pictures stand: [{start, end, tokens, name}]. Placeholders are the one id that stands as often as pictures have
+   tokens. */
+function foldsOf(stream, episode) {
+  const sizes = (episode.images || []).map((image) => image.num_tokens);
+  const total = sizes.reduce((a, b) => a + b, 0);
+  if (!total) return [];
+  const counts = new Map();
+  for (let t = 0; t < stream.length; t += 1)
+    if (!stream.mask[t]) counts.set(stream.ids[t], (counts.get(stream.ids[t]) || 0) + 1);
+  const fitting = [...counts].filter(([, times]) => times === total).map(([id]) => id);
+  const named = fitting.find((id) => PLACEHOLDER.test(stream.texts[stream.ids.indexOf(id)]));
+  const id = named ?? (fitting.length === 1 && total > 3 ? fitting[0] : undefined);
+  return id === undefined ? [] : foldRuns(stream, episode, id, sizes);
+}
+
+function foldRuns(stream, episode, id, sizes) {
+  const names = pictureNames(episode),
+    folds = [];
+  let t = 0;
+  sizes.forEach((tokens, k) => {
+    let start = -1;
+    for (let seen = 0; seen < tokens && t < stream.length; t += 1) {
+      if (stream.ids[t] !== id || stream.mask[t]) continue;
+      if (start < 0) start = t;
+      seen += 1;
+    }
+    if (start >= 0) folds.push({ start, end: t, tokens, name: names[k] || `images/${episode.images[k].digest}.png` });
+  });
+  return folds;
+}
+
+/* Pictures of the messages, in order. */
+function pictureNames(episode) {
+  const names = [];
+  const look = (message) => {
+    if (!Array.isArray(message.content)) return;
+    for (const part of message.content) if (part && part.type === "image") names.push(part.image);
+  };
+  (episode.messages || []).slice(0, episode.num_prompt_messages).forEach(look);
+  for (const turn of episode.turns || []) (turn.observations || []).forEach(look);
+  return names;
+}
+
+/* How strongly a token is coloured, 0 to 8. */
+function gapLevel(gap) {
+  return Number.isFinite(gap) ? GAP_STEPS.filter((step) => gap >= step).length : 0;
+}
+
+function chanceLevel(logprob) {
+  return Number.isFinite(logprob) ? CHANCE_STEPS.filter((step) => Math.exp(logprob) < step).length : 0;
+}
+
+/* The same against the largest gap of the episode: each level is half an order of magnitude. */
+function relativeLevel(gap, largest) {
+  if (!(gap > 0) || !(largest > 0)) return 0;
+  return Math.max(0, Math.min(8, Math.ceil(8 + 2 * Math.log10(gap / largest))));
+}
+
+function largestGap(stream) {
+  let most = 0;
+  for (const gap of stream.gap) if (gap > most) most = gap;
+  return most;
+}
+
+/* Places of the n largest gaps (or, where `of` says so, of the n least likely tokens that were not all but certain). */
+function mostNotable(stream, n, of) {
+  const worth = of === "probability" ? (t) => -stream.rollout[t] : (t) => stream.gap[t];
+  const least = of === "probability" ? -Math.log(CHANCE_STEPS[0]) : 0;
+  const places = [];
+  for (let t = 0; t < stream.length; t += 1) if (worth(t) > least) places.push(t);
+  return places.sort((a, b) => worth(b) - worth(a)).slice(0, n);
+}

@@ -1,0 +1,126 @@
+/* Puts text of models and tools into the page as it is: what would not show, or would turn text around, is named. */
+
+const PIECE = 20000;
+const MOST_MARKS = 300;
+const UNSEEN = String.raw`\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff`;
+const HALVES = String.raw`[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]`;
+const HIDDEN = new RegExp(`[${UNSEEN}\ufff9-\ufffb]+|${HALVES}`, "g");
+const NAMES = {
+  "\u0000": "NUL",
+  "\u0008": "BS",
+  "\u000b": "VT",
+  "\u000c": "FF",
+  "\r": "CR",
+  "\u001b": "ESC",
+  "\u007f": "DEL",
+  "\u200b": "ZWSP",
+  "\u200e": "LRM",
+  "\u200f": "RLM",
+  "\u2028": "LS",
+  "\u2029": "PS",
+  "\u202a": "LRE",
+  "\u202b": "RLE",
+  "\u202c": "PDF",
+  "\u202d": "LRO",
+  "\u202e": "RLO",
+  "\u2066": "LRI",
+  "\u2067": "RLI",
+  "\u2068": "FSI",
+  "\u2069": "PDI",
+  "\ufeff": "BOM",
+};
+
+function hex(character) {
+  return `U+${character.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0")}`;
+}
+
+/* "RLO" for a right-to-left override, "U+0001" for what has no name, and how often where it stands many times. */
+function hiddenName(run) {
+  const names = [];
+  for (let i = 0; i < run.length && i < 6; i += 1) names.push(NAMES[run[i]] || hex(run[i]));
+  return names.join(" ") + (run.length > 6 ? ` … ${count(run.length)} in all` : "");
+}
+
+/* Text for a title, a tip or a cell: what would not show is replaced by its name. */
+function visible(text) {
+  return String(text).replace(HIDDEN, (run) => `⟨${hiddenName(run)}⟩`);
+}
+
+/* Text into an element; of very many hidden characters the later ones are named in the text itself. */
+function appendVisible(node, text) {
+  let from = 0,
+    marks = 0;
+  for (const match of text.matchAll(HIDDEN)) {
+    if ((marks += 1) > MOST_MARKS) {
+      node.append(visible(text.slice(from)));
+      return node;
+    }
+    if (match.index > from) node.append(text.slice(from, match.index));
+    node.append(make("span.hidden-char", { text: hiddenName(match[0]), title: "a character that would not show" }));
+    from = match.index + match[0].length;
+  }
+  if (from < text.length) node.append(from ? text.slice(from) : text);
+  return node;
+}
+
+/* A block of text; of a long one the beginning, and a button for the rest, which is drawn in pieces. */
+function textBlock(text, selector = "div") {
+  const node = make(`${selector}.text`, { dir: "auto" });
+  const end = pieceEnd(text, 0);
+  appendWritten(node, text.slice(0, end));
+  if (end >= text.length) return node;
+  const more = button(`show all ${count(text.length)} characters`, () => drawRest(node, text, end, more), {
+    class: "more",
+  });
+  return make(".text-long", null, node, more);
+}
+
+function drawRest(node, text, from, more) {
+  if (from >= text.length || !more.isConnected) {
+    more.remove();
+    return;
+  }
+  const end = pieceEnd(text, from);
+  appendWritten(node.appendChild(make("span.text-piece")), text.slice(from, end));
+  more.textContent = `${count(end)} of ${count(text.length)} characters`;
+  more.disabled = true;
+  requestAnimationFrame(() => drawRest(node, text, end, more));
+}
+
+/* A piece ends with a line, or else a word, and not within a character. */
+function pieceEnd(text, from) {
+  const end = from + PIECE;
+  if (end >= text.length) return text.length;
+  for (const mark of ["\n", " "]) {
+    const found = text.lastIndexOf(mark, end - 1);
+    if (found > end - PIECE / 10) return found + 1;
+  }
+  return /[\ud800-\udbff]/.test(text[end - 1]) ? end - 1 : end;
+}
+
+/* Text as the model wrote it, tool calls set apart; they stay where they stand, to the letter. */
+function appendWritten(node, text) {
+  const open = "<tool_call>",
+    close = "</tool_call>";
+  let from = 0;
+  for (let drawn = 0; drawn < 200; drawn += 1) {
+    const start = text.indexOf(open, from);
+    if (start < 0) break;
+    const found = text.indexOf(close, start);
+    const end = found < 0 ? text.length : found + close.length;
+    appendVisible(node, text.slice(from, start));
+    node.append(appendVisible(make("span.written-call"), text.slice(start, end)));
+    from = end;
+  }
+  return appendVisible(node, text.slice(from));
+}
+
+/* A word of ours as it is read: "token budget". */
+function words(text) {
+  return /^[a-z]+(_[a-z]+)*$/.test(text) ? text.replaceAll("_", " ") : visible(text);
+}
+
+/* What JSON holds, as text. */
+function asText(value) {
+  return typeof value === "string" ? value : (JSON.stringify(value, null, 1) ?? "");
+}

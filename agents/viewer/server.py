@@ -1,0 +1,173 @@
+"""Serves the page on this machine: sources in; a server that nobody else can reach, and no other page can read.
+
+It listens on the loopback address alone. Everything lies below a random word, without which a request gets nothing; a
+request whose Host is another name is refused, so that no page of the web gets here by giving its own name this address.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hmac
+import re
+import secrets
+import socketserver
+from collections.abc import Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from agents.viewer.page import Page, assemble
+from agents.viewer.source import Source
+from agents.viewer.wire import dump
+from envs.errors import UserError
+
+HOST = "127.0.0.1"
+HOSTS = (HOST, "localhost", "[::1]")
+_ROUTE = re.compile(r"data/([01])/(overview|episode/([0-9]{1,9})|(images/[0-9a-f]{8,64}\.png))")
+_MIN_PACKED = 2048
+HTML, PLAIN, DATA, PNG = "text/html; charset=utf-8", "text/plain; charset=utf-8", "application/json", "image/png"
+_HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "X-Frame-Options": "DENY",
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a request gets; `policy` is that of a page."""
+
+    status: HTTPStatus
+    kind: str
+    content: bytes
+    policy: str = ""
+
+
+class ViewServer(ThreadingHTTPServer):
+    """The page of one run or two, and their data.
+
+    Example::
+
+        with ViewServer([Source(Path("runs/x"))]) as server:
+            print(server.url)           # http://127.0.0.1:43121/9f2b...e1/
+            server.serve_forever()
+    """
+
+    daemon_threads = True
+
+    def __init__(self, sources: Sequence[Source], port: int = 0) -> None:
+        """Take a port, 0 for a free one.
+
+        Raises:
+            UserError: the port is taken.
+        """
+        self.sources = sources
+        self.token = secrets.token_urlsafe(24)
+        try:
+            super().__init__((HOST, port), _Handler)
+        except OSError as error:
+            fix = f"give another one, or none ({error.strerror})"
+            raise UserError("--port", "must be free", port, fix) from error
+
+    def server_bind(self) -> None:
+        """Take the port without asking anybody for this machine's name."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = HOST, self.server_address[1]
+
+    @property
+    def url(self) -> str:
+        """Where the page is."""
+        return f"http://{HOST}:{self.server_port}/{self.token}/"
+
+    def page(self) -> Page:
+        """Return the page, put together anew, so that who works on it sees what has changed."""
+        return assemble("server", runs=len(self.sources), live=any(source.is_live for source in self.sources))
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a connection that broke: the browser asks again, and the others go on."""
+
+    def answer(self, target: str) -> Answer:
+        """Return what a GET of a path, with its query, gets."""
+        url = urlsplit(target)
+        token, _, path = url.path.removeprefix("/").partition("/")
+        if not hmac.compare_digest(token.encode(), self.token.encode()):
+            return _refusal(HTTPStatus.NOT_FOUND)
+        if not path and url.path.endswith("/"):
+            page = self.page()
+            policy = f"{page.policy}; frame-ancestors 'none'"
+            return Answer(HTTPStatus.OK, HTML, (page.head + page.tail).encode(), policy)
+        route = _ROUTE.fullmatch(path)
+        if not route or int(route[1]) >= len(self.sources):
+            return _refusal(HTTPStatus.NOT_FOUND)
+        source = self.sources[int(route[1])]
+        try:
+            if route[2] == "overview":
+                after = parse_qs(url.query).get("after", [""])[0]
+                return Answer(HTTPStatus.OK, DATA, dump(source.overview(after)))
+            if route[3]:
+                return Answer(HTTPStatus.OK, DATA, dump(source.episode(int(route[3]))))
+            return Answer(HTTPStatus.OK, PNG, source.picture(route[4]).read_bytes())
+        except (LookupError, OSError):
+            return _refusal(HTTPStatus.NOT_FOUND)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: ViewServer  # pyright: ignore[reportIncompatibleVariableOverride]
+    protocol_version = "HTTP/1.1"
+    timeout = 60
+    error_content_type = PLAIN
+    error_message_format = "%(code)d %(message)s\n"
+
+    def parse_request(self) -> bool:
+        """Refuse what is no GET, or comes by another name."""
+        if not super().parse_request():
+            return False
+        if self.command != "GET":
+            self.send_error(HTTPStatus.METHOD_NOT_ALLOWED)
+        elif re.sub(r":[0-9]+$", "", self.headers.get("Host", "")) not in HOSTS:
+            self.send_error(HTTPStatus.FORBIDDEN)
+        else:
+            return True
+        self.close_connection = True
+        return False
+
+    def do_GET(self) -> None:
+        """Answer; whatever goes wrong is this request's alone."""
+        try:
+            answer = self.server.answer(self.path)
+        except Exception as error:  # a line of a recording that was damaged, say
+            text = f"{type(error).__name__}: {error}".splitlines()[0]
+            answer = Answer(HTTPStatus.INTERNAL_SERVER_ERROR, PLAIN, text.encode(errors="replace"))
+        content = answer.content
+        is_packed = "gzip" in self.headers.get("Accept-Encoding", "") and len(content) >= _MIN_PACKED
+        is_packed = is_packed and answer.kind != PNG
+        if is_packed:
+            content = gzip.compress(content, 1)
+        self.send_response(answer.status)
+        self.send_header("Content-Type", answer.kind)
+        self.send_header("Content-Length", str(len(content)))
+        if is_packed:
+            self.send_header("Content-Encoding", "gzip")
+        if answer.policy:
+            self.send_header("Content-Security-Policy", answer.policy)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def end_headers(self) -> None:
+        for name, value in _HEADERS.items():
+            self.send_header(name, value)
+        super().end_headers()
+
+    def version_string(self) -> str:
+        return "TrueTurn"
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing: the terminal is the person's, and a log would hold the word that opens the page."""
+
+
+def _refusal(status: HTTPStatus) -> Answer:
+    return Answer(status, PLAIN, f"{status.value} {status.phrase}\n".encode())

@@ -1,0 +1,82 @@
+"""Takes the pictures of docs/viewer.md: a run in; PNG files, in light and dark, out."""
+
+from __future__ import annotations
+
+import io
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from PIL import Image
+
+from agents.viewer.export import export
+from agents.viewer.source import Source
+from benchmarks.browser import chromium
+
+MAX_BYTES = 250_000
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What is shown: a fragment of the page, in a theme; `hover` is pointed at."""
+
+    name: str
+    theme: Literal["light", "dark"]
+    fragment: str
+    hover: str = ""
+    height: int = 900
+
+
+def pictures(source: Source, is_compared: bool) -> list[Picture]:
+    """Return what is worth a picture of a run: among others an episode of three turns that a tool set right."""
+    columns = source.columns
+    chosen = max(
+        range(len(source)),
+        key=lambda k: (columns["phase"][k] == "train", columns["reward"][k] == 1, columns["num_turns"][k], k),
+    )
+    episode = columns["id"][chosen]
+    group = "/".join(str(columns[name][chosen]) for name in ("phase", "way", "group"))
+    tokens = f"#/episode/{episode}?color="
+    found = [
+        Picture("overview", "light", "#/", ".chart[data-metric=reward] .plot"),
+        Picture("episodes", "dark", "#/episodes?phase=train&sort=-max_gap"),
+        Picture("conversation", "light", f"#/episode/{episode}?turn=2", height=1000),
+        Picture("episode", "light", f"{tokens}gap&scale=relative", ".tokens .r8"),
+        Picture("probability", "dark", f"{tokens}probability", ".tokens .is-mine:is(.p3, .p4, .p5, .p6)"),
+        Picture("group", "light", f"#/group/{group}?color=mask&order=reward"),
+    ]
+    return [*found, Picture("compare", "dark", "#/compare")] if is_compared else found
+
+
+def take_screenshots(folder: Path, run: Path, other: Path | None) -> None:
+    """Write viewer-NAME.png into a folder."""
+    source = Source(run)
+    sources = [source, Source(other)] if other else [source]
+    with tempfile.TemporaryDirectory() as scratch, chromium() as browser:
+        for name, shown in (("one", sources[:1]), ("all", sources)):
+            export(Path(scratch) / f"{name}.html", shown)
+        for picture in pictures(source, other is not None):
+            name = "all" if picture.fragment.startswith("#/compare") else "one"
+            page = browser.new_page(viewport={"width": 1440, "height": picture.height}, color_scheme=picture.theme)
+            page.goto(f"file://{scratch}/{name}.html{picture.fragment}")
+            page.wait_for_selector("html[data-ready]")
+            page.wait_for_timeout(700)
+            if picture.hover and page.locator(picture.hover).count():
+                page.locator(picture.hover).first.hover()
+                page.wait_for_timeout(200)
+            path = folder / f"viewer-{picture.name}.png"
+            path.write_bytes(packed(page.screenshot()))
+            print(f"{path}: {path.stat().st_size:,} bytes")
+            page.close()
+
+
+def packed(png: bytes) -> bytes:
+    """Return a picture as a smaller file, of 256 colours where it would be too large otherwise."""
+    image = Image.open(io.BytesIO(png)).convert("RGB")
+    for each in (image, image.quantize(256, dither=Image.Dither.NONE)):
+        file = io.BytesIO()
+        each.save(file, "PNG", optimize=True)
+        if len(file.getvalue()) <= MAX_BYTES:
+            return file.getvalue()
+    raise AssertionError(f"{len(file.getvalue())} bytes, more than {MAX_BYTES}")
