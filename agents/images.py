@@ -136,6 +136,15 @@ class ImageStore:
         self._keep(digest, found)
         return found
 
+    def grid(self, image: Image.Image) -> tuple[int, int, int]:
+        """Return the grid (time, rows, columns) into which `process` cuts a picture, without cutting it.
+
+        Raises:
+            ValueError: one side is more than 200 times the other.
+        """
+        height, width = stable_size(self._processor, image.height, image.width)
+        return 1, height // self._processor.patch_size, width // self._processor.patch_size
+
     def _digest(self, picture: Image.Image) -> str:
         """Return the hash of the picture as RGB, and remember it for as long as the object lives unchanged."""
         if 0 in picture.size:

@@ -24,6 +24,9 @@ class Layers:
     Args:
         ready: folder of the ready configurations, a NAME.yaml each, for `--config NAME`.
         base: field that names a folder to go on with, whose `config.yaml` is then the lowest layer.
+        like: field that names a folder whose `config.yaml` is the lowest layer of something new, where there is one and
+            no folder is gone on with.
+        own: sections and fields that are not taken from there.
         shared: model of another command; the variables of its fields are passed over where this command has no such
             field, so that what is exported for one command does not stop another.
         prefix: with what the names of environment variables begin.
@@ -35,6 +38,8 @@ class Layers:
 
     ready: Path
     base: FieldPath = ()
+    like: FieldPath = ()
+    own: tuple[FieldPath, ...] = ()
     shared: type[BaseModel] | None = None
     prefix: str = "TRUETURN_"
 
@@ -68,15 +73,23 @@ class Layers:
         return settings
 
     def read_base(self, model: type[BaseModel], above: Settings) -> Settings:
-        """Return the configuration of the folder that is gone on with, if the layers above name one."""
+        """Return the configuration of the folder that is gone on with, or done like, if the layers above name one."""
         setting = above.get(self.base)
         if setting is None or setting.value in ("", None):
-            return {}
+            return self._read_like(model, above.get(self.like))
         file = Path(setting.value) / "config.yaml"
         if not file.is_file():
             rule = f"must be a folder with a {file.name}"
             raise UserError(setting.place, rule, setting.value, "give the folder of a run")
         return read_file(model, file)
+
+    def _read_like(self, model: type[BaseModel], setting: Setting | None) -> Settings:
+        """Return what is taken from the configuration of another folder; nothing where it has none."""
+        if setting is None or setting.value in ("", None):
+            return {}
+        file = Path(setting.value) / "config.yaml"
+        found = read_file(model, file) if file.is_file() else {}
+        return {path: value for path, value in found.items() if not any(path[: len(own)] == own for own in self.own)}
 
 
 def _items(name: str, text: str) -> list[object]:

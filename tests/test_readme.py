@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 
 import envs.check
+from agents.replay import ReplayConfig
+from agents.show import ShowConfig
+from agents.view import ViewConfig
 from envs.cli import leaves
 from trainer.config import RunConfig
 from trainer.evaluate import EvaluateConfig
@@ -74,7 +77,7 @@ def test_the_environment_of_the_readme_trains(shop: Path, checkpoint: Path) -> N
 
 
 def test_every_flag_in_the_readme_exists() -> None:
-    models = (RunConfig, SftConfig, EvaluateConfig)
+    models = (RunConfig, SftConfig, EvaluateConfig, ReplayConfig, ViewConfig, ShowConfig)
     flags = {"--" + path[-1].replace("_", "-") for model in models for path, _ in leaves(model)}
     # Of pip, benchmarks, every layered command, and the demonstrations.
     others = {"--index-url", "--seeds", "--parallel", "--config", "--print-config", "--num", "--out"}

@@ -256,6 +256,28 @@ class RolloutConfig(Section):
         return value
 
 
+class SidesConfig(Section):
+    """Which sides of a step are done: its episodes are played, then learnt from; or only one of the two."""
+
+    rollout_only: bool = Field(
+        default=False,
+        description="play and record the episodes of every step with the weights as they are; nothing is trained, "
+        "evaluated or kept of the model",
+    )
+    replay_rollouts: Path | None = Field(
+        default=None,
+        description="run folder whose recorded episodes are trained on, step by step; nothing is played, and its "
+        "settings hold where no others are given",
+    )
+
+    @field_validator("replay_rollouts")
+    @classmethod
+    def _leaves_a_side(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+        if value and info.data.get("rollout_only"):
+            raise ValueError("cannot be given together with --rollout-only: nothing would be left to do")
+        return value
+
+
 class AdamWConfig(Section):
     """The optimizer."""
 
@@ -440,11 +462,22 @@ class RunConfig(Section):
     engine: EngineConfig = EngineConfig()
     cluster: ClusterConfig = ClusterConfig()
     rollout: RolloutConfig = RolloutConfig()
+    sides: SidesConfig = SidesConfig()
     optim: OptimConfig = OptimConfig()
     learner: LearnerConfig = LearnerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+
+    @property
+    def plays(self) -> bool:
+        """Whether episodes are played, which takes an engine and environments."""
+        return self.sides.replay_rollouts is None
+
+    @property
+    def trains(self) -> bool:
+        """Whether weights change."""
+        return not self.sides.rollout_only
 
 
 class LearnerPlan(Protocol):

@@ -23,6 +23,8 @@ from envs.runner import last_line
 from trainer.figures import Evaluation
 
 MAX_FAULTS_SHOWN = 10
+#: What training adds to the line of a step: what it is called there, in the metrics, and its form.
+_LEARNT = (("kl", "rollout_train_kl", ".1e"), ("entropy", "entropy", ".3f"), ("grad", "grad_norm", ".2f"))
 
 
 class Display:
@@ -91,12 +93,13 @@ class Display:
         valid = f"valid {num_valid}/{row['episodes']:.0f}  " if row["valid_frac"] < 1 else ""
         filtered = f"filtered {row['groups_filtered']:.0f}  " if row.get("groups_filtered") else ""
         stale = f"staleness {row['staleness_mean']:.2f}  " if row.get("staleness_max") else ""
+        learnt = [f"{label} {row[name]:{form}}  " for label, name, form in _LEARNT if name in row]
+        train = f" train {row['train_s']:.1f}s" if "train_s" in row else ""
         left_s = (time.monotonic() - self._begun) / row["step"] * (total - row["step"])
         self.say(
             f"step {row['step']:>3.0f}/{total}  reward {row['reward']:.3f}  {valid}{filtered}turns {row['turns']:.2f}  "
-            f"{stale}kl {row.get('rollout_train_kl', 0.0):.1e}  entropy {row.get('entropy', 0.0):.3f}  "
-            f"grad {row.get('grad_norm', 0.0):.2f}  {row['tokens_per_s']:.0f} tokens/s  "
-            f"rollout {row['rollout_s']:.1f}s train {row['train_s']:.1f}s  ETA {left_s:.0f}s"
+            f"{stale}{''.join(learnt)}{row['tokens_per_s']:.0f} tokens/s  "
+            f"rollout {row['rollout_s']:.1f}s{train}  ETA {left_s:.0f}s"
         )
 
     def summary(

@@ -26,7 +26,7 @@ from rich.text import Text
 
 from envs.cli import exit_code, parse
 from envs.errors import UserError
-from trainer.config import RunConfig, Section
+from trainer.config import RunConfig, Section, SidesConfig
 from trainer.diagnosis.before import Before
 from trainer.diagnosis.book import CHECKS, PREPARED, RUNNING, Book, closing
 from trainer.diagnosis.engines import Examined
@@ -153,6 +153,7 @@ def trial(config: RunConfig, folder: Path, hidden_size: int) -> RunConfig:
             "optim": config.optim.model_copy(update=optim),
             "algorithm": config.algorithm.model_copy(update=algorithm),
             "checkpoint": config.checkpoint.model_copy(update={"resume": None}),
+            "sides": SidesConfig(),
             "log": config.log.model_copy(update={"out": folder.parent, "name": folder.name}),
         }
     )

@@ -25,7 +25,8 @@ from trainer.folder import CHECKPOINTS, CONFIG, found_folder
 from trainer.layers import read_config
 from trainer.learner import Learner
 from trainer.loading import empty_model
-from trainer.setup import resolve_model, template_options, write_model
+from trainer.parts import write_model
+from trainer.setup import resolve_model, template_options
 from trainer.supervised.config import SftConfig
 
 

@@ -17,11 +17,19 @@ from trainer.config import RunConfig
 C = TypeVar("C", bound=BaseModel)
 
 RESUME: FieldPath = ("checkpoint", "resume")
+SIDES: FieldPath = ("sides",)
+REPLAY: FieldPath = (*SIDES, "replay_rollouts")
 #: Fields that may name files or folders, besides hub ids.
-_PATHS = ("model", "data", "eval_data", "registry")
+_PATHS = ("model", "data", "eval_data", "registry", "replay_rollouts")
 
 #: What `python -m trainer.*` reads besides flags.
-LAYERS = Layers(ready=Path(__file__).with_name("configs"), base=RESUME, shared=RunConfig)
+LAYERS = Layers(
+    ready=Path(__file__).with_name("configs"),
+    base=RESUME,
+    like=REPLAY,
+    own=(SIDES, ("log",), RESUME),
+    shared=RunConfig,
+)
 
 #: What a run is: sections and fields that stay as they are when it is resumed. All else may change.
 FIXED: tuple[FieldPath, ...] = (

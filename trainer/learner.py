@@ -410,7 +410,7 @@ def build_learner(config: LearnerPlan, path: Path | str, sampling: SamplingParam
     """
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     # What is only read need not be kept more exactly than it is computed in; adapters are float32 themselves.
-    kept = dtype if config.learner.lora_rank else torch.float32
+    kept = dtype if config.learner.lora_rank or not config.steps else torch.float32
     return Learner(
         empty_model(path, kept),
         sampling,

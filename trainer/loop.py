@@ -4,33 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import json
 import resource
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any
 
 from agents.appended import rewind
 from agents.recording.recorder import rewind_recording
 from agents.recording.schema import TRAIN
-from agents.rollout import ManagerState, Problem, RolloutManager, RolloutOptions, StepRollout, derive_seed
+from agents.rollout import ManagerState, StepRollout, derive_seed
 from agents.types import EndReason, Trajectory
-from envs.data import epoch_order
 from trainer.batching import split_evenly, training_samples, trajectory_advantages
 from trainer.checkpoint import Checkpoints
+from trainer.config import CheckpointConfig
 from trainer.display import Display
-from trainer.evaluation import WITH_TOOL, PlayOptions, evaluate, ways
+from trainer.evaluation import WITH_TOOL
 from trainer.figures import Evaluation
 from trainer.folder import CHECKPOINTS, EPISODES, METRICS, MODEL
 from trainer.interrupt import cancel_on_sigterm
 from trainer.metrics import MetricsLog, draw_curve, rollout_metrics
+from trainer.parts import Parts
 from trainer.progress import Progress, read_progress, seed_random
-from trainer.setup import RunParts, check_command
+from trainer.setup import check_command
+from trainer.sides import Rollouts, RolloutSide
 from trainer.trainer import LearnerLost
 from trainer.types import StepStats, TrainingSample
+
+KL = "rollout_train_kl"
 
 
 class InvalidStreams(RuntimeError):
@@ -42,27 +45,29 @@ class TrainingLoop:
 
     Example::
 
-        summary = asyncio.run(TrainingLoop(prepare(config), Display()).run())
+        parts = prepare(config)
+        summary = asyncio.run(TrainingLoop(parts, Playing(parts), Display()).run())
         summary["accuracy_after"]["with_tool"]
     """
 
-    def __init__(self, parts: RunParts, display: Display) -> None:
-        self.parts, self.config, self.display = parts, parts.config, display
+    def __init__(self, parts: Parts, side: RolloutSide, display: Display) -> None:
+        self.parts, self.side, self.config, self.display = parts, side, parts.config, display
+        self.trains = parts.config.trains
         self.progress = self._take_up()
         log = parts.config.log
         self.log = MetricsLog(
             parts.folder, _described(parts), log.tracker, log.project, self.progress.step, report=display.say
         )
         self.recorder = parts.recorder()
-        self.checkpoints = Checkpoints(parts.folder / CHECKPOINTS, parts.learner, parts.config.checkpoint, display.say)
+        kept = parts.config.checkpoint if self.trains else CheckpointConfig(save_every=0)
+        self.checkpoints = Checkpoints(parts.folder / CHECKPOINTS, parts.learner, kept, display.say)
         self.before: dict[str, Evaluation] = dict(self.progress.before)
         self.after: dict[str, Evaluation] = {}
         self.ends = Counter(self.progress.ends)
         self.faults = set(self.progress.faults)
         self.group_fates = Counter(self.progress.group_fates)
         self.unused_groups = Counter(self.progress.unused_groups)
-        self.step = self.progress.step  # the one at hand
-        self._order: tuple[int, list[int]] = (-1, [])  # an epoch, and the order of its problems
+        self.step, self.recorded_s = self.progress.step, 0.0  # the one at hand; spent on recording until the last one
         self.started = time.perf_counter() - self.progress.seconds
 
     def _take_up(self) -> Progress:
@@ -77,15 +82,16 @@ class TrainingLoop:
 
     async def run(self) -> dict[str, Any]:
         """Evaluate, train, evaluate; on Ctrl-C or SIGTERM save and stop. Returns the summary, which is also on disk."""
-        interrupted, is_lost, parts, start = False, False, self.parts, self.progress.step
+        interrupted, is_lost, start = False, False, self.progress.step
         cancel_on_sigterm()
         try:
-            await parts.sync.start(start)
+            await self.side.start(start)
             if not start:
-                self.before = await self._evaluate("before")
+                self.before = await self.side.evaluate("before", self.display, self._on_evaluated)
+                self.recorded_s = self.recorder.seconds if self.recorder else 0.0
                 self.progress = self._boundary(0, ManagerState())
             await self._train()
-            self.after = await self._evaluate("after")
+            self.after = await self.side.evaluate("after", self.display, self._on_evaluated)
         except asyncio.CancelledError:
             interrupted = True
             self.display.say("interrupted: saving what there is")
@@ -94,41 +100,31 @@ class TrainingLoop:
             raise
         finally:
             try:
-                summary = self._finish(interrupted, has_weights=not is_lost)
+                summary = self._finish(interrupted, has_weights=self.trains and not is_lost)
             finally:
                 try:
-                    await parts.engine.close()
+                    await self.side.close()
                 finally:
-                    parts.close()
+                    self.parts.close()
         return summary
 
     async def _train(self) -> None:
         """Take all steps; what is still being played then, or when a step fails, is recorded as aborted."""
-        config, parts = self.config, self.parts
-        names = {field.name for field in fields(RolloutOptions)}
-        manager = RolloutManager(
-            parts.episode(parts.spec.max_turns, config.rollout.temperature),
-            parts.build_env,
-            parts.env_args(parts.spec.max_turns),
-            self._problem,
-            RolloutOptions(**config.rollout.model_dump(include=names)),
-            on_episode=self._on_played,
-            state=self.progress.rollout,
-        )
+        rollouts = self.side.rollouts(self._on_played, self.progress.rollout)
         first = step = self.progress.step
-        self.display.begin("train", config.steps - first)
+        self.display.begin("train" if self.trains else "play", self.config.steps - first)
         try:
-            for step in range(first + 1, config.steps + 1):
-                await self._step(manager, step)
+            for step in range(first + 1, self.config.steps + 1):
+                await self._step(rollouts, step)
                 self.display.advance()
         finally:
-            self._take(StepRollout((), aborted=await manager.close()), step)
+            self._take(StepRollout((), aborted=await rollouts.close()), step)
 
-    async def _step(self, manager: RolloutManager, step: int) -> None:
+    async def _step(self, rollouts: Rollouts, step: int) -> None:
         """Roll out, then learn. Who interrupts the learning waits for its end, so that the run stands between steps."""
         self.step = step
         started = time.perf_counter()
-        rollout = await manager.collect(self.config.rollout.problems_per_step)
+        rollout = await rollouts.collect(self.config.rollout.problems_per_step)
         rollout_s = time.perf_counter() - started
         self._take(rollout, step)
         self._check_streams(rollout)
@@ -143,37 +139,46 @@ class TrainingLoop:
             raise
         finally:
             if learning.done() and not learning.cancelled() and learning.exception() is None:
-                self._keep(step, manager.state())
+                self._keep(step, rollouts.state())
 
     async def _learn(self, rollout: StepRollout, step: int, rollout_s: float) -> None:
-        """Train, sync, log."""
-        config, parts, started = self.config, self.parts, time.perf_counter()
-        self.checkpoints.leave()
-        version = parts.engine.weight_version
-        minibatches = self._minibatches(rollout)
-        train_started = time.perf_counter()
-        stats = await asyncio.to_thread(parts.learner.step, minibatches)
-        train_s = time.perf_counter() - train_started
-        self._record_scores(rollout, stats, step)
-        sync_s, probe = await parts.sync.push(version=step)
-        metrics = rollout_metrics(rollout, parts.spec.max_turns, version, rollout_s)
-        metrics |= {"rollout_s": rollout_s, "train_s": train_s, "sync_s": sync_s}
-        # Streams whole, though a prompt that several share is read once.
-        metrics["train_tokens_per_s"] = sum(len(s.ids_T) for samples in minibatches for s in samples) / train_s
-        if probe:
-            metrics |= {f"probe_{name}": value for name, value in asdict(probe).items() if value is not None}
-        if parts.renderer.images:
-            metrics |= {f"images/{name}": value for name, value in asdict(parts.renderer.images.stats()).items()}
+        """Train and sync, where anything is trained; log."""
+        config, images, started = self.config, self.parts.renderer.images, time.perf_counter()
+        version = self.side.weight_version
+        stats, trained = await self._train_on(rollout, step) if self.trains else (None, {})
+        metrics = rollout_metrics(rollout, self.parts.spec.max_turns, version, rollout_s)
+        metrics |= {"rollout_s": rollout_s, **trained}
+        if self.recorder:  # most of it within rollout_s
+            metrics["record_s"] = self.recorder.seconds - self.recorded_s
+            self.recorded_s = self.recorder.seconds
+        if images:
+            metrics |= {f"images/{name}": value for name, value in asdict(images.stats()).items()}
         num_tokens = sum(t.num_model_tokens for t in rollout.played)
         metrics["tokens_per_s"] = num_tokens / (rollout_s + time.perf_counter() - started)
         row = self.log.write(step, metrics, stats)
         self.display.step(row, config.steps)
-        self.display.events(parts.sync.carrier.events)
+        self.display.events(self.side.events)
         if rollout.shortfall:
             self.display.say(rollout.shortfall)
         elif all(group.is_dropped for group in rollout.groups):
             see = check_command(config.env, config.data)
             self.display.say(f"nothing to learn from: no group has two valid episodes; see {see}")
+
+    async def _train_on(self, rollout: StepRollout, step: int) -> tuple[StepStats, dict[str, float]]:
+        """Train and sync; return what the learner saw, and how long it took."""
+        self.checkpoints.leave()
+        minibatches = self._minibatches(rollout)
+        started = time.perf_counter()
+        stats = await asyncio.to_thread(self.parts.learner.step, minibatches)
+        train_s = time.perf_counter() - started
+        self._record_scores(rollout, stats, step)
+        sync_s, probe = await self.side.push(version=step)
+        # Streams whole, though a prompt that several share is read once.
+        num_tokens = sum(len(sample.ids_T) for samples in minibatches for sample in samples)
+        metrics = {"train_s": train_s, "sync_s": sync_s, "train_tokens_per_s": num_tokens / train_s}
+        if probe:
+            metrics |= {f"probe_{name}": value for name, value in asdict(probe).items() if value is not None}
+        return stats, metrics
 
     def _boundary(self, step: int, rollout: ManagerState) -> Progress:
         """Return where the run stands after a step, its files on disk up to there."""
@@ -203,18 +208,6 @@ class TrainingLoop:
             training_samples(*part, facts.image_token_id, facts.merge_size, config.algorithm, config.env.max_new_tokens)
             for part in zip(split_evenly(rollout.groups, count), advantages, strict=True)
         ]
-
-    def _problem(self, number: int) -> Problem:
-        """Return the problem of a number: a seeded order of all, epoch after epoch.
-
-        Its seed is that of the step which takes it when every step takes as many as it is to train on.
-        """
-        samples = self.parts.train_samples
-        epoch, place = divmod(number, len(samples))
-        if self._order[0] != epoch:
-            self._order = epoch, epoch_order(len(samples), self.config.seed, epoch)
-        step, index = divmod(number, self.config.rollout.problems_per_step)
-        return Problem(samples[self._order[1][place]], derive_seed(self.config.seed, "train", step + 1), index)
 
     def _check_streams(self, rollout: StepRollout) -> None:
         """Raise where too many episodes broke the token stream: engine, template or our own code is wrong then."""
@@ -256,31 +249,6 @@ class TrainingLoop:
         for t in (t for group in rollout.groups for t in group.trajectories if t.key in stats.logprobs):
             self.recorder.score(t, step, stats.logprobs[t.key])
 
-    async def _evaluate(self, phase: str) -> dict[str, Evaluation]:
-        """Return accuracy on the held-out problems: over all turns and, where there are tools, without them in one."""
-        source = self.parts.eval_samples
-        if source is None or not len(source):
-            return {}
-        name, all_ways = f"evaluate {phase}", ways(self.parts.spec.max_turns, self.parts.has_tools)
-        self.display.begin(name, len(all_ways) * len(source))
-        options = PlayOptions(
-            seed=derive_seed(self.config.seed, "evaluate"),
-            right_reward=self.parts.spec.reward_max_val,
-            max_concurrent=self.config.rollout.max_concurrent,
-        )
-        results = {}
-        for way in all_ways:
-            results[way.name] = await evaluate(
-                self.parts.episode(way.max_turns, self.config.rollout.eval_temperature, way.use_tools),
-                source,
-                self.parts.build_env,
-                self.parts.env_args(way.max_turns),
-                options,
-                on_episode=functools.partial(self._on_evaluated, phase, way.name),
-            )
-            self.display.say(f"{name}: {results[way.name].accuracy.value:.3f} {way.title}")
-        return results
-
     def _on_evaluated(self, phase: str, way: str, trajectory: Trajectory) -> None:
         self.display.advance()
         if self.recorder:
@@ -303,13 +271,13 @@ class TrainingLoop:
             "interval_after": {name: [e.accuracy.low, e.accuracy.high] for name, e in self.after.items()},
             "evaluation_before": {name: asdict(e) for name, e in self.before.items()},
             "evaluation_after": {name: asdict(e) for name, e in self.after.items()},
-            "max_rollout_train_kl": max((row["rollout_train_kl"] for row in rows), default=None),
+            "max_rollout_train_kl": max((row[KL] for row in rows if KL in row), default=None),
             "end_reasons": dict(self.ends),
             "groups": dict(self.group_fates),
             "unused_groups": dict(self.unused_groups),
-            "num_overlong": self.parts.num_overlong,
             "reward_first": rows[0]["reward"] if rows else None,
             "reward_last": rows[-1]["reward"] if rows else None,
+            **self.side.summary(rows),
         }
         try:
             if has_weights:
@@ -328,7 +296,7 @@ class TrainingLoop:
         return summary
 
 
-def _described(parts: RunParts) -> dict[str, Any]:
+def _described(parts: Parts) -> dict[str, Any]:
     return {**parts.config.model_dump(mode="json"), "registry_entry": parts.spec.model_dump(mode="json")}
 
 

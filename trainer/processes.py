@@ -48,13 +48,18 @@ class StartedLearner:
 
 def check_processes(config: RunConfig, facts: ModelFacts) -> None:
     """Raise where learner and engine cannot be had here as they were asked for."""
-    check_cluster(config)
-    if not config.cluster.num_ranks:
-        check_device(config.model.device)
+    check_learner(config)
     if check_engine(config.engine, config.cluster.num_gpus) == "hf" and config.cluster.num_gpus:
         check_device("cuda")
     for url in config.engine.engine_url:
         check_server(url, facts)
+
+
+def check_learner(config: LearnerPlan) -> None:
+    """Raise where the learner cannot be had here as it was asked for."""
+    check_cluster(config)
+    if not config.cluster.num_ranks:
+        check_device(config.model.device)
 
 
 def check_cluster(config: LearnerPlan) -> None:

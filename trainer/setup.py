@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
-import re
-import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
-from safetensors import SafetensorError
 
 from agents.engine import Engine
 from agents.episode import Episode, Limits
@@ -36,9 +30,10 @@ from trainer.config import DataConfig, EnvConfig, LearnerPlan, ModelConfig, Prom
 from trainer.evaluation import ways
 from trainer.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, EPISODES, MODEL, found_folder, locked, make_folder
 from trainer.layers import write_config
+from trainer.parts import Parts
 from trainer.processes import StartedLearner, build_carrier, check_processes, start_learner
 from trainer.starter import STARTER_PATH
-from trainer.trainer import ModelFacts, Trainer
+from trainer.trainer import ModelFacts
 from trainer.weight_sync import WeightSync
 
 if TYPE_CHECKING:
@@ -49,24 +44,15 @@ NUM_PROBED = 4
 
 
 @dataclass(frozen=True, eq=False)
-class RunParts:
-    """The checked, ready parts of a run; `cleanup` ends the processes that were started for it."""
+class RunParts(Parts):
+    """The parts of a run that plays its episodes."""
 
-    config: RunConfig
-    folder: Path
-    spec: EnvSpec
     build_env: BuildEnv
     has_tools: bool
     train_samples: SampleSource
     eval_samples: SampleSource | None
     num_overlong: int
-    model_path: Path | str
-    facts: ModelFacts
-    renderer: Renderer
-    learner: Trainer
     sync: WeightSync
-    checkpoint: Checkpoint | None
-    cleanup: ExitStack
 
     @property
     def engine(self) -> Engine:
@@ -93,46 +79,30 @@ class RunParts:
         manifest = describe(self.spec, self.renderer, str(self.model_path), played)
         return Recorder(self.folder / EPISODES, manifest, self.renderer.encoder.spell, config.log.record)
 
-    def save_model(self, folder: Path) -> None:
-        """Write the learner's weights, with everything else of the checkpoint, as a Hugging Face folder."""
-        save_model(self.learner, self.renderer, folder)
+    def notes(self) -> list[str]:
+        """Return what is said of the run before it begins."""
+        notes, data = [], self.config.data
+        if self.num_overlong:
+            notes.append(f"left out {self.num_overlong} problems whose prompt is over {data.max_prompt_tokens} tokens")
+        if self.config.trains and self.eval_samples is None and data.eval_size:
+            notes.append("no held-out evaluation: give --eval-data")
+        return [*notes, f"{len(self.train_samples)} training problems"]
+
+    def closing_notes(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Return what is said of it at its end: how to go on where nothing was trained."""
+        if self.config.trains or not rows or self.config.log.record < 1:
+            return []
+        return [f"train on them: python -m trainer.run --replay-rollouts {self.folder} --steps {len(rows)}"]
 
     def close(self) -> None:
         """End learner processes, and delete what was written for servers."""
         self.sync.close()
-        self.cleanup.close()
+        super().close()
 
 
 def sampling_params(renderer: Renderer, temperature: float) -> SamplingParams:
     """Return a sampling that stops at the model's own stop tokens and never draws one of its image tokens."""
     return SamplingParams(temperature, renderer.stop_ids, renderer.suppressed_ids)
-
-
-def save_model(learner: Trainer, renderer: Renderer, folder: Path) -> None:
-    """Write what `write_model` writes in place of a folder, which is whole at any moment or not there."""
-    part = folder.with_name(f"{folder.name}.writing")  # who is cut off leaves no half a model under its name
-    shutil.rmtree(part, ignore_errors=True)
-    write_model(learner, renderer, part)
-    shutil.rmtree(folder, ignore_errors=True)
-    part.rename(folder)
-
-
-def write_model(learner: Trainer, renderer: Renderer, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Write a learner's weights in `dtype`, with tokenizer, template and image processor, into a folder.
-
-    Raises:
-        UserError: the learner wrote them on another host, into a folder that this one does not see.
-        OSError: the disk is full or broken.
-    """
-    try:
-        learner.save(folder, dtype)
-        if not (folder / "config.json").exists():
-            fix = "give a folder that all hosts see; the weights are there, on rank 0's host"
-            raise UserError("--out", "must be shared with the host of learner rank 0", str(folder), fix)
-        renderer.save(folder)
-    except SafetensorError as error:  # hides what the system said in its text
-        number = re.search(r"os error (\d+)", str(error))
-        raise OSError(int(number[1]) if number else errno.EIO, str(error)) from error
 
 
 def build_episode(
@@ -164,7 +134,7 @@ def prepare(config: RunConfig, say: Callable[[str], None] = print) -> RunParts:
     check_fit(config.model, config.data.max_prompt_tokens, facts)
     check_processes(config, facts)
     renderer = Renderer.from_checkpoint(model_path, template_options(config.model))
-    train, evaluation = load_problems(spec, config.data, config.seed)
+    train, evaluation = load_problems(spec, config.data, config.seed, with_held_out=config.trains)
     check = check_command(config.env, config.data)
     tools = probe_tools(spec, build_env, detect_format(renderer.chat_template), train, check)
     train, num_overlong = filter_overlong(
@@ -172,8 +142,9 @@ def prepare(config: RunConfig, say: Callable[[str], None] = print) -> RunParts:
     )
     sampling = sampling_params(renderer, config.rollout.temperature)
     with ExitStack() as cleanup:
-        label = f"{config.env.env}-seed{config.seed}"
-        learner, folder, checkpoint = begin_or_resume(config, config, label, model_path, sampling, cleanup, say)
+        label = f"{config.env.env}-{'' if config.trains else 'rollouts-'}seed{config.seed}"
+        plan = config if config.trains else plan_to_read(config)
+        learner, folder, checkpoint = begin_or_resume(config, plan, label, model_path, sampling, cleanup, say)
         (folder / ENVIRONMENT).write_text(spec.model_dump_json(indent=1) + "\n", encoding="utf-8")
         carrier = build_carrier(config, model_path, facts, renderer, learner, folder)
         probed = renderer.prompt(train[0].prompt, tools)
@@ -202,6 +173,12 @@ def prepare(config: RunConfig, say: Callable[[str], None] = print) -> RunParts:
             checkpoint=checkpoint,
             cleanup=cleanup.pop_all(),
         )
+
+
+def plan_to_read(config: RunConfig) -> RunConfig:
+    """Return what a learner is started with whose weights are only read: for the probe, and for servers."""
+    algorithm = config.algorithm.model_copy(update={"kl_coef": 0.0})  # no second network to stay close to
+    return config.model_copy(update={"steps": 0, "algorithm": algorithm})
 
 
 def begin_or_resume(
@@ -233,12 +210,16 @@ def begin_or_resume(
     return learner, folder, checkpoint
 
 
-def load_problems(spec: EnvSpec, data: DataConfig, seed: int) -> tuple[SampleSource, SampleSource | None]:
-    """Return the problems to train on, and held-out ones where there are any."""
+def load_problems(
+    spec: EnvSpec, data: DataConfig, seed: int, with_held_out: bool = True
+) -> tuple[SampleSource, SampleSource | None]:
+    """Return the problems to train on, and held-out ones where there are any and they are wanted."""
     train = load_rows(spec, data, data.data) if data.data else own_problems(spec, data, "train", data.train_size, seed)
-    if data.eval_size and data.eval_data:
+    if not (with_held_out and data.eval_size):
+        return train, None
+    if data.eval_data:
         return train, load_rows(spec, data, data.eval_data)
-    if data.eval_size and not data.data:
+    if not data.data:
         # The same for every seed, so that runs can be compared.
         return train, own_problems(spec, data, "heldout", data.eval_size, 0)
     return train, None

@@ -91,8 +91,10 @@ def test_lengths_are_of_prompts_model_tokens_and_whole_streams() -> None:
 
 
 def test_time_is_shared_out_and_throughput_counts_all_that_was_played() -> None:
-    slow = replace(trajectory([1] * 6, [0, 0, 1, 1, 1, 0]), timing=Timing(8.0, engine_s=4.0, env_s=2.0, check_s=0.5))
-    cut = replace(trajectory(end_reason=EndReason.ABORTED), timing=Timing(2.0, engine_s=2.0))
+    slow = replace(
+        trajectory([1] * 6, [0, 0, 1, 1, 1, 0]), timing=Timing(0.0, 8.0, engine_s=4.0, env_s=2.0, check_s=0.5)
+    )
+    cut = replace(trajectory(end_reason=EndReason.ABORTED), timing=Timing(0.0, 2.0, engine_s=2.0))
     metrics = metrics_of(group(slow), aborted=(group(cut),), seconds=4.0)
     shares = [metrics[f"{name}_time_frac"] for name in ("engine", "env", "check", "loop")]
     assert shares == pytest.approx([0.6, 0.2, 0.05, 0.15])

@@ -63,7 +63,7 @@ class Before:
     @property
     def uses_servers(self) -> bool:
         """Whether SGLang writes."""
-        return self.config.engine.chosen(self.config.cluster.num_gpus) == "sglang"
+        return self.config.plays and self.config.engine.chosen(self.config.cluster.num_gpus) == "sglang"
 
     def versions(self) -> Verdict:
         """Packages, CUDA and driver."""
@@ -86,7 +86,8 @@ class Before:
         config = self.config
         trained = Parameters.of(self.shapes.trained(config.learner)).trained
         need = DiskNeed.of(config, self.shapes.num_parameters, trained, self.uses_servers)
-        others = [urlsplit(url).hostname or url for url in config.engine.engine_url]
+        urls = config.engine.engine_url if config.plays else ()
+        others = [urlsplit(url).hostname or url for url in urls]
         others = [host for host in others if host not in _LOCAL]
         others += [f"the cluster at {config.cluster.ray_address}"] if config.cluster.ray_address else []
         return check_folder(config.log.out, need, tuple(dict.fromkeys(others)))

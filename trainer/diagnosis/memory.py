@@ -123,7 +123,7 @@ def check_memory(config: RunConfig, shapes: Shapes, free: Free) -> Verdict:
 
     most, least = total(config)
     what = f"{ranks} learners" if ranks > 1 else "the learner"
-    engine = " and the engine" if config.engine.chosen(config.cluster.num_gpus) == "hf" else ""
+    engine = " and the engine" if _is_embedded(config) else ""
     found = f"{what}{engine} may take {_gib(most)}, {_gib(free.host)} are free"
     changes = [change for change in CHANGES if "offload" not in change.learner]
     return _judge(most, least, free.host, found, lambda: _fix(config, changes, fits))
@@ -150,19 +150,35 @@ def needs(config: RunConfig, shapes: Shapes) -> Need:
     learner = parts.total + PROCESS_BYTES
     if config.algorithm.kl_coef and not config.learner.lora_rank:  # a network to stay close to
         learner += size * num_parameters // ranks
-    is_embedded = config.engine.chosen(config.cluster.num_gpus) == "hf"
-    if not is_embedded and config.engine.sync != "disk":  # rank 0 holds what servers are to copy, after its step
+    # Rank 0 holds what servers are to copy, after its step.
+    if config.plays and not _is_embedded(config) and config.engine.sync != "disk":
         learner = max(learner, parts.weights + parts.optimizer + size * num_parameters + PROCESS_BYTES)
+    if not config.trains:  # the weights alone, to score a stream with
+        learner = size * num_parameters // ranks + PROCESS_BYTES
+        return Need(learner, learner - PROCESS_BYTES // 2, *_engine_bytes(config, shapes, model.config, size), 0)
     offloaded = {"none": 0, "optimizer": 8 * count.trained, "all": 16 * count.trained + size * count.frozen}
+    engine, cache = _engine_bytes(config, shapes, model.config, size)
     is_compiled = config.learner.compile == "on" or (config.learner.compile == "auto" and on_gpu(config))
     unsure = int((1 - COMPILED_SHARE) * parts.activations) if is_compiled else 0
     return Need(
         learner=learner,
         least=learner - (unsure if on_gpu(config) else parts.activations + parts.logits + PROCESS_BYTES // 2),
-        engine=size * shapes.num_parameters if is_embedded else 0,
-        cache=_cache_bytes(config, model.config, size) if is_embedded else 0,
+        engine=engine,
+        cache=cache,
         offloaded=offloaded[config.learner.offload],
     )
+
+
+def _is_embedded(config: RunConfig) -> bool:
+    """Return whether an engine is part of this process."""
+    return config.plays and config.engine.chosen(config.cluster.num_gpus) == "hf"
+
+
+def _engine_bytes(config: RunConfig, shapes: Shapes, network: Any, size: int) -> tuple[int, int]:
+    """Return what an embedded engine's weights take, and its cache at most."""
+    if not _is_embedded(config):
+        return 0, 0
+    return size * shapes.num_parameters, _cache_bytes(config, network, size)
 
 
 def _value_bytes(config: RunConfig) -> int:
@@ -233,7 +249,7 @@ def _check_host(need: Need, free: Free) -> Sequence[Verdict]:
 
 def _shared_gpus(config: RunConfig, here: int) -> set[int]:
     """Return the GPUs of learners on which a started server has its share too."""
-    if config.engine.engine_url or config.engine.chosen(config.cluster.num_gpus) == "hf":
+    if not config.plays or config.engine.engine_url or _is_embedded(config):
         return set()
     learners, places = tuple(range(max(1, config.cluster.num_gpus))), config.engine.tensor_parallel
     first = first_server_gpu(config.engine.first_gpu, learners, here, places)
@@ -243,7 +259,7 @@ def _shared_gpus(config: RunConfig, here: int) -> set[int]:
 
 def _embedded_gpu(config: RunConfig, here: int) -> int:
     """Return the GPU of the embedded engine; -1 where it has none."""
-    if config.engine.chosen(config.cluster.num_gpus) != "hf":
+    if not _is_embedded(config):
         return -1
     learners = tuple(range(config.cluster.num_gpus))
     return first_server_gpu(config.engine.first_gpu, learners, here) if config.cluster.num_gpus else 0

@@ -13,6 +13,9 @@ from trainer.diagnosis.before import Before
 from trainer.diagnosis.book import Book, closing
 from trainer.diagnosis.finding import Finding
 from trainer.diagnosis.patient import Patient
+from trainer.diagnosis.recorded import RecordedPatient
+from trainer.parts import Parts
+from trainer.replaying import ReplayParts
 from trainer.setup import RunParts
 
 #: Problems that are looked at.
@@ -66,7 +69,7 @@ class StartChecks:
         self._seconds = time.perf_counter() - started
         self._speak()
 
-    def after(self, parts: RunParts) -> None:
+    def after(self, parts: Parts) -> None:
         """Look at a prepared run; one that must not begin is closed, and the folder that was made for it removed.
 
         Raises:
@@ -86,12 +89,16 @@ class StartChecks:
             raise
         self._say(closing(self._book.findings, self._seconds))
 
-    async def _look(self, parts: RunParts) -> None:
+    async def _look(self, parts: Parts) -> None:
         self._before.renderer = parts.renderer
         self._book.add("chat template", self._before.template)
-        patient = await Patient.admit(parts, self._before.network, NUM_PROBLEMS)
-        await self._book.add_async("template in play", patient.template)
-        await self._book.add_async("gold answers", lambda: patient.answers(NUM_PROBLEMS, with_wrong=False))
+        if isinstance(parts, RunParts):
+            patient = await Patient.admit(parts, self._before.network, NUM_PROBLEMS)
+            await self._book.add_async("template in play", patient.template)
+            await self._book.add_async("gold answers", lambda: patient.answers(NUM_PROBLEMS, with_wrong=False))
+        else:
+            assert isinstance(parts, ReplayParts), type(parts)
+            patient = RecordedPatient(parts, self._before.network, NUM_PROBLEMS)
         await self._book.add_async("positions", patient.positions)
         await self._book.add_async("sight of the learner", patient.sight)
 

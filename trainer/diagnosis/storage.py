@@ -47,12 +47,12 @@ class DiskNeed:
     def of(cls, config: RunConfig, num_parameters: int, num_trained: int, uses_servers: bool) -> DiskNeed:
         """Count what a configuration writes: checkpoints hold float32 weights and Adam's two moments of what is
         trained, and one more than is kept is there while it is written."""
-        every, kept = config.checkpoint.save_every, config.checkpoint.keep_checkpoints
+        every, kept = config.checkpoint.save_every if config.trains else 0, config.checkpoint.keep_checkpoints
         num_checkpoints = min(kept + 1, -(-config.steps // every)) if every else 0
         if config.checkpoint.resume:  # what is there already needs no room
             there = len(found_steps(config.checkpoint.resume / CHECKPOINTS))
             num_checkpoints = max(min(1, num_checkpoints), num_checkpoints - there)
-        model = 2 * num_parameters
+        model = 2 * num_parameters if config.trains else 0
         size = 2 if config.model.dtype == "bfloat16" else 4
         episodes = config.steps * config.rollout.problems_per_step * config.rollout.group_size
         tokens = config.data.max_prompt_tokens + config.env.max_new_tokens
@@ -61,7 +61,7 @@ class DiskNeed:
             model=model,
             # The folder of the version before is there until every server has read the new one.
             sync=2 * size * num_parameters if uses_servers else 0,
-            recordings=RECORDED_BYTES * episodes * tokens if config.log.record else 0,
+            recordings=RECORDED_BYTES * episodes * tokens if config.log.record and config.plays else 0,
         )
 
 

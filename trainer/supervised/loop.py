@@ -20,7 +20,7 @@ from trainer.display import Display
 from trainer.folder import CHECKPOINTS, METRICS, MODEL
 from trainer.loop import peak_memory_gib
 from trainer.metrics import MetricsLog
-from trainer.setup import save_model
+from trainer.parts import save_model
 from trainer.supervised.config import SftConfig
 from trainer.supervised.setup import SftParts
 from trainer.trainer import LearnerLost

@@ -22,7 +22,7 @@ from envs.tool_calls import ToolFormat, detect_format
 from envs.types import SampleSource
 from trainer.checkpoint import Checkpoint
 from trainer.config import EnvConfig
-from trainer.processes import check_cluster, check_device
+from trainer.processes import check_learner
 from trainer.setup import (
     NUM_PROBED,
     begin_or_resume,
@@ -99,9 +99,7 @@ def prepare(config: SftConfig, material: Material, say: Callable[[str], None]) -
         raise UserError("--batch-size", rule, config.batch_size, "give less, or more conversations")
     num_steps = config.num_steps(count)
     plan = config.plan(num_steps)
-    check_cluster(plan)
-    if not config.cluster.num_ranks:
-        check_device(config.model.device)
+    check_learner(plan)
     # What the model could be kept from saying by an engine counts here: it is to learn not to say it.
     sampling = SamplingParams(stop_ids=material.renderer.stop_ids)
     with ExitStack() as cleanup:
