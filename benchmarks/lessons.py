@@ -66,7 +66,8 @@ def teach(
         for group in optimizer.param_groups:
             group["lr"] = lr * min(1.0, (step + 1) / 10) * (1.0 if step < steps // 2 else 0.3)
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        batch = collate(bins[step % len(bins)], model.image_token_id, device, dtype)
+        # Under autocast, queries come in float32 where rotary positions are: for them, attention needs its buckets.
+        batch = collate(bins[step % len(bins)], model.image_token_id, device, torch.float32)
         with torch.autocast(device.type, dtype, enabled=device.type == "cuda"):
             loss = -model.token_scores(batch.packed, SamplingLaw())[0].mean()
         loss.backward()
