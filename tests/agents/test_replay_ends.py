@@ -145,8 +145,8 @@ class OddEngine:
 @pytest.fixture(scope="module")
 def spec(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnvSpec]:
     folder = tmp_path_factory.mktemp("odd")
-    (folder / "odd_env.py").write_text(ODD)
-    entry = {"entry_point": "odd_env:OddEnv", "description": "odd", "max_turns": 3, "step_timeout_s": 0.8}
+    (folder / "ends_env.py").write_text(ODD)
+    entry = {"entry_point": "ends_env:OddEnv", "description": "odd", "max_turns": 3, "step_timeout_s": 0.8}
     (folder / "registry.yaml").write_text(json.dumps({"odd": entry}))
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
