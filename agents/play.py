@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from agents.engines.scripted import ScriptedEngine
 from agents.episode import Episode, Limits
 from agents.recording.manifest import describe
+from agents.recording.plays import check_record, record
 from agents.recording.schema import PLAY
 from agents.renderer import Renderer
 from agents.rendering.checkpoint import model_folder
@@ -22,7 +23,6 @@ from agents.terminal import (
     Quit,
     Terminal,
     count_turns,
-    record,
     run_interruptible,
     summarise,
 )
@@ -79,6 +79,9 @@ def run(argv: Sequence[str] | None) -> int:
         Limits(args.max_turns, config.max_new_tokens, EnvLimits.of(spec)),
         SamplingParams(stop_ids=renderer.stop_ids, suppressed_ids=renderer.suppressed_ids),
     )
+    manifest = describe(spec, renderer, config.model, {PLAY: episode})
+    if config.record:
+        check_record(Path(config.record), manifest)
     terminal.say(f"{spec.id}: {spec.description}\nsample {sample.id}, {count_turns(args.max_turns)}\n{HELP}\n---")
     gallery.save(list(message_images(sample.prompt)), "prompt")
     try:
@@ -94,7 +97,7 @@ def run(argv: Sequence[str] | None) -> int:
         terminal.say("--- quit")
         return 0
     if config.record:
-        record(Path(config.record), [trajectory], describe(spec, renderer, config.model, {PLAY: episode}), renderer)
+        record(Path(config.record), [trajectory], manifest, renderer)
         terminal.say(f"recorded in {config.record}")
     return summarise(trajectory, terminal, gallery)
 

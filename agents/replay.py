@@ -18,7 +18,8 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
 
-from agents.recording import Recording
+from agents.recording import EPISODES, Recording
+from agents.recording.members import is_damaged
 from agents.recording.selection import SelectionConfig, selected
 from agents.renderer import Renderer
 from agents.rendering.checkpoint import model_folder
@@ -95,6 +96,8 @@ def open_source(config: ReplayConfig) -> tuple[Recording, EnvSpec, list[str]]:
         source = Recording.open(config.run)
         spec, notes = find_spec(source.manifest, config.env, config.registry)
         notes += env_notes(source.manifest, spec)
+        if not config.selection.limit and is_damaged(source.folder / EPISODES):
+            notes.append(f"{source.folder / EPISODES} is damaged: only the episodes before that are there")
     if framework := source.manifest.converted_from:
         notes.insert(0, f"from {framework}: what the environment said, and its infos, are not known and not compared")
     return source, spec, notes

@@ -12,14 +12,12 @@ import json
 import re
 import sys
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from PIL import Image
 
-from agents.recording import Manifest, Recorder, Recording
-from agents.recording.schema import PLAY
 from agents.renderer import Renderer
 from agents.types import EndReason, GenerateRequest, Trajectory, Turn
 from envs.checking.hostile import write_call
@@ -256,15 +254,6 @@ def summarise(trajectory: Trajectory, terminal: Terminal, gallery: Gallery) -> i
         f"written, {read} read"
     )
     return 0 if t.end_reason.is_valid else 1
-
-
-def record(folder: Path, trajectories: Sequence[Trajectory], manifest: Manifest, renderer: Renderer) -> None:
-    """Append episodes of one problem to a recording, as the next attempt at it."""
-    with Recorder(folder, manifest, renderer.encoder.spell) as recorder:
-        groups = {trajectory.group for trajectory in trajectories}
-        before = [episode.attempt for episode in Recording.open(folder).episodes() if episode.group in groups]
-        for trajectory in trajectories:
-            recorder.write(replace(trajectory, attempt=max(before, default=-1) + 1), step=0, phase=PLAY, way=PLAY)
 
 
 def count_turns(count: int) -> str:

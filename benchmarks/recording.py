@@ -33,7 +33,7 @@ from envs.registry import get_spec
 
 PACKAGES = ("numpy", "pillow", "pyarrow", "torch", "transformers")
 #: Tokens of an episode of the drill: large, so that a kill often meets a line half written.
-DRILL_TOKENS = 50_000
+DRILL_TOKENS = 20_000
 
 
 def overhead(steps: int, folder: Path) -> dict[str, float]:
@@ -118,7 +118,7 @@ def drill(kills: int, seed: int) -> dict[str, Any]:
     """Kill the writer, look, let another go on; return the counts."""
     random_, ended, written, worst, torn = random.Random(seed), set[int](), set[int](), 0, 0
     with tempfile.TemporaryDirectory() as name:
-        folder, first = Path(name), 0
+        folder, first, place = Path(name), 0, 0
         for _ in range(kills):
             argv = [sys.executable, "-m", "benchmarks.recording", "--record-into", str(folder), "--first", str(first)]
             process = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE)
@@ -131,8 +131,9 @@ def drill(kills: int, seed: int) -> dict[str, Any]:
             now = {int(number) for what, number in said if what == b"ended"}
             ended |= now
             written |= {int(number) for what, number in said if what == b"written"}
-            found = Counter(episode.seed for episode in Recording.open(folder).episodes())
-            worst = max(worst, len(now - found.keys()))
+            new = list(Recording.open(folder).episodes_from(place))
+            place = new[-1][0] if new else place
+            worst = max(worst, len(now - {episode.seed for _, episode in new}))
             first = max([first, *(number + 1 for number in ended)])
         with Recorder(folder, Manifest(created="", env=get_spec("geo3k"))):  # moves the last half a line aside
             torn = len(list(folder.glob("abandoned/episodes*")))

@@ -136,8 +136,11 @@ class EnvSpec(BaseModel):
         is_package = found.submodule_search_locations is not None or module.count(".") > 1
         files = sorted(origin.parent.rglob("*.py")) if is_package else [origin]
         hashed = hashlib.blake2b(digest_size=8)
-        for file in files:
-            hashed.update(file.name.encode() + b"\0" + file.read_bytes())
+        try:
+            for file in files:
+                hashed.update(file.name.encode() + b"\0" + file.read_bytes())
+        except OSError:  # a module that is in no file, as those that Python itself holds
+            return ""
         return hashed.hexdigest()
 
     def load(self) -> BuildEnv:

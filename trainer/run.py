@@ -84,7 +84,8 @@ def train(parts: Parts, side: RolloutSide, console: Console) -> int:
         except (LearnerLost, OSError) as error:
             if not (isinstance(error, LearnerLost) or is_disk_fault(error)):
                 raise
-            print(f"error: {error}; go on with: python -m trainer.run --resume {parts.folder}", file=sys.stderr)
+            again = f"; go on with: python -m trainer.run --resume {parts.folder}" if config.trains else ""
+            print(f"error: {error}{again}", file=sys.stderr)
             return 1
     display.summary(loop.before, loop.after, loop.ends)
     ends = summary["end_reasons"]

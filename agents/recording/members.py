@@ -6,6 +6,7 @@ leaves part of a member at the end, which a reader passes over and the next writ
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import os
 import zlib
@@ -56,16 +57,28 @@ def read_members(path: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:
 
     What is no gzip ends the reading, as the part of a member at the end does.
     """
+    with contextlib.suppress(zlib.error):
+        yield from _members(path, start)
+
+
+def is_damaged(path: Path) -> bool:
+    """Return whether the reading ends at something that no killed process leaves behind."""
+    try:
+        for _ in _members(path, 0):
+            pass
+    except zlib.error:
+        return True
+    return False
+
+
+def _members(path: Path, start: int) -> Iterator[tuple[int, bytes]]:
     if not path.exists():
         return
     with path.open("rb") as file:
         file.seek(start)
         reader, pieces, end, rest = zlib.decompressobj(_GZIP), [], start, b""
         while block := rest or file.read(_BLOCK):
-            try:
-                pieces.append(reader.decompress(block))
-            except zlib.error:
-                return
+            pieces.append(reader.decompress(block))
             rest = reader.unused_data
             if reader.eof:
                 end = file.tell() - len(rest)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
@@ -44,8 +45,9 @@ def write_parquet(recording: Recording, out: Path) -> int:
 
     outcomes, scores = recording.outcomes(), recording.scores()
     schema, count, rows = _schema(), 0, list[dict[str, Any]]()
+    part = Path(f"{out}.part")  # who is cut off leaves no half a file under its name
     try:
-        with pq.ParquetWriter(out, schema, compression="zstd") as writer:
+        with pq.ParquetWriter(part, schema, compression="zstd") as writer:
             for episode in recording.episodes():
                 rows.append(_row(recording, episode, outcomes.get(episode.id), scores.get(episode.id)))
                 if len(rows) == ROWS_PER_GROUP:
@@ -53,8 +55,12 @@ def write_parquet(recording: Recording, out: Path) -> int:
                     count, rows = count + len(rows), []
             if rows:
                 writer.write_table(pa.Table.from_pylist(rows, schema))
+        part.replace(out)
     except OSError as error:
         raise UserError("--out", "must be writable", str(out), f"give another file ({error.strerror})") from error
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink()
     return count + len(rows)
 
 

@@ -11,11 +11,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from PIL import Image
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from agents.images import ImageStore
 from agents.recording.members import read_members
@@ -38,6 +38,7 @@ from envs.errors import UserError
 from envs.images import image_digest
 from envs.types import Message, Sample, message_images
 
+R = TypeVar("R", bound=BaseModel)
 _PICTURE = re.compile(r"images/[0-9a-f]{8,64}\.png")
 #: How many decoded pictures are kept: a gigabyte of large ones.
 MAX_PICTURES = 256
@@ -71,8 +72,8 @@ class Recording:
             old = [folder for folder in (path, path / "episodes") if (folder / "episodes.jsonl").is_file()]
             got = "episodes of an earlier version" if old else "none" if path.exists() else "no such folder"
             raise UserError(str(path), f"must hold a recording ({MANIFEST})", got, "give a run folder that recorded")
-        text = (found[0] / MANIFEST).read_text(encoding="utf-8")
         try:
+            text = (found[0] / MANIFEST).read_text(encoding="utf-8")
             version = json.loads(text).get("schema_version")
             if version != SCHEMA_VERSION:
                 fix = "read it with the version of TrueTurn that wrote it"
@@ -90,7 +91,7 @@ class Recording:
     def episodes_from(self, place: int) -> Iterator[tuple[int, EpisodeRecord]]:
         """Yield each episode from a place in the file on, and the place behind it; 0 is the first."""
         for end, line in read_members(self.folder / EPISODES, place):
-            yield end, EpisodeRecord.model_validate_json(line)
+            yield end, self._record(EpisodeRecord, EPISODES, line)
 
     def episode(self, end: int, start: int) -> EpisodeRecord:
         """Return the episode that stands between two places of the file."""
@@ -106,7 +107,7 @@ class Recording:
     def outcomes_from(self, place: int) -> Iterator[tuple[int, OutcomeRecord]]:
         """Yield each outcome from a place in the file on, and the place behind it."""
         for end, line in read_members(self.folder / OUTCOMES, place):
-            yield end, OutcomeRecord.model_validate_json(line)
+            yield end, self._record(OutcomeRecord, OUTCOMES, line)
 
     def scores(self) -> dict[str, ScoreRecord]:
         """Return the trainer's log-probs of each episode that it has trained on, by id."""
@@ -115,15 +116,22 @@ class Recording:
     def scores_from(self, place: int) -> Iterator[tuple[int, ScoreRecord]]:
         """Yield the trainer's log-probs of each episode from a place in the file on, and the place behind them."""
         for end, line in read_members(self.folder / SCORES, place):
-            yield end, ScoreRecord.model_validate_json(line)
+            yield end, self._record(ScoreRecord, SCORES, line)
 
     def tokens(self) -> dict[int, bytes]:
         """Return the bytes of every token id that was seen."""
         path = self.folder / TOKENS
         content = path.read_bytes() if path.exists() else b""
         whole = content[: content.rfind(b"\n") + 1]
-        records = map(TokenRecord.model_validate_json, whole.splitlines())
+        records = (self._record(TokenRecord, TOKENS, line) for line in whole.splitlines())
         return {r.id: bytes.fromhex(r.hex) if r.hex else r.text.encode() for r in records}
+
+    def _record(self, kind: type[R], name: str, line: bytes) -> R:
+        try:
+            return kind.model_validate_json(line)
+        except ValidationError as error:
+            got, fix = " ".join(str(error).splitlines()[:2])[:200], "take a copy of the whole folder"
+            raise UserError(str(self.folder / name), "must be a whole recording", got, fix) from error
 
     def picture_path(self, name: str) -> Path:
         """Return the file of a picture, as messages name it.

@@ -16,6 +16,7 @@ from agents.engines.scripted import ScriptedEngine
 from agents.episode import Episode
 from agents.recording import EpisodeRecord, Recording
 from agents.recording.manifest import describe
+from agents.recording.plays import check_record, record
 from agents.recording.schema import PLAY
 from agents.recording.selection import SelectionConfig, selected
 from agents.renderer import Renderer
@@ -32,7 +33,6 @@ from agents.terminal import (
     Quit,
     Terminal,
     count_turns,
-    record,
     run_interruptible,
     show_answer,
     summarise,
@@ -101,6 +101,8 @@ def play_on(
     terminal = _terminal(config)
     renderer = Renderer.from_checkpoint(folder, recording.manifest.template_options)
     check_tokenizer(episode, turn, renderer)
+    if config.record:
+        check_record(Path(config.record), describe(spec, renderer, model or folder, {}))
     fork = Fork(
         recording, episode, turn, stage, renderer, way, lambda told: terminal.say(f"--- not as recorded: {told}")
     )

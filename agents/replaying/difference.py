@@ -10,8 +10,9 @@ from itertools import zip_longest
 from typing import Any
 
 from agents.recording.schema import EpisodeRecord
-from agents.replaying.played import Played, recorded_play
+from agents.replaying.played import GOES_ON, Played, recorded_play
 from agents.replaying.stream import StreamPlayed
+from agents.types import EndReason
 from envs.runner import last_line
 
 TOOLS, FIRST, OBSERVATION, PICTURE = "tools", "first observation", "observation", "picture"
@@ -25,6 +26,7 @@ KINDS = (TOOLS, FIRST, OBSERVATION, PICTURE, OUTCOME, INFO, DONE, REWARD, END, E
 TOLERANCE = 1e-9
 MAX_TOKENS = 8
 
+_FAULTS = (EndReason.ENV_ERROR.value, EndReason.ENV_TIMEOUT.value)
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}")
 
 
@@ -82,12 +84,21 @@ def _whole(old: Played, new: Played) -> Iterator[Difference]:
         yield from _messages(FIRST, 0, old.first, new.first)
     if old.reward is not None and new.reward is not None and not is_same(old.reward, new.reward):
         yield Difference(REWARD, None, "", old.reward, new.reward)
+    if old.end is None and new.end in _FAULTS and _stops_short(old, new):
+        yield Difference(END, None, "", GOES_ON, _end(new))
     if old.end is None or new.end is None:
         return
     if old.end != new.end:
         yield Difference(END, None, "", _end(old), _end(new))
     elif _error(old) != _error(new):
         yield Difference(ERROR, None, "", _error(old), _error(new))
+
+
+def _stops_short(old: Played, new: Played) -> bool:
+    """Return whether something was answered, the start or a turn, that has no answer now."""
+    pairs = zip_longest(old.turns, new.turns[: len(old.turns)])
+    is_unopened = old.first is not None and new.first is None and not new.turns
+    return is_unopened or any(one is not None and other is None for one, other in pairs)
 
 
 def _end(played: Played) -> str | None:

@@ -162,9 +162,14 @@ async def at_once(
         for place, episode in waiting:
             await play(place, episode)
 
-    async with asyncio.TaskGroup() as group:
-        for _ in range(max_concurrent):
-            group.create_task(work())
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(max_concurrent):
+                group.create_task(work())
+    except ExceptionGroup as failed:  # a line of the recording that cannot be read
+        if (errors := failed.subgroup(UserError)) is None:
+            raise
+        raise errors.exceptions[0] from failed
 
 
 async def _play(

@@ -117,6 +117,8 @@ def open_dumps(
         folder = Path(config.convert)
         if (folder / MANIFEST).exists():
             raise UserError("--convert", "must name a folder without a recording", str(folder), "give another one")
+        if not folder.name or (folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))):
+            raise UserError("--convert", "must name a new folder, or an empty one", str(folder), "give another one")
     else:
         folder = Path(tempfile.mkdtemp(prefix="trueturn-slime-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)

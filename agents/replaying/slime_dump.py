@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from PIL import Image
 
@@ -112,7 +112,7 @@ def read_dump(path: Path, reward_key: str = "") -> tuple[int, Iterator[DumpedSam
     number = content.get("rollout_id")
     where = [f"{path} sample {place}" for place in range(len(samples))]
     pairs = zip(where, samples, strict=True)
-    return number if isinstance(number, int) else 0, (_sample(name, sample, reward_key) for name, sample in pairs)
+    return number if _is_whole(number) else 0, (_sample(name, sample, reward_key) for name, sample in pairs)
 
 
 def _load(path: Path) -> Any:
@@ -147,7 +147,7 @@ def _sample(where: str, given: Any, reward_key: str) -> DumpedSample:
     if missing:
         fix = did_you_mean(missing[0], map(str, given))
         raise UserError(where, f"must have {' and '.join(missing)}", ", ".join(map(str, list(given)[:8])), fix)
-    tokens = _numbers(given["tokens"], int, f"{where} tokens")
+    tokens = _numbers(given["tokens"], _token, f"{where} tokens")
     length = given["response_length"]
     if not isinstance(length, int) or not 0 <= length <= len(tokens):
         rule = f"must be from 0 to the {len(tokens)} tokens"
@@ -169,7 +169,7 @@ def _sample(where: str, given: Any, reward_key: str) -> DumpedSample:
     images = inputs.get("images") if isinstance(inputs, Mapping) else None
     return DumpedSample(
         where=where,
-        group=group if isinstance(group, int) else None,
+        group=group if _is_whole(group) else None,
         prompt=prompt if isinstance(prompt, str) else _messages(prompt, where),
         tokens=tokens,
         mask=mask,
@@ -215,11 +215,21 @@ def _messages(value: Any, where: str) -> list[dict[str, Any]]:
     return [whole(each) for each in value]
 
 
+def _is_whole(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and abs(value) < 2**63
+
+
+def _token(value: Any) -> int:
+    if not _is_whole(number := int(value)):
+        raise OverflowError(f"{number} is no token")
+    return number
+
+
 def _numbers(value: Any, kind: Callable[[Any], V], where: str) -> tuple[V, ...]:
     """Return a list or tensor of numbers, or a list of tensors of one number each."""
     try:
         return tuple(map(kind, value))
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise UserError(where, "must be a list of numbers", repr(value)[:100], "take slime's own dump") from error
 
 

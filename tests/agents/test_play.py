@@ -14,6 +14,8 @@ from PIL import Image
 
 from agents.invariants import broken_invariant
 from agents.play import run
+from agents.recording import Recording
+from agents.replay import run as replay
 from agents.terminal import Terminal, expand_call
 from envs.cli import exit_code
 from envs.registry import get_spec
@@ -165,6 +167,37 @@ def test_the_episode_is_recorded_as_one_that_a_model_played(play, tmp_path: Path
     assert episode["mask"] == [0] * turn["start"] + [1] * (turn["end"] - turn["start"])
     assert broken_invariant.__doc__  # the loop checked them: the end reason says so
     assert episode["end_reason"] == "completed"
+
+
+def test_episodes_with_other_limits_are_recorded_side_by_side_and_all_can_be_replayed(play) -> None:
+    for flags in ((), ("--max-turns", "1"), ()):
+        play("1\n.\n" * 6, "--env", "guess", "--record", "kept", *flags)
+    recording = Recording.open("kept")
+    assert [episode.id for episode in recording.episodes()] == ["play-0-0", "play-play2-0-0-1", "play-0-0-2"]
+    assert {name: way.max_turns for name, way in recording.manifest.ways.items()} == {"play": 6, "play2": 1}
+    assert replay(["kept"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("folder", "error"),
+    [
+        ("file", "--record: must be a writable folder"),
+        ("run", "--record: must not hide the recording of a run"),
+        ("other", "--record: must hold episodes of 'guess', or none"),
+        ("half", "half: must hold a whole recording.json"),
+    ],
+)
+def test_a_folder_that_cannot_be_recorded_in_is_refused_before_anybody_plays(
+    folder: str, error: str, play, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "recording.json").write_text("{")
+    for name in ("run/episodes", "other"):
+        play("3\n", "--env", "calculator", "--record", name)
+    assert exit_code(lambda: play("3\n", "--env", "guess", "--record", folder)[0]) == 2
+    said = capsys.readouterr()
+    assert error in said.err and "Traceback" not in said.err and "--- turn 1" not in said.out
 
 
 def test_quitting_and_the_end_of_the_input_close_the_environment(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +12,12 @@ import pytest
 from PIL import Image
 
 from agents.recording import EPISODES, Manifest, Recorder, Recording, WayRecord
-from agents.recording.members import MemberFile, read_members
+from agents.recording.members import MemberFile, is_damaged, read_members
 from agents.recording.parquet import write_parquet
 from agents.recording.recorder import rewind_recording
+from agents.replay import run as replay
 from agents.types import EndReason, Trajectory
+from envs.cli import exit_code
 from envs.errors import UserError
 from envs.registry import get_spec
 from tests.builders import picture, question, trajectory, turn
@@ -127,6 +130,22 @@ def test_half_a_line_at_the_end_is_passed_over_and_moved_aside(cut: int, tmp_pat
     assert list((tmp_path / "abandoned").glob("episodes.jsonl-*.gz"))
 
 
+def test_a_damaged_file_is_told_from_one_that_was_cut_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree("tests/golden/guess", tmp_path / "x")
+    path = tmp_path / "x" / EPISODES
+    whole, ends = path.read_bytes(), [end for end, _ in read_members(path)]
+    for content, damaged in (
+        (whole, False),
+        (whole[:-3], False),
+        (whole[: ends[1] + 20] + b"????" + whole[ends[1] + 24 :], True),
+        (whole + bytes(100), True),
+    ):
+        path.write_bytes(content)
+        assert is_damaged(path) is damaged
+        assert replay([str(tmp_path / "x")]) == 0
+        assert ("episodes.jsonl.gz is damaged" in " ".join(capsys.readouterr().out.split())) is damaged
+
+
 def test_a_recording_is_taken_back_to_an_earlier_moment(tmp_path: Path) -> None:
     with recorder_in(tmp_path) as recorder:
         recorder.write(trajectory(), step=1)
@@ -200,6 +219,33 @@ def test_a_picture_is_read_from_the_recording_alone(name: str, tmp_path: Path) -
     recorder_in(tmp_path).close()
     with pytest.raises(UserError, match="must name a picture"):
         Recording.open(tmp_path).picture(name)
+
+
+def test_a_line_that_is_no_record_and_a_manifest_that_is_no_text_are_named(tmp_path: Path) -> None:
+    recorder_in(tmp_path).close()
+    recording = Recording.open(tmp_path)
+    for name, read in (
+        ("episodes.jsonl.gz", recording.episodes),
+        ("outcomes.jsonl.gz", recording.outcomes),
+        ("scores.jsonl.gz", recording.scores),
+    ):
+        MemberFile(tmp_path / name).append(b'{"id": 3}')
+        with pytest.raises(UserError, match=f"{name}: must be a whole recording, got .* validation errors for"):
+            list(read())
+    assert exit_code(lambda: replay([str(tmp_path)])) == 2  # among many at once, too
+    (tmp_path / "recording.json").write_bytes(b"\xff\xfe{")
+    with pytest.raises(UserError, match=r"must hold a whole recording.json"):
+        Recording.open(tmp_path)
+
+
+def test_a_parquet_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
+    with recorder_in(tmp_path) as recorder:
+        recorder.write(replace(trajectory(), messages=question("Find x.", picture(8, 8, seed=1))), step=1)
+    next((tmp_path / "images").iterdir()).unlink()
+    (tmp_path / "x.parquet").write_text("an older one")
+    with pytest.raises(UserError, match="must be there"):
+        write_parquet(Recording.open(tmp_path), tmp_path / "x.parquet")
+    assert (tmp_path / "x.parquet").read_text() == "an older one" and not (tmp_path / "x.parquet.part").exists()
 
 
 def test_members_of_any_size_are_read_one_by_one(tmp_path: Path) -> None:

@@ -398,6 +398,17 @@ def test_up_to_a_turn_only_what_came_before_counts(registry: Path) -> None:
         assert [each.turn for each in early.differing[0].differences] == [1]
 
 
+@pytest.mark.parametrize("model", ["", "recorded"])
+def test_a_turn_that_breaks_the_environment_is_a_difference_where_no_end_is_compared(
+    model: str, registry: Path
+) -> None:
+    episode = next(e for e in Recording.open(CALCULATOR).episodes() if len(e.turns) == 2)
+    settings = {"model": model, "registry": (registry,), "selection": {"id": (episode.id,)}}
+    (cut,) = outcome_of(CALCULATOR, env="calculator-raise", turn=1, **settings).differing
+    assert [(each.kind, each.recorded) for each in cut.differences] == [("end reason", "goes on")]
+    assert str(cut.differences[0].replayed).startswith("env_error: ")
+
+
 def test_episodes_are_chosen_by_id_end_reason_reward_way_and_number() -> None:
     episodes = list(Recording.open(CALCULATOR).episodes())
 

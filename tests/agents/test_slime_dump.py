@@ -276,6 +276,33 @@ def test_a_conversion_that_fails_leaves_nothing(samples: list[dict[str, Any]], t
     assert [path.name for path in tmp_path.iterdir()] == ["0.pt"]
 
 
+@pytest.mark.parametrize("folder", ["full", ".", "file"])
+def test_a_dump_is_not_kept_in_what_is_no_empty_folder(
+    folder: str, samples: list[dict[str, Any]], tmp_path: Path, command
+) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    code, shown = command(save_dump(tmp_path / "0.pt", samples), "--convert", folder)
+    assert code == 2 and f"--convert: must name a new folder, or an empty one, got {folder}" in shown
+    assert (tmp_path / "full" / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("token", [2**70, float("inf"), -(2**63)])
+def test_tokens_of_no_size_that_a_token_has_are_refused(
+    token: float, samples: list[dict[str, Any]], tmp_path: Path, command
+) -> None:
+    samples[1]["tokens"] = [token, *samples[1]["tokens"][1:]]
+    code, shown = command(save_dump(tmp_path / "0.pt", samples))
+    assert code == 2 and "0.pt sample 1 tokens: must be a list of numbers" in shown
+
+
+def test_a_group_of_no_size_that_a_number_has_is_no_group(
+    samples: list[dict[str, Any]], tmp_path: Path, command
+) -> None:
+    assert command(save_dump(tmp_path / "0.pt", [{**each, "group_index": 2**80} for each in samples]))[0] == 0
+
+
 def test_an_episode_of_a_dump_is_played_on_from_a_turn(
     trajectories: list[Trajectory], samples: list[dict[str, Any]], tmp_path: Path, command
 ) -> None:

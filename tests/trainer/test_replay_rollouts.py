@@ -32,6 +32,7 @@ from envs.cli import parse
 from envs.errors import UserError
 from envs.images import image_digest
 from tests.recordings import episodes_in
+from tests.trainer.test_checkpoint import largest_file
 from trainer.comparison import compare, figures, other_settings
 from trainer.config import AlgorithmConfig, ModelConfig, RunConfig, SidesConfig
 from trainer.diagnosis.before import Before
@@ -232,6 +233,16 @@ def test_rollouts_alone_are_recorded_with_their_metrics_and_nothing_is_kept_of_t
     assert all(e["fate"] for e in played) and len(list(Recording.open(rollouts).episodes())) == len(played)
     first = [e["ids"] for e in played if e["step"] == 1]
     assert first == [e["ids"] for e in episodes_in(recorded) if e["step"] == 1]
+
+
+def test_a_full_disk_ends_rollouts_alone_in_one_line_without_a_word_of_going_on(
+    uneven: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with largest_file(14_000):  # room for the configuration, not for the episodes
+        started(tmp_path / "run", *uneven, "--rollout-only", "--steps", "9", code=1)
+    error = capsys.readouterr().err
+    assert "error: [Errno 27] File too large" in error and "--resume" not in error and "Traceback" not in error
+    assert list(Recording.open(tmp_path / "run").episodes())
 
 
 def test_rollouts_and_then_training_on_them_begin_as_the_ordinary_run(
