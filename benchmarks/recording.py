@@ -59,7 +59,8 @@ def sizes(run: Path) -> dict[str, Any]:
     num_tokens = sum(len(episode.ids) for episode in episodes)
     images = [path.stat().st_size for path in (recording.folder / "images").iterdir()]
     parts = {name: (recording.folder / name).stat().st_size for name in (EPISODES, OUTCOMES, SCORES, TOKENS)}
-    plain = len(gzip.decompress((recording.folder / EPISODES).read_bytes()))
+    with gzip.open(recording.folder / EPISODES) as lines:
+        plain = sum(map(len, lines))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "x.parquet"
         write_parquet(recording, path)
@@ -137,8 +138,8 @@ def drill(kills: int, seed: int) -> dict[str, Any]:
             first = max([first, *(number + 1 for number in ended)])
         with Recorder(folder, Manifest(created="", env=get_spec("geo3k"))):  # moves the last half a line aside
             torn = len(list(folder.glob("abandoned/episodes*")))
-        lines = gzip.decompress((folder / EPISODES).read_bytes()).splitlines()
-        found = Counter(json.loads(line)["seed"] for line in lines)
+        with gzip.open(folder / EPISODES, "rt", encoding="utf-8") as lines:
+            found = Counter(json.loads(line)["seed"] for line in lines)
         size = (folder / EPISODES).stat().st_size
     return {
         "kills": kills,

@@ -10,7 +10,8 @@ from typing import Any
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a whole file of gzip members."""
-    return [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
 
 
 def episodes_in(run: Path, *phases: str) -> list[dict[str, Any]]:
