@@ -28,35 +28,37 @@ class Picture:
     height: int = 900
 
 
-def pictures(source: Source, is_compared: bool) -> list[Picture]:
-    """Return what is worth a picture of a run: among others an episode of three turns that a tool set right."""
+def pictures(source: Source, is_compared: bool, episode: str = "") -> list[Picture]:
+    """Return what is worth a picture of a run: among others the episode, or else one that a tool set right."""
     columns = source.columns
     chosen = max(
-        range(len(source)),
+        (k for k in range(len(source)) if episode in ("", columns["id"][k])),
         key=lambda k: (columns["phase"][k] == "train", columns["reward"][k] == 1, columns["num_turns"][k], k),
     )
-    episode = columns["id"][chosen]
+    episode = str(columns["id"][chosen])
     group = "/".join(str(columns[name][chosen]) for name in ("phase", "way", "group"))
     tokens = f"#/episode/{episode}?color="
     found = [
         Picture("overview", "light", "#/", ".chart[data-metric=reward] .plot"),
         Picture("episodes", "dark", "#/episodes?phase=train&sort=-max_gap"),
         Picture("conversation", "light", f"#/episode/{episode}?turn=2", height=1000),
-        Picture("episode", "light", f"{tokens}gap&scale=relative", ".tokens .r8"),
+        Picture("episode", "light", f"{tokens}gap", ".tokens .r8"),
         Picture("probability", "dark", f"{tokens}probability", ".tokens .is-mine:is(.p3, .p4, .p5, .p6)"),
         Picture("group", "light", f"#/group/{group}?color=mask&order=reward"),
     ]
     return [*found, Picture("compare", "dark", "#/compare")] if is_compared else found
 
 
-def take_screenshots(folder: Path, run: Path, other: Path | None) -> None:
-    """Write viewer-NAME.png into a folder."""
+def take_screenshots(folder: Path, run: Path, other: Path | None, episode: str = "", only: str = "") -> None:
+    """Write viewer-NAME.png into a folder: all of them, or `only` that of one name."""
     source = Source(run)
     sources = [source, Source(other)] if other else [source]
     with tempfile.TemporaryDirectory() as scratch, chromium() as browser:
         for name, shown in (("one", sources[:1]), ("all", sources)):
             export(Path(scratch) / f"{name}.html", shown)
-        for picture in pictures(source, other is not None):
+        for picture in pictures(source, other is not None, episode):
+            if only not in ("", picture.name):
+                continue
             name = "all" if picture.fragment.startswith("#/compare") else "one"
             page = browser.new_page(viewport={"width": 1440, "height": picture.height}, color_scheme=picture.theme)
             page.goto(f"file://{scratch}/{name}.html{picture.fragment}")

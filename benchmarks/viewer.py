@@ -4,7 +4,8 @@ Plays a scripted policy of mixed habits in the real agent loop against the real 
 each problem with its own picture; log-probs are drawn at random, as no network is asked. The recording is exported as
 one page, which Chromium opens. Prints a table and writes `benchmarks/results/viewer.json`.
 
-`python -m benchmarks.viewer --screenshots docs --run runs/x [--other runs/y]` takes the pictures of docs/viewer.md.
+`python -m benchmarks.viewer --screenshots docs --run runs/x [--other runs/y]` takes the pictures of docs/viewer.md;
+`--only episode --episode train-146-2` that of one episode alone.
 """
 
 from __future__ import annotations
@@ -222,12 +223,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "viewer.json")
     parser.add_argument("--screenshots", type=Path, help="folder for pictures of --run; nothing is measured then")
     parser.add_argument("--run", type=Path, help="run whose pictures are taken")
+    parser.add_argument("--episode", default="", help="episode that is shown; empty: one that is worth it")
+    parser.add_argument("--only", default="", help="name of the picture that is taken; empty: all")
     parser.add_argument("--other", type=Path, help="run that it is compared with")
     args = parser.parse_args()
     if args.screenshots:
         if not args.run:
             parser.error("--screenshots needs --run")
-        take_screenshots(args.screenshots, args.run, args.other)
+        take_screenshots(args.screenshots, args.run, args.other, args.episode, args.only)
         return
     at, figures = commit(), []
     for num_episodes in args.episodes:

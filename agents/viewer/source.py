@@ -6,7 +6,6 @@ Of an episode only its figures and its place in the file are kept; it is read ag
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -230,6 +229,7 @@ class Source:
     def overview(self, after: str = "") -> JSON:
         """Return what there is to see of the run, or what has come since an earlier answer with the cursor `after`."""
         with self._lock:
+            live = self.is_live  # before: what a run writes last, and its summary, may come while this reads
             self.refresh()
             seen, now = Cursor.parse(after), self._now()
             if not seen.is_behind(now):
@@ -241,7 +241,7 @@ class Source:
                 "name": self.folder.absolute().name,
                 "folder": str(self.folder),
                 "env": self.recording.manifest.env.id if self.recording else "",
-                "live": self.is_live,
+                "live": live,
                 "manifest": self.recording.manifest.model_dump(mode="json") if self.recording else None,
                 "metrics": self.metrics[seen.metrics :],
                 "first_metric": seen.metrics,
@@ -270,7 +270,7 @@ class Source:
         return EpisodeRecord.model_validate(self.line(index))
 
     def line(self, index: int) -> JSON:
-        """Return an episode as it was recorded, to the letter.
+        """Return an episode as it was recorded, to the letter, but for numbers that JSON does not know.
 
         Raises:
             LookupError: there is none of this number, or the recording was changed meanwhile.
@@ -280,7 +280,7 @@ class Source:
                 raise LookupError(f"there is no episode {index} of {len(self)}")
             start, end = self.places[index]
             found, text = next(read_members(self._file(EPISODES), start), (0, b""))
-            line = json.loads(text) if found == end else {}
+            line = (read_object(text) if found == end else None) or {}
             if line.get("id") != self.columns["id"][index]:
                 raise LookupError(f"episode {index} is no longer at {start}")
             return line

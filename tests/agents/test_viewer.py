@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 
-from agents.recording import EPISODES, OUTCOMES, SCORES, Manifest, Recorder, Recording
+from agents.recording import EPISODES, OUTCOMES, SCORES, EpisodeRecord, Manifest, Recorder, Recording
 from agents.recording.recorder import rewind_recording
 from agents.types import EndReason, Timing, Trajectory
 from agents.view import ViewConfig, open_source
@@ -298,6 +298,27 @@ def test_a_run_is_live_from_its_begin_to_its_end(files: tuple[str, ...], is_live
     assert [Source(tmp_path, live=live).is_live for live in (True, False)] == [True, False]
 
 
+def test_what_is_written_with_the_summary_while_a_run_is_read_is_asked_for_once_more(tmp_path: Path) -> None:
+    write(tmp_path, played(0))
+    (tmp_path / "config.yaml").write_text("{}")
+    ended = False
+
+    def end(episode: EpisodeRecord) -> bool:
+        nonlocal ended
+        if episode.group == 1 and not ended:  # read up to here, then the run writes its last episode and its summary
+            ended = True
+            write(tmp_path, played(2))
+            (tmp_path / "summary.json").write_text("{}")
+        return True
+
+    source = Source(tmp_path, keep=end)
+    write(tmp_path, played(1))
+    first = source.overview()
+    assert first["live"]
+    last = source.overview(first["cursor"])
+    assert not last["live"] and source.overview()["num_episodes"] == 3
+
+
 def test_a_live_source_waits_for_a_run_that_is_not_there_yet(tmp_path: Path) -> None:
     run = tmp_path / "later"
     source = Source(run, live=True)
@@ -411,6 +432,15 @@ def test_an_export_holds_the_recording_whatever_is_said_in_it(tmp_path: Path) ->
     (image,) = (run / "episodes" / "images").iterdir()
     assert base64.b64decode(data.pop(f"run-0-image-{image.stem}")) == image.read_bytes() and not data
     assert not list(tmp_path.glob("*.part"))
+
+
+def test_numbers_that_json_does_not_know_are_none_in_an_export(tmp_path: Path) -> None:
+    write(tmp_path, played(0))
+    path = tmp_path / "episodes" / EPISODES
+    path.write_bytes(gzip.compress(re.sub(rb'"reward":[^,]+', b'"reward":NaN', gzip.decompress(path.read_bytes()))))
+    assert Source(tmp_path).episode(0)["reward"] is None
+    view([str(tmp_path), "--export", str(tmp_path / "page.html")])
+    assert inflated(exported(tmp_path / "page.html")["run-0-overview"])["columns"]["reward"] == [None]
 
 
 def test_a_page_runs_its_own_script_and_nothing_else(tmp_path: Path) -> None:

@@ -353,6 +353,54 @@ def test_a_link_opens_an_episode_at_a_turn(visit: Open) -> None:
     expect(made.page.get_by_text("holds no episode no-such-episode")).to_be_visible()
 
 
+def test_arrows_lead_past_a_picture(visit: Open) -> None:
+    made = visit("small", "#/episode/train-2-1?color=mask")
+    fold = made.page.locator(".fold")
+    start = int(fold.get_attribute("data-t") or 0)
+    fold.get_by_text("image, 6 tokens").click()
+    made.page.keyboard.press("ArrowRight")
+    assert made.fragment.endswith(f"&token={start + 6}")
+    made.page.keyboard.press("ArrowLeft")
+    assert made.fragment.endswith(f"&token={start}")
+
+
+def test_a_link_to_a_token_behind_the_last_one_shows_the_last_one(visit: Open) -> None:
+    page = visit("small", "#/episode/train-2-1?color=gap&token=99999").page
+    expect(page.locator(".tokens .t.is-picked")).to_have_text("<|im_end|>")
+    expect(page.get_by_role("alert")).to_have_count(0)
+
+
+def test_log_probs_of_other_tokens_colour_none_and_equal_ones_are_no_missing_score(visit: Open, tmp_path: Path) -> None:
+    words = Words()
+    with Recorder(tmp_path / "episodes", manifest(), words.spell) as recorder:
+        one, same = episode(words, ["So \\boxed{1}"]), episode(words, ["So \\boxed{2}"], sample_index=1)
+        other = episode(words, ["So \\boxed{1} or so"])
+        for played in (one, same):
+            recorder.write(played, 1)
+        recorder.score(other, 1, other.logprobs_T[other.mask_T] - 1)
+        recorder.score(same, 1, same.logprobs_T[same.mask_T])
+    export(tmp_path / "page.html", [Source(tmp_path)])
+    made = visit(address=f"file://{tmp_path}/page.html", fragment="#/episode/train-0-0?color=gap")
+    expect(made.page.locator(".side-list")).to_contain_text("scored other tokens under this id")
+    expect(made.page.locator(".side-facts")).to_contain_text("log-probs of other tokens")
+    assert max(strength(made.page, ".tokens .t")) == 0
+    made.go("#/episode/train-0-1?color=gap")
+    expect(made.page.locator(".side-list")).to_contain_text("No token has a gap.")
+
+
+def test_times_and_addresses_at_the_edge_are_right(visit: Open) -> None:
+    made = visit()
+    assert made.page.evaluate("[59, 119.7, 3599.8, 7199].map(seconds)") == [
+        "59.0 s",
+        "2 min 0 s",
+        "1 h 0 min",
+        "2 h 0 min",
+    ]
+    for name in ("constructor", "__proto__"):
+        made.go(f"#/{name}")
+        expect(made.page.get_by_text("There is no such view.")).to_be_visible()
+
+
 # Side by side ---------------------------------------------------------------------------------------------------------
 
 
@@ -500,6 +548,13 @@ def test_what_would_not_show_is_named_and_text_from_right_to_left_stays_by_itsel
     assert text.evaluate("node => getComputedStyle(node).direction") == "rtl"
 
 
+def test_letters_without_a_look_are_named(visit: Open) -> None:
+    page = visit().page
+    texts = ["a\\u{e0041}\\u{e0042}b", "a\\u{e0101}b", "a\\u00ad\\u061cb", "\\u{1f600}\\ufe0f"]
+    named = page.evaluate(f"[{', '.join(f'visible(`{text}`)' for text in texts)}]")
+    assert named == ["a⟨U+E0041 U+E0042⟩b", "a⟨U+E0101⟩b", "a⟨SHY ALM⟩b", "\U0001f600\ufe0f"]
+
+
 def test_a_broken_picture_leaves_a_word(visit: Open) -> None:
     page = visit("hostile", "#/episode/train-22-0").page
     expect(page.locator(".message.user .no-picture")).to_have_text("broken picture")
@@ -553,6 +608,25 @@ def test_a_live_page_takes_in_what_is_new_and_keeps_its_place(visit: Open, tmp_p
         expect(page.locator(".chart[data-metric=reward] .chart-value")).to_have_text("0.9")
         page.context.set_offline(True)
         expect(page.locator("#live")).to_have_text("connection lost")
+        server.shutdown()
+
+
+def test_a_group_on_screen_takes_in_what_becomes_known_of_its_samples(visit: Open, tmp_path: Path) -> None:
+    words = Words()
+    with (
+        Recorder(tmp_path / "episodes", manifest(), words.spell) as recorder,
+        ViewServer([Source(tmp_path, live=True)]) as server,
+    ):
+        played = [episode(words, [f"So \\boxed{{{k}}}"], sample_index=k, reward=float(k)) for k in range(2)]
+        recorder.write(played[0], 1)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        page = visit(address=server.url, fragment="#/group/train/train/0").page
+        expect(page.locator(".beside-column")).to_have_count(1)
+        recorder.write(played[1], 1)
+        expect(page.locator(".beside-column")).to_have_count(2)
+        expect(page.locator(".verdict")).to_contain_text("0.50")
+        recorder.take(played[1], 1, "train", 2.5)
+        expect(page.locator(".beside-column").nth(1)).to_contain_text("+2.50")
         server.shutdown()
 
 

@@ -200,7 +200,9 @@ function sideFacts({ run, episode, stream }) {
     ["time", seconds(episode.total_s)],
     ["engine", seconds(episode.engine_s)],
     ["env. time", seconds(episode.env_s)],
-    episode.score ? ["KL (k3)", figure(k3(stream))] : ["trainer", "no log-probs"],
+    scoreOf(episode)
+      ? ["KL (k3)", figure(k3(stream))]
+      : ["trainer", episode.score ? "log-probs of other tokens" : "no log-probs"],
     isNumber(episode.began) && ["began", new Date(episode.began * 1000).toISOString().slice(0, 19).replace("T", " ")],
   ];
   const box = make("section.side-facts", null, make("h2", { text: "Facts" }), factList(facts));
@@ -249,6 +251,7 @@ function updateEpisode(state) {
       add(clear(document.querySelector(".verdict")), factBoxes(verdict(run, place)));
       const { scrollY } = window;
       drawEpisode(state);
+      if (state.tokens && numberOf(state.query.token) !== null) state.tokens.showToken(Number(state.query.token), true);
       scrollTo(0, scrollY);
     })
     .catch(() => undefined);

@@ -8,7 +8,8 @@ function showGroup(root, { parts, query }) {
     return missing(root, `${visible(run.name)} holds no group ${visible(parts.slice(1).join(" / "))}`);
   const problem = make(".problem");
   const body = make("div");
-  const state = { query: { ...query }, size: places.length };
+  const known = () => knownOf(run, groupOf(run, phase, way, number));
+  const state = { query: { ...query }, known: known() };
   const changed = (part) => {
     Object.assign(state.query, part);
     const { color, ref, order } = state.query;
@@ -20,7 +21,8 @@ function showGroup(root, { parts, query }) {
     drawGroup(body, run, state.query.order === "reward" ? sorted(run, now, "-reward") : now, state.query, changed);
   };
   const { before, after } = groupNeighbours(run, places);
-  add(root, [groupHead(run, places, before, after), problem, body]);
+  const head = groupHead(run, places, before, after);
+  add(root, [head, problem, body]);
   drawSamples();
   app.source
     .episode(run.number, places[0])
@@ -29,9 +31,11 @@ function showGroup(root, { parts, query }) {
   return {
     title: `Group ${visible(number)}`,
     update: () => {
-      const { length } = groupOf(run, phase, way, number);
-      if (length === state.size) return;
-      state.size = length;
+      const now = known();
+      if (now === state.known) return;
+      state.known = now;
+      const figures = groupFigures(run, groupOf(run, phase, way, number));
+      add(clear(head.querySelector(".verdict")), factBoxes(figures));
       drawSamples();
     },
     keys: {
@@ -41,6 +45,12 @@ function showGroup(root, { parts, query }) {
       k: () => before && goTo(before),
     },
   };
+}
+
+/* All that may change of samples that are on screen, as text. */
+function knownOf({ columns }, places) {
+  const names = ["id", "num_tokens", "reward", "advantage", "fate", "kl", "max_gap"];
+  return JSON.stringify(places.map((place) => names.map((name) => columns[name][place])));
 }
 
 function groupHead(run, places, before, after) {

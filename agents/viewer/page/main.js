@@ -24,8 +24,9 @@ function showRoute() {
   app.route = readFragment(location.hash);
   const name = app.route.parts[0] || "";
   const root = clear(byId("main"));
-  root.className = `view-${VIEWS[name] ? name || "overview" : "missing"}`;
-  app.view = (VIEWS[name] || ((box) => missing(box, "There is no such view.")))(root, app.route);
+  const show = Object.hasOwn(VIEWS, name) ? VIEWS[name] : null;
+  root.className = `view-${show ? name || "overview" : "missing"}`;
+  app.view = show ? show(root, app.route) : missing(root, "There is no such view.");
   document.title = `${app.view.title} · ${app.runs.map((run) => visible(run.name)).join(" and ")}`;
   drawTabs();
   if (!app.route.query.turn) scrollTo(0, 0);

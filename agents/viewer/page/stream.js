@@ -9,14 +9,15 @@ const PLACEHOLDER = /image|img|vision|pad|picture/i;
 function readStream(run, episode) {
   const ids = episode.ids || [],
     mask = episode.mask || [],
-    T = ids.length;
+    T = ids.length,
+    score = scoreOf(episode);
   const stream = {
     length: T,
     ids,
     mask,
     texts: tokenTexts(run, ids),
     rollout: spread(mask, episode.logprobs),
-    train: spread(mask, episode.score && episode.score.logprobs),
+    train: spread(mask, score && score.logprobs),
     version: new Int32Array(T).fill(-1),
     turn: new Int32Array(T),
     gap: new Float64Array(T),
@@ -27,6 +28,11 @@ function readStream(run, episode) {
   stream.folds = foldsOf(stream, episode);
   stream.largest = largestGap(stream);
   return stream;
+}
+
+/* The trainer's log-probs; null where there are none, or where they are those of other tokens. */
+function scoreOf({ score, logprobs }) {
+  return score && score.logprobs.length === (logprobs || []).length ? score : null;
 }
 
 /* Values of the tokens whose mask is 1, NaN elsewhere and where there is none. */

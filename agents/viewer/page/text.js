@@ -2,9 +2,11 @@
 
 const PIECE = 20000;
 const MOST_MARKS = 300;
-const UNSEEN = String.raw`\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff`;
+const UNSEEN = String.raw`\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff`;
 const HALVES = String.raw`[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]`;
-const HIDDEN = new RegExp(`[${UNSEEN}\ufff9-\ufffb]+|${HALVES}`, "g");
+/* Letters of the block of tags, and selectors of variants, that have no look of their own: text can be hidden in them. */
+const TAGS = String.raw`(?:\udb40[\udc00-\uddef])+`;
+const HIDDEN = new RegExp(`[${UNSEEN}\ufff9-\ufffb]+|${TAGS}|${HALVES}`, "g");
 const NAMES = {
   "\u0000": "NUL",
   "\u0008": "BS",
@@ -13,6 +15,8 @@ const NAMES = {
   "\r": "CR",
   "\u001b": "ESC",
   "\u007f": "DEL",
+  "\u00ad": "SHY",
+  "\u061c": "ALM",
   "\u200b": "ZWSP",
   "\u200e": "LRM",
   "\u200f": "RLM",
@@ -31,14 +35,14 @@ const NAMES = {
 };
 
 function hex(character) {
-  return `U+${character.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0")}`;
+  return `U+${character.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}`;
 }
 
 /* "RLO" for a right-to-left override, "U+0001" for what has no name, and how often where it stands many times. */
 function hiddenName(run) {
-  const names = [];
-  for (let i = 0; i < run.length && i < 6; i += 1) names.push(NAMES[run[i]] || hex(run[i]));
-  return names.join(" ") + (run.length > 6 ? ` … ${count(run.length)} in all` : "");
+  const all = Array.from(run);
+  const names = all.slice(0, 6).map((each) => NAMES[each] || hex(each));
+  return names.join(" ") + (all.length > 6 ? ` … ${count(all.length)} in all` : "");
 }
 
 /* Text for a title, a tip or a cell: what would not show is replaced by its name. */

@@ -152,7 +152,8 @@ function listen(view) {
     const change = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
     if (!change) return;
     event.preventDefault();
-    view.showToken(Math.max(0, Math.min(view.stream.length - 1, view.picked + change)), true);
+    const fold = view.stream.folds.find((each) => each.start === view.picked);
+    view.showToken(change > 0 && fold ? fold.end : view.picked + change, true);
   });
 }
 
@@ -177,7 +178,7 @@ function drawList(view, color) {
   if (!places.length)
     view.list.append(
       make("p.hint", {
-        text: isChance ? "No token was less probable than 0.99." : "The trainer has not scored this episode.",
+        text: isChance ? "No token was less probable than 0.99." : noGap(view.state.episode),
       }),
     );
   const kind = `span.gap-token${view.state.query.scale === "relative" ? ".is-relative" : ""}`;
@@ -210,7 +211,15 @@ function drawList(view, color) {
   );
 }
 
-function showToken(view, end, t, isPicked) {
+function noGap(episode) {
+  if (!episode.score) return "The trainer has not scored this episode.";
+  return scoreOf(episode) ? "No token has a gap." : "The trainer has scored other tokens under this id.";
+}
+
+function showToken(view, end, wanted, isPicked) {
+  const last = view.stream.length - 1;
+  if (last < 0) return;
+  const t = Math.max(0, Math.min(last, Math.trunc(wanted)));
   const fold = view.stream.folds.find((each) => each.start <= t && t < each.end);
   const place = fold ? fold.start : t;
   while (view.drawn < view.pieces.length && !view.spans.has(place)) drawPiece(view, end);
