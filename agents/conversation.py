@@ -23,7 +23,7 @@ from agents.template_check import template_mismatch
 from agents.turns import TurnWriter
 from agents.types import Completion, EndReason, ProcessedImage, Trajectory, Turn
 from envs.conversations import Conversation
-from envs.errors import UserError
+from envs.errors import UserError, first_line
 from envs.tool_calls import ToolFormat, detect_format, find_tool_calls
 from envs.types import Message
 
@@ -119,7 +119,7 @@ class ConversationRenderer:
         except UserError as error:
             raise UserError(f"{where}: {error.field}", error.rule, error.got, error.fix) from error
         except Exception as error:  # a template raises what it likes
-            reason = f"{type(error).__name__}: {error}".split("\n")[0]
+            reason = first_line(error)
             rule = "must be a conversation that the model's chat template can write"
             raise UserError(where, rule, reason, "mend the messages") from error
         if len(stream.ids) > self.context_length:

@@ -9,8 +9,9 @@ checked.
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from agents.rendering.encoding import Encoder
 from agents.rendering.suffixes import Shape, Suffix, build_suffix, exact_ids
 from agents.rendering.template import MARK, ModelTemplate, control_words
 from agents.types import ProcessedImage
-from envs.errors import UserError
+from envs.errors import UserError, first_line
 from envs.types import Message, content_parts, message_images
 
 MAX_SHAPES = 256
@@ -127,7 +128,7 @@ class Renderer:
         try:
             last, before_user = self.template.closing()
         except Exception as error:  # a template raises what it likes
-            reason = f"{type(error).__name__}: {error}".split("\n")[0]
+            reason = first_line(error)
             raise self._error("must have a chat template that takes a conversation", f"mend it ({reason})") from error
         if missing := control_words(last + before_user) - self.encoder.added.keys():
             rule = f"must have a tokenizer with {' and '.join(sorted(missing))}"
@@ -297,6 +298,17 @@ class Renderer:
             else:
                 expanded.append(token)
         return expanded
+
+    def shown(self, ids: Sequence[int], name: Callable[[int], str] = lambda num_tokens: "<picture>") -> str:
+        """Return any part of a stream as text for people: all control tokens, and each picture as `name` calls it.
+
+        `name` is given how many tokens the picture has. Pictures with nothing between them are one.
+        """
+        text = self.tokenizer.decode(list(ids), skip_special_tokens=False)
+        if self.image_token_id is None:
+            return text
+        placeholder = self.tokenizer.convert_ids_to_tokens(self.image_token_id)
+        return re.sub(f"(?:{re.escape(placeholder)})+", lambda run: name(len(run[0]) // len(placeholder)), text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of a model turn, without its stop token."""

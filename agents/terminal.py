@@ -208,16 +208,12 @@ class Player:
 
     def _new_text(self, request: GenerateRequest) -> str:
         """Return the part of the stream that was not shown yet, pictures named instead of their placeholders."""
-        text = self.renderer.tokenizer.decode(request.ids[self._num_read :], skip_special_tokens=False)
-        if self.renderer.image_token_id is None:
-            return text.strip("\n")
-        placeholder = self.renderer.tokenizer.convert_ids_to_tokens(self.renderer.image_token_id)
 
-        def name(run: re.Match[str]) -> str:
+        def name(num_tokens: int) -> str:
             self._num_pictures += 1
-            return f"[{self.gallery.saved[self._num_pictures - 1]}, {len(run[0]) // len(placeholder)} tokens]"
+            return f"[{self.gallery.saved[self._num_pictures - 1]}, {num_tokens} tokens]"
 
-        return re.sub(f"(?:{re.escape(placeholder)})+", name, text).strip("\n")
+        return self.renderer.shown(request.ids[self._num_read :], name).strip("\n")
 
 
 def shown_info(info: Any) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from agents.renderer import Renderer
 from agents.rendering.template import MARK
-from envs.errors import UserError
+from envs.errors import UserError, first_line
 from envs.tool_calls import ToolCall, ToolCallError, ToolFormat, find_tool_calls, write_tool_call
 from envs.tool_calls.json_call import interpret
 from envs.types import Message, content_parts
@@ -85,7 +85,7 @@ class TurnWriter:
         try:
             whole = self.renderer.template.render([_QUESTION, message], opens_turn=False)
         except Exception as error:  # a template raises what it likes
-            reason = f"{type(error).__name__}: {error}".split("\n")[0]
+            reason = first_line(error)
             rule = "must be a message that the model's chat template can write"
             raise UserError(where, rule, reason, "mend the message") from error
         if not (whole.startswith(self._header) and whole.endswith(self._ending)):

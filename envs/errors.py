@@ -26,6 +26,15 @@ class UserError(Exception):
         return type(self), (self.field, self.rule, self.got, self.fix)
 
 
+def first_line(error: BaseException) -> str:
+    """Return an error's kind and the first line of what it says.
+
+    >>> first_line(ValueError("no digits\\nat line 3"))
+    'ValueError: no digits'
+    """
+    return f"{type(error).__name__}: {error}".split("\n")[0]
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return the fix part of an unknown-name error: the nearest known name, or all of them.
 

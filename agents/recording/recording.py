@@ -34,7 +34,7 @@ from agents.recording.schema import (
     TurnRecord,
 )
 from agents.types import ProcessedImage, Timing, Trajectory, Turn
-from envs.errors import UserError
+from envs.errors import UserError, first_line
 from envs.images import image_digest
 from envs.types import Message, Sample, message_images
 
@@ -81,7 +81,7 @@ class Recording:
             return cls(found[0], Manifest.model_validate_json(text))
         except (ValidationError, ValueError, AttributeError) as error:
             rule, fix = f"must hold a whole {MANIFEST}", "take a copy of the whole folder"
-            raise UserError(str(found[0]), rule, _cause(error), fix) from error
+            raise UserError(str(found[0]), rule, first_line(error), fix) from error
 
     def episodes(self) -> Iterator[EpisodeRecord]:
         """Yield the episodes in the order in which they ended."""
@@ -237,12 +237,8 @@ def _read_picture(path: Path) -> Image.Image:
             image = file.convert("RGB")
     except Exception as error:  # Pillow raises what it likes
         fix = "take a copy of the whole folder"
-        raise UserError(str(path), "must be a whole picture", _cause(error), fix) from error
+        raise UserError(str(path), "must be a whole picture", first_line(error), fix) from error
     if (digest := image_digest(image)) != path.stem:
         fix = "take a copy of the whole folder"
         raise UserError(str(path), "must be the picture that was recorded", f"pixels of hash {digest}", fix)
     return image
-
-
-def _cause(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]

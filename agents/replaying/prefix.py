@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from agents.recording import EpisodeRecord, Recording
@@ -47,7 +46,7 @@ class Prefix:
         recorded, digests = self._recorded(turn)
         what = f"the environment answers turn {turn} otherwise than recorded" if turn else "the prompt is another one"
         if now != recorded:
-            texts = [self._text(ids) for ids in (recorded, now)]
+            texts = [self._renderer.shown(ids) for ids in (recorded, now)]
             if texts[0] == texts[1]:
                 return f"{what}: {len(recorded)} and {len(now)} tokens of the same text"
             shown = _around_difference(*texts)
@@ -82,15 +81,6 @@ class Prefix:
             num_placeholders -= image.num_tokens
             digests.append(image.digest)
         return digests
-
-    def _text(self, ids: Sequence[int]) -> str:
-        """Return ids as text, a picture's placeholders as one."""
-        text = self._renderer.tokenizer.decode(list(ids), skip_special_tokens=False)
-        token = self._renderer.image_token_id
-        if token is None:
-            return text
-        placeholder = re.escape(self._renderer.tokenizer.convert_ids_to_tokens(token))
-        return re.sub(f"(?:{placeholder})+", "<picture>", text)
 
 
 def _around_difference(recorded: str, now: str) -> tuple[str, str]:

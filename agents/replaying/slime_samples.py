@@ -229,13 +229,9 @@ class Converter:
 
     def _said(self, sample: DumpedSample, spans: Sequence[tuple[int, int]]) -> Iterator[Message]:
         """Yield what follows the problem: the model's turns, and between them what was read, as its tokens spell it."""
-        token = self.renderer.image_token_id
-        placeholder = "" if token is None else re.escape(self.renderer.tokenizer.convert_ids_to_tokens(token))
         for number, (start, end) in enumerate(spans):
             if number:
-                between = self.renderer.tokenizer.decode(list(sample.tokens[spans[number - 1][1] : start]))
-                shown = re.sub(f"(?:{placeholder})+", "<picture>", between) if placeholder else between
-                yield {"role": "user", "content": shown}
+                yield {"role": "user", "content": self.renderer.shown(sample.tokens[spans[number - 1][1] : start])}
             yield {"role": "assistant", "content": self._decode(sample.tokens[start:end])}
 
     def _images(self, sample: DumpedSample, ids: Sequence[int]) -> tuple[ProcessedImage, ...]:

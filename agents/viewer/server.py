@@ -21,7 +21,7 @@ from urllib.parse import parse_qs, urlsplit
 from agents.viewer.page import Page, assemble
 from agents.viewer.source import Source
 from agents.viewer.wire import dump
-from envs.errors import UserError
+from envs.errors import UserError, first_line
 
 HOST = "127.0.0.1"
 HOSTS = (HOST, "localhost", "[::1]")
@@ -140,7 +140,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             answer = self.server.answer(self.path)
         except Exception as error:  # a line of a recording that was damaged, say
-            text = f"{type(error).__name__}: {error}".splitlines()[0]
+            text = first_line(error)
             answer = Answer(HTTPStatus.INTERNAL_SERVER_ERROR, PLAIN, text.encode(errors="replace"))
         content = answer.content
         is_packed = "gzip" in self.headers.get("Accept-Encoding", "") and len(content) >= _MIN_PACKED

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from agents.engines.sglang.servers import free_ports
 from agents.recording.members import read_members
 from envs.cli import exit_code
 from envs.errors import UserError
 from envs.settings import leaves
 from tests.recordings import episodes_in
+from tests.servers import serving
 from trainer.evaluate import EvaluateConfig, FiguresConfig, run
 from trainer.run import run as train
 
@@ -293,20 +293,8 @@ def test_an_engine_that_fails_leaves_a_partial_report(
 @pytest.fixture
 def server(checkpoint: Path) -> Iterator[str]:
     """The address of a server that speaks SGLang's protocol."""
-    (port,) = free_ports(1)
-    command = [sys.executable, "-m", "tests.agents.sglang_server", "--model-path", str(checkpoint), "--port", str(port)]
-    process = subprocess.Popen(command)
-    url = f"http://127.0.0.1:{port}"
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        try:
-            urllib.request.urlopen(f"{url}/model_info", timeout=5).close()
-            break
-        except OSError:
-            time.sleep(0.1)
-    yield url
-    process.kill()
-    process.wait()
+    with serving(checkpoint) as url:
+        yield url
 
 
 def test_servers_are_given_the_model_and_write_as_the_embedded_engine_does(

@@ -7,10 +7,7 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +19,6 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import envs
-from agents.engines.sglang.servers import free_ports
 from agents.recording import Recording
 from agents.renderer import Renderer
 from agents.types import SamplingParams
@@ -32,6 +28,7 @@ from envs.cli import parse
 from envs.errors import UserError
 from envs.images import image_digest
 from tests.recordings import episodes_in
+from tests.servers import serving
 from tests.trainer.test_checkpoint import largest_file
 from trainer.comparison import compare, figures, other_settings
 from trainer.config import AlgorithmConfig, ModelConfig, RunConfig, SidesConfig
@@ -258,19 +255,8 @@ def test_rollouts_and_then_training_on_them_begin_as_the_ordinary_run(
 @pytest.fixture
 def server(checkpoint: Path) -> Iterator[str]:
     """The address of a server that speaks SGLang's protocol, on the same checkpoint."""
-    (port,) = free_ports(1)
-    command = [sys.executable, "-m", "tests.agents.sglang_server", "--model-path", str(checkpoint), "--port", str(port)]
-    process = subprocess.Popen(command)
-    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 60
-    while time.monotonic() < deadline:
-        try:
-            urllib.request.urlopen(f"{url}/model_info", timeout=5).close()
-            break
-        except OSError:
-            time.sleep(0.1)
-    yield url
-    process.kill()
-    process.wait()
+    with serving(checkpoint) as url:
+        yield url
 
 
 def test_servers_are_probed_and_play_rollouts_alone(

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,11 @@ from PIL import Image
 
 from agents.engines.hf import HFEngine
 from agents.engines.sglang import SGLangEngine
-from agents.engines.sglang.servers import free_ports
 from benchmarks.tiny_models import write_tiny_model
 from envs.errors import UserError
 from envs.registry import load_registry
 from tests.recordings import episodes_in
+from tests.servers import serving
 from trainer.layers import read_config
 from trainer.loop import InvalidStreams
 from trainer.run import run
@@ -331,20 +330,8 @@ def test_flags_of_the_rollout_that_contradict_each_other_are_refused(argv: list[
 @pytest.fixture(scope="module")
 def server(checkpoint: Path) -> Iterator[str]:
     """The address of a server that speaks SGLang's protocol, on the same checkpoint."""
-    (port,) = free_ports(1)
-    command = [sys.executable, "-m", "tests.agents.sglang_server", "--model-path", str(checkpoint), "--port", str(port)]
-    process = subprocess.Popen(command)
-    url = f"http://127.0.0.1:{port}"
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        try:
-            urllib.request.urlopen(f"{url}/model_info", timeout=5).close()
-            break
-        except OSError:
-            time.sleep(0.1)
-    yield url
-    process.kill()
-    process.wait()
+    with serving(checkpoint) as url:
+        yield url
 
 
 def test_the_same_command_trains_on_servers(checkpoint: Path, server: str, tmp_path: Path) -> None:

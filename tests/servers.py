@@ -1,0 +1,33 @@
+"""A server for tests: one that speaks SGLang's protocol, in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from agents.engines.sglang.servers import free_ports
+
+
+@contextmanager
+def serving(checkpoint: Path) -> Iterator[str]:
+    """Run `tests.agents.sglang_server` on a checkpoint; gives its address, once it answers or a minute has passed."""
+    (port,) = free_ports(1)
+    command = [sys.executable, "-m", "tests.agents.sglang_server", "--model-path", str(checkpoint), "--port", str(port)]
+    process = subprocess.Popen(command)
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 60
+    try:
+        while time.monotonic() < deadline:
+            try:
+                urllib.request.urlopen(f"{url}/model_info", timeout=5).close()
+                break
+            except OSError:
+                time.sleep(0.1)
+        yield url
+    finally:
+        process.kill()
+        process.wait()
