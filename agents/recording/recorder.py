@@ -162,6 +162,9 @@ class Recorder:
             self.seconds += time.perf_counter() - started
 
     def _episode(self, t: Trajectory, step: int, phase: str, way: str) -> dict[str, Any]:
+        messages = [plain_message(message, self._picture) for message in t.messages]
+        # An answer that the model was shown stands in the conversation too, as the same object.
+        known = {id(message): written for message, written in zip(t.messages, messages, strict=True)}
         return {
             "schema_version": SCHEMA_VERSION,
             "id": episode_id(phase, way, t),
@@ -184,8 +187,8 @@ class Recorder:
             "error": plain(t.error)
             if math.isfinite(t.reward)
             else f"{t.error or ''}\nthe reward was {t.reward}".strip(),
-            "messages": [plain_message(message, self._picture) for message in t.messages],
-            "turns": [self._turn(turn) for turn in t.turns],
+            "messages": messages,
+            "turns": [self._turn(turn, known) for turn in t.turns],
             "tools": tools_digest(t.tools),
             "prompt_length": t.prompt_length,
             "ids": np.ascontiguousarray(t.ids_T),
@@ -199,7 +202,7 @@ class Recorder:
             **{f"{name}_s": round(value, 6) for name, value in _times(t).items()},
         }
 
-    def _turn(self, turn: Turn) -> dict[str, Any]:
+    def _turn(self, turn: Turn, known: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
         return {
             "start": turn.start,
             "end": turn.end,
@@ -208,7 +211,7 @@ class Recorder:
             "done": turn.done,
             "versions": [list(run) for run in turn.versions],
             "num_cached": turn.num_cached,
-            "observations": [plain_message(message, self._picture) for message in turn.observations],
+            "observations": [known.get(id(m)) or plain_message(m, self._picture) for m in turn.observations],
             "info": plain(turn.info),
             "engine_s": round(turn.engine_s, 6),
             "env_s": round(turn.env_s, 6),
