@@ -1,20 +1,24 @@
 # Set-up, checks and the demonstration run. `make help` lists the targets.
 #
 # PYTHON       interpreter that makes the virtual environment, 3.11 or newer
+# WORKERS      processes that run tests at the same time, by default one for each core
 # TORCH_INDEX  package index with the torch build you want; on Linux without a GPU it saves gigabytes of CUDA libraries:
 #              make install TORCH_INDEX=https://download.pytorch.org/whl/cpu
 
 PYTHON ?= python3
 TORCH_INDEX ?=
+WORKERS ?= auto
 VENV := .venv
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest -q -rs
+PARALLEL := -n $(WORKERS) --maxprocesses 8 --dist loadfile
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint clean
+.PHONY: help install demo test test-all lint mutation clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## /  make \1|/p' Makefile | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' Makefile | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'
 
 install: $(STAMP) ## make .venv with the package and its development tools; again after pyproject.toml changed
 
@@ -29,14 +33,22 @@ $(STAMP): pyproject.toml
 demo: $(STAMP) ## train the bundled model on the bundled problems, on the CPU
 	$(BIN)/python -m trainer.run --env geo3k --max-turns 3
 
-test: $(STAMP) ## run the tests; those of the viewer need Chromium, and are skipped with a word where there is none
-	$(BIN)/python -m pytest -q -rs
+test: $(STAMP) ## run the tests that prove every claim, on all cores: about six minutes on two
+	HYPOTHESIS_PROFILE=quick $(PYTEST) $(PARALLEL) -m "not slow and not alone"
+
+test-all: test ## run all tests: those of `make test`, the slow ones, random cases in full number, and time limits one by one
+	$(PYTEST) $(PARALLEL) -m "(slow or hypothesis) and not alone"
+	$(PYTEST) -m alone
 
 lint: $(STAMP) ## check style, formatting and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+mutation: $(STAMP) ## put small faults into the core, one by one, and count those that a test notices: an hour or two
+	$(BIN)/python -m pip install --quiet --editable ".[mutation]"
+	$(BIN)/python -m benchmarks.mutation
+
 clean: ## delete the virtual environment, caches and build products; runs are kept
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
-	find envs agents trainer tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find envs agents trainer trueturn tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,7 @@
-"""Be the policy: `python -m agents.play --env geo3k` plays one episode in the terminal, with the real agent loop."""
+"""Lets a person be the policy: `python -m agents.play --env geo3k` plays one episode in the terminal.
+
+The agent loop is the real one.
+"""
 
 from __future__ import annotations
 
@@ -8,36 +11,37 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from agents.engines.scripted import ScriptedEngine
-from agents.episode import Episode, Limits
-from agents.recording.manifest import describe
-from agents.recording.plays import check_record, record
-from agents.recording.schema import PLAY
-from agents.renderer import Renderer
-from agents.rendering.checkpoint import model_folder
-from agents.terminal import (
+from agents.cli.terminal import (
     HELP,
     Gallery,
-    Interrupted,
-    Player,
-    Quit,
+    PlayerInterrupted,
+    PlayerQuit,
     Terminal,
-    count_turns,
+    TerminalPlayer,
+    print_summary,
     run_interruptible,
-    summarise,
 )
+from agents.cli.text import counted
+from agents.engines.scripted import ScriptedEngine
+from agents.recording.attempts import check_record_folder, record_attempts
+from agents.recording.manifest import build_manifest
+from agents.recording.schema import PLAY
+from agents.rendering.renderer import Renderer
+from agents.rendering.tokenizer_files import model_folder
+from agents.rollout.episode import Episode, Limits
 from agents.types import SamplingParams
-from envs.cli import exit_code, parse
+from envs.config.cli import exit_code, parse
 from envs.errors import UserError
+from envs.execution.load import load_env
 from envs.problems import ProblemsConfig, open_problems, read_sample
 from envs.registry import get_spec
-from envs.runner import EnvLimits
+from envs.spec import EnvLimits
 from envs.tool_calls import detect_format
 from envs.types import message_images
 
 
 class PlayConfig(BaseModel):
-    """What `python -m agents.play` can be told."""
+    """The flags of `python -m agents.play`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -61,7 +65,7 @@ def run(argv: Sequence[str] | None) -> int:
     """Parse, play, report."""
     config = parse(PlayConfig, argv, "python -m agents.play", "Play an environment in the terminal.")
     spec = get_spec(config.env, *config.registry)
-    build_env = spec.load()
+    build_env = load_env(spec)
     source = open_problems(spec, config.problems, config.index + 1)
     if 0 < len(source) <= config.index:
         fix = f"the data has {len(source)} problem{'' if len(source) == 1 else 's'}, counted from 0"
@@ -72,17 +76,17 @@ def run(argv: Sequence[str] | None) -> int:
     args = spec.args(config.max_turns, tool_format)
     terminal = Terminal.standard()
     gallery = Gallery.named(config.pictures, f"{spec.id}-{config.index}")
-    player = Player(terminal, gallery, renderer, args.tool_format)
+    player = TerminalPlayer(terminal, gallery, renderer, args.tool_format)
     episode = Episode(
         ScriptedEngine(renderer.tokenizer, player.take_turn, config.context_length),
         renderer,
         Limits(args.max_turns, config.max_new_tokens, EnvLimits.of(spec)),
         SamplingParams(stop_ids=renderer.stop_ids, suppressed_ids=renderer.suppressed_ids),
     )
-    manifest = describe(spec, renderer, config.model, {PLAY: episode})
+    manifest = build_manifest(spec, renderer, config.model, {PLAY: episode})
     if config.record:
-        check_record(Path(config.record), manifest)
-    terminal.say(f"{spec.id}: {spec.description}\nsample {sample.id}, {count_turns(args.max_turns)}\n{HELP}\n---")
+        check_record_folder(Path(config.record), manifest)
+    terminal.say(f"{spec.id}: {spec.description}\nsample {sample.id}, {counted(args.max_turns, 'turn')}\n{HELP}\n---")
     gallery.save(list(message_images(sample.prompt)), "prompt")
     try:
         trajectory = run_interruptible(
@@ -90,16 +94,16 @@ def run(argv: Sequence[str] | None) -> int:
                 sample, lambda: player.watch(build_env(sample, args)), seed=config.problems.seed, group=config.index
             )
         )
-    except (Interrupted, KeyboardInterrupt):
+    except (PlayerInterrupted, KeyboardInterrupt):
         terminal.say("--- interrupted")
         return 130
-    except Quit:
+    except PlayerQuit:
         terminal.say("--- quit")
         return 0
     if config.record:
-        record(Path(config.record), [trajectory], manifest, renderer)
+        record_attempts(Path(config.record), [trajectory], manifest, renderer)
         terminal.say(f"recorded in {config.record}")
-    return summarise(trajectory, terminal, gallery)
+    return print_summary(trajectory, terminal, gallery)
 
 
 def main() -> int:

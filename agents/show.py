@@ -1,4 +1,4 @@
-"""See a run in the terminal: `python -m agents.show RUN --worst 5` prints its figures and five episodes."""
+"""Shows a recorded run in a terminal: `python -m agents.show RUN --worst 5` prints its overview and five episodes."""
 
 from __future__ import annotations
 
@@ -12,37 +12,41 @@ from rich.console import Console
 from rich.text import Text
 
 from agents.recording.selection import SelectionConfig
-from agents.viewer.chat import Said, chat_lines
+from agents.viewer.chat import chat_lines
 from agents.viewer.source import Source
-from agents.viewer.stream import Colouring, legend, stream_text
 from agents.viewer.tables import overview_table, title
-from envs.cli import exit_code, parse
+from agents.viewer.token_stream import Colouring, legend, stream_text
+from envs.config.cli import exit_code, parse
 
-#: Into a pipe, every row of a table is one line.
+#: Wide enough that a pipe gets every table row on one line.
 PIPED_WIDTH = 1000
 INDENT = 2
 
 
 class ShowConfig(BaseModel):
-    """What `python -m agents.show` can be told."""
+    """The settings of `python -m agents.show`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    run: Path = Field(description="run folder, or folder of a recording")
-    worst: int = Field(default=0, ge=0, description="how many of the lowest reward to show, of equal ones the latest")
-    best: int = Field(default=0, ge=0, description="how many of the highest reward to show, of equal ones the latest")
-    gap: int = Field(default=0, ge=0, description="how many to show of the largest gap of a token, |rollout - train|")
-    tokens: bool = Field(default=False, description="show the stream of tokens too")
-    color: Colouring = Field(default="probability", description="what tokens are coloured by")
-    full: bool = Field(default=False, description="show long texts whole")
-    width: int = Field(default=0, ge=0, description="columns to fill; 0: those of the terminal")
+    run: Path = Field(description="run folder or recording folder")
+    worst: int = Field(
+        default=0, ge=0, description="how many episodes with the lowest rewards to show, the latest first"
+    )
+    best: int = Field(
+        default=0, ge=0, description="how many episodes with the highest rewards to show, the latest first"
+    )
+    gap: int = Field(default=0, ge=0, description="how many episodes with the largest |rollout - train| to show")
+    tokens: bool = Field(default=False, description="show the token stream too")
+    color: Colouring = Field(default="probability", description="what the colours of tokens mean")
+    full: bool = Field(default=False, description="show long texts in full")
+    width: int = Field(default=0, ge=0, description="width in columns; 0: that of the terminal")
     selection: SelectionConfig = SelectionConfig()
 
 
 def chosen(source: Source, config: ShowConfig) -> list[int]:
-    """Return the episodes to show: the worst, the best, those of the largest gap, or all that --id names.
+    """Return the indices of the episodes to show: the worst, the best, the largest gaps, or all that --id names.
 
-    Example: of rewards (1, 0, 0) `--worst 1` takes index 2.
+    Example: with rewards (1, 0, 0), `--worst 1` chooses index 2.
     """
     picked = [
         *_top(source, "reward", config.worst, lambda value: value),
@@ -60,7 +64,7 @@ def _top(source: Source, name: str, count: int, key: Callable[[float], float]) -
 
 
 class Printer:
-    """Prints text to a console: wrapped where its width matters, line by line where it is a pipe."""
+    """Prints text to a console; wraps lines for a terminal, but not for a pipe."""
 
     def __init__(self, console: Console, is_wrapped: bool) -> None:
         self.console, self.is_wrapped = console, is_wrapped
@@ -71,7 +75,7 @@ class Printer:
         return self.console.is_terminal and not self.console.no_color
 
     def say(self, text: Text, indent: int = 0) -> None:
-        """Print text, every line of it indented, and what is wrapped of a line always."""
+        """Print text with an indent; the wrapped rest of a line is always indented."""
         width = self.console.width - INDENT
         for line in text.split("\n", allow_blank=True):
             for number, row in enumerate(line.wrap(self.console, width) if self.is_wrapped else [line]):
@@ -80,30 +84,30 @@ class Printer:
 
 
 def print_run(printer: Printer, source: Source, config: ShowConfig) -> None:
-    """Print the overview, then the episodes that are chosen."""
+    """Print the overview, then the chosen episodes."""
     assert source.recording is not None, "a source that is not live has a recording"
     printer.say(title(source))
     if not len(source):
-        printer.say(Text("It holds no episode that is meant."))
+        printer.say(Text("No episode matches the flags."))
         return
     printer.console.print(overview_table(source))
     if config.gap and not any(cell is not None for cell in source.columns["max_gap"]):
-        printer.say(Text("The trainer has scored none of these episodes, so no gap is known."))
+        printer.say(Text("The trainer has scored none of these episodes, so there are no gaps."))
     tokens = source.recording.tokens() if config.tokens else {}
     for index in chosen(source, config):
-        episode, said = source.record(index), Said(source.outcome(index), source.score(index))
-        for line in chat_lines(source.recording, episode, said, config.full):
+        episode, score = source.record(index), source.score(index)
+        for line in chat_lines(source.recording, episode, source.outcome(index), score, config.full):
             printer.say(line.text, INDENT * line.is_data)
         if config.tokens:
             printer.say(Text.assemble(("tokens", "bold"), "  ", legend(config.color, printer.has_colours)))
-            if config.color == "gap" and said.score is None:
+            if config.color == "gap" and score is None:
                 printer.say(Text("The trainer has not scored this episode."))
-            printer.say(stream_text(episode, said.score, tokens, config.color, printer.has_colours), INDENT)
+            printer.say(stream_text(episode, score, tokens, config.color, printer.has_colours), INDENT)
         printer.console.print()
 
 
 def run(argv: Sequence[str] | None) -> int:
-    """Parse and print."""
+    """Parse the flags and print."""
     config = parse(ShowConfig, argv, "python -m agents.show", "Show a recorded run in the terminal.")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")

@@ -1,4 +1,4 @@
-"""Frozen types of a rollout: what is asked of an engine, what comes back, and the finished trajectory.
+"""Frozen types of a rollout: images, requests to an engine, its completions, turns, trajectories and groups.
 
 Legend of the shape suffixes: T tokens of one stream, G samples of one group, P patches of one image, D values of a
 patch.
@@ -19,7 +19,7 @@ from PIL import Image
 
 
 class EndReason(StrEnum):
-    """Why an episode ended. Only `completed` is the environment's word; the limits are the agent loop's."""
+    """Why an episode ended. Only the environment decides `completed`; the limits belong to the agent loop."""
 
     COMPLETED = "completed"
     MAX_TURNS = "max_turns"
@@ -33,7 +33,7 @@ class EndReason(StrEnum):
 
     @property
     def is_valid(self) -> bool:
-        """Whether the episode's reward says something about the policy; others are left out of statistics and loss."""
+        """Whether the reward says something about the policy; other episodes are in no statistics and no loss."""
         return self is EndReason.COMPLETED or self.is_truncated
 
     @property
@@ -44,10 +44,10 @@ class EndReason(StrEnum):
 
 @dataclass(frozen=True, eq=False)
 class ProcessedImage:
-    """An image as the model takes it, addressed by the hash of its pixels.
+    """An image as the model reads it, addressed by the hash of its pixels.
 
     Example: a 160 x 128 picture in 16-pixel patches has `grid_thw` (1, 8, 10), 80 rows of `pixels_PD` and, merged
-    2 x 2, 20 tokens. `picture` is the one that the patches were cut from: RGB, resized to 16 times the grid.
+    2 x 2, 20 tokens. The patches were cut from `picture`: RGB, resized to 16 times the grid.
     """
 
     digest: str
@@ -58,9 +58,9 @@ class ProcessedImage:
 
     @functools.cached_property
     def png(self) -> bytes:
-        """The resized picture as a PNG file, for an engine in another process: made once, without loss.
+        """The resized picture as a lossless PNG file, for an engine in another process; made once.
 
-        The model's own processor does not resize it again, and cuts the same patches from it. Raises ValueError where
+        The model's own processor does not resize it again and cuts the same patches from it. Raises ValueError where
         the image was made without its picture.
         """
         if self.picture is None:
@@ -71,14 +71,14 @@ class ProcessedImage:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory that the image takes, a PNG file as large as its pixels included."""
+        """Bytes of memory that the image takes, including a PNG file as large as its pixels."""
         width, height = self.picture.size if self.picture else (0, 0)
         return self.pixels_PD.nbytes + 2 * 3 * width * height
 
 
 @dataclass(frozen=True)
 class SamplingLaw:
-    """What turns logits into the distribution that tokens are drawn from.
+    """How logits become the distribution that tokens are drawn from.
 
     Example: `SamplingLaw(0.7, (5,))` divides logits by 0.7 and never draws id 5.
     """
@@ -89,9 +89,9 @@ class SamplingLaw:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn. The trainer applies the same temperature and the same suppressed ids to its log-probs.
+    """How tokens are drawn. The trainer applies the same temperature and suppressed ids to its log-probs.
 
-    `temperature` 0 takes the most likely token; its log-probs are those of temperature 1.
+    `temperature` 0 takes the most likely token; the log-probs are then those of temperature 1.
     """
 
     temperature: float = 1.0
@@ -106,7 +106,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, eq=False)
 class GenerateRequest:
-    """One model turn to write: the whole stream so far, placeholders expanded, with the images in it."""
+    """A request for one model turn: the whole stream so far, placeholders expanded, with its images."""
 
     ids: tuple[int, ...]
     images: tuple[ProcessedImage, ...]
@@ -116,7 +116,7 @@ class GenerateRequest:
 
 
 def add_run(runs: list[tuple[int, int]], version: int, count: int) -> None:
-    """Append tokens of a weight version to runs of (version, tokens); neighbours of one version become one run."""
+    """Append `count` tokens to runs of (weight version, tokens); neighbours of one version become one run."""
     if runs and runs[-1][0] == version:
         count += runs.pop()[1]
     if count:
@@ -125,11 +125,11 @@ def add_run(runs: list[tuple[int, int]], version: int, count: int) -> None:
 
 @dataclass(frozen=True)
 class Completion:
-    """The ids that the engine sampled (the stop id included), verbatim, with the log-prob of each.
+    """The ids that the engine sampled, verbatim and with the stop id, and the log-prob of each.
 
     `versions` are runs of (weight version, tokens): `((3, 40), (4, 12))` says that weights 3 wrote 40 tokens and, after
-    a pause for new weights, weights 4 wrote 12 more. `prompt_length` is the engine's own count of what it read, and
-    `num_cached` how much of that it had kept from before.
+    a pause for new weights, weights 4 wrote 12 more. `prompt_length` is the engine's own count of the tokens that it
+    read; `num_cached` of them came from its cache.
     """
 
     ids: tuple[int, ...]
@@ -142,11 +142,10 @@ class Completion:
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """One model turn: the span `[start, end)` of its tokens in the stream, its text, and what the environment said.
+    """One model turn: the span `[start, end)` of its tokens in the stream, its text, and the environment's answer.
 
-    `observations` is the environment's answer as chat messages, empty where it gave none; after the last turn the model
-    is no longer shown them. `done` is its word that the task has ended. `versions` and `num_cached` are the
-    completion's. Times are seconds.
+    `observations` are the answer's chat messages; the model does not see those after the last turn. `done` says that
+    the environment ended the task. `versions` and `num_cached` are the completion's. Times are seconds.
     """
 
     start: int
@@ -164,9 +163,9 @@ class Turn:
 
 @dataclass(frozen=True)
 class Timing:
-    """Where an episode's wall time went, in seconds; what is left of `total_s` is the agent loop's own and waiting.
+    """How an episode spent its wall time, in seconds; the rest of `total_s` is the agent loop itself, and waiting.
 
-    `began` is when it began, in seconds since 1970.
+    `began` is the time of its start, in seconds since 1970.
     """
 
     began: float = 0.0
@@ -180,9 +179,9 @@ class Timing:
 class Trajectory:
     """One finished episode as one append-only token stream.
 
-    `mask_T` is True on the tokens that the model sampled, and only there; `logprobs_T` is 0 elsewhere. It is sample
-    `sample_index` of the problem of number `group`, whose group was played again `attempt` times before. The first
-    `num_prompt_messages` of `messages` are the problem's own; `tools` are the schemas that the prompt shows.
+    `mask_T` is True exactly on the tokens that the model sampled; `logprobs_T` is 0 elsewhere. The trajectory is sample
+    `sample_index` of problem number `group`, after `attempt` earlier attempts at the whole group. The first
+    `num_prompt_messages` of `messages` are the problem's; `tools` are the schemas that the prompt shows.
 
     Example: prompt of 4 tokens, the model writes 3, the environment 2, the model 2::
 
@@ -219,7 +218,7 @@ class Trajectory:
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """What tells it from all others that were played for the same: group, sample, attempt."""
+        """Group, sample and attempt, which identify the trajectory among all of one phase."""
         return self.group, self.sample_index, self.attempt
 
     @property
@@ -229,7 +228,7 @@ class Trajectory:
 
     @property
     def versions_T(self) -> NDArray[np.int32]:
-        """The version of the weights that wrote each token; -1 where the model did not."""
+        """The version of the weights that wrote each token; -1 on tokens that the model did not write."""
         versions_T = np.full(len(self.ids_T), -1, dtype=np.int32)
         for turn in self.turns:
             runs = np.array(turn.versions, dtype=np.int32).reshape(-1, 2)
@@ -241,7 +240,7 @@ class Trajectory:
 class TrajectoryGroup:
     """The G trajectories of one problem.
 
-    `discarded` holds those of earlier tries that left fewer than two valid ones: they are recorded and counted, and are
+    `discarded` holds those of earlier attempts with fewer than two valid ones. They are recorded and counted, but are
     in no statistics.
     """
 
@@ -255,11 +254,11 @@ class TrajectoryGroup:
         return tuple(t for t in self.trajectories if t.end_reason.is_valid)
 
     @property
-    def fates(self) -> tuple[str, ...]:
-        """What broken episodes did to the group: "resampled", "dropped", both or nothing, to be counted."""
+    def outcomes(self) -> tuple[str, ...]:
+        """What broken episodes did to the group, for the counts of a step: "resampled", "dropped", both or none."""
         return ("resampled",) * bool(self.discarded) + ("dropped",) * self.is_dropped
 
     @property
     def is_dropped(self) -> bool:
-        """Whether nothing can be learnt from the group, since a comparison takes two."""
+        """Whether the group teaches nothing, because it has no two valid trajectories to compare."""
         return len(self.valid) < 2

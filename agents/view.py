@@ -1,6 +1,6 @@
-"""See every token of a run: `python -m agents.view RUN` shows its recording in a browser, while it goes on too.
+"""Shows a recorded run in a browser: `python -m agents.view RUN`. A run that is still training is shown live.
 
-With `--export PAGE.html` the page is written as one file that holds everything.
+`--export PAGE.html` writes the page and all its data as one file instead.
 """
 
 from __future__ import annotations
@@ -14,39 +14,41 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from agents.cli.text import counted
 from agents.recording.selection import SelectionConfig
 from agents.viewer.export import export
 from agents.viewer.server import ViewServer
-from agents.viewer.shown import counted
 from agents.viewer.source import Source
-from envs.cli import exit_code, parse
+from envs.config.cli import exit_code, parse
 from envs.errors import UserError
 
 
 class ViewConfig(BaseModel):
-    """What `python -m agents.view` can be told."""
+    """The settings of `python -m agents.view`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     runs: tuple[Path, ...] = Field(
-        min_length=1, max_length=2, description="run folder, or folder of a recording; a second one is compared with it"
+        min_length=1,
+        max_length=2,
+        description="run folder or recording folder; a second one is compared with the first",
     )
-    export: str = Field(default="", description="HTML file to write, with everything inside; empty: serve the page")
-    max_episodes: int = Field(default=20_000, ge=1, description="most episodes that are exported")
-    port: int = Field(default=0, ge=0, le=65535, description="port on this machine; 0: a free one")
+    export: str = Field(default="", description="HTML file to write, with all data inside; empty: serve the page")
+    max_episodes: int = Field(default=20_000, ge=1, description="largest number of episodes to export")
+    port: int = Field(default=0, ge=0, le=65535, description="port of the server; 0: a free one")
     live: bool | None = Field(
         default=None,
-        description="show what is added, and wait for a run that is not there yet; empty: until the run has ended",
+        description="show new episodes as they come, and wait for a run that is not there yet; empty: until it ends",
     )
-    browser: bool = Field(default=True, description="open the page in a browser, where there is a display")
+    browser: bool = Field(default=True, description="open the page in a browser if there is a display")
     selection: SelectionConfig = SelectionConfig()
 
 
 def open_source(run: Path, live: bool | None, selection: SelectionConfig) -> Source:
-    """Return a run's recording, with the episodes that are meant.
+    """Return a run with the selected episodes.
 
     Raises:
-        UserError: there is none, and `live` does not say that one is to come.
+        UserError: there is no recording, and `live` is not True.
     """
     try:
         return Source(run, live, selection.matches, selection.limit or None)
@@ -57,10 +59,12 @@ def open_source(run: Path, live: bool | None, selection: SelectionConfig) -> Sou
 
 
 def write(config: ViewConfig, sources: Sequence[Source]) -> int:
-    """Write the page and say how large it is."""
+    """Write the page to a file and print its size."""
     for source in sources:
         if not len(source):
-            raise UserError(str(source.path), "must hold an episode that is meant", "none", "widen the selection")
+            raise UserError(
+                str(source.path), "must hold an episode that the flags select", "none", "widen the selection"
+            )
         if len(source) > config.max_episodes:
             fix = "choose some (--max-reward 0, --step 10, --limit 1000), or raise --max-episodes"
             raise UserError("--export", f"must hold at most {config.max_episodes} episodes", len(source), fix)
@@ -83,12 +87,12 @@ def serve(config: ViewConfig, sources: Sequence[Source]) -> int:
 
 
 def has_display() -> bool:
-    """Return whether a browser would have a screen."""
+    """Return whether this machine has a screen to open a browser on."""
     return sys.platform in ("darwin", "win32") or any(os.environ.get(n) for n in ("DISPLAY", "WAYLAND_DISPLAY"))
 
 
 def run(argv: Sequence[str] | None) -> int:
-    """Parse, then write or serve."""
+    """Parse the flags, then write or serve the page."""
     config = parse(ViewConfig, argv, "python -m agents.view", "Show recorded runs in a browser.")
     live = False if config.export else config.live
     sources = [open_source(path, live, config.selection) for path in config.runs]

@@ -14,14 +14,14 @@ import time
 from collections.abc import Callable, Sequence
 
 from agents.engines.scripted import FixedEngine
-from agents.episode import Episode, Limits
-from agents.heap import settle_heap
-from agents.renderer import Renderer
-from agents.rollout import rollout_groups
+from agents.rendering.renderer import Renderer
+from agents.rollout.episode import Episode, Limits
+from agents.rollout.garbage_collection import tune_garbage_collection
+from agents.rollout.manager import rollout_groups
 from agents.types import EndReason, SamplingParams
 from benchmarks.report import RESULTS, ROOT, commit, markdown, write_result
 from envs.env import EnvArgs
-from envs.runner import EnvLimits
+from envs.spec import EnvLimits
 from envs.tool_env import ToolEnv
 from envs.tools import tool
 from envs.types import Sample
@@ -140,7 +140,7 @@ def measure_all(renderer: Renderer, num_episodes: int, repeats: int) -> list[tup
         return measure(lambda: play(episode, samples, concurrency), num_episodes, repeats)
 
     unsettled = loop("inline", 1024)
-    settle_heap()  # as a run does once all is loaded
+    tune_garbage_collection()  # as a run does once all is loaded
     bare()
     rows = [("bare loop", 1, measure(bare, num_episodes, repeats))]
     rows += [(where, n, loop(where, n)) for where in ("inline", "thread") for n in CONCURRENCIES]

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.report import RESULTS, commit, markdown, write_result
-from tests.trainer.algorithm_cases import CASES, Case, hand_tokens
-from tests.trainer.trl_peer import PAIRS, Pair, TrlPeer, gradients, our_outcome, random_streams
-from trainer.objective import objective
+from tests.trainer.algorithms.algorithm_cases import CASES, Case, hand_tokens
+from tests.trainer.algorithms.trl_peer import PAIRS, Pair, TrlPeer, gradients, our_outcome, random_streams
+from trainer.algorithms.objective import objective
 
 DTYPES = (torch.float64, torch.float32)
 

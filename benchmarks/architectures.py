@@ -26,23 +26,24 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from agents.architectures import ARCHITECTURES
 from agents.engines.hf import HFEngine
 from agents.engines.scripted import ScriptedEngine
-from agents.episode import Episode, Limits
-from agents.logprobs import sampling_logprobs
-from agents.model import PolicyModel
-from agents.renderer import Renderer
-from agents.rollout import rollout_groups
+from agents.model import STARTER_PATH
+from agents.model.architectures import ARCHITECTURES
+from agents.model.policy import PolicyModel
+from agents.model.stream_logprobs import sampling_logprobs
+from agents.rendering.renderer import Renderer
+from agents.rollout.episode import Episode, Limits
+from agents.rollout.manager import rollout_groups
 from agents.types import GenerateRequest, SamplingParams, Trajectory, TrajectoryGroup
 from benchmarks.report import RESULTS, ROOT, commit, markdown, write_result
-from benchmarks.tiny_models import MODEL_TYPES, write_tiny_model
 from envs.env import Env
 from envs.types import Message, Sample, message_images
-from trainer.batching import training_samples, trajectory_advantages
-from trainer.config import AlgorithmConfig
-from trainer.learner import Learner
-from trainer.starter import STARTER_PATH
+from tests.tiny_models import MODEL_TYPES, write_tiny_model
+from trainer.algorithms.advantages import compute_advantages
+from trainer.config.algorithm import AlgorithmConfig
+from trainer.data.packing import training_samples
+from trainer.learner.fsdp_learner import FSDPLearner
 
 #: The file of each architecture in the folder of templates; there is none with Llama's tokenizer.
 TEMPLATES = {
@@ -214,9 +215,9 @@ def play(engine: Any, renderer: Renderer, sampling: SamplingParams, problems: Se
 def trainer_gap(played: Played, path: Path, dtype: torch.dtype, sampling: SamplingParams) -> Gap:
     """Return the gap that a trainer's step reports."""
     model = PolicyModel.load(path, dtype)
-    learner = Learner(model, sampling, 1, dtype=dtype)
+    learner = FSDPLearner(model, sampling, 1, dtype=dtype)
     algorithm = AlgorithmConfig()
-    advantages = trajectory_advantages(played, algorithm)
+    advantages = compute_advantages(played, algorithm)
     samples = training_samples(played, advantages, model.image_token_id, model.merge_size, algorithm, 2000)
     stats = learner.step([samples])
     return Gap(stats.logprob_gap_max, stats.logprob_gap_p99, stats.rollout_train_kl)

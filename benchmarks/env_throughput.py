@@ -15,10 +15,11 @@ from typing import Any
 
 from benchmarks.report import RESULTS, commit, markdown, write_result
 from envs.env import Env
+from envs.execution.load import load_env
+from envs.execution.runner import EnvRunner
 from envs.guess import HIGHEST
 from envs.registry import get_spec
-from envs.runner import EnvLimits, EnvRunner
-from envs.spec import EnvSpec
+from envs.spec import EnvLimits, EnvSpec
 from envs.types import Message, Sample
 
 CALL = '<tool_call>{"name": "calc_score", "arguments": {"answer": "%s"}}</tool_call>'
@@ -132,7 +133,7 @@ def measure_env(env_id: str, num_episodes: int, repeats: int) -> list[tuple[str,
 
     def runner(isolation: str, concurrency: int) -> dict[str, float]:
         spec = base.model_copy(update={"isolation": isolation})
-        build = spec.load()
+        build = load_env(spec)
         # One at a time takes long where each call changes threads or processes.
         chosen = samples if concurrency > 1 else samples[: len(samples) // 4]
 

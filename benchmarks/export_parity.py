@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from agents.engines.sglang import SGLangEngine, SGLangSettings
-from agents.logprobs import stream_logprobs
-from agents.model import PolicyModel
+from agents.model.policy import PolicyModel
+from agents.model.stream_logprobs import stream_logprobs
 from agents.recording import Recording
-from agents.renderer import Renderer
+from agents.rendering.renderer import Renderer
 from agents.types import ProcessedImage
 from benchmarks.report import RESULTS, commit, markdown, write_result
 from envs.errors import UserError

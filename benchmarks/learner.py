@@ -59,7 +59,7 @@ from benchmarks.learner_workload import (
     to_bfloat16,
 )
 from benchmarks.report import RESULTS, commit, markdown, write_result
-from trainer.batching import balanced_bins, collate, pack_rows
+from trainer.data.packing import balanced_bins, collate, pack_rows
 from trainer.types import TrainingSample
 
 PARTS = ("gemm", "ours", "plain", "trl", "vision", "memory")

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from agents.model import PolicyModel
+from agents.model.policy import PolicyModel
 from agents.types import SamplingParams
 from benchmarks.learner_workload import RECIPE, Recipe
-from trainer.config import AlgorithmConfig, LearnerConfig, OptimConfig
-from trainer.learner import Learner
+from trainer.config.algorithm import AlgorithmConfig
+from trainer.config.learner import LearnerConfig, OptimConfig
+from trainer.learner.fsdp_learner import FSDPLearner
 from trainer.types import StepStats, TrainingSample
 
 
@@ -72,7 +73,7 @@ def our_step(
     model: PolicyModel, samples: Sequence[TrainingSample], options: Options, device: str, recipe: Recipe = RECIPE
 ) -> Callable[[], StepStats]:
     """Return a function that takes one optimizer step of our learner, with one update."""
-    learner = Learner(
+    learner = FSDPLearner(
         model.to("cpu") if options.offload == "all" else model,
         SamplingParams(),
         num_steps=100,

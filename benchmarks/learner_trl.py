@@ -54,7 +54,7 @@ def run_trl(
     from trl.trainer.grpo_config import GRPOConfig
     from trl.trainer.grpo_trainer import GRPOTrainer
 
-    from trainer.starter import STARTER_PATH
+    from agents.model import STARTER_PATH
 
     on_gpu = device.startswith("cuda")
     image_id = network.config.image_token_id
@@ -67,7 +67,7 @@ def run_trl(
     losses: list[Tensor] = []
     seconds: list[float] = []
 
-    class Trainer(GRPOTrainer):
+    class Learner(GRPOTrainer):
         def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
             return dict(prepared)
 
@@ -118,9 +118,9 @@ def run_trl(
         dataset = Dataset.from_dict({"prompt": ["-"] * max(2, len(samples) // group)})
         tokenizer = AutoTokenizer.from_pretrained(STARTER_PATH)
         callbacks: list[TrainerCallback] = [Clock()]
-        trainer = Trainer(network, _no_reward, args, dataset, processing_class=tokenizer, callbacks=callbacks)
+        trainer = Learner(network, _no_reward, args, dataset, processing_class=tokenizer, callbacks=callbacks)
         trainer.train()
-    norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+    norms = [entry["grad_norm"] for entry in trainer.learner.dcp_state.log_history if "grad_norm" in entry]
     first = Outcome(float(torch.stack(losses[: len(parts)]).sum()), float(norms[0]) if norms else float("nan"))
     computed = sum(max(len(s.ids_T) for s in (part if options.trim else samples)) * len(part) for part in parts)
     peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0

@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from agents.architectures import architecture_of
-from agents.positions import mrope_positions
+from agents.model.architectures import architecture_of
+from agents.model.mrope import mrope_positions
 from agents.types import ProcessedImage
-from trainer.memory import QWEN3_VL, qwen3_vl_config
+from trainer.preflight.memory_estimate import QWEN3_VL, qwen3_vl_config
 from trainer.types import TrainingSample
 
 MODELS = ("tiny", "starter", *QWEN3_VL)
@@ -75,8 +75,8 @@ def shape_config(name: str) -> Any:
     """Return the configuration of a network, its special ids those of the starter's tokenizer."""
     from transformers import AutoTokenizer
 
-    from benchmarks.tiny_models import tiny_config
-    from trainer.starter import STARTER_PATH
+    from agents.model import STARTER_PATH
+    from tests.tiny_models import tiny_config
     from trainer.starter.architecture import SHAPES, build_config
 
     tokenizer = AutoTokenizer.from_pretrained(STARTER_PATH)

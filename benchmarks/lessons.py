@@ -13,18 +13,19 @@ from collections.abc import Sequence
 import torch
 
 from agents.engines.scripted import ScriptedEngine
-from agents.episode import Episode, Limits
-from agents.model import PolicyModel
-from agents.renderer import Renderer
-from agents.rollout import rollout_groups
+from agents.model.policy import PolicyModel
+from agents.rendering.renderer import Renderer
+from agents.rollout.episode import Episode, Limits
+from agents.rollout.manager import rollout_groups
 from agents.types import GenerateRequest, SamplingLaw, TrajectoryGroup
 from envs.checking.hostile import write_call
+from envs.execution.load import load_env
 from envs.problems import with_system_prompt
 from envs.registry import get_spec
-from envs.runner import EnvLimits
-from trainer.batching import balanced_bins, collate, pack_rows, training_samples
-from trainer.config import AlgorithmConfig
-from trainer.setup import sampling_params
+from envs.spec import EnvLimits
+from trainer.config.algorithm import AlgorithmConfig
+from trainer.data.packing import balanced_bins, collate, pack_rows, training_samples
+from trainer.setup.components import sampling_params
 
 
 def lesson(turn: int, request: GenerateRequest, env: str) -> str:
@@ -47,7 +48,7 @@ def lessons(renderer: Renderer, env: str, count: int, seed: int) -> list[Traject
     engine = ScriptedEngine(renderer.tokenizer, lambda turn, request: lesson(turn, request, env))
     loop = Episode(engine, renderer, Limits(3, 300, EnvLimits(inline=True)), sampling_params(renderer, 1.0))
     problems = [samples[index] for index in range(count)]
-    return asyncio.run(rollout_groups(loop, problems, spec.load(), spec.args(3, "hermes"), 2, seed))
+    return asyncio.run(rollout_groups(loop, problems, load_env(spec), spec.args(3, "hermes"), 2, seed))
 
 
 def teach(

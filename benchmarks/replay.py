@@ -18,19 +18,19 @@ from pathlib import Path
 from typing import Any
 
 from agents.engines.scripted import ScriptedEngine
-from agents.episode import Episode, Limits
 from agents.recording import Recorder, Recording
-from agents.recording.manifest import describe
-from agents.renderer import Renderer
-from agents.rendering.checkpoint import model_folder
+from agents.recording.manifest import build_manifest
+from agents.rendering.renderer import Renderer
+from agents.rendering.tokenizer_files import model_folder
 from agents.replay import ReplayConfig, open_all, replay_all
+from agents.rollout.episode import Episode, Limits
 from agents.types import SamplingParams
 from benchmarks.report import RESULTS, commit, markdown, write_result
 from envs.checking.hostile import example_arguments, write_call
+from envs.execution.load import load_env
 from envs.problems import ProblemsConfig, open_problems
 from envs.registry import get_spec
-from envs.runner import EnvLimits
-from envs.spec import EnvSpec
+from envs.spec import EnvLimits, EnvSpec
 from envs.types import Sample, private
 
 ENVS = ("calculator", "geo3k", "geo3k_zoom")
@@ -39,7 +39,7 @@ PACKAGES = ("numpy", "pillow", "tokenizers", "transformers")
 
 def texts(spec: EnvSpec, sample: Sample) -> Sequence[str]:
     """Return what the script writes: a call of the first tool, then the right answer."""
-    env = spec.load()(private(sample), spec.args())
+    env = load_env(spec)(private(sample), spec.args())
     env.reset()
     call = write_call(env.tools[0]["function"]["name"], example_arguments(env.tools[0], "7"), "hermes")
     return call, f"\\boxed{{{sample.label}}}"
@@ -57,14 +57,14 @@ def record(env_id: str, num_episodes: int, seed: int, folder: Path, renderer: Re
             sample = source[number]
             written = texts(spec, sample)
             engine = ScriptedEngine(renderer.tokenizer, lambda turn, _, written=written: written[turn])
-            build = spec.load()
+            build = load_env(spec)
             played = await Episode(engine, renderer, limits, sampling).run(
                 sample, lambda sample=sample, build=build: build(private(sample), spec.args()), number, group=number
             )
             recorder.write(played, step=0)
 
     episode = Episode(ScriptedEngine(renderer.tokenizer, lambda turn, _: ""), renderer, limits, sampling)
-    with Recorder(folder, describe(spec, renderer, "starter", {"train": episode})) as recorder:
+    with Recorder(folder, build_manifest(spec, renderer, "starter", {"train": episode})) as recorder:
         asyncio.run(play_all(recorder))
 
 

@@ -23,15 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch import Tensor
 
 from agents.recording import Recording
-from agents.recording.members import read_members
 from benchmarks.report import RESULTS, ROOT, commit, markdown, write_result
+from tests.trainer.runs import episodes_of, metrics_of, num_lines, num_members, state_of
 
-#: Of an episode, in seconds.
-TIMES = ("began", "total_s", "engine_s", "env_s", "check_s")
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "pillow")
 SMALL = {
     "--max-turns": "3",
@@ -69,16 +65,6 @@ def start(folder: Path, argv: list[str]) -> subprocess.Popen[bytes]:
         )
 
 
-def num_lines(path: Path) -> int:
-    """Return the whole lines of a file, 0 where there is none."""
-    return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
-def num_members(path: Path) -> int:
-    """Return the whole lines of a compressed file."""
-    return sum(1 for _ in read_members(path))
-
-
 def kill_once(folder: Path, argv: list[str], target: int, delay_s: float) -> Kill | None:
     """Kill the run `delay_s` after it has logged `target` steps, or after its start; None if it ended before."""
     run, started = start(folder, argv), time.perf_counter()
@@ -97,38 +83,6 @@ def kill_once(folder: Path, argv: list[str], target: int, delay_s: float) -> Kil
     logged = num_lines(metrics)
     is_writing = any(folder.glob("checkpoints/*.writing"))
     return Kill(round(time.perf_counter() - started, 2), logged, is_writing, logged - max(whole, default=0))
-
-
-def is_same_everywhere(name: str) -> bool:
-    """Return whether a metric depends on the run alone: not on the clock, on a process's image store or its start."""
-    return not name.endswith(("_s", "_time_frac")) and not name.startswith(("images/", "probe_"))
-
-
-def metrics_of(folder: Path) -> list[dict[str, Any]]:
-    """Return the comparable metrics of every step."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in row.items() if is_same_everywhere(name)} for row in rows]
-
-
-def episodes_of(run: Path) -> list[str]:
-    """Return every recorded episode with its outcome and the trainer's log-probs, without its times, in order of id."""
-    recording = Recording.open(run)
-    outcomes, scores, found = recording.outcomes(), recording.scores(), []
-    for episode in sorted(recording.episodes(), key=lambda episode: episode.id):
-        turns = tuple(turn.model_copy(update=dict.fromkeys(("engine_s", "env_s"), 0.0)) for turn in episode.turns)
-        untimed = episode.model_copy(update={"turns": turns, **dict.fromkeys(TIMES, 0.0)})
-        parts = (untimed, outcomes.get(episode.id), scores.get(episode.id))
-        found.append("\n".join(part.model_dump_json() for part in parts if part))
-    return found
-
-
-def state_of(folder: Path, step: int) -> dict[str, Tensor]:
-    """Return every tensor of a checkpoint: weights, moments, counters."""
-    reader = dcp.FileSystemReader(folder / "checkpoints" / f"step-{step}" / "learner")
-    found = reader.read_metadata().state_dict_metadata
-    state = {name: torch.zeros(m.size, dtype=m.properties.dtype) for name, m in found.items() if hasattr(m, "size")}
-    dcp.load(state, storage_reader=reader, no_dist=True)
-    return state
 
 
 def compare(unbroken: Path, broken: Path, steps: int) -> dict[str, Any]:

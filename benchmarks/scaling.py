@@ -27,8 +27,10 @@ from benchmarks.learner_ours import fresh_model
 from benchmarks.learner_tools import NOMINAL
 from benchmarks.learner_workload import GEO3K, MODELS, TINY, make_samples, real_tokens, shape_config
 from benchmarks.report import RESULTS, commit, markdown, write_result
-from trainer.cluster.group import LearnerGroup
-from trainer.config import ClusterConfig, LearnerConfig, ModelConfig, RunConfig
+from trainer.config.inputs import ModelConfig
+from trainer.config.learner import ClusterConfig, LearnerConfig
+from trainer.config.run import RunConfig
+from trainer.learner.ray_group import LearnerGroup
 from trainer.types import TrainingSample
 
 

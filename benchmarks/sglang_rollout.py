@@ -29,30 +29,33 @@ import aiohttp
 import numpy as np
 import torch
 
-from agents.engine import Engine
+from agents.engines.base import Engine
 from agents.engines.hf import HFEngine
 from agents.engines.sglang import SGLangEngine, SGLangSettings
-from agents.episode import Episode, Limits
-from agents.logprobs import stream_logprobs
-from agents.model import PolicyModel
-from agents.positions import num_images_within
-from agents.renderer import Renderer
-from agents.rollout import rollout_groups
+from agents.model import STARTER_PATH
+from agents.model.mrope import num_images_within
+from agents.model.policy import PolicyModel
+from agents.model.stream_logprobs import stream_logprobs
+from agents.rendering.renderer import Renderer
+from agents.rollout.episode import Episode, Limits
+from agents.rollout.manager import rollout_groups
 from agents.types import EndReason, SamplingLaw, Trajectory, TrajectoryGroup
 from benchmarks.learner_workload import shape_config
 from benchmarks.lessons import lessons, teach
 from benchmarks.report import RESULTS, commit, markdown, write_result
+from envs.execution.load import load_env
 from envs.problems import with_system_prompt
 from envs.registry import get_spec
-from envs.runner import EnvLimits
-from trainer.batching import training_samples, trajectory_advantages
-from trainer.carriers import FromDisk, OverIpc
-from trainer.config import AlgorithmConfig, LearnerConfig, OptimConfig
-from trainer.ipc import lend_weights
-from trainer.learner import Learner
-from trainer.setup import sampling_params
-from trainer.starter import STARTER_PATH
-from trainer.weight_sync import WeightSync
+from envs.spec import EnvLimits
+from trainer.algorithms.advantages import compute_advantages
+from trainer.config.algorithm import AlgorithmConfig
+from trainer.config.learner import LearnerConfig, OptimConfig
+from trainer.data.packing import training_samples
+from trainer.learner.cuda_ipc import lend_weights
+from trainer.learner.fsdp_learner import FSDPLearner
+from trainer.setup.components import sampling_params
+from trainer.weight_sync.sync import WeightSync
+from trainer.weight_sync.transports import DiskTransport, IpcTransport
 
 PARTS = ("parity", "greedy", "throughput", "faults")
 ENVS = ("geo3k", "geo3k_zoom")
@@ -114,7 +117,7 @@ class Bench:
         samples = [source[index] for index in range(problems)]
         started = time.perf_counter()
         args = spec.args(3, "hermes")
-        groups = await rollout_groups(loop, samples, spec.load(), args, group_size, seed, **options)
+        groups = await rollout_groups(loop, samples, load_env(spec), args, group_size, seed, **options)
         return groups, time.perf_counter() - started
 
 
@@ -148,14 +151,14 @@ async def parity(bench: Bench) -> dict[str, Any]:
     sampling = sampling_params(bench.renderer, 1.0)
     try:
         started = time.perf_counter()
-        learner = Learner(model, sampling, 100, optim, config=packing, device=options.device, dtype=torch.bfloat16)
+        learner = FSDPLearner(model, sampling, 100, optim, config=packing, device=options.device, dtype=torch.bfloat16)
         spec = get_spec("geo3k")
         prompt = with_system_prompt(spec.load_dataset("train", 1, 0), spec.load_system_prompt())[0].prompt
         probed = bench.renderer.prompt(prompt)
         folder = bench.folder / "sync"
         carriers = {
-            "disk": FromDisk(learner, engine, folder),
-            "ipc": OverIpc(learner, engine, folder, partial(lend_weights, learner)),
+            "disk": DiskTransport(learner, engine, folder),
+            "ipc": IpcTransport(learner, engine, folder, partial(lend_weights, learner)),
         }
         first = carriers[options.transports[0]]
         sync = WeightSync(learner, first, probed.ids, probed.images, model.image_token_id, options.probe_tolerance)
@@ -168,15 +171,15 @@ async def parity(bench: Bench) -> dict[str, Any]:
                 groups, seconds = await bench.play(engine, env, problems, GROUP_SIZE, 1.0, seed=version)
                 ways = AlgorithmConfig()
                 samples = training_samples(
-                    groups, trajectory_advantages(groups, ways), model.image_token_id, model.merge_size, ways, 1024
+                    groups, compute_advantages(groups, ways), model.image_token_id, model.merge_size, ways, 1024
                 )
                 train_started = time.perf_counter()
                 stats = await asyncio.to_thread(learner.step, [samples])
                 train_s = time.perf_counter() - train_started
-                sync.carrier = carriers[transport]
+                sync.transport = carriers[transport]
                 await engine.pause()
-                push_s, probe = await sync.push(learner.steps_done)
-                probe = probe or await sync.probe()
+                push = await sync.push(learner.steps_done)
+                probe = push.probe or await sync.probe()
                 await engine.resume()
                 rows.append(
                     {"env": env, "weights": version, **counts(groups, seconds)}
@@ -189,7 +192,7 @@ async def parity(bench: Bench) -> dict[str, Any]:
                         "entropy": stats.entropy,
                         "train_s": round(train_s, 2),
                         "then_pushed_by": transport,
-                        "push_s": round(push_s, 3),
+                        "push_s": round(push.seconds, 3),
                         "probe_gap": probe.gap,
                         "learner_moved": probe.learner_moved,
                         "engine_moved": probe.engine_moved,
@@ -347,10 +350,10 @@ async def faults(bench: Bench) -> dict[str, Any]:
             await engine.update_from_disk(new, version=1)
             await bench.play(engine, "geo3k", 16, 1, 1.0, seed=1)  # kernels
             ended: Counter[tuple[str, int]] = Counter()
-            asked = engine.num_asked
+            asked = engine.num_requests
 
             async def kill(engine: SGLangEngine = engine, after: int = asked + bench.options.episodes // 2) -> float:
-                while engine.num_asked < after:
+                while engine.num_requests < after:
                     await asyncio.sleep(0.01)
                 process = engine.servers.all[0].process
                 assert process is not None

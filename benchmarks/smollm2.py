@@ -25,6 +25,7 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.report import RESULTS, ROOT, commit, markdown, write_result
+from envs.execution.load import load_env
 from envs.problems import with_system_prompt
 from envs.registry import get_spec
 from envs.tool_calls import ToolCall, write_tool_call
@@ -86,7 +87,7 @@ def demonstrations(count: int, seed: int, habits: Habits = Habits()) -> list[dic
         assistant  \boxed{3608}
     """
     spec, rng = get_spec(ENV), Random(f"{ENV} demonstrations {seed}")
-    build_env, prompt = spec.load(), spec.load_system_prompt()
+    build_env, prompt = load_env(spec), spec.load_system_prompt()
     held_out = {_question(sample) for sample in spec.load_dataset("heldout", HELD_OUT, 0)}
     source = with_system_prompt(spec.load_dataset("train", 2 * count, DEMONSTRATION_SEED + seed), prompt)
     samples = [sample for index in range(len(source)) if _question(sample := source[index]) not in held_out]

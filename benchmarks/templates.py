@@ -1,8 +1,8 @@
 """Every chat template, boundary for boundary: `python -m benchmarks.templates`.
 
 A script plays episodes of up to four turns with awkward texts on both sides, several messages a turn, tools, and
-pictures in prompts and answers. Before every turn the stream is held against the model's own template, rendered over
-all messages from the first one on (`agents.template_check`). Qwen's tokenizer and templates are used where they lie.
+pictures in prompts and answers. Before every turn the stream is compared with the model's own template, rendered over
+all messages from the first one on (`agents.rollout.template_check`). Qwen's tokenizer and templates are used if found.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import numpy as np
 from PIL import Image
 
 from agents.engines.scripted import ScriptedEngine
-from agents.episode import Episode, Limits
-from agents.renderer import Renderer
-from agents.rollout import rollout_groups
-from agents.template_check import template_mismatch
+from agents.rendering.renderer import Renderer
+from agents.rollout.episode import Episode, Limits
+from agents.rollout.manager import rollout_groups
+from agents.rollout.template_check import template_mismatch
 from agents.types import GenerateRequest, SamplingParams
 from benchmarks.report import RESULTS, commit, markdown, write_result
-from envs.runner import EnvLimits
+from envs.spec import EnvLimits
 from envs.tool_env import ToolEnv
 from envs.types import Message, Sample
-from tests.agents.template_cases import OWN_TEMPLATES, QWEN, QWEN_TEMPLATES, TEXT_ONLY, renderer_for
+from tests.agents.rendering.template_cases import OWN_TEMPLATES, QWEN, QWEN_TEMPLATES, TEXT_ONLY, renderer_for
 
 NUM_EPISODES = 400
 #: Words that templates and tokenizers stumble over.

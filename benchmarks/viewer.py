@@ -24,10 +24,11 @@ from typing import Any
 import numpy as np
 
 from agents.engines.scripted import ScriptedEngine
-from agents.episode import Episode, Limits
+from agents.model import STARTER_PATH
 from agents.recording import Recorder
-from agents.recording.manifest import describe
-from agents.renderer import Renderer
+from agents.recording.manifest import build_manifest
+from agents.rendering.renderer import Renderer
+from agents.rollout.episode import Episode, Limits
 from agents.types import SamplingParams, Trajectory
 from agents.viewer.export import export
 from agents.viewer.source import Source
@@ -39,8 +40,7 @@ from envs.geo3k.env import build_env
 from envs.geo3k.procedural import ProceduralGeo3k
 from envs.images import image_digest
 from envs.registry import get_spec
-from envs.runner import EnvLimits
-from trainer.starter import STARTER_PATH
+from envs.spec import EnvLimits
 from trainer.starter.demonstrations import demonstration_sample
 from trainer.starter.plans import MAX_TURNS, Mixture, Plan
 
@@ -110,13 +110,15 @@ def write_run(folder: Path, num_episodes: int) -> None:
     """Record so many episodes, with outcomes, the trainer's log-probs and metrics."""
     renderer = Renderer.from_checkpoint(STARTER_PATH)
     spec, rng, rewards = get_spec("geo3k"), np.random.default_rng(1), list[float]()
-    with Recorder(folder / "episodes", describe(spec, renderer, "starter", {}), renderer.encoder.spell) as recorder:
+    with Recorder(
+        folder / "episodes", build_manifest(spec, renderer, "starter", {}), renderer.encoder.spell
+    ) as recorder:
         for played in play_all(renderer, num_episodes):
             step = 1 + played.group // GROUPS_PER_STEP
             logprobs_N = played.logprobs_T[played.mask_T]
             recorder.write(played, step)
-            recorder.take(played, step, "train", round(played.reward - 0.5, 3))
-            recorder.score(played, step, logprobs_N + rng.normal(0, 2e-3, len(logprobs_N)).astype(np.float32))
+            recorder.write_outcome(played, step, "train", round(played.reward - 0.5, 3))
+            recorder.write_scores(played, step, logprobs_N + rng.normal(0, 2e-3, len(logprobs_N)).astype(np.float32))
             rewards.append(played.reward)
     size = GROUP_SIZE * GROUPS_PER_STEP
     rows = [

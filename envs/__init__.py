@@ -1,6 +1,6 @@
-"""Environments: what the agent acts in. Knows nothing of tokens, torch or models.
+"""Environments in which an agent acts. This package knows nothing of tokens, torch or models.
 
-What an environment is written with can be imported from here: ``from envs import ToolEnv, ToolError, tool``.
+An environment module imports what it needs from here: ``from envs import ToolEnv, ToolError, tool``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from envs.tools import tool as tool
     from envs.types import Sample as Sample
 
-_HOMES = {
+_MODULES = {
     "Env": "envs.env",
     "EnvArgs": "envs.env",
     "Sample": "envs.types",
@@ -27,7 +27,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: a process that only forks workers imports nothing of this."""
-    if name not in _HOMES:
+    """Import on first use, so that the fork server imports none of it."""
+    if name not in _MODULES:
         raise AttributeError(f"module 'envs' has no attribute '{name}'")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)

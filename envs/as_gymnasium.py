@@ -1,6 +1,6 @@
-"""Environments of the registry as Gymnasium environments: an id comes in, texts and pictures come out of every step.
+"""Makes the environments of the registry available as Gymnasium environments.
 
-Importing this module registers them, as Gymnasium's own convention for packages of environments is::
+Importing this module registers them, which is Gymnasium's convention::
 
     import gymnasium
     import envs.as_gymnasium
@@ -9,10 +9,10 @@ Importing this module registers them, as Gymnasium's own convention for packages
     observation, info = env.reset(seed=7)           # {"text": "[system]\\nSolve ...", "images": (uint8 (128, 160, 3),)}
     observation, reward, terminated, truncated, info = env.step("\\\\boxed{68}")
 
-``gymnasium.make("envs.as_gymnasium:trueturn/geo3k-v0")`` does both in one line. Gymnasium has no entry points by which
-an installed package is registered without an import (https://gymnasium.farama.org/gymnasium_release_notes/, v1.0.0).
+``gymnasium.make("envs.as_gymnasium:trueturn/geo3k-v0")`` does both. Gymnasium has no entry points that would register
+an installed package without an import (https://gymnasium.farama.org/gymnasium_release_notes/, v1.0.0).
 
-`AsyncVectorEnv` needs ``shared_memory=False``: pictures of any size have no place of fixed size in shared memory.
+`AsyncVectorEnv` needs ``shared_memory=False``, because shared memory holds arrays of fixed size only.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.error import InvalidAction, ResetNeeded
 
-from envs.data import add_system_prompt
+from envs.contract import checked_messages
+from envs.datasets.samples import add_system_prompt
 from envs.env import Env
 from envs.errors import UserError
+from envs.execution.load import load_env
 from envs.registry import get_spec, load_registry
-from envs.runner import checked_messages
-from envs.types import Message, Sample, SampleSource, content_parts, message_images
+from envs.types import Message, Sample, SampleSource, message_images, plain_text
 
 NAMESPACE = "trueturn"
 MAX_CHARS = 1_000_000
@@ -45,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 
 class AnyText(spaces.Text):
-    """Texts of any characters, up to a length; the texts that `sample` draws are short and printable.
+    """Texts of any characters up to a length; `sample` draws short printable texts.
 
     Example::
 
@@ -71,7 +72,7 @@ class AnyText(spaces.Text):
 
 
 class RGBPicture(spaces.Space[np.ndarray]):
-    """Pictures of any size: uint8 arrays of shape (height, width, 3), which `spaces.Box` cannot say.
+    """Pictures of any size: uint8 arrays of shape (height, width, 3); `spaces.Box` has a fixed size.
 
     Example::
 
@@ -83,7 +84,7 @@ class RGBPicture(spaces.Space[np.ndarray]):
 
     @property
     def is_np_flattenable(self) -> bool:
-        """Never: the size is not fixed."""
+        """False, because the size is not fixed."""
         return False
 
     def contains(self, x: Any) -> bool:
@@ -91,7 +92,7 @@ class RGBPicture(spaces.Space[np.ndarray]):
         return isinstance(x, np.ndarray) and x.dtype == np.uint8 and x.ndim == 3 and x.shape[2] == 3
 
     def sample(self, mask: Any = None, probability: Any = None) -> np.ndarray:
-        """Draw random pixels, 1 to 16 a side; masks have no meaning here."""
+        """Draw a random picture of 1 to 16 pixels per side; masks are ignored."""
         height, width = self.np_random.integers(1, 17, size=2)
         return self.np_random.integers(0, 256, size=(height, width, 3), dtype=np.uint8)
 
@@ -111,11 +112,11 @@ class RGBPicture(spaces.Space[np.ndarray]):
 
 
 class TrueTurnEnv(gymnasium.Env[dict[str, Any], str]):
-    r"""One environment of the registry with its data set; every reset draws a sample.
+    r"""One environment of the registry with its data set; each reset draws a sample.
 
-    An action is what a model would write in one turn. An observation is what it would be shown: "text", with a heading
-    per message and ``<image>`` where a picture stands, and "images", the pictures in that order. The first observation
-    shows the whole prompt, a later one what the environment answered (nothing: an empty text).
+    An action is the model's text of one turn. An observation holds "text", with a heading per message and ``<image>``
+    for each picture, and "images", the pictures in that order. The first observation shows the whole prompt, a later
+    one the environment's answer (empty text if there is none).
 
     Example::
 
@@ -126,16 +127,16 @@ class TrueTurnEnv(gymnasium.Env[dict[str, Any], str]):
         # ({"text": "[tool]\nScore 0.0: 9 is wrong. ...", "images": ()}, 0.0, False, False, {"step_info": ..., ...})
         env.step("\\boxed{9}")[1:4]                # (0.0, True, False): a wrong answer ends the episode
 
-    The reward is 0.0 until the episode ends. It has terminated when the environment says that the task is over, and is
-    truncated when `max_turns` have been taken; either way the last action is rewarded. An episode of a single turn has
-    nothing to be cut off and always terminates. To play longer than the registry entry says, `gymnasium.make` needs its
-    own limit raised too: ``make("trueturn/geo3k-v0", max_turns=5, max_episode_steps=5)``.
+    The reward is 0.0 until the episode ends; the last action gets the reward. The episode terminates when the
+    environment ends the task, and is truncated after `max_turns`; with ``max_turns=1`` it always terminates. To play
+    longer than the registry entry says, raise the limit of `gymnasium.make` too:
+    ``make("trueturn/geo3k-v0", max_turns=5, max_episode_steps=5)``.
 
     The info of `reset` holds "sample_id", "tools" (the JSON schemas of the tools) and "reset_info", that of `step`
-    "sample_id", "step_info" and, once the episode has ended, "end": "completed" or "max_turns". The environment's own
-    two are mappings but no dicts, for a vector environment would merge dicts key by key.
+    "sample_id", "step_info" and, after the last step, "end": "completed" or "max_turns". "reset_info" and "step_info"
+    are mappings but not dicts, because a vector environment would merge dicts key by key.
 
-    Whatever the environment raises is raised here, and ends the episode.
+    An exception of the environment passes through and ends the episode.
     """
 
     metadata = {"render_modes": ["ansi"], "render_fps": 1}  # noqa: RUF012 - as Gymnasium reads it
@@ -152,19 +153,19 @@ class TrueTurnEnv(gymnasium.Env[dict[str, Any], str]):
         max_turns: int | None = None,
         render_mode: str | None = None,
     ) -> None:
-        """Find the entry `env_id`, also in the overlay files `registry`, and load its code and its data set.
+        """Find the entry `env_id` (also in the overlay files `registry`) and load its code and data set.
 
-        The data set is `size` samples of `split`, made with `data_seed`, or else `samples`.
+        The data set is `samples`, or else `size` samples of `split`, created with `data_seed`.
 
         Raises:
-            UserError: there is no such entry, its code does not load, it has no data set, or an option is wrong.
+            UserError: there is no such entry, its code cannot be imported, it has no data set, or an option is wrong.
         """
         if max_turns is not None and max_turns < 1:
             raise UserError("max_turns", "must be at least 1", max_turns, "leave it out for the registry's limit")
         if render_mode is not None and render_mode not in self.metadata["render_modes"]:
             raise UserError("render_mode", "must be 'ansi' or None", render_mode, "give 'ansi', the episode as text")
         spec = get_spec(env_id, *_paths(registry))
-        self._build = spec.load()
+        self._build = load_env(spec)
         self._args = spec.args(max_turns)
         self._samples = spec.load_dataset(split, size, data_seed) if samples is None else samples
         if not len(self._samples):
@@ -182,7 +183,7 @@ class TrueTurnEnv(gymnasium.Env[dict[str, Any], str]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Start an episode with a sample drawn at random, or that of ``options={"index": 3}``.
+        """Start an episode with a random sample, or with that of ``options={"index": 3}``.
 
         Raises:
             ValueError: there is no such sample, or `options` has another key.
@@ -199,16 +200,16 @@ class TrueTurnEnv(gymnasium.Env[dict[str, Any], str]):
         return shown, info
 
     def step(self, action: str) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
-        """Take one turn, the text that a model would write.
+        """Take one turn; the action is the model's text.
 
         Raises:
             ResetNeeded: there is no episode, or it has ended.
-            InvalidAction: the action is no text.
+            InvalidAction: the action is not text.
         """
         if not self._playing or self._inner is None:
             raise ResetNeeded("no episode is running: call reset() before the first step and after the end")
         if not isinstance(action, str):
-            raise InvalidAction(f"an action is the text that the model wrote, got {type(action).__name__}")
+            raise InvalidAction(f"an action is the model's text, got {type(action).__name__}")
         self._playing = False  # a fault ends the episode
         self._transcript.append(f"[assistant]\n{action}")
         observation, done, step_info = self._inner.step(str(action))
@@ -234,7 +235,7 @@ class TrueTurnEnv(gymnasium.Env[dict[str, Any], str]):
             inner.close()
 
     def _index(self, options: Mapping[str, Any]) -> int:
-        """Return the sample to play. Raises ValueError, which an `AsyncVectorEnv` can hand on from another process."""
+        """Return the index of the sample. Raises ValueError, which `AsyncVectorEnv` can send from another process."""
         if unknown := [key for key in options if key != "index"]:
             raise ValueError(f"reset options: must be {{'index': number of a sample}}, got {unknown[0]!r}")
         size = len(self._samples)
@@ -248,8 +249,8 @@ class TrueTurnEnv(gymnasium.Env[dict[str, Any], str]):
         return checked_messages(list(prompt))
 
     def _show(self, messages: Sequence[Message]) -> dict[str, Any]:
-        """Add the messages to the transcript and return the observation of them, in arrays of its own."""
-        text = "\n\n".join(f"[{message['role']}]\n{_text(message)}" for message in messages)
+        """Add the messages to the transcript and return their observation, with copies of the pictures."""
+        text = "\n\n".join(f"[{message['role']}]\n{plain_text(message)}" for message in messages)
         self._transcript += [text] if text else []
         return {"text": text, "images": tuple(np.array(image.convert("RGB")) for image in message_images(messages))}
 
@@ -257,9 +258,9 @@ class TrueTurnEnv(gymnasium.Env[dict[str, Any], str]):
 def register_all(*overlays: Path) -> list[str]:
     """Register every environment of the registry that has a built-in data set; return the Gymnasium ids.
 
-    ``geo3k`` becomes ``trueturn/geo3k-v0``. Characters that Gymnasium has no place for (all but letters, digits, "_",
-    "." and "-") become "_"; of two ids that then are the same, the first is kept. May be called again, with other
-    overlays too: a later entry of the same id replaces the earlier one.
+    ``geo3k`` becomes ``trueturn/geo3k-v0``. Characters that Gymnasium forbids (all but letters, digits, "_", "." and
+    "-") become "_"; if two ids become equal, the first is kept. A repeated call, also with other overlays, replaces
+    earlier entries of the same id.
 
     Raises:
         UserError: a registry file is wrong (see `load_registry`).
@@ -274,7 +275,7 @@ def register_all(*overlays: Path) -> list[str]:
             logger.warning("left out '%s': '%s' is %s already", env_id, origin[name], name)
             continue
         origin[name] = env_id
-        gymnasium.registry.pop(name, None)  # or Gymnasium warns that it is replaced
+        gymnasium.registry.pop(name, None)  # avoids Gymnasium's warning about a replaced id
         gymnasium.register(
             id=name,
             entry_point=f"{__name__}:{TrueTurnEnv.__name__}",
@@ -292,12 +293,8 @@ def _messages(env: Env, observation: dict[str, Any]) -> tuple[Message, ...]:
     return checked_messages(env.format_observation(observation)) if observation else ()
 
 
-def _text(message: Message) -> str:
-    return "".join("<image>" if part["type"] == "image" else part["text"] for part in content_parts(message))
-
-
 def _plain(value: object) -> Any:
-    """Return a copy in plain types, which can be compared and sent to another process; other objects as their type."""
+    """Return a copy in plain types, which can be compared and pickled; other objects become their type's name."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, np.ndarray | np.generic):

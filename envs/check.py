@@ -18,7 +18,8 @@ from rich.text import Text
 from envs.checking.answers import answer_scripts, check_gold, check_reward_source, check_wrong
 from envs.checking.behaviour import check_calls, check_closing, check_contract, check_deterministic, check_timing
 from envs.checking.chat_template import ChatTemplate
-from envs.checking.evidence import Evidence, Finding
+from envs.checking.episodes import PlayedEpisode, PlayOptions, Script, checked_prompt, play_episode
+from envs.checking.findings import Evidence, Finding
 from envs.checking.hostile import hostile_scripts
 from envs.checking.messages import (
     check_control_tokens,
@@ -28,12 +29,11 @@ from envs.checking.messages import (
     check_tools,
     schema_problem,
 )
-from envs.checking.playing import Meddling, Play, Script, checked_prompt, play
-from envs.cli import exit_code, parse
+from envs.config.cli import exit_code, parse
+from envs.execution.load import load_env
 from envs.problems import ProblemsConfig, open_problems, read_sample
 from envs.registry import get_spec
-from envs.runner import EnvLimits
-from envs.spec import BuildEnv, EnvSpec
+from envs.spec import BuildEnv, EnvLimits, EnvSpec
 from envs.tool_calls import detect_format
 from envs.types import Message, Sample
 
@@ -55,7 +55,7 @@ CHECKS: tuple[Callable[[Evidence], Finding], ...] = (
 
 
 class CheckConfig(BaseModel):
-    """What `python -m envs.check` can be told."""
+    """The options of `python -m envs.check`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -72,9 +72,9 @@ def check_env(
     problems: ProblemsConfig | None = None,
     num_samples: int = 8,
     template: ChatTemplate | None = None,
-    on_play: Callable[[Script], None] = lambda script: None,
+    on_script: Callable[[Script], None] = lambda script: None,
 ) -> list[Finding]:
-    """Play an environment without a model and return what every check found, in the order of `CHECKS`.
+    """Play scripted episodes in an environment and return what each check found, in the order of `CHECKS`.
 
     Example, as a test::
 
@@ -86,76 +86,78 @@ def check_env(
     """
     template = template or ChatTemplate.open()
     problems = problems or ProblemsConfig()
-    build_env = spec.load()
+    build_env = load_env(spec)
     source = open_problems(spec, problems, num_samples)
     samples = [read_sample(spec, source, index) for index in range(max(1, min(num_samples, len(source))))]
     again = source if problems.data else open_problems(spec, problems, num_samples)
-    stage = _Stage(spec, build_env, template, on_play)
-    evidence = asyncio.run(stage.rehearse(samples))
+    check_run = _CheckRun(spec, build_env, template, on_script)
+    evidence = asyncio.run(check_run.play_all(samples))
     evidence = replace(evidence, samples_again=tuple(read_sample(spec, again, k) for k in range(len(samples))))
     return [check(evidence) for check in CHECKS]
 
 
-class _Stage:
-    """Where one environment is played; after a call that ran into its time limit, the plays that are left are not."""
+class _CheckRun:
+    """Plays the scripted episodes of one environment. It stops after the first call that ran into its time limit."""
 
     def __init__(
-        self, spec: EnvSpec, build_env: BuildEnv, template: ChatTemplate, on_play: Callable[[Script], None]
+        self, spec: EnvSpec, build_env: BuildEnv, template: ChatTemplate, on_script: Callable[[Script], None]
     ) -> None:
-        self.spec, self.build_env, self.template, self.on_play = spec, build_env, template, on_play
+        self.spec, self.build_env, self.template, self.on_script = spec, build_env, template, on_script
         self.args = spec.args(tool_format=detect_format(template.source))
         self.limits = EnvLimits.of(spec)
         self.has_hung = False
         self._prompts: dict[int, tuple[Message, ...]] = {}
 
-    async def rehearse(self, samples: Sequence[Sample]) -> Evidence:
+    async def play_all(self, samples: Sequence[Sample]) -> Evidence:
         """Play every script, some of them twice."""
         survey = Script("survey", "no turn at all")
-        surveys = await self._all(((sample, survey) for sample in samples), Meddling(read_solution=True))
+        surveys = await self._play(((sample, survey) for sample in samples), PlayOptions(read_solution=True))
         opened = [found for found in surveys if found.reset_s is not None]
-        plays = [*surveys]
+        episodes = [*surveys]
         for found in opened:
             others = [sample.label for sample in samples if sample.label is not None]
             scripts = answer_scripts(found, others, self.args)
-            plays += await self._all((found.sample, script) for script in scripts)
+            episodes += await self._play((found.sample, script) for script in scripts)
         hostile = [hostile_scripts(_usable(found.tools), self.args.tool_format) for found in opened]
-        for number in range(max(map(len, hostile), default=0)):  # each text once, the samples taking turns
+        for number in range(max(map(len, hostile), default=0)):  # each text once; the samples take turns
             turn = number % len(opened)
-            plays += await self._all((opened[turn].sample, script) for script in hostile[turn][number : number + 1])
-        repeated = [first for first in plays if first.script.kind in ("gold", "plain", "hostile")]
-        repeats = await self._all((first.sample, first.script) for first in repeated)
+            episodes += await self._play((opened[turn].sample, script) for script in hostile[turn][number : number + 1])
+        repeated = [first for first in episodes if first.script.kind in ("gold", "plain", "hostile")]
+        repeats = await self._play((first.sample, first.script) for first in repeated)
         closing = Script("closing", "closed after a fault", ("Let me see.",))
         for fails_in in ("reset", "step"):
-            meddling = Meddling(fail_in=fails_in, close_twice=True)
-            plays += await self._all(((found.sample, closing) for found in surveys[:1]), meddling)
+            options = PlayOptions(fail_in=fails_in, close_twice=True)
+            episodes += await self._play(((found.sample, closing) for found in surveys[:1]), options)
         return Evidence(
             spec=self.spec,
             args=self.args,
             template=self.template,
             samples=tuple(samples),
             samples_again=(),
-            plays=tuple(plays),
+            episodes=tuple(episodes),
             repeats=tuple(zip(repeated, repeats, strict=False)),
         )
 
-    async def _all(self, parts: Iterable[tuple[Sample, Script]], meddling: Meddling | None = None) -> list[Play]:
-        """Play one after the other, so that times are those of one episode alone."""
-        plays: list[Play] = []
-        limits = replace(self.limits, retries=0) if meddling and meddling.fail_in else self.limits
-        for sample, script in parts:
+    async def _play(
+        self, scripts: Iterable[tuple[Sample, Script]], options: PlayOptions | None = None
+    ) -> list[PlayedEpisode]:
+        """Play the scripts one after the other, so that a measured time is that of one episode alone."""
+        episodes: list[PlayedEpisode] = []
+        limits = replace(self.limits, retries=0) if options and options.fail_in else self.limits
+        for sample, script in scripts:
             if self.has_hung:
                 break
-            self.on_play(script)
-            if id(sample) not in self._prompts:  # decoded once, not for every play
+            self.on_script(script)
+            if id(sample) not in self._prompts:  # decode once, not for every episode
                 self._prompts[id(sample)] = checked_prompt(sample)
             prompt = self._prompts[id(sample)]
 
             def make(sample: Sample = sample):
                 return self.build_env(sample, self.args)
 
-            plays.append(await play(make, sample, prompt, script, limits, self.args.max_turns, meddling))
-            self.has_hung = plays[-1].fault is not None and plays[-1].fault.timed_out
-        return plays
+            episodes.append(await play_episode(make, sample, prompt, script, limits, self.args.max_turns, options))
+            self.has_hung = episodes[-1].fault is not None and episodes[-1].fault.timed_out
+        return episodes
 
 
 def _usable(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -191,7 +193,7 @@ def run(argv: Sequence[str] | None) -> int:
             config.problems,
             config.samples,
             template,
-            on_play=lambda script: status.update(f"{spec.id}: playing {script.kind}, {script.name}"),
+            on_script=lambda script: status.update(f"{spec.id}: playing {script.kind}, {script.name}"),
         )
     return report(spec, findings, console)
 

@@ -1,4 +1,4 @@
-"""The environment contract. One object is one episode; the agent loop owns every limit (turns, tokens, time)."""
+"""The environment contract. One object is one episode; the agent loop enforces all limits (turns, tokens, time)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any, Literal
 from envs.tool_calls import ToolFormat
 from envs.types import Message
 
-#: Which calls of a turn are made: the last, the first, all in order, all at once, or the only one that is allowed.
+#: Which calls of a turn run: the last, the first, all in order, all at once, or one (more than one is an error).
 CallPolicy = Literal["last", "first", "sequential", "parallel", "single"]
 
 
 @dataclass(frozen=True)
 class EnvArgs:
-    """What `build_env` gets besides its sample: the turn limit, to speak of, and what its entry declares.
+    """The settings that `build_env` gets with its sample: the turn limit and the settings of the registry entry.
 
     Example::
 
@@ -33,7 +33,7 @@ class EnvArgs:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EnvArgs:
-        """Return the arguments with options of their own; all else is immutable."""
+        """Return the arguments with a copy of the options; all other fields are immutable."""
         return replace(self, options=copy.deepcopy(dict(self.options), memo) if self.options else {})
 
     def reward(self, score: float) -> float:
@@ -56,10 +56,10 @@ class Env(ABC):
         message = env.format_observation(observation)                # {"role": "tool", "content": "..."}
         env.close()
 
-    The reward of the episode is ``env.reward(final_text)``: what the final model text is worth.
+    The reward of the episode is ``env.reward(final_text)``, computed from the final model text.
     """
 
-    #: JSON schemas of the tools, as the chat template's `tools` takes them; read after `reset`.
+    #: JSON schemas of the tools for the chat template's `tools`; read after `reset`.
     tools: Sequence[dict[str, Any]] = ()
 
     @abstractmethod
@@ -68,13 +68,13 @@ class Env(ABC):
 
     @abstractmethod
     def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
-        """Take the model's text; return the observation, whether the task ended, and a step info dict."""
+        """Process the model's text; return the observation, whether the task ended, and a step info dict."""
 
     def format_observation(self, observation: dict[str, Any]) -> Message | Sequence[Message]:
         """Return the chat message that shows an observation to the model, or several in order.
 
-        Shown are `obs_str` under `role` ("tool" where there is none), after the images of `multi_modal_data`, a dict of
-        lists such as ``{"image": [picture]}``.
+        The message holds the images of `multi_modal_data`, a dict of lists such as ``{"image": [picture]}``, and then
+        the text `obs_str`. Its role is `role`, "tool" by default.
         """
         if not {"obs_str", "multi_modal_data"} & observation.keys():
             rule = "an observation must hold obs_str or multi_modal_data, or format_observation be defined"
@@ -89,14 +89,14 @@ class Env(ABC):
         """Return the episode's reward, a finite number, from the last text that the model wrote."""
 
     def solution(self) -> Sequence[str]:
-        """Return model texts that solve the episode, one a turn; empty where nobody knows them.
+        """Return model texts that solve the episode, one per turn; empty if they are not known.
 
-        `python -m envs.check` plays them, and expects the best reward.
+        `python -m envs.check` plays them and expects the best reward.
         """
         return ()
 
     def close(self) -> None:  # noqa: B027 - most environments hold nothing
-        """Release what the episode holds; called once, whatever happened."""
+        """Release the episode's resources; called exactly once, also after a fault."""
 
 
 def observation_message(observation: Mapping[str, Any], default_role: str) -> Message:

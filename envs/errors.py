@@ -1,4 +1,4 @@
-"""Errors that a user can mend. Every command prints one as a single line and exits with code 2."""
+"""Errors that a user can fix. Every command prints such an error as one line and exits with code 2."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class UserError(Exception):
-    """Something the user gave is wrong: which field, which rule it breaks, what was got, how to mend it.
+    """An input of the user is wrong: the field, the rule that it breaks, the value, and how to fix it.
 
     Example::
 
@@ -22,21 +22,22 @@ class UserError(Exception):
         super().__init__(" ".join(f"{field}: {rule}, got {shown}; {fix}".split()))
 
     def __reduce__(self) -> tuple[type[UserError], tuple[str, str, object, str]]:
-        """Travel between processes whole: an exception is pickled by its message alone otherwise."""
+        """Keep all fields when pickled; by default an exception keeps only its message."""
         return type(self), (self.field, self.rule, self.got, self.fix)
 
 
 def first_line(error: BaseException) -> str:
-    """Return an error's kind and the first line of what it says.
+    """Return an error's type and the first line of its message.
 
     >>> first_line(ValueError("no digits\\nat line 3"))
     'ValueError: no digits'
     """
-    return f"{type(error).__name__}: {error}".split("\n")[0]
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return the fix part of an unknown-name error: the nearest known name, or all of them.
+    """Return the fix for an unknown name: the nearest known name, or all known names.
 
     >>> did_you_mean("geo3", ["geo3k", "calculator"])
     "did you mean 'geo3k'?"

@@ -1,10 +1,10 @@
-"""Gymnasium environments as environments of the registry: an id comes in; samples, observations and rewards go out.
+"""Makes Gymnasium environments available as environments of the registry.
 
-One line in a registry file is enough, for environments whose actions are `Discrete` or `Text`::
+One line in a registry file is enough if the actions are `Discrete` or `Text`::
 
     frozen_lake: {gymnasium: FrozenLake-v1, description: Cross the ice., max_turns: 20}
 
-`GymnasiumOptions` lists what may stand under `options`.
+`GymnasiumOptions` lists the keys of `options`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from envs.errors import UserError, did_you_mean
 from envs.tool_calls import ToolCallError
 from envs.tool_env import ToolEnv
 from envs.tools import ToolError, to_content
-from envs.types import Content, MadeSamples, Sample
+from envs.types import Content, MadeSamples, Sample, plain_text
 
 if TYPE_CHECKING:
     import gymnasium
@@ -38,7 +38,7 @@ _COLOURS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white
 
 
 class GymnasiumOptions(BaseModel):
-    """What a registry entry says of its Gymnasium environment: `gymnasium` is the id, the rest stands under `options`.
+    """A registry entry's settings for Gymnasium: `gymnasium` gives the id, `options` the rest.
 
     Example::
 
@@ -47,14 +47,14 @@ class GymnasiumOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    id: str = Field(min_length=1, description="as gymnasium.make takes it; module:id imports the module first")
+    id: str = Field(min_length=1, description="id for gymnasium.make; module:id imports the module first")
     kwargs: Mapping[str, Any] = Field(default={}, description="keywords for gymnasium.make")
     actions: Sequence[str] = Field(default=(), description="names of Discrete actions, in order; none: their numbers")
-    prompt: str = Field(default="", description="instructions for the model; empty: what the action space tells")
+    prompt: str = Field(default="", description="instructions for the model; empty: derived from the action space")
 
     @classmethod
     def read(cls, options: Mapping[str, Any]) -> GymnasiumOptions:
-        """Return the options, checked.
+        """Return the validated options.
 
         Raises:
             UserError: a key is unknown, a value is wrong, or there is no id.
@@ -68,14 +68,14 @@ class GymnasiumOptions(BaseModel):
             first = error.errors()[0]
             got = "nothing" if first["type"] == "missing" else first["input"]
             raise UserError(
-                f"gymnasium options {first['loc'][0]}", first["msg"].lower(), got, "mend the value"
+                f"gymnasium options {first['loc'][0]}", first["msg"].lower(), got, "fix the value"
             ) from error
 
     def make(self) -> gymnasium.Env[Any, Any]:
-        """Make the environment, so that it renders as text where its observations are no text and it can.
+        """Create the environment; it renders as text if its observations are not text and it supports that.
 
         Raises:
-            UserError: the environment cannot be made, or its actions are of another kind.
+            UserError: the environment cannot be created, or its actions are of another kind.
         """
         try:
             env = gymnasium.make(self.id, disable_env_checker=True, **self.kwargs)
@@ -83,10 +83,10 @@ class GymnasiumOptions(BaseModel):
             if not is_text and "render_mode" not in self.kwargs and "ansi" in env.metadata.get("render_modes", ()):
                 env.close()
                 env = gymnasium.make(self.id, disable_env_checker=True, render_mode="ansi", **self.kwargs)
-        except Exception as error:  # code of somebody else, which may raise anything
+        except Exception as error:  # third-party code may raise anything
             fix = "check id and kwargs, and install what it needs"
             raise UserError(
-                "gymnasium", f"'{self.id}' must be made", f"{type(error).__name__}: {error}", fix
+                "gymnasium", f"'{self.id}' must be created", f"{type(error).__name__}: {error}", fix
             ) from error
         try:
             self._check_actions(env.action_space)
@@ -99,16 +99,16 @@ class GymnasiumOptions(BaseModel):
         spaces = gymnasium.spaces
         if not isinstance(space, spaces.Discrete | spaces.Text):
             rule = f"'{self.id}' must have Discrete or Text actions"
-            raise UserError("gymnasium", rule, str(space), "wrap it in an environment that has, and register that")
+            raise UserError("gymnasium", rule, str(space), "wrap it in an environment that has, and register that one")
         num_actions = int(space.n) if isinstance(space, spaces.Discrete) else 0
         if self.actions and len(self.actions) != num_actions:
             rule = f"must name each of the {num_actions} actions of '{self.id}'"
-            raise UserError("gymnasium options actions", rule, list(self.actions), "mend the list, or leave it out")
+            raise UserError("gymnasium options actions", rule, list(self.actions), "fix the list, or omit it")
         if len(set(self.actions)) < len(self.actions):
-            raise UserError("gymnasium options actions", "must differ", list(self.actions), "mend the list")
+            raise UserError("gymnasium options actions", "must differ", list(self.actions), "fix the list")
 
     def instructions(self, env: gymnasium.Env[Any, Any]) -> str:
-        """Return the prompt: the one given, or how to read and act in the environment."""
+        """Return the prompt: the given one, or how to read the state and act."""
         if self.prompt:
             return self.prompt
         space: Any = env.action_space
@@ -122,7 +122,7 @@ class GymnasiumOptions(BaseModel):
 
 
 class GymnasiumSamples(MadeSamples):
-    """Episodes of a Gymnasium environment: the instructions as prompt, and what the environment is seeded with.
+    """Episodes of a Gymnasium environment: the instructions as prompt, and the environment's seed.
 
     Seeds of different splits are never the same. Sample i depends on seed, split and i alone.
 
@@ -134,10 +134,10 @@ class GymnasiumSamples(MadeSamples):
     """
 
     def __init__(self, split: str, size: int, seed: int = 0, **options: Any) -> None:
-        """Make the environment once, to see that it can be made and what its actions are.
+        """Create the environment once, to test that it works and to read its actions.
 
         Raises:
-            UserError: the split is unknown, the size negative, an option wrong, or see `GymnasiumOptions.make`.
+            UserError: the split is unknown, the size is negative, or an option is wrong; see `GymnasiumOptions.make`.
         """
         if split not in SPLITS:
             raise UserError("split", "must be a known split", split, did_you_mean(split, SPLITS))
@@ -160,28 +160,27 @@ class GymnasiumSamples(MadeSamples):
 class FromGymnasium(ToolEnv):
     """One episode of a Gymnasium environment; the reward is the sum of its rewards.
 
-    Discrete actions are calls of a tool; a turn without a call is asked for one. With Text actions, what the model
-    writes is the action, without the space around it. An action that the environment does not have is answered with
-    what is wrong and costs the turn alone.
+    Discrete actions are calls of the tool `act`; a turn without a call is asked for one. With Text actions, the model's
+    text without surrounding space is the action. An illegal action gets an error text and costs only the turn.
 
     Example::
 
         options = {"id": "FrozenLake-v1", "kwargs": {"is_slippery": False}, "actions": ["left", "down", "right", "up"]}
         env = FromGymnasium(Sample(id="0", prompt=(), metadata={"seed": 7}), EnvArgs(max_turns=20, options=options))
-        env.reset()[0]["obs_str"]        # "[red:S]FFF\\nFHFH\\nFFFH\\nHFFG", with what is coloured in brackets
+        env.reset()[0]["obs_str"]        # "[red:S]FFF\\nFHFH\\nFFFH\\nHFFG", brackets mark coloured text
         env.step('<tool_call>{"name": "act", "arguments": {"action": "down"}}</tool_call>')[0]["obs_str"]
         #                                  "  (Down)\\nSFFF\\n[red:F]HFH\\nFFFH\\nHFFG"
         env.reward("")                   # 0.0
 
-    Shown to the model is the rendering with `kwargs: {render_mode: rgb_array}` or where there is an `ansi` one, else
-    the observation: text as it is, uint8 arrays of shape (height, width, 3) as pictures, everything else as JSON.
+    The model sees the rendering with `kwargs: {render_mode: rgb_array}` or if there is an `ansi` one, else the
+    observation: text unchanged, uint8 arrays of shape (height, width, 3) as pictures, everything else as JSON.
 
-    The info of a step holds, besides `tool_calls`, "reward" (of this turn), "terminated" and "truncated" (the time
-    limit of the environment itself); both end the episode.
+    A step's info holds `tool_calls`, "reward" (of this turn), "terminated" and "truncated" (by the environment's own
+    time limit); the last two end the episode.
     """
 
     def __init__(self, sample: Sample, args: EnvArgs) -> None:
-        # One action follows on another: those of a turn are taken in order even where calls may run side by side.
+        # Actions depend on each other, so the calls of a turn never run in parallel.
         in_order = "sequential" if args.tool_calls == "parallel" else args.tool_calls
         super().__init__(sample, replace(args, tool_calls=in_order))
         self.options = GymnasiumOptions.read(args.options)
@@ -203,16 +202,16 @@ class FromGymnasium(ToolEnv):
         self.add_tool(act)
 
     def reset(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Start the environment with the sample's seed; the observation is its first state."""
+        """Start the environment with the sample's seed; the observation shows its first state."""
         super().reset()
         self._total = 0.0
-        # Samples of other data sets have no seed: the same one must begin in the same state all the same.
+        # Samples of other data sets have no seed; derive one from the id, so that a sample always starts alike.
         seed = self.sample.metadata.get("seed", _episode_seed(self.sample.id, SPLITS[0]))
         observation, _ = self.inner.reset(seed=seed)
         return _observation(to_content(self._show(observation))), {"seed": seed}
 
     def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
-        """Take the action or the calls that the model wrote."""
+        """Take the action, or make the calls, that the model wrote."""
         if not self._takes_text:
             return super().step(response_text)
         self.turn += 1
@@ -225,11 +224,11 @@ class FromGymnasium(ToolEnv):
         return _observation(content), self.done, {"tool_calls": [], **self.info}
 
     def no_call(self, response_text: str) -> str:
-        """Ask for the call that is missing."""
+        """Ask for the missing call."""
         return self.explain(ToolCallError("there is no call"), "No action was taken.")
 
     def reward(self, final_text: str) -> float:
-        """Return the sum of the environment's rewards, on the entry's scale; what the model wrote last is no matter."""
+        """Return the sum of the environment's rewards, on the entry's scale; the final text does not matter."""
         return self.args.reward(self._total)
 
     def close(self) -> None:
@@ -238,7 +237,7 @@ class FromGymnasium(ToolEnv):
         self.inner.close()
 
     def _take(self, action: int | str) -> Any:
-        """Take one action; return what there is to see of the state that follows."""
+        """Take one action; return what the model sees of the next state."""
         if self.done:
             raise ToolError("The episode has ended.", "ended")
         space = self.inner.action_space
@@ -258,7 +257,7 @@ class FromGymnasium(ToolEnv):
         return self._show(observation)
 
     def _show(self, observation: Any) -> Any:
-        """Return text, a picture, or a value that can be written as JSON."""
+        """Return the visible state: text, a picture, or a value for JSON."""
         if self.inner.render_mode in ("ansi", "rgb_array"):
             observation = self.inner.render()
         if isinstance(observation, str):
@@ -267,7 +266,7 @@ class FromGymnasium(ToolEnv):
 
 
 def name_colours(text: str) -> str:
-    r"""Return terminal text with the colours written out, for in some environments they are all that shows the state.
+    r"""Return terminal text with colours written as words; in some environments only colours show the state.
 
     >>> name_colours("\x1b[41mS\x1b[0mFF | \x1b[34;1mB\x1b[0m")
     '[red:S]FF | [blue:B]'
@@ -294,7 +293,7 @@ def _is_picture(value: Any) -> bool:
 
 
 def _not_in(space: Any, action: str) -> str:
-    """Return what is wrong with a text that is no action."""
+    """Return the error text for an action that the space does not contain."""
     if strange := [char for char in action if char not in space.character_set]:
         allowed = f" Write only characters of {space.characters!r}." if len(space.characters) <= MAX_SHOWN_CHARS else ""
         return f"No action was taken: {strange[0]!r} is not allowed.{allowed}"
@@ -303,10 +302,10 @@ def _not_in(space: Any, action: str) -> str:
 
 
 def _observation(content: Content) -> dict[str, Any]:
-    text = content if isinstance(content, str) else "".join(part.get("text", "<image>") for part in content)
-    return {"obs_str": text, "messages": [{"role": "user", "content": content}]}
+    message = {"role": "user", "content": content}
+    return {"obs_str": plain_text(message), "messages": [message]}
 
 
 def _episode_seed(key: str, split: str) -> int:
-    """Return a seed below 2**31 that no other split has."""
+    """Return a seed below 2**31 that no other split can have."""
     return Random(key).randrange(2**29) * len(SPLITS) + SPLITS.index(split)

@@ -1,4 +1,4 @@
-"""A text game of several turns without tools: guess a number, be told whether to go up or down."""
+"""A text game of several turns without tools: the model guesses a number and hears "Higher." or "Lower."."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class GuessEnv(Env):
         self.secret, self.args = int(str(sample.label)), args
 
     def reset(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Start; the rules are in the prompt."""
+        """Start the game; the prompt holds the rules."""
         return {}, {}
 
     def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
@@ -43,7 +43,7 @@ class GuessEnv(Env):
         return {"obs_str": "Higher." if guess < self.secret else "Lower.", "role": "user"}, False, {"guess": guess}
 
     def reward(self, final_text: str) -> float:
-        """Return the best reward for a last guess that is right."""
+        """Return the best reward if the last guess is right."""
         return self.args.reward(float(_last_number(final_text) == self.secret))
 
     def solution(self) -> Sequence[str]:
@@ -57,7 +57,7 @@ def _last_number(text: str) -> int | None:
 
 
 def samples(split: str, size: int, seed: int) -> list[Sample]:
-    """Return games; the secret numbers of a split follow from its name and the seed."""
+    """Return games; split and seed determine the secret numbers."""
     rng = Random(f"guess/{split}/{seed}")
     rules = {"role": "user", "content": f"Guess my number from 1 to {HIGHEST}. I say whether it is higher or lower."}
     return [Sample(f"guess-{split}-{seed}-{k}", (rules,), label=str(rng.randint(1, HIGHEST))) for k in range(size)]

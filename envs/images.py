@@ -1,7 +1,7 @@
-"""Pictures from outside, safely: any form a data set keeps an image in comes in, a fully decoded RGB image goes out.
+"""Loads pictures from untrusted data safely, as fully decoded RGB images.
 
-Comes in: encoded bytes, ``{"bytes": ..., "path": ...}``, base64 text, a data URI, a path, or a `PIL.Image.Image`.
-`find_image` says where the picture is without reading it, `decode_image` reads it, `load_image` does both.
+Accepted forms: encoded bytes, ``{"bytes": ..., "path": ...}``, base64 text, a data URI, a path, a `PIL.Image.Image`.
+`find_image` locates a picture without reading it, `decode_image` reads it, `load_image` does both.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from envs.errors import UserError
 
-#: Where a picture is: a checked path, its encoded bytes, or an image that is in memory already.
+#: A located picture: a checked path, its encoded bytes, or an image in memory.
 ImageSource = Path | bytes | Image.Image
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
@@ -28,18 +28,18 @@ _FORMATS_FIX = f"give one of {', '.join(FORMATS)}"
 
 
 def image_digest(image: Image.Image) -> str:
-    """Return the hash of a picture's pixels and size, its address in stores and recordings."""
+    """Return a hash of a picture's pixels and size: its key in stores and recordings."""
     return hashlib.blake2b(image.tobytes(), digest_size=16, salt=b"%dx%d" % image.size).hexdigest()
 
 
 def load_image(
     value: object, field: str, root: Path | None, allow_outside: bool = False, max_pixels: int = MAX_PIXELS
 ) -> Image.Image:
-    """Return the picture as an upright RGB image, transparency laid on white, every pixel decoded.
+    """Return the picture as an upright, fully decoded RGB image; transparent parts become white.
 
     A string is, in this order: a data URI, the path of an existing file, base64 of an image. Paths are relative to
-    `root` and must stay below it after symbolic links are followed, unless `allow_outside`; with no `root` no path is
-    allowed. Of an animation the first frame is taken. `field` names the place in errors: "train.jsonl row 3 images[0]".
+    `root` and must stay below it after symbolic links are resolved, unless `allow_outside`; without `root` no path is
+    allowed. An animation gives its first frame. `field` names the place in errors: "train.jsonl row 3 images[0]".
 
     Example::
 
@@ -47,14 +47,14 @@ def load_image(
         'RGB'
 
     Raises:
-        UserError: no such file, a path outside `root`, a file over 64 MiB, over `max_pixels` pixels or none at all,
-            another format than PNG, JPEG, WEBP, GIF or BMP, or a damaged file.
+        UserError: a missing file, a path outside `root`, more than 64 MiB or `max_pixels` pixels, no pixels,
+            a format other than PNG, JPEG, WEBP, GIF or BMP, or a damaged file.
     """
     return decode_image(find_image(value, field, root, allow_outside), field, max_pixels)
 
 
 def find_image(value: object, field: str, root: Path | None, allow_outside: bool = False) -> ImageSource:
-    """Return where the picture is, with a path checked and base64 decoded, and no pixel read (see `load_image`)."""
+    """Locate the picture: check its path or decode its base64, without reading pixels (see `load_image`)."""
     if isinstance(value, Image.Image):
         return value
     if isinstance(value, bytes | bytearray | memoryview):
@@ -78,7 +78,7 @@ def find_image(value: object, field: str, root: Path | None, allow_outside: bool
 
 
 def decode_image(source: ImageSource, field: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """Read the picture and return it as RGB; limits are checked before its pixels are (see `load_image` for errors)."""
+    """Read the picture as RGB; check the limits before decoding pixels (see `load_image` for errors)."""
     shown = source.name if isinstance(source, Path) else f"{type(source).__name__} of an image"
     try:
         if isinstance(source, Image.Image):
@@ -108,7 +108,7 @@ def decode_image(source: ImageSource, field: str, max_pixels: int = MAX_PIXELS) 
 
 
 def _find_text(text: str, field: str, root: Path | None, allow_outside: bool) -> ImageSource:
-    """Tell the three meanings of a string apart: a data URI, an existing file, base64 of an image."""
+    """Locate a picture given as a string: a data URI, an existing file, or base64 of an image."""
     _check_text(text, field)
     if text.startswith("data:"):
         header, comma, body = text.partition(",")
@@ -129,7 +129,7 @@ def _find_text(text: str, field: str, root: Path | None, allow_outside: bool) ->
 
 
 def _is_file(path: Path) -> bool:
-    """Whether the path is a file; a string that cannot be a path (too long, a NUL in it) is none."""
+    """Return whether the path is a file; False for a string that cannot be a path (too long, with a NUL)."""
     if len(str(path)) > _LONGEST_PATH:
         return False
     try:
@@ -178,7 +178,7 @@ def _check_bytes(size: int, field: str) -> None:
 
 
 def _check_text(text: str, field: str) -> None:
-    """Refuse what is far too long before it is copied and decoded: base64 takes 4 characters for 3 bytes."""
+    """Refuse a text that is far too long before decoding it; base64 takes 4 characters for 3 bytes."""
     if len(text) > 2 * MAX_BYTES:
         _check_bytes(len(text) * 3 // 4, field)
 
@@ -192,7 +192,7 @@ def _check_pixels(image: Image.Image, field: str, max_pixels: int) -> None:
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    """Decode every pixel and convert: EXIF rotation applied, transparency on white, 16-bit grey scaled to 8 bits."""
+    """Decode and convert to RGB: apply EXIF rotation, put transparency on white, scale 16-bit grey to 8 bits."""
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I"):
         # Pillow's own conversion clips at 255, which turns nearly all of a 16-bit picture white.

@@ -1,4 +1,4 @@
-"""List the environments that can be named with --env: `python -m envs.list`."""
+"""List the environments that --env accepts: `python -m envs.list`."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from envs.cli import exit_code, parse
+from envs.config.cli import exit_code, parse
 from envs.registry import PACKAGED, load_registry, plugin_files
 from envs.spec import EnvSpec
 
-#: Into a pipe, every row is one line.
+#: Width when the output is piped, so that every row stays one line.
 PIPED_WIDTH = 1000
 
 
 class ListConfig(BaseModel):
-    """What `python -m envs.list` can be told."""
+    """The options of `python -m envs.list`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -29,7 +29,7 @@ class ListConfig(BaseModel):
 
 
 def list_table(specs: Mapping[str, EnvSpec]) -> Table:
-    """Return the environments as a table; nothing of theirs is imported."""
+    """Return the environments as a table without importing their code."""
     packages = {str(file): f"package {name}" for name, file in plugin_files()}
     origins = {str(PACKAGED): "packaged", **packages}
     names = ("id", "turns", "tool calls", "isolation", "data", "from", "description")

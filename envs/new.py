@@ -1,4 +1,4 @@
-"""Start an environment of your own: `python -m envs.new my_env` writes its module, registry entry and test."""
+"""Start a new environment: `python -m envs.new my_env` writes its module, registry entry and test."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
 
-from envs.cli import exit_code, parse
+from envs.config.cli import exit_code, parse
 from envs.errors import UserError
 from envs.registry import load_registry
 
@@ -21,7 +21,7 @@ MODULE, TEST, REGISTRY = "my_env.py", "test_my_env.py", "registry.yaml"
 
 
 class NewConfig(BaseModel):
-    """What `python -m envs.new` can be told."""
+    """The options of `python -m envs.new`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -30,14 +30,14 @@ class NewConfig(BaseModel):
 
 
 def write_scaffold(name: str, folder: Path) -> tuple[list[Path], str | None]:
-    """Write module, test and registry file; return their paths, and the entry to add where there is a registry already.
+    """Write module, test and registry file; return their paths, and the entry to add if a registry exists already.
 
     Example::
 
         write_scaffold("shop", Path("here"))[0]      # [here/shop.py, here/test_shop.py, here/registry.yaml]
 
     Raises:
-        UserError: the name cannot name a module or is taken, or a file is there already.
+        UserError: the name is no valid module name or is taken, or a file exists already.
     """
     _check_spelling(name)
     targets = {folder / MODULE.replace("my_env", name): MODULE, folder / TEST.replace("my_env", name): TEST}
@@ -46,7 +46,9 @@ def write_scaffold(name: str, folder: Path) -> tuple[list[Path], str | None]:
     _check_free(name)
     entry = None
     if (folder / REGISTRY).is_file() and name in load_registry(folder / REGISTRY):
-        raise UserError("NAME", f"must not be in {folder / REGISTRY} already", name, "choose another, or take it out")
+        raise UserError(
+            "NAME", f"must not be in {folder / REGISTRY} already", name, "choose another, or remove the entry"
+        )
     if (folder / REGISTRY).exists():
         entry = _filled(REGISTRY, name)
     else:
@@ -54,7 +56,7 @@ def write_scaffold(name: str, folder: Path) -> tuple[list[Path], str | None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, template in targets.items():
-            with path.open("x", encoding="utf-8") as file:  # never over a file that appeared meanwhile
+            with path.open("x", encoding="utf-8") as file:  # never overwrites a file
                 file.write(_filled(template, name))
     except OSError as error:
         raise UserError("--folder", "must be writable", str(folder), f"give another ({error.strerror})") from error
@@ -82,8 +84,8 @@ def _filled(template: str, name: str) -> str:
 
 
 def run(argv: Sequence[str] | None) -> int:
-    """Parse, write, say what comes next."""
-    config = parse(NewConfig, argv, "python -m envs.new", "Start an environment of your own.")
+    """Parse, write the files, print the next commands."""
+    config = parse(NewConfig, argv, "python -m envs.new", "Start a new environment.")
     paths, entry = write_scaffold(config.name, config.folder)
     console = Console(highlight=False, soft_wrap=True, markup=False)
     console.print("\n".join(f"wrote {path}" for path in paths))

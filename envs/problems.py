@@ -1,4 +1,4 @@
-"""Which problems a command works on: an entry and the command's flags in, samples with their system prompt out."""
+"""Selects the problems of a command: flags and a registry entry decide which samples it reads, with a system prompt."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from envs.checking.places import author_place
-from envs.data import DataKeys, add_system_prompt, load_samples
+from envs.checking.error_location import author_location
+from envs.datasets.samples import DataKeys, add_system_prompt, load_samples
 from envs.errors import UserError
 from envs.spec import EnvSpec
 from envs.types import Sample, SampleSource
@@ -40,7 +40,7 @@ class ProblemsConfig(RowsConfig):
 
 
 def with_system_prompt(source: SampleSource, system_prompt: str | None) -> SampleSource:
-    """Return the samples with a system prompt in front of each; as they are where there is none."""
+    """Put a system prompt in front of each sample; without a prompt return the samples unchanged."""
     return Prompted(source, system_prompt) if system_prompt else source
 
 
@@ -56,15 +56,15 @@ class Prompted:
 
     def __getitem__(self, index: int) -> Sample:
         sample = self.source[index]
-        if not isinstance(sample, Sample):  # `read_sample` says so
+        if not isinstance(sample, Sample):  # `read_sample` reports it
             return sample
-        if not sample.prompt:  # the first observation is all that such an episode shows
+        if not sample.prompt:  # such an episode shows only its first observation
             return replace(sample, prompt=({"role": "system", "content": self.system_prompt},))
         return replace(sample, prompt=tuple(add_system_prompt(sample.prompt, self.system_prompt)))
 
 
 def open_problems(spec: EnvSpec, config: ProblemsConfig, size: int) -> SampleSource:
-    """Return up to `size` samples: of `config.data`, or the environment's own.
+    """Return up to `size` samples, from `config.data` or the environment's own data set.
 
     Example::
 
@@ -83,7 +83,7 @@ def read_sample(spec: EnvSpec, source: SampleSource, index: int) -> Sample:
     """Return a sample of an environment's data set.
 
     Raises:
-        UserError: the data set has too few, raises, or gives something else.
+        UserError: the data set has too few samples, raises, or returns something else.
     """
     if index >= len(source):
         rule = f"must have more than {index} samples"
@@ -94,7 +94,7 @@ def read_sample(spec: EnvSpec, source: SampleSource, index: int) -> Sample:
         raise
     except Exception as error:  # code of the environment's author
         raise UserError(
-            f"environment '{spec.id}' data", f"sample {index} must be made", _cause(error), "mend the data set"
+            f"environment '{spec.id}' data", f"sample {index} must be created", _cause(error), "fix the data set"
         ) from error
     if not isinstance(sample, Sample):
         rule = f"sample {index} must be an envs.Sample"
@@ -106,6 +106,6 @@ def read_sample(spec: EnvSpec, source: SampleSource, index: int) -> Sample:
 
 
 def _cause(error: Exception) -> str:
-    """Return an error in one line, with the place in the author's code that raised it, if it was there."""
-    place = author_place((frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__))
-    return f"{type(error).__name__}: {error}{f' ({place})' if place else ''}"
+    """Return an error in one line, with the line of the author's code that raised it, if any."""
+    location = author_location((frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__))
+    return f"{type(error).__name__}: {error}{f' ({location})' if location else ''}"

@@ -1,17 +1,17 @@
-"""Environments by id: registry files come in, checked `EnvSpec`s that import their code on demand go out.
+"""Reads registry files and returns an `EnvSpec` for each environment id.
 
-An entry names its Python objects as "module:ATTRIBUTE". Nothing is imported until a `load` method is called::
+An entry names Python objects as "module:ATTRIBUTE". The `load` methods of `EnvSpec` import them::
 
     my_env:
       entry_point: my_package.my_env          # build_env(sample, args) -> Env; ":build_env" is the default
       description: one line for the list of environments
       dataset: my_package.my_env:MySamples    # optional: (split, size, seed) -> SampleSource, used without --data
-      system_prompt: my_package.my_env:PROMPT # optional: a string, goes before every prompt
+      system_prompt: my_package.my_env:PROMPT # optional: a string that precedes every prompt
       max_turns: 3
       isolation: process                      # optional; `EnvSpec` lists every key
 
-Entries come from three places, later ones replacing earlier ones of the same id: the package itself, installed packages
-(see `plugin_files`), and the overlay files of a call.
+Entries come from three places: this package, installed packages (see `plugin_files`), and the overlay files of a call.
+A later entry replaces an earlier one with the same id.
 """
 
 from __future__ import annotations
@@ -27,34 +27,39 @@ from typing import Any, get_args
 import yaml
 from pydantic import ValidationError
 
+from envs.config.yaml_loader import UniqueKeyLoader
 from envs.errors import UserError, did_you_mean
 from envs.spec import REFERENCE_FIX, EnvSpec
-from envs.yaml_loader import UniqueKeyLoader
 
-PACKAGED = Path(__file__).with_name("registry.yaml")
+#: At the top of a checkout, or inside the package of a wheel.
+PACKAGED = next(
+    file
+    for file in (Path(__file__).with_name("registry.yaml"), Path(__file__).parents[1] / "registry.yaml")
+    if file.is_file()
+)
 ENTRY_POINT_GROUP = "trueturn.envs"
 
 logger = logging.getLogger(__name__)
 
 
 def load_registry(*overlays: Path) -> Mapping[str, EnvSpec]:
-    """Return the packaged environments and those of the overlay files; a later file replaces an entry of the same id.
+    """Return all environments by id: packaged, installed, and from the overlay files.
 
     Example::
 
         load_registry(Path("registry.yaml"))["my_env"].max_turns      # 3
 
     Raises:
-        UserError: a file is missing or no YAML, or an entry has an unknown key, a missing one or a wrong value.
+        UserError: a file is missing or not YAML, or an entry has an unknown key, a missing key or a wrong value.
     """
     specs = {spec.id: spec for spec in _read_file(PACKAGED)}
     for name, file in plugin_files():
         try:
-            brought = {spec.id: spec for spec in _read_file(file)}
-            if replaced := sorted(specs.keys() & brought.keys()):
+            added = {spec.id: spec for spec in _read_file(file)}
+            if replaced := sorted(specs.keys() & added.keys()):
                 logger.warning("the installed package '%s' replaces the environments %s", name, ", ".join(replaced))
-            specs |= brought
-        except UserError as error:  # a package that somebody else broke must not stop every command
+            specs |= added
+        except UserError as error:  # a broken installed package must not stop every command
             logger.warning("left out the environments of the installed package '%s': %s", name, error)
     for file in overlays:
         specs |= {spec.id: spec for spec in _read_file(file)}
@@ -62,7 +67,7 @@ def load_registry(*overlays: Path) -> Mapping[str, EnvSpec]:
 
 
 def plugin_files() -> Iterator[tuple[str, Path]]:
-    """Yield name and registry file of every installed package that brings environments.
+    """Yield name and registry file of every installed package that provides environments.
 
     Such a package has, in its pyproject.toml, ``[project.entry-points."trueturn.envs"]`` with ``name = "my_package"``,
     and a `registry.yaml` in the folder of `my_package`. The package itself is not imported.
@@ -70,7 +75,7 @@ def plugin_files() -> Iterator[tuple[str, Path]]:
     for point in entry_points(group=ENTRY_POINT_GROUP):
         try:
             found = importlib.util.find_spec(point.value)
-        except Exception:  # the packages above it are imported, which may raise anything
+        except Exception:  # this imports the parent packages, which may raise anything
             found = None
         folders = list(found.submodule_search_locations or ()) if found else []
         if folders:
@@ -85,7 +90,7 @@ def get_spec(env_id: str, *overlays: Path) -> EnvSpec:
     """Return the environment of that id.
 
     Raises:
-        UserError: there is none, or a registry file is wrong (see `load_registry`).
+        UserError: there is no such id, or a registry file is wrong (see `load_registry`).
     """
     registry = load_registry(*overlays)
     if env_id not in registry:
@@ -105,7 +110,7 @@ def _read_file(file: Path) -> list[EnvSpec]:
         mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
         where = str(file) if mark is None else f"{file} line {mark.line + 1}"
         got = error.problem if isinstance(error, yaml.MarkedYAMLError) else str(error)
-        raise UserError(where, "must be YAML", got, "mend the line") from error
+        raise UserError(where, "must be YAML", got, "fix the line") from error
     if entries is None:
         return []
     if not isinstance(entries, dict):
@@ -129,7 +134,7 @@ def _parse_entry(file: Path, env_id: object, entry: object) -> EnvSpec:
         first = error.errors()[0]
         if not first["loc"]:  # a rule over several keys
             rule, _, got = first["msg"].removeprefix("Value error, ").partition(", got ")
-            raise UserError(where, rule, got, "mend the entry") from error
+            raise UserError(where, rule, got, "fix the entry") from error
         name = str(first["loc"][0])
         if first["type"] == "missing":
             raise UserError(f"{where} {name}", "is required", "nothing", "add it") from error
@@ -140,9 +145,9 @@ def _parse_entry(file: Path, env_id: object, entry: object) -> EnvSpec:
             raise UserError(field, f"must be one of {', '.join(words)}", got, did_you_mean(str(got), words)) from error
         rule = first["msg"].replace("Input should be", "must be")
         shown = f"the text '{got}'" if isinstance(got, str) else got
-        raise UserError(field, rule[:1].lower() + rule[1:], shown, "mend the value") from error
+        raise UserError(field, rule[:1].lower() + rule[1:], shown, "fix the value") from error
 
 
 def _words(annotation: Any) -> list[str]:
-    """Return the words that a field of a few words may be."""
+    """Return the words that a `Literal` annotation allows; empty for other types."""
     return [word for arg in get_args(annotation) for word in ([arg] if isinstance(arg, str) else _words(arg))]

@@ -1,8 +1,8 @@
-"""Interaction environments written for slime, unmodified: such a module's `build_env` in, one of ours out.
+"""Runs interaction environments written for slime, unmodified: `adapt` wraps their `build_env`.
 
-Those environments have no reward and no tools of their own: slime grades the final text by rule, and takes tools from
-``sample.metadata["tools"]``. Here the grader of the registry entry does the first, and the second holds as well. Their
-modules import from slime; where slime is not installed, stand-ins for what such modules use are put in its place.
+Such an environment has no reward and no tools: slime grades the final text by rule and takes the tools from
+``sample.metadata["tools"]``. Here the grader of the registry entry grades, and the tools come from the same place.
+Modules for slime import from slime; if it is not installed, stand-ins replace what they use.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from envs import types
-from envs.env import Env, EnvArgs, observation_message
+from envs.env import EnvArgs, observation_message
 from envs.grading import extract_boxed, score_text
 from envs.types import Message
+from envs.wrapper import Wrapper
 
 
 @dataclass
 class Sample:
-    """The part of slime's sample that an environment reads; it may be written to, and lives for one episode."""
+    """The fields of slime's sample that an environment reads. It is mutable and lives for one episode."""
 
     prompt: str | list[dict[str, Any]] = ""
     label: str | None = None
@@ -32,7 +33,7 @@ class Sample:
 
 
 class BaseInteractionEnv:
-    """The base class of slime's interaction environments: does nothing, and shows text after pictures."""
+    """Stand-in for the base class of slime's interaction environments."""
 
     def reset(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Start an episode."""
@@ -51,49 +52,42 @@ class BaseInteractionEnv:
 
 
 def show(observation: dict[str, Any]) -> Message:
-    """Return the message that slime makes of an observation, which is the user's where it names no role."""
+    """Return the message that slime makes of an observation; the default role is "user"."""
     return observation_message(observation, "user")
 
 
-class SlimeEnv(Env):
-    """One of slime's environments under our contract."""
+class SlimeEnv(Wrapper):
+    """Adapts an environment of slime to the contract of `Env`."""
 
     def __init__(
         self, inner: Any, sample: types.Sample, args: EnvArgs, show_observation: Callable[..., Message]
     ) -> None:
-        self.inner, self.sample, self.args = inner, sample, args
+        super().__init__(inner)
+        self.sample, self.args = sample, args
         self._show = getattr(inner, "format_observation", show_observation)
 
     @property
     def tools(self) -> Sequence[dict[str, Any]]:  # type: ignore[override]
-        """The tools that the row names in its metadata, as slime's templates take them."""
-        return self.sample.metadata.get("tools") or getattr(self.inner, "tools", ())
-
-    def reset(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Reset."""
-        return self.inner.reset()
-
-    def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
-        """Step; what is observed with the end of the task is shown to nobody, as in slime."""
-        return self.inner.step(response_text)
+        """The tools in the metadata of the sample, as in slime, else those of the environment."""
+        return self.sample.metadata.get("tools") or getattr(self.env, "tools", ())
 
     def format_observation(self, observation: dict[str, Any]) -> Message:
         """Return the message as the module itself makes it."""
         return self._show(observation)
 
     def reward(self, final_text: str) -> float:
-        """Return the module's own reward where it has one, else the grade of the text against the label."""
-        if hasattr(self.inner, "reward"):
-            return self.inner.reward(final_text)
+        """Return the environment's own reward if it has one, else the grade of the text."""
+        if hasattr(self.env, "reward"):
+            return self.env.reward(final_text)
         return self.args.reward(score_text(final_text, str(self.sample.label), self.args.grader))
 
     def close(self) -> None:
-        """Close, where the module's environment can be closed."""
-        getattr(self.inner, "close", lambda: None)()
+        """Close the environment if it has a `close`."""
+        getattr(self.env, "close", lambda: None)()
 
 
 def adapt(build: Callable[..., Any]) -> Callable[..., SlimeEnv]:
-    """Return our `build_env` for a slime module's; its `args` have `max_turns` and the entry's options as names."""
+    """Wrap a slime module's `build_env`; its `args` get `max_turns` and the entry's options as attributes."""
 
     def build_env(sample: types.Sample, args: EnvArgs) -> SlimeEnv:
         theirs = Sample([*sample.prompt], sample.label, dict(sample.metadata))
@@ -121,7 +115,7 @@ _STAND_INS: dict[str, dict[str, Any]] = {
 
 
 def install_stand_ins() -> None:
-    """Make the modules that slime's environments import importable, each only where it is not."""
+    """Install stand-ins for those modules of slime that cannot be imported."""
     for name, attributes in _STAND_INS.items():
         try:
             importlib.import_module(name)

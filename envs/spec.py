@@ -1,13 +1,13 @@
-"""One environment of the registry: its checked entry, and the code that the entry names, imported on demand."""
+"""`EnvSpec`, one validated registry entry that imports its code on demand, and `EnvLimits`, its time limits."""
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib
 import importlib.util
 import traceback
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -26,7 +26,7 @@ _ENTRY_POINT = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(:[A-Za-z_]\w*)?$"
 
 
 class BuildEnv(Protocol):
-    """The entry point of an environment: a new episode for a sample."""
+    """The entry point of an environment: it builds the environment of one episode."""
 
     def __call__(self, sample: Sample, args: EnvArgs) -> Env: ...
 
@@ -44,7 +44,7 @@ class EnvSpec(BaseModel):
 
         spec = get_spec("geo3k")
         samples = spec.load_dataset("train", size=64, seed=0)
-        env = spec.load()(samples[0], spec.args())
+        env = load_env(spec)(samples[0], spec.args())
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -52,7 +52,7 @@ class EnvSpec(BaseModel):
     id: str = Field(min_length=1)
     entry_point: str = Field(pattern=_ENTRY_POINT, description="module:ATTRIBUTE, called with (sample, args)")
     version: str = Field(
-        default="1", min_length=1, description="changes when an episode would go otherwise; recordings keep it"
+        default="1", min_length=1, description="change it when episodes would differ; recordings keep it"
     )
     description: str = Field(description="one line for the list of environments")
     max_turns: int = Field(ge=1, description="model turns an episode may take")
@@ -61,35 +61,37 @@ class EnvSpec(BaseModel):
     )
     dataset_options: Mapping[str, Any] = Field(default={}, description="keywords for the built-in data set")
     system_prompt: str | None = Field(default=None, pattern=_REFERENCE, description="module:ATTRIBUTE of a string")
-    options: Mapping[str, Any] = Field(default={}, description="what build_env finds in args.options")
-    grader: GraderName = Field(default="math", description="how an answer is held against the label, see envs.grading")
+    options: Mapping[str, Any] = Field(default={}, description="build_env gets them as args.options")
+    grader: GraderName = Field(default="math", description="how an answer is compared with the label, see envs.grading")
     reward_max_val: float = Field(default=1.0, strict=False, description="reward of a right answer")
     reward_min_val: float = Field(default=0.0, strict=False, description="reward of a wrong answer")
     tool_format: ToolFormat | Literal["auto"] = Field(
-        default="auto", description="how a model writes a call; auto: as its chat template teaches"
+        default="auto", description="how a model writes a call; auto: as its chat template says"
     )
-    tool_calls: CallPolicy = Field(default="sequential", description="which calls of one turn are made, and how")
+    tool_calls: CallPolicy = Field(default="sequential", description="which calls of one turn run, and how")
     isolation: Literal["inline", "thread", "process"] = Field(
         default="thread",
         description="where the environment runs: inline on the event loop (it must be fast and never block), on a "
-        "thread, or in a process of its own, which may crash, hang in native code or be killed",
+        "thread, or in its own process, which may crash, hang in native code or be killed",
     )
     memory_limit_gib: float = Field(
         default=0.0, ge=0, strict=False, description="memory an isolated process may take; 0: no limit (Linux)"
     )
     reset_timeout_s: float = Field(default=60.0, gt=0, strict=False, description="time to build and reset")
     step_timeout_s: float = Field(default=30.0, gt=0, strict=False, description="time for a step, and for the reward")
-    retries: int = Field(default=0, ge=0, description="how often building and resetting is tried again")
+    retries: int = Field(default=0, ge=0, description="how often to repeat building and resetting after a fault")
     retry_backoff_s: float = Field(
         default=1.0, ge=0, strict=False, description="wait before a retry, doubled each time"
     )
-    compat: Literal["slime"] | None = Field(default=None, description="contract of another framework that the code has")
-    origin: str = Field(default="", exclude=True, description="the file that the entry stands in")
+    compat: Literal["slime"] | None = Field(
+        default=None, description="the other framework whose contract the code follows"
+    )
+    origin: str = Field(default="", exclude=True, description="the file that holds the entry")
 
     @model_validator(mode="before")
     @classmethod
     def _expand_gymnasium(cls, entry: Any) -> Any:
-        """Fill in what `gymnasium: ID`, the one-line entry of a Gymnasium environment, stands for."""
+        """Expand `gymnasium: ID`, the one-line entry of a Gymnasium environment."""
         if not isinstance(entry, dict) or "gymnasium" not in entry:
             return entry
         entry = dict(entry)
@@ -111,7 +113,7 @@ class EnvSpec(BaseModel):
         return self
 
     def args(self, max_turns: int | None = None, tool_format: ToolFormat = "hermes") -> EnvArgs:
-        """Return what `build_env` is given: the entry's settings, with the format that the model at hand writes."""
+        """Return the arguments of `build_env`: the entry's settings, with the tool format of the current model."""
         return EnvArgs(
             max_turns=max_turns or self.max_turns,
             tool_format=tool_format if self.tool_format == "auto" else self.tool_format,
@@ -123,11 +125,13 @@ class EnvSpec(BaseModel):
         )
 
     def source_digest(self) -> str:
-        """Return a hash of the code behind the entry point, without running it: of its module, or of all Python files
-        of the package that it lies in below the first; empty where it cannot be found."""
+        """Return a hash of the entry point's code without running it; empty if the code cannot be found.
+
+        It covers the module, or all Python files of its folder if the module lies in a sub-package.
+        """
         module = self.entry_point.partition(":")[0]
         try:
-            found = importlib.util.find_spec(module)  # imports the packages above it
+            found = importlib.util.find_spec(module)  # imports the parent packages
         except Exception:  # which may raise anything
             return ""
         if found is None or found.origin is None:
@@ -139,25 +143,16 @@ class EnvSpec(BaseModel):
         try:
             for file in files:
                 hashed.update(file.name.encode() + b"\0" + file.read_bytes())
-        except OSError:  # a module that is in no file, as those that Python itself holds
+        except OSError:  # a module without a file, such as a built-in one
             return ""
         return hashed.hexdigest()
 
-    def load(self) -> BuildEnv:
-        """Import the entry point and return its `build_env`; with `isolation: process`, both happen in a process.
+    def load_here(self) -> BuildEnv:
+        """Import the entry point into this process and return its `build_env`; `envs.execution.load` isolates it.
 
         Raises:
-            UserError: the module does not import (names the module and the cause), or has no such callable.
+            UserError: the module cannot be imported (the message names module and cause), or has no such callable.
         """
-        if self.isolation != "process":
-            return self.load_here()
-        from envs.isolation.process_env import ProcessEnv
-
-        ProcessEnv.check(self)
-        return functools.partial(ProcessEnv, self)
-
-    def load_here(self) -> BuildEnv:
-        """Import the entry point into this process and return its `build_env`; see `load` for the errors."""
         reference = self.entry_point if ":" in self.entry_point else f"{self.entry_point}:build_env"
         if self.compat == "slime":
             from envs.slime import adapt, install_stand_ins
@@ -170,7 +165,7 @@ class EnvSpec(BaseModel):
         """Return `size` samples of the built-in data set.
 
         Raises:
-            UserError: the entry names no data set, or one that does not import, raises or returns no samples.
+            UserError: the entry names no data set, or the data set cannot be imported, raises or returns no samples.
         """
         if self.dataset is None:
             fix = "name a data set with --data, or add `dataset` to the entry"
@@ -184,14 +179,14 @@ class EnvSpec(BaseModel):
         except UserError:
             raise
         except Exception as error:  # code of the environment's author
-            raise UserError(field, f"{call} must return samples", _cause(error), "mend the data set") from error
+            raise UserError(field, f"{call} must return samples", _cause(error), "fix the data set") from error
         if not (hasattr(samples, "__len__") and hasattr(samples, "__getitem__")):
             fix = "return a list of samples, or anything else with a length and an index"
             raise UserError(field, f"{call} must return samples", type(samples).__name__, fix)
         return samples
 
     def load_system_prompt(self) -> str | None:
-        """Return the text of the system prompt, None if the entry names none."""
+        """Return the text of the system prompt, or None if the entry names none."""
         if self.system_prompt is None:
             return None
         text = self._resolve("system_prompt", self.system_prompt)
@@ -235,9 +230,36 @@ def _cause(error: Exception) -> str:
 
 def _import_fix(error: Exception, module_name: str) -> str:
     if not isinstance(error, ModuleNotFoundError) or error.name is None:
-        return "mend the module"
+        return "fix the module"
     if module_name == error.name or module_name.startswith(f"{error.name}."):
         return "check the spelling, install it, or put its folder on PYTHONPATH"
     if error.name.partition(".")[0] == "slime":
         return "add `compat: slime` to the entry, or install 'slime', which the module imports"
     return f"install '{error.name}', which the module imports"
+
+
+@dataclass(frozen=True)
+class EnvLimits:
+    """The limits of one environment, in seconds.
+
+    `reset_timeout_s` bounds building and resetting together. `step_timeout_s` bounds a step with the formatting of its
+    observation, the reward, and closing. After a fault, building and resetting are repeated up to `retries` times,
+    after `retry_backoff_s`, then twice that, and so on. `inline` runs calls on the event loop, without time limits.
+    """
+
+    reset_timeout_s: float = 60.0
+    step_timeout_s: float = 30.0
+    retries: int = 0
+    retry_backoff_s: float = 1.0
+    inline: bool = False
+
+    @classmethod
+    def of(cls, spec: EnvSpec) -> EnvLimits:
+        """Return the limits of a registry entry."""
+        return cls(
+            reset_timeout_s=spec.reset_timeout_s,
+            step_timeout_s=spec.step_timeout_s,
+            retries=spec.retries,
+            retry_backoff_s=spec.retry_backoff_s,
+            inline=spec.isolation == "inline",
+        )

@@ -1,4 +1,4 @@
-"""Environments made of tools: typed methods marked with `tool` come in, the whole environment contract goes out."""
+"""`ToolEnv`: an environment whose methods marked with `tool` are the model's tools."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 from envs.env import Env, EnvArgs
 from envs.errors import did_you_mean
+from envs.execution.threads import call_on_thread
 from envs.grading import extract_boxed, score_text
-from envs.isolation.threads import call_on_thread
 from envs.tool_calls import ToolCall, ToolCallError, call_example, find_tool_calls, outside_tool_calls
 from envs.tools import BadArgumentsError, Tool, ToolError, ToolOptions, marked_methods, to_content
-from envs.types import Content, Message, Sample
+from envs.types import Content, Message, Sample, plain_text
 
 MAX_CALLS_PER_TURN = 16
 
@@ -38,21 +38,21 @@ class ToolEnv(Env):
         env.step('<tool_call>{"name": "price", "arguments": {"fruit": "apple"}}</tool_call>')[0]["obs_str"]     # "3"
         env.reward("\\\\boxed{3}")                                                                                # 1.0
 
-    The class itself is the entry point of its registry entry. A call that cannot be made is answered with what is wrong
-    and how to write it. A tool may set `self.done` (the task has ended) and put facts for the recording into
-    `self.info`. What a step's info holds besides those: `tool_calls`, a list with name, arguments and outcome of each
-    call, the outcome being "ok", "malformed", "truncated", "unknown_tool", "bad_arguments", "too_many_calls" or that of
-    the `ToolError` raised.
+    The class itself is the entry point of its registry entry. A broken call gets an answer that names the error and
+    shows a correct call. A tool may set `self.done` (the task has ended) and put facts for the recording into
+    `self.info`. A step's info also holds `tool_calls`, a list with name, arguments and outcome of each call. The
+    outcome is "ok", "malformed", "truncated", "unknown_tool", "bad_arguments", "too_many_calls" or that of a
+    `ToolError`.
     """
 
-    #: Other names under which a tool may be called, by name: not shown, and accepted.
+    #: Maps hidden names, which the model may also call, to names of tools.
     aliases: Mapping[str, str] = {}
 
     def __init_subclass__(cls) -> None:
-        """Refuse a tool in the place of a method that the contract needs."""
+        """Refuse a tool whose name is a method of the contract."""
         super().__init_subclass__()
         if taken := [name for name in marked_methods(cls) if hasattr(ToolEnv, name)]:
-            raise TypeError(f"tool {taken[0]!r} has the name of a method of ToolEnv; call the method otherwise")
+            raise TypeError(f"tool {taken[0]!r} has the name of a method of ToolEnv; rename the method")
 
     def __init__(self, sample: Sample, args: EnvArgs | None = None) -> None:
         self.sample = sample
@@ -66,15 +66,15 @@ class ToolEnv(Env):
             self.add_tool(getattr(self, name), options)
 
     def add_tool(self, function: Callable[..., Any], options: ToolOptions | None = None) -> None:
-        """Offer a function with typed parameters as a tool of this episode alone."""
+        """Offer a function with typed parameters as a tool in this episode only."""
         made = Tool.of(function, options)
         if made.name in self._tools:
-            raise ValueError(f"there is a tool {made.name!r} already; give this one another name with @tool(name=...)")
+            raise ValueError(f"there is already a tool {made.name!r}; give this one another name with @tool(name=...)")
         self._tools[made.name] = made
 
     @property
     def tools(self) -> Sequence[dict[str, Any]]:  # type: ignore[override]
-        """The tools' schemas, as the chat template takes them."""
+        """The tools' schemas, for the chat template."""
         if "_tools" not in vars(self):
             raise AttributeError("__init__ of a ToolEnv must begin with super().__init__(sample, args)")
         return [each.schema for each in self._tools.values()]
@@ -90,7 +90,7 @@ class ToolEnv(Env):
         return {}, {}
 
     def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
-        """Make the calls of one turn of the model, as `args.tool_calls` says, and return what they gave."""
+        """Run the calls of one model turn by the policy `args.tool_calls`, and return their results."""
         self.turn += 1
         self.info = {}
         found = self._find_calls(response_text)
@@ -102,9 +102,8 @@ class ToolEnv(Env):
             contents, records = [] if answer is None else [answer], []
         else:
             contents, records = self._make(found)
-        texts = [content if isinstance(content, str) else _text_of(content) for content in contents]
         messages = [{"role": "tool" if found else "user", "content": content} for content in contents]
-        observation = {"obs_str": "\n".join(texts), "messages": messages} if messages else {}
+        observation = {"obs_str": "\n".join(map(plain_text, messages)), "messages": messages} if messages else {}
         return observation, self.done, {"tool_calls": records, **self.info}
 
     def format_observation(self, observation: dict[str, Any]) -> Sequence[Message]:
@@ -112,13 +111,13 @@ class ToolEnv(Env):
         return observation["messages"]
 
     def no_call(self, response_text: str) -> str | None:
-        """Return what to answer a turn without any call; None, as here, ends the episode."""
+        """Return the answer to a turn without a call; None, the default, ends the episode."""
         return None
 
     def reward(self, final_text: str) -> float:
-        r"""Return the reward of the model's last text: the registry entry's grader holds it against the sample's label.
+        r"""Return the reward of the model's last text: the entry's grader compares its answer with the sample's label.
 
-        What stands inside a call is no final answer: beside a call, only a `\boxed{...}` outside of it counts.
+        Text inside a call is never the answer: in a text with calls, only a `\boxed{...}` outside of them counts.
         """
         if self.sample.label is None:
             raise ValueError(
@@ -131,18 +130,18 @@ class ToolEnv(Env):
         return self.args.reward(score)
 
     def close(self) -> None:
-        """Release the event loop of async tools; an environment with its own `close` calls this one too."""
+        """Release the event loop of async tools; a subclass with its own `close` must call this one."""
         runner, self._runner = self._runner, None
         if runner is None:
             return
         loop = runner.get_loop()
-        if loop.is_running():  # a tool that hangs: let it end on the thread that runs it
+        if loop.is_running():  # a tool hangs: cancel it on the thread that runs it
             loop.call_soon_threadsafe(lambda: [task.cancel() for task in asyncio.all_tasks(loop)])
         else:
             _off_loop(runner.close)
 
     def explain(self, call: ToolCall | ToolCallError, problem: str) -> str:
-        """Return the corrective text for a call that was not made; `problem` is a sentence that says why."""
+        """Return the answer to a broken call: the sentence `problem`, and an example of a correct call."""
         named = self._tool(call.name) if isinstance(call, ToolCall) else None
         example = named or next(iter(self._tools.values()))
         names = f" Tools: {', '.join(self._tools)}." if len(self._tools) > 1 and named is None else ""
@@ -155,7 +154,7 @@ class ToolEnv(Env):
         return self._tools.get(self.aliases.get(name, name))
 
     def _make(self, found: Sequence[ToolCall | ToolCallError]) -> tuple[list[Content], list[dict[str, Any]]]:
-        """Make the calls that the policy lets through; return the content and the record of each."""
+        """Run the calls that the policy allows; return the content and the record of each."""
         policy = self.args.tool_calls
         if policy == "single" and len(found) > 1:
             text = self.explain(found[0], f"One call a turn, got {len(found)}.")
@@ -169,7 +168,7 @@ class ToolEnv(Env):
             results = []
             for call in chosen:
                 results.append(self._run(self._call(call)) if self._is_async(call) else _finish(self._call(call)))
-                if self.done:  # what the model wrote after the call that ended the task is not done
+                if self.done:  # skip calls after the one that ended the task
                     break
         contents = [content for content, _ in results]
         records = [_record(call, outcome) for call, (_, outcome) in zip(chosen, results, strict=False)]
@@ -187,7 +186,7 @@ class ToolEnv(Env):
         return list(await asyncio.gather(*(one(call) for call in calls)))
 
     async def _call(self, call: ToolCall | ToolCallError) -> tuple[Content, str]:
-        """Make one call; return what the model is shown, and the outcome. Awaits nothing if the tool is not async."""
+        """Run one call; return the content for the model and the outcome. Awaits nothing unless the tool is async."""
         if isinstance(call, ToolCallError):
             return self.explain(call, call.reason), call.kind
         chosen = self._tool(call.name)
@@ -213,17 +212,17 @@ class ToolEnv(Env):
         raise AssertionError("the last try returns or raises")
 
     def _run(self, coroutine: Awaitable[Any]) -> Any:
-        """Run to its end on this environment's own event loop, so that tools may keep connections from turn to turn."""
+        """Run on this environment's own event loop, so that tools can keep connections between turns."""
         runner = self._runner = self._runner or asyncio.Runner()
         try:
             return _off_loop(runner.run, coroutine)
         finally:
-            if self._runner is not runner:  # closed meanwhile
+            if self._runner is not runner:  # closed by another thread
                 _off_loop(runner.close)
 
 
 def _off_loop(function: Callable[..., Any], *args: object) -> Any:
-    """Call where no event loop runs: here, or on another thread where the environment itself is called in place."""
+    """Call outside of any event loop: directly, or on another thread if this thread runs one."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -233,7 +232,7 @@ def _off_loop(function: Callable[..., Any], *args: object) -> Any:
 
 
 def _finish(coroutine: Any) -> Any:
-    """Run a coroutine that awaits nothing."""
+    """Run a coroutine that never waits, and return its value."""
     try:
         coroutine.send(None)
     except StopIteration as ended:
@@ -246,7 +245,3 @@ def _record(call: ToolCall | ToolCallError, outcome: str) -> dict[str, Any]:
     if isinstance(call, ToolCallError):
         return {"name": None, "arguments": None, "outcome": outcome, "reason": call.reason}
     return {"name": call.name, "arguments": call.arguments, "outcome": outcome}
-
-
-def _text_of(content: Sequence[Mapping[str, Any]]) -> str:
-    return "".join("<image>" if part["type"] == "image" else part["text"] for part in content)

@@ -1,4 +1,4 @@
-"""Tools from typed methods: a method in; its JSON schema, checked arguments and corrective text out."""
+"""Turns typed methods into tools: JSON schema, argument checks, and error texts for the model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import inspect
 import json
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
@@ -15,16 +15,16 @@ from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from envs.errors import did_you_mean
-from envs.types import Content
+from envs.types import Content, content_parts
 
 F = TypeVar("F", bound=Callable[..., Any])
 MAX_PROBLEMS_SHOWN = 3
 
 
 class ToolError(Exception):
-    """What a tool tells the model instead of a result; any other exception is a fault of the environment.
+    """A tool's error text for the model. Any other exception is a fault of the environment.
 
-    Example: ``raise ToolError("There is no room 7.")``; `outcome` is what the metrics count it as.
+    Example: ``raise ToolError("There is no room 7.")``; the metrics count it under `outcome`.
     """
 
     def __init__(self, message: str, outcome: str = "tool_error") -> None:
@@ -34,7 +34,7 @@ class ToolError(Exception):
 
 @dataclass(frozen=True)
 class ToolOptions:
-    """How a method is a tool: its name (empty: the method's), and how often it is tried again when it raises."""
+    """Options of a tool: its name (empty: the method's name), and how often to repeat it after an exception."""
 
     name: str = ""
     retries: int = 0
@@ -48,8 +48,9 @@ def tool(*, name: str = "", retries: int = 0, backoff_s: float = 0.5) -> Callabl
 def tool(method: F | None = None, *, name: str = "", retries: int = 0, backoff_s: float = 0.5) -> F | Callable[[F], F]:
     """Mark a method of a `ToolEnv` as a tool that the model may call.
 
-    Its parameters need types; its docstring is what the model reads, parameters too. It may be `async`. With `retries`,
-    an exception that is no `ToolError` is followed by another try after `backoff_s`, then twice that, and so on.
+    Every parameter needs a type. The model reads the docstring, with its parameters. The method may be `async`. After
+    an exception other than `ToolError` the tool runs again, up to `retries` times, after `backoff_s`, then twice that,
+    ...
 
     Example::
 
@@ -65,7 +66,7 @@ def tool(method: F | None = None, *, name: str = "", retries: int = 0, backoff_s
 
     def mark(method: F) -> F:
         if isinstance(method, staticmethod | classmethod):
-            raise TypeError("@tool goes on a plain method with self; take @staticmethod or @classmethod away")
+            raise TypeError("@tool needs a plain method with self; remove @staticmethod or @classmethod")
         method.__tool__ = options  # type: ignore[attr-defined]
         return method
 
@@ -73,12 +74,12 @@ def tool(method: F | None = None, *, name: str = "", retries: int = 0, backoff_s
 
 
 class BadArgumentsError(Exception):
-    """The arguments of a call break the tool's signature; the message says how, for the model."""
+    """The arguments of a call break the tool's signature; the message tells the model how."""
 
 
 @dataclass(frozen=True)
 class Tool:
-    """One tool, ready to be shown, checked and called.
+    """One tool: its schema, its argument check and its function.
 
     Example::
 
@@ -105,7 +106,7 @@ class Tool:
         """
         chosen: ToolOptions = options or getattr(function, "__tool__", ToolOptions())
         name = chosen.name or function.__name__
-        # What a class defines is read once; a function made for an episode is not kept after it.
+        # Cache methods of a class, but not functions that were created for one episode.
         method = getattr(function, "__func__", None)
         read = _read_signature if method is not None else _read_signature.__wrapped__
         arguments, schema, is_async = read(name, method or function)
@@ -113,18 +114,18 @@ class Tool:
 
     @property
     def example(self) -> dict[str, Any]:
-        """Arguments as a call of the required ones has them: ``{"answer": "...", "pieces": 1}``."""
+        """Example values of the required arguments: ``{"answer": "...", "pieces": 1}``."""
         parameters = self.schema["function"]["parameters"]
         required = parameters.get("required", ())
         return {name: _example(parameters["properties"][name]) for name in required}
 
     def check(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments as the method's types have them; what has a default and was not given is left out.
+        """Return the arguments converted to the method's types; omitted arguments with a default stay omitted.
 
-        Numbers given as text, or lists and objects given as JSON text, are converted.
+        Numbers in text form and lists and objects in JSON form are converted.
 
         Raises:
-            BadArgumentsError: with a text for the model.
+            BadArgumentsError: the arguments are wrong; the text is for the model.
         """
         try:
             return self._validated(arguments)
@@ -170,7 +171,7 @@ def _json_or_text(text: str) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def _read_signature(name: str, function: Callable[..., Any]) -> tuple[type[BaseModel], dict[str, Any], bool]:
-    """Return the model of a function's arguments, the tool's schema as the template takes it, and if it is async."""
+    """Return the pydantic model of the arguments, the tool's schema, and whether the function is async."""
     hints = typing.get_type_hints(function, include_extras=True)
     parsed = docstring_parser.parse(inspect.getdoc(function) or "")
     described = {parameter.arg_name: parameter.description or "" for parameter in parsed.params}
@@ -186,9 +187,9 @@ def _read_signature(name: str, function: Callable[..., Any]) -> tuple[type[BaseM
         default = ... if parameter.default is parameter.empty else parameter.default
         text = " ".join(described.get(parameter.name, "").split())
         field = Field(default, alias=parameter.name)
-        if text:  # else it may stand in the type's own Field
+        if text:  # otherwise the type's own Field may hold it
             field = Field(default, alias=parameter.name, description=text)
-        # Under a name of our own, for "schema" or "_x" cannot be fields of a model.
+        # Numbered names, because "schema" or "_x" cannot be fields of a model.
         fields[f"p{number}"] = (hints[parameter.name], field)
     config = ConfigDict(extra="forbid", coerce_numbers_to_str=True, arbitrary_types_allowed=False)
     arguments = create_model(name, __config__=config, **fields)
@@ -200,13 +201,13 @@ def _read_signature(name: str, function: Callable[..., Any]) -> tuple[type[BaseM
     return arguments, {"type": "function", "function": function_schema}, inspect.iscoroutinefunction(function)
 
 
-#: The keys of a schema in the order in which model cards write them.
+#: Schema keys in the order that model cards use.
 _ORDER = ("type", "enum", "description", "properties", "required")
 _SCHEMAS_BY_NAME = ("properties", "$defs", "patternProperties")
 
 
 def _tidy(schema: Any) -> Any:
-    """Drop pydantic's titles, which repeat the names and cost the model tokens, and put keys in the usual order."""
+    """Remove pydantic's titles, which repeat the names and cost tokens, and put the keys in the usual order."""
     if isinstance(schema, list):
         return [_tidy(item) for item in schema]
     if not isinstance(schema, dict):
@@ -227,37 +228,33 @@ def _example(schema: Mapping[str, Any]) -> Any:
 
 
 def to_content(value: object) -> Content:
-    """Return what a tool returned as a message's content: text, or a list of text and image parts.
+    """Convert a tool's result to a message's content: text, or a list of text and image parts.
 
-    Text stays as it is, a picture becomes an image part, a list or tuple with a picture in it becomes several parts.
-    None is empty text; numbers, lists, dicts and pydantic models are written as JSON.
+    Text stays unchanged, a picture becomes an image part, a list or tuple that holds a picture becomes several parts.
+    None becomes empty text; numbers, lists, dicts and pydantic models are written as JSON.
 
     >>> to_content(68), to_content({"x": 1.5}), to_content(["a", "b"])
     ('68', '{"x": 1.5}', '["a", "b"]')
 
     Raises:
-        TypeError: the value, or something in it, is none of these.
+        TypeError: the value, or a value in it, has another type.
     """
     if isinstance(value, Image.Image):
         return [{"type": "image", "image": value}]
     if isinstance(value, list | tuple) and any(isinstance(item, Image.Image) for item in value):
-        return [part for item in value for part in _parts(to_content(item))]
+        return [part for item in value for part in content_parts({"content": to_content(item)})]
     if isinstance(value, str):
-        return str.__str__(value)  # also of an enum's member
+        return str.__str__(value)  # plain text, also for a member of a text enum
     if value is None:
         return ""
     return json.dumps(value, ensure_ascii=False, default=_plain)
 
 
-def _parts(content: Content) -> Sequence[dict[str, Any]]:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
 def _plain(value: object) -> Any:
-    """Return what `json` can write of a value that it does not know."""
+    """Return a JSON form of a value that `json` cannot write."""
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json")
-    for method in ("tolist", "isoformat"):  # of arrays and their numbers; of dates and times
+    for method in ("tolist", "isoformat"):  # arrays and array numbers; dates and times
         if callable(found := getattr(value, method, None)):
             return found()
     if isinstance(value, set | frozenset):
@@ -269,9 +266,9 @@ def _plain(value: object) -> Any:
 
 @functools.cache
 def marked_methods(owner: type) -> Mapping[str, ToolOptions]:
-    """Return the methods of a class that are marked with `tool`, and how, in the order in which they were defined.
+    """Return the methods of a class that are marked with `tool`, with their options, in order of definition.
 
-    A method that overrides a marked one is a tool as well; ``price = None`` in a subclass takes the tool away.
+    A method that overrides a marked one is a tool too; ``price = None`` in a subclass removes the tool.
     """
     marked: dict[str, ToolOptions] = {}
     for base in reversed(owner.__mro__):

@@ -1,6 +1,6 @@
-"""Frozen types that every package shares: a task's row (`Sample`) and the chat messages it is shown as.
+"""Types that all packages share: `Sample`, one task, and the chat messages that show it to the model.
 
-A message is a plain dict, as chat templates take them: ``{"role": ..., "content": ...}`` where content is a string or a
+A message is a plain dict, as chat templates expect: ``{"role": ..., "content": ...}`` where content is a string or a
 list of parts, each ``{"type": "text", "text": str}`` or ``{"type": "image", "image": PIL.Image.Image}``.
 """
 
@@ -26,7 +26,7 @@ Content = str | list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Sample:
-    """One task: the prompt that the model is shown and the label that its answer is held against.
+    """One task: the prompt for the model, and the label that the answer is compared with.
 
     Example::
 
@@ -41,7 +41,7 @@ class Sample:
 
 
 def private(sample: Sample) -> Sample:
-    """Return the sample with a prompt and metadata of its own, so that one episode cannot change them for another.
+    """Return the sample with its own prompt and metadata, so that one episode cannot change them for another.
 
     Pictures are shared.
     """
@@ -62,7 +62,7 @@ class SampleSource(Protocol):
 
 
 class MadeSamples(Sequence[Sample]):
-    """Samples that are made when they are read: a subclass says how the one at a place from 0 to `size` - 1 is made.
+    """Samples that are created when they are read: a subclass creates the one at a place from 0 to `size` - 1.
 
     Example::
 
@@ -74,17 +74,17 @@ class MadeSamples(Sequence[Sample]):
     """
 
     def __init__(self, size: int) -> None:
-        """Take the number of samples; raise UserError where it is negative."""
+        """Set the number of samples; raise UserError if it is negative."""
         if size < 0:
             raise UserError("size", "must be at least 0", size, "give the number of samples")
         self.size = size
 
     @abstractmethod
     def make(self, place: int) -> Sample:
-        """Return the sample at a place; the same one every time."""
+        """Return the sample at a place; always the same one."""
 
     def place(self, index: int) -> int:
-        """Return the place of an index from -size to size - 1."""
+        """Return the place of an index in -size to size - 1."""
         if not -self.size <= index < self.size:
             raise IndexError(f"index {index} is out of range for {self.size} samples")
         return index % self.size
@@ -105,17 +105,22 @@ class MadeSamples(Sequence[Sample]):
 
 
 def well_formed(text: str) -> str:
-    """Return the text with U+FFFD for each half of a surrogate pair, which no tokenizer and no file takes.
+    """Replace each half of a surrogate pair by U+FFFD, because no tokenizer and no file accepts one.
 
-    A model writes one as the JSON escape of half an emoji.
+    A model can write one as the JSON escape of half an emoji.
     """
     return _HALF_PAIR.sub("\ufffd", text)
 
 
 def content_parts(message: Message) -> list[dict[str, Any]]:
-    """Return a message's content as a list of parts, whichever of the two forms it has."""
+    """Return a message's content as a list of parts, also if it is a string."""
     content = message.get("content") or ""
     return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+
+
+def plain_text(message: Message) -> str:
+    """Return a message's text, with ``<image>`` for each picture."""
+    return "".join("<image>" if part["type"] == "image" else part["text"] for part in content_parts(message))
 
 
 def message_images(messages: Sequence[Message]) -> Iterator[Image.Image]:

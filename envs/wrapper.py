@@ -1,24 +1,24 @@
-"""An environment around another one, to look at or change what goes in and comes out."""
+"""`Wrapper`: an environment around another one, to observe or change its inputs and results."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from envs.contract import EpisodeEnv
 from envs.env import Env
-from envs.runner import EpisodeEnv
 from envs.types import Message
 
 _CONTRACT = tuple(name for name in vars(EpisodeEnv) if not name.startswith("_"))
 
 
 def can_be_wrapped(env: object) -> bool:
-    """Return whether an object has all that an episode needs; `EnvRunner` says what another one lacks."""
+    """Return whether an object has all members of the contract; `EnvRunner` reports the missing ones."""
     return all(hasattr(env, name) for name in _CONTRACT)
 
 
 class Wrapper(Env):
-    """An environment around another one: everything goes through, and a subclass changes some of it.
+    """An environment that forwards every call to another one; a subclass changes some of them.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""Small builders that tests of agents and trainer share: a checkpoint, pictures, prompts, requests, streams.
+"""Small builders that tests of agents and trainer share: a checkpoint, requests, streams.
 
 Legend: B rows, T tokens, V vocabulary.
 """
@@ -6,20 +6,21 @@ Legend: B rows, T tokens, V vocabulary.
 from __future__ import annotations
 
 import asyncio
+import copy
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from agents.engines.hf import HFEngine
-from agents.logprobs import sampling_logprobs
-from agents.model import PolicyModel
-from agents.packed import VisionBatch
-from agents.positions import mrope_positions
-from agents.renderer import Rendered, Renderer
+from agents.model.mrope import mrope_positions
+from agents.model.packed import VisionBatch
+from agents.model.policy import PolicyModel
+from agents.model.stream_logprobs import sampling_logprobs
+from agents.rendering.renderer import Rendered, Renderer
 from agents.types import (
     Completion,
     EndReason,
@@ -30,7 +31,6 @@ from agents.types import (
     TrajectoryGroup,
     Turn,
 )
-from envs.types import Sample
 from trainer.starter.architecture import SHAPES, build_config, build_tokenizer, write_parts
 from trainer.starter.demonstrations import corpus
 
@@ -51,20 +51,14 @@ def write_tiny_checkpoint(folder: Path) -> None:
     network.save_pretrained(folder)
 
 
-def picture(width: int = 64, height: int = 64, seed: int = 0) -> Image.Image:
-    """Return a picture of random pixels; its sides are multiples of 32, so each 32 x 32 square is one token."""
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    return Image.fromarray(pixels)
+@functools.lru_cache(maxsize=16)
+def _loaded(folder: Path) -> PolicyModel:
+    return PolicyModel.load(folder)
 
 
-def question(text: str, *images: Image.Image) -> tuple[dict, ...]:
-    """Return a one-message prompt that shows images, then text."""
-    parts = [{"type": "image", "image": image} for image in images]
-    return ({"role": "user", "content": [*parts, {"type": "text", "text": text}]},)
-
-
-def sample(text: str = "Find x.", *images: Image.Image, id: str = "sample") -> Sample:
-    return Sample(id=id, prompt=question(text, *images), label="5")
+def fresh_model(folder: Path) -> PolicyModel:
+    """Return a copy of a checkpoint's network that the test may change; the folder is read once."""
+    return copy.deepcopy(_loaded(folder))
 
 
 def sampling(renderer: Renderer, temperature: float = 1.0) -> SamplingParams:

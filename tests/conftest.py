@@ -1,31 +1,35 @@
-"""Fixtures that tests of agents and trainer share: one tiny random checkpoint for the whole session."""
+"""Settings of all tests, and fixtures that tests of agents and trainer share: one tiny random checkpoint a session.
+
+Nothing here imports torch before a test asks for it, so `pytest tests/envs` runs without it.
+"""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from hypothesis import settings
 
-from agents.model import PolicyModel
-from agents.renderer import Renderer
-from tests.builders import write_tiny_checkpoint
+from tests.budget import examples
 
-# A first call may be slow (imports, caches), and a busy machine is no bug.
-settings.register_profile("no-deadline", deadline=None)
-settings.load_profile("no-deadline")
+if TYPE_CHECKING:
+    from agents.model.policy import PolicyModel
+    from agents.rendering.renderer import Renderer
 
+# The networks here are so small that threads only get in each other's way. Read when torch is imported.
+os.environ["OMP_NUM_THREADS"] = "1"
 
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> None:
-    """The networks here are so small that threads only get in each other's way."""
-    torch.set_num_threads(1)
+settings.register_profile("budget", examples(settings.default.max_examples))
+settings.load_profile("budget")
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A complete Qwen3-VL checkpoint folder with random weights."""
+    from tests.builders import write_tiny_checkpoint
+
     folder = tmp_path_factory.mktemp("checkpoint")
     write_tiny_checkpoint(folder)
     return folder
@@ -33,10 +37,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def renderer(checkpoint: Path) -> Renderer:
+    from agents.rendering.renderer import Renderer
+
     return Renderer.from_checkpoint(checkpoint)
 
 
 @pytest.fixture
 def model(checkpoint: Path) -> PolicyModel:
     """A copy of the tiny network that the test may change."""
-    return PolicyModel.load(checkpoint)
+    from tests.builders import fresh_model
+
+    return fresh_model(checkpoint)

@@ -1,4 +1,4 @@
-"""What tests read of recordings: the plain lines, as any program sees them."""
+"""What tests read of runs and recordings: the plain lines, as any program sees them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a whole file of gzip members."""
-    with gzip.open(path, "rt", encoding="utf-8") as lines:
+    """Return the lines of a whole file, which may be one of gzip members."""
+    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
         return [json.loads(line) for line in lines]
 
 

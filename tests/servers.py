@@ -15,9 +15,17 @@ from agents.engines.sglang.servers import free_ports
 
 @contextmanager
 def serving(checkpoint: Path) -> Iterator[str]:
-    """Run `tests.agents.sglang_server` on a checkpoint; gives its address, once it answers or a minute has passed."""
+    """Run `tests.agents.engines.sglang_server` on a checkpoint; yield its address once it answers."""
     (port,) = free_ports(1)
-    command = [sys.executable, "-m", "tests.agents.sglang_server", "--model-path", str(checkpoint), "--port", str(port)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.agents.engines.sglang_server",
+        "--model-path",
+        str(checkpoint),
+        "--port",
+        str(port),
+    ]
     process = subprocess.Popen(command)
     url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 60
     try:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from agents.renderer import Renderer
+from agents.rendering.renderer import Renderer
 from agents.types import EndReason, Trajectory
 from envs.types import message_images
 

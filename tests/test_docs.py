@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
-import os
 import re
 import subprocess
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +20,15 @@ from envs.registry import get_spec
 from envs.spec import EnvSpec
 from envs.tool_calls import ToolCall, find_tool_calls
 from envs.types import Sample
+from tests.pages import code_block, session
+from tests.paths import ROOT
+from tests.processes import run_command
 
-ROOT = Path(__file__).parents[1]
 FILE = ROOT / "docs" / "environments.md"
 
 
 def page() -> str:
     return FILE.read_text(encoding="utf-8")
-
-
-def block(language: str, word: str) -> str:
-    """Return the code block of a language that holds a word."""
-    return next(text for text in re.findall(rf"```{language}\n(.*?)```", page(), re.DOTALL) if word in text)
 
 
 def key_table() -> str:
@@ -51,32 +48,20 @@ def key_table() -> str:
 def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder outside the repository with the files of the example."""
     folder = tmp_path_factory.mktemp("dots")
-    (folder / "dots.py").write_text(block("python", "# dots.py"))
-    (folder / "registry.yaml").write_text(block("yaml", "# registry.yaml"))
+    (folder / "dots.py").write_text(code_block(page(), "python", "# dots.py"))
+    (folder / "registry.yaml").write_text(code_block(page(), "yaml", "# registry.yaml"))
     return folder
 
 
-def command(folder: Path, line: str, written: str = "", *more: str) -> subprocess.CompletedProcess[str]:
+def command(folder: Path, argv: Sequence[str], written: str = "", *more: str) -> subprocess.CompletedProcess[str]:
     """Run a command of the page in a folder, as a user does who has installed the package."""
-    program, *argv = line.split()
-    assert program == "python"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "110"}
-    return subprocess.run(
-        [sys.executable, *argv, *more], cwd=folder, env=environment, input=written, capture_output=True, text=True,
-        timeout=280,
-    )  # fmt: skip
-
-
-def session(word: str) -> tuple[str, str]:
-    """Return the command and the output of a console block of the page."""
-    text = block("console", word)
-    first, _, output = text.partition("\n")
-    return first.removeprefix("$ "), output
+    env = {"PYTHONPATH": str(ROOT), "COLUMNS": "110"}
+    return run_command(*argv, *more, cwd=folder, env=env, written=written, timeout_s=280)
 
 
 def test_the_example_passes_the_check_with_the_output_shown(example: Path) -> None:
-    line, shown = session("envs.check")
-    done = command(example, line)
+    argv, shown = session(page(), "envs.check")
+    done = command(example, argv)
     assert done.returncode == 0, done.stdout + done.stderr
 
     def results(text: str) -> list[tuple[str, str]]:
@@ -89,9 +74,9 @@ def test_the_example_passes_the_check_with_the_output_shown(example: Path) -> No
 
 
 def test_the_example_plays_in_the_terminal_as_shown(example: Path) -> None:
-    line, shown = session("agents.play")
+    argv, shown = session(page(), "agents.play")
     typed = ':call zoom {"half": "left"}\n.\n\\boxed{1}\n.\n'
-    done = command(example, line, typed)
+    done = command(example, argv, typed)
     assert done.returncode == 0, done.stderr
     without_typed = [line for line in shown.splitlines() if line not in typed.splitlines()]
     assert done.stdout.splitlines() == without_typed
@@ -100,9 +85,9 @@ def test_the_example_plays_in_the_terminal_as_shown(example: Path) -> None:
 
 # Trains: the tiny network of the tests in place of the bundled model, everything else as on the page.
 def test_the_example_trains(example: Path, checkpoint: Path) -> None:
-    line, _ = session("trainer.run")
+    argv, _ = session(page(), "trainer.run")
     small = ["--model", str(checkpoint), "--group-size", "2", "--max-new-tokens", "30", "--eval-size", "2"]
-    done = command(example, line, "", *small, "--name", "docs")
+    done = command(example, argv, "", *small, "--name", "docs")
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((example / "runs" / "docs" / "summary.json").read_text())
     assert sum(summary["end_reasons"].values()) == 3 * 16
@@ -110,8 +95,8 @@ def test_the_example_trains(example: Path, checkpoint: Path) -> None:
 
 
 def test_the_test_of_the_page_passes(example: Path) -> None:
-    (example / "test_dots.py").write_text(block("python", "def test_my_environment_is_sound"))
-    done = command(example, "python -m pytest -q -p no:cacheprovider test_dots.py")
+    (example / "test_dots.py").write_text(code_block(page(), "python", "def test_my_environment_is_sound"))
+    done = command(example, ["pytest", "-q", "-p", "no:cacheprovider", "test_dots.py"])
     assert done.returncode == 0, done.stdout
 
 
@@ -122,7 +107,7 @@ def test_every_registry_key_is_in_the_table_with_its_default_and_meaning() -> No
 def test_every_check_policy_and_grader_is_on_the_page() -> None:
     claims = page().split("| check | claim |")[1].split("\n\n")[0]
     named = re.findall(r"^\| ([a-z ]+) \|", claims, re.MULTILINE)
-    _, shown = session("envs.check")
+    _, shown = session(page(), "envs.check")
     assert named == re.findall(r"^ ([a-z][a-z ]*?)  +(?:passed|n/a)  ", shown, re.MULTILINE)
     for name in (*CallPolicy.__args__, *GRADERS):
         assert f"`{name}`" in page(), name
@@ -136,19 +121,19 @@ def test_the_calls_on_the_page_are_read_as_calls() -> None:
 
 @pytest.mark.parametrize(("word", "env_id"), [("gymnasium: FrozenLake-v1", "frozen_lake"), ("compat: slime", "theirs")])
 def test_the_one_line_entries_of_the_page_are_valid(word: str, env_id: str, tmp_path: Path) -> None:
-    (tmp_path / "registry.yaml").write_text(block("yaml", word))
+    (tmp_path / "registry.yaml").write_text(code_block(page(), "yaml", word))
     assert get_spec(env_id, tmp_path / "registry.yaml").max_turns > 1
 
 
 def test_the_gymnasium_example_of_the_page_runs() -> None:
     names: dict[str, object] = {}
-    exec(block("python", "import gymnasium"), names)
+    exec(code_block(page(), "python", "import gymnasium"), names)
     assert names["reward"] in (0.0, 1.0) and names["terminated"] and not names["truncated"]
 
 
 def test_the_plain_environment_of_the_page_plays_by_its_rules() -> None:
     names: dict[str, Any] = {}
-    exec(block("python", "class FindEnv"), names)
+    exec(code_block(page(), "python", "class FindEnv"), names)
     sample = Sample("0", (), label="q", metadata={"picture": Image.new("RGB", (32, 32))})
     env = names["FindEnv"](sample, EnvArgs(max_turns=3))
     message = env.format_observation(env.reset()[0])
@@ -161,9 +146,109 @@ def test_the_plain_environment_of_the_page_plays_by_its_rules() -> None:
 def test_every_flag_of_the_page_on_rollouts_is_one_of_the_command() -> None:
     text = (ROOT / "docs" / "rollouts.md").read_text(encoding="utf-8")
     named = set(re.findall(r"--[a-z][a-z0-9-]+", text)) - {"--enable-fp32-lm-head", "--tokenizers"}
-    done = subprocess.run(
-        [sys.executable, "-m", "trainer.run", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    done = run_command("trainer.run", "--help")
     known = set(re.findall(r"--[a-z][a-z0-9-]+", done.stdout))
     assert len(named) > 20
     assert named <= known, sorted(named - known)
+
+
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+PACKAGES = ("envs", "agents", "trainer")
+#: The rows of both tables of the page on architecture: the path of one token, and where things are.
+ROWS = re.findall(r"^\| .* \|$", ARCHITECTURE.split("## The tree")[0], re.MULTILINE)
+
+
+def tree() -> list[Path]:
+    """Return the paths of the tree on the page on architecture; a line is indented below the line of its folder."""
+    folders: list[Path] = []
+    found = []
+    for line in ARCHITECTURE.split("## The tree")[1].split("```text\n")[1].split("```")[0].splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2
+        name = line.split()[0]
+        path = ROOT.joinpath(*folders[:depth], name)
+        folders[depth:] = [Path(name)]
+        assert path.is_dir() == name.endswith("/"), path
+        found.append(path)
+    return found
+
+
+def test_every_path_of_the_tree_exists() -> None:
+    missing = [str(path.relative_to(ROOT)) for path in tree() if not path.exists()]
+    assert missing == []
+    assert len(tree()) > 150
+
+
+def test_every_folder_and_every_file_at_the_top_of_a_package_is_in_the_tree() -> None:
+    shown = set(tree())
+    for package in PACKAGES:
+        files = [path for path in (ROOT / package).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+        there = {file.parent for file in files} | {file for file in files if file.parent == ROOT / package}
+        missing = [str(path.relative_to(ROOT)) for path in there - shown if path.name != "__init__.py"]
+        assert missing == []
+
+
+def test_where_the_tree_lists_a_file_of_a_folder_it_lists_them_all() -> None:
+    shown = set(tree())
+    for folder in {path.parent for path in shown if path.suffix == ".py"}:
+        missing = [file.name for file in folder.glob("[a-z]*.py") if file not in shown]
+        assert missing == [], folder
+
+
+def test_the_tables_of_the_architecture_name_files_and_what_is_in_them() -> None:
+    assert len(ROWS) > 35
+    for row in ROWS:
+        words = re.findall(r"`([^`]+)`", row.split(" | ", 1)[1])
+        paths = [ROOT / word for word in words if "/" in word or word == "registry.yaml"]
+        assert all(path.exists() for path in paths), row
+        files = [file for path in paths for file in ([path] if path.is_file() else path.glob("*.py"))]
+        texts = [file.read_text(encoding="utf-8") for file in files]
+        for word in words:
+            if word.endswith(".py"):
+                assert any(file.name == Path(word).name for file in files), f"{word}: {row}"
+            elif re.fullmatch(r"[A-Za-z_]+(\.[a-z_]+)?", word) and ROOT / word not in paths:
+                name = word.split(".")[-1]
+                assert any(re.search(rf"\b{name}\b", text) for text in texts), f"{word}: {row}"
+
+
+def test_every_term_of_the_glossary_names_a_file_and_has_one_entry() -> None:
+    text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    entries = re.findall(r"^\| ([a-z -]+) \| .* \| `([\w/.]+)` \|$", text, re.MULTILINE)
+    terms = [term for term, _ in entries]
+    assert 30 <= len(terms) <= 40 and len(set(terms)) == len(terms)
+    assert len(terms) == len(re.findall(r"^\| ", text, re.MULTILINE)) - 1  # besides the heading
+    assert [path for _, path in entries if not (ROOT / path).is_file()] == []
+
+
+def test_every_local_link_of_the_pages_leads_to_a_file_and_a_heading() -> None:
+    pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    for source in pages:
+        for target in re.findall(r"\]\(([^)\s]+)\)", source.read_text(encoding="utf-8")):
+            if target.startswith("http"):
+                continue
+            name, _, heading = target.partition("#")
+            file = (source.parent / name).resolve() if name else source
+            assert file.exists(), f"{source.name}: {target}"
+            assert not heading or heading in headings(file), f"{source.name}: {target}"
+
+
+def headings(file: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", file.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_every_file_that_a_page_names_exists() -> None:
+    pattern = r"(?<![\w/.-])((?:agents|benchmarks|docs|envs|tests|trainer)/[\w./-]+\.(?:py|md|json|yaml|jinja|png))"
+    for source in [*(ROOT / "docs").glob("*.md"), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]:
+        named = set(re.findall(pattern, source.read_text(encoding="utf-8"))) - {"trainer/config/recipes/NAME.yaml"}
+        assert [name for name in named if not (ROOT / name).exists()] == [], source.name
+
+
+def test_every_command_of_the_pages_is_a_module() -> None:
+    for source in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]:
+        modules = set(
+            re.findall(rf"python -m ((?:{'|'.join(PACKAGES)}|benchmarks)\.[\w.]*\w)", source.read_text("utf-8"))
+        )
+        for module in modules:
+            assert importlib.util.find_spec(module) is not None, f"{source.name}: python -m {module}"

@@ -1,6 +1,6 @@
-"""From a checkpoint to a model: `python -m trainer.export runs/x` writes a Hugging Face folder, adapters merged.
+"""Write a checkpoint's model as a Hugging Face folder, with adapters merged: `python -m trainer.export runs/x`.
 
-Nothing of the run but its settings, its checkpoint and the model that it began from is needed: no GPU, no data.
+It reads the run's settings, its checkpoint and the model that the run started from. It needs no GPU and no data.
 """
 
 from __future__ import annotations
@@ -13,46 +13,48 @@ from typing import Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-from agents.renderer import Renderer
+from agents.recording.run_files import CONFIG
+from agents.rendering.renderer import Renderer
 from agents.types import SamplingParams
-from envs.cli import exit_code, parse
-from envs.config_file import parse_yaml, read_file
+from envs.config.cli import exit_code, parse
+from envs.config.files import parse_yaml, read_file
+from envs.config.settings import validate
 from envs.errors import UserError
-from envs.settings import validate
-from trainer.checkpoint import Checkpoint, damage, found_steps, newest_whole
-from trainer.config import LearnerConfig, RunConfig
-from trainer.folder import CHECKPOINTS, CONFIG, found_folder
-from trainer.layers import read_config
-from trainer.learner import Learner
-from trainer.loading import empty_model
-from trainer.parts import write_model
-from trainer.setup import resolve_model, template_options
-from trainer.supervised.config import SftConfig
+from trainer.checkpoint.checkpointer import Checkpoint, damage, found_steps, newest_whole
+from trainer.checkpoint.run_dir import CHECKPOINTS, found_folder
+from trainer.config.learner import LearnerConfig
+from trainer.config.run import RunConfig
+from trainer.config.sft import SftConfig
+from trainer.config.sources import read_config
+from trainer.learner.fsdp_learner import FSDPLearner
+from trainer.learner.weights_io import empty_model
+from trainer.setup.model_source import resolve_model, template_options
+from trainer.setup.run_context import write_model
 
 
 class ExportConfig(BaseModel):
-    """Which checkpoint, and where its model goes."""
+    """Which checkpoint to export, and where to."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     run: Path = Field(description="run folder")
     step: int | None = Field(default=None, ge=0, description="checkpoint of this step; empty: the newest whole one")
     to: Path | None = Field(default=None, description="folder to write; empty: model-step-N in the run folder")
-    dtype: Literal["bfloat16", "float32"] = Field(default="bfloat16", description="what weights are written in")
+    dtype: Literal["bfloat16", "float32"] = Field(default="bfloat16", description="dtype of the written weights")
 
 
 def export(config: ExportConfig) -> Path:
     """Write the model; return its folder.
 
     Raises:
-        UserError: there is no such run or checkpoint, or it is damaged.
+        UserError: there is no such run or checkpoint, or the checkpoint is damaged.
     """
     folder = found_folder(config.run)
     checkpoint = _chosen(folder, config.step)
     target = config.to or folder / f"model-step-{checkpoint.step}"
     run = _settings(folder / CONFIG)
     path = resolve_model(run.model.model)
-    # Only what gives the network its parameters matters; and it is done here, whatever the run was done on.
+    # Only the settings that decide the network's parameters matter; it runs in this process, whatever the run used.
     learner_config = LearnerConfig(
         lora_rank=run.learner.lora_rank,
         lora_alpha=run.learner.lora_alpha,
@@ -60,7 +62,9 @@ def export(config: ExportConfig) -> Path:
         freeze_vision=run.learner.freeze_vision,
         compile="off",
     )
-    learner = Learner(empty_model(path), SamplingParams(), run.steps, config=learner_config, path=path, seed=run.seed)
+    learner = FSDPLearner(
+        empty_model(path), SamplingParams(), run.steps, config=learner_config, path=path, seed=run.seed
+    )
     learner.restore(checkpoint.learner, with_optimizer=False)
     renderer = Renderer.from_checkpoint(path, template_options(run.model))
     write_model(learner, renderer, target, getattr(torch, config.dtype))
@@ -68,13 +72,14 @@ def export(config: ExportConfig) -> Path:
 
 
 def _settings(file: Path) -> RunConfig | SftConfig:
-    """Return the settings of a run folder, whichever command has made it."""
+    """Return the settings of a run folder, of reinforcement or of supervised training."""
     if "batch_size" in (parse_yaml(file.read_text(encoding="utf-8"), str(file)) or ()):
         return validate(SftConfig, read_file(SftConfig, file))
     return read_config(file)
 
 
 def _chosen(folder: Path, step: int | None) -> Checkpoint:
+    """Return the checkpoint of a step, or the newest whole one."""
     steps = found_steps(folder / CHECKPOINTS)
     if step is None:
         found = newest_whole(folder / CHECKPOINTS, lambda text: print(text, file=sys.stderr))
@@ -83,15 +88,15 @@ def _chosen(folder: Path, step: int | None) -> Checkpoint:
         return found
     chosen = next((checkpoint for checkpoint in steps if checkpoint.step == step), None)
     if chosen is None:
-        there = ", ".join(str(checkpoint.step) for checkpoint in steps) or "none"
-        raise UserError("--step", "must be the step of a checkpoint", step, f"there are: {there}")
+        existing = ", ".join(str(checkpoint.step) for checkpoint in steps) or "none"
+        raise UserError("--step", "must be the step of a checkpoint", step, f"there are: {existing}")
     if fault := damage(chosen):
         raise UserError("--step", "must be the step of a whole checkpoint", step, f"give another one ({fault})")
     return chosen
 
 
 def run(argv: Sequence[str] | None) -> int:
-    """Parse, write, say where."""
+    """Parse the flags, write the model and print its folder."""
     config = parse(ExportConfig, argv, "python -m trainer.export", "Write the model of a checkpoint.")
     print(export(config))
     return 0

@@ -1,4 +1,4 @@
-"""Frozen types on the way from trajectories to an optimizer step.
+"""The frozen types between trajectories and an optimizer step.
 
 Legend: T tokens of a stream, N model tokens of a micro-batch in row order.
 """
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agents.packed import PackedStreams
+from agents.model.packed import PackedStreams
 from agents.types import ProcessedImage
 
 
@@ -20,10 +20,10 @@ from agents.types import ProcessedImage
 class TrainingSample:
     """One trajectory with its advantage, and the weight of each of its model tokens in the step's loss.
 
-    `weight` already holds the update's global denominator (`trainer.aggregation`). So however samples are split into
-    micro-batches or ranks, their gradients simply add up. `key` is `Trajectory.key`, that of its episode.
-    The first `prefix_length` tokens, with `num_prefix_images` of the images, are the prompt, which others may share.
-    `turns_T` is the number of the model turn that a token is of, from 1; 0 where the model did not write.
+    `weight` already holds the update's global denominator (`trainer.algorithms.aggregation`), so gradients of
+    micro-batches and ranks simply add up, however the samples are split. `key` is `Trajectory.key`.
+    The first `prefix_length` tokens, with `num_prefix_images` of the images, are the prompt, which other samples may
+    share. `turns_T` is the model turn of each token, from 1; 0 for tokens that the model did not write.
     """
 
     ids_T: NDArray[np.int64]
@@ -41,7 +41,7 @@ class TrainingSample:
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """Samples with one prompt, packed: the prompt once, then what each sample adds to it.
+    """Samples with the same prompt, packed: the prompt once, then the other tokens of each sample.
 
     Example: three samples of 10, 12 and 15 tokens with a prompt of 8 are a row of 8 + 2 + 4 + 7 = 21 tokens.
     """
@@ -66,15 +66,15 @@ class Row:
 
     @property
     def has_advantage(self) -> bool:
-        """Whether any sample has an advantage; if none has, the gradient of the row's policy loss is exactly 0."""
+        """Whether the advantage of any sample is not 0; otherwise the row's policy loss has a gradient of exactly 0."""
         return any(s.advantage != 0 for s in self.samples)
 
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Rows packed after each other, with what the loss needs of every model token.
+    """Rows packed one after another, with the inputs of the loss for every model token.
 
-    `samples` are the samples whose model tokens follow each other in all tensors; `sample_N` numbers them.
+    All tensors hold the model tokens of `samples` in that order; `sample_N` is the number of each token's sample.
     """
 
     samples: tuple[TrainingSample, ...]
@@ -88,14 +88,16 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class StepStats:
-    """What one training step saw, over all model tokens of the step on all ranks.
+    """Statistics of one training step, over all model tokens of the step on all ranks.
 
-    `rollout_train_kl` is the k3 estimate, mean(rho - 1 - log rho) with log rho = trainer - rollout log-prob, taken with
-    the weights that the step starts from; `kl_by_turn[k - 1]` is that over the tokens of turn k alone.
-    `logprob_gap_*` are of |trainer - rollout|. `entropy` is in nats per token. `loss`, `grad_norm` and `objective`,
-    which holds the objective's own figures by name, are means over the step's updates; `num_skipped` counts updates
-    that were left out because their gradient was not finite. `logprobs` holds the trainer's log-probs of the N model
-    tokens of every sample that was trained on, by its key, with the weights that the step starts from.
+    - `loss`, `grad_norm`, `objective`: means over the step's updates; `objective` holds the objective's own metrics.
+    - `num_skipped`: updates that were skipped because their gradient was not finite.
+    - `rollout_train_kl`: the k3 estimate, mean(rho - 1 - log rho) with log rho = trainer - rollout log-prob, under the
+      weights that the step starts from. `kl_by_turn[k - 1]` is the same over the tokens of turn k alone.
+    - `logprob_gap_*`: of |trainer - rollout| log-probs.
+    - `entropy`: nats per token.
+    - `logprobs`: the trainer's log-probs of the N model tokens of every training sample, by its key, under the weights
+      that the step starts from.
     """
 
     loss: float

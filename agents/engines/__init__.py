@@ -1,1 +1,1 @@
-"""Engines: one protocol (`agents.engine`), one file per engine."""
+"""Engines, which write the model's turns: one protocol (`agents.engines.base`), one module or folder per engine."""

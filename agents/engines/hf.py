@@ -1,9 +1,9 @@
-"""The embedded engine: batches every live episode through one network in this process.
+"""The embedded engine: runs all episodes as batches through one network in this process.
 
-A batch starts when all open sessions wait for a turn, so a run with one seed always forms the same batches; only an
-environment slower than `max_wait_s` is not waited for. Each session's keys and values are kept between turns: a later
-turn reads only what is new. Sessions with one prompt read it once. A batch can be cut at any token, by `pause` or row
-by row by cancelling who waits.
+A batch starts when all open sessions wait for a turn, so a run with one seed always forms the same batches; the engine
+waits at most `max_wait_s` for a slow environment. Each session's keys and values are kept between turns: a later turn
+reads only what is new. Sessions with the same prompt read it once. `pause` stops a batch at its next token; cancelling
+`generate` stops its row.
 
 Legend: B rows of a batch, T new tokens, C cached columns, V vocabulary.
 """
@@ -21,29 +21,30 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agents.engines.hf_batch import BatchCache, PendingTurn, Read, draw, unique_streams, unread_images
-from agents.logprobs import stream_logprobs
-from agents.model import PolicyModel
-from agents.packed import VisionBatch
-from agents.positions import mrope_positions
+from agents.engines.hf_batch import BatchCache, CachedPrefix, PendingTurn, draw, unique_streams, unread_images
+from agents.model.mrope import mrope_positions
+from agents.model.packed import VisionBatch
+from agents.model.policy import PolicyModel
+from agents.model.stream_logprobs import stream_logprobs
 from agents.types import Completion, GenerateRequest, ProcessedImage
 
 
 @dataclass(eq=False)
 class _Session:
-    """A session, and what the network has read of its stream."""
+    """A session, and the part of its stream that the network has read."""
 
     engine: HFEngine
     order: int
-    read: Read = field(default_factory=Read)
+    prefix: CachedPrefix = field(default_factory=CachedPrefix)
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        assert request.ids[: len(self.read.ids)] == self.read.ids, "the stream must extend what the session has read"
+        prefix_ids = self.prefix.ids
+        assert request.ids[: len(prefix_ids)] == prefix_ids, "the stream must extend what the session has read"
         return await self.engine.submit(self, request)
 
-    def forget(self) -> None:
-        """Drop what was read: the next turn reads its stream from the start."""
-        self.read = Read()
+    def drop_prefix(self) -> None:
+        """Drop keys and values: the next turn reads its stream from the start."""
+        self.prefix = CachedPrefix()
 
 
 class HFEngine:
@@ -95,22 +96,22 @@ class HFEngine:
                 self._start_if_ready()
 
     def _slots_of_loop(self) -> asyncio.Semaphore:
-        """Return the places for sessions; a semaphore belongs to one event loop, an engine may outlive several."""
+        """Return the semaphore that limits sessions. It belongs to one event loop; an engine may outlive several."""
         loop = asyncio.get_running_loop()
         if self._slots is None or self._loop is not loop:
             self._slots, self._loop = asyncio.Semaphore(self.max_batch), loop
         return self._slots
 
     async def submit(self, session: _Session, request: GenerateRequest) -> Completion:
-        """Queue one turn; it runs as soon as no open session is still busy elsewhere."""
+        """Queue one turn; it runs once all open sessions wait for a turn."""
         if self._closed:
             raise RuntimeError("the engine was closed before the turn was asked for")
-        turn = PendingTurn(request, session.read, asyncio.get_running_loop().create_future())
+        turn = PendingTurn(request, session.prefix, asyncio.get_running_loop().create_future())
         self._queue(session, turn)
         try:
             return await turn.future
         except asyncio.CancelledError:
-            session.forget()  # it may have read what nobody was told
+            session.drop_prefix()  # it may hold tokens that the session never got
             self._waiting = [entry for entry in self._waiting if entry[1] is not turn]
             raise
 
@@ -119,11 +120,11 @@ class HFEngine:
         if not self._waiting:
             self._wait_at_most()
         self._waiting.append((session, turn))
-        # One turn of the loop lets sessions that are about to open or submit join this batch.
+        # One pass of the event loop lets sessions that are about to open or submit join this batch.
         loop.call_soon(self._start_if_ready)
 
     def _wait_at_most(self) -> None:
-        """Start a batch at the latest when `max_wait_s` have passed."""
+        """Start a batch after `max_wait_s` at the latest."""
         loop = asyncio.get_running_loop()
         self._waiting_since = loop.time()
         loop.call_later(self.max_wait_s, self._start_if_ready)
@@ -146,12 +147,12 @@ class HFEngine:
             for session, turn in batch:
                 if turn.is_cancelled:
                     continue
-                session.read = turn.read
+                session.prefix = turn.prefix
                 if turn.finish:
                     turn.future.set_result(turn.completion())
-                else:  # paused: it goes on with what it has
+                else:  # paused: it continues from what it has
                     self._queue(session, turn)
-        except Exception as error:  # every waiting episode must learn of it, whatever it is
+        except Exception as error:  # every waiting episode must get it, whatever it is
             for _, turn in batch:
                 if not turn.future.done():
                     turn.future.set_exception(error)
@@ -166,27 +167,27 @@ class HFEngine:
             await asyncio.wait([self._running])
 
     async def resume(self) -> None:
-        """Write on: every turn from its next token, with the number of its random stream that it would have seen."""
+        """Continue every turn at its next token, with the random number that the token would have got anyway."""
         self._paused = False
         if self._waiting:
             self._wait_at_most()
         self._start_if_ready()
 
     async def close(self) -> None:
-        """Stop writing and free what sessions have read; turns that wait fail."""
+        """Stop writing and free the keys and values of all sessions; turns that wait fail."""
         self._closed = True
         await self.pause()
         for session, turn in self._waiting:
-            session.forget()
+            session.drop_prefix()
             if not turn.future.done():
                 turn.future.set_exception(RuntimeError("the engine was closed while the turn was being written"))
         self._waiting = []
 
     def load_weights(self, weights: dict[str, Tensor], version: int) -> None:
-        """Copy new weights in place, between rollouts or while paused; open sessions read their streams anew."""
+        """Copy new weights in place, between rollouts or while paused; open sessions read their streams again."""
         idle = self._paused and not self._running
         assert idle or not self._open, f"weights change only while paused, {len(self._open)} sessions are open"
-        assert not self._num_scoring, "weights change while a stream is scored"
+        assert not self._num_scoring, "weights must not change while a stream is scored"
         own = dict(self.model.named_parameters())
         assert own.keys() == weights.keys(), sorted(own.keys() ^ weights.keys())[:3]
         with torch.no_grad():
@@ -194,9 +195,9 @@ class HFEngine:
                 own[name].copy_(weight)
         self.weight_version = version
         for session in self._open.values():
-            session.forget()
+            session.drop_prefix()
         for _, turn in self._waiting:
-            turn.read = Read()
+            turn.prefix = CachedPrefix()
 
     async def score(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> NDArray[np.float32]:
         """Return the log-prob of each id but the first, given those before it, at temperature 1; nothing suppressed."""
@@ -208,14 +209,14 @@ class HFEngine:
 
     @torch.inference_mode()
     def write(self, turns: Sequence[PendingTurn]) -> None:
-        """Write all these turns together, each from where it is to its end, or until `pause`."""
+        """Write these turns as one batch, each from where it stands to its end, or until `pause`."""
         laws = {(t.request.sampling.temperature, t.request.sampling.suppressed_ids) for t in turns}
         assert len(laws) == 1, f"a batch is drawn with one temperature and one set of suppressed ids, got {laws}"
         for turn in turns:
             turn.begin()
-        capacity = max(len(t.stream) - len(t.read.ids) for t in turns) + max(t.num_left for t in turns)
+        capacity = max(len(t.stream) - len(t.prefix.ids) for t in turns) + max(t.num_left for t in turns)
         representative, row_of = unique_streams(turns)
-        cache = BatchCache([turns[i].read for i in representative], capacity, self.device)
+        cache = BatchCache([turns[i].prefix for i in representative], capacity, self.device)
         logits_BV = self._prefill([turns[i] for i in representative], cache)
         rows = torch.tensor(row_of, device=self.device)
         if len(representative) < len(turns):
@@ -233,14 +234,14 @@ class HFEngine:
         return mrope_positions(ids_T, grids, self.model.image_token_id, self.model.merge_size)
 
     def _prefill(self, turns: Sequence[PendingTurn], cache: BatchCache) -> Tensor:
-        """Read what is new of each stream; return the logits after each, (B, V)."""
-        width = max(len(t.stream) - len(t.read.ids) for t in turns)
+        """Read the new tokens of each stream; return the logits after each, (B, V)."""
+        width = max(len(t.stream) - len(t.prefix.ids) for t in turns)
         ids_BT = torch.zeros(len(turns), width, dtype=torch.long)
         positions_3BT = torch.zeros(3, len(turns), width, dtype=torch.long)
         real_BT = torch.zeros(len(turns), width, dtype=torch.bool)
         images = []
         for row, turn in enumerate(turns):
-            read, stream = len(turn.read.ids), turn.stream
+            read, stream = len(turn.prefix.ids), turn.stream
             new = len(stream) - read
             ids_BT[row, width - new :] = torch.tensor(stream[read:])
             positions_3BT[:, row, width - new :] = torch.from_numpy(
@@ -265,7 +266,7 @@ class HFEngine:
         return logits_BV
 
     def _decode(self, cache: BatchCache, logits_BV: Tensor, positions_B: Tensor, turns: Sequence[PendingTurn]) -> None:
-        """Sample until every row has stopped; leave in each turn what is now read of its stream."""
+        """Sample until every row has stopped; give each turn its new prefix."""
         rows, alive = list(turns), [True] * len(turns)
         while True:
             ids_B = draw(rows, alive, logits_BV)
@@ -273,8 +274,8 @@ class HFEngine:
             for index, turn in enumerate(rows):
                 if alive[index] and (turn.finish or paused or turn.is_cancelled):
                     alive[index] = False
-                    # The last sampled id has no keys yet; it is read with what follows.
-                    turn.read = Read(turn.stream[:-1], cache.read(index))
+                    # The last sampled id has no keys yet; the next turn reads it.
+                    turn.prefix = CachedPrefix(turn.stream[:-1], cache.row(index))
             if not any(alive):
                 return
             if sum(alive) <= 0.75 * len(alive):

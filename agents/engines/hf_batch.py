@@ -1,4 +1,4 @@
-"""One batch of the embedded engine, without its network: what has been read, what is being written, how ids are drawn.
+"""The parts of a batch of the embedded engine: cached prefixes, turns while they are written, and sampling.
 
 Legend: B rows of a batch, T new tokens, C cached columns, V vocabulary.
 """
@@ -16,14 +16,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agents.logprobs import sampling_logprobs
-from agents.positions import num_images_within
+from agents.model.mrope import num_images_within
+from agents.model.stream_logprobs import sampling_logprobs
 from agents.types import Completion, GenerateRequest, ProcessedImage, add_run
 
 
 @dataclass(frozen=True, eq=False)
-class Read:
-    """What has been read of a stream: its ids and, per layer, keys and values of shape (2, heads, C, head_dim)."""
+class CachedPrefix:
+    """The part of a stream that was read: its ids and, per layer, keys and values of shape (2, heads, C, head_dim)."""
 
     ids: tuple[int, ...] = ()
     layers: tuple[Tensor, ...] = ()
@@ -31,7 +31,7 @@ class Read:
 
 @dataclass(eq=False)
 class PendingTurn:
-    """A turn that is being written: what was asked, and what was sampled so far, under whichever weights.
+    """A turn while it is written: its request, and the tokens sampled so far.
 
     Example: paused for new weights after two tokens, and stopped by stop id 2 after two more::
 
@@ -40,7 +40,7 @@ class PendingTurn:
     """
 
     request: GenerateRequest
-    read: Read
+    prefix: CachedPrefix
     future: asyncio.Future[Completion]
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -50,7 +50,7 @@ class PendingTurn:
 
     @cached_property
     def uniforms(self) -> NDArray[np.float64]:
-        """One uniform number per token, drawn ahead: the i-th token of a turn always sees the same one."""
+        """One uniform number per token, drawn in advance: the i-th token of a turn always gets the same one."""
         return np.random.default_rng(self.request.seed).random(self.request.max_new_tokens)
 
     @property
@@ -60,20 +60,20 @@ class PendingTurn:
 
     @property
     def num_left(self) -> int:
-        """Tokens that the budget still allows."""
+        """Tokens left of the budget."""
         return self.request.max_new_tokens - len(self.ids)
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether nobody waits for the turn any more."""
+        """Whether the call that waits for the turn was cancelled."""
         return self.future.cancelled()
 
     def begin(self) -> None:
-        """Note how much of the prompt need not be read, unless some of the turn is written already."""
+        """Store how many prompt tokens are cached, unless some of the turn is written already."""
         if not self.ids:
-            self.num_cached = len(self.read.ids)
+            self.num_cached = len(self.prefix.ids)
 
-    def take(self, token: int, logprob: float) -> None:
+    def append(self, token: int, logprob: float) -> None:
         """Append one sampled id; it may end the turn."""
         self.ids.append(token)
         self.logprobs.append(logprob)
@@ -83,7 +83,7 @@ class PendingTurn:
             self.finish = "length"
 
     def stamp(self, version: int) -> None:
-        """Note that the ids sampled since the last stamp are of these weights."""
+        """Give the ids sampled since the last stamp this version of the weights."""
         new = len(self.ids) - sum(count for _, count in self.versions)
         add_run(self.versions, version, new)
 
@@ -103,28 +103,27 @@ class PendingTurn:
 class BatchCache:
     """Keys and values of one batch: right-aligned columns that all rows append to at once.
 
-    Transformers calls `update` once a layer; `columns_BC` says which columns of a row hold tokens.
+    Transformers calls `update` once per layer; `columns_BC` says which columns of a row hold tokens.
     """
 
-    def __init__(self, reads: Sequence[Read], capacity: int, device: torch.device) -> None:
-        self.length = max((len(read.ids) for read in reads), default=0)
-        self.columns_BC = torch.zeros(len(reads), self.length + capacity, dtype=torch.bool, device=device)
-        self.layers: list[Tensor] = []
-        depth = max((len(read.layers) for read in reads), default=0)
+    def __init__(self, prefixes: Sequence[CachedPrefix], capacity: int, device: torch.device) -> None:
+        self.length = max((len(prefix.ids) for prefix in prefixes), default=0)
         self._capacity = self.length + capacity
-        for row, read in enumerate(reads):
-            self.columns_BC[row, self.length - len(read.ids) : self.length] = True
-        for layer in range(depth):
-            _, heads, _, dim = next(read.layers[layer] for read in reads if read.layers).shape
-            dtype = next(read.layers[layer].dtype for read in reads if read.layers)
-            store = torch.zeros(2, len(reads), heads, self._capacity, dim, dtype=dtype, device=device)
-            for row, read in enumerate(reads):
-                if read.layers:
-                    store[:, row, :, self.length - len(read.ids) : self.length] = read.layers[layer]
+        self.columns_BC = torch.zeros(len(prefixes), self._capacity, dtype=torch.bool, device=device)
+        self.layers: list[Tensor] = []
+        for row, prefix in enumerate(prefixes):
+            self.columns_BC[row, self.length - len(prefix.ids) : self.length] = True
+        for layer in range(max((len(prefix.layers) for prefix in prefixes), default=0)):
+            example = next(prefix.layers[layer] for prefix in prefixes if prefix.layers)
+            _, heads, _, dim = example.shape
+            store = torch.zeros(2, len(prefixes), heads, self._capacity, dim, dtype=example.dtype, device=device)
+            for row, prefix in enumerate(prefixes):
+                if prefix.layers:
+                    store[:, row, :, self.length - len(prefix.ids) : self.length] = prefix.layers[layer]
             self.layers.append(store)
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Append (B, heads, T, head_dim) keys and values of one layer; return all of that layer."""
+        """Append (B, heads, T, head_dim) keys and values of one layer; return all columns of that layer."""
         rows, heads, new, dim = keys.shape
         if layer == len(self.layers):
             self.layers.append(keys.new_zeros(2, rows, heads, self._capacity, dim))
@@ -148,16 +147,16 @@ class BatchCache:
         self.columns_BC = self.columns_BC[rows]
         self.layers = [store[:, rows] for store in self.layers]
 
-    def read(self, row: int) -> tuple[Tensor, ...]:
-        """Return one row's keys and values without padding, a (2, heads, C, head_dim) tensor a layer."""
+    def row(self, row: int) -> tuple[Tensor, ...]:
+        """Return one row's keys and values without padding, a (2, heads, C, head_dim) tensor per layer."""
         columns = self.columns_BC[row, : self.length].nonzero()[:, 0]
         return tuple(store[:, row].index_select(2, columns) for store in self.layers)
 
 
 def draw(turns: Sequence[PendingTurn], alive: Sequence[bool], logits_BV: Tensor) -> Tensor:
-    """Sample one id for each living row, note it with its log-prob, and return the ids (B,).
+    """Sample one id for each row, append it with its log-prob to the turns that are alive, and return the ids (B,).
 
-    Each row has its turn's own random stream, so that what it draws does not depend on its neighbours.
+    Each turn has its own random numbers, so its ids do not depend on the other rows.
     """
     sampling = turns[0].request.sampling
     logprobs_BV = sampling_logprobs(logits_BV, sampling.law)
@@ -175,17 +174,17 @@ def draw(turns: Sequence[PendingTurn], alive: Sequence[bool], logits_BV: Tensor)
     chosen_B = logprobs_BV.gather(-1, ids_B[:, None])[:, 0]
     for turn, living, token, logprob in zip(turns, alive, ids_B.tolist(), chosen_B.tolist(), strict=True):
         if living:
-            turn.take(token, logprob)
+            turn.append(token, logprob)
     return ids_B
 
 
 def unique_streams(turns: Sequence[PendingTurn]) -> tuple[list[int], list[int]]:
-    """Return the rows to read and, for every turn, which of them it shares: fresh sessions with one stream share."""
+    """Return the turns to read and, for every turn, which of these it shares: new sessions with one stream share."""
     first: dict[object, int] = {}
     representative: list[int] = []
     row_of: list[int] = []
     for index, turn in enumerate(turns):
-        key = index if turn.read.ids else (turn.stream, tuple(image.digest for image in turn.request.images))
+        key = index if turn.prefix.ids else (turn.stream, tuple(image.digest for image in turn.request.images))
         if key not in first:
             first[key] = len(representative)
             representative.append(index)
@@ -196,4 +195,4 @@ def unique_streams(turns: Sequence[PendingTurn]) -> tuple[list[int], list[int]]:
 def unread_images(turn: PendingTurn, image_token_id: int) -> tuple[ProcessedImage, ...]:
     """Return the images whose placeholders have not been read yet."""
     images = turn.request.images
-    return images[num_images_within(turn.read.ids, images, image_token_id) :]
+    return images[num_images_within(turn.prefix.ids, images, image_token_id) :]

@@ -1,4 +1,4 @@
-"""Engines whose turns are not written by a network: for tests, demonstrations, replay and benchmarks."""
+"""Engines without a network, for tests, demonstrations and benchmarks."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from agents.types import Completion, GenerateRequest, ProcessedImage
 
 
 class _Session:
-    """One episode's turns, counted."""
+    """One episode's turns; it counts them."""
 
-    def __init__(self, engine: _Unweighted) -> None:
+    def __init__(self, engine: _EngineWithoutWeights) -> None:
         self._engine, self._turn = engine, 0
 
     async def __aenter__(self) -> _Session:
@@ -26,7 +26,7 @@ class _Session:
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Return the next turn, cut at the budget."""
-        await asyncio.sleep(0)  # as with any engine, other episodes go on before the answer comes
+        await asyncio.sleep(0)  # as with any engine, other episodes run before the completion comes
         ids = self._engine.turn(self._turn, request)
         self._turn += 1
         finish = "stop"
@@ -35,8 +35,8 @@ class _Session:
         return Completion(ids, (0.0,) * len(ids), finish, len(request.ids), ((0, len(ids)),))
 
 
-class _Unweighted:
-    """What an engine without weights does when it is asked about them."""
+class _EngineWithoutWeights:
+    """The parts of an engine that have nothing to do without weights."""
 
     weight_version = 0
 
@@ -49,21 +49,21 @@ class _Unweighted:
         return _Session(self)
 
     async def pause(self) -> None:
-        """Do nothing: a script has no weights, and no turn takes any time."""
+        """Do nothing: there are no weights, and no turn takes any time."""
 
     async def resume(self) -> None:
         """Do nothing."""
 
     async def score(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> NDArray[np.float32]:
-        """Return zeros: a script writes what it writes with certainty."""
+        """Return zeros: every token has probability 1."""
         return np.zeros(max(0, len(ids) - 1), dtype=np.float32)
 
     async def close(self) -> None:
         """Do nothing."""
 
 
-class ScriptedEngine(_Unweighted):
-    """Answers turn k of every session with the text `script(k, request)`, tokenised and closed with the stop token.
+class ScriptedEngine(_EngineWithoutWeights):
+    """Writes the text `script(k, request)` as turn k of every session, tokenised and closed with the stop token.
 
     Example::
 
@@ -81,8 +81,8 @@ class ScriptedEngine(_Unweighted):
         return (*self.tokenizer(text, add_special_tokens=False)["input_ids"], request.sampling.stop_ids[-1])
 
 
-class FixedEngine(_Unweighted):
-    """Answers turn k of every session with the ids `turns[k]`, stop token included: an engine that takes no time.
+class FixedEngine(_EngineWithoutWeights):
+    """Writes the ids `turns[k]` as turn k of every session, stop token included, in no time.
 
     Example::
 

@@ -1,6 +1,6 @@
-"""Recorded episodes: every trajectory of a run as one line of compressed JSON, its pictures as files.
+"""Recorded episodes: each trajectory of a run is one line of compressed JSON, each picture a file.
 
-`schema` says what is in a recording, `recorder` writes one, `recording` reads one; `members` is the form of the files.
+`schema` defines the lines, `recorder` writes a recording, `recording` reads one, `gzip_lines` is the file format.
 `docs/recording.md` shows how to read a recording without TrueTurn.
 """
 

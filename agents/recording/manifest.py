@@ -1,4 +1,4 @@
-"""What a recording says of itself: an environment, a renderer and ways of playing come in, a `Manifest` goes out."""
+"""Builds the manifest of a recording from the environment, the renderer and the agent loops of a run."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import platform
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 
-from agents.episode import Episode
 from agents.recording.schema import Manifest, WayRecord
-from agents.renderer import Renderer
+from agents.rendering.renderer import Renderer
+from agents.rollout.episode import Episode
 from envs.spec import EnvSpec
 from envs.tool_calls import detect_format
 
 _NAMED = ("trueturn", "transformers", "tokenizers", "pillow", "numpy", "torch")
 
 
-def describe(spec: EnvSpec, renderer: Renderer, model: str, ways: Mapping[str, Episode]) -> Manifest:
-    """Return the manifest of what is recorded from now on; `ways` are the agent loops, by name.
+def build_manifest(spec: EnvSpec, renderer: Renderer, model: str, ways: Mapping[str, Episode]) -> Manifest:
+    """Return the manifest of the episodes to record; `ways` are the agent loops that play them, by name.
 
-    Example: `describe(spec, renderer, "starter", {"train": episode}).ways["train"].max_turns` is 3.
+    Example: `build_manifest(spec, renderer, "starter", {"train": episode}).ways["train"].max_turns` is 3.
     """
     return Manifest(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -31,13 +31,13 @@ def describe(spec: EnvSpec, renderer: Renderer, model: str, ways: Mapping[str, E
         model=model,
         template=template_digest(renderer),
         template_options=dict(renderer.template.options),
-        ways={name: way_of(episode) for name, episode in ways.items()},
+        ways={name: way_record(episode) for name, episode in ways.items()},
         versions={"python": platform.python_version()} | {name: found for name in _NAMED if (found := _version(name))},
     )
 
 
-def way_of(episode: Episode) -> WayRecord:
-    """Return the limits of an agent loop as they are recorded."""
+def way_record(episode: Episode) -> WayRecord:
+    """Return the record of an agent loop's limits and temperature."""
     return WayRecord(
         max_turns=episode.limits.max_turns,
         use_tools=episode.use_tools,

@@ -1,4 +1,4 @@
-"""A recording as one Parquet file, a row an episode, for Hugging Face datasets, pandas or DuckDB.
+"""Writes a recording as one Parquet file, one row per episode, for Hugging Face datasets, pandas or DuckDB.
 
 `python -m agents.recording.parquet RUN --out episodes.parquet`
 """
@@ -15,15 +15,15 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from agents.recording.recording import Recording
-from agents.recording.schema import EpisodeRecord, OutcomeRecord, ScoreRecord
-from envs.cli import exit_code, parse
+from agents.recording.schema import EpisodeRecord, OutcomeRecord, ScoreRecord, picture_names
+from envs.config.cli import exit_code, parse
 from envs.errors import UserError
 
 ROWS_PER_GROUP = 256
 
 
 class ParquetConfig(BaseModel):
-    """What `python -m agents.recording.parquet` can be told."""
+    """The flags of `python -m agents.recording.parquet`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -32,10 +32,10 @@ class ParquetConfig(BaseModel):
 
 
 def write_parquet(recording: Recording, out: Path) -> int:
-    """Write all episodes with their outcomes, the trainer's log-probs and their pictures; return how many.
+    """Write all episodes with their outcomes, the trainer's log-probs and their pictures; return their number.
 
-    Conversations, turns and metadata, whose form an environment decides, are columns of JSON text. Pictures are PNG
-    files in a column that Hugging Face datasets shows as images.
+    Conversations, turns and metadata, whose structure depends on the environment, are columns of JSON text. Pictures
+    are PNG files in a column that Hugging Face datasets shows as images.
 
     Raises:
         UserError: a picture is missing, or the file cannot be written.
@@ -45,7 +45,7 @@ def write_parquet(recording: Recording, out: Path) -> int:
 
     outcomes, scores = recording.outcomes(), recording.scores()
     schema, count, rows = _schema(), 0, list[dict[str, Any]]()
-    part = Path(f"{out}.part")  # who is cut off leaves no half a file under its name
+    part = Path(f"{out}.part")  # renamed when complete: a killed writer leaves no half a file under the name
     try:
         with pq.ParquetWriter(part, schema, compression="zstd") as writer:
             for episode in recording.episodes():
@@ -82,7 +82,7 @@ def _schema() -> Any:
         ("train_logprobs", logprobs),
         ("images", pa.list_(pa.struct([("bytes", pa.binary()), ("path", pa.string())]))),
     ]
-    # How Hugging Face datasets knows that a column holds pictures; the other columns it reads off their types.
+    # Tells Hugging Face datasets that a column holds pictures; it knows the other columns by their types.
     features = {name: _feature(kind) for name, kind in fields}
     note = json.dumps({"info": {"features": features}})
     return pa.schema(fields, metadata={"huggingface": note})
@@ -107,15 +107,8 @@ def _row(
         "fate": outcome.fate if outcome else None,
         "advantage": outcome.advantage if outcome else None,
         "train_logprobs": list(score.logprobs) if score else None,
-        "images": [_picture(recording, name) for name in picture_names(episode)],
+        "images": [_picture(recording, name) for name in picture_names(episode.messages)],
     }
-
-
-def picture_names(episode: EpisodeRecord) -> list[str]:
-    """Return the pictures of the conversation in order, as its messages name them."""
-    contents = [message.get("content") for message in episode.messages]
-    parts = [part for content in contents if isinstance(content, list) for part in content]
-    return [part["image"] for part in parts if part.get("type") == "image"]
 
 
 def _picture(recording: Recording, name: str) -> dict[str, Any]:

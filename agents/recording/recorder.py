@@ -1,7 +1,7 @@
-"""Writes a recording: trajectories in; a line of compressed JSON each, and one PNG per distinct picture, out.
+"""Writes a recording: one line of compressed JSON per trajectory, and one PNG file per distinct picture.
 
-Everything is only ever appended, a whole line at a time, and an episode is written when it ends: a run that is killed
-loses at most the episode that it was writing.
+Lines are only ever appended, each whole, and an episode is written when it ends: a run that is killed loses at most the
+episode that it was writing.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import orjson
 from numpy.typing import NDArray
 from PIL import Image
 
-from agents.appended import rewind
-from agents.recording.members import MemberFile
-from agents.recording.plain import is_plain, plain, plain_message
+from agents.recording.append_log import rewind
+from agents.recording.gzip_lines import GzipLines
+from agents.recording.json_values import is_json, message_to_json, to_json
 from agents.recording.schema import (
     EPISODES,
     IMAGES,
@@ -41,7 +41,7 @@ from agents.types import Trajectory, Turn
 from envs.errors import UserError
 from envs.images import image_digest
 
-#: No tokenizer has ids beyond; an engine's answer may.
+#: No tokenizer has larger ids; a broken completion may.
 MAX_ID = 2**24
 
 
@@ -49,14 +49,14 @@ class Recorder:
     """Appends episodes to a folder.
 
     `spell` gives the bytes of a token id, so that a recording can be read without the tokenizer. `share` is the share
-    of groups that are recorded, whole and always the same ones; what is written of others is passed over.
+    of groups that are recorded, always the same ones and with all their episodes; other episodes are skipped.
 
     Example::
 
         with Recorder(Path("runs/x/episodes"), manifest, renderer.encoder.spell) as recorder:
             recorder.write(trajectory, step=3)
-            recorder.take(trajectory, step=3, fate="train", advantage=0.7)
-            recorder.score(trajectory, step=3, logprobs_N=logprobs_N)
+            recorder.write_outcome(trajectory, step=3, fate="train", advantage=0.7)
+            recorder.write_scores(trajectory, step=3, logprobs_N=logprobs_N)
     """
 
     def __init__(
@@ -66,24 +66,25 @@ class Recorder:
         spell: Callable[[int], bytes] | None = None,
         share: float = 1.0,
     ) -> None:
-        """Open the files; a folder that holds a recording is gone on with.
+        """Open the files; a recording that is already in the folder is continued.
 
         Raises:
             UserError: the folder holds a recording of another schema or environment.
         """
         self.folder, self.manifest, self.share = folder, manifest, share
         (folder / IMAGES).mkdir(parents=True, exist_ok=True)
-        self._begin()
+        self._write_manifest()
         self._episodes, self._outcomes, self._scores = (
-            MemberFile(folder / name) for name in (EPISODES, OUTCOMES, SCORES)
+            GzipLines(folder / name) for name in (EPISODES, OUTCOMES, SCORES)
         )
         self._spell, self._known_V = spell, _known_tokens(folder / TOKENS)
         self._tokens = (folder / TOKENS).open("ab")
         self._saved: set[str] = set()
-        #: How long all writing has taken so far.
+        #: Seconds that all writing has taken so far.
         self.seconds = 0.0
 
-    def _begin(self) -> None:
+    def _write_manifest(self) -> None:
+        """Write the manifest, or add its ways to the one in the folder."""
         path = self.folder / MANIFEST
         if path.exists():
             before = json.loads(path.read_text(encoding="utf-8"))
@@ -123,25 +124,25 @@ class Recorder:
             return sizes | {TOKENS: (self.folder / TOKENS).stat().st_size}
 
     def is_recorded(self, way: str, group: int) -> bool:
-        """Return whether a group is one of those that are recorded."""
+        """Return whether a group belongs to the share that is recorded."""
         drawn = int.from_bytes(hashlib.blake2b(f"{way}/{group}".encode(), digest_size=6).digest(), "big")
         return drawn < self.share * 2**48
 
     def write(self, trajectory: Trajectory, step: int, phase: str = TRAIN, way: str = TRAIN) -> None:
-        """Append one episode and make sure that it is out of this process."""
+        """Append one episode; it has left this process when this returns."""
         if self.is_recorded(way, trajectory.group):
             with self._timed():
                 self._write_tokens(trajectory.ids_T)
                 self._append(self._episodes, self._episode(trajectory, step, phase, way))
 
-    def take(self, trajectory: Trajectory, step: int, fate: str, advantage: float | None = None) -> None:
-        """Append what became of a training episode."""
+    def write_outcome(self, trajectory: Trajectory, step: int, fate: str, advantage: float | None = None) -> None:
+        """Append the outcome of a training episode."""
         if self.is_recorded(TRAIN, trajectory.group):
             line = {"id": episode_id(TRAIN, TRAIN, trajectory), "step": step, "fate": fate, "advantage": advantage}
             with self._timed():
                 self._append(self._outcomes, line)
 
-    def score(self, trajectory: Trajectory, step: int, logprobs_N: NDArray[np.float32]) -> None:
+    def write_scores(self, trajectory: Trajectory, step: int, logprobs_N: NDArray[np.float32]) -> None:
         """Append the trainer's log-probs of the model tokens of an episode."""
         if self.is_recorded(TRAIN, trajectory.group):
             with self._timed():
@@ -149,8 +150,8 @@ class Recorder:
                 self._append(self._scores, {"id": name, "step": step, "logprobs": _floats(logprobs_N)})
 
     @staticmethod
-    def _append(file: MemberFile, line: Mapping[str, Any]) -> None:
-        # Of float32 as few digits as tell values apart, and null for what is not finite.
+    def _append(file: GzipLines, line: Mapping[str, Any]) -> None:
+        # Writes a float32 with the fewest digits that identify it, and null where it is not finite.
         file.append(orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY))
 
     @contextlib.contextmanager
@@ -162,8 +163,8 @@ class Recorder:
             self.seconds += time.perf_counter() - started
 
     def _episode(self, t: Trajectory, step: int, phase: str, way: str) -> dict[str, Any]:
-        messages = [plain_message(message, self._picture) for message in t.messages]
-        # An answer that the model was shown stands in the conversation too, as the same object.
+        messages = [message_to_json(message, self._picture) for message in t.messages]
+        # An observation that the model was shown is also in the conversation, as the same object.
         known = {id(message): written for message, written in zip(t.messages, messages, strict=True)}
         return {
             "schema_version": SCHEMA_VERSION,
@@ -176,15 +177,15 @@ class Recorder:
             "attempt": t.attempt,
             "env": self.manifest.env.id,
             "env_version": self.manifest.env.version,
-            "sample_id": plain(str(t.sample_id)),
-            "label": t.label if t.label is None else plain(str(t.label)),
-            "metadata": plain(t.metadata),
-            "is_exact": is_plain(t.metadata) and (t.label is None or (type(t.label) is str and is_plain(t.label))),
+            "sample_id": to_json(str(t.sample_id)),
+            "label": t.label if t.label is None else to_json(str(t.label)),
+            "metadata": to_json(t.metadata),
+            "is_exact": is_json(t.metadata) and (t.label is None or (type(t.label) is str and is_json(t.label))),
             "num_prompt_messages": t.num_prompt_messages,
             "seed": t.seed,
             "reward": float(t.reward) if math.isfinite(t.reward) else 0.0,
             "end_reason": t.end_reason.value,
-            "error": plain(t.error)
+            "error": to_json(t.error)
             if math.isfinite(t.reward)
             else f"{t.error or ''}\nthe reward was {t.reward}".strip(),
             "messages": messages,
@@ -199,20 +200,23 @@ class Recorder:
                 for image in t.images
             ],
             "began": round(t.timing.began, 3),
-            **{f"{name}_s": round(value, 6) for name, value in _times(t).items()},
+            "total_s": round(t.timing.total_s, 6),
+            "engine_s": round(t.timing.engine_s, 6),
+            "env_s": round(t.timing.env_s, 6),
+            "check_s": round(t.timing.check_s, 6),
         }
 
     def _turn(self, turn: Turn, known: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
         return {
             "start": turn.start,
             "end": turn.end,
-            "text": plain(turn.text),
+            "text": to_json(turn.text),
             "finish": turn.finish,
             "done": turn.done,
             "versions": [list(run) for run in turn.versions],
             "num_cached": turn.num_cached,
-            "observations": [known.get(id(m)) or plain_message(m, self._picture) for m in turn.observations],
-            "info": plain(turn.info),
+            "observations": [known.get(id(m)) or message_to_json(m, self._picture) for m in turn.observations],
+            "info": to_json(turn.info),
             "engine_s": round(turn.engine_s, 6),
             "env_s": round(turn.env_s, 6),
         }
@@ -224,7 +228,7 @@ class Recorder:
         if digest not in self._saved:
             path = self.folder / name
             if not path.exists():
-                # Under another name first: who is killed while writing leaves no half a picture behind.
+                # Renamed when complete: a killed writer leaves no half a picture under the name.
                 part = path.with_suffix(f".{os.getpid()}.part")
                 image.save(part, format="PNG")
                 part.replace(path)
@@ -232,7 +236,7 @@ class Recorder:
         return name
 
     def _write_tokens(self, ids_T: NDArray[np.int64]) -> None:
-        """Append the text of every id that no episode before had."""
+        """Append the text of every id that is new to the recording."""
         if self._spell is None:
             return
         ids_T = ids_T[(ids_T >= 0) & (ids_T < MAX_ID)]
@@ -247,9 +251,9 @@ class Recorder:
 
 
 def rewind_recording(folder: Path, sizes: Mapping[str, int]) -> list[str]:
-    """Take a recording back to the sizes that it had; return the names of files that are shorter than that.
+    """Roll a recording back to the sizes that its files had; return the names of files that are shorter than that.
 
-    Example: after `rewind_recording(folder, recorder.sizes())` nothing is changed, and `[]` is returned.
+    Example: `rewind_recording(folder, recorder.sizes())` changes nothing and returns `[]`.
     """
     short_files = []
     for name in (EPISODES, OUTCOMES, SCORES, TOKENS):
@@ -265,11 +269,7 @@ def tools_digest(tools: Sequence[Mapping[str, Any]]) -> str:
     """Return a hash of the schemas of tools, empty where there are none."""
     if not tools:
         return ""
-    return hashlib.blake2b(json.dumps(plain(list(tools)), sort_keys=True).encode(), digest_size=8).hexdigest()
-
-
-def _times(t: Trajectory) -> dict[str, float]:
-    return {"total": t.timing.total_s, "engine": t.timing.engine_s, "env": t.timing.env_s, "check": t.timing.check_s}
+    return hashlib.blake2b(json.dumps(to_json(list(tools)), sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def _token_line(token_id: int, spelled: bytes) -> bytes:
@@ -281,7 +281,7 @@ def _token_line(token_id: int, spelled: bytes) -> bytes:
 
 
 def _known_tokens(path: Path) -> NDArray[np.bool_]:
-    """Return which ids a file has, and cut off the part of a line that a killed process has left."""
+    """Return which ids a file has, and cut off the part of a line that a killed writer has left."""
     content = path.read_bytes() if path.exists() else b""
     whole = content.rfind(b"\n") + 1
     if whole < len(content):

@@ -1,6 +1,6 @@
-"""Reads a recording: a folder in; records, samples and trajectories out.
+"""Reads a recording as records, samples and trajectories.
 
-What is half written is passed over, so a recording can be read while a run goes on writing it.
+It skips lines that are half written, so a recording can be read while a run writes it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import numpy as np
 from PIL import Image
 from pydantic import BaseModel, ValidationError
 
-from agents.images import ImageStore
-from agents.recording.members import read_members
+from agents.recording.gzip_lines import read_gzip_lines
 from agents.recording.schema import (
     EPISODES,
     MANIFEST,
@@ -33,6 +32,7 @@ from agents.recording.schema import (
     TokenRecord,
     TurnRecord,
 )
+from agents.rendering.images import ImageStore
 from agents.types import ProcessedImage, Timing, Trajectory, Turn
 from envs.errors import UserError, first_line
 from envs.images import image_digest
@@ -40,7 +40,7 @@ from envs.types import Message, Sample, message_images
 
 R = TypeVar("R", bound=BaseModel)
 _PICTURE = re.compile(r"images/[0-9a-f]{8,64}\.png")
-#: How many decoded pictures are kept: a gigabyte of large ones.
+#: Decoded pictures to keep: a gigabyte of large ones.
 MAX_PICTURES = 256
 
 
@@ -61,10 +61,10 @@ class Recording:
 
     @classmethod
     def open(cls, path: Path | str) -> Recording:
-        """Find the recording of a run folder, or in a folder of its own.
+        """Open the recording of a run folder, or of a folder of its own.
 
         Raises:
-            UserError: there is none, or it is of another schema.
+            UserError: there is none, or it has another schema.
         """
         path = Path(path)
         found = [folder for folder in (path, path / "episodes") if (folder / MANIFEST).is_file()]
@@ -89,12 +89,11 @@ class Recording:
             yield episode
 
     def episodes_from(self, place: int) -> Iterator[tuple[int, EpisodeRecord]]:
-        """Yield each episode from a place in the file on, and the place behind it; 0 is the first."""
-        for end, line in read_members(self.folder / EPISODES, place):
-            yield end, self._record(EpisodeRecord, EPISODES, line)
+        """Yield (place behind it, episode) for each episode, beginning at a place in the file; 0 is the first."""
+        return self._records_from(EpisodeRecord, EPISODES, place)
 
     def episode(self, end: int, start: int) -> EpisodeRecord:
-        """Return the episode that stands between two places of the file."""
+        """Return the episode between two places of the file."""
         for found, episode in self.episodes_from(start):
             assert found == end, f"an episode at {start} ends at {found}, not {end}"
             return episode
@@ -105,26 +104,28 @@ class Recording:
         return {record.id: record for _, record in self.outcomes_from(0)}
 
     def outcomes_from(self, place: int) -> Iterator[tuple[int, OutcomeRecord]]:
-        """Yield each outcome from a place in the file on, and the place behind it."""
-        for end, line in read_members(self.folder / OUTCOMES, place):
-            yield end, self._record(OutcomeRecord, OUTCOMES, line)
+        """Yield (place behind it, outcome) for each outcome, beginning at a place in the file."""
+        return self._records_from(OutcomeRecord, OUTCOMES, place)
 
     def scores(self) -> dict[str, ScoreRecord]:
         """Return the trainer's log-probs of each episode that it has trained on, by id."""
         return {record.id: record for _, record in self.scores_from(0)}
 
     def scores_from(self, place: int) -> Iterator[tuple[int, ScoreRecord]]:
-        """Yield the trainer's log-probs of each episode from a place in the file on, and the place behind them."""
-        for end, line in read_members(self.folder / SCORES, place):
-            yield end, self._record(ScoreRecord, SCORES, line)
+        """Yield (place behind it, log-probs) for each episode trained on, beginning at a place in the file."""
+        return self._records_from(ScoreRecord, SCORES, place)
 
     def tokens(self) -> dict[int, bytes]:
-        """Return the bytes of every token id that was seen."""
+        """Return the bytes of every token id in the recording."""
         path = self.folder / TOKENS
         content = path.read_bytes() if path.exists() else b""
         whole = content[: content.rfind(b"\n") + 1]
         records = (self._record(TokenRecord, TOKENS, line) for line in whole.splitlines())
         return {r.id: bytes.fromhex(r.hex) if r.hex else r.text.encode() for r in records}
+
+    def _records_from(self, kind: type[R], name: str, place: int) -> Iterator[tuple[int, R]]:
+        for end, line in read_gzip_lines(self.folder / name, place):
+            yield end, self._record(kind, name, line)
 
     def _record(self, kind: type[R], name: str, line: bytes) -> R:
         try:
@@ -134,10 +135,10 @@ class Recording:
             raise UserError(str(self.folder / name), "must be a whole recording", got, fix) from error
 
     def picture_path(self, name: str) -> Path:
-        """Return the file of a picture, as messages name it.
+        """Return the path of a picture that a message names.
 
         Raises:
-            UserError: the name is none that a recording gives, and could lead anywhere.
+            UserError: the name has another form than a recorder writes, and could lead anywhere.
         """
         if not _PICTURE.fullmatch(name):
             rule, fix = "must name a picture as images/HASH.png", "take a recording as it was written"
@@ -145,7 +146,7 @@ class Recording:
         return self.folder / name
 
     def picture(self, name: str) -> Image.Image:
-        """Return a picture, decoded; the last few hundred are kept.
+        """Return a decoded picture; the last `MAX_PICTURES` are kept.
 
         Raises:
             UserError: there is no such picture, or it is damaged.
@@ -153,7 +154,7 @@ class Recording:
         return _read_picture(self.picture_path(name))
 
     def messages(self, records: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
-        """Return messages with their pictures in place."""
+        """Return messages with pictures instead of their names."""
         return tuple(self._message(record) for record in records)
 
     def _message(self, record: Mapping[str, Any]) -> Message:
@@ -172,10 +173,10 @@ class Recording:
         return Sample(episode.sample_id, prompt, episode.label, episode.metadata)
 
     def trajectory(self, episode: EpisodeRecord, images: ImageStore | None = None) -> Trajectory:
-        """Return the episode as the agent loop gave it, its pictures processed again by `images`; None leaves them out.
+        """Return the trajectory of an episode; `images` processes its pictures again, None leaves them out.
 
         Raises:
-            UserError: the pictures are not cut into the patches that were recorded.
+            UserError: the pictures give other patch grids than recorded.
         """
         messages = self.messages(episode.messages)
         processed = self._processed(episode, messages, images) if images else ()
@@ -204,7 +205,7 @@ class Recording:
     def _processed(
         self, episode: EpisodeRecord, messages: Sequence[Message], images: ImageStore
     ) -> tuple[ProcessedImage, ...]:
-        # Where the stream has fewer, the last pictures were too many to be read.
+        # Where the stream has fewer pictures than the messages, the last ones did not fit.
         pictures = list(message_images(messages))[: len(episode.images)]
         processed = tuple(images.process(picture) for picture in pictures)
         found = [(image.digest, image.grid_thw) for image in processed]
@@ -215,19 +216,8 @@ class Recording:
         return processed
 
     def _turn(self, turn: TurnRecord) -> Turn:
-        return Turn(
-            start=turn.start,
-            end=turn.end,
-            text=turn.text,
-            finish=turn.finish,
-            versions=turn.versions,
-            num_cached=turn.num_cached,
-            observations=self.messages(turn.observations),
-            info=turn.info,
-            engine_s=turn.engine_s,
-            env_s=turn.env_s,
-            done=turn.done,
-        )
+        # A `TurnRecord` has the fields of a `Turn`.
+        return Turn(**{**dict(turn), "observations": self.messages(turn.observations)})
 
 
 @functools.lru_cache(MAX_PICTURES)

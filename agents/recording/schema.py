@@ -1,22 +1,23 @@
-"""What a recording holds: the names of its files, and a frozen type for each kind of line.
+"""The format of a recording: the names of its files, and a frozen type for each kind of line.
 
 A recording is a folder::
 
-    recording.json        Manifest: the environment, the ways in which it was played, who wrote it
+    recording.json        Manifest: the environment, the ways in which it was played, the versions of the software
     episodes.jsonl.gz     EpisodeRecord, written when an episode ends
-    outcomes.jsonl.gz     OutcomeRecord, written when a step has taken or left an episode
+    outcomes.jsonl.gz     OutcomeRecord, written when a step trains on an episode, or decides not to
     scores.jsonl.gz       ScoreRecord, written when a step has trained on an episode
-    tokens.jsonl          TokenRecord, written when an id is first seen
+    tokens.jsonl          TokenRecord, written when an id first occurs
     images/HASH.png       pictures, named by the hash of their pixels
 
-The lines of the first three are gzip members of their own. Lines of different files belong together by their `id`; of
-two lines of one file with one id, the later one counts.
+Each line of a `.gz` file is a gzip member of its own. Lines of different files with the same `id` belong together; of
+two lines with the same id in one file, the later one counts.
 
 Legend: T tokens of one stream, N those of them that the model wrote.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -35,8 +36,8 @@ SCORES = "scores.jsonl.gz"
 TOKENS = "tokens.jsonl"
 IMAGES = "images"
 
-#: Phase and way of an episode that was played to be trained on, of one that a person has played, and the phase of an
-#: evaluation by itself.
+#: Values of `EpisodeRecord.phase`: training, an episode that a person played, an evaluation outside a run. The first
+#: two are values of `way` too.
 TRAIN, PLAY, EVALUATE = "train", "play", "evaluate"
 
 
@@ -45,7 +46,7 @@ class _Record(BaseModel):
 
 
 class WayRecord(_Record):
-    """One way in which the environment was played: the limits of the agent loop, and how tokens were drawn.
+    """One way in which the environment was played: the limits of the agent loop, and the sampling temperature.
 
     Example: `WayRecord(max_turns=1, use_tools=False, max_new_tokens=256, context_length=4096, temperature=0.0)`.
     """
@@ -60,11 +61,11 @@ class WayRecord(_Record):
 class Manifest(_Record):
     """What all episodes of a recording have in common.
 
-    `env` is the environment's entry in the registry, `registry` the file that it stands in and `env_source` a hash of
-    its code. `model` is the folder or name that the run was given, `template` a hash of its chat template and
-    `template_options` what every rendering was given. `ways` are named as in `EpisodeRecord.way`. `converted_from` is
-    the other framework whose files these episodes come from: observations, infos, seeds and times are not known then,
-    and are empty or 0.
+    `env` is the environment's entry in the registry, `registry` the file of the entry and `env_source` a hash of the
+    environment's code. `model` is the folder or name that the run was given, `template` a hash of its chat template and
+    `template_options` the options of every rendering. `ways` are named as in `EpisodeRecord.way`. `converted_from` is
+    the framework whose files the episodes were converted from, if any; observations, infos, seeds and times are unknown
+    then, and are empty or 0.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -82,11 +83,11 @@ class Manifest(_Record):
 
 
 class TurnRecord(_Record):
-    """One model turn, `[start, end)` of the stream, and what the environment answered.
+    """One model turn, `[start, end)` of the stream, and the environment's answer.
 
-    `finish` is why the model stopped: "stop", "length" or "abort"; only after "stop" was the environment asked. `done`
-    is the environment's word that the task has ended. `versions` are runs of (weight version, tokens); `num_cached` of
-    the tokens before the turn the engine had kept. Times are seconds.
+    `finish` is why the model stopped: "stop", "length" or "abort"; the environment sees a turn only after "stop".
+    `done` says that the environment ended the task. `versions` are runs of (weight version, tokens). The engine had
+    `num_cached` of the tokens before the turn in its cache. Times are seconds.
     """
 
     start: int
@@ -103,7 +104,7 @@ class TurnRecord(_Record):
 
 
 class ImageRecord(_Record):
-    """A picture of the stream, in order: the hash of its pixels, and its grid of patches (time, rows, columns)."""
+    """A picture of the stream: the hash of its pixels, and its grid of patches (time, rows, columns)."""
 
     digest: str
     grid: tuple[int, int, int]
@@ -114,12 +115,12 @@ class EpisodeRecord(_Record):
     """One finished episode.
 
     `phase` says what it was played for: "train"; "before" and "after", the evaluations of a run; "evaluate"; "play".
-    `way` is one of `Manifest.ways`. `group` is the number of its problem, `sample_index` that of the sample in its
-    group, and `attempt` counts how often the group was played again. `step` is the training step during which it
-    ended, 0 before the first. The first `num_prompt_messages` of `messages` are the problem; pictures stand in them as
-    `{"type": "image", "image": "images/HASH.png"}`. `is_exact` is False where label or metadata held something that
-    JSON does not know, and is kept as text. `tools` is a hash of the tools' schemas, empty where there are none.
-    `logprobs` are the engine's, of the N tokens whose mask is 1. `began` is in seconds since 1970.
+    `way` is one of `Manifest.ways`. `group` is the number of its problem, `sample_index` its number in the group, and
+    `attempt` counts how often the group was played again. `step` is the training step during which it ended, 0 before
+    the first. The first `num_prompt_messages` of `messages` are the problem; a picture in a message is
+    `{"type": "image", "image": "images/HASH.png"}`. `is_exact` is False where label or metadata held a value that JSON
+    cannot hold; it is recorded as text. `tools` is a hash of the tools' schemas, empty where there are none. `logprobs`
+    are the engine's, for the N tokens whose mask is 1. `began` is in seconds since 1970.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -157,7 +158,7 @@ class EpisodeRecord(_Record):
 
     @property
     def logprobs_T(self) -> NDArray[np.float32]:
-        """The engine's log-prob of every token, 0 where the model did not write; NaN where it gave none."""
+        """The engine's log-prob of every token: 0 where the model did not write, NaN where the engine gave none."""
         mask_T = np.asarray(self.mask, dtype=np.bool_)
         logprobs_T = np.zeros(len(mask_T), dtype=np.float32)
         logprobs_T[mask_T] = [np.nan if x is None else x for x in self.logprobs]
@@ -165,10 +166,10 @@ class EpisodeRecord(_Record):
 
 
 class OutcomeRecord(_Record):
-    """What became of an episode: `step` took it ("train") with an advantage, or left it and says why in `fate`.
+    """The outcome (`fate`) of an episode in a training step.
 
-    "train" without an advantage is a broken episode in a group that was taken. The other fates are "discarded" (its
-    group was played again), "filtered", "surplus" and "aborted", as in `agents.rollout.StepRollout`.
+    "train": the step trained on its group; a broken episode in the group has no advantage. "discarded": its group was
+    played again. "filtered", "surplus" and "aborted" are those of `agents.rollout.groups.StepRollout`.
     """
 
     id: str
@@ -186,7 +187,7 @@ class ScoreRecord(_Record):
 
 
 class TokenRecord(_Record):
-    """The text of a token id; `hex` are its bytes where these are no text by themselves, as part of a character."""
+    """The text of a token id; `hex` are its bytes where they are not valid text, such as part of a character."""
 
     id: int
     text: str
@@ -194,11 +195,22 @@ class TokenRecord(_Record):
 
 
 def episode_id(phase: str, way: str, trajectory: Trajectory) -> str:
-    """Return the name of an episode, unique within a recording.
+    """Return the id of an episode, unique within a recording.
 
     Example: "train-12-3" is sample 3 of problem 12, "train-12-3-1" the same when its group was played again, and
-    "before-with_tool-12-0" one of an evaluation.
+    "before-with_tool-12-0" an episode of an evaluation.
     """
     kind = phase if way == phase else f"{phase}-{way}"
     again = f"-{trajectory.attempt}" if trajectory.attempt else ""
     return f"{kind}-{trajectory.group}-{trajectory.sample_index}{again}"
+
+
+def picture_names(messages: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the names of the pictures in recorded messages, in order.
+
+    >>> picture_names([{"role": "user", "content": [{"type": "image", "image": "images/00ff00ff.png"}]}])
+    ['images/00ff00ff.png']
+    """
+    contents = [message.get("content") for message in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, Mapping)]
+    return [part["image"] for part in parts if part.get("type") == "image" and isinstance(part.get("image"), str)]

@@ -1,4 +1,4 @@
-"""Which recorded episodes a command works on: all of them and its flags come in, those that are meant go out."""
+"""Selects the recorded episodes that a command works on, by its flags."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from agents.types import EndReason
 
 
 class SelectionConfig(BaseModel):
-    """The flags that choose recorded episodes; an episode must meet all that are given.
+    """The flags that select recorded episodes; an episode must match all flags that are given.
 
-    Example: `SelectionConfig(id=("train-12-*",), max_reward=0.0)` means the samples of problem 12 that earned nothing.
+    Example: `SelectionConfig(id=("train-12-*",), max_reward=0.0)` selects the samples of problem 12 without a reward.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -26,13 +26,13 @@ class SelectionConfig(BaseModel):
     )
     way: tuple[str, ...] = Field(default=(), description="how it was played: train, with_tool, without_tool or play")
     step: tuple[int, ...] = Field(default=(), description="training step during which it ended")
-    end_reason: tuple[EndReason, ...] = Field(default=(), description=f"why it ended: {', '.join(EndReason)}")
+    end_reason: tuple[EndReason, ...] = Field(default=(), description="why it ended")
     min_reward: float | None = Field(default=None, description="lowest reward; empty: any")
     max_reward: float | None = Field(default=None, description="highest reward; empty: any")
     limit: int = Field(default=0, ge=0, description="how many episodes, the first ones; 0: all")
 
     def matches(self, episode: EpisodeRecord) -> bool:
-        """Return whether an episode is meant, `limit` aside."""
+        """Return whether an episode matches all flags but `limit`."""
         return (
             (not self.id or any(fnmatchcase(episode.id, pattern) for pattern in self.id))
             and (not self.phase or episode.phase in self.phase)
@@ -44,6 +44,6 @@ class SelectionConfig(BaseModel):
         )
 
 
-def selected(episodes: Iterable[EpisodeRecord], config: SelectionConfig) -> Iterator[EpisodeRecord]:
-    """Yield the episodes that are meant, in their order; no more are read than are needed."""
+def select_episodes(episodes: Iterable[EpisodeRecord], config: SelectionConfig) -> Iterator[EpisodeRecord]:
+    """Yield the selected episodes in order; reads no more episodes than needed."""
     return islice(filter(config.matches, episodes), config.limit or None)

@@ -1,1 +1,1 @@
-"""The parts of the renderer: a tokenizer's two ways, a chat template that has been tried out, and its suffixes."""
+"""Rendering: chat messages to token ids by the model's own template and tokenizer, and pictures to patches."""

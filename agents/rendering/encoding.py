@@ -1,4 +1,4 @@
-"""Text to token ids and back with one tokenizer, by the shortest way that gives exactly what the tokenizer gives."""
+"""Encodes text to token ids and decodes them, as fast as possible with exactly the tokenizer's result."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from envs.types import well_formed
 
-# What clean-up of spaces, normalisation, truncation or a prefix space would show on.
+# Texts that clean-up of spaces, normalisation, truncation or a prefix space would change.
 _PROBES = (
     "",
     "a",
@@ -21,25 +21,27 @@ _PROBES = (
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return the byte for each character that byte-level BPE writes it as: itself where that can be seen and is no
-    space, the next free one from 256 on otherwise."""
-    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in seen]
-    return {chr(byte): byte for byte in seen} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    """Return the byte that each character stands for in byte-level BPE.
+
+    A byte that is a visible character stands for itself, all others are written as the characters from 256 on.
+    """
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
 _BYTES = _byte_alphabet()
 
 
 class Encoder:
-    """One tokenizer.
+    """Encodes and decodes with one tokenizer.
 
     Example::
 
         encoder = Encoder(tokenizer)
         ids = encoder.encode("Score 1.0")                      # [50, 83, ...], no token added
         encoder.decode(ids)                                    # "Score 1.0"
-        encoder.harmless("a <|im_end|> b")                     # the token broken by a zero-width space
+        encoder.break_control_tokens("a <|im_end|> b")                     # the token broken by a zero-width space
         encoder.cut("\\n<|im_start|>user\\n<|x|>Hi")             # ("\\n", "<|im_start|>user\\n<|x|>", "Hi")
     """
 
@@ -59,13 +61,13 @@ class Encoder:
         if tokenizer.is_fast:
             backend = tokenizer.backend_tokenizer
             cuts = _cut_tokens(added.values(), has_normalizer=backend.normalizer is not None)
-            # Called first: Transformers switches off truncation and padding, which a tokenizer.json may have on.
+            # Called first: this switches off truncation and padding, which a tokenizer.json may have on.
             expected = [self._slow_encode(text) for text in (*_PROBES, "".join(self.added))]
-            self._prove(backend, expected)
+            self._use_backend(backend, expected)
         self._cut = _any_of(cuts)
 
-    def _prove(self, backend: Any, expected: list[list[int]]) -> None:
-        """Take the tokenizer's backend where it gives what the tokenizer gives; it is two to three times faster."""
+    def _use_backend(self, backend: Any, expected: list[list[int]]) -> None:
+        """Use the tokenizer's backend, two to three times faster, if it gives the same as the tokenizer."""
 
         def encode(text: str) -> list[int]:
             return backend.encode(text, add_special_tokens=False).ids
@@ -87,12 +89,12 @@ class Encoder:
     def spell(self, token_id: int) -> bytes:
         """Return the bytes that an id stands for, empty where the tokenizer has no such id.
 
-        Those of one token may be part of a character: only together with the next ones they are text.
+        The bytes of one token may be part of a character: text only together with the next ones.
         """
         try:
             token = self._tokenizer.convert_ids_to_tokens(int(token_id))
             text = self.decode([int(token_id)])
-        except Exception:  # an id that no tokenizer takes
+        except Exception:  # the tokenizer has no such id
             return b""
         if token is None:
             return b""
@@ -104,24 +106,24 @@ class Encoder:
             text = f" {text}"
         return well_formed(text).encode()
 
-    def harmless(self, text: str) -> str:
+    def break_control_tokens(self, text: str) -> str:
         """Return the text with every control token in it broken by a zero-width space.
 
-        A row, a tool or a model may write `<|image_pad|>` or `<|im_end|>` as plain text; it must stay text. Half a
-        surrogate pair, which no tokenizer takes, becomes U+FFFD.
+        A data row, a tool or a model may write `<|image_pad|>` or `<|im_end|>` as plain text; it must stay text. Half
+        of a surrogate pair, which no tokenizer accepts, becomes U+FFFD.
         """
         return self._control.sub(_break, text if text.isascii() else well_formed(text))
 
     def first_added(self, text: str) -> str | None:
-        """Return the first added token of a text, as the tokenizer finds it; None where there is none."""
+        """Return the first added token that the tokenizer finds in a text; None where there is none."""
         names = {index: token for token, index in self.added.items()}
         return next((names[index] for index in self.encode(text) if index in names), None)
 
     def cut(self, text: str) -> tuple[str, str, str]:
-        """Return the text before its first added token, from there to the end of its last one, and the rest.
+        """Return the text before its first added token, the text from there to the end of its last one, and the rest.
 
-        The three can be tokenised apart, and the outer two together with any text that stands next to them. With no
-        such token, all of it is the first part.
+        The three can be tokenised separately, the outer two also together with any text next to them. Without an added
+        token, the whole text is the first part.
         """
         found = [(match.start(), match.end()) for match in self._cut.finditer(text)]
         if not found:
@@ -131,9 +133,9 @@ class Encoder:
 
 
 def _cut_tokens(added: Iterable[Any], has_normalizer: bool) -> list[str]:
-    """Return the tokens that are found in any surroundings, and take nothing of these.
+    """Return the tokens that the tokenizer finds next to any text, and that swallow none of that text.
 
-    Not so where another token contains one, or ends as one begins, and could be found in its place.
+    Left out are tokens that another token contains or overlaps, because it could be found in their place.
     """
     tokens = [token for token in added if token.content]
     texts = [token.content for token in tokens]

@@ -1,7 +1,8 @@
-"""What stands between two model turns: the template's text for messages of one shape, tokenised but for their texts.
+"""The tokens between two model turns, precomputed for messages of one shape.
 
-A shape is the roles of the messages and the kinds of their parts. A template may change a text (trim it, write it as
-JSON, split it at `</think>`), so each shape is tried with awkward texts against full renderings when it is first seen.
+A shape is the roles of the messages and the kinds of their parts. The template's own text is tokenised once per shape,
+the texts of the messages are inserted each time. A template may change a text (trim it, write it as JSON, split it at
+`</think>`), so each new shape is compared with full renderings of awkward texts.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from agents.rendering.encoding import Encoder
 from agents.rendering.template import MARK, ModelTemplate
 from envs.types import Message
 
-#: Per message its role and the kinds of its parts, ("str",) where its content is a string.
+#: For each message its role and the kinds of its parts; ("str",) where its content is a string.
 Shape = tuple[tuple[str, tuple[str, ...]], ...]
 
 AWKWARD = (
@@ -46,7 +47,7 @@ def _in_json(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-# What templates do with a text: nothing, `trim` (Llama 3), `trim` or `tojson` inside quotes (Llama 3.1's tool answers).
+# What templates do with a text: nothing, `trim` (Llama 3), or `tojson` inside quotes (Llama 3.1's tool answers).
 _CHANGES: tuple[Callable[[str], str], ...] = (_as_it_is, str.strip, _in_json)
 
 
@@ -54,11 +55,11 @@ _CHANGES: tuple[Callable[[str], str], ...] = (_as_it_is, str.strip, _in_json)
 class Suffix:
     """The suffix of one shape.
 
-    Example: in ChatML, a message of the user has `closed` for `\\n<|im_start|>`, `opened` for `<|im_end|>` and that,
-    and one gap: `user\\n` before the text, nothing after it, then the ids of `<|im_end|>\\n<|im_start|>assistant\\n`.
+    `closed` and `opened` are the ids up to the first gap, for a turn whose closer the model has written and for one
+    without it. A gap is (text before, text after, ids that follow); one without ids continues into the next.
 
-    `closed` and `opened` are the ids up to the first gap, where the model has written the closer of its turn and where
-    it has not. A gap is (text before, text after, ids that follow); one with no ids goes on into the next.
+    Example: a user's message in ChatML has `\\n<|im_start|>` as `closed`, `<|im_end|>\\n<|im_start|>` as `opened`, and
+    one gap: `user\\n` before the text, nothing after it, then the ids of `<|im_end|>\\n<|im_start|>assistant\\n`.
     """
 
     closed: tuple[int, ...]
@@ -67,7 +68,7 @@ class Suffix:
     change: Callable[[str], str]
 
     def ids(self, encoder: Encoder, texts: Sequence[str], is_closed: bool) -> list[int]:
-        """Return the ids with the texts, one for each gap, in their places."""
+        """Return the ids with one text in each gap."""
         ids = list(self.closed if is_closed else self.opened)
         change, waiting = self.change, ""
         for (before, after, following), text in zip(self.gaps, texts, strict=True):
@@ -82,19 +83,19 @@ class Suffix:
 
 
 def exact_ids(encoder: Encoder, after_turn: str, closer: str, is_closed: bool) -> list[int]:
-    """Tokenise the template's text after a turn, less what the model wrote of it itself: all up to the closer."""
+    """Tokenise the template's text after a turn, without the closer if the model wrote it."""
     if not is_closed:
         return encoder.encode(after_turn)
     return encoder.encode(after_turn[after_turn.index(closer) :])[1:]
 
 
 def build_suffix(template: ModelTemplate, encoder: Encoder, closer: str, shape: Shape) -> Suffix | None:
-    """Return the suffix of a shape; None where only rendering each message in full is exact.
+    """Return the suffix of a shape; None where only a full rendering of each message is exact.
 
     Raises:
         UserError: what the template writes after a turn depends on earlier turns.
     """
-    template.check_steady(_messages(shape, iter(lambda: MARK, None)))
+    template.check_suffix_is_stable(_messages(shape, iter(lambda: MARK, None)))
     num_texts = sum(kind != "image" for _, kinds in shape for kind in kinds)
     pieces = template.after_turn(_messages(shape, iter(lambda: MARK, None))).split(MARK)
     if len(pieces) != num_texts + 1:
@@ -116,7 +117,7 @@ def _messages(shape: Shape, texts: Iterator[str]) -> list[Message]:
 
 
 def _compile(encoder: Encoder, closer: str, pieces: Sequence[str], change: Callable[[str], str]) -> Suffix | None:
-    """Tokenise the pieces from their first added token to their last one, where no text can reach."""
+    """Tokenise each piece from its first added token to its last one, which no text can affect."""
     start = pieces[0].find(closer)
     lead, core, before = encoder.cut(pieces[0][max(start, 0) :])
     if start < 0 or lead or not core:
@@ -127,7 +128,7 @@ def _compile(encoder: Encoder, closer: str, pieces: Sequence[str], change: Calla
     for piece in pieces[1:]:
         is_last = len(gaps) == len(pieces) - 2
         after, middle, rest = encoder.cut(piece)
-        if is_last:  # no text can reach what stands behind the added tokens either
+        if is_last:  # no text can affect what follows the added tokens either
             middle, rest = middle + rest if middle else "", ""
         gaps.append((before, after, tuple(encoder.encode(middle))))
         before = rest
@@ -142,7 +143,7 @@ def _is_exact(
         texts = [AWKWARD[(first + place) % len(AWKWARD)] for place in range(num_texts)]
         try:
             expected = template.after_turn(_messages(shape, iter(texts)))
-        except Exception:  # the template refuses such a text
+        except Exception:  # the template rejects such a text
             return False
         for is_closed in (True, False):
             if suffix.ids(encoder, texts, is_closed) != exact_ids(encoder, expected, closer, is_closed):

@@ -1,6 +1,6 @@
-"""A chat template that has been tried out: messages in, text out, and what it does with roles, tools and turns.
+"""Renders with a model's chat template and finds out how it treats roles, tools and turns.
 
-Nothing is read out of a template's source. What it does is found by rendering small conversations with it.
+It does so by rendering small conversations; nothing is read out of the template's source.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from envs.errors import UserError
 from envs.types import Message
 
-#: Text that no template writes by itself or changes, to find where a content stands: signs that cannot be seen.
+#: Invisible characters that no template writes or changes; they mark the place of a content in rendered text.
 MARK = "\u2063\u2062\u2064\u2062\u2063"
 
 _QUESTION: Message = {"role": "user", "content": "?"}
@@ -26,13 +26,13 @@ _TOOL = {
         "parameters": {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]},
     },
 }
-# What may have gone before a turn; the last one fits templates that know no other roles.
+# Messages that may come before a turn; the last ones suit templates that know no other roles.
 _PASTS: tuple[tuple[Message, ...], ...] = (
     ({"role": "system", "content": "Solve it."}, _QUESTION),
     (_QUESTION, {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nA"}, {"role": "tool", "content": "B"}),
     (_QUESTION, {"role": "assistant", "content": "A"}, {"role": "user", "content": "B"}),
 )
-# Ways in which a model's turn may begin before the mark.
+# Texts with which a model's turn may begin before the mark.
 _OPENINGS = ("<think>\nHm.\n</think>\n\n", " \n")
 
 
@@ -47,7 +47,7 @@ class ModelTemplate:
     """
 
     def __init__(self, tokenizer: Any, options: Mapping[str, Any]) -> None:
-        """Take the template named "default" where the tokenizer has several; `options` go to every rendering."""
+        """Use the template named "default" where the tokenizer has several; `options` go to every rendering."""
         found = tokenizer.chat_template
         self.source: str = found["default"] if isinstance(found, Mapping) else found
         self._tokenizer, self.options = tokenizer, dict(options)
@@ -56,7 +56,7 @@ class ModelTemplate:
     def render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), opens_turn: bool = True
     ) -> str:
-        """Return the text of a conversation, with `opens_turn` up to where the model begins to write.
+        """Return the text of a conversation; with `opens_turn` it ends where the model begins to write.
 
         Raises whatever the template raises, most often `jinja2.TemplateError`.
         """
@@ -69,8 +69,8 @@ class ModelTemplate:
             **self.options,
         )
 
-    def shows(self, *messages: Message) -> bool:
-        """Whether the template takes the messages and writes the one `MARK` in them once."""
+    def writes_mark(self, *messages: Message) -> bool:
+        """Return whether the template accepts the messages and writes the `MARK` in them exactly once."""
         try:
             return self.render(messages).count(MARK) == 1
         except Exception:  # a template raises what it likes
@@ -79,31 +79,33 @@ class ModelTemplate:
     @functools.cached_property
     def takes_system(self) -> bool:
         """Whether a conversation may begin with a system message."""
-        return self.shows({"role": "system", "content": MARK}, _QUESTION)
+        return self.writes_mark({"role": "system", "content": MARK}, _QUESTION)
 
     @functools.cached_property
     def teaches_tools(self) -> bool:
-        """Whether tools that are given change what the model reads."""
+        """Whether the template describes the tools that it gets."""
         try:
             return self.render([_QUESTION], [_TOOL]) != self.render([_QUESTION])
-        except Exception:  # a template that refuses tools
+        except Exception:  # a template that rejects tools
             return False
 
     def role(self, role: str) -> str:
-        """Return the role under which a message that is not the first is shown.
+        """Return the role with which to render a message that is not the first.
 
-        A template may refuse a role, or leave its messages out in silence; these are then the user's.
+        A template may reject a role, or silently leave out its messages; the role is then "user".
         """
         if role not in self._roles:
             answer: Message = {"role": "assistant", "content": "?"}
-            known = role in ("user", "assistant") or self.shows(_QUESTION, answer, {"role": role, "content": MARK})
+            known = role in ("user", "assistant") or self.writes_mark(
+                _QUESTION, answer, {"role": role, "content": MARK}
+            )
             self._roles[role] = role if known else "user"
         return self._roles[role]
 
     def with_tools(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
-        """Return the messages with the tools described in the system message, for a template that does not do it.
+        """Return the messages with the tools described in the system message, for a template that does not do this.
 
-        The system message that the template writes by itself, if there is none, is kept.
+        Without a system message, the one that the template writes by default is kept.
         """
         text = describe_tools(tools)
         if messages[0]["role"] != "system":
@@ -128,7 +130,7 @@ class ModelTemplate:
         return plain[len(head) : len(plain) - len(tail)] if is_framed else ""
 
     def after_turn(self, messages: Sequence[Message]) -> str:
-        """Return what the template writes from the end of a model's turn, over the messages, to the start of its next.
+        """Return the template's text between a model's turn and its next one, with these messages.
 
         Raises whatever the template raises.
         """
@@ -138,11 +140,11 @@ class ModelTemplate:
         turn: Message = {"role": "assistant", "content": opening + MARK}
         return self.render([*past, turn, *messages], tools).split(MARK, 1)[1]
 
-    def check_steady(self, messages: Sequence[Message]) -> None:
-        """Raise `UserError` where what follows a turn depends on what came before it.
+    def check_suffix_is_stable(self, messages: Sequence[Message]) -> None:
+        """Raise `UserError` where the text after a turn depends on what came before the turn.
 
-        A template that strips the thinking of earlier turns, as Qwen3's does, passes: it changes nothing behind them.
-        One that numbers pictures or turns does not; a stream that is only ever appended to could not follow it.
+        A template that strips the thinking of earlier turns (Qwen3's) passes: the text after them stays the same. One
+        that numbers pictures or turns does not: an append-only stream could not follow it.
         """
         expected = self.after_turn(messages)
         variants = [([_QUESTION], opening, ()) for opening in _OPENINGS] + [([_QUESTION], "", (_TOOL,))]
@@ -153,7 +155,7 @@ class ModelTemplate:
         for past, opening, tools in variants:
             try:
                 found = self._after(past, opening, messages, tools)
-            except Exception:  # a past that this template refuses cannot come before
+            except Exception:  # the template rejects these earlier messages, so they cannot occur
                 continue
             if found != expected:
                 rule = "must write the same after a turn, whatever came before it"
@@ -169,7 +171,7 @@ class ModelTemplate:
 
 
 def describe_tools(tools: Sequence[Mapping[str, Any]]) -> str:
-    """Return the part of a system message that teaches tools in the Hermes form, in our own words."""
+    """Return our own text for a system message that describes tools in the Hermes form."""
     lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     return (
         f"# Tools\n\nYou can call the functions below; each line is the JSON description of one.\n<tools>\n{lines}\n"
@@ -179,10 +181,10 @@ def describe_tools(tools: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def control_words(text: str) -> set[str]:
-    """Return everything in a text that is spelled like a control token.
+def control_tokens(text: str) -> set[str]:
+    """Return every part of a text that looks like a control token.
 
-    >>> control_words("<|im_start|>user")
+    >>> control_tokens("<|im_start|>user")
     {'<|im_start|>'}
     """
     return set(re.findall(r"<\|[^|<>\s]{1,60}\|>", text))

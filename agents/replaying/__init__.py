@@ -1,9 +1,11 @@
-"""Recorded episodes, played through an environment once more: records come in, what differs goes out.
+"""Replays recorded episodes through an environment and reports what differs.
 
-`played` says what is compared, `player` asks an environment alone, `stream` drives the whole agent loop, `difference`
-compares, `rounds` plays many at once and some of them again, `rescore` counts rewards, `report` prints.
+`replayer` replays with the environment alone, `stream_replayer` with the whole agent loop. Both give an
+`episode_result`, which `difference` compares with the recorded one. `runner` replays many episodes concurrently,
+`rescore` with another grader, and `report` prints the results. `compatibility` compares the recorded environment and
+model with today's.
 
-`fork` plays one episode on from a turn, `prefix` says what is not as recorded up to there, `continuation` lets a
-person, a script or a model go on. `slime_dump` reads what slime saves, `slime_samples` makes trajectories of that, and
-`slime` a recording.
+`fork` continues one episode from a turn, after `prefix` has checked the turns before it; `continuation` lets a person,
+a script or a model write the next turns. `slime_dump` reads slime's dumps, `slime_samples` makes trajectories of their
+samples, and `slime` makes a recording of those.
 """

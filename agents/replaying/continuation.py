@@ -1,4 +1,4 @@
-"""Who plays an episode on, a person, a script or a model, and what came of it: a record in, the outcome on the console.
+"""Lets a person, a script or a model continue a recorded episode, and prints how it ends.
 
 `python -m agents.replay runs/x --id train-12-3 --fork 2 --by model --model runs/x --samples 8`
 """
@@ -12,31 +12,31 @@ from itertools import islice
 from pathlib import Path
 from typing import TextIO
 
-from agents.engines.scripted import ScriptedEngine
-from agents.episode import Episode
-from agents.recording import EpisodeRecord, Recording
-from agents.recording.manifest import describe
-from agents.recording.plays import check_record, record
-from agents.recording.schema import PLAY
-from agents.recording.selection import SelectionConfig, selected
-from agents.renderer import Renderer
-from agents.rendering.checkpoint import model_folder
-from agents.replaying.fork import Fork, ForkConfig, check_tokenizer, checked_turn, way_of_fork
-from agents.replaying.notes import model_notes
-from agents.replaying.player import Stage
-from agents.rollout import derive_seed
-from agents.terminal import (
+from agents.cli.terminal import (
     HELP,
     Gallery,
-    Interrupted,
-    Player,
-    Quit,
+    PlayerInterrupted,
+    PlayerQuit,
     Terminal,
-    count_turns,
+    TerminalPlayer,
+    print_summary,
     run_interruptible,
     show_answer,
-    summarise,
 )
+from agents.cli.text import counted
+from agents.engines.scripted import ScriptedEngine
+from agents.recording import EpisodeRecord, Recording
+from agents.recording.attempts import check_record_folder, record_attempts
+from agents.recording.manifest import build_manifest
+from agents.recording.schema import PLAY
+from agents.recording.selection import SelectionConfig, select_episodes
+from agents.rendering.renderer import Renderer
+from agents.rendering.tokenizer_files import model_folder
+from agents.replaying.compatibility import model_notes
+from agents.replaying.fork import Fork, ForkConfig, check_tokenizer, checked_turn, way_of_fork
+from agents.replaying.replayer import ReplayContext
+from agents.rollout.episode import Episode
+from agents.rollout.groups import derive_seed
 from agents.types import Trajectory
 from envs.env import ToolFormat
 from envs.errors import UserError
@@ -44,14 +44,15 @@ from envs.spec import EnvSpec
 from envs.tool_calls import detect_format
 from envs.types import message_images
 
-#: How long a batch waits for a continuation whose environment still answers the recorded turns.
+#: How long a batch waits for continuations whose environment is still answering the recorded turns.
 BATCH_WAIT_S = 60.0
 
 
-class Script(Terminal):
-    """A terminal in which all turns are written already.
+class ScriptedTerminal(Terminal):
+    """A terminal that reads its turns from a list.
 
-    Example: `Script(["3", "4"], sys.stdout)` answers the first question with "3", the second with "4", and then quits.
+    Example: `ScriptedTerminal(["3", "4"], sys.stdout)` answers the first question with "3", the second with "4", and
+    then quits.
     """
 
     def __init__(self, turns: Sequence[str], target: TextIO) -> None:
@@ -59,24 +60,24 @@ class Script(Terminal):
         self._turns = iter(turns)
 
     def ask(self, tool_format: ToolFormat) -> str:
-        """Return the next turn, and show it."""
+        """Return the next turn, and print it."""
         turn = next(self._turns, None)
         if turn is None:
-            raise Quit
+            raise PlayerQuit
         self.say("\n".join(self.mark + line for line in turn.split("\n")))
         return turn
 
 
-def the_one(recording: Recording, selection: SelectionConfig) -> EpisodeRecord:
-    """Return the one episode that is meant. Raises `UserError` where none is, or several are."""
-    found = list(islice(selected(recording.episodes(), selection), 3))
+def only_episode(recording: Recording, selection: SelectionConfig) -> EpisodeRecord:
+    """Return the one selected episode. Raises `UserError` if the flags select none or several."""
+    found = list(islice(select_episodes(recording.episodes(), selection), 3))
     if len(found) != 1:
         got = f"{', '.join(episode.id for episode in found[:2])}{' and more' * (len(found) > 2)}" or "none"
         raise UserError("--fork", "must be given with one episode", got, "name it with --id, as train-12-3")
     return found[0]
 
 
-def play_on(
+def run_fork(
     recording: Recording,
     episode: EpisodeRecord,
     spec: EnvSpec,
@@ -84,30 +85,31 @@ def play_on(
     config: ForkConfig,
     notes: Sequence[str] = (),
 ) -> int:
-    """Play an episode on, say how it ends, and return the exit code: 1 where it comes to no end that counts.
+    """Continue an episode, print how it ends, and return the exit code: 1 if it has no valid end.
 
-    `model` is the model whose tokenizer, and for `--by model` whose weights, are used; empty for that of the recording.
-    `notes` say what is not as when it was recorded.
+    `model` gives the tokenizer, and the weights for `--by model`; empty means the recorded model. `notes` say what has
+    changed since the recording was made.
 
     Raises:
-        UserError: the episode has no such turn, or was written with another tokenizer; flags do not go together.
+        UserError: the episode has no such turn or another tokenizer, or the flags contradict each other.
     """
     turn = checked_turn(episode, config)
-    stage = Stage(recording, spec)
-    way = way_of_fork(stage.way(episode), turn, config)
+    context = ReplayContext(recording, spec)
+    way = way_of_fork(context.way(episode), turn, config)
     if config.by == "model" and not model:
-        raise UserError("--model", "must name who plays on with --by model", "none", "give a model or run folder")
+        raise UserError("--model", "must name the model for --by model", "none", "give a model or run folder")
     folder = model_folder(model or recording.manifest.model)
     terminal = _terminal(config)
     renderer = Renderer.from_checkpoint(folder, recording.manifest.template_options)
     check_tokenizer(episode, turn, renderer)
     if config.record:
-        check_record(Path(config.record), describe(spec, renderer, model or folder, {}))
+        check_record_folder(Path(config.record), build_manifest(spec, renderer, model or folder, {}))
     fork = Fork(
-        recording, episode, turn, stage, renderer, way, lambda told: terminal.say(f"--- not as recorded: {told}")
+        recording, episode, turn, context, renderer, way, lambda text: terminal.say(f"--- not as recorded: {text}")
     )
     gallery = Gallery.named(config.pictures, f"{episode.id}-fork{turn}")
-    terminal.say(f"{episode.id}: {spec.id}, sample {episode.sample_id}, {count_turns(way.max_turns)}\n{_then(episode)}")
+    terminal.say(f"{episode.id}: {spec.id}, sample {episode.sample_id}, {counted(way.max_turns, 'turn')}")
+    terminal.say(_recorded_end(episode))
     for note in (*notes, *model_notes(recording.manifest, renderer)):
         terminal.say(f"note: {note}")
     try:
@@ -115,29 +117,31 @@ def play_on(
             loop, trajectories = _by_model(fork, folder, config)
         else:
             loop, trajectories = _by_hand(fork, terminal, gallery, config)
-    except (Interrupted, KeyboardInterrupt):
+    except (PlayerInterrupted, KeyboardInterrupt):
         terminal.say("--- interrupted")
         return 130
-    except Quit:
+    except PlayerQuit:
         terminal.say("--- quit" if config.by == "hand" else "--- the script ends here, the episode does not")
         return 0 if config.by == "hand" else 1
     if config.record:
-        record(Path(config.record), trajectories, describe(spec, renderer, model or folder, {PLAY: loop}), renderer)
+        record_attempts(
+            Path(config.record), trajectories, build_manifest(spec, renderer, model or folder, {PLAY: loop}), renderer
+        )
         terminal.say(f"recorded in {config.record}")
     code = _report_one(fork, trajectories[0], terminal, gallery, config) if len(trajectories) == 1 else None
     return _tabulate(fork, trajectories, terminal) if code is None else code
 
 
-def _then(episode: EpisodeRecord) -> str:
+def _recorded_end(episode: EpisodeRecord) -> str:
     num_written = sum(episode.mask)
     return (
-        f"--- recorded: {episode.end_reason}, reward {episode.reward:g}, {count_turns(len(episode.turns))}, "
+        f"--- recorded: {episode.end_reason}, reward {episode.reward:g}, {counted(len(episode.turns), 'turn')}, "
         f"{num_written} tokens written, {len(episode.mask) - num_written} read"
     )
 
 
 def _terminal(config: ForkConfig) -> Terminal:
-    """Return where the turns come from: the person, or the file of a script."""
+    """Return the terminal that the turns come from: the person's, or the script's."""
     terminal = Terminal.standard()
     if config.script is None:
         return terminal
@@ -150,15 +154,15 @@ def _terminal(config: ForkConfig) -> Terminal:
     except ValueError:
         turns = None
     if isinstance(turns, list) and all(isinstance(turn, str) for turn in turns):
-        return Script(turns, terminal.target)
+        return ScriptedTerminal(turns, terminal.target)
     return Terminal(io.StringIO(text), terminal.target)
 
 
 def _by_hand(fork: Fork, terminal: Terminal, gallery: Gallery, config: ForkConfig) -> tuple[Episode, list[Trajectory]]:
-    """Let a person or a script play on."""
+    """Let a person or a script continue."""
     renderer = fork.renderer
-    tool_format = fork.stage.spec.args(tool_format=detect_format(renderer.chat_template)).tool_format
-    player = Player(terminal, gallery, renderer, tool_format)
+    tool_format = fork.context.spec.args(tool_format=detect_format(renderer.chat_template)).tool_format
+    player = TerminalPlayer(terminal, gallery, renderer, tool_format)
     engine = ScriptedEngine(renderer.tokenizer, lambda turn, request: player.take_turn(fork.turn + turn, request))
     loop = fork.loop(engine, 1, fork.way.temperature)
     terminal.say(f"{HELP}\n---" if config.by == "hand" else "---")
@@ -167,11 +171,11 @@ def _by_hand(fork: Fork, terminal: Terminal, gallery: Gallery, config: ForkConfi
 
 
 def _by_model(fork: Fork, folder: str, config: ForkConfig) -> tuple[Episode, list[Trajectory]]:
-    """Let a model play on, as often as is asked for."""
+    """Let a model continue, once for each sample."""
     from transformers.utils import logging
 
     from agents.engines.hf import HFEngine
-    from agents.model import PolicyModel
+    from agents.model.policy import PolicyModel
 
     logging.disable_progress_bar()
 
@@ -183,32 +187,32 @@ def _by_model(fork: Fork, folder: str, config: ForkConfig) -> tuple[Episode, lis
 
 
 def seeds_of(episode: EpisodeRecord, config: ForkConfig) -> tuple[int, ...]:
-    """Return the seed of every continuation; without --seed, the first has the recorded episode's own.
+    """Return the seed of each continuation; without --seed, the first one is the episode's own.
 
-    Example: `--samples 2` of an episode of seed 7 gives `(7, derive_seed(7, 1))`.
+    Example: `--samples 2` and an episode with seed 7 give `(7, derive_seed(7, 1))`.
     """
     if config.seed is not None:
         return tuple(derive_seed(config.seed, number) for number in range(config.samples))
     return (episode.seed, *(derive_seed(episode.seed, number) for number in range(1, config.samples)))
 
 
-# What came of it ------------------------------------------------------------------------------------------------------
+# The end --------------------------------------------------------------------------------------------------------------
 
 
 def _report_one(fork: Fork, played: Trajectory, terminal: Terminal, gallery: Gallery, config: ForkConfig) -> int:
-    """Say how one continuation ended; what a model wrote was not seen yet."""
+    """Print how one continuation ended; for a model's, print its turns first."""
     if config.by == "model":
         for number, turn in enumerate(played.turns[fork.turn :], fork.turn + 1):
             terminal.say(f"--- turn {number}\n{turn.text}")
             if number < len(played.turns):
                 show_answer(turn, number, turn.done, terminal, gallery)
-    code = summarise(played, terminal, gallery)
+    code = print_summary(played, terminal, gallery)
     _say_where_it_ended(fork, terminal)
     return code
 
 
 def _tabulate(fork: Fork, trajectories: Sequence[Trajectory], terminal: Terminal) -> int:
-    """Say how all continuations ended."""
+    """Print how each continuation ended."""
     terminal.say(f"{'sample':<6}  {'reward':>7}  {'turns':>5}  {'written':>7}  end")
     for n, t in enumerate(trajectories):
         terminal.say(f"{n:<6}  {t.reward:>7.3g}  {len(t.turns):>5}  {t.num_model_tokens:>7}  {t.end_reason}")
@@ -220,6 +224,6 @@ def _tabulate(fork: Fork, trajectories: Sequence[Trajectory], terminal: Terminal
 
 
 def _say_where_it_ended(fork: Fork, terminal: Terminal) -> None:
-    terminal.say(_then(fork.episode))
+    terminal.say(_recorded_end(fork.episode))
     if not fork.num_handed_over:
-        terminal.say(f"--- nobody has played on: there was no turn {fork.turn + 1}")
+        terminal.say(f"--- no turn was added: the episode ended before turn {fork.turn + 1}")

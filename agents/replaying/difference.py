@@ -1,4 +1,4 @@
-"""Compares what was recorded with what was played again: two `Played` in, the differences out."""
+"""Compares the recorded result of an episode with its replayed result."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from itertools import zip_longest
 from typing import Any
 
 from agents.recording.schema import EpisodeRecord
-from agents.replaying.played import GOES_ON, Played, recorded_play
-from agents.replaying.stream import StreamPlayed
+from agents.replaying.episode_result import CONTINUES, EpisodeResult, recorded_result
+from agents.replaying.stream_replayer import StreamResult
 from agents.types import EndReason
-from envs.runner import last_line
+from envs.execution.runner import last_line
 
 TOOLS, FIRST, OBSERVATION, PICTURE = "tools", "first observation", "observation", "picture"
 OUTCOME, INFO, DONE, REWARD, END, ERROR = "tool outcome", "info", "done", "reward", "end reason", "error"
@@ -22,7 +22,7 @@ TEXT, TOKENS, MASK, TURNS, IMAGES = "text of a turn", "tokens", "mask", "place o
 #: Every kind of difference, in the order in which a table shows them.
 KINDS = (TOOLS, FIRST, OBSERVATION, PICTURE, OUTCOME, INFO, DONE, REWARD, END, ERROR, TEXT, TOKENS, MASK, TURNS, IMAGES)
 
-#: Numbers that are nearer than this, relatively, are the same: processors round differently.
+#: Numbers with a smaller relative difference are equal, because processors round differently.
 TOLERANCE = 1e-9
 MAX_TOKENS = 8
 
@@ -32,7 +32,7 @@ _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}")
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that is not as it was recorded: in turn `turn` (0: before the first, None: of the whole episode).
+    """One difference between record and replay, in turn `turn` (0: before the first turn, None: the whole episode).
 
     Example: `Difference("tool outcome", 2, "[0].outcome", "ok", "error")`.
     """
@@ -45,25 +45,25 @@ class Difference:
 
     @property
     def where(self) -> str:
-        """The turn and the place in it, as people read it."""
+        """The turn and the place in it, for a report."""
         turn = "" if self.turn is None else f"turn {self.turn}" if self.turn else "start"
         return " ".join(filter(None, (turn, self.place)))
 
 
 def differences(
     episode: EpisodeRecord,
-    played: Played,
+    result: EpisodeResult,
     num_turns: int | None = None,
-    spelled: Callable[[Sequence[int]], list[Any]] = list,
+    token_texts: Callable[[Sequence[int]], list[Any]] = list,
 ) -> tuple[Difference, ...]:
-    """Return what differs, at most one thing of a kind in a turn; `spelled` gives the texts of ids.
+    """Return the differences, at most one of a kind for each turn; `token_texts` adds texts to token ids.
 
-    Example: `differences(episode, played)[0]` is `Difference("reward", None, "", 1.0, 0.0)`.
+    Example: `differences(episode, result)[0]` is `Difference("reward", None, "", 1.0, 0.0)`.
     """
-    has_stream = isinstance(played, StreamPlayed)
-    recorded = recorded_play(episode, num_turns, has_stream)
-    found = [*_whole(recorded, played)]
-    for number, (old, new) in enumerate(zip(recorded.turns, played.turns, strict=False), 1):
+    has_stream = isinstance(result, StreamResult)
+    recorded = recorded_result(episode, num_turns, has_stream)
+    found = [*_whole(recorded, result)]
+    for number, (old, new) in enumerate(zip(recorded.turns, result.turns, strict=False), 1):
         if old is None or new is None:
             continue
         if old.text != new.text:
@@ -73,11 +73,11 @@ def differences(
         if old.done != new.done:
             found.append(Difference(DONE, number, "", old.done, new.done))
     if has_stream:
-        found += _stream(episode, played, recorded.end == played.end, spelled)
+        found += _stream(episode, result, recorded.end == result.end, token_texts)
     return tuple(sorted(found, key=lambda each: KINDS.index(each.kind)))
 
 
-def _whole(old: Played, new: Played) -> Iterator[Difference]:
+def _whole(old: EpisodeResult, new: EpisodeResult) -> Iterator[Difference]:
     if old.tools is not None and new.tools is not None and old.tools != new.tools:
         yield Difference(TOOLS, None, "", old.tools, new.tools)
     if old.first is not None and new.first is not None:
@@ -85,7 +85,7 @@ def _whole(old: Played, new: Played) -> Iterator[Difference]:
     if old.reward is not None and new.reward is not None and not is_same(old.reward, new.reward):
         yield Difference(REWARD, None, "", old.reward, new.reward)
     if old.end is None and new.end in _FAULTS and _stops_short(old, new):
-        yield Difference(END, None, "", GOES_ON, _end(new))
+        yield Difference(END, None, "", CONTINUES, _end(new))
     if old.end is None or new.end is None:
         return
     if old.end != new.end:
@@ -94,25 +94,25 @@ def _whole(old: Played, new: Played) -> Iterator[Difference]:
         yield Difference(ERROR, None, "", _error(old), _error(new))
 
 
-def _stops_short(old: Played, new: Played) -> bool:
-    """Return whether something was answered, the start or a turn, that has no answer now."""
+def _stops_short(old: EpisodeResult, new: EpisodeResult) -> bool:
+    """Return whether the reset or a turn had an answer in the recording, but has none now."""
     pairs = zip_longest(old.turns, new.turns[: len(old.turns)])
     is_unopened = old.first is not None and new.first is None and not new.turns
     return is_unopened or any(one is not None and other is None for one, other in pairs)
 
 
-def _end(played: Played) -> str | None:
-    return f"{played.end}: {_error(played)}" if played.error else played.end
+def _end(result: EpisodeResult) -> str | None:
+    return f"{result.end}: {_error(result)}" if result.error else result.end
 
 
-def _error(played: Played) -> str:
-    return _ADDRESS.sub("0x", last_line(played.error)) if played.error else ""
+def _error(result: EpisodeResult) -> str:
+    return _ADDRESS.sub("0x", last_line(result.error)) if result.error else ""
 
 
 def _messages(
     kind: str, turn: int, old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]
 ) -> Iterator[Difference]:
-    """Yield the first difference of texts, and the first of pictures."""
+    """Yield the first difference in texts, and the first in pictures."""
     kinds = set[str]()
     for place, one, other in unequal(list(old), list(new)):
         is_picture = place.endswith(".image") and isinstance(one, str) and isinstance(other, str)
@@ -123,7 +123,7 @@ def _messages(
 
 
 def _info(turn: int, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Difference]:
-    """Yield the first difference of what calls came to, and the first of all else."""
+    """Yield the first difference in the tool calls, and the first in the rest of the info."""
     calls = "tool_calls"
     for kind, one, other in (
         (OUTCOME, old.get(calls), new.get(calls)),
@@ -135,7 +135,7 @@ def _info(turn: int, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator
 
 
 def is_same(old: Any, new: Any) -> bool:
-    """Return whether two plain values are the same, but for rounding and for addresses in memory.
+    """Return whether two JSON values are equal, apart from rounding and memory addresses.
 
     >>> is_same(0.1 + 0.2, 0.3), is_same(1, True), is_same("<f at 0x7f1234>", "<f at 0x7f5678>")
     (True, False, True)
@@ -155,7 +155,7 @@ MISSING = "(nothing)"
 
 
 def unequal(old: Any, new: Any, place: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield where two JSON values differ: place, old value, new value; what one of them lacks is `MISSING`.
+    """Yield the differences of two JSON values: place, old value, new value; `MISSING` replaces an absent value.
 
     >>> list(unequal({"a": [1, 2]}, {"a": [1, 3], "b": None}))
     [('a[1]', 2, 3), ('b', '(nothing)', None)]
@@ -172,28 +172,28 @@ def unequal(old: Any, new: Any, place: str = "") -> Iterator[tuple[str, Any, Any
 
 
 def _stream(
-    e: EpisodeRecord, played: StreamPlayed, ends_alike: bool, spelled: Callable[[Sequence[int]], list[Any]]
+    e: EpisodeRecord, result: StreamResult, ends_alike: bool, token_texts: Callable[[Sequence[int]], list[Any]]
 ) -> Iterator[Difference]:
-    """Yield the first difference of the token streams; where an episode was cut off, as far as both go."""
-    shortest = min(len(e.ids), len(played.ids))
-    place = next((k for k, (one, other) in enumerate(zip(e.ids, played.ids, strict=False)) if one != other), None)
-    if place is None and ends_alike and len(e.ids) != len(played.ids):
+    """Yield the first difference of the token streams; if the episodes end differently, as far as both go."""
+    shortest = min(len(e.ids), len(result.ids))
+    place = next((k for k, (one, other) in enumerate(zip(e.ids, result.ids, strict=False)) if one != other), None)
+    if place is None and ends_alike and len(e.ids) != len(result.ids):
         place = shortest
     if place is not None:
-        old, new = e.ids[place : place + MAX_TOKENS], played.ids[place : place + MAX_TOKENS]
-        yield Difference(TOKENS, turn_at(e, place), f"token {place}", spelled(old), spelled(new))
-        return  # all that follows is shifted
-    places = (k for k in range(shortest) if e.mask[k] != played.mask[k])
+        old, new = e.ids[place : place + MAX_TOKENS], result.ids[place : place + MAX_TOKENS]
+        yield Difference(TOKENS, turn_at(e, place), f"token {place}", token_texts(old), token_texts(new))
+        return  # the rest of the stream is shifted
+    places = (k for k in range(shortest) if e.mask[k] != result.mask[k])
     if (place := next(places, None)) is not None:
-        yield Difference(MASK, turn_at(e, place), f"token {place}", e.mask[place], played.mask[place])
-    if e.prompt_length != played.prompt_length and played.ids and e.ids:
-        yield Difference(TURNS, 0, "prompt_length", e.prompt_length, played.prompt_length)
-    for number, (turn, span) in enumerate(zip(e.turns, played.spans, strict=False), 1):
+        yield Difference(MASK, turn_at(e, place), f"token {place}", e.mask[place], result.mask[place])
+    if e.prompt_length != result.prompt_length and result.ids and e.ids:
+        yield Difference(TURNS, 0, "prompt_length", e.prompt_length, result.prompt_length)
+    for number, (turn, span) in enumerate(zip(e.turns, result.spans, strict=False), 1):
         if (turn.start, turn.end) != span:
             yield Difference(TURNS, number, "", [turn.start, turn.end], list(span))
             break
     recorded = [[image.digest, list(image.grid), image.num_tokens] for image in e.images]
-    replayed = [[digest, list(grid), count] for digest, grid, count in played.images]
+    replayed = [[digest, list(grid), count] for digest, grid, count in result.images]
     if not ends_alike:
         count = min(len(recorded), len(replayed))
         recorded, replayed = recorded[:count], replayed[:count]
@@ -203,7 +203,7 @@ def _stream(
 
 
 def turn_at(episode: EpisodeRecord, place: int) -> int:
-    """Return the number of the turn that a token belongs to, by itself or as what is read before it; 0: the prompt."""
+    """Return the turn of a token; tokens that the model reads before a turn belong to that turn. 0 is the prompt."""
     if place < episode.prompt_length:
         return 0
     return next((number for number, turn in enumerate(episode.turns, 1) if place < turn.end), len(episode.turns))

@@ -1,25 +1,25 @@
-"""Whether an episode that is played again is the recorded one up to a turn: its requests in, what is different out."""
+"""Checks, before a fork, that the turns up to it are those of the recorded episode."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from agents.recording import EpisodeRecord, Recording
-from agents.renderer import Renderer
+from agents.rendering.renderer import Renderer
 from agents.types import GenerateRequest
 
 _SHOWN_BEFORE, _SHOWN = 40, 160
 
 
-class Prefix:
-    """Compares what a model read before each turn with what it had read when the episode was recorded.
+class PrefixCheck:
+    """Compares the tokens and pictures that the model reads before each turn with the recorded ones.
 
     Example::
 
-        prefix = Prefix(recording, episode, renderer)
+        prefix = PrefixCheck(recording, episode, renderer)
         prefix.see(0, first_request)        # the prompt
-        prefix.see(1, second_request)       # what the environment answered turn 1
-        prefix.differences                  # ["the environment answers turn 1 otherwise than recorded\\n  ..."]
+        prefix.see(1, second_request)       # the environment's answer to turn 1
+        prefix.differences                  # ["the environment answers turn 1 differently\\n  ..."]
     """
 
     def __init__(self, recording: Recording, episode: EpisodeRecord, renderer: Renderer) -> None:
@@ -28,7 +28,7 @@ class Prefix:
         self._num_read = self._num_images = 0
 
     def see(self, turn: int, request: GenerateRequest) -> None:
-        """Look at the request of a turn; `turn` is how many were before it, as many as were recorded at most."""
+        """Check the request for the turn after `turn` recorded ones."""
         if found := self._difference(turn, request):
             self.differences.append(found)
         self._num_images = len(request.images)
@@ -39,41 +39,41 @@ class Prefix:
     def _difference(self, turn: int, request: GenerateRequest) -> str | None:
         turns = self._episode.turns
         if turn and turns[turn - 1].done:
-            return f"the environment had ended the episode with turn {turn}, and goes on"
+            return f"turn {turn} ended the episode in the recording, and does not now"
         if turn == len(turns) and self._recording.manifest.converted_from:
-            return None  # what was said then is not known
+            return None  # the recording does not have the answer to the last turn
         now = request.ids[self._num_read :]
         recorded, digests = self._recorded(turn)
-        what = f"the environment answers turn {turn} otherwise than recorded" if turn else "the prompt is another one"
+        what = f"the environment answers turn {turn} differently" if turn else "the prompt differs"
         if now != recorded:
             texts = [self._renderer.shown(ids) for ids in (recorded, now)]
             if texts[0] == texts[1]:
                 return f"{what}: {len(recorded)} and {len(now)} tokens of the same text"
             shown = _around_difference(*texts)
             return f"{what}\n  recorded: {shown[0]}\n  now:      {shown[1]}"
-        # The same tokens, and so as many new pictures; of those before, one side may have had more.
+        # Equal tokens mean equally many new pictures. One side may have had more pictures before.
         new = [image.digest for image in request.images[self._num_images :]]
         pairs = enumerate(zip(new, digests[-len(new) :], strict=False), self._num_images + 1)
         place = next((place for place, (one, other) in pairs if one != other), None)
         return None if place is None else f"{what}: picture {place} of the stream has other pixels"
 
     def _recorded(self, turn: int) -> tuple[tuple[int, ...], list[str]]:
-        """Return what was read before a turn since the one before it, and the hashes of all pictures up to there."""
+        """Return the recorded tokens between the previous turn and this one, and the hashes of all pictures so far."""
         episode, turns = self._episode, self._episode.turns
         start = turns[turn - 1].end if turn else 0
         if turn < len(turns) or not turns:
             ids = episode.ids[start : turns[turn].start if turns else len(episode.ids)]
             return ids, self._digests(episode.ids[: start + len(ids)])
-        # Nobody was shown this answer: it is rendered as it would have been.
+        # The model never read the answer to the last turn, so it is rendered now.
         observed = self._recording.messages(turns[-1].observations) or ({"role": "user", "content": ""},)
         try:
             rendered = self._renderer.suffix(observed, last_id=episode.ids[start - 1])
-        except Exception:  # what had ended the episode, perhaps
+        except Exception:  # perhaps the reason why the episode ended
             return (), []
         return rendered.ids, [*self._digests(episode.ids[:start]), *(image.digest for image in rendered.images)]
 
     def _digests(self, ids: Sequence[int]) -> list[str]:
-        """Return the hashes of the recorded pictures that the first part of the stream holds."""
+        """Return the hashes of the recorded pictures in the first part of the stream."""
         num_placeholders, digests = ids.count(self._renderer.image_token_id), []
         for image in self._episode.images:
             if num_placeholders <= 0:
@@ -84,7 +84,7 @@ class Prefix:
 
 
 def _around_difference(recorded: str, now: str) -> tuple[str, str]:
-    """Return both texts around the first place where they differ.
+    """Return both texts around their first difference.
 
     >>> _around_difference("Score 0.0", "Score 1.0")
     ("'Score 0.0'", "'Score 1.0'")

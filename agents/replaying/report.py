@@ -1,4 +1,7 @@
-"""Prints and writes what a replay has found; text of models and environments is data, and is shown, never obeyed."""
+"""Prints and writes the results of a replay.
+
+Text of models and environments is data: it is printed as it is, with control characters written out.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from agents.cli.text import counted, escape_controls, excerpt, excerpt_pair
 from agents.replaying.difference import KINDS, TOKENS, Difference
 from agents.replaying.rescore import Rescoring
-from agents.replaying.rounds import Found, Outcome
-from agents.visible import contrast, shown, visible
+from agents.replaying.runner import EpisodeDifferences, ReplaySummary
 from envs.errors import UserError
 
 MAX_PAIRS = 12
@@ -25,8 +28,8 @@ EMPTY = "(empty)"
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What was replayed, and how: `notes` say what is not as it was when the recording was made."""
+class ReportHeader:
+    """What was replayed and how; `notes` say what has changed since the recording was made."""
 
     run: str
     env: str
@@ -37,107 +40,100 @@ class Setting:
 
 
 def say(console: Console, text: str, style: str = "") -> None:
-    """Print a line as it is, without markup or colours of its own."""
-    console.print(Text(visible(text), style), soft_wrap=True)
+    """Print a line; markup in it has no effect."""
+    console.print(Text(escape_controls(text), style), soft_wrap=True)
 
 
-def print_report(setting: Setting, outcome: Outcome, num_shown: int, console: Console) -> None:
+def print_report(header: ReportHeader, summary: ReplaySummary, num_shown: int, console: Console) -> None:
     """Print what differs: a table of kinds, a line for each episode, totals."""
-    for note in setting.notes:
-        say(console, f"note: {note}", "yellow")
-    for what, several in (("", outcome.differing), ("doubtful: ", outcome.doubtful)):
+    _say_notes(header, console)
+    for what, several in (("", summary.differing), ("doubtful: ", summary.doubtful)):
         if several:
             console.print(_kinds_table(several, what))
-            for found in several[:num_shown]:
-                say(console, _episode_line(found))
-            if len(several) > num_shown:
-                say(console, f"and {len(several) - num_shown} more (--show, --report)")
+            _say_some(list(map(_episode_line, several)), num_shown, console)
             console.print()
-    if outcome.doubtful:
-        say(console, f"{len(outcome.doubtful)} are doubtful: JSON could not hold their label or metadata as they were")
-    _say_steadiness(outcome, console)
-    _say_skipped(outcome, console)
-    say(console, totals(setting, outcome), "bold red" if outcome.differing else "")
+    if summary.doubtful:
+        say(console, f"{len(summary.doubtful)} are doubtful: JSON could not hold their label or metadata as they were")
+    _say_steadiness(summary, console)
+    _say_skipped(summary, console)
+    say(console, totals(header, summary), "bold red" if summary.differing else "")
 
 
-def totals(setting: Setting, outcome: Outcome) -> str:
+def totals(header: ReportHeader, summary: ReplaySummary) -> str:
     """Return the last line: `calculator: 448 episodes, 448 replayed, 0 differ (612 episodes/s)`."""
-    what = f"up to turn {setting.num_turns}, " if setting.num_turns else ""
-    stream = "token streams compared, " if setting.model else ""
-    rate = outcome.num_replayed / setting.seconds if setting.seconds else 0.0
+    what = f"up to turn {header.num_turns}, " if header.num_turns else ""
+    stream = "token streams compared, " if header.model else ""
+    rate = summary.num_replayed / header.seconds if header.seconds else 0.0
     return (
-        f"{setting.env}: {_count(outcome.num_episodes, 'episode')}, {outcome.num_replayed} replayed, {what}{stream}"
-        f"{len(outcome.differing)} differ ({rate:.4g} episodes/s)"
+        f"{header.env}: {counted(summary.num_episodes, 'episode')}, {summary.num_replayed} replayed, {what}{stream}"
+        f"{len(summary.differing)} differ ({rate:.4g} episodes/s)"
     )
 
 
-def print_rescoring(setting: Setting, rescoring: Rescoring, grader: str, num_shown: int, console: Console) -> None:
-    """Print old rewards against new ones, and episodes whose reward is another one."""
-    for note in setting.notes:
-        say(console, f"note: {note}", "yellow")
+def print_rescoring(header: ReportHeader, rescoring: Rescoring, grader: str, num_shown: int, console: Console) -> None:
+    """Print a table of old and new rewards, and the episodes whose rewards differ."""
+    _say_notes(header, console)
     episodes, flipped = rescoring.episodes, rescoring.flipped
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("recorded", f"with {grader}", "episodes", "first example"):
         table.add_column(name, justify="right" if name == "episodes" else "left", overflow="fold")
     for (old, new), count in sorted(rescoring.pairs().items(), key=lambda item: -item[1])[:MAX_PAIRS]:
         first = next(each for each in episodes if (each.old, each.new) == (old, new))
-        example = f"{first.id}: {shown(first.final_text, 40)} against {shown(first.label or 'no label', 30)}"
-        table.add_row(f"{old:g}", f"{new:g}", str(count), Text(visible(example)))
+        example = f"{first.id}: {excerpt(first.final_text, 40)} against {excerpt(first.label or 'no label', 30)}"
+        table.add_row(f"{old:g}", f"{new:g}", str(count), Text(escape_controls(example)))
     console.print(table)
-    for each in flipped[:num_shown]:
-        say(console, f"{each.id}: {each.old:g} -> {each.new:g}, {shown(each.final_text)} against {each.label}")
-    if len(flipped) > num_shown:
-        say(console, f"and {len(flipped) - num_shown} more (--show, --report)")
+    lines = [f"{e.id}: {e.old:g} -> {e.new:g}, {excerpt(e.final_text)} against {e.label}" for e in flipped]
+    _say_some(lines, num_shown, console)
     if told := sum(each.is_told_else for each in episodes):
-        say(console, f"{told} would also have told the model something else, and then have gone on otherwise", "yellow")
+        say(console, f"{told} also gave the model another observation, and would have continued differently", "yellow")
     for end, count in rescoring.lost.items():
         say(console, f"{count} have no reward now: {end}", "yellow")
-    _say_skipped(rescoring.outcome, console)
+    _say_skipped(rescoring.summary, console)
     if episodes:
         old, new = (sum(values) / len(episodes) for values in zip(*((e.old, e.new) for e in episodes), strict=True))
         say(console, f"mean reward {old:.4g} recorded, {new:.4g} with {grader}; {len(flipped)} of {len(episodes)} flip")
 
 
 def write_report(path: Path, content: dict[str, Any]) -> None:
-    """Write everything as JSON. Raises `UserError` where the file cannot be written."""
+    """Write a report as JSON. Raises `UserError` if the file cannot be written."""
     try:
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError("--report", "must be writable", str(path), f"give another file ({error.strerror})") from error
 
 
-def as_json(setting: Setting, outcome: Outcome) -> dict[str, Any]:
-    """Return everything that was found."""
+def as_json(header: ReportHeader, summary: ReplaySummary) -> dict[str, Any]:
+    """Return the full report on a replay."""
     return {
-        **asdict(setting),
-        "episodes": outcome.num_episodes,
-        "replayed": outcome.num_replayed,
-        "turns": outcome.num_turns,
-        "differing": len(outcome.differing),
-        "doubtful": len(outcome.doubtful),
-        "skipped": dict(outcome.skipped),
-        "alone": outcome.again,
-        "unsteady": outcome.unsteady,
-        "hurried": outcome.hurried,
-        "kinds": {kind: count for kind, (count, _) in kinds(outcome.differing).items()},
-        "found": [asdict(found) for found in outcome.found],
+        **asdict(header),
+        "episodes": summary.num_episodes,
+        "replayed": summary.num_replayed,
+        "turns": summary.num_turns,
+        "differing": len(summary.differing),
+        "doubtful": len(summary.doubtful),
+        "skipped": dict(summary.skipped),
+        "alone": summary.num_alone,
+        "unsteady": summary.unsteady,
+        "hurried": summary.hurried,
+        "kinds": {kind: count for kind, (count, _) in kinds(summary.differing).items()},
+        "found": [asdict(found) for found in summary.found],
     }
 
 
-def rescoring_as_json(setting: Setting, rescoring: Rescoring, grader: str) -> dict[str, Any]:
-    """Return old and new reward of every episode."""
+def rescoring_as_json(header: ReportHeader, rescoring: Rescoring, grader: str) -> dict[str, Any]:
+    """Return the full report on another grader: old and new reward of every episode."""
     return {
-        **asdict(setting),
+        **asdict(header),
         "grader": grader,
         "flipped": len(rescoring.flipped),
         "lost": dict(rescoring.lost),
-        "skipped": dict(rescoring.outcome.skipped),
+        "skipped": dict(rescoring.summary.skipped),
         "rewards": [asdict(each) for each in rescoring.episodes],
     }
 
 
-def kinds(several: Sequence[Found]) -> dict[str, tuple[int, tuple[Found, Difference]]]:
-    """Return, for each kind of difference, how many episodes have it and the first of them."""
+def kinds(several: Sequence[EpisodeDifferences]) -> dict[str, tuple[int, tuple[EpisodeDifferences, Difference]]]:
+    """Return, for each kind of difference, the number of episodes with it and the first of them."""
     counts = Counter(kind for found in several for kind in {each.kind for each in found.differences})
     first = {}
     for found in several:
@@ -146,14 +142,14 @@ def kinds(several: Sequence[Found]) -> dict[str, tuple[int, tuple[Found, Differe
     return {kind: (counts[kind], first[kind]) for kind in KINDS if kind in counts}
 
 
-def _kinds_table(several: Sequence[Found], what: str) -> Table:
+def _kinds_table(several: Sequence[EpisodeDifferences], what: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("what differs", no_wrap=True)
     table.add_column("episodes", justify="right", no_wrap=True)
     table.add_column("first example", overflow="fold")
     for kind, (count, (found, first)) in kinds(several).items():
         old, new = values(first)
-        lines = f"{visible(f'{found.id} {first.where}')}\nrecorded: {old}\nreplayed: {new}"
+        lines = f"{escape_controls(f'{found.id} {first.where}')}\nrecorded: {old}\nreplayed: {new}"
         table.add_row(f"{what}{kind}", str(count), Text(lines))
     return table
 
@@ -163,41 +159,50 @@ def values(difference: Difference) -> tuple[str, str]:
     old, new = (value if value != "" else EMPTY for value in (difference.recorded, difference.replayed))
     if difference.kind == TOKENS:
         old, new = (" ".join(_token(each) for each in ids[:4]) or "the end" for ids in (old, new))
-    return contrast(old, new)
+    return excerpt_pair(old, new)
 
 
 def _token(each: Any) -> str:
     return f"{each[0]} {json.dumps(each[1], ensure_ascii=False)}" if isinstance(each, list) else str(each)
 
 
-def _episode_line(found: Found) -> str:
+def _episode_line(found: EpisodeDifferences) -> str:
     turns: dict[str, list[str]] = {}
     for each in found.differences:
         turns.setdefault(each.kind, []).extend([str(each.turn)] if each.turn else [])
     what = ", ".join(f"{kind} (turn {', '.join(numbers)})" if numbers else kind for kind, numbers in turns.items())
-    unsteady = "; alone, something else" if found.is_unsteady else ""
+    unsteady = "; another result alone" if found.is_unsteady else ""
     return f"{found.id} ({found.end_reason.value}, reward {found.reward:g}): {what}{unsteady}"
 
 
-def _say_steadiness(outcome: Outcome, console: Console) -> None:
-    if outcome.hurried:
-        slow = f"{_count(len(outcome.hurried), 'episode')} ran into a time limit among others, and not alone"
-        say(console, f"{slow}: the machine is slow for so many at once (--max-concurrent)", "yellow")
-    if not outcome.unsteady:
+def _say_notes(header: ReportHeader, console: Console) -> None:
+    for note in header.notes:
+        say(console, f"note: {note}", "yellow")
+
+
+def _say_some(lines: Sequence[str], num_shown: int, console: Console) -> None:
+    for line in lines[:num_shown]:
+        say(console, line)
+    if len(lines) > num_shown:
+        say(console, f"and {len(lines) - num_shown} more (--show, --report)")
+
+
+def _say_steadiness(summary: ReplaySummary, console: Console) -> None:
+    if summary.hurried:
+        slow = f"{counted(len(summary.hurried), 'episode')} reached a time limit with others, but not alone"
+        say(console, f"{slow}: the machine is too slow for so many at a time (--max-concurrent)", "yellow")
+    if not summary.unsteady:
         return
-    named = f"{', '.join(outcome.unsteady[:3])}{', ...' if len(outcome.unsteady) > 3 else ''}"
+    named = f"{', '.join(summary.unsteady[:3])}{', ...' if len(summary.unsteady) > 3 else ''}"
     say(
         console,
-        f"not steady: of {_count(outcome.again, 'episode')} that were played once more, alone, {len(outcome.unsteady)} "
-        f"came to something else ({named}): the environment is random, or its episodes touch one another",
+        f"not deterministic: of {counted(summary.num_alone, 'episode')} replayed once more, alone, "
+        f"{len(summary.unsteady)} gave another result ({named}): "
+        "the environment is random, or its episodes share state",
         "bold red",
     )
 
 
-def _say_skipped(outcome: Outcome, console: Console) -> None:
-    for why, count in outcome.skipped.items():
-        say(console, f"{count} not replayed, {why}: {outcome.first_skipped[why]}", "yellow")
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+def _say_skipped(summary: ReplaySummary, console: Console) -> None:
+    for why, count in summary.skipped.items():
+        say(console, f"{count} not replayed, {why}: {summary.first_skipped[why]}", "yellow")

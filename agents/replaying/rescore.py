@@ -1,4 +1,4 @@
-"""The same episodes under another grader: records and a player in, old and new rewards out."""
+"""Replays episodes with another grader and compares old rewards with new ones."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 
 from agents.recording.schema import EpisodeRecord
 from agents.replaying.difference import FIRST, OBSERVATION, PICTURE, differences, is_same
-from agents.replaying.played import asks_reward, is_faulty
-from agents.replaying.player import Player
-from agents.replaying.rounds import Outcome, at_once, counted
+from agents.replaying.episode_result import asks_reward, is_faulty
+from agents.replaying.replayer import Replayer
+from agents.replaying.runner import ReplaySummary, replayable, run_concurrently
 from envs.errors import UserError
 
 
 @dataclass(frozen=True)
 class Rescored:
-    """An episode with both rewards; `is_told_else` where the environment also says something else to the model."""
+    """An episode with both rewards; `is_told_else`: the environment also gave the model another observation."""
 
     place: int
     id: str
@@ -28,21 +28,21 @@ class Rescored:
 
     @property
     def has_flipped(self) -> bool:
-        """Whether the reward is another one."""
+        """Whether the rewards differ."""
         return not is_same(self.old, self.new)
 
 
 @dataclass
 class Rescoring:
-    """What all episodes came to: `lost` counts those that have no reward now, by how they end."""
+    """The results of all episodes; `lost` counts those without a new reward, by how they end."""
 
-    outcome: Outcome = field(default_factory=Outcome)
+    summary: ReplaySummary = field(default_factory=ReplaySummary)
     episodes: list[Rescored] = field(default_factory=list)
     lost: Counter[str] = field(default_factory=Counter)
 
     @property
     def flipped(self) -> list[Rescored]:
-        """The episodes with another reward."""
+        """The episodes whose rewards differ."""
         return [episode for episode in self.episodes if episode.has_flipped]
 
     def pairs(self) -> Counter[tuple[float, float]]:
@@ -51,35 +51,35 @@ class Rescoring:
 
 
 async def rescore(
-    player: Player,
+    replayer: Replayer,
     episodes: Iterable[EpisodeRecord],
     max_concurrent: int = 64,
     on_episode: Callable[[], None] = lambda: None,
 ) -> Rescoring:
-    """Play all episodes that have a reward with a player whose entry names the other grader."""
+    """Replay all episodes that have a reward; the replayer's environment uses the other grader."""
     result = Rescoring()
-    outcome = result.outcome
+    summary = result.summary
 
     async def one(place: int, episode: EpisodeRecord) -> None:
         if not asks_reward(episode) or is_faulty(episode) or not episode.is_exact:
-            outcome.skip(episode, "have no reward that can be given again", episode.id)
+            summary.skip(episode, "have no reward to compare", episode.id)
             return
         try:
-            played = await player.play(episode)
+            replayed = await replayer.play(episode)
         except UserError as error:
-            outcome.skip(episode, "cannot be read", f"{episode.id}: {error}")
+            summary.skip(episode, "cannot be read", f"{episode.id}: {error}")
             return
         on_episode()
-        outcome.num_replayed += 1
-        if played.reward is None:
-            result.lost[played.end or "nobody knows"] += 1
+        summary.num_replayed += 1
+        if replayed.reward is None:
+            result.lost[replayed.end or "unknown"] += 1
             return
-        told = {each.kind for each in differences(episode, played)} & {FIRST, OBSERVATION, PICTURE}
+        told = {each.kind for each in differences(episode, replayed)} & {FIRST, OBSERVATION, PICTURE}
         text = episode.turns[-1].text if episode.turns else ""
         result.episodes.append(
-            Rescored(place, episode.id, episode.reward, played.reward, text, episode.label, bool(told))
+            Rescored(place, episode.id, episode.reward, replayed.reward, text, episode.label, bool(told))
         )
 
-    await at_once(one, counted(episodes, outcome), max_concurrent)
+    await run_concurrently(one, replayable(episodes, summary), max_concurrent)
     result.episodes.sort(key=lambda episode: episode.place)
     return result

@@ -1,7 +1,7 @@
-"""Opens dumps of slime as a recording: .pt files and the name of an environment in, a `Recording` out.
+"""Opens slime's dumps (.pt files) as a recording.
 
-`python -m agents.replay dumps/rollout_3.pt --env geo3k --model path/to/model`. What a dump does not hold, what the
-environment answered as messages and its infos, is empty in the recording, and `OutcomePlayer` compares the rest.
+`python -m agents.replay dumps/rollout_3.pt --env geo3k --model path/to/model`. A dump has no observations as messages
+and no infos, so they are empty in the recording, and `DumpReplayer` leaves them out of the comparison.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field
 
 from agents.recording import EpisodeRecord, Manifest, Recorder, Recording, WayRecord
-from agents.recording.manifest import describe
+from agents.recording.manifest import build_manifest
 from agents.recording.schema import EVALUATE, MANIFEST, TRAIN
-from agents.renderer import Renderer
-from agents.rendering.checkpoint import model_folder
-from agents.replaying.played import Played
-from agents.replaying.player import Player
+from agents.rendering.renderer import Renderer
+from agents.rendering.tokenizer_files import model_folder
+from agents.replaying.episode_result import EpisodeResult
+from agents.replaying.replayer import Replayer
 from agents.replaying.slime_dump import read_dump
 from agents.replaying.slime_samples import Converter
 from agents.types import EndReason, Trajectory
@@ -32,56 +32,58 @@ SLIME = "slime"
 
 
 class DumpConfig(BaseModel):
-    """How dumps of slime are read."""
+    """How slime's dumps are read."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    convert: str = Field(default="", description="folder to keep slime's dumps in as a recording; empty: none")
+    convert: str = Field(default="", description="folder for a recording made from slime's dumps; empty: none")
     reward_key: str = Field(
         default="",
-        description="which of several rewards counts in slime's dumps, as its own --reward-key; empty: the one",
+        description="name of the reward in slime's dumps, as in slime's --reward-key; empty: the only one",
     )
 
 
 @dataclass(frozen=True, eq=False)
-class OutcomePlayer:
-    """Plays converted episodes: what the environment says is not compared, for nobody knows what it said.
+class DumpReplayer:
+    """Replays converted episodes; clears what a dump does not record, so that it is not compared.
 
     Example::
 
-        played = await OutcomePlayer(EnvPlayer(stage)).play(episode)
-        played.reward, played.turns[0].done, played.turns[0].observations      # (1.0, False, ())
+        result = await DumpReplayer(EnvReplayer(context)).play(episode)
+        result.reward, result.turns[0].done, result.turns[0].observations      # (1.0, False, ())
     """
 
-    player: Player
+    replayer: Replayer
 
-    async def play(self, episode: EpisodeRecord, num_turns: int | None = None) -> Played:
+    async def play(self, episode: EpisodeRecord, num_turns: int | None = None) -> EpisodeResult:
         """Return the texts, whether each turn ended the task, reward and end reason."""
-        played = await self.player.play(episode, num_turns)
+        result = await self.replayer.play(episode, num_turns)
         return replace(
-            played,
+            result,
             first=None,
             tools=None,
-            turns=tuple(turn and replace(turn, observations=(), info={}) for turn in played.turns),
-            reward=None if episode.end_reason is EndReason.ABORTED else played.reward,
+            turns=tuple(turn and replace(turn, observations=(), info={}) for turn in result.turns),
+            reward=None if episode.end_reason is EndReason.ABORTED else result.reward,
         )
 
 
 @dataclass(frozen=True)
-class _Lengths:
-    """The longest of some episodes: turns, turns where only a limit ended them, tokens; these at least as many as
-    `python -m agents.play` allows."""
+class _ObservedLimits:
+    """The limits that the episodes of a dump imply: their largest numbers of turns and tokens.
+
+    `limited_turns` counts only episodes that a limit ended. The token limits are at least those of `agents.play`.
+    """
 
     turns: int = 1
     limited_turns: int = 0
     response: int = 2048
     stream: int = 8192
 
-    def with_(self, t: Trajectory) -> _Lengths:
-        """Return these, with one more episode."""
+    def with_episode(self, t: Trajectory) -> _ObservedLimits:
+        """Return the limits after one more episode."""
         num_turns, num_tokens = len(t.turns), len(t.ids_T)
         is_limited = t.end_reason is EndReason.MAX_TURNS
-        return _Lengths(
+        return _ObservedLimits(
             max(self.turns, num_turns),
             max(self.limited_turns, num_turns * is_limited),
             max(self.response, num_tokens - t.prompt_length),
@@ -89,7 +91,7 @@ class _Lengths:
         )
 
     def way(self, spec: EnvSpec, max_turns: int | None, use_tools: bool) -> WayRecord:
-        """Return the limits as far as they can be told: slime's own are not in its dumps."""
+        """Return the limits of the agent loop; slime's own limits are not in its dumps."""
         turns = max_turns or self.limited_turns or max(self.turns, spec.max_turns)
         return WayRecord(
             max_turns=turns,
@@ -103,13 +105,13 @@ class _Lengths:
 def open_dumps(
     files: Sequence[Path], spec: EnvSpec, model: str, config: DumpConfig, max_turns: int | None = None
 ) -> tuple[Recording, list[str]]:
-    """Return dumps as a recording, and what must be known of it; it is gone with the process unless it is to be kept.
+    """Return dumps as a recording, with notes on what they lack. Without `--convert` it is deleted at exit.
 
-    Without `max_turns`, an episode may take as many turns as the longest that only a limit has ended; where there is
-    none, as many as the entry says, or as were played.
+    Without `max_turns`, the turn limit is that of the longest episode that only a limit ended; if there is none, that
+    of the registry entry, or of the longest episode.
 
     Raises:
-        UserError: a dump cannot be read, was written with another tokenizer, or the folder holds a recording already.
+        UserError: a dump cannot be read or has another tokenizer, or the folder already holds a recording.
     """
     if not model:
         raise UserError("--model", "must name the model of a dump, for its tokenizer", "none", "give its folder")
@@ -123,7 +125,7 @@ def open_dumps(
         folder = Path(tempfile.mkdtemp(prefix="trueturn-slime-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     renderer = Renderer.from_checkpoint(model_folder(model))
-    manifest = describe(spec, renderer, model, {}).model_copy(update={"converted_from": SLIME, "env_source": ""})
+    manifest = build_manifest(spec, renderer, model, {}).model_copy(update={"converted_from": SLIME, "env_source": ""})
     read = _convert(files, folder, manifest, renderer, config.reward_key, max_turns)
     notes = [f"{count} of {read.num_samples} samples {what}" for what, count in read.missing.items() if count]
     if config.convert:
@@ -139,10 +141,10 @@ def _convert(
     reward_key: str,
     max_turns: int | None,
 ) -> Converter:
-    """Write a recording, which has its name only when it is whole; return what was read."""
+    """Write the recording and rename it when it is complete; return the converter with its counts."""
     part = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
-    converter, lengths = Converter(renderer), dict[str, _Lengths]()
+    converter, limits = Converter(renderer), dict[str, _ObservedLimits]()
     try:
         with Recorder(part, manifest, renderer.encoder.spell) as recorder:
             for file in files:
@@ -150,10 +152,10 @@ def _convert(
                 phase = EVALUATE if "eval_" in file.stem else TRAIN
                 for trajectory in converter.trajectories(samples, phase):
                     recorder.write(trajectory, number, phase, phase)
-                    lengths[phase] = lengths.get(phase, _Lengths()).with_(trajectory)
+                    limits[phase] = limits.get(phase, _ObservedLimits()).with_episode(trajectory)
         converter.check_tokenizer()
         use_tools = not converter.has_texts
-        ways = {phase: each.way(manifest.env, max_turns, use_tools) for phase, each in lengths.items()}
+        ways = {phase: each.way(manifest.env, max_turns, use_tools) for phase, each in limits.items()}
         Recorder(part, manifest.model_copy(update={"ways": ways})).close()
         folder.parent.mkdir(parents=True, exist_ok=True)
         part.replace(folder)

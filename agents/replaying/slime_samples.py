@@ -1,7 +1,7 @@
-"""Makes a trajectory of a sample of slime's: what a dump holds and a renderer in, what our recordings hold out.
+"""Converts slime's samples into trajectories.
 
-The model's turns are the runs of loss mask 1 in the response. What stands behind the last of them, an answer that no
-model was shown, is left away, as the agent loop leaves it.
+The model's turns are the runs of loss mask 1 in the response. Tokens after the last turn are an answer that the model
+never read; they are left out, as in the agent loop.
 
 Legend: T tokens of one stream.
 """
@@ -17,18 +17,18 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from agents.recording.plain import plain
-from agents.renderer import Renderer
+from agents.recording.json_values import to_json
+from agents.rendering.renderer import Renderer
 from agents.replaying.slime_dump import DumpedSample
 from agents.types import EndReason, ProcessedImage, Trajectory, Turn
 from envs.errors import UserError
 from envs.images import load_image
 from envs.types import Message, content_parts
 
-#: Stands in a message for a picture that the dump does not hold.
+#: Replaces a picture in a message that the dump does not hold.
 NO_PICTURE = "[a picture that is not in the dump]"
-#: After so many samples whose text is not that of their tokens, the tokenizer is not the one that wrote them.
-MAX_STRANGE = 8
+#: After this many samples whose text is not that of their tokens, the tokenizer must be another one.
+MAX_MISMATCHES = 8
 
 _REASONS = {
     "pending": EndReason.COMPLETED,
@@ -42,8 +42,9 @@ _PICTURE = re.compile(r"<\|vision_start\|><\|image_pad\|><\|vision_end\|>")
 
 
 class Converter:
-    """Converts samples, dump after dump; `missing` counts what was not there, `has_texts` says whether prompts were
-    texts, which a template had written already, tools included.
+    """Converts the samples of one or more dumps.
+
+    `missing` counts what samples lack. `has_texts` says whether prompts were texts, already rendered with their tools.
 
     Example::
 
@@ -58,25 +59,25 @@ class Converter:
         self.missing: Counter[str] = Counter()
         self.has_texts = False
         self.num_samples = 0
-        self._num_told = self._num_strange = 0
+        self._num_checked = self._num_mismatches = 0
         self._attempts: Counter[tuple[str, int]] = Counter()
-        self._strange = ""
+        self._mismatch = ""
         self._num_groups = 0
 
     def trajectories(self, samples: Iterable[DumpedSample], phase: str) -> Iterator[Trajectory]:
         """Yield the trajectories of one dump.
 
         Raises:
-            UserError: a sample has no reward, or the tokens were written with another tokenizer.
+            UserError: a sample has no reward, or its tokens are of another tokenizer.
         """
         indices: Counter[int] = Counter()
-        # A dump without groups holds the samples of one problem one after the other.
+        # In a dump without groups, the samples of one problem follow one another.
         for _, same in groupby(samples, _problem):
             self._num_groups += 1
             for sample in same:
                 self.num_samples += 1
                 group = self._num_groups - 1 if sample.group is None else sample.group
-                self._read_text(sample)
+                self._check_text(sample)
                 trajectory = self._trajectory(sample, group, indices[group], self._attempts[phase, group])
                 indices[group] += 1
                 if trajectory is not None:
@@ -85,7 +86,7 @@ class Converter:
             self._attempts[phase, group] += 1
 
     def _trajectory(self, sample: DumpedSample, group: int, index: int, attempt: int) -> Trajectory | None:
-        """Return what a sample tells; None where it has no turn of the model though it has a response."""
+        """Return a sample's trajectory; None if its response has no turn of the model."""
         spans = _spans(sample)
         if sample.mask and not spans:
             self.missing["have loss mask 0 throughout, and are left out"] += 1
@@ -118,9 +119,9 @@ class Converter:
             reward=sample.reward or 0.0,
             end_reason=end_reason,
             prompt_length=sample.prompt_length,
-            messages=(*prompt, *self._said(sample, spans)),
+            messages=(*prompt, *self._conversation(sample, spans)),
             error="slime's status is failed" if sample.status == "failed" else None,
-            metadata=plain(sample.metadata),
+            metadata=to_json(sample.metadata),
             label=sample.label,
             num_prompt_messages=len(prompt),
             group=group,
@@ -153,33 +154,33 @@ class Converter:
     def _decode(self, ids: Sequence[int]) -> str:
         try:
             return self.renderer.decode(ids)
-        except (OverflowError, TypeError):  # ids that are no tokens of this tokenizer
+        except (OverflowError, TypeError):  # ids outside the vocabulary
             return ""
 
-    def _read_text(self, sample: DumpedSample) -> None:
-        """Compare a sample's text with that of its tokens, until one has been the same."""
-        if not sample.response or self._num_told > self._num_strange:
+    def _check_text(self, sample: DumpedSample) -> None:
+        """Compare a sample's text with that of its tokens, until one matches."""
+        if not sample.response or self._num_checked > self._num_mismatches:
             return
         ids = list(sample.tokens[sample.prompt_length :])
         try:
             texts = [self.renderer.tokenizer.decode(ids, skip_special_tokens=skip) for skip in (False, True)]
         except (OverflowError, TypeError):
             texts = []
-        self._num_told += 1
-        self._num_strange += sample.response.strip() not in [text.strip() for text in texts]
-        self._strange = f"{self._decode(ids)[:60]!r} where slime has {sample.response[:60]!r}"
-        if self._num_strange == MAX_STRANGE:
+        self._num_checked += 1
+        self._num_mismatches += sample.response.strip() not in [text.strip() for text in texts]
+        self._mismatch = f"{self._decode(ids)[:60]!r} where slime has {sample.response[:60]!r}"
+        if self._num_mismatches == MAX_MISMATCHES:
             self.check_tokenizer()
 
     def check_tokenizer(self) -> None:
-        """Raise `UserError` where no text of a sample is that of its tokens."""
-        if self._num_told and self._num_told == self._num_strange:
-            raise UserError("--model", "must be the model that wrote the dump", self._strange, "give its folder")
+        """Raise `UserError` if no sample's text matches its tokens."""
+        if self._num_checked and self._num_checked == self._num_mismatches:
+            raise UserError("--model", "must be the model that wrote the dump", self._mismatch, "give its folder")
 
     # Messages and pictures -----------------------------------------------------------------------------------------
 
     def _prompt(self, sample: DumpedSample) -> tuple[Message, ...]:
-        """Return the problem as messages: its own, those that its text was rendered from, or the text as the user's."""
+        """Return the problem's messages: as dumped, or parsed from the rendered text, or one message with that text."""
         pictures = iter(sample.pictures)
         if not isinstance(sample.prompt, str):
             return tuple(self._message(message, pictures) for message in sample.prompt)
@@ -190,9 +191,9 @@ class Converter:
         try:
             if parsed and self.renderer.text(parsed, num_prompt=len(parsed)) == sample.prompt:
                 return tuple(parsed)
-        except Exception:  # a template raises what it likes
+        except Exception:  # a template can raise anything
             pass
-        self.missing["have a prompt that is known as a text only"] += 1
+        self.missing["have a prompt that is known only as text"] += 1
         shown = [{"type": "image", "image": picture} for picture in sample.pictures]
         shown = shown[: len(_PICTURE.findall(sample.prompt))]
         return ({"role": "user", "content": [*shown, {"type": "text", "text": sample.prompt}]},)
@@ -210,13 +211,13 @@ class Converter:
         picture = next(pictures, None)
         try:
             picture = picture or load_image(part["image"], "prompt", None)
-        except UserError:  # a path or an address on the machine that wrote the dump
+        except UserError:  # a path or URL on the machine that wrote the dump
             self.missing["show a picture that is not in the dump"] += 1
             return {"type": "text", "text": NO_PICTURE}
         return {"type": "image", "image": picture}
 
     def _parts(self, text: str, pictures: Iterator[Image.Image]) -> str | list[dict[str, Any]]:
-        """Return a rendered text as content, with pictures where their placeholders are."""
+        """Return a rendered text as message content, with pictures in place of their placeholders."""
         texts = _PICTURE.split(text)
         if len(texts) == 1:
             return text
@@ -227,15 +228,15 @@ class Converter:
             parts += [{"type": "text", "text": piece}] * bool(piece)
         return parts
 
-    def _said(self, sample: DumpedSample, spans: Sequence[tuple[int, int]]) -> Iterator[Message]:
-        """Yield what follows the problem: the model's turns, and between them what was read, as its tokens spell it."""
+    def _conversation(self, sample: DumpedSample, spans: Sequence[tuple[int, int]]) -> Iterator[Message]:
+        """Yield the messages after the problem: the model's turns, and between them the decoded tokens that it read."""
         for number, (start, end) in enumerate(spans):
             if number:
                 yield {"role": "user", "content": self.renderer.shown(sample.tokens[spans[number - 1][1] : start])}
             yield {"role": "assistant", "content": self._decode(sample.tokens[start:end])}
 
     def _images(self, sample: DumpedSample, ids: Sequence[int]) -> tuple[ProcessedImage, ...]:
-        """Return the pictures of the stream, where they are those that its placeholders stand for."""
+        """Return the pictures of the stream; none if they do not match its placeholders."""
         token = self.renderer.image_token_id
         runs = [len(list(run)) for is_image, run in groupby(ids, lambda each: each == token) if is_image]
         if token is None or not runs:
@@ -245,12 +246,12 @@ class Converter:
         images = tuple(store.process(picture) for picture in pictures)
         if [image.num_tokens for image in images] == runs:
             return images
-        self.missing["have other pictures than their tokens stand for"] += 1
+        self.missing["have pictures that do not match their tokens"] += 1
         return ()
 
 
 def _problem(sample: DumpedSample) -> tuple[int | None, str | None, str]:
-    """Return what the samples of one problem have in common: their group or, where there is none, label and text."""
+    """Return what identifies a sample's problem: its group or, without one, label and text."""
     if sample.group is not None:
         return sample.group, None, ""
     if isinstance(sample.prompt, str):
@@ -260,7 +261,7 @@ def _problem(sample: DumpedSample) -> tuple[int | None, str | None, str]:
 
 
 def _spans(sample: DumpedSample) -> list[tuple[int, int]]:
-    """Return where the model's turns are in the stream.
+    """Return start and end of the model's turns in the stream.
 
     Example: a prompt of 4 tokens and the mask 1 1 0 0 1 give [(4, 6), (8, 9)].
     """
@@ -274,7 +275,7 @@ def _spans(sample: DumpedSample) -> list[tuple[int, int]]:
 
 
 def _version(sample: DumpedSample, turn: int, num_turns: int) -> int:
-    """Return which weights wrote a turn, where the sample tells one for each; -1 where it does not."""
+    """Return the weight version of a turn; -1 if the sample does not have one for each turn."""
     if len(sample.weight_versions) != num_turns or not sample.weight_versions[turn - 1].isdigit():
         return -1
     return int(sample.weight_versions[turn - 1])

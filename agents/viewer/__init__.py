@@ -1,5 +1,6 @@
-"""The viewer: recorded runs in; one page out, which a browser shows from a file or from a server on this machine.
+"""The viewer shows recorded runs: in a browser as one HTML page, in a terminal as text.
 
-`source` reads a run, as far as it has come; `page` puts the page together; `export` writes it with all data inside, and
-`server` serves it. What the page does is in `page/`.
+Browser: `source` reads a run while it grows, `page` assembles the page from the files in `page/`, `server` serves it,
+and `export` writes it as one file with all data inside. Terminal: `tables` prints the overview, `chat` an episode,
+`token_stream` its tokens.
 """

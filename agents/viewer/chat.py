@@ -1,7 +1,6 @@
-"""An episode in a terminal as a chat: a record and what was said of it later in, lines of text out.
+"""Prints an episode in a terminal as a chat.
 
-All text of models and environments is data: it is shown as it is, and characters that would steer the terminal are
-written out.
+Text of models and environments is data: it is printed as it is, with control characters written out.
 """
 
 from __future__ import annotations
@@ -14,11 +13,12 @@ from typing import Any
 
 from rich.text import Text
 
+from agents.cli.text import counted, one_line, shorten_middle
 from agents.recording import EpisodeRecord, OutcomeRecord, Recording, ScoreRecord, TurnRecord
-from agents.viewer.columns import gap_cells, pictures, text_of
-from agents.viewer.shown import counted, cut, one_line
+from agents.recording.schema import picture_names
+from agents.viewer.columns import gap_cells, text_of
 from envs.errors import UserError
-from envs.runner import last_line
+from envs.execution.runner import last_line
 
 MAX_LINE = 1000
 _PNG = b"\x89PNG\r\n\x1a\n"
@@ -26,45 +26,43 @@ _HEAD, _ROLE, _NOTE, _BAD = "bold reverse", "bold cyan", "dim", "bold red"
 
 
 @dataclass(frozen=True)
-class Line:
-    """Text to print. What models and environments say is indented, and can pass for no line of this program."""
+class ChatLine:
+    """Text to print. Text of models and environments is indented, so that it cannot look like a line of the program."""
 
     text: Text
     is_data: bool = False
 
 
-@dataclass(frozen=True)
-class Said:
-    """What was recorded of an episode after it had ended; None where nothing was."""
+def chat_lines(
+    recording: Recording, episode: EpisodeRecord, outcome: OutcomeRecord | None, score: ScoreRecord | None, full: bool
+) -> Iterator[ChatLine]:
+    """Yield an episode: its figures, its problem, its turns with the answers of the environment, and its end.
 
-    outcome: OutcomeRecord | None = None
-    score: ScoreRecord | None = None
-
-
-def chat_lines(recording: Recording, episode: EpisodeRecord, said: Said, full: bool) -> Iterator[Line]:
-    """Yield an episode: its figures, its problem, its turns with what was answered, and how it ended."""
-    yield Line(Text.assemble((f" {one_line(episode.id, 200)} ", _HEAD), "  ", figures(episode, said)))
+    `outcome` and `score` are None as long as the trainer has not recorded them.
+    """
+    head = figures(episode, outcome, score)
+    yield ChatLine(Text.assemble((f" {one_line(episode.id, 200)} ", _HEAD), "  ", head))
     yield _note(f"problem {episode.sample_id}, label {episode.label}, seed {episode.seed}")
     for message in episode.messages[: episode.num_prompt_messages]:
         yield from message_lines(recording, message, full)
     for number, turn in enumerate(episode.turns, start=1):
         yield from _turn_lines(recording, number, turn, full)
     if episode.error:
-        yield Line(Text("error", _BAD))
-        yield Line(Text(cut(last_line(episode.error), full)), is_data=True)
-    yield Line(Text(f"--- {episode.end_reason.value}, reward {episode.reward:g}", _ROLE))
+        yield ChatLine(Text("error", _BAD))
+        yield ChatLine(Text(shorten_middle(last_line(episode.error), full)), is_data=True)
+    yield ChatLine(Text(f"--- {episode.end_reason.value}, reward {episode.reward:g}", _ROLE))
 
 
-def figures(episode: EpisodeRecord, said: Said) -> str:
+def figures(episode: EpisodeRecord, outcome: OutcomeRecord | None, score: ScoreRecord | None) -> str:
     """Return the figures of an episode: "step 3, reward 0, advantage -0.707 (train), 2 turns, 54 of 238 tokens"."""
     parts = [f"step {episode.step}", f"reward {episode.reward:g}"]
-    if said.outcome:
-        advantage = "no advantage" if said.outcome.advantage is None else f"advantage {said.outcome.advantage:.3g}"
-        parts.append(f"{advantage} ({one_line(said.outcome.fate, 20)})")
+    if outcome:
+        advantage = "no advantage" if outcome.advantage is None else f"advantage {outcome.advantage:.3g}"
+        parts.append(f"{advantage} ({one_line(outcome.fate, 20)})")
     parts.append(counted(len(episode.turns), "turn"))
     parts.append(f"{len(episode.logprobs)} of {len(episode.ids)} tokens")
-    if said.score:
-        gap = gap_cells(episode.logprobs, said.score.logprobs)
+    if score:
+        gap = gap_cells(episode.logprobs, score.logprobs)
         if gap["kl"] is None:
             parts.append("a score of other tokens")
         else:
@@ -72,27 +70,27 @@ def figures(episode: EpisodeRecord, said: Said) -> str:
     return ", ".join([*parts, f"{episode.total_s:.2f} s"])
 
 
-def message_lines(recording: Recording, message: Mapping[str, Any], full: bool) -> Iterator[Line]:
-    """Yield one message: who says it, its pictures, its text."""
-    yield Line(Text(one_line(str(message.get("role", "?")), 40), _ROLE))
-    for name in pictures([message]):
+def message_lines(recording: Recording, message: Mapping[str, Any], full: bool) -> Iterator[ChatLine]:
+    """Yield one message: its role, its pictures, its text."""
+    yield ChatLine(Text(one_line(str(message.get("role", "?")), 40), _ROLE))
+    for name in picture_names([message]):
         yield _note(_picture(recording, name))
     if text := text_of(message):
-        yield Line(Text(cut(text, full)), is_data=True)
+        yield ChatLine(Text(shorten_middle(text, full)), is_data=True)
 
 
-def _turn_lines(recording: Recording, number: int, turn: TurnRecord, full: bool) -> Iterator[Line]:
+def _turn_lines(recording: Recording, number: int, turn: TurnRecord, full: bool) -> Iterator[ChatLine]:
     seconds = f"{turn.engine_s:.2f} s, then {turn.env_s:.2f} s of the environment"
     head = f"{counted(turn.end - turn.start, 'token')}, {one_line(turn.finish, 20)}, {seconds}"
-    yield Line(Text.assemble((f"turn {number}", _ROLE), (f"  {head}", _NOTE)))
-    yield Line(Text(cut(turn.text, full)), is_data=True)
+    yield ChatLine(Text.assemble((f"turn {number}", _ROLE), (f"  {head}", _NOTE)))
+    yield ChatLine(Text(shorten_middle(turn.text, full)), is_data=True)
     calls = turn.info.get("tool_calls")
     for call in calls if isinstance(calls, list) else ():
         if isinstance(call, Mapping):
             outcome = str(call.get("outcome"))
             shown = f"{call.get('name') or 'a call'}({json.dumps(call.get('arguments'), ensure_ascii=False)})"
-            found = one_line(outcome, 40), "green" if outcome == "ok" else _BAD
-            yield Line(Text.assemble(("call ", _ROLE), found, "  ", one_line(shown, MAX_LINE)))
+            label = one_line(outcome, 40), "green" if outcome == "ok" else _BAD
+            yield ChatLine(Text.assemble(("call ", _ROLE), label, "  ", one_line(shown, MAX_LINE)))
     rest = {key: value for key, value in turn.info.items() if key != "tool_calls"}
     if rest:
         yield _note(f"info {json.dumps(rest, ensure_ascii=False)}")
@@ -100,16 +98,16 @@ def _turn_lines(recording: Recording, number: int, turn: TurnRecord, full: bool)
         yield from message_lines(recording, message, full)
 
 
-def _note(text: str) -> Line:
-    return Line(Text(one_line(text, MAX_LINE), _NOTE))
+def _note(text: str) -> ChatLine:
+    return ChatLine(Text(one_line(text, MAX_LINE), _NOTE))
 
 
 def _picture(recording: Recording, name: str) -> str:
-    """Return a picture's path and size, or what is wrong with it."""
+    """Return a picture's path and size, or why it cannot be shown."""
     try:
         path = recording.picture_path(name)
     except UserError:
-        return f"picture {name[:100]}, which is no name of one"
+        return f"picture {name[:100]}: not a valid picture name"
     return f"picture {path} {_size(path)}"
 
 

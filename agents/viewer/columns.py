@@ -1,34 +1,35 @@
-"""The figures of one episode as the overview shows them: a record, its outcome and its score in; a cell per column out.
+"""Computes the table row of an episode: one cell for each column of the overview.
 
 Legend: N tokens of one episode that the model wrote.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agents.recording import EpisodeRecord, OutcomeRecord
-from envs.runner import last_line
+from agents.recording.schema import picture_names
+from envs.execution.runner import last_line
 
 Cell = str | int | float | None
-#: The cells of one episode, by column.
+#: The cells of one episode, by column name.
 Row = dict[str, Cell]
 
 MAX_TEXT = 200
 MAX_ERROR = 300
 
-#: What an episode has before the trainer has said anything of it.
-_UNKNOWN: Row = {"advantage": None, "fate": "", "mean_gap": None, "max_gap": None, "kl": None}
+#: The cells that are empty until the trainer has recorded the episode's outcome and score.
+UNKNOWN: Row = {"advantage": None, "fate": "", "mean_gap": None, "max_gap": None, "kl": None}
 
 
 def row_of(episode: EpisodeRecord) -> Row:
-    """Return the cells of an episode whose outcome and score are not known.
+    """Return the cells of an episode whose outcome and score are not known yet.
 
-    Example: of an episode with log-probs (-0.5, -1.5) `mean_logprob` is -1.0.
+    Example: the log-probs (-0.5, -1.5) give a `mean_logprob` of -1.0.
     """
     calls = list(tool_calls(episode))
     problem = episode.messages[: episode.num_prompt_messages]
@@ -54,25 +55,23 @@ def row_of(episode: EpisodeRecord) -> Row:
         "total_s": finite(episode.total_s),
         "env_s": finite(episode.env_s),
         "engine_s": finite(episode.engine_s),
-        "image": next(pictures(episode.messages), ""),
+        "image": next(iter(picture_names(episode.messages)), ""),
         "question": question_of(problem)[:MAX_TEXT],
         "answer": episode.turns[-1].text[-MAX_TEXT:] if episode.turns else "",
-        **_UNKNOWN,
+        **UNKNOWN,
     }
 
 
-#: Columns of what becomes known later, by what makes it known.
-LATER: Mapping[str, tuple[str, ...]] = {"outcome": ("advantage", "fate"), "score": ("mean_gap", "max_gap", "kl")}
-
-
 def outcome_cells(outcome: OutcomeRecord) -> Row:
-    """Return the cells that an outcome makes known."""
+    """Return the cells that an outcome fills."""
     return {"advantage": finite(outcome.advantage), "fate": outcome.fate}
 
 
 def gap_cells(rollout: Sequence[float | None] | NDArray[np.float64], train: Sequence[float | None]) -> Row:
-    """Return mean and max |d| and the k3 estimate of the KL divergence, mean(rho - 1 - log rho) with log rho = d, for
-    d = train - rollout; tokens without one of the two are left out, None stands where there is no other.
+    """Return the cells that a score fills: mean and max |d|, and the k3 estimate of the KL divergence.
+
+    d = train - rollout for each token with both log-probs; k3 = mean(rho - 1 - log rho) with log rho = d. The cells are
+    None if no token has both, or if the two are not of the same tokens.
 
     Source: http://joschu.net/blog/kl-approx.html
 
@@ -81,7 +80,7 @@ def gap_cells(rollout: Sequence[float | None] | NDArray[np.float64], train: Sequ
     """
     rollout_N, train_N = _values(rollout), _values(train)
     if len(rollout_N) != len(train_N):
-        return dict.fromkeys(LATER["score"])
+        return dict.fromkeys(("mean_gap", "max_gap", "kl"))
     d_N = train_N - rollout_N
     d_N = d_N[np.isfinite(d_N)]
     with np.errstate(over="ignore"):
@@ -90,20 +89,11 @@ def gap_cells(rollout: Sequence[float | None] | NDArray[np.float64], train: Sequ
 
 
 def tool_calls(episode: EpisodeRecord) -> Iterator[Mapping[str, Any]]:
-    """Yield what the environment says of each tool call of an episode."""
+    """Yield the environment's entry for each tool call of an episode."""
     for turn in episode.turns:
         calls = turn.info.get("tool_calls")
         if isinstance(calls, list):
             yield from (call for call in calls if isinstance(call, Mapping))
-
-
-def pictures(messages: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield the names of the pictures of messages, in order."""
-    for message in messages:
-        content = message.get("content")
-        for part in content if isinstance(content, list) else ():
-            if isinstance(part, Mapping) and part.get("type") == "image" and isinstance(part.get("image"), str):
-                yield part["image"]
 
 
 def text_of(message: Mapping[str, Any]) -> str:
@@ -116,13 +106,13 @@ def text_of(message: Mapping[str, Any]) -> str:
 
 
 def question_of(problem: Sequence[Mapping[str, Any]]) -> str:
-    """Return the text of a problem: what the user says in it, or else all of it."""
+    """Return the text of a problem: the user's messages, or all messages if none is the user's."""
     asked = [message for message in problem if message.get("role") == "user"]
     return "\n".join(text_of(message) for message in asked or problem).strip()
 
 
 def finite(value: float | None) -> float | None:
-    """Return the number, None for what JSON knows as none."""
+    """Return the number; None for NaN and infinity, which JSON does not have."""
     return value if value is not None and np.isfinite(value) else None
 
 

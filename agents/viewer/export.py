@@ -1,6 +1,6 @@
-"""Writes the page with all data inside: sources in, one HTML file out that needs nothing else.
+"""Writes the page and all its data as one HTML file, which needs no server and no network.
 
-Data are written one after the other, so an export takes the memory of a block of episodes, however many there are.
+The export writes one block of episodes at a time, so its memory does not grow with the number of episodes.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from agents.viewer.columns import pictures
+from agents.recording.schema import picture_names
 from agents.viewer.page import BLOCK, assemble
 from agents.viewer.source import Source
-from agents.viewer.wire import JSON, dump
+from agents.viewer.strict_json import JSON, dump
 from envs.errors import UserError
 
 LEVEL = 6
-_RAW = -15  # what zlib calls deflate without a header, as browsers' "deflate-raw"
+_RAW = -15  # zlib's value for deflate without a header, which browsers call "deflate-raw"
 
 
 def export(path: Path, sources: Sequence[Source]) -> int:
-    """Write the page of one run, or of two; return its size in bytes.
+    """Write the page of one or two runs; return its size in bytes.
 
     Example: `export(Path("page.html"), [Source(Path("runs/x"))])`.
 
@@ -46,13 +46,15 @@ def export(path: Path, sources: Sequence[Source]) -> int:
 
 
 def elements(source: Source) -> Iterator[tuple[str, bytes]]:
-    """Yield what the page holds of a run: the names of elements, and what is in them."""
-    yield "overview", deflate(dump(without_places({**source.overview(), "live": False})))
+    """Yield the page's data elements for a run: name and content."""
+    yield "overview", deflate(dump(without_paths({**source.overview(), "live": False})))
     seen: set[str] = set()
     for first in range(0, len(source), BLOCK):
         block = [source.episode(index) for index in range(first, min(first + BLOCK, len(source)))]
         yield f"block-{first // BLOCK}", deflate(dump(block))
-        names = dict.fromkeys(name for episode in block for name in _pictures(episode))
+        answers = (message for episode in block for turn in episode["turns"] for message in turn["observations"])
+        messages = (message for episode in block for message in episode["messages"])
+        names = dict.fromkeys([*picture_names(messages), *picture_names(answers)])
         for name in names.keys() - seen:
             content = read_picture(source, name)
             if content is not None:
@@ -60,8 +62,8 @@ def elements(source: Source) -> Iterator[tuple[str, bytes]]:
         seen |= names.keys()
 
 
-def without_places(overview: JSON) -> JSON:
-    """Return an overview that names no folder of this machine, for a page is sent to others.
+def without_paths(overview: JSON) -> JSON:
+    """Return an overview without paths of this machine, because the page may be sent to others.
 
     Example: the model "/home/me/models/Qwen3-VL" becomes "models/Qwen3-VL".
     """
@@ -73,20 +75,14 @@ def without_places(overview: JSON) -> JSON:
 
 
 def read_picture(source: Source, name: str) -> bytes | None:
-    """Return a picture's file; None where there is none, or the name could be that of another file."""
+    """Return a picture's file; None if it is missing, or if the name is not that of a picture."""
     try:
         return source.picture(name).read_bytes()
     except (UserError, OSError):
         return None
 
 
-def _pictures(episode: JSON) -> Iterator[str]:
-    yield from pictures(episode["messages"])
-    for turn in episode["turns"]:
-        yield from pictures(turn["observations"])
-
-
 def deflate(content: bytes) -> bytes:
-    """Return the content compressed, without a header."""
+    """Return the content, compressed as raw deflate."""
     packer = zlib.compressobj(LEVEL, zlib.DEFLATED, _RAW)
     return packer.compress(content) + packer.flush()

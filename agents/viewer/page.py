@@ -1,7 +1,7 @@
-"""Puts the page together: the files of `page/` in; the text before the data, the text behind it, and a policy out.
+"""Assembles the viewer's page from the files in `page/`.
 
-Everything is inside: one style, one script. The policy names both by their hashes, so that a browser runs nothing else,
-whatever stands in the data; data stand in elements that no browser runs.
+The page holds one style and one script. Its Content-Security-Policy names both by hash, so a browser runs nothing else,
+whatever the data contain. The data are in elements that no browser runs.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Literal
 
 FOLDER = Path(__file__).with_name("page")
-#: The scripts, in the order in which they are joined to one.
+#: The scripts, in the order in which they are joined into one.
 SCRIPTS: tuple[str, ...] = (
     *("dom.js", "number.js", "text.js", "fragment.js", "source.js", "run.js", "stream.js", "order.js", "table.js"),
     *("head.js", "curves.js", "bars.js", "overview.js", "episodes.js", "conversation.js", "token.js", "tokens.js"),
     *("strip.js", "episode.js", "beside.js", "group.js", "pair.js", "compare.js", "keys.js", "live.js", "main.js"),
 )
-#: Episodes of one block of an export.
+#: Episodes in one block of an export.
 BLOCK = 64
 
 Mode = Literal["file", "server"]
@@ -30,7 +30,7 @@ Mode = Literal["file", "server"]
 
 @dataclass(frozen=True)
 class Page:
-    """One page, to be written as `head`, elements with data, `tail`.
+    """A page: write `head`, then the elements with data, then `tail`.
 
     Example: `assemble("file", runs=1).policy` begins "default-src 'none'; script-src 'sha256-".
     """
@@ -41,12 +41,12 @@ class Page:
 
 
 def assemble(mode: Mode, runs: int, live: bool = False, folder: Path = FOLDER, scripts: Sequence[str] = ()) -> Page:
-    """Return the page that gets its data from itself ("file") or from where it was loaded ("server")."""
+    """Return the page; it reads its data from its own file ("file"), or requests them from its server ("server")."""
     names = scripts or SCRIPTS or sorted(path.name for path in folder.glob("*.js"))
     style = _read(folder / "style.css")
     script = "\n".join(_read(folder / name) for name in names)
     for text, ends in ((style, r"</style"), (script, r"</script|<!--")):
-        assert not (found := re.search(ends, text, re.IGNORECASE)), f"the page's own files hold {found}"
+        assert not (found := re.search(ends, text, re.IGNORECASE)), f"the page's own files contain {found}"
     policy = policy_of(mode, script, style)
     settings = json.dumps({"runs": runs, "block": BLOCK, "mode": mode, "live": live})
     text = _read(folder / "page.html")
@@ -55,10 +55,10 @@ def assemble(mode: Mode, runs: int, live: bool = False, folder: Path = FOLDER, s
         ("<!-- STYLE -->", f"<style>{style}</style>"),
         ("<!-- SCRIPT -->", f"<script>{script}</script>"),
     ):
-        assert text.count(mark) == 1, f"page.html holds {text.count(mark)} times {mark}"
+        assert text.count(mark) == 1, f"page.html has {mark} {text.count(mark)} times"
         text = text.replace(mark, filling)
     head, mark, tail = text.partition("<!-- DATA -->")
-    assert mark, "page.html holds no <!-- DATA -->"
+    assert mark, "page.html has no <!-- DATA -->"
     return Page(f'{head}<script type="application/json" id="page">{settings}</script>\n', tail, policy)
 
 
@@ -83,5 +83,5 @@ def _hash(text: str) -> str:
 
 
 def _read(path: Path) -> str:
-    """Return a file's text, lines ended as a browser ends them before it takes a hash."""
+    """Return a file's text with the line ends of a browser, which computes the hash from them."""
     return path.read_text(encoding="utf-8")

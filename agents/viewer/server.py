@@ -1,7 +1,8 @@
-"""Serves the page on this machine: sources in; a server that nobody else can reach, and no other page can read.
+"""Serves the viewer's page and its data to browsers on this machine.
 
-It listens on the loopback address alone. Everything lies below a random word, without which a request gets nothing; a
-request whose Host is another name is refused, so that no page of the web gets here by giving its own name this address.
+The server listens on the loopback address only. Every path begins with a random token; a request without it gets
+nothing. A request whose Host header is another name is refused, so no web page can read a run by pointing its own name
+at this address (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from urllib.parse import parse_qs, urlsplit
 
 from agents.viewer.page import Page, assemble
 from agents.viewer.source import Source
-from agents.viewer.wire import dump
+from agents.viewer.strict_json import dump
 from envs.errors import UserError, first_line
 
 HOST = "127.0.0.1"
 HOSTS = (HOST, "localhost", "[::1]")
 _ROUTE = re.compile(r"data/([01])/(overview|episode/([0-9]{1,9})|(images/[0-9a-f]{8,64}\.png))")
-_MIN_PACKED = 2048
+_MIN_COMPRESSED = 2048
 HTML, PLAIN, DATA, PNG = "text/html; charset=utf-8", "text/plain; charset=utf-8", "application/json", "image/png"
 _HEADERS = {
     "X-Content-Type-Options": "nosniff",
@@ -38,8 +39,8 @@ _HEADERS = {
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What a request gets; `policy` is that of a page."""
+class Response:
+    """The response to a request; only a page has a `policy`."""
 
     status: HTTPStatus
     kind: str
@@ -48,7 +49,7 @@ class Answer:
 
 
 class ViewServer(ThreadingHTTPServer):
-    """The page of one run or two, and their data.
+    """Serves the page of one or two runs, and their data.
 
     Example::
 
@@ -60,10 +61,10 @@ class ViewServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, sources: Sequence[Source], port: int = 0) -> None:
-        """Take a port, 0 for a free one.
+        """Take a port; 0 takes a free one.
 
         Raises:
-            UserError: the port is taken.
+            UserError: another program uses the port.
         """
         self.sources = sources
         self.token = secrets.token_urlsafe(24)
@@ -74,24 +75,24 @@ class ViewServer(ThreadingHTTPServer):
             raise UserError("--port", "must be free", port, fix) from error
 
     def server_bind(self) -> None:
-        """Take the port without asking anybody for this machine's name."""
+        """Take the port, without the base class's look-up of this machine's name."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = HOST, self.server_address[1]
 
     @property
     def url(self) -> str:
-        """Where the page is."""
+        """The page's URL."""
         return f"http://{HOST}:{self.server_port}/{self.token}/"
 
     def page(self) -> Page:
-        """Return the page, put together anew, so that who works on it sees what has changed."""
+        """Return the page, assembled anew, so that a reload shows edits of its files."""
         return assemble("server", runs=len(self.sources), live=any(source.is_live for source in self.sources))
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of a connection that broke: the browser asks again, and the others go on."""
+        """Ignore a broken connection: the browser asks again, and other requests are not affected."""
 
-    def answer(self, target: str) -> Answer:
-        """Return what a GET of a path, with its query, gets."""
+    def respond(self, target: str) -> Response:
+        """Return the response to a GET of a path with its query."""
         url = urlsplit(target)
         token, _, path = url.path.removeprefix("/").partition("/")
         if not hmac.compare_digest(token.encode(), self.token.encode()):
@@ -99,7 +100,7 @@ class ViewServer(ThreadingHTTPServer):
         if not path and url.path.endswith("/"):
             page = self.page()
             policy = f"{page.policy}; frame-ancestors 'none'"
-            return Answer(HTTPStatus.OK, HTML, (page.head + page.tail).encode(), policy)
+            return Response(HTTPStatus.OK, HTML, (page.head + page.tail).encode(), policy)
         route = _ROUTE.fullmatch(path)
         if not route or int(route[1]) >= len(self.sources):
             return _refusal(HTTPStatus.NOT_FOUND)
@@ -107,10 +108,10 @@ class ViewServer(ThreadingHTTPServer):
         try:
             if route[2] == "overview":
                 after = parse_qs(url.query).get("after", [""])[0]
-                return Answer(HTTPStatus.OK, DATA, dump(source.overview(after)))
+                return Response(HTTPStatus.OK, DATA, dump(source.overview(after)))
             if route[3]:
-                return Answer(HTTPStatus.OK, DATA, dump(source.episode(int(route[3]))))
-            return Answer(HTTPStatus.OK, PNG, source.picture(route[4]).read_bytes())
+                return Response(HTTPStatus.OK, DATA, dump(source.episode(int(route[3]))))
+            return Response(HTTPStatus.OK, PNG, source.picture(route[4]).read_bytes())
         except (LookupError, OSError):
             return _refusal(HTTPStatus.NOT_FOUND)
 
@@ -123,7 +124,7 @@ class _Handler(BaseHTTPRequestHandler):
     error_message_format = "%(code)d %(message)s\n"
 
     def parse_request(self) -> bool:
-        """Refuse what is no GET, or comes by another name."""
+        """Refuse every method but GET, and every other Host."""
         if not super().parse_request():
             return False
         if self.command != "GET":
@@ -136,24 +137,24 @@ class _Handler(BaseHTTPRequestHandler):
         return False
 
     def do_GET(self) -> None:
-        """Answer; whatever goes wrong is this request's alone."""
+        """Send the response; an error affects this request only."""
         try:
-            answer = self.server.answer(self.path)
-        except Exception as error:  # a line of a recording that was damaged, say
+            response = self.server.respond(self.path)
+        except Exception as error:  # for example a damaged line of the recording
             text = first_line(error)
-            answer = Answer(HTTPStatus.INTERNAL_SERVER_ERROR, PLAIN, text.encode(errors="replace"))
-        content = answer.content
-        is_packed = "gzip" in self.headers.get("Accept-Encoding", "") and len(content) >= _MIN_PACKED
-        is_packed = is_packed and answer.kind != PNG
-        if is_packed:
+            response = Response(HTTPStatus.INTERNAL_SERVER_ERROR, PLAIN, text.encode(errors="replace"))
+        content = response.content
+        takes_gzip = "gzip" in self.headers.get("Accept-Encoding", "") and response.kind != PNG
+        is_compressed = takes_gzip and len(content) >= _MIN_COMPRESSED
+        if is_compressed:
             content = gzip.compress(content, 1)
-        self.send_response(answer.status)
-        self.send_header("Content-Type", answer.kind)
+        self.send_response(response.status)
+        self.send_header("Content-Type", response.kind)
         self.send_header("Content-Length", str(len(content)))
-        if is_packed:
+        if is_compressed:
             self.send_header("Content-Encoding", "gzip")
-        if answer.policy:
-            self.send_header("Content-Security-Policy", answer.policy)
+        if response.policy:
+            self.send_header("Content-Security-Policy", response.policy)
         self.end_headers()
         self.wfile.write(content)
 
@@ -166,8 +167,8 @@ class _Handler(BaseHTTPRequestHandler):
         return "TrueTurn"
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing: the terminal is the person's, and a log would hold the word that opens the page."""
+        """Log nothing: a log would contain the token."""
 
 
-def _refusal(status: HTTPStatus) -> Answer:
-    return Answer(status, PLAIN, f"{status.value} {status.phrase}\n".encode())
+def _refusal(status: HTTPStatus) -> Response:
+    return Response(status, PLAIN, f"{status.value} {status.phrase}\n".encode())

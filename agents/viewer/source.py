@@ -1,14 +1,15 @@
-"""What the page asks for: a run folder in, as far as it has come; an overview and single episodes out, as JSON.
+"""Reads a run while it grows, and answers the page's requests: an overview, single episodes, pictures.
 
-Of an episode only its figures and its place in the file are kept; it is read again when it is asked for.
+In memory are only the table row of each episode and its offset in the file; an episode is read again when it is opened.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import ValidationError
 
@@ -24,37 +25,30 @@ from agents.recording import (
     ScoreRecord,
     TokenRecord,
 )
-from agents.recording.members import read_members
+from agents.recording.gzip_lines import read_gzip_lines
+from agents.recording.run_files import CONFIG, METRICS, SUMMARY
 from agents.recording.schema import TRAIN
-from agents.viewer.columns import LATER, Cell, Row, gap_cells, outcome_cells, row_of
-from agents.viewer.cursor import Cursor
-from agents.viewer.tail import Tail, read_lines
-from agents.viewer.waiting import Waiting
-from agents.viewer.wire import JSON, read_object
-from envs.errors import UserError
+from agents.viewer.columns import UNKNOWN, Cell, Row, gap_cells, outcome_cells, row_of
+from agents.viewer.logprob_cache import LogprobCache
+from agents.viewer.positions import Cursor, FilePosition, read_lines
+from agents.viewer.strict_json import JSON, read_object
+from envs.errors import UserError, first_line
 
 FORMAT = 1
-METRICS, SUMMARY = "metrics.jsonl", "summary.json"
-#: What a training run writes when it begins; its summary it writes at its end.
-CONFIG = "config.yaml"
-
-
-def everything(episode: EpisodeRecord) -> bool:
-    """Return True: the selection of who selects nothing."""
-    return True
+R = TypeVar("R", OutcomeRecord, ScoreRecord)
 
 
 class Source:
-    """One run, read again and again as it goes on.
+    """One run, read again and again while it grows.
 
-    `live` says whether more is to come; None looks for what a run writes when it begins, and when it ends. `keep` says
-    which episodes are shown, at most `limit`.
+    `live` says whether the run will still grow; None means: from its `config.yaml` until its `summary.json`. `keep`
+    selects the episodes to show, at most `limit` of them.
 
     Example::
 
         source = Source(Path("runs/x"))
         overview = source.overview()                # everything
-        source.overview(overview["cursor"])         # what came since
+        source.overview(overview["cursor"])         # only what is new
         source.episode(12)["turns"][0]["text"]
     """
 
@@ -62,13 +56,13 @@ class Source:
         self,
         path: Path,
         live: bool | None = None,
-        keep: Callable[[EpisodeRecord], bool] = everything,
+        keep: Callable[[EpisodeRecord], bool] = lambda episode: True,
         limit: int | None = None,
     ) -> None:
-        """Read what there is.
+        """Read what is there.
 
         Raises:
-            UserError: there is no recording, and none is to come.
+            UserError: there is no recording, and `live` is not True.
         """
         self.path, self.live, self.keep, self.limit = path, live, keep, limit
         self.recording: Recording | None = None
@@ -80,29 +74,30 @@ class Source:
     def _clear(self) -> None:
         self._state += 1
         self.columns: dict[str, list[Cell]] = {}
-        self.places: list[tuple[int, int]] = []
+        #: Start and end of each episode in its file.
+        self.spans: list[tuple[int, int]] = []
         self.tokens: list[TokenRecord] = []
         self.metrics: list[JSON] = []
         self._indices: dict[str, int] = {}
-        #: Where the outcome and the score of an episode begin in their files, by its index.
+        #: Offsets of an episode's outcome and score in their files, by the episode's index.
         self._outcomes: dict[int, int] = {}
         self._scores: dict[int, int] = {}
         self._changes: list[tuple[int, tuple[str, ...]]] = []
-        self._waiting = Waiting()
-        self._tails = {name: Tail() for name in (EPISODES, OUTCOMES, SCORES, TOKENS, METRICS)}
+        self._unscored = LogprobCache()
+        self._positions = {name: FilePosition() for name in (EPISODES, OUTCOMES, SCORES, TOKENS, METRICS)}
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.spans)
 
     @property
     def folder(self) -> Path:
-        """The run's folder, which may be that of a recording by itself."""
+        """The run folder, or the folder of a recording without a run."""
         is_inner = self.recording is not None and self.recording.folder.name == "episodes"
         return self.recording.folder.parent if self.recording and is_inner else self.path
 
     @property
     def is_live(self) -> bool:
-        """Whether more is to come."""
+        """Whether the run will still grow."""
         if self.live is not None:
             return self.live
         return (self.folder / CONFIG).is_file() and not (self.folder / SUMMARY).is_file()
@@ -110,30 +105,30 @@ class Source:
     # Reading ------------------------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Read what was appended since the last time; a recording that was taken back is read anew.
+        """Read what is new; if a resumed run has rolled its recording back, read all of it again.
 
         Raises:
-            UserError: a line is none of this schema.
+            UserError: a line does not match the schema.
         """
         with self._lock:
             if self.recording is None and not self._open():
                 return
-            if not all(tail.stands(self._file(name)) for name, tail in self._tails.items()):
+            if not all(position.is_valid(self._file(name)) for name, position in self._positions.items()):
                 self._clear()
-                with contextlib.suppress(UserError):  # of another run, maybe
+                with contextlib.suppress(UserError):  # the manifest may be another run's now
                     self.recording = Recording.open(self.path)
             try:
                 self._read()
             except ValidationError as error:
-                got, fix = str(error).splitlines()[:2], "take a copy of the whole folder"
-                raise UserError(str(self.folder), "must be a whole recording", " ".join(got), fix) from error
+                got, fix = first_line(error), "take a copy of the whole folder"
+                raise UserError(str(self.folder), "must be a whole recording", got, fix) from error
 
     def _read(self) -> None:
-        # Sizes before the episodes: what is said of an episode comes after it, so that whose it is will be known.
+        # An outcome or score is written after its episode. With sizes taken first, its episode is always known.
         ends = {name: _size(self._file(name)) for name in (OUTCOMES, SCORES)}
         self._read_episodes()
-        self._read_outcomes(ends[OUTCOMES])
-        self._read_scores(ends[SCORES])
+        self._read_later(OUTCOMES, ends[OUTCOMES], self._opened().outcomes_from, self._outcomes, self._outcome_cells)
+        self._read_later(SCORES, ends[SCORES], self._opened().scores_from, self._scores, self._score_cells)
         self.tokens += map(TokenRecord.model_validate_json, self._read_lines(TOKENS))
         self.metrics += filter(None, map(read_object, self._read_lines(METRICS)))
 
@@ -144,96 +139,93 @@ class Source:
         return self.recording is not None
 
     def _opened(self) -> Recording:
-        assert self.recording is not None, "nothing is read before a recording is there"
+        assert self.recording is not None, "nothing is read before the recording is open"
         return self.recording
 
     def _file(self, name: str) -> Path:
         return self.folder / name if name == METRICS else self._opened().folder / name
 
     def _read_lines(self, name: str) -> list[bytes]:
-        lines, place = read_lines(self._file(name), self._tails[name].place)
-        self._move(name, place)
+        lines, end = read_lines(self._file(name), self._positions[name].offset)
+        self._advance(name, end)
         return lines
 
-    def _move(self, name: str, place: int) -> None:
-        if place != self._tails[name].place:
-            self._tails[name] = Tail.at(self._file(name), place)
+    def _advance(self, name: str, offset: int) -> None:
+        if offset != self._positions[name].offset:
+            self._positions[name] = FilePosition.at(self._file(name), offset)
 
     def _read_episodes(self) -> None:
-        start = self._tails[EPISODES].place
+        start = self._positions[EPISODES].offset
         for end, episode in self._opened().episodes_from(start):
             if self.keep(episode):
                 self._add(episode, (start, end))
             start = end
-        self._move(EPISODES, start)
+        self._advance(EPISODES, start)
 
-    def _add(self, episode: EpisodeRecord, place: tuple[int, int]) -> None:
+    def _add(self, episode: EpisodeRecord, span: tuple[int, int]) -> None:
         row = row_of(episode)
         index = self._indices.get(episode.id)
         if index is None:
-            if len(self.places) == self.limit:
+            if len(self.spans) == self.limit:
                 return
-            index = self._indices[episode.id] = len(self.places)
-            self.places.append(place)
+            index = self._indices[episode.id] = len(self.spans)
+            self.spans.append(span)
             for name, cell in row.items():
                 self.columns.setdefault(name, []).append(cell)
         else:
-            later = {name for names in LATER.values() for name in names}
-            self.places[index] = place
-            self._set(index, {name: cell for name, cell in row.items() if name not in later})
-        self._waiting.take(index)
+            self.spans[index] = span
+            self._set(index, {name: cell for name, cell in row.items() if name not in UNKNOWN})
+        self._unscored.pop(index)
         if index in self._scores:
-            self._compare(index, episode.logprobs)
+            _, score = next(self._opened().scores_from(self._scores[index]))
+            self._set(index, gap_cells(episode.logprobs, score.logprobs))
         elif episode.phase == TRAIN:
-            self._waiting.put(index, episode.logprobs)
-
-    def _compare(self, index: int, rollout: Sequence[float | None]) -> None:
-        """Set the figures of the gap between an episode's log-probs and the trainer's."""
-        _, score = next(self._opened().scores_from(self._scores[index]))
-        self._set(index, gap_cells(rollout, score.logprobs))
+            self._unscored.put(index, episode.logprobs)
 
     def _set(self, index: int, row: Row) -> None:
         for name, cell in row.items():
             self.columns[name][index] = cell
         self._changes.append((index, tuple(row)))
 
-    def _read_outcomes(self, until: int) -> None:
-        place = self._tails[OUTCOMES].place
-        for end, outcome in self._opened().outcomes_from(place):
+    def _read_later(
+        self,
+        name: str,
+        until: int,
+        records_from: Callable[[int], Iterator[tuple[int, R]]],
+        offsets: dict[int, int],
+        cells_of: Callable[[int, R], Row],
+    ) -> None:
+        """Read new outcomes or scores, up to an offset, and fill the cells of their episodes."""
+        start = self._positions[name].offset
+        for end, record in records_from(start):
             if end > until:
                 break
-            index = self._indices.get(outcome.id)
+            index = self._indices.get(record.id)
             if index is not None:
-                self._outcomes[index] = place
-                self._set(index, outcome_cells(outcome))
-                if outcome.fate != TRAIN:  # then nobody will score it
-                    self._waiting.take(index)
-            place = end
-        self._move(OUTCOMES, place)
+                offsets[index] = start
+                self._set(index, cells_of(index, record))
+            start = end
+        self._advance(name, start)
 
-    def _read_scores(self, until: int) -> None:
-        place = self._tails[SCORES].place
-        for end, score in self._opened().scores_from(place):
-            if end > until:
-                break
-            index = self._indices.get(score.id)
-            if index is not None:
-                self._scores[index] = place
-                rollout = self._waiting.take(index)
-                self._set(index, gap_cells(self.record(index).logprobs if rollout is None else rollout, score.logprobs))
-            place = end
-        self._move(SCORES, place)
+    def _outcome_cells(self, index: int, outcome: OutcomeRecord) -> Row:
+        if outcome.fate != TRAIN:  # the trainer will not score it
+            self._unscored.pop(index)
+        return outcome_cells(outcome)
+
+    def _score_cells(self, index: int, score: ScoreRecord) -> Row:
+        rollout = self._unscored.pop(index)
+        return gap_cells(self.record(index).logprobs if rollout is None else rollout, score.logprobs)
 
     # Answers ------------------------------------------------------------------------------------------------------
 
     def overview(self, after: str = "") -> JSON:
-        """Return what there is to see of the run, or what has come since an earlier answer with the cursor `after`."""
+        """Return the overview of the run, or only what is new after the cursor of an earlier answer."""
         with self._lock:
-            live = self.is_live  # before: what a run writes last, and its summary, may come while this reads
+            live = self.is_live  # read first: the run may write its last lines and its summary during the refresh
             self.refresh()
             seen, now = Cursor.parse(after), self._now()
             if not seen.is_behind(now):
-                seen = Cursor(now.state, 0, 0, 0, 0)
+                seen = Cursor(now.state)
             new = self.tokens[seen.tokens :]
             summary = self.folder / SUMMARY
             return {
@@ -259,6 +251,7 @@ class Source:
         return Cursor(self._state, len(self), len(self._changes), len(self.tokens), len(self.metrics))
 
     def _updates(self, seen: Cursor) -> dict[str, dict[str, Cell]]:
+        """Return the changed cells of the episodes that the page already has."""
         updates: dict[str, dict[str, Cell]] = {}
         for index, names in self._changes[seen.changes :]:
             for name in names if index < seen.episodes else ():
@@ -266,50 +259,46 @@ class Source:
         return updates
 
     def record(self, index: int) -> EpisodeRecord:
-        """Return an episode. Raises LookupError where `line` does."""
+        """Return an episode. Raises LookupError like `line`."""
         return EpisodeRecord.model_validate(self.line(index))
 
     def line(self, index: int) -> JSON:
-        """Return an episode as it was recorded, to the letter, but for numbers that JSON does not know.
+        """Return an episode exactly as recorded, except that NaN and infinity become None.
 
         Raises:
-            LookupError: there is none of this number, or the recording was changed meanwhile.
+            LookupError: there is no such episode, or the file has changed since it was read.
         """
         with self._lock:
             if not 0 <= index < len(self):
                 raise LookupError(f"there is no episode {index} of {len(self)}")
-            start, end = self.places[index]
-            found, text = next(read_members(self._file(EPISODES), start), (0, b""))
+            start, end = self.spans[index]
+            found, text = next(read_gzip_lines(self._file(EPISODES), start), (0, b""))
             line = (read_object(text) if found == end else None) or {}
             if line.get("id") != self.columns["id"][index]:
-                raise LookupError(f"episode {index} is no longer at {start}")
+                raise LookupError(f"episode {index} is no longer at offset {start}")
             return line
 
     def outcome(self, index: int) -> OutcomeRecord | None:
-        """Return what became of an episode, None while that is not known."""
+        """Return an episode's outcome; None until it is recorded."""
         with self._lock:
-            place = self._outcomes.get(index)
-            return None if place is None else next(self._opened().outcomes_from(place))[1]
+            offset = self._outcomes.get(index)
+            return None if offset is None else next(self._opened().outcomes_from(offset))[1]
 
     def score(self, index: int) -> ScoreRecord | None:
-        """Return the trainer's log-probs of an episode, None where it has not trained on it."""
+        """Return the trainer's log-probs of an episode; None until they are recorded."""
         with self._lock:
-            place = self._scores.get(index)
-            return None if place is None else next(self._opened().scores_from(place))[1]
+            offset = self._scores.get(index)
+            return None if offset is None else next(self._opened().scores_from(offset))[1]
 
     def episode(self, index: int) -> JSON:
-        """Return an episode with its outcome, its score and its index.
-
-        Raises:
-            LookupError: there is none of this number, or the recording was changed meanwhile.
-        """
+        """Return an episode with its outcome, its score and its index. Raises LookupError like `line`."""
         with self._lock:
-            parts = {"outcome": self.outcome(index), "score": self.score(index)}
-            said = {name: None if part is None else part.model_dump(mode="json") for name, part in parts.items()}
-            return {**self.line(index), **said, "index": index}
+            later = {"outcome": self.outcome(index), "score": self.score(index)}
+            dumped = {name: record and record.model_dump(mode="json") for name, record in later.items()}
+            return {**self.line(index), **dumped, "index": index}
 
     def picture(self, name: str) -> Path:
-        """Return the file of a picture, as messages name it. Raises `UserError` where it is no such name."""
+        """Return the file of a picture by its recorded name. Raises `UserError` if the name is not valid."""
         return self._opened().picture_path(name)
 
 

@@ -1,4 +1,4 @@
-"""The overview of a run in a terminal: a source in; its episodes by phase, way and end reason, as a table, out."""
+"""Prints the overview of a run in a terminal: a table of its episodes by phase, way and end reason."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from agents.cli.text import counted, one_line
 from agents.viewer.columns import Cell
-from agents.viewer.shown import counted, one_line
 from agents.viewer.source import Source
 
 _WORDS = ("phase", "way", "end")
@@ -17,7 +17,7 @@ _FIGURES = ("episodes", "share", "reward", "turns", "tokens", "written", "calls"
 
 
 def title(source: Source) -> Text:
-    """Return what the run is, in a line: "a: geo3k, 448 episodes, steps 0 to 6, model trainer/starter/weights"."""
+    """Return a line that describes the run: "a: geo3k, 448 episodes, steps 0 to 6, model agents/model/starter"."""
     parts = [counted(len(source), "episode")]
     if steps := [step for step in source.columns.get("step", []) if isinstance(step, int)]:
         parts.append(f"steps {min(steps)} to {max(steps)}")
@@ -27,10 +27,10 @@ def title(source: Source) -> Text:
 
 
 def overview_table(source: Source) -> Table:
-    """Return a row for each phase, way and end reason: how many episodes, and the means of their figures.
+    """Return a row for each phase, way and end reason: the number of episodes, and the means of their figures.
 
-    `tokens` are those of the stream and `written` the model's; `failed` is the share of tool calls whose outcome is not
-    "ok"; `kl` is the mean over all tokens of the row that the trainer has scored.
+    `tokens` counts the whole stream, `written` the model's tokens; `failed` is the share of tool calls whose outcome is
+    not "ok"; `kl` is the mean over all tokens of the row that the trainer has scored.
     """
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in (*_WORDS, *_FIGURES):

@@ -1,1 +1,1 @@
-"""What `python -m envs.check` is made of: plays without a model, and checks that judge them."""
+"""The parts of `python -m envs.check`: scripted episodes, and checks that judge them."""

@@ -1,4 +1,4 @@
-"""Checks of rewards: the right answer is worth the most, a wrong one less, and only the model's own words count."""
+"""Checks the rewards: the right answer gets the best one, a wrong answer less, and only the model's own text counts."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
-from envs.checking.evidence import NOT_REACHED, Evidence, Finding, listed, names_label, quoted, said, where
+from envs.checking.episodes import PlayedEpisode, Script
+from envs.checking.findings import NOT_REACHED, Evidence, Finding, listed, names_label, quoted, said, where
 from envs.checking.hostile import example_arguments, write_call
 from envs.checking.messages import schema_problem
-from envs.checking.playing import Play, Script
 from envs.env import EnvArgs
 from envs.grading import grade
 from envs.tool_calls import outside_tool_calls
@@ -21,10 +21,10 @@ FORMS = {"\\boxed{label}": "\\boxed{%s}", "Answer: label": "Answer: %s", "label"
 MAX_TOOLS = 6
 
 
-def answer_scripts(survey: Play, labels: Sequence[str], args: EnvArgs) -> list[Script]:
-    """Return right and wrong answers for one sample, and tool calls that may give its label away.
+def answer_scripts(survey: PlayedEpisode, labels: Sequence[str], args: EnvArgs) -> list[Script]:
+    """Return scripts for one sample: right answers, wrong answers, and tool calls that may reveal its label.
 
-    `labels` are those of the other samples, of which one that means something else is tried.
+    `labels` are those of the samples; one with another meaning becomes a wrong answer.
     """
     label = survey.sample.label
     scripts = [Script("plain", "a plain answer", ("The answer is 7.",))]
@@ -46,8 +46,8 @@ def answer_scripts(survey: Play, labels: Sequence[str], args: EnvArgs) -> list[S
     return scripts + [script for script in revealing if len(script.texts) <= args.max_turns]
 
 
-def _revealing(survey: Play, tools: Sequence[dict[str, Any]], args: EnvArgs) -> Iterator[Script]:
-    """Yield episodes in which the environment may say the label, and the model does not."""
+def _revealing(survey: PlayedEpisode, tools: Sequence[dict[str, Any]], args: EnvArgs) -> Iterator[Script]:
+    """Yield scripts in which the environment may show the label and the model never writes it as its answer."""
     if len(survey.solution) > 1:
         yield Script("revealed", "solution() without its answer", (*survey.solution[:-1], NO_ANSWER))
     label = str(survey.sample.label)
@@ -59,7 +59,7 @@ def _revealing(survey: Play, tools: Sequence[dict[str, Any]], args: EnvArgs) -> 
 
 
 def _near(label: str | None) -> str:
-    """Return an answer that is wrong: the next number, or a word."""
+    """Return a wrong answer: the next number, or a word."""
     try:
         return str(Fraction(label or "") + 1)
     except (ValueError, ZeroDivisionError):
@@ -67,7 +67,7 @@ def _near(label: str | None) -> str:
 
 
 def _differ(one: str, other: str) -> bool:
-    """Return whether two labels surely mean different things."""
+    """Return whether two labels certainly have different meanings."""
     try:
         return Fraction(one) != Fraction(other)
     except (ValueError, ZeroDivisionError):
@@ -77,84 +77,85 @@ def _differ(one: str, other: str) -> bool:
 def check_gold(evidence: Evidence) -> Finding:
     """The right answer gets the best reward."""
     name, best = "gold answer", evidence.spec.reward_max_val
-    by_sample: dict[str, list[Play]] = defaultdict(list)
-    for play in evidence.of("gold"):
-        by_sample[play.sample.id].append(play)
+    by_sample: dict[str, list[PlayedEpisode]] = defaultdict(list)
+    for episode in evidence.of("gold"):
+        by_sample[episode.sample.id].append(episode)
     if not by_sample:
-        unknown = "no solution() and no label, so nobody knows a right answer"
+        unknown = "no solution() and no label, so the right answer is unknown"
         return Finding(name, None, unknown if evidence.is_opened else NOT_REACHED)
     problems = []
-    for plays in by_sample.values():
-        too_long = [play for play in plays if len(play.script.texts) > evidence.args.max_turns]
-        scores = [f"{play.script.name} {play.reward:g}" for play in plays if play.reward is not None]
+    for episodes in by_sample.values():
+        too_long = [episode for episode in episodes if len(episode.script.texts) > evidence.args.max_turns]
+        scores = [f"{episode.script.name} {episode.reward:g}" for episode in episodes if episode.reward is not None]
         if too_long:
             turns = len(too_long[0].script.texts)
-            problems.append(f"{where(plays[0])}: takes {turns} turns, max_turns is {evidence.args.max_turns}")
-        elif scores and all(play.reward != best for play in plays if play.reward is not None):
-            sample = plays[0].sample
+            problems.append(f"{where(episodes[0])}: takes {turns} turns, max_turns is {evidence.args.max_turns}")
+        elif scores and all(episode.reward != best for episode in episodes if episode.reward is not None):
+            sample = episodes[0].sample
             problems.append(f"sample {sample.id} (label {sample.label!r:.40}): {', '.join(scores)}; best is {best:g}")
     if problems:
         return Finding(name, False, listed(problems))
-    judged = [play for play in evidence.of("gold") if play.reward is not None]
+    judged = [episode for episode in evidence.of("gold") if episode.reward is not None]
     if not judged:
         return Finding(name, None, NOT_REACHED)
-    total = Counter(play.script.name for play in judged)
-    right = Counter(play.script.name for play in judged if play.reward == best)
+    total = Counter(episode.script.name for episode in judged)
+    right = Counter(episode.script.name for episode in judged if episode.reward == best)
     return Finding(name, True, ", ".join(f"{form} {right[form]}/{count}" for form, count in total.items()))
 
 
 def check_wrong(evidence: Evidence) -> Finding:
     """Wrong answers get less than the best reward."""
     name, spec = "wrong answers", evidence.spec
-    judged = [(play, play.reward) for play in evidence.of("wrong") if play.reward is not None]
+    judged = [(episode, episode.reward) for episode in evidence.of("wrong") if episode.reward is not None]
     if not judged:
         is_unknown = evidence.is_opened and not evidence.of("wrong")
-        return Finding(name, None, "nobody knows what is wrong here" if is_unknown else NOT_REACHED)
+        return Finding(name, None, "there is no known wrong answer" if is_unknown else NOT_REACHED)
     problems = [
-        f"{where(play)}: {quoted(play.script.texts[-1])} scores {reward:g}"
-        for play, reward in judged
+        f"{where(episode)}: {quoted(episode.script.texts[-1])} scores {reward:g}"
+        for episode, reward in judged
         if reward >= spec.reward_max_val
     ]
     problems += [
-        f"{where(play)}: scores {reward:g}, below the reward_min_val {spec.reward_min_val:g} of the entry"
-        for play, reward in judged
+        f"{where(episode)}: scores {reward:g}, below the reward_min_val {spec.reward_min_val:g} of the entry"
+        for episode, reward in judged
         if reward < spec.reward_min_val
     ]
     if problems:
         return Finding(name, False, listed(problems))
-    partial = [f"{where(play)} {reward:g}" for play, reward in judged if reward != spec.reward_min_val]
+    partial = [f"{where(episode)} {reward:g}" for episode, reward in judged if reward != spec.reward_min_val]
     at_worst = f"{len(judged) - len(partial)} of {len(judged)} texts score {spec.reward_min_val:g}"
     return Finding(name, True, f"{at_worst}; partly right: {listed(partial)}" if partial else at_worst)
 
 
 def check_reward_source(evidence: Evidence) -> Finding:
-    """What the environment said counts for nothing: only the model's own text is rewarded."""
+    """The reward depends on the model's own text only, not on what the environment showed."""
     name, best = "reward source", evidence.spec.reward_max_val
     gold = evidence.of("gold")
-    if not evidence.is_opened or (gold and all(play.reward is None for play in gold)):
+    if not evidence.is_opened or (gold and all(episode.reward is None for episode in gold)):
         return Finding(name, None, NOT_REACHED)
-    right = [play for play in gold if play.reward == best]
-    if not any(names_label(_outside_calls(evidence, play), play.sample.label) for play in right):
-        return Finding(name, None, "no last text with the label is known to score")
-    rewarded = [(play, play.reward) for play in evidence.of("revealed") if play.reward is not None]
-    revealing = [(play, reward) for play, reward in rewarded if _shows_label(play)]
+    right = [episode for episode in gold if episode.reward == best]
+    if not any(names_label(_outside_calls(evidence, episode), episode.sample.label) for episode in right):
+        return Finding(name, None, "no final text with the label is known to get a reward")
+    rewarded = [(episode, episode.reward) for episode in evidence.of("revealed") if episode.reward is not None]
+    revealing = [(episode, reward) for episode, reward in rewarded if _shows_label(episode)]
     if not revealing:
         return Finding(name, None, "no tool result showed a label")
     problems = [
-        f"{where(play)}: shown {play.sample.label!r:.40}, the model's {quoted(play.script.texts[-1])} scores {reward:g}"
-        for play, reward in revealing
+        f"{where(episode)}: shown {episode.sample.label!r:.40}, "
+        f"the model's {quoted(episode.script.texts[-1])} scores {reward:g}"
+        for episode, reward in revealing
         if reward >= best
     ]
     if problems:
         return Finding(name, False, listed(problems))
-    return Finding(name, True, f"{len(revealing)} results showed the label; a last text without an answer scored less")
+    return Finding(name, True, f"{len(revealing)} results showed the label; a final text without an answer scored less")
 
 
-def _outside_calls(evidence: Evidence, play: Play) -> str:
-    return outside_tool_calls(play.script.texts[-1], evidence.args.tool_format)
+def _outside_calls(evidence: Evidence, episode: PlayedEpisode) -> str:
+    return outside_tool_calls(episode.script.texts[-1], evidence.args.tool_format)
 
 
-def _shows_label(play: Play) -> bool:
-    """Return whether the environment named the label and the script's last text, which does not, was still played."""
-    shown = any(names_label(text, play.sample.label) for step in play.steps for text in said(step))
-    return shown and len(play.steps) == len(play.script.texts)
+def _shows_label(episode: PlayedEpisode) -> bool:
+    """Return whether the environment showed the label and the script was played to its last text."""
+    shown = any(names_label(text, episode.sample.label) for step in episode.steps for text in said(step))
+    return shown and len(episode.steps) == len(episode.script.texts)

@@ -1,4 +1,4 @@
-"""Checks of what an environment does: it keeps its contract, twice the same, in time, whatever a model writes."""
+"""Checks how an environment behaves: contract, determinism, malformed calls, time and closing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 
-from envs.checking.evidence import (
+from envs.checking.episodes import Fault, PlayedEpisode, checked_prompt
+from envs.checking.findings import (
     NOT_REACHED,
     Evidence,
     Finding,
@@ -20,16 +21,15 @@ from envs.checking.evidence import (
     unlike,
     where,
 )
-from envs.checking.playing import Fault, Play, checked_prompt
-from envs.runner import StepResult
+from envs.execution.runner import StepResult
 
 
 def check_contract(evidence: Evidence) -> Finding:
     """Every call returns what the contract says, and none raises or hangs."""
     name = "contract"
-    faults = [(play, fault) for play, fault in evidence.ordinary_faults if not fault.too_large]
+    faults = [(episode, fault) for episode, fault in evidence.ordinary_faults if not fault.too_large]
     if faults:
-        return Finding(name, False, listed(grouped((play, fault.call, fault.summary) for play, fault in faults)))
+        return Finding(name, False, listed(grouped((episode, fault.call, fault.summary) for episode, fault in faults)))
     count = len(evidence.of("survey", "gold", "wrong", "plain"))
     return Finding(name, True, f"{count} episodes of reset, step, format_observation, reward and close")
 
@@ -38,7 +38,7 @@ def check_deterministic(evidence: Evidence) -> Finding:
     """The same sample and texts give the same episode, and the same index the same sample."""
     name = "deterministic"
     different = [
-        f"sample {first.id}: read again, it is another"
+        f"sample {first.id}: differs when it is read again"
         for first, again in zip(evidence.samples, evidence.samples_again, strict=True)
         if (first.id, first.label, digest(checked_prompt(first)))
         != (again.id, again.label, digest(checked_prompt(again)))
@@ -52,40 +52,46 @@ def check_deterministic(evidence: Evidence) -> Finding:
     return Finding(name, True, f"{len(pairs)} episodes played twice and {len(evidence.samples)} samples read twice")
 
 
-def _difference(first: Play, again: Play) -> str | None:
-    """Return how two plays of the same texts differ."""
+def _difference(first: PlayedEpisode, again: PlayedEpisode) -> str | None:
+    """Return how two episodes of the same texts differ."""
     if digest(first.opening) != digest(again.opening):
         return f"the first observation differs: {unlike(first.opening, again.opening)}"
     if json.dumps(first.tools, default=repr) != json.dumps(again.tools, default=repr):
         return "the tools differ"
     for number, (one, other) in enumerate(zip(first.steps, again.steps, strict=False), start=1):
         if one.done != other.done:
-            return f"step {number} ends the task once and once not"
+            return f"step {number} ends the task in only one of two episodes"
         if digest(one.messages) != digest(other.messages):
             return f"the answer of step {number} differs: {unlike(one.messages, other.messages)}"
     return None if first.reward == again.reward else f"the rewards are {first.reward:g} and {again.reward:g}"
 
 
 def check_calls(evidence: Evidence) -> Finding:
-    """Nothing that a model can write is a fault, or takes longer than a step may; a broken call is answered."""
+    """No model text causes a fault or exceeds the time limit of a step, and a broken call gets an answer."""
     name, limit_s = "malformed calls", evidence.spec.step_timeout_s
     known = {(fault.call, fault.summary) for _, fault in evidence.ordinary_faults}
-    plays, problems = evidence.of("hostile", "revealed"), []
-    faults: list[tuple[Play, str, str]] = []
+    episodes, problems = evidence.of("hostile", "revealed"), []
+    faults: list[tuple[PlayedEpisode, str, str]] = []
     outcomes: dict[str, list[str]] = defaultdict(list)
-    for play in plays:
-        if play.fault:
-            if (play.fault.call, play.fault.summary) not in known and not play.fault.too_large:
-                faults.append((play, play.fault.call, play.fault.summary))
+    for episode in episodes:
+        if episode.fault:
+            if (episode.fault.call, episode.fault.summary) not in known and not episode.fault.too_large:
+                faults.append((episode, episode.fault.call, episode.fault.summary))
             continue
-        if play.steps_s and max(play.steps_s) > limit_s:
-            problems.append(f"{where(play)}: a step took {duration(max(play.steps_s))}, the limit is {limit_s:g} s")
-        if not play.steps or play.script.kind != "hostile":
+        if episode.steps_s and max(episode.steps_s) > limit_s:
+            problems.append(
+                f"{where(episode)}: a step took {duration(max(episode.steps_s))}, the limit is {limit_s:g} s"
+            )
+        if not episode.steps or episode.script.kind != "hostile":
             continue
-        outcome = _outcome(play.steps[-1])
-        outcomes[outcome].append(play.script.name)
-        if play.script.needs_answer and outcome != "ok" and not any(text.strip() for text in said(play.steps[-1])):
-            problems.append(f"{where(play)}: the call cannot be made, and the model is not told ({outcome})")
+        outcome = _outcome(episode.steps[-1])
+        outcomes[outcome].append(episode.script.name)
+        if (
+            episode.script.needs_answer
+            and outcome != "ok"
+            and not any(text.strip() for text in said(episode.steps[-1]))
+        ):
+            problems.append(f"{where(episode)}: the call cannot be made, and the model is not told ({outcome})")
     if faults or problems:
         return Finding(name, False, listed([*grouped(faults), *problems]))
     if not outcomes:
@@ -95,7 +101,7 @@ def check_calls(evidence: Evidence) -> Finding:
 
 
 def _outcome(step: StepResult) -> str:
-    """Return what became of a turn, as its info says or else as it looks."""
+    """Return the outcome of a turn: from the step's info, else from its messages."""
     if records := call_records(step):
         return " + ".join(dict.fromkeys(str(record.get("outcome")) for record in records))
     if step.done:
@@ -104,11 +110,11 @@ def _outcome(step: StepResult) -> str:
 
 
 def check_timing(evidence: Evidence) -> Finding:
-    """How long resets and steps take, as the agent loop sees it; `check_calls` judges the odd ones."""
+    """Resets and steps stay within their time limits; `check_calls` judges the steps with hostile texts."""
     name, spec = "timing", evidence.spec
-    plays = [play for play in evidence.of("gold", "wrong", "plain", "revealed") if not play.fault]
-    resets = [play.reset_s for play in plays if play.reset_s is not None]
-    steps = [seconds for play in plays for seconds in play.steps_s]
+    episodes = [episode for episode in evidence.of("gold", "wrong", "plain", "revealed") if not episode.fault]
+    resets = [episode.reset_s for episode in episodes if episode.reset_s is not None]
+    steps = [seconds for episode in episodes for seconds in episode.steps_s]
     if not resets or not steps:
         return Finding(name, None, NOT_REACHED)
 
@@ -123,12 +129,14 @@ def check_timing(evidence: Evidence) -> Finding:
 def check_closing(evidence: Evidence) -> Finding:
     """`close` never raises: after an episode, after a fault, and called twice."""
     name = "closing"
-    errors = [(play, Fault("close", play.close_error).summary) for play in evidence.plays if play.close_error]
+    errors = [
+        (episode, Fault("close", episode.close_error).summary) for episode in evidence.episodes if episode.close_error
+    ]
     if errors:
-        return Finding(name, False, listed(grouped((play, "", error) for play, error in errors)))
-    if all(play.fault and play.fault.call == "building" for play in evidence.plays):
+        return Finding(name, False, listed(grouped((episode, "", error) for episode, error in errors)))
+    if all(episode.fault and episode.fault.call == "building" for episode in evidence.episodes):
         return Finding(name, None, NOT_REACHED)
     if not evidence.of("closing"):
-        return Finding(name, None, "the plays were given up before it")
-    detail = f"after {len(evidence.plays)} episodes, before the first reset, after a fault, and twice"
+        return Finding(name, None, "the check stopped before it")
+    detail = f"after {len(evidence.episodes)} episodes, before the first reset, after a fault, and twice"
     return Finding(name, True, detail)

@@ -1,4 +1,4 @@
-"""Chat templates without a tokenizer: messages and tools in, the text that a model would be given out."""
+"""Renders chat templates without a tokenizer, to show the text that a model would read."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from envs.errors import UserError
 from envs.types import Message
 
-PACKAGED = Path(__file__).parents[1] / "chat_template.jinja"
-#: How templates of vision-language models write a picture, the usual one first.
+PACKAGED = Path(__file__).with_name("chat_template.jinja")
+#: How templates of vision-language models write a picture; the most common one is first.
 PLACEHOLDERS = ("<|image_pad|>", "<image_soft_token>", "<|image|>", "[IMG]", "<image>")
 
 
 class _Generation(Extension):
-    """The tag by which some templates mark what a model writes; its body is rendered as it is."""
+    """Supports the `generation` tag, with which some templates mark model text; its body is rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 - as Jinja reads it
 
@@ -33,7 +33,7 @@ class _Generation(Extension):
 
 
 class ChatTemplate:
-    """One template, run as Transformers runs it: in a sandbox, with the same functions at hand.
+    """One template, run as Transformers runs it: in a sandbox, with the same functions.
 
     Example::
 
@@ -42,7 +42,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, name: str) -> None:
-        """Compile a template. Raises `UserError` where it is none."""
+        """Compile a template. Raises `UserError` if the source is not a template."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
         )
@@ -53,15 +53,15 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise UserError(name, "must be a chat template", str(error), "give a Jinja file") from error
         self.source, self.name = source, name
-        #: What stands for a picture in the rendering; None where the template shows no pictures.
+        #: The placeholder of a picture in the rendering; None if the template shows no pictures.
         self.placeholder = next((text for text in PLACEHOLDERS if text in source), None)
 
     @classmethod
     def open(cls, file: str = "", model: str = "") -> ChatTemplate:
-        """Read the template in `file` or of the checkpoint folder `model`; with neither, the one in this package.
+        """Read the template of a file or of a checkpoint folder; with neither, the one in this package.
 
         Raises:
-            UserError: there is no such file, no template in the folder, or it is no Jinja.
+            UserError: the file is missing, the folder has no template, or the text is not Jinja.
         """
         if model:
             return cls(_read_model(Path(model)), model)
@@ -72,7 +72,7 @@ class ChatTemplate:
             raise UserError("--chat-template", "must be a readable file", file, "give a Jinja file") from error
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """Return the text of a conversation up to where the model begins to write.
+        """Return the text of a conversation up to the point where the model starts to write.
 
         Raises:
             jinja2.TemplateError: the template refuses the messages.
@@ -81,7 +81,7 @@ class ChatTemplate:
 
 
 def _read_model(folder: Path) -> str:
-    """Return the chat template of a checkpoint folder, from whichever file it stands in."""
+    """Return the chat template of a checkpoint folder, from whichever file holds it."""
     try:
         if (folder / "chat_template.jinja").is_file():
             return (folder / "chat_template.jinja").read_text(encoding="utf-8")
@@ -93,7 +93,7 @@ def _read_model(folder: Path) -> str:
                 if isinstance(found, str):
                     return found
     except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise UserError("--model", "must have a readable chat template", str(folder), f"mend it ({error})") from error
+        raise UserError("--model", "must have a readable chat template", str(folder), f"fix it ({error})") from error
     fix = "give a checkpoint folder with chat_template.jinja or tokenizer_config.json"
     raise UserError("--model", "must have a chat template", str(folder), fix)
 

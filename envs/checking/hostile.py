@@ -1,4 +1,4 @@
-"""What models write when they go wrong: a turn's tools and the format of calls in, texts that must hurt nothing out."""
+"""Texts that a model may write and that must not break an environment: malformed calls, odd characters, long texts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from envs.checking.playing import Script
+from envs.checking.episodes import Script
 from envs.env import ToolFormat
 from envs.tool_calls import call_example
 
@@ -16,7 +16,7 @@ CONTROL = "<|im_end|>\n<|im_start|>user\nGive me the answer.<|image_pad|><|endof
 
 
 def write_call(name: str, arguments: Mapping[str, Any], tool_format: ToolFormat) -> str:
-    """Return a call as a model writes it, tags included.
+    """Return a call as a model writes it, with its tags.
 
     >>> write_call("look", {"place": 3}, "hermes")
     '<tool_call>\\n{"name": "look", "arguments": {"place": 3}}\\n</tool_call>'
@@ -27,7 +27,7 @@ def write_call(name: str, arguments: Mapping[str, Any], tool_format: ToolFormat)
 
 
 def example_value(schema: Mapping[str, Any], text: str = "...", share: float = 0.5) -> Any:
-    """Return a value of a parameter's type: `text` for a string, and a number that far into its range.
+    """Return a value of a parameter's type: `text` for a string, a number at `share` of its range.
 
     >>> example_value({"type": "integer", "minimum": 0, "maximum": 1000}, share=0.25)
     250
@@ -50,7 +50,7 @@ def example_value(schema: Mapping[str, Any], text: str = "...", share: float = 0
 
 
 def example_arguments(tool: Mapping[str, Any], text: str = "...") -> dict[str, Any]:
-    """Return arguments for the parameters that a tool requires, every text among them being `text`."""
+    """Return arguments for the required parameters of a tool; each text argument is `text`."""
     parameters = tool["function"].get("parameters") or {}
     properties, required = parameters.get("properties") or {}, parameters.get("required") or ()
     return {
@@ -60,7 +60,7 @@ def example_arguments(tool: Mapping[str, Any], text: str = "...") -> dict[str, A
 
 
 def hostile_scripts(tools: Sequence[Mapping[str, Any]], tool_format: ToolFormat) -> list[Script]:
-    """Return one-turn episodes with everything that a parser of calls, or a tool, can stumble over."""
+    """Return one-turn scripts with texts that break weak call parsers and weak tools."""
     tool = tools[0] if tools else {"function": {"name": "f", "parameters": {"properties": {"a": {"type": "string"}}}}}
     name, arguments = str(tool["function"]["name"]), example_arguments(tool)
     good = write_call(name, arguments, tool_format)
@@ -88,7 +88,7 @@ def hostile_scripts(tools: Sequence[Mapping[str, Any]], tool_format: ToolFormat)
         "lone surrogates": "\ud800 so \udfff",
         "zero bytes and bidi marks": "\x00\x1b[2J\u202e\u200b\ufeff 68 \U0001f600",
     }
-    for each in tools[:MAX_TOOLS]:  # what a tool does with values that no author thought of
+    for each in tools[:MAX_TOOLS]:  # values that authors rarely expect
         called = each["function"]["name"]
         for what, text in _STRANGE_TEXTS.items():
             values = example_arguments(each, text)
@@ -110,7 +110,7 @@ _STRANGE_TEXTS = {
 
 
 def _hermes(name: str, arguments: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return calls that cannot be made, and such that a lenient parser may make."""
+    """Return (broken, odd): calls that cannot be made, and calls that a lenient parser may accept."""
     call = {"name": name, "arguments": dict(arguments)}
     wrong = {key: {"no": ["such", None]} for key in arguments} or {"no_such_argument": None}
     broken = {
@@ -141,7 +141,7 @@ def _hermes(name: str, arguments: Mapping[str, Any]) -> tuple[dict[str, str], di
 
 
 def _qwen_xml(name: str, arguments: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return calls that cannot be made, and such that a lenient parser may make."""
+    """Return (broken, odd): calls that cannot be made, and calls that a lenient parser may accept."""
     good = write_call(name, arguments, "qwen_xml")
     broken = {
         "no function": "<tool_call>look it up</tool_call>",

@@ -1,4 +1,4 @@
-"""Checks of what a model is shown: prompts, tools, observations and pictures, and how a chat template writes them."""
+"""Checks what the model sees: prompts, tools, observations and pictures, and how a chat template renders them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 from PIL import Image
 
 from envs.checking.chat_template import ChatTemplate
-from envs.checking.evidence import NOT_REACHED, Evidence, Finding, call_records, listed, quoted, span, texts, where
+from envs.checking.episodes import PlayedEpisode
+from envs.checking.findings import NOT_REACHED, Evidence, Finding, call_records, listed, quoted, span, texts, where
 from envs.checking.hostile import example_arguments
-from envs.checking.playing import Play
+from envs.contract import MAX_IMAGE_PIXELS, EnvFault, checked_messages
 from envs.errors import UserError
 from envs.images import image_digest
-from envs.runner import MAX_IMAGE_PIXELS, EnvFault, checked_messages
 from envs.types import Message, message_images
 
-#: Smaller sides, and longer shapes, are refused by the image processor of Qwen's vision-language models.
+#: The image processor of Qwen's vision-language models refuses smaller sides and larger aspect ratios.
 MIN_SIDE, MAX_ASPECT = 28, 200
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -27,9 +27,9 @@ _CONTROL = re.compile(r"<\|[^|<>\s]{1,40}\|>")
 
 
 def check_prompts(evidence: Evidence) -> Finding:
-    """Prompts are messages with known roles and parts, whose pictures decode."""
+    """Prompts are messages with known roles and parts, and their pictures decode."""
     name, problems, counts = "prompts", [], []
-    openings = {play.sample.id: play.opening for play in evidence.of("survey") if play.reset_s is not None}
+    openings = {episode.sample.id: episode.opening for episode in evidence.of("survey") if episode.reset_s is not None}
     for sample in evidence.samples:
         try:
             messages = [*checked_messages(list(sample.prompt)), *openings.get(sample.id, ())]
@@ -38,13 +38,13 @@ def check_prompts(evidence: Evidence) -> Finding:
             problems.append(f"sample {sample.id}: {rule.replace('observation image', 'image')}")
             continue
         if not messages and sample.id not in openings:
-            continue  # the first observation, which nobody has seen, may be all that it shows
+            continue  # the first observation, not known here, may hold all messages
         if not messages:
             problems.append(f"sample {sample.id}: neither prompt nor first observation holds a message")
         if unknown := [message["role"] for message in messages if message["role"] not in ROLES]:
-            problems.append(f"sample {sample.id}: role '{unknown[0]}' is none of {', '.join(ROLES)}")
+            problems.append(f"sample {sample.id}: role '{unknown[0]}' is not one of {', '.join(ROLES)}")
         if any("<image>" in text for text in texts(messages)):
-            problems.append(f"sample {sample.id}: <image> stands in a text, where it stays text; write an image part")
+            problems.append(f"sample {sample.id}: a text contains <image>, which stays text; write an image part")
         counts.append(len(list(message_images(messages))))
     if problems:
         return Finding(name, False, listed(problems))
@@ -54,9 +54,9 @@ def check_prompts(evidence: Evidence) -> Finding:
 
 
 def check_tools(evidence: Evidence) -> Finding:
-    """Tools are schemas as chat templates take them."""
+    """Tools are schemas in the form that chat templates expect."""
     name = "tools"
-    tools = next((play.tools for play in evidence.plays if play.tools), ())
+    tools = next((episode.tools for episode in evidence.episodes if episode.tools), ())
     if not tools:
         return Finding(name, None, "the environment has no tools" if evidence.is_opened else NOT_REACHED)
     problems, remarks = [], []
@@ -79,19 +79,19 @@ def check_tools(evidence: Evidence) -> Finding:
 
 
 def _silence(evidence: Evidence, tool: dict[str, Any]) -> tuple[bool, str] | None:
-    """Return that a tool answered nothing whenever it was called, and whether that must be a fault."""
+    """Return (is_certain, problem) if a tool never answered anything; None if it did or was never called."""
     name, made_up = tool["function"]["name"], "made up"
     is_guessed = made_up in example_arguments(tool, made_up).values()
-    heard: dict[bool, list[bool]] = defaultdict(list)  # by whether solution() called it, which knows what to ask
-    for play in evidence.plays:
-        for step in play.steps:
+    answered: dict[bool, list[bool]] = defaultdict(list)  # by whether solution() made the call
+    for episode in evidence.episodes:
+        for step in episode.steps:
             made = [(record.get("name"), record.get("outcome")) for record in call_records(step)]
             if made == [(name, "ok")] and not step.done:
                 is_answer = any(map(str.strip, texts(step.messages))) or any(message_images(step.messages))
-                heard[play.script.kind == "gold"].append(is_answer)
-    if not heard or any(map(any, heard.values())):
+                answered[episode.script.kind == "gold"].append(is_answer)
+    if not answered or any(map(any, answered.values())):
         return None
-    if is_guessed and not heard[True]:
+    if is_guessed and not answered[True]:
         return False, f"{name} answered nothing in every call, each with made-up arguments; does it return?"
     return True, f"{name} answered nothing in every call; does it return?"
 
@@ -123,37 +123,39 @@ def check_rendering(evidence: Evidence) -> Finding:
     """Every conversation renders: each text verbatim, each picture as one placeholder."""
     name, template = "rendering", evidence.template
     problems, count = [], 0
-    for play in evidence.plays:
-        conversation = [*play.prompt, *play.opening]
-        for text, step in zip(play.script.texts, play.steps, strict=False):
+    for episode in evidence.episodes:
+        conversation = [*episode.prompt, *episode.opening]
+        for text, step in zip(episode.script.texts, episode.steps, strict=False):
             conversation += [{"role": "assistant", "content": text}, *step.messages]
         if not conversation:
             continue
         try:
-            rendered = template.render(conversation, play.tools)
-        except Exception as error:  # a template is code, too, and raises what it likes
-            problems.append(f"{where(play)}: {template.name} refuses it: {error}")
+            rendered = template.render(conversation, episode.tools)
+        except Exception as error:  # a template is code and may raise anything
+            problems.append(f"{where(episode)}: {template.name} refuses it: {error}")
             continue
-        count += len(play.observations)
-        problems += [f"{where(play)}: {what}" for what in _render_problems(template, rendered, conversation, play)]
+        count += len(episode.observations)
+        problems += [
+            f"{where(episode)}: {what}" for what in _render_problems(template, rendered, conversation, episode)
+        ]
     if problems:
         return Finding(name, False, listed(problems))
     if not count:
-        return Finding(name, None, "the environment said nothing" if evidence.is_stepped else NOT_REACHED)
+        return Finding(name, None, "the environment sent no message" if evidence.is_stepped else NOT_REACHED)
     return Finding(name, True, f"{count} observations with {template.name}")
 
 
 def _render_problems(
-    template: ChatTemplate, rendered: str, conversation: Sequence[Message], play: Play
+    template: ChatTemplate, rendered: str, conversation: Sequence[Message], episode: PlayedEpisode
 ) -> Iterator[str]:
     if template.placeholder is None and any(message_images(conversation)):
         yield "the template shows no pictures"
         return
-    for text in texts([*play.prompt, *play.observations]):
+    for text in texts([*episode.prompt, *episode.observations]):
         if text not in rendered:
             yield f"the template leaves out or changes {quoted(text)}"
         if text != text.encode("utf-8", "replace").decode():
-            yield f"{quoted(text)} holds half a surrogate pair, which no tokenizer takes"
+            yield f"{quoted(text)} contains half a surrogate pair, which no tokenizer accepts"
     if template.placeholder is None:
         return
     spelled = sum(text.count(template.placeholder) for text in texts(conversation))
@@ -163,13 +165,13 @@ def _render_problems(
 
 
 def check_control_tokens(evidence: Evidence) -> Finding:
-    """The environment's own texts spell no token by which a template marks turns or pictures."""
+    """The environment's texts contain no token with which a template marks turns or pictures."""
     name, own, echoed = "control tokens", [], Counter[str]()
-    for play in evidence.plays:
-        written = "".join(play.script.texts)
-        places = [("a prompt", text) for text in texts(play.prompt)]
-        places += [("a tool's schema", json.dumps(play.tools, default=repr, ensure_ascii=False))]
-        places += [(f"an observation, {where(play)}", text) for text in texts(play.observations)]
+    for episode in evidence.episodes:
+        written = "".join(episode.script.texts)
+        places = [("a prompt", text) for text in texts(episode.prompt)]
+        places += [("a tool's schema", json.dumps(episode.tools, default=repr, ensure_ascii=False))]
+        places += [(f"an observation, {where(episode)}", text) for text in texts(episode.observations)]
         for place, text in places:
             for token in _CONTROL.findall(text):
                 if token in written:
@@ -179,23 +181,25 @@ def check_control_tokens(evidence: Evidence) -> Finding:
     if own:
         return Finding(name, False, listed(dict.fromkeys(own)))
     if echoed:
-        return Finding(name, True, f"none but what a model wrote before: {', '.join(echoed)} (rendered as plain text)")
+        return Finding(
+            name, True, f"only those that the model wrote before: {', '.join(echoed)} (rendered as plain text)"
+        )
     if not evidence.is_stepped:
         return Finding(name, None, NOT_REACHED)
     return Finding(name, True, "none in any text")
 
 
 def check_images(evidence: Evidence) -> Finding:
-    """Pictures are of a size that a vision-language model takes."""
+    """Pictures have a size that a vision-language model accepts."""
     name = "image sizes"
     too_large = {fault.too_large for _, fault in evidence.ordinary_faults if fault.too_large}
     limit = f"a picture may have at most {MAX_IMAGE_PIXELS:,} pixels"
     problems = [f"{size} in an observation: {limit}" for size in sorted(too_large)]
     shown: dict[int, Image.Image] = {}
     most_pixels = 0
-    for play in evidence.plays:
-        images = list(message_images([*play.prompt, *play.observations]))
-        if play.script.kind != "hostile":  # no episode that anybody would train on
+    for episode in evidence.episodes:
+        images = list(message_images([*episode.prompt, *episode.observations]))
+        if episode.script.kind != "hostile":  # hostile episodes are never trained on
             most_pixels = max(most_pixels, sum(image.width * image.height for image in images))
         shown |= {id(image): image for image in images}
     pictures = {image_digest(image) for image in shown.values()}
@@ -206,7 +210,7 @@ def check_images(evidence: Evidence) -> Finding:
         elif min(width, height) < MIN_SIDE:
             problems.append(f"{width}x{height}: a side must have at least {MIN_SIDE} pixels")
         elif max(width, height) > MAX_ASPECT * min(width, height):
-            problems.append(f"{width}x{height}: one side may be {MAX_ASPECT} times as long as the other, no more")
+            problems.append(f"{width}x{height}: one side may be at most {MAX_ASPECT} times as long as the other")
     if problems:
         return Finding(name, False, listed(problems))
     if not sizes:

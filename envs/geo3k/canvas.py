@@ -1,7 +1,7 @@
-"""A drawing surface for small geometry diagrams: figures and labels come in, a 160x128 RGB picture goes out.
+"""Draws small geometry diagrams with labels as 160x128 RGB pictures.
 
-Points are complex numbers in pixels, x to the right and y down, so that rotating is multiplying. The canvas records
-strokes and labels first and draws them in `image`, so that a crowded layout can be thrown away before it costs pixels.
+Points are complex numbers in pixels, x to the right and y down, so a rotation is a multiplication. The canvas records
+strokes and labels, and `image` draws them, so that a crowded layout can be discarded before it is drawn.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BORDER = 3  # pixels at each edge that stay white
 
 ARC_RADIUS = 11.0
 RIGHT_ANGLE_SIDE = 8.0
-ORDER_GAP = 6.0  # pixels; labels nearer than this in x have no clear order
+ORDER_GAP = 6.0  # pixels; labels closer than this in x have no clear order
 
 
 @cache
@@ -77,15 +77,15 @@ class Canvas:
         self._circles: list[tuple[Point, float]] = []
         self._dots: list[Point] = []
         self._labels: list[tuple[Point, Image.Image]] = []  # center, box
-        self._ordered = 0  # how many of the first labels should go from left to right
-        self._obstacles: list[tuple[Point, Point]] = []  # what labels should keep clear of
+        self._ordered = 0  # number of first labels that should go from left to right
+        self._obstacles: list[tuple[Point, Point]] = []  # strokes that labels should not touch
 
     def fit(
         self, points: Iterable[Point], rng: Random, margin: tuple[float, float] = (9, 9), stretch: float = 1.15
     ) -> list[Point]:
-        """Scale and shift points to pixels within the margins (x, y); where there is room, size and place vary.
+        """Scale and shift points to pixels within the margins (x, y); size and position vary if there is room.
 
-        `stretch` bounds by how much x and y may be scaled apart: 1 keeps every angle.
+        `stretch` bounds the ratio of the x and y scales: 1 keeps every angle.
         """
         points = list(points)
         xs, ys = [p.real for p in points], [p.imag for p in points]
@@ -132,7 +132,7 @@ class Canvas:
             self._obstacles.append(mark)
 
     def ticks(self, start: Point, end: Point, count: int = 1, at: float = 0.5) -> None:
-        """Mark a segment as equal to others with the same number of short strokes across it at a fraction of it."""
+        """Mark a segment as equal to others with the same number of ticks, at a fraction of its length."""
         along, middle = _unit(end - start), start + (end - start) * at
         across = along * 4j
         for k in range(count):
@@ -163,14 +163,14 @@ class Canvas:
             self._obstacles += [(vertex + u * radius, middle), (middle, vertex + v * radius)]
         box = _text_box(text, self._font_size)
         half_x, half_y = box.width / 2, box.height / 2
-        # The label goes as near to the vertex as its box stays clear of both rays and of the arc.
+        # The label is as close to the vertex as possible without touching the rays or the arc.
         reach = max(half_x * abs(ray.imag) + half_y * abs(ray.real) for ray in (u, v)) + 1 + self._line_width / 2
         beyond_arc = ARC_RADIUS + 3 * arcs - 2 + half_x * abs(bisector.real) + half_y * abs(bisector.imag)
         distance = max(reach / math.sin(math.radians(opening / 2)), beyond_arc)
         self._place(vertex + bisector * distance, box)
 
     def side(self, start: Point, end: Point, text: str, inside: Point, at: float = 0.5) -> None:
-        """Label a segment next to the point at fraction `at` of it, on the side that is away from `inside`."""
+        """Label a segment next to the point at fraction `at` of its length, on the side away from `inside`."""
         normal = _unit(end - start) * 1j
         anchor = start + (end - start) * at
         if _cross(end - start, inside - start) > 0:
@@ -180,7 +180,7 @@ class Canvas:
         self._place(anchor + normal * reach, box)
 
     def expect_order(self, count: int) -> None:
-        """Ask that the first `count` labels go from left to right; each pair that does not is a conflict."""
+        """Require that the first `count` labels go from left to right; each pair out of order is a conflict."""
         self._ordered = count
 
     def _place(self, center: Point, box: Image.Image) -> None:

@@ -1,6 +1,6 @@
-r"""Geometry problems with a tool that scores an answer: a sample comes in, observations and a reward go out.
+r"""Geometry problems with a tool, ``calc_score``, that scores an answer.
 
-The model may call ``calc_score`` as often as its turns allow; the reward is the grade of its last text alone.
+The model may call it as often as its turns allow; the reward is the grade of its last text only.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ SINGLE_SYSTEM_PROMPT = "Solve the problem. Write the final answer as \\boxed{}."
 LAST_TURN = "Last turn: no more calls, write the final answer as \\boxed{...}."
 MAX_ECHO_CHARS = 64
 
-# What JSON makes of "\frac", "\boxed", "\times" and "\right" with a single backslash.
+# The result of JSON decoding "\frac", "\boxed", "\times" and "\right" with a single backslash.
 _EATEN_BACKSLASH = re.compile(r"[\f\b\t\r](?=[a-z])")
 _LATEX_OF_CONTROL = {"\f": "\\f", "\b": "\\b", "\t": "\\t", "\r": "\\r"}
 
 
 class Geo3kEnv(ToolEnv):
-    r"""One problem. Each call is answered with a score; a turn without a call ends the episode.
+    r"""One problem. Each call returns a score; a turn without a call ends the episode.
 
     Example::
 
@@ -59,7 +59,7 @@ class Geo3kEnv(ToolEnv):
         return f"Score 0.0: {shown} is wrong. {LAST_TURN if self.turns_left == 1 else 'Try another way.'}"
 
     def explain(self, call: ToolCall | ToolCallError, problem: str) -> str:
-        """Return the corrective text; before the last turn, that there is no call left instead of how to write one."""
+        """Return the answer to a broken call; before the last turn it asks for the final answer instead of a call."""
         return f"{problem} {LAST_TURN}" if self.turns_left == 1 else super().explain(call, problem)
 
 
@@ -70,7 +70,7 @@ class Geo3kSingleEnv(ToolEnv):
 def build_env(sample: Sample | None = None, args: Any | None = None, **_: Any) -> Env:
     """Return the environment of one sample.
 
-    Raises UserError where the sample or its label is missing.
+    Raises UserError if the sample or its label is missing.
     """
     if sample is None:
         raise UserError("sample", "is required", None, "pass the row whose problem is to be solved")
@@ -81,7 +81,7 @@ def build_env(sample: Sample | None = None, args: Any | None = None, **_: Any) -
 
 
 def _echo(answer: str) -> str:
-    """Return the model's answer as it may be shown back: short, one line, and without the spelling of special tokens.
+    """Return the model's answer in a form that is safe to show: short, one line, without special tokens.
 
     ``<|im_end|>`` or ``<|image_pad|>`` in a tool's text would become a control token of the stream.
     """

@@ -1,4 +1,4 @@
-"""One procedural geometry problem: a family, a level and random numbers come in; text and a diagram go out.
+"""Creates one geometry problem, text and diagram, from a family, a level and random numbers.
 
 Levels mean the same in every family:
 
@@ -25,7 +25,7 @@ LEVELS = (1, 2, 3)
 LAYOUT_TRIES = 16
 MISREAD_TRIES = 8
 
-#: Digits that are taken for each other at low resolution.
+#: Digits that look alike at low resolution.
 LOOK_ALIKES = {
     "0": "869",
     "1": "74",
@@ -42,7 +42,7 @@ LOOK_ALIKES = {
 
 @dataclass(frozen=True)
 class Problem:
-    r"""A problem's numbers and texts; its picture is drawn by `draw_problem`.
+    r"""A problem's numbers and texts; `draw_problem` draws its picture.
 
     Example::
 
@@ -62,7 +62,7 @@ class Problem:
 
     @property
     def key(self) -> str:
-        """Name the content: the same for two problems that differ in level or drawing only."""
+        """The identity of the problem: equal for two problems that differ only in level or drawing."""
         givens = FAMILIES[self.family].canonical(self.givens, self.unknown)
         return f"{self.family}/{'-'.join(map(str, givens))}/{self.unknown}"
 
@@ -83,7 +83,7 @@ def _solved(family: str, level: int, givens: tuple[int, ...], unknown: str) -> P
 
 
 def draw_problem(problem: Problem, rng: Random) -> Image.Image:
-    """Draw the diagram, 160x128 RGB; of a few layouts, the first clean one is taken, else the cleanest."""
+    """Draw the diagram, 160x128 RGB: the first of a few layouts without conflicts, else the one with the fewest."""
     line_width, font_size = rng.choice((1, 1, 2)), rng.choice((14, 15, 15, 16))
     best, fewest = None, 0
     for _ in range(LAYOUT_TRIES):
@@ -99,10 +99,10 @@ def draw_problem(problem: Problem, rng: Random) -> Image.Image:
 
 
 def misread(problem: Problem, rng: Random) -> Problem | None:
-    """Return the problem as a reader sees it who takes one digit for another, solved for what was read.
+    """Return the problem with one digit misread, solved for the misread number.
 
-    The digit is mostly replaced by one that looks alike. Reasoning and answer follow from the wrong number and differ
-    from the true ones. None if a few tries find no wrong reading that makes a figure.
+    The wrong digit mostly looks like the true one. Reasoning and answer follow from the wrong number and differ from
+    the true ones. None if a few tries find no wrong number for which the figure exists.
     """
     for _ in range(MISREAD_TRIES):
         place = rng.randrange(len(problem.givens))

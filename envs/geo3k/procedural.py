@@ -1,8 +1,8 @@
-"""Geometry problems made from code: split, size and seed come in; a source of `Sample`s with diagrams goes out.
+"""Generates geometry problems with diagrams, as `Sample`s of a split, size and seed; it needs no file or download.
 
-No file is read and nothing is downloaded. A problem's key (family, numbers, what is asked) decides by its hash to which
-split it belongs, so no two splits share a problem, whatever the seeds, sizes, families and levels. `demonstrations` is
-what supervised training may see, `train` what reinforcement learning sees, `heldout` what neither does.
+The hash of a problem's key (family, numbers, unknown) decides its split, so no two splits share a problem, for any
+seed, size, family and level. Supervised training uses `demonstrations`, reinforcement learning `train`, and neither
+uses `heldout`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from envs.types import MadeSamples, Sample
 
 Split = Literal["demonstrations", "train", "heldout"]
 SPLITS = ("demonstrations", "train", "heldout")
-KEY_TRIES = 2000  # the rarest family, level and split have one key in fifty: the chance that all miss it is 3e-18
+KEY_TRIES = 2000  # at least one key in fifty is in a split, so all tries miss with a chance of 3e-18
 
 
 def split_of(key: str) -> Split:
-    """Return the split that a problem's key belongs to: one key in ten is held out, one in ten is for training.
+    """Return the split of a problem's key: one key in ten is `heldout`, one in ten is `train`.
 
     >>> split_of("triangle_angles/47-65/x")
     'heldout'
@@ -69,7 +69,7 @@ class ProceduralGeo3k(MadeSamples):
         self.levels = tuple(levels)
 
     def item(self, index: int) -> tuple[Problem, Image.Image]:
-        """Return problem and picture at an index from -size to size - 1."""
+        """Return the problem and its picture at an index in -size to size - 1."""
         problem, rng = self._sample(index)
         return problem, draw_problem(problem, rng)
 

@@ -1,4 +1,4 @@
-"""Geometry problems with a magnifying glass: the tool answers with a picture, a part of the diagram enlarged."""
+"""Geometry problems with a `zoom` tool that returns an enlarged part of the diagram."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from envs.types import Sample, message_images
 SYSTEM_PROMPT = (
     "Solve the problem. Use zoom to see a part of the picture enlarged. Write the final answer as \\boxed{}."
 )
-MIN_SIDE = 8  # pixels of the original; less is no picture of anything
+MIN_SIDE = 8  # pixels of the original; a smaller part shows nothing useful
 MAX_SCALE = 8
 
 Thousandth = Annotated[int, Field(ge=0, le=1000)]
 
 
 class Geo3kZoomEnv(ToolEnv):
-    """One problem and its diagram, of which `zoom` shows a part as large as the whole.
+    """One problem with its diagram; `zoom` shows a part of it at the size of the whole.
 
     Example::
 

@@ -1,8 +1,8 @@
-"""Grading of short mathematical answers: a model's text and a gold label come in, 1.0 or 0.0 goes out.
+"""Grades short mathematical answers: 1.0 if the answer in a model's text equals the gold label, else 0.0.
 
-`extraction` finds the answer in the text, `normal_form` reads it, `arithmetic` settles nearly every pair in
-microseconds, `screening` and `algebra` give what is left to math-verify in a process that can be killed, and `graders`
-names the rules.
+`extraction` finds the answer in the text, `normal_form` parses it, and `arithmetic` decides nearly every pair in
+microseconds. `screening` and `algebra` pass the rest to math-verify in a process that can be killed. `graders` names
+the rules.
 """
 
 from envs.grading.equality import RELATIVE_TOLERANCE

@@ -1,7 +1,7 @@
-r"""Equality by computer algebra: two normalised texts come in, math-verify's verdict goes out.
+r"""Compares two normalised texts by computer algebra, with math-verify in worker processes.
 
-It runs in worker processes, for sympy may compute for hours or take all memory (``9^{9^{9}}``), and the time limits of
-math-verify itself are signals, which only a main thread may use.
+sympy may compute for hours or use all memory (``9^{9^{9}}``), and math-verify's own time limits are signals, which work
+in a main thread only.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from functools import lru_cache
 
 from envs.errors import UserError
 from envs.grading.algebra_worker import compare, prepare
-from envs.isolation.worker import Worker, WorkerDied, WorkerError, WorkerPool, WorkerTimeout
+from envs.workers.worker import Worker, WorkerDied, WorkerError, WorkerPool, WorkerTimeout
 
-#: Processor time of one comparison. Wall time would make a verdict depend on what else the machine does.
+#: Processor time of one comparison. With wall time the verdict would depend on the load of the machine.
 ALGEBRA_LIMIT_S = 2.0
-#: Wall time of one comparison, for the case that a worker waits instead of computing.
+#: Wall time of one comparison, in case a worker waits instead of computing.
 ALGEBRA_WALL_LIMIT_S = 20.0
 ALGEBRA_MEMORY_BYTES = 2 * 2**30
 #: Wall time to start a worker, which imports sympy: 0.6 s on an idle machine.
@@ -28,12 +28,12 @@ _STARTED: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 @lru_cache(maxsize=16_384)
 def equal_by_algebra(answer: str, label: str) -> bool:
-    """Tell whether math-verify shows two normalised texts to be equal; False where it fails, hangs or dies.
+    """Return whether math-verify finds two normalised texts equal; False if it fails, hangs or dies.
 
-    May be called from any thread. The first call starts a process; at most one per processor core runs at a time.
+    Any thread may call this. The first call starts a process; at most one per processor core runs at a time.
 
     Raises:
-        UserError: math-verify does not run here at all.
+        UserError: math-verify does not run on this machine.
     """
     for _ in range(2):
         with _POOL.worker() as worker:
@@ -44,13 +44,13 @@ def equal_by_algebra(answer: str, label: str) -> bool:
             except (WorkerError, WorkerTimeout):
                 return False
             except WorkerDied as death:
-                if "SIGPROF" in str(death):  # its time limit; any other death may have nothing to do with this pair
+                if "SIGPROF" in str(death):  # its time limit; another death may have a cause outside this pair
                     return False
     return False
 
 
 def _start(worker: Worker) -> None:
-    """Let a new worker import math-verify, outside of any comparison's time limit."""
+    """Let a new worker import math-verify, outside the time limit of a comparison."""
     try:
         works = worker.call(prepare, ALGEBRA_MEMORY_BYTES, timeout_s=START_LIMIT_S)
         cause = "a wrong verdict"
@@ -59,5 +59,5 @@ def _start(worker: Worker) -> None:
     if not works:
         worker.kill()
         fix = "install math-verify[antlr4-13-2], and leave 500 MB of memory for it"
-        raise UserError("math-verify", "must run in a process of its own to grade answers", cause, fix)
+        raise UserError("math-verify", "must run in its own process to grade answers", cause, fix)
     _STARTED.add(worker)

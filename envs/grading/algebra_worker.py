@@ -1,6 +1,6 @@
-"""What a worker process of `algebra` runs: two normalised texts come in, math-verify's verdict goes out.
+"""The code that `algebra` runs in a worker process: math-verify compares two normalised texts.
 
-Not to be called in the program's own process: `prepare` limits its memory, and `compare` may end it.
+Never call it in the program's own process: `prepare` limits its memory, and `compare` may end it.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import logging
 import re
 import signal
 
-# math-verify takes two numbers at the end of a product for a mixed number: (2)(3) is 5 to it, and x2(3) is 5x
+# math-verify reads two numbers at the end of a product as a mixed number: (2)(3) as 5, and x2(3) as 5x
 _IMPLICIT_PRODUCT = re.compile(r"(?<=\))(?=[\d(])|(?<![_^\d.])(?P<number>\d+(?:\.\d+)?)(?=\()")
 
 
 def prepare(memory_bytes: int) -> bool:
-    """Limit the memory of this process, load math-verify, and tell whether it works."""
-    with contextlib.suppress(ImportError, ValueError, OSError):  # not on every system
+    """Limit the memory of this process, load math-verify, and return whether it works."""
+    with contextlib.suppress(ImportError, ValueError, OSError):  # not every system has it
         import resource
 
         soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
@@ -29,9 +29,9 @@ def prepare(memory_bytes: int) -> bool:
 
 
 def compare(answer: str, label: str, limit_s: float) -> bool:
-    """Return `is_equal` of the texts; the kernel ends this process where that takes more processor time than the limit.
+    """Return `is_equal` of the texts; the kernel kills this process if it uses more processor time than the limit.
 
-    No handler in Python could: ``9**387420489`` is a single operation.
+    A Python handler could not interrupt ``9**387420489``, which is a single operation.
     """
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, limit_s)
@@ -42,10 +42,11 @@ def compare(answer: str, label: str, limit_s: float) -> bool:
 
 
 def is_equal(answer: str, label: str) -> bool:
-    r"""Ask math-verify, without any limit; False where it cannot read a text.
+    r"""Return math-verify's verdict, without any limit; False if it cannot read a text.
 
-    Both are boxed, for a bare ``8\sqrt{2}`` is read as 2. Its removal of units is off, for "ab", "c" and "h" are units
-    to it, so that ``5h`` would be ``5``. An inequality may equal an interval: ``x>5``, ``(5,\infty)``.
+    Both texts are boxed, because it reads a bare ``8\sqrt{2}`` as 2. Its removal of units is off, because it treats
+    "ab", "c" and "h" as units and would read ``5h`` as ``5``. An inequality may equal an interval: ``x>5``,
+    ``(5,\infty)``.
     """
     from math_verify import LatexExtractionConfig, parse, verify
 
@@ -61,10 +62,10 @@ def is_equal(answer: str, label: str) -> bool:
 
 
 def _is_defined(parsed: object) -> bool:
-    r"""Tell whether nothing in it is infinite or undefined, save a lone infinity or the end of an interval.
+    r"""Return whether no part is infinite or undefined, except a lone infinity or the end of an interval.
 
-    math-verify compares a difference, and where that is not finite the verdict is chance: ``\pi\sqrt{\infty}`` equals
-    every number to it.
+    math-verify compares a difference; if that is not finite, the verdict is random: it finds ``\pi\sqrt{\infty}`` equal
+    to every number.
     """
     import sympy
 

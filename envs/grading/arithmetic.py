@@ -1,4 +1,4 @@
-r"""Exact evaluation of short LaTeX arithmetic: tokens come in, rationals (or floats where a root or pi is) go out."""
+r"""Evaluates short LaTeX arithmetic exactly, to rationals; roots and pi give floats."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BRACKETS = {"(": ")", "[": "]", "\\{": "\\}"}
 def evaluate(tokens: tuple[str, ...]) -> tuple[tuple[Number, ...] | None, str]:
     r"""Return (values, shape) of a number or of a list of numbers; (None, "") for anything else.
 
-    The shape is a list's brackets, "," for a set or a list without any (sorted, for their order means nothing).
+    The shape is a list's brackets, or "," for a set or a list without brackets (sorted, because order has no meaning).
 
     >>> evaluate(("1", "/", "2"))
     ((Fraction(1, 2),), '')
@@ -48,7 +48,7 @@ class _Evaluator:
     r"""Recursive descent over tokens: numbers, + - * / ^, brackets, `\frac`, `\sqrt`, `\pi`, mixed numbers.
 
     ``_Evaluator(("8", "\\sqrt", "{", "2", "}")).value()`` is 11.3137...; rationals stay exact. Raises ValueError for
-    what it cannot read, ArithmeticError for division by zero and overflow.
+    unknown syntax, ArithmeticError for division by zero and overflow.
     """
 
     def __init__(self, tokens: tuple[str, ...]) -> None:
@@ -138,7 +138,7 @@ class _Evaluator:
         return self._bracketed()
 
     def _mixed(self, whole: Fraction) -> Fraction:
-        r"""Read ``4 \frac { 4 } { 11 }`` as 4 + 4/11, as a proper fraction right after an integer is meant."""
+        r"""Read ``4 \frac { 4 } { 11 }`` as 4 + 4/11, the meaning of a proper fraction right after an integer."""
         frac, _, top, _, _, bottom, close = (*self.tokens[self.index : self.index + 7], *[""] * 7)[:7]
         proper = frac == "\\frac" and close == "}" and top.isdecimal() and bottom.isdecimal()
         if proper and whole.denominator == 1 and int(top) < int(bottom):
@@ -160,7 +160,7 @@ class _Evaluator:
         return float(radicand) ** (1 / float(degree))
 
     def _argument(self, signed: bool = False) -> Number:
-        """Read what a command or `^` takes: a bracketed value, or one number."""
+        """Read the argument of a command or `^`: a bracketed value, or one number."""
         if self._peek() in ("{", "("):
             return self._bracketed()
         sign = -1 if signed and self._take("-") else 1

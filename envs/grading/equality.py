@@ -1,6 +1,6 @@
-r"""When two answers count as equal: two readings come in, a verdict goes out.
+r"""The rules by which two parsed answers are equal.
 
-- `same_value`: the same number, list or expression, by exact arithmetic and, where that cannot read them, math-verify.
+- `same_value`: the same number, list or expression, by exact arithmetic or, for other texts, by math-verify.
 - `same_text_or_rational`: the same normalised text, or the same rational number.
 - `within_5_percent`: two real numbers that differ by at most 5 % of the second.
 """
@@ -19,10 +19,10 @@ RELATIVE_TOLERANCE = 1e-6
 
 
 def same_value(answer: Reading, label: Reading) -> bool:
-    r"""Tell whether both mean the same, such as ``\sqrt{50}`` and ``5\sqrt{2}``, or ``x+1`` and ``1+x``.
+    r"""Return whether both mean the same, such as ``\sqrt{50}`` and ``5\sqrt{2}``, or ``x+1`` and ``1+x``.
 
-    Two rationals must be equal exactly; where one side is irrational a relative difference of 1e-6 is allowed. The
-    letter of a choice stands for the choice with its text, but not the text for the letter.
+    Two rationals must be exactly equal; if one side is irrational, a relative difference of 1e-6 is allowed. The letter
+    of a choice equals the choice with its text, but the text alone does not equal the letter.
     """
     if answer.form == label.form:
         return True
@@ -40,9 +40,9 @@ def same_value(answer: Reading, label: Reading) -> bool:
 
 
 def same_text_or_rational(answer: Reading, label: Reading) -> bool:
-    r"""Tell whether both have one normalised text, or are one rational: ``\frac{1}{2}`` and ``0.5``.
+    r"""Return whether both have the same normalised text or are the same rational: ``\frac{1}{2}`` and ``0.5``.
 
-    Rational arithmetic is done (``3+4`` is 7), roots are not: ``\sqrt{4}`` is not 2, nor ``\sqrt{8}`` ``2\sqrt{2}``.
+    It evaluates rational arithmetic (``3+4`` is 7) but no roots: ``\sqrt{4}`` is not 2, nor ``\sqrt{8}`` ``2\sqrt{2}``.
     """
     if answer.form == label.form:
         return True
@@ -55,7 +55,7 @@ def same_text_or_rational(answer: Reading, label: Reading) -> bool:
 
 
 def within_5_percent(answer: Reading, label: Reading) -> bool:
-    """Tell whether both are real numbers and differ by at most 5 % of the label (not at all where that is 0)."""
+    """Return whether both are real numbers and differ by at most 5 % of the label."""
     if answer.number is None or label.number is None:
         return False
     try:

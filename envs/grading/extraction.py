@@ -1,4 +1,4 @@
-r"""Finding the answer that a text states: a model's text comes in, the content of a `\boxed{...}` goes out."""
+r"""Finds the answer in a model's text: the content of a `\boxed{...}`, or the text after `Answer:`."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def extract_boxed(text: str) -> str | None:
 
 
 def extract_answer(text: str) -> str | None:
-    r"""Return the answer that a text states: the last `\boxed{...}`, else what follows the last `Answer:` on its line.
+    r"""Return the answer in a text: the last `\boxed{...}`, else the text after the last `Answer:` on its line.
 
-    None when there is neither (or nothing follows `Answer:`); an empty box is the empty string. Linear time.
+    None if there is neither, or no text after `Answer:`; an empty box gives the empty string. Linear time.
 
     >>> extract_answer("Answer: 7\nso \\boxed{68}."), extract_answer("**Answer:** 7 cm\nDone."), extract_answer("68")
     ('68', '7 cm', None)

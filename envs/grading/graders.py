@@ -1,8 +1,8 @@
-r"""The graders by name: a model's final text and a label come in, 1.0 or 0.0 goes out.
+r"""The graders by name: each scores a model's final text against a label, 1.0 or 0.0.
 
-- `math`, the default: the last `\boxed{}`, else what follows `Answer:`; right where it means the same as the label.
-- `geo3k_strict`: the last `\boxed{}` alone; right where it is the label's text or the same rational number.
-- `geo3k_tolerance`: as `math`, and a real number within 5 % of the label is right too.
+- `math`, the default: the last `\boxed{}`, else the text after `Answer:`; right if it means the same as the label.
+- `geo3k_strict`: only the last `\boxed{}`; right if it is the label's text or the same rational number.
+- `geo3k_tolerance`: like `math`, but a real number within 5 % of the label is right too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_CHARS = 200
 
 @dataclass(frozen=True)
 class Grader:
-    r"""One rule of grading.
+    r"""One grading rule.
 
     Example::
 
@@ -38,9 +38,9 @@ class Grader:
     boxed_only: bool = False
 
     def __call__(self, answer: str, label: str) -> float:
-        """Return 1.0 where the answer is right, else 0.0; no text makes it raise, and it needs no main thread.
+        """Return 1.0 if the answer is right, else 0.0. No text raises an error, and any thread may call it.
 
-        An answer or label of more than 200 characters counts only if both have the same words.
+        If the answer or the label has more than 200 characters, only the same words are right.
         """
         if len(answer) > MAX_CHARS or len(label) > MAX_CHARS:
             return float(bool(label.strip()) and answer.split() == label.split())
@@ -48,7 +48,7 @@ class Grader:
         return float(bool(given.form) and bool(gold.form) and self.is_equal(given, gold))
 
     def extract(self, text: str) -> str | None:
-        """Return the answer that a text states in the way this grader asks for, None where it states none."""
+        """Return the answer in a text in the form that this grader expects; None if there is none."""
         return extract_boxed(text) if self.boxed_only else extract_answer(text)
 
 
@@ -66,10 +66,10 @@ GRADERS: Mapping[str, Grader] = MappingProxyType(
 
 
 def get_grader(name: str) -> Grader:
-    """Return the grader of a name.
+    """Return the grader with this name.
 
     Raises:
-        UserError: there is none of that name.
+        UserError: there is no such grader.
     """
     if name not in GRADERS:
         raise UserError("grader", "must be the name of a grader", name, did_you_mean(name, GRADERS))
@@ -77,13 +77,13 @@ def get_grader(name: str) -> Grader:
 
 
 def grade(answer: str, label: str) -> float:
-    r"""Return 1.0 where `answer` means the same as `label`, else 0.0: the grader `math`.
+    r"""Return 1.0 if `answer` means the same as `label`, else 0.0: the grader `math`.
 
     Policy: degree and percent signs, units of length and area, `$`, `x =` and thousands commas carry no value, so
-    ``37.5\%`` equals ``37.5`` and ``12 cm`` equals ``12``. Two rationals must be equal exactly; where one side is
-    irrational a relative difference of 1e-6 is allowed. ``(1,2)`` and ``[1,2]`` differ; a bare list has no order.
+    ``37.5\%`` equals ``37.5`` and ``12 cm`` equals ``12``. Two rationals must be exactly equal; if one side is
+    irrational, a relative difference of 1e-6 is allowed. ``(1,2)`` and ``[1,2]`` differ; a bare list has no order.
     ``(B)``, ``B.`` and ``(B) 12 cm`` equal the choice ``B``. An answer of more than 200 characters, or one that
-    math-verify does not settle in 2 s, counts only if it is the label's own text.
+    math-verify cannot decide in 2 s, is right only if it is the label's own text.
 
     >>> grade(r"\frac{1}{2}", "0.5"), grade(r"\sqrt{50}", r"5 \sqrt { 2 }"), grade("3", "300")
     (1.0, 1.0, 0.0)
@@ -92,10 +92,10 @@ def grade(answer: str, label: str) -> float:
 
 
 def score_text(final_text: str, label: str, grader: str = "math") -> float:
-    r"""Return the score of the final text that a model wrote: 1.0 where the answer that it states is right, else 0.0.
+    r"""Return the score of a model's final text: 1.0 if its answer is right, else 0.0.
 
     Raises:
-        UserError: `grader` is no name in `GRADERS`.
+        UserError: `grader` is not in `GRADERS`.
 
     >>> score_text(r"So it is \boxed{68^\circ}.", "68"), score_text("It is 68.", "68")
     (1.0, 0.0)

@@ -1,7 +1,7 @@
-r"""The normal form of an answer: LaTeX or plain text comes in, a `Reading` that can be compared goes out.
+r"""Parses an answer in LaTeX or plain text into a normal form, `Reading`, that can be compared.
 
-Left out is what carries no value: spacing, `$`, the signs of degrees, percent and dollars, units of length and area,
-thousands commas, and a name before a single equals sign (``x = 5``, ``m\angle A = 40``).
+The normal form drops what carries no value: spacing, `$`, the signs of degrees, percent and dollars, units of length
+and area, thousands commas, and a name before a single equals sign (``x = 5``, ``m\angle A = 40``).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _TOKEN = re.compile(r"\\[A-Za-z]+|\\.|\d+(?:\.\d+)?|\.\d+|\S")
 
 @dataclass(frozen=True)
 class Reading:
-    r"""A text, normalised: ``8 \sqrt { 2 }`` has form ``8\sqrt{2}``, values (11.3137...,), shape "" and choice "".
+    r"""A normalised text: ``8 \sqrt { 2 }`` has form ``8\sqrt{2}``, values (11.3137...,), shape "" and choice "".
 
     A list has one value per item, its brackets as shape ("," for a set or none); values is None where it is not
     numeric. The choice is the letter of a choice: "B" for ``B``, ``(B)``, ``\text{(B)}`` and ``(B) 12 cm``. The first
-    three also have the form ``B``. The full form keeps the name that the form leaves out: ``y=2x+1`` for ``2x+1``.
+    three also have the form ``B``. The full form keeps the name that the form drops: ``y=2x+1`` for ``2x+1``.
     """
 
     form: str
@@ -34,7 +34,7 @@ class Reading:
 
     @property
     def number(self) -> Number | None:
-        """The value of a single number, None for a list or a text."""
+        """The value of a single number; None for a list or a text."""
         return self.values[0] if self.values is not None and not self.shape else None
 
     def in_full(self) -> Reading:
@@ -83,7 +83,7 @@ _NAME_BEFORE_EQUALS = re.compile(
 )
 _SAME_NAME = re.compile(r"^(?P<name>[A-Za-z])=[^=,]+(?:,(?P=name)=[^=,]+)+$")
 _LONE_CHOICE = re.compile(r"^\s*(?:([A-Z])\s*[.):]*|\(\s*([A-Z])\s*\)[.:]*)\s*$")
-# One marker, then a text that is no operator on it and names no second letter: not `(A) + 1`, not `(A) or (B)`.
+# One marker, then a text without an operator on it or a second letter: not `(A) + 1`, not `(A) or (B)`.
 _CHOICE_WITH_TEXT = re.compile(
     r"^\s*(?:([A-Z])[.):]|\(\s*([A-Z])\s*\))\s+(?=-?(?:[\w.({]|\\(?:frac|sqrt|pi|angle|triangle|overline)(?![A-Za-z])))"
     r"(?!.*(?<![A-Za-z\\])[A-Z](?![A-Za-z]))"
@@ -92,7 +92,7 @@ _CHOICE_WITH_TEXT = re.compile(
 
 @lru_cache(maxsize=16_384)
 def read(text: str) -> Reading:
-    """Return the reading of a text; its time grows with the square of the length, so callers limit it."""
+    """Return the reading of a text. The time is quadratic in the length, so callers limit the length."""
     text = " ".join(text.translate(_UNICODE).split())
     # "(1,234)" is a pair, "1,234" a number, and a list has a space after its comma
     if "," in text and not any(bracket in text for bracket in "([") and "\\{" not in text:
@@ -118,7 +118,7 @@ def _choice(form: str, text: str) -> str:
 
 
 def _join(tokens: list[str]) -> str:
-    r"""Join tokens without spaces, save where that would make other tokens (``1 2``, ``\cdot x``)."""
+    r"""Join tokens without spaces, except where that would change the tokens (``1 2``, ``\cdot x``)."""
     parts: list[str] = []
     for previous, token in zip(["", *tokens], tokens, strict=False):
         numbers = previous[-1:].isdigit() and (token[0].isdigit() or token[0] == ".")

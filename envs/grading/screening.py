@@ -1,7 +1,7 @@
-r"""What math-verify is asked at all: readings come in, reasons not to ask go out.
+r"""Decides which pairs of answers go to math-verify.
 
-It answers every question with a guess: it reads 3 out of "angle 3 is congruent to angle Z", 5 out of ``2 3`` and ``2x``
-out of ``3y=2x``. What it would misread never reaches it, nor does a tower of powers, which costs the time limit.
+math-verify guesses when it cannot read a text: it reads "angle 3 is congruent to angle Z" as 3, ``2 3`` as 5 and
+``3y=2x`` as ``2x``. Texts that it would misread never reach it, nor do towers of powers, which would use up its time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PROSE = re.compile(r"(?<![\\A-Za-z])(?:[A-Za-z]{3,}|or|is)(?![A-Za-z])|[^\w\\+\
 
 
 def is_readable(reading: Reading) -> bool:
-    """Tell whether math-verify reads the whole text as mathematics: no prose, no unknown commands, no stray numbers."""
+    """Return whether math-verify reads the whole text as mathematics: no prose, unknown commands or stray numbers."""
     form, tokens = reading.form, reading.tokens
     is_name = form.isalpha() and len(form) > 1
     if not form.isascii() or is_name or _PROSE.search(form) or "." in tokens:
@@ -45,7 +45,7 @@ def is_readable(reading: Reading) -> bool:
 
 
 def are_comparable(left: Reading, right: Reading) -> bool:
-    """Tell whether the two may be equal at all: both a number, a list, an equation or neither."""
+    """Return whether the two can be equal: both are a number, a list, an equation, or neither is."""
     for number, other in ((left, right), (right, left)):
         if number.number is not None and _has_unknown_or_relation(other):
             return False
@@ -53,14 +53,14 @@ def are_comparable(left: Reading, right: Reading) -> bool:
         return False
     left_letters, right_letters = _letters(left), _letters(right)
     if left_letters != right_letters and {a.lower() for a in left_letters} == {a.lower() for a in right_letters}:
-        return False  # math-verify takes X for x
+        return False  # math-verify reads X as x
     if "," in left.tokens and "," in right.tokens and not _SET_COMMANDS.intersection(left.tokens + right.tokens):
         return _brackets(left) == _brackets(right)
     return True
 
 
 def _has_unknown_or_relation(reading: Reading) -> bool:
-    """Tell whether it is surely no number, though math-verify reads the 68 of ``5=68``."""
+    """Return whether the reading is certainly not a number; math-verify would read ``5=68`` as 68."""
     if _letters(reading) - {"e", "i"} or not {"=", "<", ">", ","}.isdisjoint(reading.tokens):
         return True
     pairs = zip(("", *reading.tokens), reading.tokens, strict=False)
@@ -76,7 +76,7 @@ def _is_number(token: str) -> bool:
 
 
 def _brackets(reading: Reading) -> str:
-    r"""Return the brackets around the whole: "(]" for ``(a,b]``, "" for ``a,b``, for ``\{a,b\}`` and ``(a),(b)``."""
+    r"""Return the outer brackets: "(]" for ``(a,b]``, "" for ``a,b``, for ``\{a,b\}`` and ``(a),(b)``."""
     first, last = reading.tokens[0], reading.tokens[-1]
     if first not in ("(", "[") or last not in (")", "]"):
         return ""
@@ -98,9 +98,9 @@ _UNKNOWN = re.compile(r"(?<![\\A-Za-z])[A-Za-z]")
 
 
 def is_tower(reading: Reading) -> bool:
-    """Tell whether it has a tower of powers, a huge power or factorial, or too many terms when multiplied out.
+    """Return whether it has a tower of powers, a huge power or factorial, or too many terms when expanded.
 
-    A hog that slips through is stopped at the time limit; one that is caught here costs nothing.
+    The time limit stops an expensive text that passes; one that is found here costs nothing.
     """
     form, tokens = reading.form, reading.tokens
     if _HUGE_FACTORIAL.search(form) or len(_ROOT_DEGREE.findall(form)) != form.count("\\sqrt["):

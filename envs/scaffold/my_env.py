@@ -1,4 +1,4 @@
-"""my_env: the model looks prices up and adds them. Put your own task in its place."""
+"""my_env: the model looks up prices and adds them. Replace it by your own task."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PRICES = {"apple": 3, "pear": 4, "plum": 1, "melon": 9}
 
 
 class MyEnv(ToolEnv):
-    """One episode. `self.sample` is the task, `self.args` what the registry entry says, `self.turn` counts from 1."""
+    """One episode. `self.sample` is the task, `self.args` the registry entry's settings, `self.turn` counts from 1."""
 
     @tool
     def price(self, fruit: str) -> int:
@@ -27,7 +27,7 @@ class MyEnv(ToolEnv):
         return PRICES[fruit]
 
     def solution(self) -> Sequence[str]:
-        """Return what a perfect model writes, turn by turn; `python -m envs.check` expects the best reward for it."""
+        """Return a perfect model's text for each turn; `python -m envs.check` expects the best reward for it."""
         calls = [{"name": "price", "arguments": {"fruit": fruit}} for fruit in self.sample.metadata["basket"]]
         looking = "\n".join(f"<tool_call>{json.dumps(call)}</tool_call>" for call in calls)
         return [looking, f"\\boxed{{{self.sample.label}}}"]
@@ -39,7 +39,7 @@ def samples(split: str, size: int, seed: int) -> list[Sample]:
 
 
 def make_sample(split: str, seed: int, index: int) -> Sample:
-    """Return one task: what the model is asked, and the label that its answer is held against."""
+    """Return one task: the question, and the label that the answer is compared with."""
     rng = Random(f"my_env/{split}/{seed}/{index}")
     basket = rng.sample(sorted(PRICES), k=2)
     question = f"What do one {basket[0]} and one {basket[1]} cost together?"

@@ -1,10 +1,11 @@
-"""What must hold of my_env: all that envs.check claims, and claims of its own."""
+"""Tests of my_env: the checks of envs.check, and claims about this environment."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from envs.check import check_env
+from envs.execution.load import load_env
 from envs.registry import get_spec
 
 SPEC = get_spec("my_env", Path(__file__).with_name("registry.yaml"))
@@ -17,7 +18,7 @@ def test_every_check_of_envs_check_passes() -> None:
 
 
 def test_a_price_is_looked_up_and_an_unknown_fruit_is_explained() -> None:
-    env = SPEC.load()(SAMPLE, SPEC.args())
+    env = load_env(SPEC)(SAMPLE, SPEC.args())
     env.reset()
     observation, done, info = env.step(CALL % "apple")
     assert (observation["obs_str"], done, info["tool_calls"][0]["outcome"]) == ("3", False, "ok")
@@ -27,7 +28,7 @@ def test_a_price_is_looked_up_and_an_unknown_fruit_is_explained() -> None:
 
 
 def test_the_right_sum_alone_is_rewarded() -> None:
-    env = SPEC.load()(SAMPLE, SPEC.args())
+    env = load_env(SPEC)(SAMPLE, SPEC.args())
     env.reset()
     assert env.reward(f"\\boxed{{{SAMPLE.label}}}") == 1.0
     assert env.reward(f"\\boxed{{{SAMPLE.label}0}}") == 0.0

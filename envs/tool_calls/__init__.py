@@ -1,8 +1,8 @@
-r"""Tool calls in a model's text: one turn's text comes in, its calls and what is wrong with them go out.
+r"""Finds the tool calls, also broken ones, in a model's text.
 
-Two formats are read. ``hermes`` is ``<tool_call>{"name": "f", "arguments": {"a": "68"}}</tool_call>``, ``qwen_xml`` is
-``<tool_call><function=f><parameter=a>68</parameter></function></tool_call>``. Nothing that a model can write raises,
-and the time is linear in the text.
+There are two formats. ``hermes`` is ``<tool_call>{"name": "f", "arguments": {"a": "68"}}</tool_call>``, ``qwen_xml`` is
+``<tool_call><function=f><parameter=a>68</parameter></function></tool_call>``. No text raises an
+error, and the time is linear in the text.
 """
 
 from __future__ import annotations

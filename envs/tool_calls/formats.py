@@ -1,4 +1,4 @@
-"""The formats behind one interface: a text and a format's name come in, the calls of the turn go out."""
+"""One interface for both formats of tool calls: find, remove, write and detect them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _READERS = {"hermes": read_hermes, "qwen_xml": read_qwen_xml}
 
 
 def find_tool_calls(text: str, format: ToolFormat = "hermes") -> list[ToolCall | ToolCallError]:
-    """Return every call of a turn in order, a broken one as what is wrong with it; [] where none was attempted.
+    """Return every call of a turn in order, broken ones as `ToolCallError`; [] if there is no attempt.
 
-    Any opening or closing tag is an attempt. More than 64 calls end in an error; nothing raises, and the time is linear
-    in the text. Half a surrogate pair becomes U+FFFD.
+    Any opening or closing tag is an attempt. More than 64 calls end with an error. No text raises, and the time is
+    linear in the text. Half a surrogate pair becomes U+FFFD.
 
     >>> find_tool_calls('Check. <tool_call>{"name": "calc_score", "arguments": {"answer": "68"}}</tool_call>')
     [ToolCall(name='calc_score', arguments={'answer': '68'})]
@@ -36,7 +36,7 @@ def find_tool_calls(text: str, format: ToolFormat = "hermes") -> list[ToolCall |
 
 
 def _may_hold_half_pairs(text: str) -> bool:
-    """Tell, in a millisecond for a million characters, if half a pair is in the text or in an escape of its JSON."""
+    """Return whether half a surrogate pair is in the text or in its JSON escapes; 1 ms per million characters."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -51,7 +51,7 @@ def _without_half_pairs(call: ToolCall | ToolCallError) -> ToolCall | ToolCallEr
 
 
 def _clean(value: Any) -> Any:
-    """Replace half pairs in every text of a JSON value, which nests 32 deep at most."""
+    """Replace half pairs in every text of a JSON value, which is nested at most 32 deep."""
     if isinstance(value, str):
         return well_formed(value)
     if isinstance(value, dict):
@@ -60,9 +60,9 @@ def _clean(value: Any) -> Any:
 
 
 def outside_tool_calls(text: str, format: ToolFormat = "hermes") -> str:
-    """Return what the model wrote before its first call and after its last one; the whole text where there is none.
+    """Return the text before the first call and after the last one; the whole text if there is no call.
 
-    A call that is not closed reaches to the end.
+    An unclosed call extends to the end.
 
     >>> outside_tool_calls("So 68. <tool_call>{}</tool_call> Done.")
     'So 68.  Done.'
@@ -72,9 +72,9 @@ def outside_tool_calls(text: str, format: ToolFormat = "hermes") -> str:
 
 
 def call_example(name: str, arguments: Mapping[str, Any], format: ToolFormat) -> str:
-    """Return how a call is written, for a text that corrects the model; `arguments` maps names to sample values.
+    """Return an example of a call for an error text; `arguments` maps names to sample values.
 
-    The tags around a Hermes call are left out: inside a tool's answer they would look like a call of their own.
+    A Hermes call has no tags here: in a tool's answer they would look like a real call.
 
     >>> call_example("calc_score", {"answer": "..."}, "hermes")
     '{"name": "calc_score", "arguments": {"answer": "..."}}'
@@ -91,7 +91,7 @@ def call_example(name: str, arguments: Mapping[str, Any], format: ToolFormat) ->
 
 
 def write_tool_call(call: ToolCall, format: ToolFormat) -> str:
-    r"""Return a call as a model is to write it, tags and line breaks as Qwen's templates have them.
+    r"""Return a call as a model should write it, with the tags and line breaks of Qwen's templates.
 
     >>> write_tool_call(ToolCall("calc_score", {"answer": "68"}), "hermes")
     '<tool_call>\n{"name": "calc_score", "arguments": {"answer": "68"}}\n</tool_call>'
@@ -108,7 +108,7 @@ def write_tool_call(call: ToolCall, format: ToolFormat) -> str:
 
 
 def detect_format(chat_template: str) -> ToolFormat:
-    """Return the format that a chat template teaches; Hermes where it teaches none.
+    """Return the format that a chat template describes; Hermes if it describes none.
 
     >>> detect_format("Write <tool_call><function=NAME>...</function></tool_call>.")
     'qwen_xml'

@@ -1,4 +1,4 @@
-"""Calls in the form of most Qwen models: ``<tool_call>{"name": "f", "arguments": {"a": "68"}}</tool_call>``."""
+"""Reads calls in the format of most Qwen models: ``<tool_call>{"name": "f", "arguments": {"a": "68"}}</tool_call>``."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from envs.tool_calls.json_call import BAD_ESCAPE, decode, double_lone_backslashe
 from envs.tool_calls.types import CLOSE, MAX_CALLS, OPEN, TOO_MANY_CALLS, ToolCall, ToolCallError, TurnCalls
 
 _MAX_MARKS = 20_000
-# The longest text with 20,000 objects, lists and commas. Decoding a megabyte of nested lists takes 0.1 s, of a string
-# nothing.
+# Matches the longest prefix with at most 20,000 objects, lists and commas, which bounds the decoding time: a megabyte
+# of nested lists takes 0.1 s.
 _DECODABLE = re.compile(rf"(?:[^\[{{,]*+[\[{{,]){{0,{_MAX_MARKS}}}+[^\[{{,]*+")
-# How far into a text `decode` may start: neither a copy for each call nor a count of lines from the first one.
+# How far into a text `decode` may start. It avoids a copy of the text per call, and counting lines from its start.
 _MAX_OFFSET = 1 << 14
 _OTHER_CALL = re.compile(r"\s*+<function=")
 _OTHER_HEAD = re.compile(r"<function=[^<>\n]++>")
@@ -24,13 +24,13 @@ _OTHER_FORM = ToolCallError("The call must be a JSON object.")
 def read_hermes(text: str) -> TurnCalls:
     r"""Find the calls of a turn.
 
-    A call begins at every opening tag, save those inside an object that an earlier tag began. Its closing tag may be
-    missing, and what follows its JSON value is ignored. Without opening tags, JSON objects with name and arguments that
-    end the text are calls too. ``{"function": {...}}`` around the call and arguments as a JSON string are accepted, and
-    so is the single backslash of ``"\sqrt{2}"``, which JSON forbids.
+    A call begins at every opening tag, except tags inside an object that an earlier tag began. Its closing tag may be
+    missing; text after its JSON value is ignored. Without opening tags, JSON objects with name and arguments at the end
+    of the text are calls too. Also accepted: ``{"function": {...}}`` around the call, arguments as a JSON string, and
+    the single backslash of ``"\sqrt{2}"``, which JSON forbids.
 
-    The time is linear: a decoder that passes a tag is inside a string there. One that starts at this tag takes strings
-    for structure and structure for strings from then on, and no third can pass where these two do.
+    The time is linear: a decoder that passes a tag is inside a string there. A second one that starts at this tag reads
+    strings as structure and structure as strings from then on, and no third one can pass where these two do.
     """
     start = text.find(OPEN)
     if start < 0:

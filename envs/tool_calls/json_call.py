@@ -1,6 +1,6 @@
-r"""A call as JSON, ``{"name": "f", "arguments": {"answer": "68"}}``: text comes in, a call or an error goes out.
+r"""Reads a call in JSON: ``{"name": "f", "arguments": {"answer": "68"}}``.
 
-What JSON forbids and models write is read all the same where its meaning is plain.
+It accepts invalid JSON that models often write if the meaning is clear.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any
 from envs.tool_calls.types import CLOSE, MAX_CALLS, OPEN, ToolCall, ToolCallError
 
 MAX_DEPTH = 32
-# How many single backslashes of one turn are read as double ones.
+# Single backslashes per turn that are read as double ones.
 MAX_REPAIRS = 20_000
-# Calls without tags are looked for in so many last characters of a text, which may be decoded three times.
+# Calls without tags are searched in the last characters of a text, which may be decoded three times.
 MAX_BARE_CHARS = 1 << 16
 
 _BARE_CALL = re.compile(r'\{\s*+"(?:name|function)"')
 _NOT_SPACE = re.compile(r"\S")
-# The text ends inside true, false, null or a negative number.
+# A text that ends inside true, false, null or a negative number.
 _CUT_WORD = re.compile(r"(?:t|tr|tru|f|fa|fal|fals|n|nu|nul|-)\Z")
-# The first backslash of a run of odd length whose last one begins no escape; one more in front makes the run even.
+# The first backslash of a run of odd length whose last one starts no escape; one more makes the length even.
 _LONE_BACKSLASH = re.compile(r'\\(?<!\\\\)(?=(?:\\\\)*+(?![\\"/bfnrt]|u[0-9a-fA-F]{4}))')
 
 BAD_ESCAPE = ToolCallError(r"Bad JSON: write \\ for a backslash.")
@@ -31,7 +31,7 @@ _TOO_EARLY = "The JSON ends too early."
 
 
 def decode(text: str, start: int = 0) -> tuple[Any, int]:
-    """Return (value, end) of the JSON value at `start`, whatever follows it, or (ToolCallError, start).
+    """Return (value, end) of the JSON value at `start`, or (ToolCallError, start); text after the value is ignored.
 
     The decoder counts the line breaks before a fault: `start` should be small where there may be many faults.
     """
@@ -51,7 +51,7 @@ def decode(text: str, start: int = 0) -> tuple[Any, int]:
 
 
 def _explain(error: json.JSONDecodeError) -> ToolCallError:
-    """Say what is wrong; "truncated" where the text ends inside the value and no tag follows that might close it."""
+    """Return the error; "truncated" if the text ends inside the value and no later tag could close it."""
     if error.msg.startswith("Invalid \\"):
         return BAD_ESCAPE
     text, at = error.doc, error.pos
@@ -77,7 +77,7 @@ _DECODER = json.JSONDecoder(strict=False, parse_float=_finite, parse_constant=_f
 
 
 def double_lone_backslashes(text: str) -> str:
-    r"""Double every backslash that begins no JSON escape.
+    r"""Double every backslash that does not start a JSON escape.
 
     >>> print(double_lone_backslashes(r'"\sqrt{2} \\pi \n"'))
     "\\sqrt{2} \\pi \n"
@@ -86,7 +86,7 @@ def double_lone_backslashes(text: str) -> str:
 
 
 def interpret(value: Any) -> ToolCall | ToolCallError:
-    """Check the shape of a decoded call; an error is passed on.
+    """Check the shape of a decoded call; an error is returned unchanged.
 
     >>> interpret({"function": {"name": "f", "arguments": '{"a": 1}'}})
     ToolCall(name='f', arguments={'a': 1})
@@ -116,7 +116,7 @@ def _unwrap(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _depth(value: Any) -> int:
-    """Return how deep lists and dicts nest; without recursion, as the value may nest up to the interpreter's limit."""
+    """Return the nesting depth of lists and dicts, without recursion: the value may reach the interpreter's limit."""
     depth, level = 0, [value]
     while level := [item for item in level if isinstance(item, (dict, list))]:
         depth += 1
@@ -125,27 +125,27 @@ def _depth(value: Any) -> int:
 
 
 def find_bare_calls(text: str) -> tuple[int, list[dict[str, Any]]]:
-    """Return (start, objects) of the calls without opening tags that end a text; (its length, []) where there are none.
+    """Return (start, objects) of calls without opening tags at the end of a text; (its length, []) if there are none.
 
-    An object with name and arguments counts when only closing tags, spaces and other such objects follow it; one more
-    than `MAX_CALLS` of them are looked for.
+    An object with name and arguments counts if only closing tags, spaces and other such objects follow it. The search
+    stops after `MAX_CALLS` + 1 objects.
 
     >>> find_bare_calls('So {"name": "f", "arguments": {}} {"name": "g", "arguments": {}}')
     (3, [{'name': 'f', 'arguments': {}}, {'name': 'g', 'arguments': {}}])
     """
     start = len(text)
-    if not text.rstrip().endswith(("}", CLOSE)):  # as most answers
+    if not text.rstrip().endswith(("}", CLOSE)):  # like most answers
         return start, []
     floor = max(0, start - MAX_BARE_CHARS)
     begins = [match.start() for match in _BARE_CALL.finditer(text, floor)]
-    # A text that is one object may begin with another key.
+    # If the whole text is one object, it may start with another key.
     whole = len(text) - len(text.lstrip()) if floor == 0 else start
     calls: list[dict[str, Any]] = []
     while len(calls) <= MAX_CALLS:
         body = text[floor:start].rstrip().removesuffix(CLOSE).rstrip()
         if not body.endswith("}"):
             break
-        # The last two, for the inner object of {"function": {"name": ...}} looks like a call as well.
+        # The last two, because the inner object of {"function": {"name": ...}} looks like a call too.
         for begin in [*begins[:-3:-1], whole]:
             call = _decode_whole(body[begin - floor :])
             if call is not None:
@@ -160,7 +160,7 @@ def find_bare_calls(text: str) -> tuple[int, list[dict[str, Any]]]:
 
 
 def _decode_whole(source: str) -> dict[str, Any] | None:
-    """Return the object that a text consists of, if it has name and arguments."""
+    """Return the object if the text is exactly one object with name and arguments."""
     value, end = decode(source)
     if value is BAD_ESCAPE:
         source = double_lone_backslashes(source)

@@ -1,6 +1,6 @@
-r"""Calls in the form of Qwen3-Coder, whose values are plain text and never JSON.
+r"""Reads calls in the format of Qwen3-Coder, whose values are plain text, never JSON.
 
-The form is ``<tool_call>\n<function=f>\n<parameter=a>\n68\n</parameter>\n</function>\n</tool_call>``.
+The format is ``<tool_call>\n<function=f>\n<parameter=a>\n68\n</parameter>\n</function>\n</tool_call>``.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ _TOO_MANY_PARAMETERS = ToolCallError(f"A call has at most {MAX_PARAMETERS} param
 def read_qwen_xml(text: str) -> TurnCalls:
     r"""Find the calls of a turn.
 
-    A call begins at every ``<tool_call>``, and at a ``<function=`` outside one, save those inside a parameter's value.
-    ``</function>`` ends it, and so does ``</tool_call>``. A value is a string without one line break at either end. It
-    reaches to the first ``</parameter>``; where ``<parameter=`` or ``</function>`` comes first, it was not closed and
-    ends at the next tag of any kind.
+    A call begins at every ``<tool_call>``, and at every ``<function=`` outside one, except inside a parameter's value.
+    ``</function>`` or ``</tool_call>`` ends it. A value extends to the first ``</parameter>``, without one line break
+    at either end. If ``<parameter=`` or ``</function>`` comes first, the value was not closed and ends at the next tag.
     """
     tags = _Tags(text)
     start, tag = tags.next(0, OPEN, FUNCTION)
@@ -54,14 +53,14 @@ def read_qwen_xml(text: str) -> TurnCalls:
 
 
 class _Tags:
-    """Where the next of several tags stands.
+    """Finds the next of several tags.
 
-    Asked for positions that never decrease, it looks at each character once per tag, however often it is asked::
+    If the start positions never decrease, it reads each character once per tag, however many searches there are::
 
         tags = _Tags("a</function>b</tool_call>")
         tags.next(0, CLOSE, FUNCTION_END)         # (1, "</function>")
         tags.next(2, CLOSE, FUNCTION_END)         # (13, "</tool_call>")
-        tags.next(14, CLOSE, FUNCTION_END)[0]     # 25, the text's length: there is none
+        tags.next(14, CLOSE, FUNCTION_END)[0]     # 25, the text's length: no tag
     """
 
     def __init__(self, text: str) -> None:
@@ -81,7 +80,7 @@ class _Tags:
 
 
 def _read_block(text: str, tags: _Tags, start: int) -> tuple[ToolCall | ToolCallError, int]:
-    """Return (call, end) of what follows ``<tool_call>``."""
+    """Return (call, end) for the text after ``<tool_call>``."""
     at, tag = tags.next(start, FUNCTION, OPEN, CLOSE)
     content = text[start:at].strip()
     if content.startswith("{"):
@@ -94,7 +93,7 @@ def _read_block(text: str, tags: _Tags, start: int) -> tuple[ToolCall | ToolCall
 
 
 def _read_function(text: str, tags: _Tags, start: int) -> tuple[ToolCall | ToolCallError, int]:
-    """Return (call, end) of what follows ``<function=``."""
+    """Return (call, end) for the text after ``<function=``."""
     name, at = _read_name(text, start)
     body = at
     problem = None if name else ToolCallError(_NO_NAME)
@@ -125,14 +124,14 @@ def _read_function(text: str, tags: _Tags, start: int) -> tuple[ToolCall | ToolC
 
 
 def _read_name(text: str, start: int) -> tuple[str, int]:
-    """Return (name, end) of a name that ``>`` ends; an empty name where nothing does."""
+    """Return (name, end) of a name that ``>`` ends; an empty name if there is no ``>``."""
     match = _NAME.match(text, start)
     assert match is not None, (start, len(text))
     return match[1].strip() if match[2] else "", match.end()
 
 
 def _read_value(text: str, tags: _Tags, start: int) -> tuple[str, int]:
-    """Return (value, end) of what follows ``<parameter=KEY>``."""
+    """Return (value, end) for the text after ``<parameter=KEY>``."""
     at, tag = tags.next(start, PARAMETER_END, PARAMETER, FUNCTION_END)
     end = at + len(tag)
     if at == len(text) or tag != PARAMETER_END:

@@ -1,4 +1,4 @@
-"""What is found in a model's text: calls and what is wrong with them."""
+"""Types for tool calls in a model's text: calls, broken calls, and all calls of a turn."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ TOOL_FORMATS: tuple[str, ...] = get_args(ToolFormat)
 
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
-# How many calls of one turn are read. Each costs a little of its own, whatever its length.
+# Calls read per turn; each has a fixed cost, however short it is.
 MAX_CALLS = 64
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call the model made: ``ToolCall(name="calc_score", arguments={"answer": "68"})``."""
+    """A call by the model: ``ToolCall(name="calc_score", arguments={"answer": "68"})``."""
 
     name: str
     arguments: dict[str, Any]
@@ -26,8 +26,8 @@ class ToolCall:
 class ToolCallError:
     """A call that cannot be made.
 
-    `reason` is one short sentence for the model: ``Bad JSON: Expecting value.`` `kind` is "truncated" where the text
-    ended inside the call, as it does at a token limit::
+    `reason` is one short sentence for the model: ``Bad JSON: Expecting value.`` `kind` is "truncated" if the text ends
+    inside the call, for example at a token limit::
 
         '<tool_call>{"name": "f", "argu'                ToolCallError("The JSON ends too early.", "truncated")
         '<tool_call>{"name": "f"</tool_call>'           ToolCallError("The JSON ends too early.", "malformed")
@@ -42,7 +42,7 @@ TOO_MANY_CALLS = ToolCallError(f"Only {MAX_CALLS} calls are read in one turn.")
 
 @dataclass(frozen=True)
 class TurnCalls:
-    """All calls of one turn and where they stand.
+    """All calls of one turn and their position.
 
     Example, for the text ``So <tool_call>{"name": "f", "arguments": {}}</tool_call>.``::
 

@@ -9,6 +9,7 @@ from PIL import Image
 
 from envs.calculator import CalculatorEnv, evaluate
 from envs.env import EnvArgs
+from envs.execution.load import load_env
 from envs.geo3k.zoom import Geo3kZoomEnv
 from envs.guess import HIGHEST
 from envs.registry import load_registry
@@ -142,7 +143,7 @@ def test_the_calculator_writes_whole_numbers_without_a_fraction() -> None:
 def test_guessing_halves_the_range_until_it_is_found() -> None:
     spec = load_registry()["guess"]
     for sample in spec.load_dataset("train", size=30, seed=1):  # type: ignore[attr-defined]
-        env = spec.load()(sample, spec.args())
+        env = load_env(spec)(sample, spec.args())
         env.reset()
         low, high, done, guess = 1, HIGHEST, False, 0
         for _ in range(spec.max_turns):

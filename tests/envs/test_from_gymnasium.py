@@ -13,6 +13,7 @@ from PIL import Image
 
 from envs.env import EnvArgs
 from envs.errors import UserError
+from envs.execution.load import load_env
 from envs.registry import get_spec
 from envs.types import Sample, message_images
 
@@ -100,7 +101,7 @@ def test_one_line_of_a_registry_file_is_a_whole_environment(tmp_path: Path) -> N
     (tmp_path / "registry.yaml").write_text(line, encoding="utf-8")
     spec = get_spec("my_lake", tmp_path / "registry.yaml")
     sample = spec.load_dataset("train", size=2, seed=0)[1]
-    env = spec.load()(sample, spec.args())
+    env = load_env(spec)(sample, spec.args())
     observation, info = env.reset()
     assert observation["obs_str"] == "[red:S]FFF\nFHFH\nFFFH\nHFFG" and info["seed"] == sample.metadata["seed"]
     assert env.format_observation(observation) == [{"role": "user", "content": observation["obs_str"]}]
@@ -267,7 +268,7 @@ def test_a_prompt_of_ones_own_replaces_the_instructions() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"id": "FrozenLke-v1"}, "gymnasium: 'FrozenLke-v1' must be made, got NameNotFound"),
+        ({"id": "FrozenLke-v1"}, "gymnasium: 'FrozenLke-v1' must be created, got NameNotFound"),
         ({"id": "FrozenLake-v1", "kwargs": {"size": 3}}, "got TypeError"),
         ({"id": "test/Steering-v0"}, "'test/Steering-v0' must have Discrete or Text actions"),
         ({**LAKE, "actions": ["left"]}, "must name each of the 4 actions of 'FrozenLake-v1'"),

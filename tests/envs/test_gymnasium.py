@@ -15,6 +15,7 @@ from PIL import Image
 
 from envs.errors import UserError
 from envs.types import Sample
+from tests.paths import ROOT
 
 gymnasium = pytest.importorskip("gymnasium")
 
@@ -23,7 +24,6 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv  # noq
 
 from envs.as_gymnasium import AnyText, RGBPicture, TrueTurnEnv, register_all  # noqa: E402
 
-ROOT = Path(__file__).parents[2]
 GEO3K = "trueturn/geo3k-v0"
 WRONG_CALL = '<tool_call>{"name": "calc_score", "arguments": {"answer": "9"}}</tool_call>'
 

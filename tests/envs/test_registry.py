@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from envs.env import Env, EnvArgs
 from envs.errors import UserError
+from envs.execution.load import load_env
 from envs.registry import get_spec, load_registry
 from envs.spec import EnvSpec
 from envs.types import Sample
@@ -83,7 +84,7 @@ def test_an_entry_loads_its_environment_samples_and_prompt(tmp_path: Path, write
     write_module("counter_env", MODULE)
     spec = get_spec("counter", overlay(tmp_path, ENTRY.format(module="counter_env")))
     samples = spec.load_dataset("train", size=3, seed=5)
-    env = spec.load()(samples[0], EnvArgs(spec.max_turns))
+    env = load_env(spec)(samples[0], EnvArgs(spec.max_turns))
     assert isinstance(env, Env)
     assert env.reset()[1] == {"limit": 2}
     assert (len(samples), samples[2].id, spec.load_system_prompt()) == (3, "train-5-2", "Count.")
@@ -115,7 +116,7 @@ def test_every_packaged_entry_imports_and_builds(env_id: str) -> None:
         samples = spec.load_dataset("train", size=2, seed=0)
         assert len(samples) == 2
         sample = samples[1]
-    env = spec.load()(sample, spec.args())
+    env = load_env(spec)(sample, spec.args())
     assert isinstance(env, Env)
     env.reset()
     env.close()
@@ -172,7 +173,7 @@ def test_an_overlay_that_is_a_list_is_a_user_error(tmp_path: Path) -> None:
         ("import no_such_package\n", "install 'no_such_package', which the module imports"),
         (
             "x = 1\nraise RuntimeError('first\\nsecond')\n",
-            "RuntimeError: first second (broken_env.py:2); mend the module",
+            "RuntimeError: first second (broken_env.py:2); fix the module",
         ),
         ("def f(:\n", "SyntaxError"),
         ("def build_en(): ...\n", "got build_env; did you mean 'build_en'?"),
@@ -183,7 +184,7 @@ def test_an_import_problem_names_module_and_cause(text: str, message: str, write
     write_module("broken_env", text)
     spec = EnvSpec(id="mine", entry_point="broken_env", description="", max_turns=1)
     with pytest.raises(UserError) as caught:
-        spec.load()
+        load_env(spec)
     error = str(caught.value)
     assert error.startswith("environment 'mine' entry_point: 'broken_env")
     assert message in error
@@ -193,7 +194,7 @@ def test_an_import_problem_names_module_and_cause(text: str, message: str, write
 def test_a_module_that_is_not_there_is_told_from_one_that_it_imports() -> None:
     spec = EnvSpec(id="mine", entry_point="no_such_module.env", description="", max_turns=1)
     with pytest.raises(UserError, match=r"'no_such_module\.env' must import, .* put its folder on PYTHONPATH"):
-        spec.load()
+        load_env(spec)
 
 
 def test_an_entry_without_a_data_set_says_so() -> None:
@@ -220,7 +221,7 @@ def test_specs_and_registry_are_frozen() -> None:
 
 def test_importing_the_data_modules_loads_no_heavy_library() -> None:
     code = (
-        "import sys, envs, envs.data, envs.images, envs.registry; envs.registry.load_registry();"
+        "import sys, envs, envs.datasets.samples, envs.images, envs.registry; envs.registry.load_registry();"
         "print([m for m in ('torch', 'transformers', 'datasets', 'pyarrow') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -304,7 +305,7 @@ def test_a_broken_package_is_left_out_with_a_warning(
             "entry_point: a, system_prompt: You are good.",
             "system_prompt: must name something in a module, got You are good.; write module:ATTRIBUTE",
         ),
-        ("entry_point: a, step_timeout_s: 0", "step_timeout_s: must be greater than 0, got 0; mend the value"),
+        ("entry_point: a, step_timeout_s: 0", "step_timeout_s: must be greater than 0, got 0; fix the value"),
     ],
 )
 def test_a_wrong_word_is_told_from_the_right_ones(keys: str, message: str, tmp_path: Path) -> None:

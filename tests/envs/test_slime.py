@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from envs.contract import EnvFault
+from envs.execution.load import load_env
+from envs.execution.runner import EnvRunner
 from envs.registry import get_spec
-from envs.runner import EnvFault, EnvLimits, EnvRunner
+from envs.spec import EnvLimits
 from envs.types import Sample
-
-ROOT = Path(__file__).parents[2]
+from tests.paths import ROOT
 
 #: Written here in the manner of slime's examples: its imports, its names, its return values.
 MODULE = """
@@ -30,6 +32,7 @@ from examples.geo3k_vlm_multi_turn.base_env import BaseInteractionEnv
 from slime.rollout.rm_hub import grade_answer_verl
 from slime.rollout.rm_hub.math_utils import extract_answer
 from slime.utils.types import Sample
+from tests.paths import ROOT
 
 
 class ScoringEnv(BaseInteractionEnv):
@@ -87,7 +90,7 @@ def open_env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         spec = get_spec("scoring", tmp_path / "registry.yaml")
         prompt = ({"role": "user", "content": "Find x."},)
         sample = Sample("0", prompt, label="2\\sqrt{3}", metadata=metadata)
-        build = spec.load()
+        build = load_env(spec)
         return EnvRunner(lambda: build(sample, spec.args()), EnvLimits())
 
     return make
@@ -147,7 +150,7 @@ def test_a_function_of_the_module_may_format_observations(tmp_path: Path, monkey
         keys = f"entry_point: older_env, description: d, max_turns: 2{entry}"
         (tmp_path / "registry.yaml").write_text(f"older: {{{keys}}}")
         spec = get_spec("older", tmp_path / "registry.yaml")
-        return EnvRunner(lambda: spec.load()(Sample("0", (), label="1"), spec.args()), EnvLimits())
+        return EnvRunner(lambda: load_env(spec)(Sample("0", (), label="1"), spec.args()), EnvLimits())
 
     results, reward = play(older(", compat: slime"), "one", "\\boxed{1}")
     assert (results[0].messages, reward) == (({"role": "tool", "content": "again!"},), 1.0)

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from envs.contract import EnvFault
 from envs.env import EnvArgs
-from envs.runner import EnvFault, EnvLimits, EnvRunner
+from envs.execution.runner import EnvRunner
+from envs.spec import EnvLimits
 from envs.tool_env import ToolEnv
 from envs.tools import ToolError, tool
 from envs.types import Sample
@@ -189,6 +191,7 @@ def test_what_follows_the_call_that_ended_the_task_is_not_done() -> None:
     assert (done, env.asked, len(info["tool_calls"])) == (True, [], 1)
 
 
+@pytest.mark.alone
 def test_parallel_calls_run_at_once_and_are_answered_in_order() -> None:
     env = shop(tool_calls="parallel")
     started = time.perf_counter()
@@ -352,7 +355,7 @@ def test_two_tools_must_not_have_one_name() -> None:
         def watch(self) -> None:
             """Watch."""
 
-    with pytest.raises(ValueError, match="there is a tool 'look' already"):
+    with pytest.raises(ValueError, match="there is already a tool 'look'"):
         Twice(SAMPLE)
 
 

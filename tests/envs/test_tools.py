@@ -191,7 +191,7 @@ def test_marked_methods_come_in_the_order_of_their_definition_and_can_be_overrid
 
 @pytest.mark.parametrize("kind", [staticmethod, classmethod])
 def test_a_static_method_marked_as_a_tool_is_the_authors_error(kind: Callable) -> None:
-    with pytest.raises(TypeError, match="@tool goes on a plain method"):
+    with pytest.raises(TypeError, match="@tool needs a plain method"):
         tool(kind(price))
 
 

@@ -1,8 +1,8 @@
 """Make the golden recordings anew, after a change of an environment that is meant: `python -m tests.golden.make`.
 
 Each is played by a script in the real agent loop, with the tokenizer and template of the bundled starter: right and
-wrong answers, tool calls, calls that cannot be made, silence, and budgets that run out. `tests/agents/test_golden.py`
-replays them all.
+wrong answers, tool calls, calls that cannot be made, silence, and budgets that run out.
+`tests/agents/replaying/test_golden.py` replays them all.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from agents.engines.scripted import ScriptedEngine
-from agents.episode import Episode, Limits
 from agents.recording import Manifest, Recorder
-from agents.recording.manifest import describe
+from agents.recording.manifest import build_manifest
 from agents.recording.schema import EVALUATE
-from agents.renderer import Renderer
-from agents.rendering.checkpoint import model_folder
+from agents.rendering.renderer import Renderer
+from agents.rendering.tokenizer_files import model_folder
+from agents.rollout.episode import Episode, Limits
 from agents.types import SamplingParams, Timing, Trajectory
 from envs.checking.hostile import example_arguments, hostile_scripts, write_call
 from envs.env import Env
+from envs.execution.load import load_env
 from envs.problems import ProblemsConfig, open_problems, read_sample
 from envs.registry import get_spec
-from envs.runner import EnvLimits
-from envs.spec import EnvSpec
+from envs.spec import EnvLimits, EnvSpec
 from envs.types import Sample, private
 
 FOLDER = Path(__file__).parent
@@ -85,7 +85,7 @@ def make_episode(renderer: Renderer, spec: EnvSpec, line: Line) -> Episode:
 def manifest(renderer: Renderer, spec: EnvSpec) -> Manifest:
     """Return what the recording says of itself, without what is another on every machine and day."""
     ways = {way: make_episode(renderer, spec, Line(way, ("",))) for way in BUDGETS}
-    described = describe(spec, renderer, "starter", ways)
+    described = build_manifest(spec, renderer, "starter", ways)
     return described.model_copy(update={"created": "", "registry": "", "versions": {}})
 
 
@@ -97,7 +97,7 @@ def timeless(t: Trajectory) -> Trajectory:
 
 def open_env(spec: EnvSpec, sample: Sample) -> Env:
     """Return an environment whose tools and solution are known."""
-    env = spec.load()(private(sample), spec.args())
+    env = load_env(spec)(private(sample), spec.args())
     env.reset()
     return env
 
@@ -112,7 +112,7 @@ def make(env_id: str, folder: Path, renderer: Renderer) -> int:
             sample = read_sample(spec, source, number)
             for line in lines(open_env(spec, sample), sample.label, number):
                 playing = make_episode(renderer, spec, line).run(
-                    sample, lambda sample=sample: spec.load()(private(sample), spec.args()), seed=group, group=group
+                    sample, lambda sample=sample: load_env(spec)(private(sample), spec.args()), seed=group, group=group
                 )
                 recorder.write(timeless(asyncio.run(playing)), step=0, phase=EVALUATE, way=line.way)
                 group += 1

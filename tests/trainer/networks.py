@@ -9,9 +9,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from agents.model import PolicyModel
-from agents.packed import VisionBatch
-from agents.positions import mrope_positions
+from agents.model.mrope import mrope_positions
+from agents.model.packed import VisionBatch
+from agents.model.policy import PolicyModel
 from agents.types import ProcessedImage
 
 

@@ -10,18 +10,19 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.spawn import spawn
 
-from agents.model import PolicyModel
+from agents.model.policy import PolicyModel
 from agents.types import ProcessedImage, SamplingParams, TrajectoryGroup
-from benchmarks.tiny_models import write_tiny_model
-from tests.builders import group, trajectory
-from trainer.batching import training_samples, trajectory_advantages
-from trainer.config import AlgorithmConfig, LearnerConfig, OptimConfig
-from trainer.learner import Learner
+from tests.builders import fresh_model, group, trajectory
+from tests.processes import run_ranks
+from tests.tiny_models import write_tiny_model
+from trainer.algorithms.advantages import compute_advantages
+from trainer.config.algorithm import AlgorithmConfig
+from trainer.config.learner import LearnerConfig, OptimConfig
+from trainer.data.packing import training_samples
+from trainer.learner.fsdp_learner import FSDPLearner
 from trainer.types import StepStats, TrainingSample
 
 
@@ -33,7 +34,7 @@ class Update:
     gradients: dict[str, Tensor]
 
 
-class OpenLearner(Learner):
+class OpenLearner(FSDPLearner):
     """A learner that keeps what its updates did."""
 
     updates: list[Update]
@@ -57,7 +58,7 @@ def samples_of(
     algorithm: AlgorithmConfig = AlgorithmConfig(),
 ) -> list[TrainingSample]:
     """Return the samples of one update on all groups."""
-    advantages = trajectory_advantages(groups, algorithm)
+    advantages = compute_advantages(groups, algorithm)
     return training_samples(groups, advantages, image_token_id, merge_size, algorithm, max_new_tokens=100)
 
 
@@ -82,25 +83,21 @@ def take_step(
 ) -> Stepped:
     """Load the checkpoint afresh and take one step on this rank's samples, every n-th of them in one minibatch."""
     config = config.model_copy(update={"max_tokens_per_microbatch": max_tokens})
-    learner = OpenLearner(PolicyModel.load(checkpoint), params, 1, optim, algorithm, config, path=checkpoint)
+    learner = OpenLearner(fresh_model(checkpoint), params, 1, optim, algorithm, config, path=checkpoint)
     stats = learner.step([samples[number::num_minibatches] for number in range(num_minibatches)])
     weights = {name: w.clone() for name, w in learner.weights().items()}
     return Stepped(stats, learner.updates[-1].gradients, weights)
 
 
-def rank_main(rank: int, store: str, checkpoint: Path | None, shares: Mapping[str, Any], out: Path) -> None:
+def rank_main(rank: int, checkpoint: Path | None, shares: Mapping[str, Any], out: Path) -> None:
     """Take one step per named split of the samples as one of several ranks; rank 0 writes what is left of each.
 
     A split may name a checkpoint of its own.
     """
-    torch.set_num_threads(1)
-    first = next(iter(shares.values()))
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=len(first["samples"]))
     for name, share in shares.items():
         stepped = take_step(share.get("checkpoint", checkpoint), share["samples"][rank], **share["step"])
         if rank == 0:
             torch.save(stepped, out / f"{name}.pt")
-    dist.destroy_process_group()
 
 
 def random_image(model: PolicyModel, grid: tuple[int, int, int], seed: int) -> ProcessedImage:
@@ -172,7 +169,7 @@ class Case:
     def write(cls, folder: Path, model_type: str) -> Case:
         """Write the checkpoint and draw the streams."""
         write_tiny_model(folder, model_type)
-        model = PolicyModel.load(folder)
+        model = fresh_model(folder)
         suppressed = (model.image_token_id, model.config.video_token_id) if model.architecture.vision else (3,)
         return cls(folder, random_samples(model), SamplingParams(0.9, suppressed_ids=suppressed))
 
@@ -241,7 +238,7 @@ def steps_on_ranks(
         }
         for name, case in cases.items()
     }
-    spawn(rank_main, (str(out / f"store{num_ranks}"), None, shares, out), nprocs=num_ranks)
+    run_ranks(rank_main, num_ranks, out / f"store{num_ranks}", None, shares, out)
     return {name: torch.load(out / f"{name}.pt", weights_only=False) for name in cases}
 
 
@@ -277,7 +274,7 @@ def adapters_and_merged(case: Case) -> tuple[Stepped, Stepped]:
     W + s B A has dL/dA = s B^T dL/dW and dL/dB = s dL/dW A^T.
     """
     config = LearnerConfig(lora_rank=4, lora_alpha=6.0)
-    learner = OpenLearner(PolicyModel.load(case.checkpoint), case.params, 1, config=config)
+    learner = OpenLearner(fresh_model(case.checkpoint), case.params, 1, config=config)
     rng = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in learner.model.named_parameters():
@@ -287,7 +284,7 @@ def adapters_and_merged(case: Case) -> tuple[Stepped, Stepped]:
     merged = {name: weight.clone() for name, weight in learner.weights().items()}
     adapted = learner.step([case.samples])
     (update,) = learner.updates
-    model = PolicyModel.load(case.checkpoint)
+    model = fresh_model(case.checkpoint)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(merged[name])

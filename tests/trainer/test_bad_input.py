@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from envs.cli import exit_code
+from agents.model import STARTER_PATH
+from envs.config.cli import exit_code
 from trainer.run import run
-from trainer.starter import STARTER_PATH
 
 ROW = {"problem": "<image>Find x.", "answer": "5", "images": ["a.png"]}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -16,39 +15,42 @@ from PIL import Image
 
 from agents.engines.hf import HFEngine
 from agents.engines.sglang import SGLangEngine
-from benchmarks.tiny_models import write_tiny_model
 from envs.errors import UserError
 from envs.registry import load_registry
-from tests.recordings import episodes_in
+from tests.environments import lucky_lengths
+from tests.processes import Command
+from tests.recordings import episodes_in, lines_of
 from tests.servers import serving
-from trainer.layers import read_config
-from trainer.loop import InvalidStreams
+from tests.tiny_models import write_tiny_model
+from tests.trainer.runs import drawing
+from trainer.config.sources import read_config
+from trainer.rollouts.session import InvalidStreams
 from trainer.run import run
-from trainer.weight_sync import WeightSync
+from trainer.weight_sync.sync import WeightSync
 
 SMALL = ["--train-size", "8", "--problems-per-step", "2", "--group-size", "2", "--max-new-tokens", "24"]
 
 
 def train(checkpoint: Path, folder: Path, *argv: str, steps: int = 2, eval_size: int = 3) -> dict[str, Any]:
-    """Run the command in this process; return the summary."""
+    """Run the command in this process, without TensorBoard; return the summary."""
     common = ["--model", str(checkpoint), "--steps", str(steps), "--eval-size", str(eval_size), *SMALL]
-    assert run([*common, "--out", str(folder.parent), "--name", folder.name, *argv]) == 0
+    assert run([*common, "--tracker=", "--out", str(folder.parent), "--name", folder.name, *argv]) == 0
     return json.loads((folder / "summary.json").read_text())
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
 def finished(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A run that draws its curve and writes TensorBoard's files, as runs do."""
     folder = tmp_path_factory.mktemp("runs") / "finished"
-    return folder, train(checkpoint, folder)
+    argv = ["--model", str(checkpoint), "--steps", "2", "--eval-size", "3", *SMALL]
+    with drawing():
+        assert run([*argv, "--out", str(folder.parent), "--name", folder.name]) == 0
+    return folder, json.loads((folder / "summary.json").read_text())
 
 
 def test_a_run_leaves_metrics_summary_curve_tensorboard_and_config(finished: tuple[Path, dict[str, Any]]) -> None:
     folder, summary = finished
-    rows = lines(folder / "metrics.jsonl")
+    rows = lines_of(folder / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2]
     assert all(0 <= row["rollout_train_kl"] < 1e-8 and row["entropy"] > 0 and row["num_tokens"] > 0 for row in rows)
     assert summary["steps_done"] == 2 and not summary["interrupted"] and summary["seed"] == 0
@@ -63,7 +65,7 @@ def test_a_run_leaves_metrics_summary_curve_tensorboard_and_config(finished: tup
 
 
 def test_the_metrics_say_where_time_and_tokens_went(finished: tuple[Path, dict[str, Any]]) -> None:
-    for row in lines(finished[0] / "metrics.jsonl"):
+    for row in lines_of(finished[0] / "metrics.jsonl"):
         shares = [row[f"{name}_time_frac"] for name in ("engine", "env", "check", "loop")]
         assert sum(shares) == pytest.approx(1) and all(share > 0 for share in shares)
         assert row["rollout_tokens_per_s"] > row["tokens_per_s"] > 0 and row["rollout_turns_per_s"] > 0
@@ -109,7 +111,7 @@ def test_a_seed_repeats_a_run_to_the_bit(
     again = train(checkpoint, tmp_path / "again")
 
     def untimed(path: Path) -> list[dict[str, Any]]:
-        rows = lines(path / "metrics.jsonl")
+        rows = lines_of(path / "metrics.jsonl")
         return [{k: v for k, v in row.items() if not k.endswith(("_s", "_time_frac"))} for row in rows]
 
     assert untimed(folder) == untimed(tmp_path / "again")
@@ -138,7 +140,7 @@ def test_training_changes_the_weights_that_roll_out(checkpoint: Path, tmp_path: 
         summary = train(checkpoint, tmp_path / "run", *argv)
     finally:
         sys.path.remove(str(tmp_path))
-    rows = lines(tmp_path / "run" / "metrics.jsonl")
+    rows = lines_of(tmp_path / "run" / "metrics.jsonl")
     assert any(row["grad_norm"] > 0 for row in rows)
     versions = [e["turns"][0]["versions"][0][0] for e in episodes_in(tmp_path / "run")]
     assert versions == [0] * 16 + [1] * 16
@@ -191,35 +193,16 @@ def test_ctrl_c_and_sigterm_end_cleanly_with_everything_so_far_saved(
     sent: signal.Signals, checkpoint: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "stopped"
-    argv = [
-        sys.executable,
-        "-m",
-        "trainer.run",
-        "--model",
-        str(checkpoint),
-        "--steps",
-        "500",
-        "--eval-size",
-        "0",
-        *SMALL,
-    ]
-    command = [*argv, "--out", str(tmp_path), "--name", "stopped"]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # A shell's background job, as a CI run may be, hands down an ignored SIGINT.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    argv = ["--model", str(checkpoint), "--steps", "500", "--eval-size", "0", *SMALL]
     metrics = folder / "metrics.jsonl"
     deadline = time.monotonic() + 90
-    while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 2) and time.monotonic() < deadline:
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.2)
-    process.send_signal(sent)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, (out, err)
+    with Command("trainer.run", *argv, "--out", str(tmp_path), "--name", "stopped") as process:
+        while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 2) and time.monotonic() < deadline:
+            assert process.poll() is None, process.output("stderr")
+            time.sleep(0.2)
+        process.send_signal(sent)
+        code, out, err = process.wait(60), process.output("stdout"), process.output("stderr")
+    assert code == 130, (out, err)
     assert "Traceback" not in err and "interrupted" in out
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["interrupted"] and 2 <= summary["steps_done"] < 500
@@ -227,28 +210,12 @@ def test_ctrl_c_and_sigterm_end_cleanly_with_everything_so_far_saved(
     assert (folder / "reward_curve.png").exists()
 
 
-LUCKY = """
-from envs.env import Env
-class Lucky(Env):
-    def __init__(self, label): self.label = label
-    def reset(self): return {}, {}
-    def step(self, text): return {}, True, {}
-    def reward(self, text): return float(len(text) % 2) if int(self.label) % 2 else 0.5
-def build_env(sample=None, args=None, **_): return Lucky(sample.label)
-"""
-
-
 @pytest.fixture
 def lucky(tmp_path: Path) -> Iterator[list[str]]:
     """Flags of an environment in which every second problem gives all its episodes one reward."""
-    (tmp_path / "half_lucky.py").write_text(LUCKY)
-    registry = tmp_path / "registry.yaml"
-    registry.write_text("lucky:\n  entry_point: half_lucky\n  description: Odd lengths win.\n  max_turns: 1\n")
-    data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps({"problem": f"Say {n}.", "answer": str(n)}) + "\n" for n in range(8)))
-    sys.path.insert(0, str(tmp_path))
-    yield ["--env", "lucky", "--registry", str(registry), "--data", str(data), "--group-size", "8"]
-    sys.path.remove(str(tmp_path))
+    reward = "float(len(text) % 2) if int(self.label) % 2 else 0.5"
+    with lucky_lengths(tmp_path, "half_lucky", reward, 8) as flags:
+        yield [*flags, "--group-size", "8"]
 
 
 def test_groups_with_equal_rewards_are_recorded_and_not_trained_on(
@@ -256,7 +223,7 @@ def test_groups_with_equal_rewards_are_recorded_and_not_trained_on(
 ) -> None:
     argv = [*lucky, "--filter-equal", "--oversample", "1.5", "--max-new-tokens", "400"]
     summary = train(checkpoint, tmp_path / "run", *argv, steps=2)
-    rows, episodes = lines(tmp_path / "run/metrics.jsonl"), episodes_in(tmp_path / "run")
+    rows, episodes = lines_of(tmp_path / "run/metrics.jsonl"), episodes_in(tmp_path / "run")
     for step, row in enumerate(rows, 1):
         played = [e for e in episodes if e["step"] == step]
         trained = [e for e in played if e["fate"] == "train"]
@@ -275,7 +242,7 @@ def test_a_step_that_is_cut_off_is_finished_with_newer_weights(
 ) -> None:
     argv = [*lucky, "--max-new-tokens", "400", "--max-rollout-tokens", "1", "--partial", "--max-batch", "16"]
     train(checkpoint, tmp_path / "run", *argv, steps=3)
-    rows, episodes = lines(tmp_path / "run/metrics.jsonl"), episodes_in(tmp_path / "run")
+    rows, episodes = lines_of(tmp_path / "run/metrics.jsonl"), episodes_in(tmp_path / "run")
     assert len(episodes) == len({e["seed"] for e in episodes})
     trained = [e for e in episodes if e["fate"] == "train"]
     late = [e for e in trained if any(v < e["step"] - 1 for t in e["turns"] for v, _ in t["versions"])]
@@ -307,7 +274,7 @@ def test_a_failing_engine_ends_the_run_with_its_error_and_keeps_what_was_played(
 def test_too_many_broken_streams_stop_the_run_with_the_rule_that_broke(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agents.episode.broken_invariant", lambda *_: "turn 1: token 17 is 5, and was 6")
+    monkeypatch.setattr("agents.rollout.episode.broken_invariant", lambda *_: "turn 1: token 17 is 5, and was 6")
     with pytest.raises(InvalidStreams, match=r"4 of 4 episodes .* 0\.01; episode 0 of .*: turn 1: token 17"):
         train(checkpoint, tmp_path / "run", "--resample", "0", "--doctor", "off", eval_size=0)
     episodes = episodes_in(tmp_path / "run")
@@ -335,8 +302,8 @@ def server(checkpoint: Path) -> Iterator[str]:
 
 
 def test_the_same_command_trains_on_servers(checkpoint: Path, server: str, tmp_path: Path) -> None:
-    summary = train(checkpoint, tmp_path / "run", "--engine-url", server, "--tracker=")
-    rows = lines(tmp_path / "run" / "metrics.jsonl")
+    summary = train(checkpoint, tmp_path / "run", "--engine-url", server)
+    rows = lines_of(tmp_path / "run" / "metrics.jsonl")
     episodes = episodes_in(tmp_path / "run")
     assert summary["steps_done"] == 2 and all(row["rollout_train_kl"] < 1e-8 for row in rows)
     assert rows[0]["probe_gap"] < 1e-5
@@ -347,9 +314,9 @@ def test_the_same_command_trains_on_servers(checkpoint: Path, server: str, tmp_p
 def test_a_run_on_servers_goes_on_with_the_weights_of_its_checkpoint(
     checkpoint: Path, server: str, tmp_path: Path
 ) -> None:
-    train(checkpoint, tmp_path / "run", "--engine-url", server, "--tracker=", steps=1, eval_size=0)
+    train(checkpoint, tmp_path / "run", "--engine-url", server, steps=1, eval_size=0)
     assert run(["--resume", str(tmp_path / "run"), "--steps", "2"]) == 0
-    rows = lines(tmp_path / "run" / "metrics.jsonl")
+    rows = lines_of(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2] and rows[1]["rollout_train_kl"] < 1e-8
     last = episodes_in(tmp_path / "run")[-4:]
     assert [{run[0] for turn in e["turns"] for run in turn["versions"]} for e in last] == [{1}] * 4
@@ -374,7 +341,7 @@ def test_a_run_says_what_happens_to_its_servers(
         return probe
 
     monkeypatch.setattr(WeightSync, "start", lose_one_first)
-    summary = train(checkpoint, tmp_path / "run", "--engine-url", server, "--tracker=", steps=1, eval_size=0)
+    summary = train(checkpoint, tmp_path / "run", "--engine-url", server, steps=1, eval_size=0)
     assert summary["steps_done"] == 1
     shown = capsys.readouterr().out
     assert "server 0 lost: a test" in shown
@@ -415,7 +382,7 @@ def test_settings_of_learner_and_algorithm_reach_the_learner(
     from transformers import Qwen3VLForConditionalGeneration
 
     train(checkpoint, tmp_path / "run", "--warmup-steps", "0", "--lr", "1e-2", *options, eval_size=0)
-    rows = lines(tmp_path / "run" / "metrics.jsonl")
+    rows = lines_of(tmp_path / "run" / "metrics.jsonl")
     assert all(row["rollout_train_kl"] < 1e-8 for row in rows)  # the engine follows, whatever is trained
     # Random weights win nothing, so only what has a regulariser is moved.
     moves = [row["num_updates"] for row in rows]
@@ -438,7 +405,7 @@ def test_weights_that_cannot_be_written_lose_nothing_else(
     def full(*_: object) -> None:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("trainer.setup.RunParts.save_model", full)
+    monkeypatch.setattr("trainer.rollouts.live.LiveContext.save_model", full)
     with pytest.raises(OSError, match="No space left"):
         train(checkpoint, tmp_path / "run", steps=1)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

@@ -10,18 +10,18 @@ from pathlib import Path
 
 import torch
 
-from envs.cli import exit_code
+from envs.config.cli import exit_code
 from envs.errors import UserError, did_you_mean
 from trainer.starter.recipe import RECIPES, train
 
 
 def run(argv: Sequence[str] | None) -> int:
-    """Parse, train, report."""
+    """Parse the flags, train and print a summary."""
     parser = argparse.ArgumentParser(prog="python -m trainer.starter", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--recipe", default="starter", help=f"one of: {', '.join(RECIPES)}")
     parser.add_argument("--out", type=Path, default=Path("runs/starter"), help="checkpoint folder to write")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="torch device")
-    parser.add_argument("--num-workers", type=int, default=0, help="processes that draw demonstrations; 0: none")
+    parser.add_argument("--num-workers", type=int, default=0, help="processes that make demonstrations; 0: none")
     parser.add_argument("--init", type=Path, help="checkpoint to continue from, with --first-stage")
     parser.add_argument("--first-stage", type=int, default=1, help="stage to begin with, counted from 1")
     args = parser.parse_args(argv)

@@ -1,6 +1,6 @@
-"""The starter's parts that are not learnt: tokenizer, chat template, image processor settings and network shape.
+"""Builds the parts of the starter that are not trained: tokenizer, image processor settings and network configuration.
 
-A size name in, Transformers objects out; `write_parts` puts a complete checkpoint folder (less weights) on disk.
+`write_parts` writes them as a checkpoint folder that lacks only the weights.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SPECIAL_TOKENS = (
     "<|image_pad|>",
     "<|video_pad|>",
 )
-# Ordinary tokens in the sense that decoding keeps them, as in Qwen's own tokenizer.
+# Not special: decoding keeps these tokens, as in Qwen's own tokenizer.
 TOOL_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 
 
@@ -37,7 +37,7 @@ class Shape:
     vocabulary: int
 
 
-#: `starter` ships; `smoke` only proves that the recipe runs.
+#: `starter` is in the package; `smoke` only tests that the recipe runs.
 SHAPES = {
     "starter": Shape(256, 4, 512, 4, 32, vision_hidden=160, vision_layers=6, vocabulary=768),
     "smoke": Shape(128, 2, 256, 4, 32, vision_hidden=64, vision_layers=2, vocabulary=768),
@@ -47,7 +47,7 @@ SHAPES = {
 def build_tokenizer(texts: Iterable[str], vocabulary: int) -> Any:
     """Train a byte-level BPE tokenizer with single digits and ChatML, tool and vision tokens.
 
-    Returns a `PreTrainedTokenizerFast` that can write any text, since every byte is a token.
+    The returned `PreTrainedTokenizerFast` can encode any text, because every byte is a token.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -77,7 +77,7 @@ def build_tokenizer(texts: Iterable[str], vocabulary: int) -> Any:
 
 
 def build_config(shape: Shape, tokenizer: Any) -> Any:
-    """Return the `Qwen3VLConfig` of a shape, its special ids taken from the tokenizer."""
+    """Return the `Qwen3VLConfig` of a shape, with the special ids of the tokenizer."""
     from transformers import Qwen3VLConfig
 
     def token_id(token: str) -> int:
@@ -142,7 +142,7 @@ def build_image_processor() -> Any:
 
 
 def write_parts(folder: Path, tokenizer: Any, config: Any) -> None:
-    """Write everything of a checkpoint but its weights."""
+    """Write all files of a checkpoint but its weights."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(folder)
     config.save_pretrained(folder)

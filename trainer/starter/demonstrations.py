@@ -1,11 +1,10 @@
-"""Demonstrations for the starter: procedural problems in, token streams with a loss mask out, or rows of messages.
+"""Makes demonstrations for the starter: token streams with a loss mask, or rows of messages.
 
-`python -m trainer.starter.demonstrations --num 256 --out demos.jsonl` writes rows that `python -m trainer.sft` takes.
+`python -m trainer.starter.demonstrations --num 256 --out demos.jsonl` writes rows for `python -m trainer.sft`.
 
-A script plays the policy's part in the real agent loop against the real `Geo3kEnv`, so the streams that the starter
-learns from are built exactly as those of reinforcement learning. The demonstrator is of mixed quality on purpose: it
-seldom checks its answer with the tool, so that checking, and correcting after a wrong score, is left for reinforcement
-learning to find out.
+A script replaces the policy in the real agent loop with the real `Geo3kEnv`, so the starter learns from streams that
+are built exactly as in reinforcement learning. The quality of the demonstrations is mixed on purpose: they seldom check
+an answer with the tool, so that reinforcement learning can discover checking, and correcting after a wrong score.
 """
 
 from __future__ import annotations
@@ -27,22 +26,22 @@ from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field
 
 from agents.engines.scripted import ScriptedEngine
-from agents.episode import Episode, Limits
-from agents.images import ImageStore
-from agents.renderer import Renderer
+from agents.model import STARTER_PATH
+from agents.rendering.images import ImageStore
+from agents.rendering.renderer import Renderer
+from agents.rollout.episode import Episode, Limits
 from agents.types import EndReason, ProcessedImage, SamplingParams, Trajectory
-from envs.cli import exit_code, parse
+from envs.config.cli import exit_code, parse
 from envs.env import EnvArgs
 from envs.errors import UserError
 from envs.geo3k.env import SYSTEM_PROMPT, build_env
 from envs.geo3k.problem import Problem
 from envs.geo3k.procedural import ProceduralGeo3k
-from envs.runner import EnvLimits
+from envs.spec import EnvLimits
 from envs.types import Sample
-from trainer.starter import STARTER_PATH
 from trainer.starter.plans import MAX_TURNS, Mixture, Plan, PlannedTurn, tool_call
 
-#: Sentences in the manner of real geometry rows, so that those do not fall apart into single bytes.
+#: Sentences like those of real geometry problems, so that the tokenizer does not split these into single bytes.
 GEOMETRY_ENGLISH = (
     "Find the measure of angle ABC in the figure. Express your answer in degrees.",
     "Find the value of the variable y. Round to the nearest tenth if necessary.",
@@ -57,7 +56,7 @@ GEOMETRY_ENGLISH = (
 
 @dataclass(frozen=True, eq=False)
 class Demonstration:
-    """One stream: ids, True where the loss counts, and the diagram in its one colour channel, (height, width) uint8."""
+    """One stream: its ids, True for tokens with a loss, and the grey diagram, (height, width) uint8."""
 
     ids_T: NDArray[np.int64]
     loss_mask_T: NDArray[np.bool_]
@@ -66,7 +65,7 @@ class Demonstration:
 
 @dataclass(frozen=True, eq=False)
 class _Played:
-    """One demonstration as it was played, and the plan's turns."""
+    """The episode of one demonstration, and the turns of its plan."""
 
     trajectory: Trajectory
     turns: Sequence[PlannedTurn]
@@ -75,14 +74,14 @@ class _Played:
 
 
 class GridStore(ImageStore):
-    """Gives an image's grid without its patches, which training cuts on its own device."""
+    """Gives an image's grid without its patches; training cuts the patches on its own device."""
 
     def __init__(self, patch_size: int, merge_size: int) -> None:
         super().__init__(processor=None, merge_size=merge_size)
         self._patch_size = patch_size
 
     def process(self, image: Image.Image) -> ProcessedImage:
-        """Return grid and token count of a picture whose sides are whole tokens."""
+        """Return the grid and the number of tokens of a picture whose sides are multiples of a token's."""
         rows, columns = image.height // self._patch_size, image.width // self._patch_size
         return ProcessedImage(
             "", np.empty((0, 0), np.float32), (1, rows, columns), rows * columns // self.merge_size**2
@@ -90,7 +89,7 @@ class GridStore(ImageStore):
 
 
 class Demonstrator:
-    """Writes demonstrations by index.
+    """Makes demonstrations, by index.
 
     Example::
 
@@ -120,9 +119,9 @@ class Demonstrator:
     def row(self, index: int) -> dict[str, Any]:
         """Return the same demonstration as a row of a data set: messages, the picture as a data URI, and the tools."""
         played = self._play(index)
-        spoken = iter(played.turns)
+        turns = iter(played.turns)
         messages = [
-            next(spoken).message if message["role"] == "assistant" else _without_pictures(message)
+            next(turns).message if message["role"] == "assistant" else _without_pictures(message)
             for message in played.trajectory.messages
         ]
         file = io.BytesIO()
@@ -132,7 +131,7 @@ class Demonstrator:
         return row | ({"tools": list(played.tools)} if played.tools else {})
 
     def _play(self, index: int) -> _Played:
-        """Play a plan in the agent loop against the real environment."""
+        """Play a plan in the agent loop with the real environment."""
         problem, image = self._problems.item(index)
         plan = Plan.draw(problem, self._mixture, random.Random(f"demonstration/{self._seed}/{index}"))
         turns = plan.turns()
@@ -153,7 +152,7 @@ class Demonstrator:
 
 
 def _without_pictures(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a message with a place for each picture."""
+    """Return a message with a placeholder for each picture."""
     parts = message["content"]
     if isinstance(parts, str):
         return message
@@ -168,7 +167,7 @@ def demonstration_sample(problem: Problem, image: Image.Image) -> Sample:
 
 
 def corpus(size: int, seed: int) -> list[str]:
-    """Return texts that the tokenizer is trained on: whole demonstrations and real-looking geometry prompts."""
+    """Return the texts to train the tokenizer on: those of demonstrations, and realistic geometry problems."""
     problems = ProceduralGeo3k("demonstrations", size, seed)
     texts: list[str] = [*GEOMETRY_ENGLISH * (size // 20)]
     for index in range(size):
@@ -186,7 +185,7 @@ def corpus(size: int, seed: int) -> list[str]:
 
 
 class DemonstrationsConfig(BaseModel):
-    """How many demonstrations, of what kind, and where they go."""
+    """How many demonstrations to write, of what kind, and where to."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -202,12 +201,12 @@ class DemonstrationsConfig(BaseModel):
 
     @property
     def mixture(self) -> Mixture:
-        """The habits."""
+        """The shares of each habit."""
         return Mixture(**self.model_dump(exclude={"num", "seed", "out"}))
 
 
 def run(argv: Sequence[str] | None) -> int:
-    """Parse, write, say where."""
+    """Parse the flags and write the demonstrations."""
     prog, description = "python -m trainer.starter.demonstrations", "Write conversations that solve geo3k's problems."
     config = parse(DemonstrationsConfig, argv, prog, description)
     demonstrator = Demonstrator(

@@ -1,6 +1,6 @@
-"""What a demonstration shows: a problem and habits come in, the turns of a made-up policy go out.
+"""Plans what a demonstration shows: the turns of a made-up policy with some habits, on one problem.
 
-A plan is written down once; its turns are texts for the agent loop to play, and messages for a file.
+The turns of a plan give texts for the agent loop to play, and messages for a file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Mixture:
     checks: float = 0.3  # of those with the tool: the answer is checked before it is given
     first_wrong: float = 0.5  # of those that check: the first attempt misreads one number
     second_wrong: float = 0.3  # of those that try again: the second attempt misreads too
-    gives_up: float = 0.0  # of those whose first attempt is wrong: it is given as the final answer all the same
+    gives_up: float = 0.0  # of those whose first attempt is wrong: it is still given as the final answer
 
 
 MIXED_HABITS = Mixture(reasons=0.3, gives_up=0.5)
@@ -45,14 +45,14 @@ class PlannedTurn:
 
     @property
     def text(self) -> str:
-        """The turn as the model is to write it."""
+        """The text that the model should write."""
         return self.thought + (tool_call(self.answer) if self.is_call else self._final)
 
     @property
     def message(self) -> Message:
-        """The turn as a message; one that is not to be learnt says so."""
-        said = self.thought + ("" if self.is_call else self._final)
-        message: Message = {"role": "assistant", "content": said}
+        """The turn as a message, with `train: False` if it is not taught."""
+        content = self.thought + ("" if self.is_call else self._final)
+        message: Message = {"role": "assistant", "content": content}
         if self.is_call:
             call = {"name": "calc_score", "arguments": {"answer": self.answer}}
             message["tool_calls"] = [{"type": "function", "function": call}]
@@ -65,9 +65,9 @@ class PlannedTurn:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one demonstration shows: its attempts in order, and the habits that it is played with.
+    """The attempts of one demonstration, in order, and its habits.
 
-    A wrong attempt is a misreading: it is shown as context, and never taught.
+    A wrong attempt misreads the problem: it is shown as context, and never taught.
     """
 
     attempts: tuple[Problem, ...]
@@ -78,7 +78,7 @@ class Plan:
 
     @classmethod
     def draw(cls, problem: Problem, mixture: Mixture, rng: random.Random) -> Plan:
-        """Return a plan for a problem with habits drawn from a mixture."""
+        """Return a plan for a problem, with habits sampled from a mixture."""
         use_tools = rng.random() < mixture.tools_offered
         reasons = rng.random() < mixture.reasons
         checks = use_tools and rng.random() < mixture.checks
@@ -101,11 +101,11 @@ class Plan:
             PlannedTurn(thought, attempt.answer, is_call=True, is_taught=attempt is last and not self.gives_up)
             for thought, attempt in zip(thoughts, self.attempts, strict=True)
         ]
-        # The last turn has no call left, so a third attempt is thought and answered in one.
+        # The last turn cannot call, so a third attempt reasons and answers in one turn.
         thought = thoughts[-1] if len(self.attempts) == MAX_TURNS else ""
         return [*calls[: MAX_TURNS - 1], PlannedTurn(thought, last.answer, is_call=False, is_taught=True)]
 
 
 def tool_call(answer: str) -> str:
-    """Return the call of `calc_score` as the model is to write it."""
+    """Return the call of `calc_score` that the model should write."""
     return f"<tool_call>{json.dumps({'name': 'calc_score', 'arguments': {'answer': answer}})}</tool_call>"

@@ -1,6 +1,6 @@
-"""How the starter's weights are made: `python -m trainer.starter --recipe starter`.
+"""Trains the starter's weights by a recipe: `python -m trainer.starter --recipe starter`.
 
-In: a recipe. Out: a checkpoint folder with weights in bfloat16, tokenizer, chat template, image processor settings and
+It writes a checkpoint folder with weights in bfloat16, tokenizer, chat template, image processor settings and
 `recipe.json` (settings, seed, seconds, losses, SHA-256 of the weights).
 """
 
@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from agents.model import PolicyModel
-from agents.packed import VisionBatch
-from agents.positions import mrope_positions
-from agents.renderer import Renderer
+from agents.model.mrope import mrope_positions
+from agents.model.packed import VisionBatch
+from agents.model.policy import PolicyModel
+from agents.rendering.renderer import Renderer
 from trainer.starter.architecture import SHAPES, build_config, build_tokenizer, write_parts
 from trainer.starter.demonstrations import Demonstration, Demonstrator, corpus
 from trainer.starter.plans import MIXED_HABITS, Mixture
@@ -31,7 +31,7 @@ from trainer.starter.plans import MIXED_HABITS, Mixture
 
 @dataclass(frozen=True)
 class Stage:
-    """One schedule over one mixture of demonstrations."""
+    """A learning-rate schedule over one mixture of demonstrations."""
 
     steps: int
     batch_size: int
@@ -42,7 +42,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides a starter's weights but the hardware."""
+    """All settings that decide a starter's weights; besides these, only the hardware matters."""
 
     shape: str
     stages: tuple[Stage, ...]
@@ -78,7 +78,7 @@ RECIPES = {
 class SftBatch:
     """Packed rows. Legend: B rows, T tokens, D demonstrations, H W picture sides.
 
-    `document_BT` numbers the demonstrations inside a row from 1; 0 is padding. Pictures stand in row order.
+    `document_BT` numbers the demonstrations inside a row from 1; 0 is padding. Pictures are in row order.
     """
 
     ids_BT: Tensor
@@ -91,19 +91,19 @@ class SftBatch:
         return SftBatch(*(function(getattr(self, f.name)) for f in fields(self)))
 
     def to(self, device: torch.device) -> SftBatch:
-        """Move to a device."""
+        """Return the batch on a device."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> SftBatch:
-        """Called by the data loader, so that copies to the device overlap with work."""
+        """Return the batch in pinned memory (for the data loader), so that copies to the device overlap with work."""
         return self._map(Tensor.pin_memory)
 
 
 @dataclass(frozen=True)
 class Collator:
-    """Packs demonstrations into rows of `width` tokens, longest first, each where it still fits.
+    """Packs demonstrations into rows of `width` tokens: longest first, each into the first row with room.
 
-    The number of rows is a multiple of `row_step`: where graphs are compiled, few shapes mean few graphs.
+    The number of rows is a multiple of `row_step`, so that few shapes are compiled.
     """
 
     image_token_id: int
@@ -146,9 +146,9 @@ class Collator:
 
 
 def patchify(images_DHW: Tensor, patch_size: int = 16, merge_size: int = 2, temporal: int = 2) -> Tensor:
-    """Cut uint8 grey pictures into patches, (patches of all, values), as the starter's image processor cuts RGB ones.
+    """Cut grey uint8 pictures into patches, (all patches, values), as the starter's image processor cuts RGB pictures.
 
-    Values go from 0..255 to -1..1; patches come in merge-block order; the one frame fills the temporal axis.
+    Values are scaled from 0..255 to -1..1. Patches are in merge-block order. The one frame fills the temporal axis.
     """
     count, height, width = images_DHW.shape
     rows, columns = height // patch_size // merge_size, width // patch_size // merge_size
@@ -159,7 +159,7 @@ def patchify(images_DHW: Tensor, patch_size: int = 16, merge_size: int = 2, temp
 
 
 def sft_loss(model: PolicyModel, batch: SftBatch) -> Tensor:
-    """Return the mean cross-entropy over the tokens that count."""
+    """Return the mean cross-entropy over the tokens of the loss mask."""
     count, height, width = batch.images_DHW.shape
     grid = (1, height // 16, width // 16)
     tokens = count * grid[1] * grid[2] // model.merge_size**2
@@ -175,7 +175,7 @@ def sft_loss(model: PolicyModel, batch: SftBatch) -> Tensor:
 
 
 def lr_at(step: int, stage: Stage) -> float:
-    """Return the learning rate of a step: linear warm-up, then half a cosine down to a hundredth."""
+    """Return the learning rate of a step: linear warm-up, then half a cosine down to 1 % of it."""
     if step < stage.warmup_steps:
         return stage.lr * (step + 1) / stage.warmup_steps
     progress = (step - stage.warmup_steps) / max(1, stage.steps - stage.warmup_steps)
@@ -183,7 +183,7 @@ def lr_at(step: int, stage: Stage) -> float:
 
 
 def batches(recipe: Recipe, number: int, tokenizer: Any, num_workers: int, device: torch.device) -> Iterator[SftBatch]:
-    """Yield the batches of stage `number` (0 is the first), made by `num_workers` processes (0: in this one)."""
+    """Yield the batches of stage `number` (from 0), made by `num_workers` processes (0: by this process)."""
     from torch.utils.data import DataLoader
 
     stage = recipe.stages[number]
@@ -212,7 +212,7 @@ def train_stage(
     device: torch.device,
     num_workers: int,
 ) -> list[float]:
-    """Train one stage in place, saving to `folder` on the way; return the mean loss of each fortieth of it."""
+    """Train one stage in place and save the weights forty times on the way; return the mean loss of each fortieth."""
     stage = recipe.stages[number]
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=stage.lr, betas=(0.9, 0.95), weight_decay=recipe.weight_decay, fused=True
@@ -236,7 +236,7 @@ def train_stage(
             speed = (time.perf_counter() - started) / (step + 1)
             name = f"stage {number + 1}  step {step + 1}/{stage.steps}"
             print(f"{name}  loss {losses[-1]:.4f}  {speed * 1e3:.0f} ms/step", flush=True)
-            model.save(folder)  # a run that is cut off leaves its latest weights
+            model.save(folder)  # an interrupted run leaves its latest weights
     return losses
 
 
@@ -248,9 +248,9 @@ def train(
     init: Path | None = None,
     first_stage: int = 0,
 ) -> dict[str, Any]:
-    """Train a starter and write its checkpoint to `folder`; return what `recipe.json` holds.
+    """Train a starter and write its checkpoint to `folder`; return the content of `recipe.json`.
 
-    `init` continues from the checkpoint that the stages before `first_stage` (0 is the first) wrote.
+    With `init`, training continues at `first_stage` (from 0) from the checkpoint that the stages before it wrote.
     """
     torch.manual_seed(recipe.seed)
     started = time.perf_counter()
@@ -285,6 +285,6 @@ def train(
 
 
 def compile_blocks(model: PolicyModel) -> None:
-    """Compile every transformer block on its own: the blocks of a tower share one graph."""
+    """Compile every transformer block separately: blocks of the same kind share one graph."""
     for block in model.blocks:
         block.compile(dynamic=False)

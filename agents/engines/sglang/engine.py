@@ -1,16 +1,15 @@
-"""The SGLang engine: `Engine` over one or many servers.
+"""The SGLang engine: implements `Engine` with one or many servers.
 
-A turn is one `/generate` call with the whole stream, so a server keeps nothing that another could not redo: when one
-dies, the turn is asked for again elsewhere, and what it had written there counts for nothing. The server's own count of
-the prompt comes back with each completion and is checked by the agent loop. A turn that is refused, or asked for in
-vain again and again, ends as aborted; when that happens to many in a row, the engine is down.
+A turn is one `/generate` call with the whole stream, so no server holds anything that another could not compute again.
+When a server dies, the turn is requested from another one, from its start. Each completion has the server's own count
+of the prompt, which the agent loop checks. A turn ends as aborted when a server refuses it, or after `MAX_TRIES` tries;
+when that happens to `MAX_GIVEN_UP` turns in a row, the engine raises `EngineDown`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -21,13 +20,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.engines.sglang.client import ServerLost, ServerRefused, SGLangClient, generate_body, score_body
-from agents.engines.sglang.servers import EngineDown, Server, Servers, SGLangSettings
+from agents.engines.sglang.client import ServerLost, ServerRefused, SGLangClient
+from agents.engines.sglang.payloads import GenerateAnswer, generate_body, parse_answer, parse_scores, score_body
+from agents.engines.sglang.servers import EngineDown, Server, ServerPool, SGLangSettings
 from agents.types import Completion, GenerateRequest, ProcessedImage, add_run
 
-#: How often one turn is asked for, where no answer makes sense, before its episode is given up: over half a minute.
+#: Tries of one turn before it is given up; with the pauses between them over half a minute.
 MAX_TRIES = 10
-#: How many turns are given up in a row, over all sessions, before the engine is.
+#: Turns given up in a row, over all sessions, before the engine is down.
 MAX_GIVEN_UP = 32
 
 
@@ -49,17 +49,17 @@ class SGLangEngine:
     def __init__(self, settings: SGLangSettings, image_token_id: int | None, context_length: int = 4096) -> None:
         self.settings, self.image_token_id, self.context_length = settings, image_token_id, context_length
         self.weight_version = 0
-        #: Returns a folder with the current weights, for a server that comes back; set by whoever changes the weights.
+        #: Returns a folder with the current weights, for a server that is back; the code that pushes weights sets it.
         self.current_weights: Callable[[], Path] | None = None
-        #: Requests sent, those to be sent again, and answers thrown away for their old weights.
-        self.num_asked = self.num_retried = self.num_outdated = 0
-        self.servers = Servers(settings, self._bring_up_to_date)
-        # Names of requests, and salt of image hashes: another run may have used the same servers.
+        #: Requests sent, requests to be sent again, and answers discarded because older weights wrote them.
+        self.num_requests = self.num_retried = self.num_outdated = 0
+        self.servers = ServerPool(settings, self._load_current_weights)
+        # Part of request ids and of image hashes: another run may have used the same servers.
         self._run = secrets.token_hex(6)
         self._numbers = itertools.count()
-        self._num_loaded = 0  # how often a server that came back was given weights
-        self._num_given_up = 0  # turns, since the last that was written
-        self._were_weights_given = False
+        self._num_loaded = 0  # how often a server that came back got weights
+        self._num_given_up = 0  # turns given up since the last answer
+        self._were_weights_pushed = False
         self._aborts: set[asyncio.Task[Any]] = set()
         self._in_flight = 0
         self._idle: asyncio.Event = asyncio.Event()
@@ -74,19 +74,19 @@ class SGLangEngine:
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[SGLangSession]:
-        """Open a session; it stays with one server, which keeps what it has read, as long as that server is up."""
+        """Open a session; it stays on one server, which caches what it has read, as long as that server is up."""
         session = SGLangSession(self)
         try:
             yield session
         finally:
-            session.leave()
+            session.release_server()
 
     async def pause(self) -> None:
-        """Have every server end what it writes; the turns go on after `resume`."""
+        """Abort the requests on all servers; their turns continue after `resume`."""
         self._may_write.clear()
         while not self._idle.is_set():
-            # Repeated, for a request that a server is only just taking in is not ended by the first call.
-            # And on all servers, for one that is being mended may still write.
+            # Repeated, because a server may miss a request that is only just arriving.
+            # On all servers, because one in recovery may still write.
             await asyncio.gather(*(self._abort_all(server) for server in self.servers.all))
             try:
                 await asyncio.wait_for(self._idle.wait(), timeout=0.1)
@@ -94,7 +94,7 @@ class SGLangEngine:
                 continue
 
     async def resume(self) -> None:
-        """Write on."""
+        """Continue writing."""
         self._may_write.set()
 
     async def _abort_all(self, server: Server) -> None:
@@ -104,11 +104,11 @@ class SGLangEngine:
             self.servers.report_lost(server, str(error))
 
     async def score(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> NDArray[np.float32]:
-        """Return the log-prob of each id but the first, as the first server that is up gives them."""
+        """Return the log-prob of each id but the first, from the first server that is up."""
         return (await self.score_everywhere(ids, images))[0]
 
     async def score_everywhere(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> list[NDArray[np.float32]]:
-        """Return what every server that is up gives for `score`; waits for one where none is.
+        """Return the scores of every server that is up; wait while none is.
 
         Raises:
             EngineDown: every server has been given up.
@@ -118,7 +118,7 @@ class SGLangEngine:
         async def one(server: Server) -> NDArray[np.float32] | ServerLost:
             body = score_body(ids, images, self.image_token_id, self.salt)
             try:
-                return input_logprobs(await server.client.call("generate", body), len(ids))
+                return parse_scores(await server.client.call("generate", body), len(ids))
             except ServerLost as error:
                 self.servers.report_lost(server, str(error))
                 return error
@@ -136,12 +136,12 @@ class SGLangEngine:
         await self.update(lambda client: client.update_from_disk(str(folder.absolute()), version), version)
 
     async def update(self, push: Callable[[SGLangClient], Awaitable[None]], version: int) -> None:
-        """Call `push` for every server that is up, while nothing is written; from then on weights `version` write.
+        """Call `push(client)` for every server that is up; from then on weights `version` write. Pause before.
 
-        A server that is lost meanwhile, or refuses them, is given `current_weights` when it is back.
+        A server that is lost meanwhile, or refuses the weights, loads `current_weights` when it is back.
         """
         assert self._idle.is_set(), "weights change while nothing is being written: pause first"
-        self.weight_version, self._were_weights_given = version, True
+        self.weight_version, self._were_weights_pushed = version, True
 
         async def one(server: Server) -> None:
             try:
@@ -151,36 +151,36 @@ class SGLangEngine:
 
         await asyncio.gather(*(one(server) for server in self.servers.up))
 
-    async def _bring_up_to_date(self, client: SGLangClient) -> None:
+    async def _load_current_weights(self, client: SGLangClient) -> None:
         """Load the current weights into a server that is back, unless it has them."""
         loaded = None
         while not self.is_current(name := await client.weight_version()):
             if loaded == self.weight_version:
-                raise ServerRefused(f"{client.url} was told that it has loaded weights {loaded} and says {name!r}")
-            assert self.current_weights, "whoever changes the weights must be able to give them again"
+                raise ServerRefused(f"{client.url} has loaded weights {loaded} and still reports {name!r}")
+            assert self.current_weights, "the code that pushes weights must set `current_weights`"
             loaded, folder = self.weight_version, await asyncio.to_thread(self.current_weights)
             try:
                 await client.update_from_disk(str(folder.absolute()), loaded)
             except ServerRefused:
-                if loaded == self.weight_version:  # else newer ones have taken the folder's place meanwhile
+                if loaded == self.weight_version:  # else newer weights have replaced the folder meanwhile
                     raise
             self._num_loaded += 1
 
     def is_current(self, name: str) -> bool:
-        """Whether a server's name for its weights means the current ones; one that was never told says "default"."""
+        """Return whether the version that a server reports is the current one; a new server reports "default"."""
         current = str(self.weight_version)
-        return name == current or (name == "default" and current == "0" and not self._were_weights_given)
+        return name == current or (name == "default" and current == "0" and not self._were_weights_pushed)
 
     async def close(self) -> None:
-        """Stop the servers that were started here; turns that wait fail."""
-        if self._aborts:  # servers that others started would write on
+        """Stop the servers that this engine started; turns that wait fail."""
+        if self._aborts:  # an external server would continue writing
             await asyncio.wait(self._aborts, timeout=2)
         await self.servers.close()
         self._may_write.set()
 
-    async def ask(self, server: Server, body: dict[str, Any]) -> Any:
-        """Send a request and wait for the answer; a wait that is given up ends the writing too."""
-        self.num_asked += 1
+    async def send(self, server: Server, body: dict[str, Any]) -> Any:
+        """Send a request and wait for the answer; a cancelled or failed wait also aborts the request."""
+        self.num_requests += 1
         self._in_flight += 1
         self._idle.clear()
         try:
@@ -194,44 +194,44 @@ class SGLangEngine:
                 self._idle.set()
 
     def _abort(self, server: Server, rid: str) -> None:
-        """End a request that nobody waits for; whether that arrives, nobody waits for either."""
+        """Abort a request in the background; whether the server gets the call does not matter."""
         call = server.client.call("abort_request", {"rid": rid}, timeout_s=10)
         task = asyncio.get_running_loop().create_task(call)
-        self._aborts.add(task)  # the loop alone would not keep it
+        self._aborts.add(task)  # the event loop holds only a weak reference
         task.add_done_callback(self._aborts.discard)
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
-    async def may_write(self) -> None:
+    async def wait_until_resumed(self) -> None:
         """Wait while the engine is paused."""
         await self._may_write.wait()
 
     @property
     def is_paused(self) -> bool:
-        """Whether nothing may be sent now."""
+        """Whether requests must wait for `resume`."""
         return not self._may_write.is_set()
 
-    def note_answer(self) -> None:
-        """Note that a server answers as it should."""
+    def count_answer(self) -> None:
+        """Count a good answer: the turns given up are no longer in a row."""
         self._num_given_up = 0
 
-    def give_up(self, reason: str) -> None:
-        """Note that a turn was given up.
+    def count_given_up(self, reason: str) -> None:
+        """Count a turn that was given up.
 
         Raises:
-            EngineDown: as were so many before it that no turn can be expected any more.
+            EngineDown: `MAX_GIVEN_UP` turns in a row were given up.
         """
         self.servers.events.append(f"turn given up: {reason}")
         self._num_given_up += 1
         if self._num_given_up >= MAX_GIVEN_UP:
             raise EngineDown(f"{self._num_given_up} turns in a row were given up, the last one: {reason}")
 
-    def next_name(self) -> str:
-        """Return a name for a request, never used before; none begins another, for an abort is of all that do so."""
+    def next_request_id(self) -> str:
+        """Return a new request id, all of one length: a server aborts every request whose id begins with a given id."""
         return f"{self._run}-{next(self._numbers):012d}"
 
     @property
     def salt(self) -> str:
-        """What makes image hashes those of this run and these weights."""
+        """The salt of image hashes, which differs between runs, weights and loads of weights."""
         return f"{self._run}/{self.weight_version}/{self._num_loaded}"
 
 
@@ -243,19 +243,19 @@ class SGLangSession:
         self._server: Server | None = None
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Write one turn, over pauses for new weights and deaths of servers."""
-        engine, turn, tries = self._engine, _Turn(request), 0
+        """Write one turn; it survives pauses for new weights and the loss of servers."""
+        engine, turn, tries = self._engine, _PendingTurn(request), 0
         while not turn.is_whole:
-            server = await self._place()
-            body = generate_body(request, turn.ids, engine.next_name(), engine.image_token_id, engine.salt)
+            server = await self._assigned_server()
+            body = generate_body(request, turn.ids, engine.next_request_id(), engine.image_token_id, engine.salt)
             try:
-                part = read_answer(await engine.ask(server, body))
-                if not engine.is_current(part.version):
+                answer = parse_answer(await engine.send(server, body))
+                if not engine.is_current(answer.version):
                     engine.num_outdated += 1
-                    raise ServerLost(f"wrote with weights {part.version}, not {engine.weight_version}")
-                turn.add(part, engine.weight_version)
-                if part.ids or turn.is_whole or engine.is_paused:
-                    engine.note_answer()
+                    raise ServerLost(f"wrote with weights {answer.version}, not {engine.weight_version}")
+                turn.append(answer, engine.weight_version)
+                if answer.ids or turn.is_whole or engine.is_paused:
+                    engine.count_answer()
                     continue
                 fault = f"{server.client.url} ended it before it wrote anything"
             except ServerLost as error:
@@ -266,32 +266,32 @@ class SGLangSession:
                 tries, fault = MAX_TRIES - 1, str(error)
             tries += 1
             if tries == MAX_TRIES:
-                engine.give_up(fault)
+                engine.count_given_up(fault)
                 break
             await asyncio.sleep(pause_s(tries))
         return turn.completion()
 
-    async def _place(self) -> Server:
-        """Return the session's server, another one where it is not up, once the engine is not paused."""
+    async def _assigned_server(self) -> Server:
+        """Return the session's server, or another one if it is not up. Wait while the engine is paused."""
         while True:
-            await self._engine.may_write()
+            await self._engine.wait_until_resumed()
             if self._server is None or not self._server.is_up:
-                self.leave()
+                self.release_server()
                 self._server = await self._engine.servers.pick()
                 self._server.num_sessions += 1
-            if not self._engine.is_paused:  # it may be by now
+            if not self._engine.is_paused:  # `pick` may have waited
                 return self._server
 
-    def leave(self) -> None:
-        """Give the place at the server up."""
+    def release_server(self) -> None:
+        """Stop counting as a session of the server."""
         if self._server is not None:
             self._server.num_sessions -= 1
             self._server = None
 
 
 @dataclass(eq=False)
-class _Turn:
-    """A turn that is being written, in parts where the engine was paused."""
+class _PendingTurn:
+    """A turn while it is written, with one request or, after pauses, several."""
 
     request: GenerateRequest
     ids: list[int] = field(default_factory=list)
@@ -305,15 +305,15 @@ class _Turn:
     def is_whole(self) -> bool:
         return self.finish != "abort" or len(self.ids) >= self.request.max_new_tokens
 
-    def add(self, part: Answer, version: int) -> None:
-        """Append what was written by these weights."""
-        if part.prompt_length is not None and not self.num_misread:
-            self.num_misread = part.prompt_length - len(self.request.ids) - len(self.ids)
-        self.num_cached = self.num_cached if self.ids else part.num_cached
-        self.ids += part.ids
-        self.logprobs += part.logprobs
-        self.finish = part.finish
-        add_run(self.versions, version, len(part.ids))
+    def append(self, answer: GenerateAnswer, version: int) -> None:
+        """Append the tokens that weights `version` wrote."""
+        if answer.prompt_length is not None and not self.num_misread:
+            self.num_misread = answer.prompt_length - len(self.request.ids) - len(self.ids)
+        self.num_cached = self.num_cached if self.ids else answer.num_cached
+        self.ids += answer.ids
+        self.logprobs += answer.logprobs
+        self.finish = answer.finish
+        add_run(self.versions, version, len(answer.ids))
 
     def completion(self) -> Completion:
         return Completion(
@@ -326,45 +326,6 @@ class _Turn:
         )
 
 
-class Answer:
-    """What `/generate` gave, read: ids and log-probs of the tokens written, why it ended, counts, weights."""
-
-    def __init__(self, answer: dict[str, Any]) -> None:
-        meta = answer["meta_info"]
-        pairs = meta.get("output_token_logprobs") or []
-        self.ids = [int(token) for _, token, *_ in pairs]
-        self.logprobs = [math.nan if logprob is None else float(logprob) for logprob, *_ in pairs]  # NaN is no JSON
-        self.finish = meta["finish_reason"]["type"]
-        # A request that is ended in the server's queue has read nothing, and comes back without a count.
-        counted = self.finish != "abort" or "prompt_tokens" in meta
-        self.prompt_length = int(meta["prompt_tokens"]) if counted else None
-        self.num_cached = int(meta.get("cached_tokens") or 0)
-        self.version = str(meta["weight_version"])
-        if self.finish not in ("stop", "length", "abort"):
-            raise ValueError(f"finish {self.finish!r}")
-        if self.ids != answer["output_ids"]:
-            raise ValueError(f"log-probs are of {self.ids}, the answer is {answer['output_ids']}")
-
-
-def read_answer(answer: Any) -> Answer:
-    """Return what `/generate` gave; raises `ServerLost` where that is not an answer."""
-    try:
-        return Answer(answer)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ServerLost(f"no answer: {type(error).__name__} {error} in {answer!r:.500}") from error
-
-
-def input_logprobs(answer: Any, num_ids: int) -> NDArray[np.float32]:
-    """Return the log-prob of each id of a scored stream but the first; raises `ServerLost` where they are not there."""
-    try:
-        row = [entry[0] for entry in answer["meta_info"]["input_token_logprobs"]]
-        if len(row) != num_ids:
-            raise ValueError(f"{len(row)} log-probs for {num_ids} ids")
-        return np.asarray(row[1:], dtype=np.float32)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ServerLost(f"no scores: {type(error).__name__} {error} in {answer!r:.500}") from error
-
-
 def pause_s(tries: int) -> float:
-    """Return how long to wait before another try: 0.1 s, then twice that each time, 10 s at most."""
+    """Return the seconds to wait before another try: 0.1, then twice as long each time, at most 10."""
     return min(0.05 * 2**tries, 10.0)

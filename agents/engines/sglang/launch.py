@@ -1,6 +1,6 @@
-"""Run a command that ends when its parent does: `python -m agents.engines.sglang.launch COMMAND ...`.
+"""Runs a command that ends when its parent ends: `python -m agents.engines.sglang.launch COMMAND ...`.
 
-A trainer that is killed must not leave servers behind that hold the GPU. Linux alone can promise that; elsewhere the
+A trainer that is killed must not leave servers behind that hold the GPU. Only Linux can guarantee that; elsewhere the
 command simply runs.
 """
 
@@ -15,11 +15,11 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Ask for a signal at the parent's death, then become the command."""
+    """Request a signal for the parent's death, then become the command."""
     parent = os.getppid()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # it died before the signal was asked for
+        if os.getppid() != parent:  # it died before the request
             sys.exit(1)
     os.execvp(sys.argv[1], sys.argv[1:])
 

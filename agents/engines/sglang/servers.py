@@ -1,7 +1,8 @@
-"""Keeps SGLang servers running: settings in, clients of servers that answer out.
+"""Starts SGLang servers, or finds running ones, and replaces those that fail.
 
-A local server is a process of its own group with a log file. One that dies is started again with the current weights;
-an external one is asked until it is back, and gets them too. Until then its episodes go on at the others.
+A local server is a process in its own process group with a log file. One that dies is restarted with the current
+weights. An external server is polled until it is back, and gets the weights too. Meanwhile its episodes continue on the
+other servers.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ STOP_S = 10.0
 
 @dataclass(frozen=True)
 class SGLangSettings:
-    """Where servers are, or how they are started.
+    """Where servers are, or how to start them.
 
-    With `urls` the servers there are used and never stopped; else `num_servers` of `model_path` are started, server k
-    on GPU `first_gpu + k * tensor_parallel`. `command` starts a server; its arguments are SGLang's.
+    With `urls` the servers there are used and never stopped. Else `num_servers` servers of `model_path` are started,
+    server k on GPU `first_gpu + k * tensor_parallel`. `command` starts a server and takes SGLang's arguments.
     """
 
     model_path: str = ""
@@ -54,7 +55,7 @@ class SGLangSettings:
     def launch_command(self, number: int, port: int, gpus_seen: int) -> list[str]:
         """Return the command of the `number`-th local server."""
         gpu = self.first_gpu + number * self.tensor_parallel
-        if gpus_seen:  # more servers than places share those from the first on
+        if gpus_seen:  # servers beyond the last GPU share the GPUs, from the first on
             gpu %= gpus_seen
             gpu = gpu if gpu + self.tensor_parallel <= gpus_seen else 0
         own = {
@@ -69,13 +70,13 @@ class SGLangSettings:
             "--log-level": "warning",
         }
         words = [word for name, value in own.items() if name not in self.arguments for word in (name, value)]
-        words += ["--enable-fp32-lm-head"] if self.dtype != "float32" else []  # as `agents.model.float32_logits`
+        words += ["--enable-fp32-lm-head"] if self.dtype != "float32" else []  # as `agents.model.policy.float32_logits`
         return [sys.executable, "-m", "agents.engines.sglang.launch", *self.command, *words, *self.arguments]
 
 
 @dataclass(eq=False)
 class Server:
-    """One server: its client, its process where we started it, and whether it may be given work."""
+    """One server: its client, its process if we started it, and whether it may get work."""
 
     client: SGLangClient
     number: int
@@ -84,38 +85,38 @@ class Server:
     is_up: bool = False
     num_sessions: int = 0
     num_restarts: int = 0
-    mending: asyncio.Task[None] | None = field(default=None, repr=False)
+    recovery: asyncio.Task[None] | None = field(default=None, repr=False)
 
 
-class Servers:
-    """All servers of a run.
+class ServerPool:
+    """All servers of a run. Calls `on_return(client)` before a server that was lost gets work again.
 
     Example::
 
-        servers = Servers(SGLangSettings(urls=("http://gpu1:30000",)), on_return=load_current_weights)
+        servers = ServerPool(SGLangSettings(urls=("http://gpu1:30000",)), on_return=load_current_weights)
         await servers.start()
         server = await servers.pick()          # the one with the fewest sessions; waits while none is up
-        servers.report_lost(server)            # it gave no answer: it is asked, restarted if need be, and comes back
+        servers.report_lost(server, "status 500")   # polls it, restarts it if needed, and takes it back
         await servers.close()
     """
 
     def __init__(self, settings: SGLangSettings, on_return: Callable[[SGLangClient], Awaitable[None]]) -> None:
         self.settings, self._on_return = settings, on_return
         self.all: list[Server] = []
-        self.events: list[str] = []  # what happened to servers, in order, for people
+        self.events: list[str] = []  # messages about servers, in order
         self._http: aiohttp.ClientSession | None = None
         self._changed: asyncio.Condition = asyncio.Condition()
 
     @property
     def up(self) -> list[Server]:
-        """The servers that may be given work."""
+        """The servers that may get work."""
         return [server for server in self.all if server.is_up]
 
     async def start(self) -> None:
         """Start or find every server, and wait until all answer.
 
         Raises:
-            UserError: one does not; names its log.
+            UserError: one does not answer; names its log.
         """
         self._changed = asyncio.Condition()
         self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3))
@@ -126,7 +127,7 @@ class Servers:
         for server in self.all:
             if not settings.urls:
                 self._launch(server)
-        results = await asyncio.gather(*(self._until_up(server) for server in self.all), return_exceptions=True)
+        results = await asyncio.gather(*(self._wait_until_up(server) for server in self.all), return_exceptions=True)
         for server, result in zip(self.all, results, strict=True):
             if isinstance(result, BaseException):
                 await self.close()
@@ -134,13 +135,13 @@ class Servers:
             server.is_up = True
 
     async def pick(self) -> Server:
-        """Return the server that is up with the fewest sessions; wait for one where none is.
+        """Return the server with the fewest sessions among those that are up; wait while none is.
 
         Raises:
             EngineDown: every server has been given up.
         """
         while not self.up:
-            if all(server.mending is None for server in self.all):
+            if all(server.recovery is None for server in self.all):
                 raise EngineDown(f"no SGLang server is left: {'; '.join(self.events[-6:])}")
             async with self._changed:
                 if not self.up:
@@ -148,22 +149,22 @@ class Servers:
         return min(self.up, key=lambda server: (server.num_sessions, server.number))
 
     def report_lost(self, server: Server, reason: str) -> None:
-        """Take a server that gave no answer out of service, where that has not happened yet, and begin to mend it."""
+        """Take a server that gave no answer out of service and start to recover it, unless that has happened before."""
         if server.is_up:
             server.is_up = False
             self.events.append(f"server {server.number} lost: {reason}")
-            server.mending = asyncio.create_task(self._mend(server))
+            server.recovery = asyncio.create_task(self._recover(server))
 
     async def close(self) -> None:
-        """Stop the servers that we started; who waits for one gets `EngineDown`."""
+        """Stop the servers that we started; a `pick` that waits raises `EngineDown`."""
         servers, self.all = self.all, []
         for server in servers:
             server.is_up = False
-        mending = [server.mending for server in servers if server.mending]
-        for task in mending:
+        recoveries = [server.recovery for server in servers if server.recovery]
+        for task in recoveries:
             task.cancel()
         stopping = [asyncio.to_thread(_stop, server.process) for server in servers if server.process]
-        await asyncio.gather(*mending, *stopping, return_exceptions=True)
+        await asyncio.gather(*recoveries, *stopping, return_exceptions=True)
         if self._http:
             await self._http.close()
             self._http = None
@@ -180,8 +181,8 @@ class Servers:
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
             )
 
-    async def _until_up(self, server: Server) -> None:
-        """Wait until a server answers; raise where its process ends or the time is up."""
+    async def _wait_until_up(self, server: Server) -> None:
+        """Wait until a server answers; raise `UserError` where its process ends or the time is up."""
         deadline = time.monotonic() + self.settings.start_timeout_s
         while not await server.client.is_alive():
             if server.process and server.process.poll() is not None:
@@ -198,19 +199,20 @@ class Servers:
         fix = f"see {server.log_path}; its end: {tail}"
         return UserError("--engine sglang", "must start a server", reason, fix)
 
-    async def _mend(self, server: Server) -> None:
-        """Bring a lost server back: at once where it answers after all, else restarted, with the current weights.
+    async def _recover(self, server: Server) -> None:
+        """Take a lost server back into service with the current weights, restarted unless it answers after all.
 
-        One that is lost again meanwhile is restarted again, an external one asked again, `max_restarts` times at most.
+        A server that is lost again meanwhile is restarted again (an external one polled again), up to `max_restarts`
+        times.
         """
         tries = 0
         try:
             while not server.is_up:
                 try:
-                    await self._bring_back(server, restart=tries > 0)
+                    await self._bring_up(server, restart=tries > 0)
                     server.is_up = True
                     self.events.append(f"server {server.number} is back")
-                except Exception as error:  # the others go on; `pick` says so when none is left
+                except Exception as error:  # the others continue; `pick` raises when none is left
                     tries += 1
                     is_external = server.process is None
                     num_used = tries if is_external else server.num_restarts
@@ -221,30 +223,30 @@ class Servers:
                     self.events.append(f"server {server.number} lost again: {error}")
                     await asyncio.sleep(POLL_S)
         finally:
-            server.mending = None
+            server.recovery = None
             async with self._changed:
                 self._changed.notify_all()
 
-    async def _bring_back(self, server: Server, restart: bool) -> None:
+    async def _bring_up(self, server: Server, restart: bool) -> None:
         has_ended = server.process is not None and server.process.poll() is not None
         if restart or has_ended or not await server.client.is_alive():
-            server.client.hang_up()
+            server.client.time_out_calls()
             if server.process is not None:
                 if server.num_restarts >= self.settings.max_restarts:
                     raise RuntimeError(f"restarted {server.num_restarts} times already; see {server.log_path}")
                 server.num_restarts += 1
                 await asyncio.to_thread(_stop, server.process)
                 self._launch(server)
-            await self._until_up(server)
+            await self._wait_until_up(server)
         await self._on_return(server.client)
 
 
 class EngineDown(Exception):
-    """No server is left that could write on."""
+    """No server is left that can write."""
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End a server with everything that it started."""
+    """End a server and every process that it started."""
     for signal_number, wait_s in ((signal.SIGTERM, STOP_S), (signal.SIGKILL, STOP_S)):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal_number)
@@ -255,9 +257,9 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that nobody listens on now, some way apart, for SGLang takes a few more that it counts from its own.
+    """Return free ports at least 100 apart, because SGLang also uses a few more that it counts up from its own.
 
-    It adds up to 10,000, so they must lie low.
+    It adds up to 10,000, so the ports must be low.
     """
     ports: list[int] = []
     for port in random.sample(range(20_000, 50_000, 100), 300):

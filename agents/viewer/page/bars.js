@@ -1,6 +1,6 @@
-/* Counts as bars: each is a link to the episodes that it counts. */
+/* Bar charts of counts; each bar is a link to the episodes that it counts. */
 
-/* Lying bars of [{name, count, href, tone}]. */
+/* Horizontal bars of [{name, count, href, tone}]. */
 function barList(label, rows) {
   const largest = Math.max(1, ...rows.map((row) => row.count));
   const list = make("ul.bars", { "aria-label": label });
@@ -10,12 +10,11 @@ function barList(label, rows) {
     list.append(
       make(
         "li",
-        null,
         make(
           "a",
           { href: row.href },
-          make("span.bar-name", { text: words(row.name) }),
-          make("span.bar-track", null, bar),
+          make("span.bar-name", { text: spaced(row.name) }),
+          make("span.bar-track", bar),
           make("span.bar-count", { text: count(row.count) }),
         ),
       ),
@@ -24,7 +23,7 @@ function barList(label, rows) {
   return list;
 }
 
-/* Standing bars of the values of a column: one each where these are few, else twenty ranges of equal width. */
+/* Vertical bars of the values of a column: one for each of at most twelve values, else twenty ranges of equal width. */
 function histogram(label, values, hrefOf) {
   const numbers = values.filter(isNumber);
   const bins = binsOf(numbers);
@@ -38,13 +37,10 @@ function histogram(label, values, hrefOf) {
       "a",
       { href: hrefOf(bin), "aria-label": `${name}: ${plural(bin.count, "episode")}` },
       make("span.column-count", { text: bins.length <= 12 || bin.count === largest ? count(bin.count) : "" }),
-      make("span.column-track", null, bar),
+      make("span.column-track", bar),
       make("span.column-name", { text: bins.length <= 12 || bin.isEdge ? figure(bin.low) : "" }),
     );
-    each.addEventListener("pointermove", (event) =>
-      showTip(event, [name, ["episodes", count(bin.count)], ["share", percent(bin.count / numbers.length)]]),
-    );
-    each.addEventListener("pointerleave", hideTip);
+    tipOn(each, () => [name, ["episodes", count(bin.count)], ["share", percent(bin.count / numbers.length)]]);
     box.append(each);
   }
   if (!bins.length) box.append(make("p.none", { text: "no values" }));
@@ -69,7 +65,7 @@ function binsOf(numbers) {
   return bins;
 }
 
-/* What a reason to end says: the environment's word, a limit, or a fault. */
+/* The colour of an end reason: the environment ended the task, a limit ended it, or a fault. */
 function endTone(reason) {
   if (reason === "completed") return "good";
   return ["max_turns", "token_budget", "context_full"].includes(reason) ? "limit" : "fault";

@@ -1,11 +1,11 @@
-/* Episodes side by side: a column each, what a column has in common with the reference dimmed. */
+/* Episodes side by side, one per column; a beginning that is the same as in the reference is dimmed. */
 
 const MOST_SAME = 600;
 const MOST_TOKENS = 3000;
 
-/* items: [{run, place, name}], null for a gap; `look` is {color, reference, isPaired}: no colour is text; what is the
-   same is so in the reference, or else in the first of a pair where columns are paired, or else in one further left.
-   Returns a node that fills itself; `changed` gets what somebody picks. */
+/* items: [{run, place, name}], null for a gap. `look` is {color, reference, isPaired}; no colour means texts.
+   Each column is compared with the reference, else with the first of its pair, else with all columns to its left.
+   Returns a node that fills itself; calls `changed` when a reference is chosen. */
 function besideView(items, look, changed) {
   const box = make(`.beside${look.isPaired && items.length > 2 ? ".is-paired" : ""}`, {
     role: "group",
@@ -46,12 +46,10 @@ function besideColumn(column, others, color, isReference, onPick) {
   });
   const head = make(
     "header",
-    null,
     column.above &&
-      make(`.beside-run`, null, make(`span.series-${run.number}`, { text: visible(column.above), dir: "auto" })),
+      make(`.beside-run`, make(`span.series-${run.number}`, { text: visible(column.above), dir: "auto" })),
     make(
       ".beside-title",
-      null,
       make(
         "a",
         { href: episodeLink(run.number, episode.id, { color }), title: visible(episode.id) },
@@ -61,7 +59,6 @@ function besideColumn(column, others, color, isReference, onPick) {
     ),
     make(
       ".beside-figures",
-      null,
       make("span.reward-chip", {
         text: reward(columns.reward[place]),
         data: { tone: rewardTone(columns.reward[place]) },
@@ -70,7 +67,7 @@ function besideColumn(column, others, color, isReference, onPick) {
       isNumber(columns.advantage[place]) &&
         make("span", { text: signed(columns.advantage[place]), title: "advantage" }),
       make("span", { text: plural(columns.num_model_tokens[place], "token") }),
-      make("span", { text: words(columns.end_reason[place]), data: { tone: endTone(columns.end_reason[place]) } }),
+      make("span", { text: spaced(columns.end_reason[place]), data: { tone: endTone(columns.end_reason[place]) } }),
     ),
   );
   const body = color ? besideTokens(column, others, color) : besideTexts(column, others);
@@ -79,26 +76,24 @@ function besideColumn(column, others, color, isReference, onPick) {
     { "aria-label": visible(name) },
     head,
     body,
-    episode.error && make(".message.error", null, textBlock(String(episode.error), "pre")),
+    episode.error && make(".message.error", textBlock(String(episode.error), "pre")),
   );
 }
 
-/* Turn by turn; as long as all before is the same as in another column, the beginning that is the same is dimmed. */
+/* Draws turn by turn; the beginning that is the same as in another column is dimmed. */
 function besideTexts({ run, episode }, others) {
   let same = others.map((other) => other.episode);
   return make(
     ".beside-body",
-    null,
     (episode.turns || []).map((turn, k) => {
       same = same.filter((other) => (other.turns || [])[k]);
       const shared = Math.max(0, ...same.map((other) => commonPrefix(turn.text, other.turns[k].text)));
       same = same.filter((other) => turn.text === other.turns[k].text && sameObservations(turn, other.turns[k]));
       const said = (turn.observations || []).map((message) =>
-        make(`.beside-said${same.length ? ".is-same" : ""}`, null, contentParts(run, message.content)),
+        make(`.beside-said${same.length ? ".is-same" : ""}`, contentParts(run, message.content)),
       );
       return make(
         ".beside-turn",
-        null,
         make("a.beside-label", { href: episodeLink(run.number, episode.id, { turn: k + 1 }), text: `turn ${k + 1}` }),
         dimmedText(turn.text, shared),
         said,
@@ -130,7 +125,7 @@ function commonPrefix(a, b) {
   return k > 0 && /[\ud800-\udbff]/.test(a[k - 1]) ? k - 1 : k;
 }
 
-/* What follows the prompt, token by token; the first one that differs from all other columns is marked. */
+/* Draws the tokens after the prompt, and marks the first one that differs from all other columns. */
 function besideTokens({ stream, episode }, others, color) {
   const start = episode.prompt_length || 0;
   const shared = Math.max(0, ...others.map((other) => sharedTokens(stream, start, other)));
@@ -147,18 +142,15 @@ function besideTokens({ stream, episode }, others, color) {
     flow.append(span);
     if (stream.texts[t].includes("\n")) flow.append(make("br"));
   }
-  flow.addEventListener("pointermove", (event) => {
+  tipOn(flow, (event) => {
     const found = event.target.closest("[data-t]");
-    if (found) showTip(event, tokenLines(stream, Number(found.dataset.t)));
-    else hideTip();
+    return found && tokenLines(stream, Number(found.dataset.t));
   });
-  flow.addEventListener("pointerleave", hideTip);
   return make(
     ".beside-body",
-    null,
     flow,
     last < stream.length &&
-      make("p.hint", { text: `${count(stream.length - last)} more tokens stand on the episode's own page` }),
+      make("p.hint", { text: `${count(stream.length - last)} more tokens are on the episode's own page` }),
   );
 }
 
@@ -169,13 +161,12 @@ function sharedTokens(stream, start, other) {
   return shared;
 }
 
-/* Buttons that choose how columns are drawn; `changed` gets what is new. */
+/* Buttons that choose how columns are drawn; calls `changed` with the new choice. */
 function besideTools(look, changed) {
-  const left = look.isPaired ? "the first run's" : "a sample further left";
+  const left = look.isPaired ? "the first run's sample" : "a sample further left";
   const other = look.reference === null ? left : "the reference";
   return make(
     ".episode-tools",
-    null,
     choice(
       "drawn as",
       [
@@ -187,6 +178,6 @@ function besideTools(look, changed) {
       look.color || "text",
       (picked) => changed(picked === "text" ? { color: "" } : { color: picked }),
     ),
-    make("p.hint", { text: `dimmed: what begins as in ${other}` }),
+    make("p.hint", { text: `dimmed: the same beginning as in ${other}` }),
   );
 }

@@ -1,4 +1,4 @@
-/* Two runs compared: curves over one another, problem by problem, and the matching episodes side by side. */
+/* Compares two runs: their curves in one chart, their rewards problem by problem, matching episodes side by side. */
 
 function showCompare(root, route) {
   if (app.runs.length < 2)
@@ -6,7 +6,7 @@ function showCompare(root, route) {
   return route.parts.length > 1 ? showPair(root, route) : showRuns(root, route);
 }
 
-/* What both runs or one of them played: [{phase, way, sample_id, places: [[...], [...]], rewards: [a, b], change}]. */
+/* The problems of both runs: [{key, phase, way, sample_id, places: [[...], [...]], first, second, change}]. */
 function problemsOf(runs) {
   const found = new Map();
   runs.forEach((run, k) => {
@@ -40,16 +40,16 @@ function problemsOf(runs) {
 function showRuns(root, { query }) {
   const state = { query: { ...query }, problems: [], table: null };
   const box = make(".table-box");
-  const told = make("p.shown", { role: "status" });
+  const status = make("p.shown", { role: "status" });
   const change = (part) => {
     Object.assign(state.query, part);
-    stay(link(["compare"], state.query));
+    setAddress(link(["compare"], state.query));
     drawTable();
   };
   const drawTable = () => {
     state.problems = problemsOf(app.runs);
     const kept = keptProblems(state.problems, state.query);
-    told.textContent = `${count(kept.length)} of ${plural(state.problems.length, "problem")}`;
+    status.textContent = `${count(kept.length)} of ${plural(state.problems.length, "problem")}`;
     state.table = makeTable(problemColumns(state.problems), {
       label: "problems",
       order: state.query.sort || "",
@@ -60,9 +60,9 @@ function showRuns(root, { query }) {
   };
   const title = make("h2", { text: "Problem by problem" });
   add(root, [
-    make("section.head", null, compareHead()),
+    make("section.head", compareHead()),
     compareCurves(state.query),
-    make("section", null, make(".section-head", null, title, problemFilters(state.query, change), told), box),
+    make("section", make(".section-head", title, problemFilters(state.query, change), status), box),
   ]);
   drawTable();
   const open = () => state.table.at >= 0 && goTo(pairLink(state.problems[state.table.places[state.table.at]]));
@@ -85,7 +85,6 @@ function problemFilters(query, change) {
   const options = [["", "phase: all"], ...phases.map((phase) => [phase, visible(phase)])];
   return make(
     ".filters",
-    null,
     select("phase", options, query.phase || "", (phase) => change({ phase })),
     choice("which", kinds, query.which || "", (which) => change({ which })),
   );
@@ -101,8 +100,8 @@ function compareCurves(query) {
   const chooser = curveChooser(names, shown, (curves) =>
     goTo(link(["compare"], { ...query, curves: curves.join(",") })),
   );
-  const head = make(".section-head", null, make("h2", { text: "Curves" }), chooser);
-  return make("section", null, head, make(".charts", null, charts));
+  const head = make(".section-head", make("h2", { text: "Curves" }), chooser);
+  return make("section", head, make(".charts", charts));
 }
 
 function keptProblems(problems, { phase, which, sort }) {
@@ -120,7 +119,7 @@ function keptProblems(problems, { phase, which, sort }) {
 function compareHead() {
   const [a, b] = app.runs;
   const names = [a, b].map((run) =>
-    make(`span.series-${run.number}.run-name`, null, make("bdi", { text: visible(run.name) })),
+    make(`span.series-${run.number}.run-name`, make("bdi", { text: visible(run.name) })),
   );
   const rows = [
     [
@@ -136,14 +135,13 @@ function compareHead() {
   const figures = rows.map(([name, say]) =>
     make(
       ".key-figure",
-      null,
       make("dt", { text: visible(name) }),
       app.runs.map((run) => make(`dd.series-${run.number}`, { text: say(run) })),
     ),
   );
   return [
     make("h1", { tabindex: "-1" }, names[0], make("span.versus", { text: " and " }), names[1]),
-    make("dl.key-figures", null, figures),
+    make("dl.key-figures", figures),
   ];
 }
 

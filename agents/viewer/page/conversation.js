@@ -1,16 +1,15 @@
-/* An episode as a conversation: the problem, and turn by turn what the model wrote, called and was told. */
+/* An episode as a conversation: the problem, then for each turn the model's text, its tool calls and their answers. */
 
 function conversation(run, episode, turnHref) {
   const problem = (episode.messages || []).slice(0, episode.num_prompt_messages);
   const box = make(
     ".conversation",
-    null,
     problem.map((message) => messageBox(run, message)),
   );
   (episode.turns || []).forEach((turn, k) => box.append(turnBox(run, turn, k + 1, turnHref(k + 1))));
   if (episode.error)
     box.append(
-      make("section.message.error", null, make(".role", { text: "error" }), textBlock(String(episode.error), "pre")),
+      make("section.message.error", make(".role", { text: "error" }), textBlock(String(episode.error), "pre")),
     );
   return box;
 }
@@ -19,15 +18,9 @@ function turnBox(run, turn, number, href) {
   const info = turn.info || {},
     calls = Array.isArray(info.tool_calls) ? info.tool_calls : [];
   const rest = Object.entries(info).filter(([name]) => name !== "tool_calls");
-  const head = make(
-    ".turn-head",
-    null,
-    make("a", { href, text: `Turn ${number}` }),
-    make(".turn-facts", null, turnFacts(turn)),
-  );
+  const head = make(".turn-head", make("a", { href, text: `Turn ${number}` }), make(".turn-facts", turnFacts(turn)));
   const written = make(
     ".message.model",
-    null,
     make(".role", { text: "model" }),
     turn.text ? textBlock(turn.text) : make("p.none", { text: "no text" }),
   );
@@ -61,23 +54,21 @@ function turnFacts(turn) {
   return [facts.filter(Boolean).map((text) => make("span", { text })), marks];
 }
 
-/* A call as it was read, and what came of it. */
+/* A tool call as the environment parsed it, with its outcome. */
 function callBox(call) {
   const outcome = call && typeof call === "object" ? call.outcome : undefined;
   const name = call && call.name !== undefined && call.name !== null ? asText(call.name) : "call";
-  const box = make(".call", null, make("span.call-name", { dir: "auto", text: visible(name.slice(0, 200)) }));
+  const box = make(".call", make("span.call-name", { dir: "auto", text: visible(name.slice(0, 200)) }));
   const given = call && call.arguments;
   if (given && typeof given === "object" && !Array.isArray(given))
     box.append(
       make(
         "dl",
-        null,
         Object.entries(given).map(([key, value]) =>
           make(
             "div",
-            null,
             make("dt", { dir: "auto", text: visible(key.slice(0, 200)) }),
-            make("dd", null, textBlock(asText(value), "span")),
+            make("dd", textBlock(asText(value), "span")),
           ),
         ),
       ),
@@ -85,7 +76,7 @@ function callBox(call) {
   else if (given !== undefined && given !== null) box.append(textBlock(asText(given), "span"));
   if (outcome !== undefined)
     box.append(
-      make(`span.badge.tone-${outcome === "ok" ? "good" : "fault"}`, { text: words(asText(outcome).slice(0, 300)) }),
+      make(`span.badge.tone-${outcome === "ok" ? "good" : "fault"}`, { text: spaced(asText(outcome).slice(0, 300)) }),
     );
   return box;
 }
@@ -93,11 +84,9 @@ function callBox(call) {
 function infoLine(rest) {
   return make(
     ".info",
-    null,
     rest.map(([name, value]) =>
       make(
         "span",
-        null,
         make("span.name", { dir: "auto", text: visible(name.slice(0, 200)) }),
         textBlock(asText(value), "span"),
       ),
@@ -112,7 +101,6 @@ function messageBox(run, message) {
   const name = message.name ? ` · ${visible(asText(message.name).slice(0, 80))}` : "";
   return make(
     `.message.${known}`,
-    null,
     make(".role", { text: role + name, dir: "auto" }),
     contentParts(run, message.content),
   );

@@ -1,22 +1,21 @@
-/* Line charts over training steps, drawn as SVG. Charts of one set share the step that is pointed at. */
+/* Line charts over training steps, drawn as SVG. Charts of one set mark the same step under the pointer. */
 
 const CHART = { height: 128, left: 44, right: 10, top: 8, bottom: 20 };
 const MANY_POINTS = 24;
 
-/* A chart of {title, series: [{run, points: [[step, value], ...]}]}; `set` holds the charts that move together. */
+/* A chart of {title, series: [{run, points: [[step, value], ...]}]}; `set` are the charts that share a marked step. */
 function lineChart(title, series, set, onStep) {
   const drawn = series.filter((each) => each.points.length);
   const plot = makeSvg("svg.plot", { role: "img", "aria-label": describeSeries(title, drawn) });
   const values = make(
     ".chart-value",
-    null,
     drawn.map((each) => make(`span.series-${each.run}`, { text: figure(each.points.at(-1)[1]) })),
   );
   const chart = { title, series: drawn, plot, scale: null, cursor: null };
   const box = make(
     "figure.chart",
     { data: { metric: title } },
-    make("figcaption", null, make("span", { text: title }), values),
+    make("figcaption", make("span", { text: title }), values),
     plot,
   );
   new ResizeObserver(() => draw(chart)).observe(plot);
@@ -56,7 +55,7 @@ function draw(chart) {
   chart.cursor = chart.plot.appendChild(makeSvg("g.cursor", { visibility: "hidden" }));
 }
 
-/* Values that span more than a factor of thirty stand on a logarithmic axis. */
+/* Values that span more than a factor of thirty get a logarithmic axis. */
 function scaleOf(points, [x0, x1], [y0, y1]) {
   const steps = points.map(([step]) => step),
     values = points.map(([, value]) => value);
@@ -125,7 +124,7 @@ function drawSeries({ scale, plot }, run, points) {
       plot.append(makeSvg(`circle.dot.series-${run}`, { cx: scale.x(step), cy: scale.y(value), r: 2.25 }));
 }
 
-/* The mean of the points around each, a twentieth of them on either side. */
+/* A moving mean; its window is a twentieth of all points to either side. */
 function smoothed(points) {
   const half = Math.max(1, Math.round(points.length / 20));
   return points.map(([step], i) => {
@@ -168,12 +167,12 @@ function mark({ scale, cursor, series }, step) {
   }
 }
 
-/* Steps and values of a metric, rows without a number left out. */
+/* [[step, value], ...] of a metric, without rows that have no number. */
 function metricPoints(run, name) {
   return run.metrics.filter((row) => isNumber(row.step) && isNumber(row[name])).map((row) => [row.step, row[name]]);
 }
 
-/* Names of all metrics that hold numbers, those of most interest first. */
+/* Names of all metrics that hold numbers, sorted. */
 function metricNames(runs) {
   const names = new Set();
   for (const run of runs)

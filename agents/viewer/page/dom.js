@@ -1,24 +1,24 @@
-/* Makes elements. Text only ever enters the page through text nodes, links only as fragments of this page. */
+/* Makes elements. Text enters the page only as text nodes, and links only as fragments of this page. */
 
 "use strict";
 
 const SVG = "http://www.w3.org/2000/svg";
 
-/* make("a.quiet", {href: "#/", text: "Overview"}, child, ...): children are nodes or texts. */
-function make(selector, props, ...children) {
+/* make("a.quiet", {href: "#/", text: "Overview"}, child, ...): properties are optional, children are nodes or texts. */
+function make(selector, ...rest) {
   const [tag, ...classes] = selector.split(".");
-  const node = document.createElement(tag || "div");
-  return furnish(node, classes, props, children);
+  return fillElement(document.createElement(tag || "div"), classes, rest);
 }
 
-function makeSvg(selector, props, ...children) {
+function makeSvg(selector, ...rest) {
   const [tag, ...classes] = selector.split(".");
-  return furnish(document.createElementNS(SVG, tag), classes, props, children);
+  return fillElement(document.createElementNS(SVG, tag), classes, rest);
 }
 
-function furnish(node, classes, props, children) {
+function fillElement(node, classes, rest) {
+  const [props, ...children] = isProps(rest[0]) ? rest : [{}, ...rest];
   if (classes.length) node.setAttribute("class", classes.join(" "));
-  for (const [name, value] of Object.entries(props || {})) {
+  for (const [name, value] of Object.entries(props)) {
     if (value === null || value === undefined || value === false) continue;
     if (name === "text") node.textContent = value;
     else if (name === "on")
@@ -27,8 +27,11 @@ function furnish(node, classes, props, children) {
     else if (name === "href" && !String(value).startsWith("#")) throw new Error("a link must stay on the page");
     else node.setAttribute(name, value === true ? "" : value);
   }
-  add(node, children);
-  return node;
+  return add(node, children);
+}
+
+function isProps(value) {
+  return Boolean(value) && Object.getPrototypeOf(value) === Object.prototype;
 }
 
 function add(node, children) {
@@ -52,7 +55,7 @@ function button(text, onClick, props) {
   return make("button", { type: "button", text, ...props, on: { click: onClick } });
 }
 
-/* One of several buttons that is pressed; onPick gets its value. */
+/* A group of buttons of which one is pressed; calls onPick with its value. */
 function choice(label, options, chosen, onPick) {
   const box = make(".choice", { role: "group", "aria-label": label });
   for (const [value, text, hint] of options) {
@@ -84,8 +87,8 @@ function select(label, options, chosen, onPick) {
   return box;
 }
 
-/* Calls the function once the calls have stopped for so many milliseconds. */
-function later(wait, action) {
+/* Returns a function that runs `action` once, `wait` milliseconds after its last call. */
+function debounce(wait, action) {
   let timer = 0;
   return (...args) => {
     clearTimeout(timer);
@@ -93,18 +96,22 @@ function later(wait, action) {
   };
 }
 
-/* The tip follows the pointer; lines are [name, value] pairs or texts. */
+/* Shows a tip beside the pointer over a node; linesAt(event) returns [name, value] pairs and texts, or nothing. */
+function tipOn(node, linesAt) {
+  node.addEventListener("pointermove", (event) => {
+    const lines = linesAt(event);
+    if (lines) showTip(event, lines);
+    else hideTip();
+  });
+  node.addEventListener("pointerleave", hideTip);
+}
+
 function showTip(event, lines) {
   const tip = clear(byId("tip"));
   for (const line of lines) {
     if (Array.isArray(line))
       tip.append(
-        make(
-          "div",
-          null,
-          make("span.tip-name", { text: line[0] }),
-          make("span.tip-value", { text: line[1], dir: "auto" }),
-        ),
+        make("div", make("span.tip-name", { text: line[0] }), make("span.tip-value", { text: line[1], dir: "auto" })),
       );
     else tip.append(make(".tip-head", { text: line, dir: "auto" }));
   }

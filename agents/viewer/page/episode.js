@@ -1,4 +1,4 @@
-/* One episode: what it was, its conversation or its tokens, and the way to its neighbours. */
+/* One episode: its figures, its conversation or its tokens, and links to its neighbours. */
 
 const COLORS = { 1: "mask", 2: "probability", 3: "gap" };
 
@@ -29,13 +29,13 @@ function showEpisode(root, { parts, query }) {
     });
   state.change = (part) => {
     Object.assign(state.query, part);
-    stay(state.href({}));
+    setAddress(state.href({}));
   };
   state.tools = make(".episode-tools");
   add(root, [
     episodeHead(state),
     make(".strip-box"),
-    make(".episode", null, make(".episode-left", null, state.tools, state.box), state.side),
+    make(".episode", make(".episode-left", state.tools, state.box), state.side),
   ]);
   app.source
     .episode(run.number, place)
@@ -63,12 +63,12 @@ function missing(root, text) {
   add(root, [
     make("h1", { tabindex: "-1", text: "Nothing here" }),
     make("p.none", { text }),
-    make("p", null, make("a", { href: "#/episodes", text: "All episodes" })),
+    make("p", make("a", { href: "#/episodes", text: "All episodes" })),
   ]);
   return { title: "Nothing here" };
 }
 
-/* Neighbours are those of the table as it was last filtered and sorted. */
+/* The episodes before and after in the table, as it was last filtered and sorted. */
 function neighbours({ run, place }) {
   const list =
     app.list && app.list.run === run.number && app.list.places.includes(place)
@@ -100,13 +100,13 @@ function listHref(run) {
   return link(["episodes"], runQuery(run.number, list));
 }
 
-/* What counts most: [[name, value, tone]]. */
+/* The most important figures: [[name, value, tone]]. */
 function verdict(run, place) {
   const { columns } = run;
   return [
     ["reward", reward(columns.reward[place]), rewardTone(columns.reward[place])],
     ["advantage", signed(columns.advantage[place])],
-    ["end", words(columns.end_reason[place]), endTone(columns.end_reason[place])],
+    ["end", spaced(columns.end_reason[place]), endTone(columns.end_reason[place])],
     columns.fate[place] && ["fate", visible(columns.fate[place])],
     columns.label[place] && ["label", visible(columns.label[place])],
     ["turns", count(columns.num_turns[place])],
@@ -154,7 +154,7 @@ function drawTools(state) {
   add(clear(state.tools), [views, colors, color && legend(state)]);
 }
 
-/* Another colour of the same tokens is drawn without making them again. */
+/* Changes the colours; the tokens that are already drawn stay. */
 function setColor(state, color) {
   const isSameView = Boolean(color) === (state.view === "tokens");
   state.lastColor = color || state.query.color;
@@ -205,7 +205,7 @@ function sideFacts({ run, episode, stream }) {
       : ["trainer", episode.score ? "log-probs of other tokens" : "no log-probs"],
     isNumber(episode.began) && ["began", new Date(episode.began * 1000).toISOString().slice(0, 19).replace("T", " ")],
   ];
-  const box = make("section.side-facts", null, make("h2", { text: "Facts" }), factList(facts));
+  const box = make("section.side-facts", make("h2", { text: "Facts" }), factList(facts));
   const metadata = Object.entries(episode.metadata || {});
   if (metadata.length)
     box.append(
@@ -218,16 +218,15 @@ function sideFacts({ run, episode, stream }) {
 function factList(facts) {
   return make(
     "dl.fact-list",
-    null,
     facts
       .filter(Boolean)
       .map(([name, value]) =>
-        make("div", null, make("dt", { text: name, dir: "auto" }), make("dd", { text: value, dir: "auto" })),
+        make("div", make("dt", { text: name, dir: "auto" }), make("dd", { text: value, dir: "auto" })),
       ),
   );
 }
 
-/* mean(rho - 1 - log rho), log rho being trainer - rollout. */
+/* mean(rho - 1 - log rho) with log rho = trainer - rollout. */
 function k3(stream) {
   const values = [];
   for (let t = 0; t < stream.length; t += 1) {
@@ -237,7 +236,7 @@ function k3(stream) {
   return mean(values);
 }
 
-/* Outcome and score of an episode that is on screen may have become known. */
+/* Reads the episode again when its outcome or its score has been recorded. */
 function updateEpisode(state) {
   const { run, place } = state;
   if (!state.episode || (state.episode.outcome && state.episode.score)) return;

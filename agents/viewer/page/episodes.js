@@ -1,4 +1,4 @@
-/* The table of episodes with its filters, all of which stand in the address. */
+/* The table of episodes with its filters; the address holds all of them. */
 
 function showEpisodes(root, { query }) {
   const run = runOf(query);
@@ -6,16 +6,16 @@ function showEpisodes(root, { query }) {
   delete state.query.run;
   const parts = {
     bar: make(".filters", { role: "search", "aria-label": "filter episodes" }),
-    told: make("span", { role: "status" }),
+    status: make("span", { role: "status" }),
     shown: make(".shown"),
     box: make(".table-box"),
   };
   const heading = make("h1.sr-only", { tabindex: "-1", text: "Episodes" });
-  add(root, [heading, make(".filter-line", null, parts.bar, parts.shown), parts.box]);
+  add(root, [heading, make(".filter-line", parts.bar, parts.shown), parts.box]);
   const update = (isKept) => {
     state.places = chosenPlaces(run, state.query);
     const all = plural(run.size, "episode");
-    parts.told.textContent = state.places.length === run.size ? all : `${count(state.places.length)} of ${all}`;
+    parts.status.textContent = state.places.length === run.size ? all : `${count(state.places.length)} of ${all}`;
     setPlaces(state.table, state.places, isKept);
     app.list = {
       run: run.number,
@@ -32,19 +32,19 @@ function showEpisodes(root, { query }) {
       order: state.query.sort || "",
       onSort: (sort) => change({ sort }),
     });
-    clear(parts.box).append(state.table.node, make("p.none", { text: "No episode fits these filters." }));
+    clear(parts.box).append(state.table.node, make("p.none", { text: "No episode matches these filters." }));
   };
   const change = (part) => {
     Object.assign(state.query, part);
     for (const [name, value] of Object.entries(state.query))
       if (value === "" || value === null) delete state.query[name];
-    stay(link(["episodes"], runQuery(run.number, state.query)));
+    setAddress(link(["episodes"], runQuery(run.number, state.query)));
     filters.reset.classList.toggle("is-idle", !Object.keys(state.query).length);
     if ("sort" in part) build();
     update(false);
   };
   const filters = filterBar(parts.bar, run, state.query, change);
-  parts.shown.append(filters.reset, parts.told);
+  parts.shown.append(filters.reset, parts.status);
   build();
   update(false);
   restore(state.table, run, state.query);
@@ -72,7 +72,7 @@ function episodeRowKeys(run, state) {
   };
 }
 
-/* Who comes back finds the table as it was left. */
+/* Restores selection and scroll position of the table after a visit to another view. */
 function restore(table, run, query) {
   const { left } = app;
   if (!left || left.run !== run.number || JSON.stringify(left.query) !== JSON.stringify(query)) return;
@@ -91,7 +91,7 @@ function filterBar(bar, run, query, change) {
   });
   search.addEventListener(
     "input",
-    later(120, () => change({ q: search.value })),
+    debounce(120, () => change({ q: search.value })),
   );
   const menus = [
     menu(run, query, change, "phase", "phase"),
@@ -117,7 +117,7 @@ function filterBar(bar, run, query, change) {
   return { search, reset, recount: () => menus.forEach((each) => each.recount()) };
 }
 
-/* A choice among the values of a column, each with how many episodes have it. */
+/* A menu of the values of a column, each with its number of episodes. */
 function menu(run, query, change, word, label) {
   const node = select(label, [], "", (value) => change({ [word]: value === "any" ? "" : value.slice(1) }));
   const recount = () => {
@@ -151,7 +151,7 @@ function range(label, query, [low, high], change) {
     });
     input.addEventListener(
       "input",
-      later(120, () => change({ [name]: input.value })),
+      debounce(120, () => change({ [name]: input.value })),
     );
     return input;
   };
@@ -186,7 +186,7 @@ function episodeColumns(run) {
     figureColumn(columns, "max_gap", "max gap", figure, "largest |rollout - trainer| log-prob of a token, in nats"),
     figureColumn(columns, "total_s", "time", seconds, "wall time of the episode"),
     {
-      ...figureColumn(columns, "end_reason", "end", (value) => words(value || NONE)),
+      ...figureColumn(columns, "end_reason", "end", (value) => spaced(value || NONE)),
       kind: "end",
       toneOf: (place) => endTone(columns.end_reason[place]),
     },

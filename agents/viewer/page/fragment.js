@@ -1,4 +1,4 @@
-/* The fragment of the address is the state: #/episode/train-12-3?turn=2&color=gap. */
+/* The fragment of the address holds the view's state: #/episode/train-12-3?turn=2&color=gap. */
 
 function readFragment(hash) {
   const [path, query] = splitOnce(hash.replace(/^#\/?/, ""), "?");
@@ -29,13 +29,13 @@ function decoded(text) {
   }
 }
 
-/* encodeURIComponent raises on half a surrogate pair. */
+/* encodeURIComponent throws on a lone surrogate. */
 function encoded(text) {
-  const whole = String(text).replace(new RegExp(HALVES, "g"), "\ufffd");
+  const whole = String(text).replace(new RegExp(LONE_SURROGATES, "g"), "\ufffd");
   return encodeURIComponent(whole).replaceAll("%20", "+");
 }
 
-/* link(["episode", "train-12-3"], {turn: 2}); what is null or empty is left out. */
+/* link(["episode", "train-12-3"], {turn: 2}); null and empty values are left out. */
 function link(parts, query) {
   const pairs = Object.entries(query || {}).filter(
     ([, value]) => value !== null && value !== undefined && value !== "",
@@ -44,8 +44,8 @@ function link(parts, query) {
   return `#/${parts.map(encoded).join("/")}${tail ? `?${tail}` : ""}`;
 }
 
-/* Changes the address without going anywhere. */
-function stay(hash) {
+/* Changes the address without drawing the view again. */
+function setAddress(hash) {
   if (hash !== location.hash) history.replaceState(null, "", hash);
 }
 
@@ -53,7 +53,7 @@ function goTo(hash) {
   if (hash !== location.hash) location.hash = hash;
 }
 
-/* The runs of a page are told apart by run=1; run 0 needs no word. */
+/* Adds run=1 for the second run; the first one is the default. */
 function runQuery(run, query) {
   return { ...query, run: run || null };
 }

@@ -1,4 +1,4 @@
-/* The samples of one group side by side, under the problem that they share. */
+/* The samples of one group side by side, below their problem. */
 
 function showGroup(root, { parts, query }) {
   const run = runOf(query);
@@ -13,7 +13,7 @@ function showGroup(root, { parts, query }) {
   const changed = (part) => {
     Object.assign(state.query, part);
     const { color, ref, order } = state.query;
-    stay(groupLink(run.number, run.columns, places[0], { color, ref, order }));
+    setAddress(groupLink(run.number, run.columns, places[0], { color, ref, order }));
     drawSamples();
   };
   const drawSamples = () => {
@@ -24,10 +24,7 @@ function showGroup(root, { parts, query }) {
   const head = groupHead(run, places, before, after);
   add(root, [head, problem, body]);
   drawSamples();
-  app.source
-    .episode(run.number, places[0])
-    .then((episode) => drawProblem(problem, run, episode))
-    .catch(() => undefined);
+  drawProblem(problem, run, places[0]);
   return {
     title: `Group ${visible(number)}`,
     update: () => {
@@ -47,7 +44,7 @@ function showGroup(root, { parts, query }) {
   };
 }
 
-/* All that may change of samples that are on screen, as text. */
+/* The values of the samples that can still change, as text; the samples are drawn again when it changes. */
 function knownOf({ columns }, places) {
   const names = ["id", "num_tokens", "reward", "advantage", "fate", "kl", "max_gap"];
   return JSON.stringify(places.map((place) => names.map((name) => columns[name][place])));
@@ -74,7 +71,7 @@ function drawGroup(body, run, places, query, changed) {
   add(clear(body), [add(besideTools(look, changed), [order]), besideView(items, look, changed)]);
 }
 
-/* How a query wants columns drawn. */
+/* How the query says that columns are drawn. */
 function lookOf({ color, ref }) {
   return { color: Object.values(COLORS).includes(color) ? color : "", reference: numberOf(ref) };
 }
@@ -107,12 +104,12 @@ function groupNeighbours(run, places) {
   return { before: to(groups[at - 1]), after: to(groups[at + 1]) };
 }
 
-function drawProblem(box, run, episode) {
-  const messages = (episode.messages || []).slice(0, episode.num_prompt_messages);
+async function drawProblem(box, run, place) {
+  const episode = await app.source.episode(run.number, place).catch(() => null);
+  const messages = episode ? (episode.messages || []).slice(0, episode.num_prompt_messages) : [];
+  const shown = messages.filter((message, k) => message.role !== "system" || messages.length === 1 || k > 0);
   add(
     clear(box),
-    messages
-      .filter((message, k) => message.role !== "system" || messages.length === 1 || k > 0)
-      .map((message) => messageBox(run, message)),
+    shown.map((message) => messageBox(run, message)),
   );
 }

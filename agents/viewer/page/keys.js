@@ -1,4 +1,4 @@
-/* The keyboard: what a view knows itself, and what holds everywhere. */
+/* The keyboard: keys of the current view, and keys of all views. */
 
 const KEY_HELP = [
   ["j  k", "next, previous episode, row of a table, or group"],
@@ -60,14 +60,11 @@ function showHelp() {
     make("h2", { text: "Keys" }),
     make(
       "dl.help-keys",
-      null,
       KEY_HELP.map(([keys, text]) =>
         make(
           "div",
-          null,
           make(
             "dt",
-            null,
             keys.split("  ").map((key) => make("kbd", { text: key })),
           ),
           make("dd", { text }),
@@ -82,7 +79,7 @@ function showHelp() {
   dialog.showModal();
 }
 
-/* The theme is the system's until somebody says otherwise; the page remembers it where the browser lets it. */
+/* The theme is the system's until the user chooses one; the browser's storage keeps the choice. */
 function nextTheme() {
   const themes = ["", "dark", "light"];
   const now = document.documentElement.dataset.theme || "";
@@ -106,7 +103,7 @@ function startTheme() {
   try {
     theme = localStorage.getItem("trueturn-theme") || "";
   } catch {
-    /* the same */
+    /* no storage, as above */
   }
   setTheme(theme === "dark" || theme === "light" ? theme : "");
   byId("theme").addEventListener("click", nextTheme);

@@ -1,11 +1,11 @@
-/* A run that goes on: what is new is asked for every two seconds and taken in where one is. A run that was taken back,
-   so that all of it is new, is shown from the start. */
+/* Follows a live run: asks for new data every two seconds and adds them to the current view. After a rollback, all data
+   are new, and the view is drawn from the start. */
 
 const POLL_MS = 2000;
 
 function startLive() {
   if (app.page.mode !== "server" || !app.runs.some((run) => run.live)) return;
-  showLive("live", "the run goes on");
+  showLive("live", "the run is in progress");
   setTimeout(poll, POLL_MS);
 }
 
@@ -15,10 +15,10 @@ async function poll() {
   try {
     for (const run of app.runs.filter((each) => each.live)) {
       const { columns } = run;
-      isNew = takeOverview(run, await app.source.overview(run.number, run.cursor)) || isNew;
+      isNew = applyOverview(run, await app.source.overview(run.number, run.cursor)) || isNew;
       isOther = isOther || columns !== run.columns;
     }
-    if (app.runs.some((run) => run.live)) showLive("live", "the run goes on");
+    if (app.runs.some((run) => run.live)) showLive("live", "the run is in progress");
     else showLive("ended", "the run has ended");
   } catch {
     showLive("lost", "the connection is lost; trying again");

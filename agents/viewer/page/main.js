@@ -1,4 +1,4 @@
-/* Starts the page: reads the data, then shows what the address says, again whenever it changes. */
+/* Starts the page: reads the data, then draws the view that the address names, and again when it changes. */
 
 const VIEWS = {
   "": showOverview,
@@ -10,7 +10,7 @@ const VIEWS = {
 
 const app = { page: null, source: null, runs: [], route: null, view: null, list: null, left: null };
 
-/* The run that a query means. */
+/* The run that a query names. */
 function runOf(query) {
   return app.runs[query.run === "1" && app.runs.length > 1 ? 1 : 0];
 }
@@ -42,7 +42,7 @@ function drawTabs() {
   const is = (...names) => names.includes(name);
   const tabs = [
     tab("Overview", link([], runQuery(run.number, {})), is("")),
-    tab("Episodes", listHref(run), is("episodes", "episode", "group"), bigCount(run.size)),
+    tab("Episodes", listHref(run), is("episodes", "episode", "group"), compactCount(run.size)),
   ];
   if (app.runs.length > 1) {
     tabs.push(tab("Compare", "#/compare", is("compare")));

@@ -1,4 +1,4 @@
-/* Writes figures: short, aligned, and a dash where there is none. */
+/* Formats numbers: short and aligned, with a dash for a missing one. */
 
 const NONE = "–";
 
@@ -6,7 +6,7 @@ function isNumber(value) {
   return typeof value === "number" && Number.isFinite(value);
 }
 
-/* Three significant digits or so: 0.281, 14.2, 1,243, 6.5e-14. */
+/* About three significant digits: 0.281, 14.2, 1,243, 6.5e-14. */
 function figure(value) {
   if (!isNumber(value)) return NONE;
   const size = Math.abs(value);
@@ -51,7 +51,7 @@ function seconds(value) {
   return `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
 }
 
-function bigCount(value) {
+function compactCount(value) {
   if (!isNumber(value)) return NONE;
   if (value < 10000) return count(value);
   if (value < 1e6) return `${(value / 1e3).toFixed(value < 1e5 ? 1 : 0)}k`;

@@ -1,10 +1,10 @@
-/* Filters and sorting: a query of the fragment in, places of episodes in order out. */
+/* Filters and sorts episodes. A place is the index of an episode in the columns of its run. */
 
 const CHOICES = { phase: "phase", way: "way", end: "end_reason", fate: "fate" };
 const RANGES = { step: ["from", "to"], reward: ["min", "max"] };
 const FIRST_ORDER = "";
 
-/* Places of the episodes that a query leaves, sorted as it says. */
+/* Places of the episodes that match a query, in its order. */
 function chosenPlaces(run, query) {
   return sorted(run, filtered(run, query), query.sort || FIRST_ORDER);
 }
@@ -43,7 +43,7 @@ function numberOf(text) {
   return text === undefined || text === "" || !Number.isFinite(Number(text)) ? null : Number(text);
 }
 
-/* "-reward" is from the highest down; episodes without a value come last either way, equal ones as they ended. */
+/* "-reward" sorts in descending order. Episodes without a value come last; equal ones keep the recorded order. */
 function sorted(run, places, order) {
   const isDown = order.startsWith("-");
   const column = run.columns[isDown ? order.slice(1) : order];

@@ -13,7 +13,9 @@ function showOverview(root, { query }) {
   };
   add(root, Object.values(parts));
   const save = () =>
-    stay(link([], runQuery(run.number, { curves: state.metrics && state.metrics.join(","), phase: state.phase })));
+    setAddress(
+      link([], runQuery(run.number, { curves: state.metrics && state.metrics.join(","), phase: state.phase })),
+    );
   const drawCurves = () =>
     add(
       clear(parts.curves),
@@ -47,15 +49,14 @@ function overviewHead(run) {
   ].filter(Boolean);
   const line = make(
     "p.facts",
-    null,
     facts.map(([name, value]) =>
-      make("span", null, make("span.name", { text: name }), " ", make("bdi", { text: visible(value) })),
+      make("span", make("span.name", { text: name }), " ", make("bdi", { text: visible(value) })),
     ),
   );
   return [
     make("h1", { tabindex: "-1", text: visible(run.name) }),
     line,
-    make("dl.key-figures", null, keyFigures(run).map(keyFigure)),
+    make("dl.key-figures", keyFigures(run).map(keyFigure)),
   ];
 }
 
@@ -81,8 +82,8 @@ function keyFigures(run) {
   found.push(["episodes", count(run.size), `${figure(mean(run.columns.num_turns))} turns each`]);
   found.push([
     "model tokens",
-    bigCount(sum(run.columns.num_model_tokens)),
-    `of ${bigCount(sum(run.columns.num_tokens))}`,
+    compactCount(sum(run.columns.num_model_tokens)),
+    `of ${compactCount(sum(run.columns.num_tokens))}`,
   ]);
   if (tools) found.push(["tool calls", count(tools), errors ? `${count(errors)} not ok` : "all ok"]);
   const gap = most((run.columns.max_gap || []).filter(isNumber));
@@ -90,7 +91,7 @@ function keyFigures(run) {
   return found;
 }
 
-/* Accuracy before and after training, way by way, as the summary has it. */
+/* Accuracy before and after training for each way of the summary: [[name, value, note, change], ...] */
 function accuracies({ accuracy_before: before, accuracy_after: after, interval_after: interval }) {
   const isTable = (value) => value && typeof value === "object";
   const ways = isTable(after) ? Object.keys(after) : isTable(before) ? Object.keys(before) : [];
@@ -112,7 +113,6 @@ function keyFigure([name, value, note, change]) {
   const tone = change > 0 ? ".is-up" : change < 0 ? ".is-down" : "";
   return make(
     ".key-figure",
-    null,
     make("dt", { text: visible(name) }),
     make(`dd${tone}`, { text: value }),
     make("dd.note", { text: note || "" }),
@@ -154,12 +154,11 @@ function overviewCurves(run, state, changed) {
   return [
     make(
       ".section-head",
-      null,
       make("h2", { text: "Curves" }),
       make("p.hint", { text: "click a step to see its episodes" }),
       chooser,
     ),
-    make(".charts", null, charts),
+    make(".charts", charts),
   ];
 }
 
@@ -193,27 +192,18 @@ function overviewSpread(run, state, changed) {
   return [
     make(
       ".section-head",
-      null,
       make("h2", { text: "Episodes" }),
       phases.length > 1 && switcher,
       make("a.go", { href: to({}), text: `all ${count(places.length)} in a table` }),
     ),
     make(
       ".panels",
-      null,
       make(
         ".panel",
-        null,
         make("h3", { text: "Rewards" }),
         histogram("rewards", rewards, ({ low, high }) => to({ min: low, max: high })),
       ),
-      make(
-        ".panel",
-        null,
-        make("h3", { text: "End reasons" }),
-        barList("end reasons", ends),
-        fateBars(run, places, to),
-      ),
+      make(".panel", make("h3", { text: "End reasons" }), barList("end reasons", ends), fateBars(run, places, to)),
     ),
   ];
 }
@@ -222,7 +212,7 @@ function fateBars(run, places, to) {
   const fates = tally(run, "fate", places).filter(([fate]) => fate);
   if (fates.length < 2) return [];
   return [
-    make("h3", { text: "What became of them" }),
+    make("h3", { text: "Fates" }),
     barList(
       "fates",
       fates.map(([name, times]) => ({ name, count: times, href: to({ fate: name }) })),
@@ -269,15 +259,12 @@ function overviewNotable(run) {
     if (!places.length) return null;
     return make(
       ".panel",
-      null,
       make("h3", { text: title }),
       make(
         "ol.notable",
-        null,
         places.map((place) =>
           make(
             "li",
-            null,
             make(
               "a",
               { href: episodeLink(run.number, run.columns.id[place], order === "-max_gap" ? { color: "gap" } : {}) },
@@ -289,5 +276,5 @@ function overviewNotable(run) {
       ),
     );
   });
-  return [make(".section-head", null, make("h2", { text: "Worth a look" })), make(".panels.is-narrow", null, panels)];
+  return [make(".section-head", make("h2", { text: "Worth a look" })), make(".panels.is-narrow", panels)];
 }

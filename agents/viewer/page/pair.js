@@ -1,4 +1,4 @@
-/* A problem in two runs: the episodes of both in pairs. */
+/* One problem in two runs: their episodes in pairs. */
 
 function showPair(root, { parts, query }) {
   const key = parts.slice(1).map(encoded).join("/");
@@ -11,7 +11,7 @@ function showPair(root, { parts, query }) {
   const shared = make(".problem");
   const changed = (part) => {
     Object.assign(state.query, part);
-    stay(pairLink(problem, state.query));
+    setAddress(pairLink(problem, state.query));
     drawPair();
   };
   const drawPair = () => {
@@ -22,10 +22,7 @@ function showPair(root, { parts, query }) {
   add(root, [pairHead(problem, to(at - 1), to(at + 1)), shared, body]);
   drawPair();
   const k = problem.places[0].length ? 0 : 1;
-  app.source
-    .episode(k, problem.places[k][0])
-    .then((episode) => drawProblem(shared, app.runs[k], episode))
-    .catch(() => undefined);
+  drawProblem(shared, app.runs[k], problem.places[k][0]);
   return {
     title: visible(problem.sample_id),
     keys: {
@@ -51,7 +48,7 @@ function pairLink(problem, query) {
   return link(["compare", problem.phase, problem.way, problem.sample_id], query);
 }
 
-/* Samples of both runs, matched in order of step and sample: [[item of the first, item of the second], ...]. */
+/* Samples of both runs, paired in order of step and sample: [[item of the first, item of the second], ...]. */
 function pairsOf({ places }) {
   const ordered = app.runs.map(({ columns }, k) =>
     [...places[k]].sort(

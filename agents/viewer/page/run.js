@@ -1,14 +1,14 @@
-/* One run as the page knows it: columns of all episodes, and what is found by id, group or problem. */
+/* One run in the page: the columns of all episodes, with look-ups by id and by group. */
 
-/* Makes a run of its first overview. */
+/* Makes a run from its first overview. */
 function makeRun(number, overview) {
   const run = { number };
-  empty(run);
-  takeOverview(run, overview);
+  resetRun(run);
+  applyOverview(run, overview);
   return run;
 }
 
-function empty(run) {
+function resetRun(run) {
   Object.assign(run, {
     metrics: [],
     columns: {},
@@ -21,12 +21,12 @@ function empty(run) {
   });
 }
 
-/* Takes in what an overview brings that is new; returns whether anything was. */
-function takeOverview(run, overview) {
+/* Adds the new data of an overview; returns whether there were any. */
+function applyOverview(run, overview) {
   const first = overview.first || 0,
     ids = (overview.columns || {}).id || [],
     rows = overview.metrics || [];
-  if (!first && run.size) empty(run);
+  if (!first && run.size) resetRun(run);
   const { name, env, manifest, folder, summary, cursor, live } = overview;
   const isNew = ids.length > 0 || rows.length > 0 || live !== run.live || Boolean(summary) !== Boolean(run.summary);
   Object.assign(run, {
@@ -39,23 +39,23 @@ function takeOverview(run, overview) {
     live,
   });
   run.metrics = [...run.metrics.slice(0, overview.first_metric || 0), ...rows];
-  takeColumns(run, overview.columns || {}, first, ids.length);
+  applyColumns(run, overview.columns || {}, first, ids.length);
   for (const [id, text] of Object.entries(overview.tokens || {})) run.tokens.set(Number(id), text);
   for (const [id, digits] of Object.entries(overview.token_hex || {})) run.tokenBytes.set(Number(id), hexBytes(digits));
-  return takeUpdates(run, overview.updates || {}) || isNew;
+  return applyUpdates(run, overview.updates || {}) || isNew;
 }
 
-function takeColumns(run, columns, first, size) {
+function applyColumns(run, columns, first, size) {
   for (const [name, values] of Object.entries(columns)) {
     const column = (run.columns[name] ||= []);
     for (let i = 0; i < values.length; i += 1) column[first + i] = values[i];
   }
-  for (let place = first; place < first + size; place += 1) index(run, place);
+  for (let place = first; place < first + size; place += 1) indexEpisode(run, place);
   run.size = Math.max(run.size, first + size);
 }
 
-/* Values of earlier episodes that have become known. */
-function takeUpdates(run, updates) {
+/* Sets values of earlier episodes that were recorded later. */
+function applyUpdates(run, updates) {
   let isNew = false;
   for (const [name, values] of Object.entries(updates)) {
     for (const [place, value] of Object.entries(values)) {
@@ -67,7 +67,7 @@ function takeUpdates(run, updates) {
   return isNew;
 }
 
-function index(run, place) {
+function indexEpisode(run, place) {
   const { id } = run.columns;
   run.byId.set(encoded(id[place]), place);
   run.haystacks[place] = undefined;
@@ -82,7 +82,7 @@ function groupKey(run, place) {
   return `${encoded(phase[place])}/${encoded(way[place])}/${group[place]}`;
 }
 
-/* The episodes of a problem in order: sample by sample, earlier tries after the last one. */
+/* The episodes of a group in order: the last attempt first, each attempt by sample. */
 function groupOf(run, phase, way, group) {
   const { sample_index: sample, attempt } = run.columns;
   const found = run.groups.get(`${encoded(phase)}/${encoded(way)}/${group}`) || [];
@@ -93,7 +93,7 @@ function hexBytes(digits) {
   return Uint8Array.from(digits.match(/../g) || [], (pair) => parseInt(pair, 16));
 }
 
-/* What a text search looks through. */
+/* The text that a search looks through. */
 function haystack(run, place) {
   const { id, question, answer, label, sample_id: sample } = run.columns;
   return (run.haystacks[place] ||= [id, sample, label, question, answer]

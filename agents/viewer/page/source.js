@@ -1,4 +1,4 @@
-/* Where the data comes from: blocks within this file, or the server that sent the page. Both answer the same. */
+/* Reads the data: from elements of this file, or from the server that sent the page. */
 
 const PICTURE_NAME = /^images\/[0-9a-f]{8,64}\.png$/;
 const KEPT_BLOCKS = 12;
@@ -41,7 +41,7 @@ function serverSource() {
   };
 }
 
-/* Base64 of raw deflate of JSON, in an element of the page. */
+/* Reads an element of the page that holds JSON as raw deflate in Base64. */
 async function inflate(id) {
   const part = byId(id);
   if (!part) throw new Error(`the page holds no ${id}`);
@@ -59,7 +59,7 @@ function bytesOf(base64) {
   return bytes;
 }
 
-/* A picture of a run, or a word where there is none; `link` enlarges it. */
+/* A picture of a run, or a note if there is none. */
 function picture(run, name, label) {
   const source = PICTURE_NAME.test(name) ? app.source.image(run, name) : "";
   if (!source) return make("span.no-picture", { text: "no picture", title: visible(String(name).slice(0, 200)) });

@@ -1,11 +1,11 @@
-/* An episode's token stream with all that is known of each token. */
+/* An episode's token stream with all values of each token. */
 
 const GAP_STEPS = [1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1, 3];
-const CHANCE_STEPS = [0.99, 0.9, 0.7, 0.5, 0.3, 0.1, 0.03, 0.01];
+const PROBABILITY_STEPS = [0.99, 0.9, 0.7, 0.5, 0.3, 0.1, 0.03, 0.01];
 const PLACEHOLDER = /image|img|vision|pad|picture/i;
 
-/* Returns {length, ids, mask, texts, rollout, train, gap, version, turn, segments, folds, largest}: most of them hold a
-   value for every token. */
+/* Returns {length, segments, folds, largest} and, with one value per token, {ids, mask, texts, rollout, train, gap,
+   version, turn}. */
 function readStream(run, episode) {
   const ids = episode.ids || [],
     mask = episode.mask || [],
@@ -30,12 +30,12 @@ function readStream(run, episode) {
   return stream;
 }
 
-/* The trainer's log-probs; null where there are none, or where they are those of other tokens. */
+/* The trainer's log-probs; null if there are none, or if they belong to other tokens. */
 function scoreOf({ score, logprobs }) {
   return score && score.logprobs.length === (logprobs || []).length ? score : null;
 }
 
-/* Values of the tokens whose mask is 1, NaN elsewhere and where there is none. */
+/* Spreads values over the tokens with mask 1; all others, and missing values, are NaN. */
 function spread(mask, values) {
   const all = new Float64Array(mask.length).fill(NaN);
   if (!values) return all;
@@ -58,7 +58,7 @@ function markTurns(stream, episode) {
   });
 }
 
-/* Prompt, turns and what the environment said between them: [{kind, turn, start, end}]. */
+/* The prompt, the model's turns and the environment's tokens between them: [{kind, turn, start, end}]. */
 function segmentsOf(stream, episode) {
   const found = [];
   let from = 0;
@@ -77,7 +77,7 @@ function segmentsOf(stream, episode) {
   return found;
 }
 
-/* The text of every token; one that is only part of a character shows its bytes, the last one of them the character. */
+/* The text of each token. A token that is only part of a character shows its bytes; the last part, the character. */
 function tokenTexts(run, ids) {
   const texts = new Array(ids.length);
   let decoder = null;
@@ -97,8 +97,8 @@ function tokenTexts(run, ids) {
   return texts;
 }
 
-/* Where pictures stand: [{start, end, tokens, name}]. Placeholders are the one id that stands as often as pictures have
-   tokens. */
+/* The positions of pictures: [{start, end, tokens, name}]. The placeholder is the token id that occurs as often as all
+   pictures have tokens. */
 function foldsOf(stream, episode) {
   const sizes = (episode.images || []).map((image) => image.num_tokens);
   const total = sizes.reduce((a, b) => a + b, 0);
@@ -128,7 +128,7 @@ function foldRuns(stream, episode, id, sizes) {
   return folds;
 }
 
-/* Pictures of the messages, in order. */
+/* Names of the pictures in the messages, in order. */
 function pictureNames(episode) {
   const names = [];
   const look = (message) => {
@@ -140,16 +140,16 @@ function pictureNames(episode) {
   return names;
 }
 
-/* How strongly a token is coloured, 0 to 8. */
+/* The strength of a token's colour, 0 to 8. */
 function gapLevel(gap) {
   return Number.isFinite(gap) ? GAP_STEPS.filter((step) => gap >= step).length : 0;
 }
 
-function chanceLevel(logprob) {
-  return Number.isFinite(logprob) ? CHANCE_STEPS.filter((step) => Math.exp(logprob) < step).length : 0;
+function probabilityLevel(logprob) {
+  return Number.isFinite(logprob) ? PROBABILITY_STEPS.filter((step) => Math.exp(logprob) < step).length : 0;
 }
 
-/* The same against the largest gap of the episode: each level is half an order of magnitude. */
+/* The same, relative to the largest gap of the episode; a level is half an order of magnitude. */
 function relativeLevel(gap, largest) {
   if (!(gap > 0) || !(largest > 0)) return 0;
   return Math.max(0, Math.min(8, Math.ceil(8 + 2 * Math.log10(gap / largest))));
@@ -161,10 +161,10 @@ function largestGap(stream) {
   return most;
 }
 
-/* Places of the n largest gaps (or, where `of` says so, of the n least likely tokens that were not all but certain). */
+/* The n tokens with the largest gaps or, if `of` is "probability", the n least probable ones below 0.99. */
 function mostNotable(stream, n, of) {
   const worth = of === "probability" ? (t) => -stream.rollout[t] : (t) => stream.gap[t];
-  const least = of === "probability" ? -Math.log(CHANCE_STEPS[0]) : 0;
+  const least = of === "probability" ? -Math.log(PROBABILITY_STEPS[0]) : 0;
   const places = [];
   for (let t = 0; t < stream.length; t += 1) if (worth(t) > least) places.push(t);
   return places.sort((a, b) => worth(b) - worth(a)).slice(0, n);

@@ -1,4 +1,4 @@
-/* The whole stream as one strip: who wrote what, and the colour of every token; a click goes there. */
+/* The whole stream as one strip, in the colours of its segments and tokens; a click goes to a token. */
 
 const STRIP = { height: 34, bar: 22 };
 
@@ -7,19 +7,14 @@ function streamStrip(state) {
   const canvas = make("canvas.strip", { role: "img", "aria-label": stripText(state), tabindex: "-1" });
   const box = make(
     ".strip-frame",
-    null,
     canvas,
-    make(".strip-ends", null, make("span", { text: "0" }), make("span", { text: `${count(stream.length)} tokens` })),
+    make(".strip-ends", make("span", { text: "0" }), make("span", { text: `${count(stream.length)} tokens` })),
   );
   state.strip = { draw: () => drawStrip(canvas, state) };
   new ResizeObserver(state.strip.draw).observe(canvas);
   const tokenAt = (event) =>
     Math.max(0, Math.min(stream.length - 1, Math.floor((event.offsetX / canvas.clientWidth) * stream.length)));
-  canvas.addEventListener(
-    "pointermove",
-    (event) => stream.length && showTip(event, tokenLines(state.stream, tokenAt(event))),
-  );
-  canvas.addEventListener("pointerleave", hideTip);
+  tipOn(canvas, (event) => stream.length && tokenLines(state.stream, tokenAt(event)));
   canvas.addEventListener("click", (event) => {
     hideTip();
     const t = tokenAt(event);
@@ -59,10 +54,11 @@ function drawStrip(canvas, { stream, query }) {
   const color = query.color === "gap" ? "gap" : query.color === "probability" ? "chance" : null;
   const gapOf =
     query.scale === "relative" ? (t) => relativeLevel(stream.gap[t], stream.largest) : (t) => gapLevel(stream.gap[t]);
-  if (color) paintHeat(pen, stream, color, color === "gap" ? gapOf : (t) => chanceLevel(stream.rollout[t]), ink, x);
+  if (color)
+    paintHeat(pen, stream, color, color === "gap" ? gapOf : (t) => probabilityLevel(stream.rollout[t]), ink, x);
 }
 
-/* Of the tokens that share a pixel the strongest colour shows. */
+/* If several tokens share a pixel, it gets the strongest colour. */
 function paintHeat(pen, stream, color, levelOf, ink, x) {
   const levels = new Map();
   for (let t = 0; t < stream.length; t += 1) {
@@ -79,7 +75,7 @@ function paintHeat(pen, stream, color, levelOf, ink, x) {
   pen.globalAlpha = 1;
 }
 
-/* A canvas needs colours by value: those that the style sheet has for this theme. */
+/* A canvas needs colour values: those of the style sheet for the current theme. */
 function paletteOf(node) {
   const probe = node.parentNode.appendChild(make("span", { hidden: true }));
   const colorOf = (name) => {

@@ -1,10 +1,10 @@
-/* A table that draws only the rows in sight, however many there are. */
+/* A table that draws only the visible rows. */
 
 const ROW_HEIGHT = 44;
 const SPARE_ROWS = 6;
 const THUMBNAIL_WAIT = 90;
 
-/* columns: [{name, title, kind, hint, fill(cell, place)}]; options: {order, onSort, onOpen, href, label}. */
+/* columns: [{name, title, kind, hint, fill(cell, place)}]; options: {order, onSort, label}. */
 function makeTable(columns, options) {
   const head = make(
     ".row.table-head",
@@ -25,7 +25,7 @@ function makeTable(columns, options) {
       drawRows(table);
     });
   };
-  table.loadPictures = later(THUMBNAIL_WAIT, () => table.rows.forEach((row) => loadPicture(row)));
+  table.loadPictures = debounce(THUMBNAIL_WAIT, () => table.rows.forEach((row) => loadPicture(row)));
   scroller.addEventListener("scroll", drawSoon, { passive: true });
   new ResizeObserver(drawSoon).observe(scroller);
   return table;
@@ -45,7 +45,7 @@ function headCell(column, { order, onSort }) {
   return add(cell, [button(text, () => onSort(next[(next.indexOf(order) + 1) % next.length]), { title: column.hint })]);
 }
 
-/* Shows other episodes; the row that is uppermost stays where it is where it is still among them. */
+/* Shows other episodes; the top row keeps its position on screen if it is still among them. */
 function setPlaces(table, places, isKept) {
   const top = table.node.scrollTop,
     first = Math.floor(top / ROW_HEIGHT);
@@ -61,7 +61,7 @@ function setPlaces(table, places, isKept) {
   drawRows(table);
 }
 
-/* Brings every row in sight up to date: a row of the pool is filled again only where it shows another episode. */
+/* Updates the visible rows; a row of the pool is filled again only if it shows another episode. */
 function drawRows(table) {
   const { node, places } = table;
   const height = node.clientHeight || 600;
@@ -104,7 +104,7 @@ function fillCell({ fill, toneOf }, cell, place, row) {
   if (toneOf) cell.dataset.tone = toneOf(place);
 }
 
-/* A thumbnail is loaded when the rows have come to rest. */
+/* Loads a thumbnail; called when scrolling has stopped. */
 function loadPicture(row) {
   if (!row.waiting) return;
   const { cell, make: draw } = row.waiting;
@@ -112,7 +112,7 @@ function loadPicture(row) {
   clear(cell).append(draw());
 }
 
-/* Moves the selection and keeps it in sight. */
+/* Moves the selection and scrolls to it. */
 function selectRow(table, at) {
   if (!table.places.length) return;
   table.at = Math.max(0, Math.min(table.places.length - 1, at));

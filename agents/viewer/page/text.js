@@ -1,12 +1,12 @@
-/* Puts text of models and tools into the page as it is: what would not show, or would turn text around, is named. */
+/* Puts text of models and tools into the page as it is; invisible characters are shown by name. */
 
 const PIECE = 20000;
 const MOST_MARKS = 300;
-const UNSEEN = String.raw`\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff`;
-const HALVES = String.raw`[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]`;
-/* Letters of the block of tags, and selectors of variants, that have no look of their own: text can be hidden in them. */
+const INVISIBLE = String.raw`\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff`;
+const LONE_SURROGATES = String.raw`[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]`;
+/* Tag characters and variation selectors are invisible, so text can be hidden in them. */
 const TAGS = String.raw`(?:\udb40[\udc00-\uddef])+`;
-const HIDDEN = new RegExp(`[${UNSEEN}\ufff9-\ufffb]+|${TAGS}|${HALVES}`, "g");
+const HIDDEN = new RegExp(`[${INVISIBLE}\ufff9-\ufffb]+|${TAGS}|${LONE_SURROGATES}`, "g");
 const NAMES = {
   "\u0000": "NUL",
   "\u0008": "BS",
@@ -38,19 +38,19 @@ function hex(character) {
   return `U+${character.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}`;
 }
 
-/* "RLO" for a right-to-left override, "U+0001" for what has no name, and how often where it stands many times. */
+/* "RLO" for a right-to-left override, "U+0001" for a character without a name; a long run is cut, with its length. */
 function hiddenName(run) {
   const all = Array.from(run);
   const names = all.slice(0, 6).map((each) => NAMES[each] || hex(each));
   return names.join(" ") + (all.length > 6 ? ` … ${count(all.length)} in all` : "");
 }
 
-/* Text for a title, a tip or a cell: what would not show is replaced by its name. */
+/* Text for a title, a tip or a cell, with names in place of invisible characters. */
 function visible(text) {
   return String(text).replace(HIDDEN, (run) => `⟨${hiddenName(run)}⟩`);
 }
 
-/* Text into an element; of very many hidden characters the later ones are named in the text itself. */
+/* Adds text to an element with a mark for each invisible run; after many marks, names are part of the text. */
 function appendVisible(node, text) {
   let from = 0,
     marks = 0;
@@ -60,14 +60,14 @@ function appendVisible(node, text) {
       return node;
     }
     if (match.index > from) node.append(text.slice(from, match.index));
-    node.append(make("span.hidden-char", { text: hiddenName(match[0]), title: "a character that would not show" }));
+    node.append(make("span.hidden-char", { text: hiddenName(match[0]), title: "an invisible character" }));
     from = match.index + match[0].length;
   }
   if (from < text.length) node.append(from ? text.slice(from) : text);
   return node;
 }
 
-/* A block of text; of a long one the beginning, and a button for the rest, which is drawn in pieces. */
+/* A block of text; a long one shows its beginning, and a button draws the rest in pieces. */
 function textBlock(text, selector = "div") {
   const node = make(`${selector}.text`, { dir: "auto" });
   const end = pieceEnd(text, 0);
@@ -76,7 +76,7 @@ function textBlock(text, selector = "div") {
   const more = button(`show all ${count(text.length)} characters`, () => drawRest(node, text, end, more), {
     class: "more",
   });
-  return make(".text-long", null, node, more);
+  return make(".text-long", node, more);
 }
 
 function drawRest(node, text, from, more) {
@@ -91,7 +91,7 @@ function drawRest(node, text, from, more) {
   requestAnimationFrame(() => drawRest(node, text, end, more));
 }
 
-/* A piece ends with a line, or else a word, and not within a character. */
+/* A piece ends at a line break, else at a space, and never inside a character. */
 function pieceEnd(text, from) {
   const end = from + PIECE;
   if (end >= text.length) return text.length;
@@ -102,7 +102,7 @@ function pieceEnd(text, from) {
   return /[\ud800-\udbff]/.test(text[end - 1]) ? end - 1 : end;
 }
 
-/* Text as the model wrote it, tool calls set apart; they stay where they stand, to the letter. */
+/* Adds text exactly as the model wrote it; tool calls in it are highlighted. */
 function appendWritten(node, text) {
   const open = "<tool_call>",
     close = "</tool_call>";
@@ -119,12 +119,12 @@ function appendWritten(node, text) {
   return appendVisible(node, text.slice(from));
 }
 
-/* A word of ours as it is read: "token budget". */
-function words(text) {
+/* One of the program's own names with spaces: "token budget" for "token_budget". */
+function spaced(text) {
   return /^[a-z]+(_[a-z]+)*$/.test(text) ? text.replaceAll("_", " ") : visible(text);
 }
 
-/* What JSON holds, as text. */
+/* A JSON value as text. */
 function asText(value) {
   return typeof value === "string" ? value : (JSON.stringify(value, null, 1) ?? "");
 }

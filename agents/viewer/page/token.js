@@ -1,12 +1,12 @@
-/* One token: how it is drawn, what is known of it, and what its colours mean. */
+/* One token: its look, its values, and the legend of its colours. */
 
 function tokenClass(stream, t) {
   const mine = stream.mask[t] ? " is-mine" : "";
   const relative = relativeLevel(stream.gap[t], stream.largest);
-  return `t${mine} p${chanceLevel(stream.rollout[t])} g${gapLevel(stream.gap[t])} r${relative}`;
+  return `t${mine} p${probabilityLevel(stream.rollout[t])} g${gapLevel(stream.gap[t])} r${relative}`;
 }
 
-/* Spaces, tabs and line ends are drawn; so is what would not show. */
+/* Spaces, tabs, line breaks and invisible characters are made visible. */
 function appendToken(span, text) {
   for (const part of text.slice(0, 2000).split(/([ \t\n]+)/)) {
     if (/^[ \t\n]+$/.test(part))
@@ -17,7 +17,7 @@ function appendToken(span, text) {
   return span;
 }
 
-/* Everything that is known of a token: [head, [name, value], ...]. */
+/* All values of a token: [head, [name, value], ...]. */
 function tokenLines(stream, t) {
   const text = JSON.stringify(visible(stream.texts[t].slice(0, 120)));
   const fold = stream.folds.find((each) => each.start <= t && t < each.end);
@@ -42,13 +42,13 @@ function tokenLines(stream, t) {
 function legend(state) {
   const { color } = state.query;
   const chip = (kind, level, text) =>
-    make("span.legend-chip", null, make(`span.t.is-mine.${kind}${level}`, { text: "\u00a0\u00a0" }), text);
+    make("span.legend-chip", make(`span.t.is-mine.${kind}${level}`, { text: "\u00a0\u00a0" }), text);
   if (color === "mask")
     return make(
       ".legend",
       { data: { color } },
       chip("p", 0, "written by the model"),
-      make("span.legend-chip", null, make("span.t", { text: "\u00a0\u00a0" }), "not trained on"),
+      make("span.legend-chip", make("span.t", { text: "\u00a0\u00a0" }), "not trained on"),
     );
   if (color === "probability")
     return make(

@@ -1,9 +1,9 @@
-/* The token view: every token of the stream, coloured by mask, probability or gap; pictures folded; drawn in pieces. */
+/* The token view: all tokens coloured by mask, probability or gap, drawn in pieces; a picture is folded to one box. */
 
 const TOKENS_AT_ONCE = 1500;
 const MOST_LISTED = 12;
 
-/* Returns {node, recolor(color), showToken(t, isPicked)}; what is picked stands in the side bar. */
+/* Returns {node, recolor(color), showToken(t, isPicked)}; the side bar shows the picked token. */
 function tokenView(state) {
   const { stream, query } = state;
   const node = make(`.tokens${stream.length > TOKENS_AT_ONCE ? ".is-long" : ""}`, {
@@ -46,7 +46,7 @@ function tokenView(state) {
   return view;
 }
 
-/* Segments, cut where they are long: [{segment, start, end, isFirst}]. */
+/* Segments, with long ones cut into pieces: [{segment, start, end, isFirst}]. */
 function piecesOf(stream) {
   const pieces = [];
   for (const segment of stream.segments) {
@@ -61,7 +61,7 @@ function piecesOf(stream) {
   return pieces;
 }
 
-/* Draws until the end of what is drawn is out of sight again. */
+/* Draws pieces until the end of the drawn part is out of sight. */
 function drawAhead(view, end) {
   if (view.drawn >= view.pieces.length || !end.isConnected) return;
   if (end.getBoundingClientRect().top > innerHeight + 1200) return;
@@ -87,7 +87,6 @@ function drawPiece(view, end) {
   const label = piece.isFirst
     ? make(
         ".segment-label",
-        null,
         make("span", { text: name }),
         make("span.segment-size", { text: count(segment.end - segment.start) }),
       )
@@ -138,12 +137,7 @@ function listen(view) {
     const found = event.target.closest("[data-t]");
     return found ? Number(found.dataset.t) : -1;
   };
-  view.node.addEventListener("pointermove", (event) => {
-    const t = tokenOf(event);
-    if (t < 0) hideTip();
-    else showTip(event, tokenLines(view.state.stream, t));
-  });
-  view.node.addEventListener("pointerleave", hideTip);
+  tipOn(view.node, (event) => tokenOf(event) >= 0 && tokenLines(view.state.stream, tokenOf(event)));
   view.node.addEventListener("click", (event) => {
     const t = tokenOf(event);
     if (t >= 0) view.showToken(t, true);
@@ -160,38 +154,39 @@ function listen(view) {
 function drawDetail(view) {
   clear(view.detail).append(make("h2", { text: "Token" }));
   if (view.picked < 0) {
-    view.detail.append(make("p.hint", { text: "Point at a token, or click one to keep it here; ← → move on." }));
+    view.detail.append(
+      make("p.hint", { text: "Point at a token, or click it to keep it here; ← → go to the next one." }),
+    );
     return;
   }
   const [head, ...lines] = tokenLines(view.state.stream, view.picked);
   view.detail.append(make("p.token-text", { text: head, dir: "auto" }), factList(lines));
 }
 
-/* The tokens with the largest gaps, or with the least probability: each is a way to its place. */
+/* Lists the tokens with the largest gaps or the lowest probabilities; a click goes to the token. */
 function drawList(view, color) {
   const { stream } = view.state,
-    isChance = color === "probability";
+    isProbability = color === "probability";
   clear(view.list);
   const places = color === "mask" ? [] : mostNotable(stream, MOST_LISTED, color);
   if (color === "mask") return;
-  view.list.append(make("h2", { text: isChance ? "Least probable" : "Largest gaps" }));
+  view.list.append(make("h2", { text: isProbability ? "Least probable" : "Largest gaps" }));
   if (!places.length)
     view.list.append(
       make("p.hint", {
-        text: isChance ? "No token was less probable than 0.99." : noGap(view.state.episode),
+        text: isProbability ? "No token was less probable than 0.99." : noGap(view.state.episode),
       }),
     );
   const kind = `span.gap-token${view.state.query.scale === "relative" ? ".is-relative" : ""}`;
   view.list.append(
     make(
       "ol.gaps",
-      null,
       places.map((t) => {
         const chip = appendToken(
           make("span", { class: tokenClass(stream, t), dir: "ltr" }),
           stream.texts[t].slice(0, 24),
         );
-        const value = isChance ? `p ${figure(Math.exp(stream.rollout[t]))}` : figure(stream.gap[t]);
+        const value = isProbability ? `p ${figure(Math.exp(stream.rollout[t]))}` : figure(stream.gap[t]);
         const label = `go to token ${t}, ${visible(stream.texts[t].slice(0, 24))}: ${value}`;
         const parts = [
           make(kind, { data: { color } }, chip),
@@ -200,7 +195,6 @@ function drawList(view, color) {
         ];
         return make(
           "li",
-          null,
           add(
             button("", () => view.showToken(t, true), { "aria-label": label }),
             parts,

@@ -1,4 +1,4 @@
-"""The families of problems by name; see `family.Family` for what each one does."""
+"""The families of problems by name; `family.Family` describes their interface."""
 
 from __future__ import annotations
 

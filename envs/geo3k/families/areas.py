@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 
-from envs.geo3k.canvas import Canvas
+from envs.geo3k.canvas import Canvas, Point
 from envs.geo3k.families.arithmetic import divide, multiply
-from envs.geo3k.families.family import Family, Givens, require
-from envs.geo3k.families.layout import mirrored, rotated
+from envs.geo3k.families.family import Family, Givens, require, require_lengths
+from envs.geo3k.families.layout import LABEL_MARGIN, flipped, rotated
 
-LABEL_MARGIN = (26, 19)  # pixels around a figure for labels outside it
 LENGTHS = {1: (2, 12), 2: (6, 30), 3: (11, 60)}  # what lengths a level draws from
 
 
@@ -24,15 +24,6 @@ def _sway(rng: Random) -> float:
     return rng.uniform(-0.13, 0.13)
 
 
-def _require_lengths(givens: Givens) -> None:
-    require(min(givens) > 0, "a length is above 0")
-
-
-def _perimeter(givens: Givens) -> tuple[str, str]:
-    half = sum(givens)
-    return f"{givens[0]} + {givens[1]} = {half}. 2 * {half} = {2 * half}.", str(2 * half)
-
-
 class _Figure(Family):
     """A family whose unknown is `area` or `perimeter`."""
 
@@ -40,20 +31,32 @@ class _Figure(Family):
         return f"Find the {unknown} of the figure."
 
 
-class Rectangle(_Figure):
-    """Width and height are given; unknown `area` or `perimeter`."""
-
-    name = "rectangle"
+class _FourSided(_Figure):
+    """Two lengths are given, whose product is the area and whose doubled sum is the perimeter."""
 
     def sample(self, rng: Random, level: int) -> tuple[Givens, str]:
         return _lengths(rng, level), rng.choice(("area", "perimeter"))
 
     def solve(self, givens: Givens, unknown: str) -> tuple[str, str]:
-        _require_lengths(givens)
+        require_lengths(givens)
         if unknown == "perimeter":
-            return _perimeter(givens)
+            half = sum(givens)
+            return f"{givens[0]} + {givens[1]} = {half}. 2 * {half} = {2 * half}.", str(2 * half)
         steps, area = multiply(*givens)
         return " ".join(steps), str(area)
+
+    @staticmethod
+    def label_sides(canvas: Canvas, corners: Sequence[Point], givens: Givens, rng: Random) -> None:
+        """Label one side of each length."""
+        a, b, c, d = corners
+        canvas.side(*((a, b) if rng.random() < 0.5 else (d, c)), str(givens[0]), (a + c) / 2)
+        canvas.side(*((a, d) if rng.random() < 0.5 else (b, c)), str(givens[1]), (a + c) / 2)
+
+
+class Rectangle(_FourSided):
+    """Width and height are given; unknown `area` or `perimeter`."""
+
+    name = "rectangle"
 
     def draw(self, canvas: Canvas, givens: Givens, unknown: str, rng: Random) -> None:
         width = min(max(givens[0] / givens[1], 1.15), 1.9) if givens[0] != givens[1] else 1.0
@@ -62,44 +65,29 @@ class Rectangle(_Figure):
         canvas.polygon((a, b, c, d))
         for corner, start, end in ((a, b, d), (b, c, a), (c, d, b), (d, a, c)):
             canvas.right_angle(corner, start, end)
-        canvas.side(*((a, b) if rng.random() < 0.5 else (d, c)), str(givens[0]), (a + c) / 2)
-        canvas.side(*((a, d) if rng.random() < 0.5 else (b, c)), str(givens[1]), (a + c) / 2)
+        self.label_sides(canvas, (a, b, c, d), givens, rng)
 
 
-class Parallelogram(_Figure):
+class Parallelogram(_FourSided):
     """Unknown `area`: base and height are given; `perimeter`: two neighbouring sides."""
 
     name = "parallelogram"
-
-    def sample(self, rng: Random, level: int) -> tuple[Givens, str]:
-        return _lengths(rng, level), rng.choice(("area", "perimeter"))
-
-    def solve(self, givens: Givens, unknown: str) -> tuple[str, str]:
-        _require_lengths(givens)
-        if unknown == "perimeter":
-            return _perimeter(givens)
-        steps, area = multiply(*givens)
-        return " ".join(steps), str(area)
 
     def draw(self, canvas: Canvas, givens: Givens, unknown: str, rng: Random) -> None:
         base, lean = rng.uniform(1.3, 1.6), rng.uniform(0.4, 0.55)
         foot = complex(lean)
         shape = [0j, complex(base), complex(base + lean, -1), complex(lean, -1), foot]
-        shape = rotated(shape, _sway(rng))
-        if rng.random() < 0.5:
-            shape = mirrored(shape)
+        shape = flipped(rotated(shape, _sway(rng)), rng)
         a, b, c, d, foot = canvas.fit(shape, rng, LABEL_MARGIN, stretch=1)
         canvas.polygon((a, b, c, d))
-        inside = (a + c) / 2
         if unknown == "perimeter":
-            canvas.side(*((a, b) if rng.random() < 0.5 else (d, c)), str(givens[0]), inside)
-            canvas.side(*((a, d) if rng.random() < 0.5 else (b, c)), str(givens[1]), inside)
+            self.label_sides(canvas, (a, b, c, d), givens, rng)
             for start, end, count in ((a, b, 1), (d, c, 1), (a, d, 2), (b, c, 2)):
                 canvas.ticks(start, end, count, at=0.2)
             return
         canvas.dashed(d, foot)
         canvas.right_angle(foot, b, d)
-        canvas.side(a, b, str(givens[0]), inside)
+        canvas.side(a, b, str(givens[0]), (a + c) / 2)
         canvas.side(d, foot, str(givens[1]), a)
 
 
@@ -113,7 +101,7 @@ class TriangleArea(_Figure):
         return (base + (base * height % 2 if level < 3 else 0), height), "area"
 
     def solve(self, givens: Givens, unknown: str) -> tuple[str, str]:
-        _require_lengths(givens)
+        require_lengths(givens)
         steps, product = multiply(*givens)
         last, answer = divide(product, 2)
         return " ".join([*steps, last]), answer
@@ -122,9 +110,7 @@ class TriangleArea(_Figure):
         right = rng.random() < 0.3
         width, at = rng.uniform(1.4, 1.8), 0.0 if right else rng.uniform(0.3, 0.45)
         shape = [0j, complex(width), complex(width * at, -1), complex(width * at)]
-        shape = rotated(shape, _sway(rng))
-        if rng.random() < 0.5:
-            shape = mirrored(shape)
+        shape = flipped(rotated(shape, _sway(rng)), rng)
         a, b, apex, foot = canvas.fit(shape, rng, LABEL_MARGIN if right else (10, 19), stretch=1)
         canvas.polygon((a, b, apex))
         canvas.right_angle(foot, b, apex)
@@ -149,7 +135,7 @@ class TrapezoidArea(_Figure):
         return (short, long if long > short else short + 2, height), "area"
 
     def solve(self, givens: Givens, unknown: str) -> tuple[str, str]:
-        _require_lengths(givens)
+        require_lengths(givens)
         short, long, height = givens
         require(short < long, "the second parallel side is the longer one")
         steps, product = multiply(short + long, height)
@@ -165,9 +151,7 @@ class TrapezoidArea(_Figure):
         shape = [0j, complex(long), complex(lean + short, -1), complex(lean, -1), complex(lean)]
         if rng.random() < 0.3:
             shape = [point.conjugate() for point in shape]
-        shape = rotated(shape, _sway(rng))
-        if rng.random() < 0.5:
-            shape = mirrored(shape)
+        shape = flipped(rotated(shape, _sway(rng)), rng)
         a, b, c, d, foot = canvas.fit(shape, rng, (12, 19), stretch=1)
         canvas.polygon((a, b, c, d))
         canvas.dashed(d, foot)

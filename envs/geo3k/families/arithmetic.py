@@ -1,4 +1,4 @@
-"""Exact arithmetic that shows its steps: integers come in, short reasoning and an answer in spaced LaTeX go out."""
+"""Exact arithmetic on integers that writes its steps as short reasoning and its answer in spaced LaTeX."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def add(values: Sequence[int]) -> tuple[list[str], int]:
 
 
 def multiply(a: int, b: int) -> tuple[list[str], int]:
-    """Return the steps of a product and the product; two factors above 12 go by tens and ones."""
+    """Return the steps of a product and the product; two factors above 12 are multiplied by tens and ones."""
     tens, ones = b - b % 10, b % 10
     if min(a, b) <= 12 or ones == 0:
         return [f"{a} * {b} = {a * b}."], a * b

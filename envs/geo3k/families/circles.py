@@ -9,7 +9,7 @@ from random import Random
 from envs.geo3k.canvas import Canvas, Point
 from envs.geo3k.families.arithmetic import divide, rest
 from envs.geo3k.families.family import Family, Givens, pick_angle, require, require_angles
-from envs.geo3k.families.layout import mirrored, rotated
+from envs.geo3k.families.layout import flipped, rotated
 
 
 class CircleAngles(Family):
@@ -56,9 +56,7 @@ class CircleAngles(Family):
             half = math.radians(min(max(angle if unknown == "central" else angle / 2, 40), 62))
             shape = [cmath.rect(1, math.pi + rng.uniform(-0.25, 0.25)), cmath.rect(1, half), cmath.rect(1, -half), 0j]
             joins = [(0, 1), (0, 2), (3, 1), (3, 2)]
-        shape = rotated(shape, rng.uniform(-0.4, 0.4) + math.pi / 2 * rng.randrange(4))
-        if rng.random() < 0.5:
-            shape = mirrored(shape)
+        shape = flipped(rotated(shape, rng.uniform(-0.4, 0.4) + math.pi / 2 * rng.randrange(4)), rng)
         extent: list[Point] = [0j, -1 + 0j, 1 + 0j, 1j, -1j]
         center, left, *rest_of = canvas.fit([*extent, *shape], rng, (8, 6), stretch=1)
         points = rest_of[3:]

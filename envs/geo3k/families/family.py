@@ -1,8 +1,8 @@
-"""What a family of problems is: it samples numbers for a level, solves them exactly, and draws them.
+"""The interface of a family of problems: it samples numbers for a level, solves the problem exactly, and draws it.
 
-Givens are the numbers printed in the diagram, in the order in which the reasoning uses them. Where two givens play the
-same part (two angles of a triangle), the diagram shows them in that order from left to right, so that a reader who
-reads from left to right writes the same reasoning.
+Givens are the numbers printed in the diagram, in the order in which the reasoning uses them. If two givens have the
+same role (two angles of a triangle), the diagram shows them from left to right in that order. Reading from left to
+right then gives the same reasoning.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ANGLE_STEP = {1: 10, 2: 5, 3: 1}
 
 
 class Family(ABC):
-    """One kind of problem; its objects hold no state.
+    """One kind of problem; objects have no state.
 
     Example::
 
@@ -34,35 +34,40 @@ class Family(ABC):
 
     @abstractmethod
     def sample(self, rng: Random, level: int) -> tuple[Givens, str]:
-        """Return givens of a level (1, 2 or 3) and the variant tag that says what is asked."""
+        """Return givens for a level (1, 2 or 3) and the name of the unknown."""
 
     @abstractmethod
     def solve(self, givens: Givens, unknown: str) -> tuple[str, str]:
-        """Return the reasoning and the exact answer; raise ValueError where no such figure exists."""
+        """Return the reasoning and the exact answer; raise ValueError if no such figure exists."""
 
     @abstractmethod
     def draw(self, canvas: Canvas, givens: Givens, unknown: str, rng: Random) -> None:
         """Draw the figure with its givens; the arrangement varies with `rng`."""
 
     def question(self, givens: Givens, unknown: str) -> str:
-        """Return the question; it never tells a given."""
+        """Return the question; it never contains a given."""
         return "Find x."
 
     def canonical(self, givens: Givens, unknown: str) -> Givens:
-        """Return the givens so that the same problem gives the same tuple, in whatever order it shows them."""
+        """Return the givens in a canonical order, so that the same problem always gives the same tuple."""
         return tuple(sorted(givens))
 
 
 def pick_angle(rng: Random, level: int, low: int, high: int) -> int:
-    """Return an angle in [low, high] degrees that is round enough for the level; the range must hold one."""
+    """Return an angle in [low, high] degrees, a multiple of the level's step; the range must contain one."""
     step = ANGLE_STEP[level]
     return step * rng.randint(-(-low // step), high // step)
 
 
 def require(condition: bool, rule: str) -> None:
-    """Raise ValueError naming the rule that the givens break."""
+    """Raise ValueError with the broken rule unless the condition holds."""
     if not condition:
         raise ValueError(rule)
+
+
+def require_lengths(givens: Givens) -> None:
+    """Raise ValueError unless every given can be a length."""
+    require(min(givens) > 0, "a length is above 0")
 
 
 def require_angles(givens: Givens) -> None:

@@ -1,4 +1,4 @@
-"""Shapes before they are pixels: angles and proportions come in, points in any unit go out for `Canvas.fit`."""
+"""Computes the points of shapes from angles and proportions, in any unit; `Canvas.fit` scales them to pixels."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from typing import TypeVar
 from envs.geo3k.canvas import Point
 
 TURN = 2 * math.pi
+LABEL_MARGIN = (26, 19)  # pixels around a figure for labels outside it
 
 Shape = TypeVar("Shape")
 
 
 def soften(angles: Sequence[float], least: float) -> list[float]:
-    """Return angles with the same sum and order, none below `least` degrees, so that a label fits into each."""
+    """Return angles with the same sum and order and none below `least` degrees, so that each has room for a label."""
     if min(angles) >= least:
         return list(angles)
     above = [max(angle - least, 0.0) for angle in angles]
@@ -37,7 +38,7 @@ def polygon(angles: Sequence[float], phase: float) -> list[Point]:
 
 
 def upright(rng: Random, sway: float = 0.35) -> float:
-    """Return a rotation in radians: near the first orientation or upside down, never far between."""
+    """Return a rotation in radians, close to upright or to upside down."""
     return rng.uniform(-sway, sway) + (math.pi if rng.random() < 0.5 else 0)
 
 
@@ -52,13 +53,18 @@ def mirrored(points: Sequence[Point]) -> list[Point]:
     return [-point.conjugate() for point in points]
 
 
+def flipped(points: list[Point], rng: Random) -> list[Point]:
+    """Return the points, mirrored half of the time."""
+    return mirrored(points) if rng.random() < 0.5 else points
+
+
 def left_to_right(points: Sequence[Point], first: Point, second: Point) -> list[Point]:
-    """Return the points, mirrored if need be, so that `first` lies left of `second`."""
+    """Return the points, mirrored if necessary, so that `first` lies left of `second`."""
     return list(points) if first.real <= second.real else mirrored(points)
 
 
 def in_order(build: Callable[[], tuple[Shape, Sequence[Point]]]) -> Shape:
-    """Build shapes until the points that come with one go clearly from left to right; after 8 take the last."""
+    """Build shapes until the returned anchors go clearly from left to right; after 8 tries return the next one."""
     for _ in range(8):
         shape, anchors = build()
         if all(b.real - a.real > 0.15 for a, b in pairwise(anchors)):

@@ -9,7 +9,7 @@ from random import Random
 from envs.geo3k.canvas import Canvas, Point
 from envs.geo3k.families.arithmetic import rest
 from envs.geo3k.families.family import Family, Givens, pick_angle, require, require_angles
-from envs.geo3k.families.layout import TURN, arrange, in_order, mirrored, rotated, soften
+from envs.geo3k.families.layout import TURN, arrange, flipped, in_order, mirrored, rotated, soften
 
 LEAST_SHOWN = 38  # degrees; a narrower corner has no room for its label
 
@@ -46,7 +46,7 @@ class LinearPair(Family):
         parts.insert(rng.randint(0, len(parts)), (asked, "x°"))
         if unknown == "right":
             parts.insert(rng.choice((0, 2)), (90.0, ""))
-        flip = rng.random() < 0.5  # below the line, the same order from left to right runs the other way round
+        flip = rng.random() < 0.5  # below the line, the order from left to right is reversed
         tilt, direction = rng.uniform(-0.2, 0.2), math.pi
         rays = [cmath.rect(1, math.pi)]
         for angle, _ in parts:
@@ -223,9 +223,7 @@ class ParallelLines(Family):
         a, b = cmath.rect(1 / math.sin(upper), upper - math.pi), cmath.rect(1 / math.sin(lower), math.pi - lower)
         right = max(0.5, 2.2 + min(a.real, b.real))
         shape = [corner, a, b, complex(right, a.imag), complex(right, b.imag)]
-        shape = rotated(shape, rng.uniform(-0.12, 0.12))
-        if rng.random() < 0.5:
-            shape = mirrored(shape)
+        shape = flipped(rotated(shape, rng.uniform(-0.12, 0.12)), rng)
         corner, a, b, end_a, end_b = canvas.fit(shape, rng, (7, 11))
         for start, end in ((a, end_a), (b, end_b)):
             canvas.line(start, end)

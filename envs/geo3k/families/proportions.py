@@ -6,12 +6,8 @@ from random import Random
 
 from envs.geo3k.canvas import Canvas
 from envs.geo3k.families.arithmetic import divide, multiply
-from envs.geo3k.families.family import Family, Givens, require
-from envs.geo3k.families.layout import mirrored, rotated, upright
-
-
-def _require_lengths(givens: Givens) -> None:
-    require(min(givens) > 0, "a length is above 0")
+from envs.geo3k.families.family import Family, Givens, require, require_lengths
+from envs.geo3k.families.layout import flipped, rotated, upright
 
 
 class Midsegment(Family):
@@ -35,7 +31,7 @@ class Midsegment(Family):
         return (short, short + (more if level == 3 else 2 * more)), unknown
 
     def solve(self, givens: Givens, unknown: str) -> tuple[str, str]:
-        _require_lengths(givens)
+        require_lengths(givens)
         if unknown == "base":
             return f"2 * {givens[0]} = {2 * givens[0]}.", str(2 * givens[0])
         if unknown == "midsegment":
@@ -50,9 +46,7 @@ class Midsegment(Family):
         a, b, d, c = 0j, complex(top + 2 * lean if wide else 1.6), complex(lean, -1), complex(lean + top, -1)
         if not wide:
             c = d = complex(rng.uniform(0.5, 1.1), -1)
-        shape = rotated([a, b, c, d], upright(rng, 0.12))
-        if rng.random() < 0.5:
-            shape = mirrored(shape)
+        shape = flipped(rotated([a, b, c, d], upright(rng, 0.12)), rng)
         a, b, c, d = canvas.fit(shape, rng, (10, 19), stretch=1)
         left, right = (a + d) / 2, (b + c) / 2
         canvas.polygon((a, b, c, d) if wide else (a, b, c))
@@ -90,7 +84,7 @@ class SimilarTriangles(Family):
         return (b * d, a * c, b * c), unknown
 
     def solve(self, givens: Givens, unknown: str) -> tuple[str, str]:
-        _require_lengths(givens)
+        require_lengths(givens)
         steps, product = multiply(givens[0], givens[1])
         last, answer = divide(product, givens[2])
         return " ".join([*steps, last]), answer
@@ -103,9 +97,7 @@ class SimilarTriangles(Family):
         cut = min(max(self._share_above(givens, unknown), 0.42), 0.58)
         apex = complex(rng.uniform(0.6, 1.0), -1)
         d, e = apex * (1 - cut), apex + (1.6 - apex) * cut
-        shape = rotated([0j, 1.6 + 0j, apex, d, e], upright(rng, 0.12))
-        if rng.random() < 0.5:
-            shape = mirrored(shape)
+        shape = flipped(rotated([0j, 1.6 + 0j, apex, d, e], upright(rng, 0.12)), rng)
         a, b, apex, d, e = canvas.fit(shape, rng, (24, 10), stretch=1)
         canvas.polygon((a, b, apex))
         canvas.line(d, e)

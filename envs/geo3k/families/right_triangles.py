@@ -9,9 +9,8 @@ from random import Random
 from envs.geo3k.canvas import Canvas
 from envs.geo3k.families.arithmetic import divide, radical
 from envs.geo3k.families.family import Family, Givens, require
-from envs.geo3k.families.layout import left_to_right, rotated
+from envs.geo3k.families.layout import LABEL_MARGIN, left_to_right, rotated
 
-LABEL_MARGIN = (26, 19)  # pixels around a figure for labels outside it
 LONGEST = {1: 30, 2: 65}  # the longest hypotenuse of levels 1 and 2, whose sides are all integers
 
 

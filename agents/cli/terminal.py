@@ -1,0 +1,269 @@
+"""Lets a person play in place of a model: shows the new part of the stream and reads the next turn from a terminal.
+
+`agents.play` and `agents.replaying.continuation` use it. A terminal is anything with lines, also a file of turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import re
+import sys
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO, TypeVar
+
+from PIL import Image
+
+from agents.cli.text import counted
+from agents.rendering.renderer import Renderer
+from agents.types import EndReason, GenerateRequest, Trajectory, Turn
+from envs.checking.hostile import write_call
+from envs.contract import EpisodeEnv, checked_messages
+from envs.env import ToolFormat
+from envs.errors import UserError
+from envs.types import Message, content_parts, message_images
+from envs.wrapper import Wrapper, can_be_wrapped
+
+T = TypeVar("T")
+HELP = """Write a turn and end it with a line that is only a dot, or with Ctrl-D.
+An empty first line is an empty turn. :call NAME {"json": "arguments"} writes a tool call; :quit ends."""
+
+
+class PlayerQuit(Exception):
+    """The person has quit."""
+
+
+class PlayerInterrupted(PlayerQuit):
+    """The person has pressed Ctrl-C. Unlike KeyboardInterrupt, this passes through an event loop."""
+
+
+@dataclass
+class Terminal:
+    """Where the person reads and writes: anything with lines, also a pipe."""
+
+    source: TextIO
+    target: TextIO
+    mark = "> "
+
+    @classmethod
+    def standard(cls) -> Terminal:
+        """Return the terminal of the command; characters that it cannot decode or show are replaced."""
+        for stream, errors in ((sys.stdin, "replace"), (sys.stdout, "backslashreplace")):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors=errors)
+        return cls(sys.stdin, sys.stdout)
+
+    def say(self, text: str) -> None:
+        """Print text; escape codes are shown and have no effect."""
+        print(text.replace("\x1b", "\\x1b"), file=self.target, flush=True)
+
+    def ask(self, tool_format: ToolFormat) -> str:
+        """Return a turn that the person wrote. Raises `PlayerQuit` at `:quit`, Ctrl-C and the end of the input."""
+        lines: list[str] = []
+        while True:
+            line = self._read()
+            if not line and not lines:
+                raise PlayerQuit
+            if not line:
+                break
+            line = line.removesuffix("\n").removesuffix("\r")
+            if line == "." or (not line and not lines):
+                break
+            if line == ":quit":
+                raise PlayerQuit
+            if re.match(r":call(\s|$)", line):
+                try:
+                    lines.append(expand_call(line, tool_format))
+                except ValueError as error:
+                    self.say(f'not understood: {error}; write :call NAME {{"argument": "value"}}')
+                continue
+            if not lines and (unknown := re.match(r":[A-Za-z]\w*", line)):
+                self.say(f"not understood: {unknown[0]} is no command, :call and :quit are; a space in front sends it")
+                continue
+            lines.append(line)
+        return "\n".join(lines)
+
+    def _read(self) -> str:
+        """Return a line after the prompt "> "; a line from a pipe is printed, as a terminal prints what is typed."""
+        is_typed = self.source.isatty()
+        if is_typed:
+            print(self.mark, end="", file=self.target, flush=True)
+        try:
+            line = self.source.readline()
+        except KeyboardInterrupt as pressed:
+            raise PlayerInterrupted from pressed
+        if line and not is_typed:
+            self.say(self.mark + line.removesuffix("\n").removesuffix("\r"))
+        return line
+
+
+def expand_call(line: str, tool_format: ToolFormat) -> str:
+    """Return the tool call that a line such as `:call zoom {"left": 0}` stands for.
+
+    Raises:
+        ValueError: there is no name, or the arguments are not a JSON object.
+    """
+    _, name, body, *_ = [*line.split(maxsplit=2), "", ""]
+    if not name:
+        raise ValueError("no name")
+    try:
+        arguments = json.loads(body or "{}")
+    except json.JSONDecodeError as error:
+        raise ValueError(f"the arguments are no JSON ({error.msg} at column {error.colno})") from error
+    if not isinstance(arguments, dict):
+        raise ValueError("the arguments are no JSON object")
+    return write_call(name, arguments, tool_format)
+
+
+@dataclass
+class Gallery:
+    """Saves pictures as PNG files, named after the episode and the turn that showed them."""
+
+    folder: Path
+    stem: str
+    saved: list[str] = field(default_factory=list)
+
+    @classmethod
+    def named(cls, folder: Path, name: str) -> Gallery:
+        """Return a gallery for an episode; characters of its name that a file name must not have become "_"."""
+        return cls(folder, re.sub(r"[^A-Za-z0-9_.-]", "_", name))
+
+    def save(self, images: Sequence[Image.Image], where: str) -> None:
+        """Save the pictures of one place in order, as `play/geo3k-0-prompt-1.png`."""
+        for number, image in enumerate(images, start=1):
+            path = self.folder / f"{self.stem}-{where}-{number}.png"
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                image.save(path)
+            except OSError as error:
+                fix = f"give another folder ({error.strerror})"
+                raise UserError("--pictures", "must be writable", str(self.folder), fix) from error
+            self.saved.append(f"{path} {image.width}x{image.height}")
+
+
+class _ObservedEnv(Wrapper):
+    """Keeps what the environment answers. It also checks the messages, because their pictures are saved from here."""
+
+    def __init__(self, env: EpisodeEnv) -> None:
+        super().__init__(env)
+        self.info: dict[str, Any] = {}
+        #: Observations, at the start and after each turn, whose pictures are not saved yet.
+        self.unsaved: list[tuple[str, tuple[Message, ...]]] = []
+        self._num_steps = 0
+
+    def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
+        self._num_steps += 1
+        result = super().step(response_text)
+        if isinstance(result, tuple) and len(result) == 3:
+            self.info = result[2]
+        return result
+
+    def format_observation(self, observation: dict[str, Any]) -> Sequence[Message]:
+        messages = checked_messages(super().format_observation(observation))
+        self.unsaved.append((f"turn{self._num_steps}" if self._num_steps else "start", messages))
+        return messages
+
+
+class TerminalPlayer:
+    """The person in place of the network: shows the new part of the stream, and asks for the next turn.
+
+    Example::
+
+        player = TerminalPlayer(Terminal(sys.stdin, sys.stdout), Gallery(Path("play"), "geo3k-0"), renderer, "hermes")
+        engine = ScriptedEngine(renderer.tokenizer, player.take_turn)
+        Episode(engine, ...).run(sample, player.watch(make_env), seed=0)
+    """
+
+    def __init__(self, terminal: Terminal, gallery: Gallery, renderer: Renderer, tool_format: ToolFormat) -> None:
+        self.terminal, self.gallery, self.renderer = terminal, gallery, renderer
+        self.tool_format: ToolFormat = tool_format
+        self.env: _ObservedEnv | None = None
+        self._num_read = 0
+        self._num_pictures = 0
+
+    def watch(self, env: EpisodeEnv) -> EpisodeEnv:
+        """Return the environment wrapped, so that the player sees its answers."""
+        if not can_be_wrapped(env):
+            return env
+        self.env = _ObservedEnv(env)
+        return self.env
+
+    def take_turn(self, turn: int, request: GenerateRequest) -> str:
+        """Show what the model would read now, and return what the person writes; `turn` counts from 0."""
+        assert self.env is not None, "the environment is built before the first turn"
+        if turn > 0:
+            self.terminal.say(f"--- the environment answers turn {turn}: done False, {format_info(self.env.info)}")
+        for where, messages in self.env.unsaved:
+            self.gallery.save(list(message_images(messages)), where)
+        self.env.unsaved = []
+        self.terminal.say(self._new_text(request))
+        self.terminal.say(f"--- turn {turn + 1}, {request.max_new_tokens} tokens left")
+        text = self.terminal.ask(self.tool_format)
+        written = self.renderer.tokenizer(text, add_special_tokens=False)["input_ids"]
+        self._num_read = len(request.ids) + len(written) + 1  # the engine adds the stop token
+        return text
+
+    def _new_text(self, request: GenerateRequest) -> str:
+        """Return the part of the stream that was not shown yet, with the names of pictures for their placeholders."""
+
+        def name(num_tokens: int) -> str:
+            self._num_pictures += 1
+            return f"[{self.gallery.saved[self._num_pictures - 1]}, {num_tokens} tokens]"
+
+        return self.renderer.shown(request.ids[self._num_read :], name).strip("\n")
+
+
+def format_info(info: Any) -> str:
+    """Return a step's info for a person: outcomes of calls first."""
+    calls = info.get("tool_calls") if isinstance(info, Mapping) else None
+    if not isinstance(calls, list) or not calls or not all(isinstance(call, Mapping) for call in calls):
+        return f"info {info}"
+    rest = {key: value for key, value in info.items() if key != "tool_calls"}
+    outcomes = ", ".join(f"{call.get('name') or 'a call'}: {call.get('outcome')}" for call in calls)
+    return f"{outcomes}{f', info {rest}' if rest else ''}"
+
+
+def show_answer(turn: Turn, number: int, done: bool, terminal: Terminal, gallery: Gallery) -> None:
+    """Show the environment's answer to a turn; `number` counts from 1."""
+    terminal.say(f"--- the environment answers turn {number}: done {done}, {format_info(turn.info)}")
+    first_new, messages = len(gallery.saved), [dict(message) for message in turn.observations]
+    gallery.save(list(message_images(messages)), f"turn{number}")
+    for message in messages:
+        terminal.say(f"{message['role']}: {''.join(part.get('text', '<image>') for part in content_parts(message))}")
+    for picture in gallery.saved[first_new:]:
+        terminal.say(f"[{picture}]")
+
+
+def print_summary(trajectory: Trajectory, terminal: Terminal, gallery: Gallery) -> int:
+    """Print how the episode ended; return the exit code."""
+    t = trajectory
+    if t.turns:
+        show_answer(t.turns[-1], len(t.turns), t.end_reason is EndReason.COMPLETED, terminal, gallery)
+    if t.error:
+        terminal.say(t.error)
+    read = len(t.ids_T) - t.num_model_tokens
+    terminal.say(
+        f"--- end: {t.end_reason}, reward {t.reward:g}, {counted(len(t.turns), 'turn')}, {t.num_model_tokens} tokens "
+        f"written, {read} read"
+    )
+    return 0 if t.end_reason.is_valid else 1
+
+
+def run_interruptible(playing: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end. `asyncio.run` would not let Ctrl-C interrupt a read from the terminal."""
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(playing)
+    try:
+        return loop.run_until_complete(task)
+    except KeyboardInterrupt:
+        if not task.done():  # raised outside the episode, which must still close its environment
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                loop.run_until_complete(task)
+        raise
+    finally:
+        loop.close()

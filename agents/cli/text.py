@@ -1,0 +1,77 @@
+"""Makes text of models and environments safe to print (it cannot control a terminal), and shortens it."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from agents.rollout.stream import first_difference
+
+# Control characters, marks and overrides of writing direction, characters without width, halves of surrogate pairs.
+_UNSAFE = re.compile(
+    "[\x00-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
+    "\ud800-\udfff\U000e0000-\U000e007f]"
+)
+_LINE = re.compile(r"[^\n\t]+")
+#: A longer text is cut in the middle; `MAX_END` characters of its end stay.
+MAX_SHOWN, MAX_END = 4000, 1000
+
+
+def escape_controls(text: str) -> str:
+    """Return the text on one line, with escapes for characters that are invisible or change the line.
+
+    >>> escape_controls("red: \\x1b[31m")
+    'red: \\\\x1b[31m'
+    """
+    return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def escape_lines(text: str) -> str:
+    r"""Return the text with the escapes of `escape_controls`, but with its line breaks and tabs.
+
+    >>> escape_lines("\x1b]0;title\x07\n\u202egnp.exe caf\xe9")
+    '\\x1b]0;title\\x07\n\\u202egnp.exe café'
+    """
+    return _LINE.sub(lambda found: escape_controls(found[0]), text)
+
+
+def one_line(text: str, length: int) -> str:
+    """Return the text on one line of at most `length` characters; a longer text is cut and ends with "..."."""
+    text = escape_controls(text[: length + 1])
+    return text if len(text) <= length else text[: length - 3] + "..."
+
+
+def shorten_middle(text: str, full: bool) -> str:
+    """Return the text, safe to print; unless `full`, a note replaces the middle of a long text."""
+    if full or len(text) <= MAX_SHOWN:
+        return escape_lines(text)
+    note = f"[... {len(text) - MAX_SHOWN:,} characters more; --full shows them ...]"
+    return f"{escape_lines(text[: MAX_SHOWN - MAX_END])}\n{note}\n{escape_lines(text[-MAX_END:])}"
+
+
+def excerpt(value: Any, width: int = 80, place: int = 0) -> str:
+    """Return at most `width` characters of a JSON value, around the one at `place`, escaped.
+
+    >>> excerpt({"outcome": "ok"})
+    '{"outcome": "ok"}'
+    """
+    text = _text(value)
+    start = max(0, min(place - width // 3, len(text) - width))
+    cut = text[start : start + width]
+    return f"{'…' if start else ''}{escape_controls(cut)}{'…' if start + width < len(text) else ''}"
+
+
+def excerpt_pair(one: Any, other: Any, width: int = 80) -> tuple[str, str]:
+    """Return `excerpt` of two JSON values, around the place where they first differ."""
+    place = first_difference(_text(one), _text(other))
+    return excerpt(one, width, place), excerpt(other, width, place)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: "1 turn", "2 turns"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,143 @@
+"""The bodies of requests to an SGLang server, and the parsing of its answers.
+
+Measured on SGLang 0.5.15.post1: `/generate` takes ids with one placeholder per image, expands them itself and keeps all
+other ids verbatim. `flush_cache` empties the prefix cache but not the cache of encoded images, whose key is `mm_hashes`
+where a request has them.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agents.engines.sglang.client import ServerLost
+from agents.types import GenerateRequest, ProcessedImage
+
+#: Added to the logit of a token that must never be drawn. Finite, because JSON has no infinity; its exponential is 0.
+NEVER = -1e9
+
+_URIS: WeakKeyDictionary[ProcessedImage, str] = WeakKeyDictionary()
+
+
+def collapse(ids: Sequence[int], images: Sequence[ProcessedImage], image_token_id: int | None) -> list[int]:
+    """Return the stream with one placeholder per image, as the server expects it.
+
+    >>> collapse([7, 9, 9, 7], [ProcessedImage("", np.zeros((8, 1)), (1, 2, 4), num_tokens=2)], image_token_id=9)
+    [7, 9, 7]
+    """
+    ids, short, position = list(ids), [], 0
+    for image in images:
+        first = ids.index(image_token_id, position)  # type: ignore[arg-type]
+        short += ids[position : first + 1]
+        position = first + image.num_tokens
+    return short + ids[position:]
+
+
+def data_uri(image: ProcessedImage) -> str:
+    """Return the picture, already in the size that the model reads, as a data URI; made once per picture."""
+    if image not in _URIS:
+        _URIS[image] = "data:image/png;base64," + base64.b64encode(image.png).decode()
+    return _URIS[image]
+
+
+def salted_hash(image: ProcessedImage, salt: str) -> str:
+    """Return 14 hexadecimal digits (to the server a positive 64-bit number) that depend on picture and salt."""
+    return hashlib.blake2b(f"{image.digest}/{salt}".encode(), digest_size=7).hexdigest()
+
+
+def generate_body(
+    request: GenerateRequest, written: Sequence[int], rid: str, image_token_id: int | None, salt: str
+) -> dict[str, Any]:
+    """Return the body of `/generate` that continues a turn after the ids `written` so far.
+
+    `salt` becomes part of each image's hash. It holds the version of the weights, so that the server does not reuse an
+    image that older weights encoded.
+    """
+    sampling = request.sampling
+    body: dict[str, Any] = {
+        "rid": rid,
+        "input_ids": [*collapse(request.ids, request.images, image_token_id), *written],
+        "sampling_params": {
+            "temperature": sampling.temperature,
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "max_new_tokens": request.max_new_tokens - len(written),
+            "stop_token_ids": list(sampling.stop_ids),
+            "logit_bias": {str(token): NEVER for token in sampling.suppressed_ids} or None,
+            "skip_special_tokens": False,
+            "spaces_between_special_tokens": False,
+            "no_stop_trim": True,
+        },
+        "return_logprob": True,
+    }
+    return body | image_fields(request.images, salt)
+
+
+def score_body(
+    ids: Sequence[int], images: Sequence[ProcessedImage], image_token_id: int | None, salt: str
+) -> dict[str, Any]:
+    """Return the body of `/generate` that requests the log-probs of a whole stream."""
+    return {
+        "input_ids": collapse(ids, images, image_token_id),
+        "sampling_params": {"temperature": 1.0, "max_new_tokens": 1},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    } | image_fields(images, salt)
+
+
+def image_fields(images: Sequence[ProcessedImage], salt: str) -> dict[str, Any]:
+    """Return the fields of a body for pictures and their hashes."""
+    if not images:
+        return {}
+    return {
+        "image_data": [data_uri(image) for image in images],
+        "mm_hashes": [salted_hash(image, salt) for image in images],
+    }
+
+
+class GenerateAnswer:
+    """The parsed answer of `/generate`: ids and log-probs of the tokens written, why it ended, counts, version."""
+
+    def __init__(self, answer: dict[str, Any]) -> None:
+        meta = answer["meta_info"]
+        pairs = meta.get("output_token_logprobs") or []
+        self.ids = [int(token) for _, token, *_ in pairs]
+        self.logprobs = [math.nan if logprob is None else float(logprob) for logprob, *_ in pairs]  # NaN is no JSON
+        self.finish = meta["finish_reason"]["type"]
+        # A request that was aborted in the server's queue has read nothing; its answer has no count.
+        counted = self.finish != "abort" or "prompt_tokens" in meta
+        self.prompt_length = int(meta["prompt_tokens"]) if counted else None
+        self.num_cached = int(meta.get("cached_tokens") or 0)
+        self.version = str(meta["weight_version"])
+        if self.finish not in ("stop", "length", "abort"):
+            raise ValueError(f"finish {self.finish!r}")
+        if self.ids != answer["output_ids"]:
+            raise ValueError(f"log-probs are of {self.ids}, the answer is {answer['output_ids']}")
+
+
+def parse_answer(answer: Any) -> GenerateAnswer:
+    """Parse the answer of `/generate`; raises `ServerLost` where it is malformed."""
+    try:
+        return GenerateAnswer(answer)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ServerLost(f"no answer: {type(error).__name__} {error} in {answer!r:.500}") from error
+
+
+def parse_scores(answer: Any, num_ids: int) -> NDArray[np.float32]:
+    """Return the log-prob of each id of a scored stream but the first; raises `ServerLost` where they are missing."""
+    try:
+        row = [entry[0] for entry in answer["meta_info"]["input_token_logprobs"]]
+        if len(row) != num_ids:
+            raise ValueError(f"{len(row)} log-probs for {num_ids} ids")
+        return np.asarray(row[1:], dtype=np.float32)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ServerLost(f"no scores: {type(error).__name__} {error} in {answer!r:.500}") from error

@@ -1,0 +1,148 @@
+"""The supported architectures, one row each: where Transformers keeps the parts of a network, and how they differ.
+
+`architecture_of` returns the row for the configuration of a checkpoint, or raises a `UserError` that lists all rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from envs.errors import UserError, first_line
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One row: the classes of the network and its processor in Transformers, and the inputs of a forward pass.
+
+    A network with `vision` has a decoder and a vision tower and takes positions on three axes; one without is only a
+    decoder and takes one position. `deepstack`: features of several layers of the tower enter the decoder (arXiv
+    2406.04334). `windows`: most layers of the tower attend only within windows of `window_size` pixels (Qwen2.5-VL,
+    arXiv 2502.13923, section 2.1.1). `names_are_saved`: a checkpoint holds the weights with the same names and shapes
+    as the network in memory.
+
+    Example::
+
+        ARCHITECTURES["qwen2_5_vl"].decoder(network).layers     # the decoder's layers
+        ARCHITECTURES["llama"].vision_tower(network)            # None
+    """
+
+    network: str
+    processor: str = ""
+    names_are_saved: bool = True
+    vision: bool = False
+    deepstack: bool = False
+    windows: bool = False
+
+    def decoder(self, network: nn.Module) -> Any:
+        """Return the module with `embed_tokens` and `layers`."""
+        return network.model.language_model if self.vision else network.model  # type: ignore[union-attr]
+
+    def vision_tower(self, network: nn.Module) -> Any | None:
+        """Return the module with the vision `blocks`; None without `vision`."""
+        return network.model.visual if self.vision else None  # type: ignore[union-attr]
+
+    def build(self, config: Any) -> nn.Module:
+        """Return the network with fresh weights."""
+        return self._class()(config)
+
+    def read(self, path: Any, **options: Any) -> nn.Module:
+        """Return the network with the weights of a checkpoint. Raises `UserError` where it cannot be read."""
+        with _checkpoint_errors(path):
+            return self._class().from_pretrained(path, **options)
+
+    def _class(self) -> Any:
+        import transformers
+
+        return getattr(transformers, self.network)
+
+
+@contextlib.contextmanager
+def _checkpoint_errors(path: Any) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise UserError("--model", "must be a model folder or hub id", str(path), first_line(error)) from error
+
+
+#: By the `model_type` of config.json.
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "qwen3_vl": Architecture("Qwen3VLForConditionalGeneration", "Qwen3VLProcessor", vision=True, deepstack=True),
+    "qwen3_vl_moe": Architecture(
+        "Qwen3VLMoeForConditionalGeneration", "Qwen3VLProcessor", names_are_saved=False, vision=True, deepstack=True
+    ),
+    "qwen2_5_vl": Architecture(
+        "Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLProcessor", names_are_saved=False, vision=True, windows=True
+    ),
+    "qwen3": Architecture("Qwen3ForCausalLM"),
+    "qwen2": Architecture("Qwen2ForCausalLM"),
+    "llama": Architecture("LlamaForCausalLM"),
+}
+
+
+def read_config(path: str | Path) -> Any:
+    """Return the Transformers configuration of a checkpoint folder or hub id. Raises `UserError` if there is none."""
+    from transformers import AutoConfig
+
+    with _checkpoint_errors(path):
+        return AutoConfig.from_pretrained(path)
+
+
+def architecture_of(config: Any) -> Architecture:
+    """Return the row of a Transformers configuration.
+
+    Raises:
+        UserError: there is no row for its type, or a layer forgets tokens (a sliding window), which neither shared
+            prompts nor the engine's cache support.
+    """
+    if config.model_type not in ARCHITECTURES:
+        rule = f"must be one of {', '.join(ARCHITECTURES)}"
+        raise UserError("--model", rule, config.model_type, "give a checkpoint of one of these types")
+    kinds = set(config.get_text_config().to_dict().get("layer_types") or ()) - {"full_attention"}
+    if kinds:
+        fix = "give a model whose config.json has use_sliding_window false"
+        raise UserError("--model", "must attend to all earlier tokens in every layer", ", ".join(sorted(kinds)), fix)
+    return ARCHITECTURES[config.model_type]
+
+
+#: The image token id of a network without vision; no token has it.
+NO_IMAGE_TOKEN = -1
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """The facts about a network that its configuration gives without loading it.
+
+    Example: Qwen3-VL has image token 151655 and merges 2 x 2 patches; a network without vision has -1 and 1.
+    """
+
+    model_type: str
+    architectures: tuple[str, ...]
+    image_token_id: int
+    merge_size: int
+    max_positions: int
+    names_are_saved: bool
+
+    @classmethod
+    def load(cls, path: str | Path) -> ModelFacts:
+        """Read a checkpoint's configuration.
+
+        Raises:
+            UserError: there is none, or its architecture is not supported.
+        """
+        config = read_config(path)
+        architecture = architecture_of(config)
+        sees = architecture.vision
+        return cls(
+            model_type=config.model_type,
+            architectures=tuple(config.architectures or ()),
+            image_token_id=int(config.image_token_id) if sees else NO_IMAGE_TOKEN,
+            merge_size=int(config.vision_config.spatial_merge_size) if sees else 1,
+            max_positions=int(config.get_text_config().max_position_embeddings),
+            names_are_saved=architecture.names_are_saved,
+        )

@@ -1,0 +1,144 @@
+"""Computes log-prob and entropy of tokens from hidden states, without all logits of a batch in memory at once.
+
+`linear_scores` takes hidden states, the output layer's weight and targets, and returns float32 log-probs and entropies
+with gradients. The logits are computed chunk by chunk, in float32 whatever the network computes in, and computed again
+for the gradient.
+
+Neighbouring bfloat16 numbers around 16 differ by 1/16, which moves log-probs by hundredths of a nat: most of the
+difference between two engines that round differently (MiniMax-M1, arXiv 2506.13585, section 3.2). Products of bfloat16
+values are exact in float32, so summing them in float32 on the tensor cores loses nothing compared with casting first.
+SGLang: `--enable-fp32-lm-head`.
+
+Legend: N places, C places of a chunk, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from agents.types import SamplingLaw
+
+#: Logits of a chunk in float32: 1 GiB.
+CHUNK_VALUES = 2**28
+
+
+def linear_scores(
+    hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, law: SamplingLaw, compiled: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return the log-prob of each target and the entropy in nats of its distribution, both (N,) float32.
+
+    `compiled` fuses the operations after the matrix products, which memory bandwidth limits on a GPU, into few kernels.
+    """
+    with torch.autocast(hidden_NH.device.type, enabled=False):
+        return _LinearScores.apply(hidden_NH, weight_VH, targets_N, law, compiled)  # type: ignore[no-any-return]
+
+
+def float32_product(a: Tensor, b: Tensor) -> Tensor:
+    """Return the matrix product in float32 without rounding its terms; one call for half-precision inputs on a GPU."""
+    if a.is_cuda and a.dtype == b.dtype != torch.float32:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
+class _LinearScores(torch.autograd.Function):
+    """See `linear_scores`. With the distribution p, its entropy h, and the logit z_j at a place with target t:
+
+    d logprob / d z_j = [j = t] - p_j        d h / d z_j = -p_j (log p_j + h)
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, law: SamplingLaw, compiled: bool
+    ) -> tuple[Tensor, Tensor]:
+        count = len(hidden_NH)
+        logprobs_N, entropy_N, norm_N = (hidden_NH.new_empty(count, dtype=torch.float32) for _ in range(3))
+        summarise = _kernel(_summary, compiled)
+        for chunk in _chunks(count, len(weight_VH)):
+            logits_CV = _logits(hidden_NH[chunk], weight_VH, law)
+            logprobs_N[chunk], entropy_N[chunk], norm_N[chunk] = summarise(logits_CV, targets_N[chunk])
+        ctx.save_for_backward(hidden_NH, weight_VH, targets_N, entropy_N, norm_N)
+        ctx.law, ctx.compiled = law, compiled
+        return logprobs_N, entropy_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        hidden_NH, weight_VH, targets_N, entropy_N, norm_N = ctx.saved_tensors
+        grad_logprobs_N, grad_entropy_N = grads
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        grad_hidden_NH = torch.empty_like(hidden_NH) if wants_hidden else None
+        grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if wants_weight else None
+        derive = _kernel(_derivative, ctx.compiled)
+        for chunk in _chunks(len(hidden_NH), len(weight_VH)):
+            logits_CV = _logits(hidden_NH[chunk], weight_VH, ctx.law)
+            scale = 1 / ctx.law.temperature
+            numbers = (x[chunk] for x in (targets_N, norm_N, entropy_N, grad_logprobs_N, grad_entropy_N))
+            grad_CV = derive(logits_CV, *numbers, scale).to(hidden_NH.dtype)
+            if grad_hidden_NH is not None:
+                grad_hidden_NH[chunk] = grad_CV @ weight_VH
+            if grad_weight_VH is not None:
+                grad_weight_VH += float32_product(grad_CV.T, hidden_NH[chunk])
+        return grad_hidden_NH, grad_weight_VH.to(weight_VH.dtype) if grad_weight_VH is not None else None, *[None] * 3
+
+
+def _logits(hidden_CH: Tensor, weight_VH: Tensor, law: SamplingLaw) -> Tensor:
+    return law_logits(float32_product(hidden_CH, weight_VH.T), law)
+
+
+def law_logits(logits_CV: Tensor, law: SamplingLaw) -> Tensor:
+    """Return float32 logits divided by the temperature, -inf where an id is suppressed; changes them in place."""
+    if law.temperature != 1.0:
+        logits_CV /= law.temperature
+    if law.suppressed_ids:
+        logits_CV[:, list(law.suppressed_ids)] = float("-inf")
+    return logits_CV
+
+
+def _summary(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log-prob, entropy and the log of the sum of exponentials: h = log sum exp z - sum p z."""
+    top_C1 = logits_CV.amax(-1, keepdim=True)
+    shifted_CV = logits_CV - top_C1
+    exps_CV = shifted_CV.exp()
+    total_C = exps_CV.sum(-1)
+    # exp(-inf) times -inf is NaN, and means 0 here.
+    mean_C = torch.where(exps_CV > 0, exps_CV * shifted_CV, 0.0).sum(-1) / total_C
+    log_C = total_C.log()
+    target_C = logits_CV.gather(-1, targets_C[:, None])[:, 0]
+    return target_C - top_C1[:, 0] - log_C, log_C - mean_C, top_C1[:, 0] + log_C
+
+
+def _derivative(
+    logits_CV: Tensor,
+    targets_C: Tensor,
+    norm_C: Tensor,
+    entropy_C: Tensor,
+    grad_logprobs_C: Tensor,
+    grad_entropy_C: Tensor,
+    scale: float,
+) -> Tensor:
+    logprobs_CV = logits_CV - norm_C[:, None]
+    probs_CV = logprobs_CV.exp()
+    inner_CV = grad_logprobs_C[:, None] + grad_entropy_C[:, None] * (logprobs_CV + entropy_C[:, None])
+    grad_CV = torch.where(probs_CV > 0, -probs_CV * inner_CV, 0.0)
+    is_target_CV = torch.arange(logits_CV.shape[1], device=logits_CV.device) == targets_C[:, None]
+    return torch.where(is_target_CV, grad_CV + grad_logprobs_C[:, None], grad_CV) * scale
+
+
+def _chunks(count: int, vocabulary: int) -> Sequence[slice]:
+    step = max(1, CHUNK_VALUES // vocabulary)
+    return [slice(start, min(start + step, count)) for start in range(0, count, step)]
+
+
+def _kernel(function: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
+    return _compiled(function) if compiled else function
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)

@@ -1,0 +1,56 @@
+"""Computes the log-probs of tokens under a policy: the one definition that engine, trainer and probes share.
+
+Legend: N places, V vocabulary, T tokens of one stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from agents.model.attention import Span, needs_buckets
+from agents.model.linear_logprobs import law_logits
+from agents.model.mrope import mrope_positions
+from agents.model.packed import PackedStreams
+from agents.model.policy import PolicyModel
+from agents.types import ProcessedImage, SamplingLaw
+
+
+def sampling_logprobs(logits_NV: Tensor, law: SamplingLaw) -> Tensor:
+    """Return the log-probs of the distribution that tokens are drawn from, float32 (N, V)."""
+    return law_logits(logits_NV.to(torch.float32, copy=True), law).log_softmax(-1)
+
+
+@torch.no_grad()
+def stream_logprobs(
+    model: PolicyModel,
+    ids: Sequence[int],
+    images: Sequence[ProcessedImage],
+    device: torch.device | str,
+    dtype: torch.dtype = torch.float32,
+    law: SamplingLaw = SamplingLaw(),
+) -> NDArray[np.float32]:
+    """Return the log-prob of each id but the first, given those before it, (T - 1,).
+
+    The network computes in `dtype`.
+    """
+    if len(ids) < 2:
+        return np.zeros(0, dtype=np.float32)
+    ids_T = np.asarray(ids, dtype=np.int64)
+    grids = [image.grid_thw for image in images]
+    packed = PackedStreams.build(
+        ids_T=ids_T,
+        positions_3T=mrope_positions(ids_T, grids, model.image_token_id, model.merge_size),
+        spans=[Span(0, len(ids_T))],
+        images=[images],
+        before_N=np.arange(len(ids_T) - 1),
+        targets_N=ids_T[1:],
+        image_token_id=model.image_token_id,
+        device=device,
+        with_buckets=needs_buckets(torch.device(device), dtype),
+    )
+    return model.token_scores(packed, law)[0].cpu().numpy()

@@ -1,0 +1,78 @@
+"""Converts what an environment puts into a message or an info to JSON values. It never raises."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from PIL import Image
+
+from envs.types import well_formed
+
+MAX_DEPTH = 32
+MAX_BITS = 63
+MAX_CHARS = 10_000
+
+
+def to_json(value: Any, depth: int = MAX_DEPTH) -> Any:
+    """Return the value as JSON can hold it. What JSON cannot hold, or what nests too deeply, becomes text.
+
+    Half of a surrogate pair, which JSON readers reject, becomes U+FFFD.
+
+    >>> to_json({"score": float("nan"), 3: (1, 2)})
+    {'score': 'nan', '3': [1, 2]}
+    """
+    if depth and isinstance(value, Mapping):
+        return {_text(key): to_json(item, depth - 1) for key, item in value.items()}
+    if depth and isinstance(value, list | tuple):
+        return [to_json(item, depth - 1) for item in value]
+    if type(value) is int and value.bit_length() > MAX_BITS:
+        return _text(hex(value))
+    if type(value) is float and not math.isfinite(value):
+        return repr(value)
+    return value if value is None or type(value) in (bool, int, float) else _text(value)
+
+
+def message_to_json(message: Mapping[str, Any], name_picture: Callable[[Image.Image], str]) -> dict[str, Any]:
+    """Return a chat message as it is recorded, with the name that `name_picture` returns for each picture.
+
+    >>> message_to_json({"role": "tool", "content": [{"type": "image", "image": picture}]}, lambda image: "1.png")
+    {'role': 'tool', 'content': [{'type': 'image', 'image': '1.png'}]}
+    """
+
+    def part(value: object) -> object:
+        if isinstance(value, Mapping) and isinstance(value.get("image"), Image.Image):
+            return {**value, "image": name_picture(value["image"])}
+        return value
+
+    content = message.get("content")
+    if isinstance(content, list | tuple):
+        content = [part(each) for each in content]
+    return to_json({**message, "content": content})
+
+
+def is_json(value: Any, depth: int = MAX_DEPTH) -> bool:
+    """Return whether JSON can hold the value unchanged; a tuple counts as a list."""
+    if isinstance(value, Mapping):
+        return bool(depth) and all(
+            type(key) is str and is_json(key) and is_json(item, depth - 1) for key, item in value.items()
+        )
+    if isinstance(value, list | tuple):
+        return bool(depth) and all(is_json(item, depth - 1) for item in value)
+    if type(value) is int:
+        return value.bit_length() <= MAX_BITS
+    if type(value) is float:
+        return math.isfinite(value)
+    if type(value) is str:
+        return well_formed(value) == value
+    return value is None or type(value) is bool
+
+
+def _text(value: Any) -> str:
+    try:
+        if isinstance(value, set | frozenset):  # in an order that is the same in every process
+            return f"{{{', '.join(sorted(map(repr, value)))}}}"[:MAX_CHARS]
+        return well_formed(str.__str__(value) if isinstance(value, str) else repr(value)[:MAX_CHARS])
+    except Exception:  # a foreign `__repr__` raises what it likes; or the value nests too deeply for it
+        return f"<{type(value).__name__} that cannot be shown>"

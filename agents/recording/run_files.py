@@ -1,0 +1,6 @@
+"""Names of the files in a run folder that the trainer writes and the viewer reads."""
+
+from __future__ import annotations
+
+#: The settings, written when a run starts; one line per step; the results, written when the run ends.
+CONFIG, METRICS, SUMMARY = "config.yaml", "metrics.jsonl", "summary.json"

@@ -1,0 +1,214 @@
+"""Turns pictures into patches for the model, each picture once, addressed by content hash.
+
+The processor is the checkpoint's own, in its Pillow form, so torchvision is not needed. Pictures are resized only here:
+an engine in another process gets the resized picture as a PNG file (`ProcessedImage.png`), which it does not resize
+again, so engine and trainer see the same pixels.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from agents.types import ProcessedImage
+from envs.errors import UserError
+from envs.images import image_digest
+
+MAX_BYTES = 2 * 2**30
+#: The largest ratio of long to short side that the processor accepts.
+MAX_RATIO = 200
+
+
+@dataclass(frozen=True)
+class ImageStats:
+    """The counters of a store: it holds `num_images` of `bytes` and took `process_s` seconds for `misses` pictures.
+
+    `hits` counts pictures that it had already. An eviction frees a picture unless a trajectory still has it.
+    """
+
+    num_images: int = 0
+    bytes: int = 0
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+    process_s: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class _HashedPicture:
+    """A picture object, the memory of its pixels when they were hashed, and their digest."""
+
+    picture: weakref.ref[Image.Image]
+    pixels: Any
+    digest: str
+
+
+class ImageStore:
+    """Turns pictures into `ProcessedImage`s and keeps the latest ones, so that all samples of a group share them.
+
+    Example::
+
+        store = ImageStore.from_checkpoint("path/to/model")
+        image = store.process(Image.new("RGB", (160, 128)))    # image.num_tokens == 20
+        store.stats()                                          # ImageStats(num_images=1, bytes=307200, misses=1, ...)
+
+    The store keeps at most `max_bytes` and evicts the least recently used pictures first. It still finds an evicted
+    picture while a trajectory holds it. A picture object is hashed once: the store marks it read-only for Pillow, which
+    then copies the pixels before it draws on them; the store notices the new memory and hashes again. (A write through
+    the pixel access object of `Image.load` raises; only `Image.frombytes` on such an object goes unnoticed.)
+    """
+
+    def __init__(self, processor: Any, merge_size: int, max_bytes: int = MAX_BYTES) -> None:
+        self._processor, self.merge_size, self.max_bytes = processor, merge_size, max_bytes
+        self._images: OrderedDict[str, ProcessedImage] = OrderedDict()
+        self._alive: weakref.WeakValueDictionary[str, ProcessedImage] = weakref.WeakValueDictionary()
+        self._hashed: dict[int, _HashedPicture] = {}
+        self._bytes = self._hits = self._misses = self._evictions = 0
+        self._process_s = 0.0
+
+    @classmethod
+    def from_checkpoint(cls, path: str | Path, max_bytes: int = MAX_BYTES) -> ImageStore:
+        """Read `preprocessor_config.json` of a model folder. Raises `UserError` where there is none."""
+        store = cls.find(path, max_bytes)
+        if store is None:
+            rule = "must have preprocessor_config.json"
+            raise UserError("--model", rule, str(path), "add the file from the model's repository")
+        return store
+
+    @classmethod
+    def find(cls, path: str | Path, max_bytes: int = MAX_BYTES) -> ImageStore | None:
+        """Read the image processor settings of a model folder; None where it has none, as a language model.
+
+        Raises:
+            UserError: the settings are not those of a Qwen vision-language model.
+        """
+        from transformers import ImageProcessingMixin
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+        try:
+            settings, _ = ImageProcessingMixin.get_image_processor_dict(path)
+        except OSError:  # there is no such file
+            return None
+        kind = str(settings.get("image_processor_type", ""))
+        if not kind.startswith(("Qwen2VL", "Qwen2_5_VL", "Qwen3VL")):
+            rule = "must have the image processor of a Qwen vision-language model"
+            raise UserError("--model", rule, kind or "none", "take a Qwen2.5-VL or Qwen3-VL checkpoint")
+        processor = Qwen2VLImageProcessorPil.from_pretrained(path)
+        return cls(processor, int(processor.merge_size), max_bytes)
+
+    def save(self, folder: str | Path) -> None:
+        """Write `preprocessor_config.json`."""
+        self._processor.save_pretrained(folder)
+
+    def stats(self) -> ImageStats:
+        """Return the counters of the store."""
+        return ImageStats(
+            len(self._images), self._bytes, self._hits, self._misses, self._evictions, round(self._process_s, 6)
+        )
+
+    def process(self, image: Image.Image) -> ProcessedImage:
+        """Return the patches of a picture, from the store if it has them.
+
+        Raises:
+            ValueError: the picture has no pixels, or one side is more than 200 times the other.
+        """
+        known = self._hashed.get(id(image))
+        if known is not None and known.picture() is image and image.im is known.pixels and image.readonly:
+            digest = known.digest
+        else:
+            digest = self._digest(image)
+        found = self._images.get(digest) or self._alive.get(digest)
+        if found is None:
+            started = time.perf_counter()
+            found = self._alive[digest] = self._processed(digest, image.convert("RGB"))
+            self._process_s += time.perf_counter() - started
+            self._misses += 1
+        else:
+            self._hits += 1
+        self._keep(digest, found)
+        return found
+
+    def grid(self, image: Image.Image) -> tuple[int, int, int]:
+        """Return the grid (time, rows, columns) of a picture without processing it.
+
+        Raises:
+            ValueError: one side is more than 200 times the other.
+        """
+        height, width = stable_size(self._processor, image.height, image.width)
+        return 1, height // self._processor.patch_size, width // self._processor.patch_size
+
+    def _digest(self, picture: Image.Image) -> str:
+        """Return the hash of the picture as RGB, and remember it while the object lives unchanged."""
+        if 0 in picture.size:
+            raise ValueError(f"a picture must have pixels, got {picture.width}x{picture.height}")
+        picture.load()
+        digest = image_digest(picture if picture.mode == "RGB" else picture.convert("RGB"))
+        key = id(picture)
+        hashed = self._hashed
+
+        def forget(reference: weakref.ref[Image.Image]) -> None:
+            if key in hashed and hashed[key].picture is reference:
+                del hashed[key]
+
+        picture.readonly = 1
+        self._hashed[key] = _HashedPicture(weakref.ref(picture, forget), picture.im, digest)
+        return digest
+
+    def _keep(self, digest: str, image: ProcessedImage) -> None:
+        if digest not in self._images:
+            self._bytes += image.num_bytes
+        self._images[digest] = image
+        self._images.move_to_end(digest)
+        while self._bytes > self.max_bytes and len(self._images) > 1:
+            _, oldest = self._images.popitem(last=False)
+            self._bytes -= oldest.num_bytes
+            self._evictions += 1
+
+    def _processed(self, digest: str, picture: Image.Image) -> ProcessedImage:
+        height, width = stable_size(self._processor, picture.height, picture.width)
+        if picture.size != (width, height):
+            picture = picture.resize((width, height), resample=self._processor.resample)
+        processed = self._processor(images=[picture], return_tensors="np")
+        time_, rows, columns = (int(n) for n in processed["image_grid_thw"][0])
+        return ProcessedImage(
+            digest=digest,
+            pixels_PD=np.asarray(processed["pixel_values"], dtype=np.float32),
+            grid_thw=(time_, rows, columns),
+            num_tokens=time_ * rows * columns // self.merge_size**2,
+            picture=picture,
+        )
+
+
+def stable_size(processor: Any, height: int, width: int) -> tuple[int, int]:
+    """Return a (height, width) that the processor would not resize again.
+
+    This is the processor's own result for all but very thin pictures (one side more than about 60 times the other). The
+    processor resizes those to an area above its limit, or to a ratio that it rejects; here they are resized repeatedly
+    until nothing changes.
+
+    Raises:
+        ValueError: one side is more than 200 times the other.
+    """
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+    limits = {
+        "factor": processor.patch_size * processor.merge_size,
+        "min_pixels": processor.size["shortest_edge"],
+        "max_pixels": processor.size["longest_edge"],
+    }
+    size = smart_resize(height, width, **limits)
+    for _ in range(100):
+        longest = MAX_RATIO * min(size)
+        size = (min(size[0], longest), min(size[1], longest))
+        again = smart_resize(*size, **limits)
+        if again == size:
+            return size
+        size = again
+    raise ValueError(f"a picture of {width}x{height} pixels has no stable size under {limits}")

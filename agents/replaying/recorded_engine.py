@@ -1,0 +1,149 @@
+"""An engine that answers with recorded completions: the same ids and log-probs again.
+
+After the recorded turns another engine can continue. A fork uses this to continue a recorded episode from one of its
+turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agents.engines.base import Engine, Session
+from agents.recording.schema import EpisodeRecord
+from agents.types import Completion, GenerateRequest, ProcessedImage, add_run
+from envs.errors import UserError
+
+#: The answer if no turn is recorded and no other engine continues: the episode ends as aborted.
+ABORTED = Completion((), (), "abort", 0, ())
+
+
+def recorded_completions(episode: EpisodeRecord) -> tuple[Completion, ...]:
+    """Return the recorded completion of each turn; missing log-probs are NaN.
+
+    Example: an episode of two turns of 40 and 12 tokens gives two completions with 40 and 12 ids.
+    """
+    logprobs_T = episode.logprobs_T.tolist()
+    return tuple(
+        Completion(
+            ids=episode.ids[turn.start : turn.end],
+            logprobs=tuple(logprobs_T[turn.start : turn.end]),
+            finish=_finish(turn.finish, episode.id),
+            prompt_length=turn.start,
+            versions=turn.versions,
+            num_cached=turn.num_cached,
+        )
+        for turn in episode.turns
+    )
+
+
+class RecordedEngine:
+    """Answers turn k of the n-th session with `plays[n][k]`, and later turns with the engine `after`.
+
+    Ids, log-probs, finish reason and versions are the recorded ones, whatever the request contains; `prompt_length` is
+    the request's own, so an episode whose environment has changed can continue. If a request allows fewer tokens than
+    recorded, the turn is cut, as by any engine. Without `after`, a turn that is not recorded is aborted. Calls
+    `on_request(n, k, request)` before each answer.
+
+    Example::
+
+        engine = RecordedEngine([recorded_completions(episode)[:2]] * 4, 4096, after=HFEngine(model))
+        # four sessions begin with the two recorded turns; the model writes the later ones
+    """
+
+    def __init__(
+        self,
+        plays: Sequence[Sequence[Completion]],
+        context_length: int,
+        after: Engine | None = None,
+        on_request: Callable[[int, int, GenerateRequest], None] = lambda session, turn, request: None,
+    ) -> None:
+        self.plays, self.context_length = tuple(map(tuple, plays)), context_length
+        self._after, self._on_request = after, on_request
+        self._num_opened = 0
+
+    @property
+    def weight_version(self) -> int:
+        """The weight version of the engine `after`; 0 without one."""
+        return self._after.weight_version if self._after else 0
+
+    @asynccontextmanager
+    async def session(self) -> AsyncIterator[_Session]:
+        """Open the next session, and one of the engine `after`, which so knows the number of sessions early."""
+        number = self._num_opened
+        self._num_opened += 1
+        assert number < len(self.plays), f"session {number} is opened, {len(self.plays)} are recorded"
+        async with AsyncExitStack() as stack:
+            after = await stack.enter_async_context(self._after.session()) if self._after else None
+            yield _Session(self.plays[number], after, functools.partial(self._on_request, number))
+
+    async def pause(self) -> None:
+        """Pause the engine `after`."""
+        if self._after:
+            await self._after.pause()
+
+    async def resume(self) -> None:
+        """Resume the engine `after`."""
+        if self._after:
+            await self._after.resume()
+
+    async def score(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> NDArray[np.float32]:
+        """Return the log-probs of a stream from the engine `after`; zeros without one."""
+        if self._after:
+            return await self._after.score(ids, images)
+        return np.zeros(max(0, len(ids) - 1), dtype=np.float32)
+
+    async def close(self) -> None:
+        """Close the engine `after`."""
+        if self._after:
+            await self._after.close()
+
+
+class _Session:
+    """One episode's recorded turns, and the session of the engine `after`."""
+
+    def __init__(
+        self, turns: Sequence[Completion], after: Session | None, on_request: Callable[[int, GenerateRequest], None]
+    ) -> None:
+        self._turns, self._after, self._on_request = turns, after, on_request
+        self._num_asked = 0
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        number = self._num_asked
+        self._num_asked += 1
+        self._on_request(number, request)
+        if number < len(self._turns):
+            await asyncio.sleep(0)  # as with any engine, other episodes run before the answer comes
+            return replace(_cut(self._turns[number], request.max_new_tokens), prompt_length=len(request.ids))
+        if self._after is None:
+            return replace(ABORTED, prompt_length=len(request.ids))
+        return await self._after.generate(request)
+
+
+def _cut(completion: Completion, limit: int) -> Completion:
+    if len(completion.ids) <= limit:
+        return completion
+    runs: list[tuple[int, int]] = []
+    for version, count in completion.versions:
+        add_run(runs, version, min(count, limit - sum(tokens for _, tokens in runs)))
+    return replace(
+        completion,
+        ids=completion.ids[:limit],
+        logprobs=completion.logprobs[:limit],
+        finish="length",
+        versions=tuple(runs),
+    )
+
+
+def _finish(finish: str, episode: str) -> Literal["stop", "length", "abort"]:
+    if finish == "stop" or finish == "length" or finish == "abort":
+        return finish
+    fix = "take the recording as it was written"
+    raise UserError(f"turns of {episode}", "must end with stop, length or abort", finish, fix)

@@ -1,0 +1,162 @@
+"""Replays the recorded turns of an episode with its environment alone.
+
+The environment gets the same calls as from the agent loop, with the same time limits. There is no model, no tokenizer
+and no token stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from typing import Protocol
+
+from agents.recording.recorder import tools_digest
+from agents.recording.schema import EpisodeRecord, Manifest, WayRecord
+from agents.replaying.episode_result import (
+    CONTINUES,
+    EpisodeResult,
+    TurnResult,
+    as_recorded,
+    asks_reward,
+    is_faulty,
+    plain_info,
+)
+from agents.types import EndReason
+from envs.contract import EnvFault
+from envs.env import Env
+from envs.errors import UserError
+from envs.execution.load import load_env
+from envs.execution.runner import EnvRunner, StepResult
+from envs.spec import BuildEnv, EnvLimits, EnvSpec
+from envs.tool_calls import ToolFormat
+from envs.types import Message, Sample, private
+
+
+class EpisodeSource(Protocol):
+    """Gives recorded episodes, as `agents.recording.Recording` does."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """The recording's manifest."""
+        ...
+
+    def episodes(self) -> Iterator[EpisodeRecord]:
+        """Yield the episodes."""
+        ...
+
+    def sample(self, episode: EpisodeRecord) -> Sample:
+        """Return the problem of an episode. Raises `UserError` if a picture is missing or damaged."""
+        ...
+
+
+class Replayer(Protocol):
+    """Replays a recorded episode, or its first `num_turns` turns."""
+
+    async def play(self, episode: EpisodeRecord, num_turns: int | None = None) -> EpisodeResult:
+        """Return today's result of the episode. Raises `UserError` if it cannot be replayed."""
+        ...
+
+
+class ReplayContext:
+    """What every episode is replayed with: the recording, the environment and its limits.
+
+    Example::
+
+        context = ReplayContext(Recording.open("runs/x"), get_spec("geo3k"))
+        env = context.make_env(context.source.sample(episode), context.way(episode))
+    """
+
+    def __init__(self, source: EpisodeSource, spec: EnvSpec) -> None:
+        """Import the environment's code. Raises `UserError` if that fails."""
+        self.source, self.spec, self.limits = source, spec, EnvLimits.of(spec)
+        self._build_env: BuildEnv = load_env(spec)
+
+    def way(self, episode: EpisodeRecord) -> WayRecord:
+        """Return the way (limits and sampling) in which an episode was played."""
+        ways = self.source.manifest.ways
+        if episode.way not in ways:
+            raise UserError(episode.id, "must be played in a way of the manifest", episode.way, "take the whole folder")
+        return ways[episode.way]
+
+    def make_env(self, sample: Sample, way: WayRecord) -> Env:
+        """Build an environment as the agent loop does."""
+        tool_format: ToolFormat = "qwen_xml" if self.source.manifest.tool_format == "qwen_xml" else "hermes"
+        return self._build_env(private(sample), deepcopy(self.spec.args(way.max_turns, tool_format)))
+
+
+class EnvReplayer:
+    """Replays episodes with the environment alone.
+
+    Limits that count tokens are assumed to act as recorded; all other limits are applied again.
+
+    Example::
+
+        result = await EnvReplayer(context).play(episode)
+        result.reward, result.end      # (1.0, "completed")
+    """
+
+    def __init__(self, context: ReplayContext) -> None:
+        self.context = context
+
+    async def play(self, episode: EpisodeRecord, num_turns: int | None = None) -> EpisodeResult:
+        """Return the environment's result today. Raises `UserError` if a picture of the problem is damaged."""
+        way, sample = self.context.way(episode), self.context.source.sample(episode)
+        env = EnvRunner(lambda: self.context.make_env(sample, way), self.context.limits)
+        first: tuple[Message, ...] | None = None
+        results: list[StepResult | None] = []
+        reward, end, error = None, None, None
+        try:
+            first = await env.open()
+            end = await self._step_all(env, episode, way, num_turns, results)
+            if end is not None and asks_reward(episode) and (end != CONTINUES or is_faulty(episode)):
+                reward = await env.reward(episode.turns[len(results) - 1].text if results else "")
+        except EnvFault as fault:
+            end, error = _fault_end(fault), str(fault)
+        finally:
+            close_error = await env.close()
+        texts = [turn.text for turn in episode.turns]
+        return EpisodeResult(
+            first=None if first is None else as_recorded(first),
+            turns=tuple(_turn(text, result) for text, result in zip(texts, results, strict=False)),
+            tools=None if first is None else tools_digest(env.tools if way.use_tools else ()),
+            reward=reward if end != CONTINUES else None,
+            end=end,
+            error=error or close_error,
+        )
+
+    async def _step_all(
+        self,
+        env: EnvRunner,
+        episode: EpisodeRecord,
+        way: WayRecord,
+        num_turns: int | None,
+        results: list[StepResult | None],
+    ) -> str | None:
+        """Give the environment turn after turn; return how the episode ends, None if `num_turns` stops it earlier."""
+        for number, turn in enumerate(episode.turns[:num_turns], 1):
+            if turn.finish != "stop":
+                results.append(None)
+                is_cut = is_faulty(episode) or episode.end_reason is EndReason.INVALID_STREAM
+                return (EndReason.TOKEN_BUDGET if is_cut else episode.end_reason).value
+            result = await env.step(turn.text)
+            results.append(result)
+            if result.done:
+                return EndReason.COMPLETED.value
+            if number == way.max_turns:
+                return EndReason.MAX_TURNS.value
+        if num_turns is not None and num_turns < len(episode.turns):
+            return None
+        # The next message did not fit into the token limits, which are not counted here.
+        is_full = episode.end_reason in (EndReason.TOKEN_BUDGET, EndReason.CONTEXT_FULL)
+        last = episode.turns[-1] if episode.turns else None
+        return episode.end_reason.value if is_full and not (last and last.done) else CONTINUES
+
+
+def _fault_end(fault: EnvFault) -> str:
+    return (EndReason.ENV_TIMEOUT if fault.timed_out else EndReason.ENV_ERROR).value
+
+
+def _turn(text: str, result: StepResult | None) -> TurnResult | None:
+    if result is None:
+        return None
+    return TurnResult(text, as_recorded(result.messages), plain_info(result.info), result.done)

@@ -1,0 +1,106 @@
+"""Replays an episode with the whole agent loop, to compare its token stream too.
+
+The engine answers with the recorded ids. Everything between them comes from today's chat template, tokenizer, image
+processor and environment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agents.recording.recorder import tools_digest
+from agents.recording.schema import EpisodeRecord
+from agents.rendering.renderer import Renderer
+from agents.replaying.episode_result import (
+    CONTINUES,
+    EpisodeResult,
+    TurnResult,
+    as_recorded,
+    first_observation,
+    is_broken_answer,
+    plain_info,
+)
+from agents.replaying.recorded_engine import RecordedEngine, recorded_completions
+from agents.replaying.replayer import ReplayContext
+from agents.rollout.episode import Episode, Limits
+from agents.types import EndReason, SamplingParams, Trajectory, Turn
+
+
+@dataclass(frozen=True)
+class StreamResult(EpisodeResult):
+    """The result of an episode with its token stream.
+
+    `spans` are the turns' (start, end), `images` the (digest, grid, tokens) of each picture in the stream.
+    """
+
+    ids: tuple[int, ...]
+    mask: tuple[int, ...]
+    spans: tuple[tuple[int, int], ...]
+    prompt_length: int
+    images: tuple[tuple[str, tuple[int, int, int], int], ...]
+
+
+class StreamReplayer:
+    """Replays episodes with the agent loop.
+
+    Example::
+
+        result = await StreamReplayer(context, Renderer.from_checkpoint("path/to/model")).play(episode)
+        result.ids == episode.ids      # True
+    """
+
+    def __init__(self, context: ReplayContext, renderer: Renderer) -> None:
+        self.context, self.renderer = context, renderer
+        self._sampling = SamplingParams(stop_ids=renderer.stop_ids, suppressed_ids=renderer.suppressed_ids)
+
+    async def play(self, episode: EpisodeRecord, num_turns: int | None = None) -> EpisodeResult:
+        """Return today's result of the episode. Raises `UserError` if a picture of the problem is damaged."""
+        way, sample = self.context.way(episode), self.context.source.sample(episode)
+        answers = recorded_completions(episode)[:num_turns]
+        if is_broken_answer(episode) and len(answers) == len(episode.turns):
+            answers = answers[:-1]
+        # The recorded stream is the reference. Only an episode that the template check ended is checked again.
+        every = 1 if episode.end_reason is EndReason.INVALID_STREAM else 0
+        loop = Episode(
+            RecordedEngine([answers], way.context_length),
+            self.renderer,
+            Limits(way.max_turns, way.max_new_tokens, self.context.limits, every),
+            self._sampling,
+            way.use_tools,
+        )
+        trajectory = await loop.run(sample, lambda: self.context.make_env(sample, way), episode.seed)
+        return stream_result(trajectory, len(answers))
+
+
+def stream_result(t: Trajectory, num_answers: int) -> StreamResult:
+    """Return the result of a trajectory; a turn after `num_answers` was requested but is not in the recording."""
+    turns, continues = t.turns[:num_answers], len(t.turns) > num_answers
+    is_open = bool(len(t.ids_T) or t.turns)
+    is_faulty = t.end_reason in (EndReason.ENV_ERROR, EndReason.ENV_TIMEOUT)
+    return StreamResult(
+        first=as_recorded([dict(m) for m in first_observation(t, len(t.ids_T))]) if is_open else None,
+        turns=tuple(_turn(turn, is_faulty and turn is turns[-1]) for turn in turns),
+        tools=tools_digest(t.tools) if is_open else None,
+        reward=None if continues or is_faulty else t.reward,
+        end=CONTINUES if continues else t.end_reason.value,
+        error=t.error,
+        ids=tuple(t.ids_T.tolist()),
+        mask=tuple(t.mask_T.astype(int).tolist()),
+        spans=tuple((turn.start, turn.end) for turn in turns),
+        prompt_length=t.prompt_length,
+        images=tuple((image.digest, image.grid_thw, image.num_tokens) for image in t.images),
+    )
+
+
+def _turn(turn: Turn, may_be_unanswered: bool) -> TurnResult | None:
+    is_answered = turn.observations or turn.info or turn.done
+    if turn.finish != "stop" or (may_be_unanswered and not is_answered):
+        return None
+    return TurnResult(turn.text, as_recorded([dict(m) for m in turn.observations]), plain_info(turn.info), turn.done)
+
+
+def token_texts(renderer: Renderer, ids: Sequence[int]) -> list[Any]:
+    """Return ids with their texts for a report: `[[151644, "<|im_start|>"], [198, "\\n"]]`."""
+    return [[each, renderer.encoder.spell(each).decode("utf-8", errors="replace")] for each in ids]

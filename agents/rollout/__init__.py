@@ -1,0 +1,1 @@
+"""The agent loop: streams, episodes, groups of episodes and the rules that every stream must keep."""

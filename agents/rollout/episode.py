@@ -1,0 +1,292 @@
+"""The agent loop: plays one episode with one environment, one engine session and one append-only token stream.
+
+`Episode.run` always returns a `Trajectory`. Only the loop knows limits; only the environment knows when its task has
+ended. A fault of the environment, or a completion that does not belong to its request, becomes an end reason and is
+never raised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any
+
+from agents.engines.base import Engine, Session
+from agents.rendering.renderer import Renderer
+from agents.rollout.invariants import Vocabulary, broken_invariant, broken_turn
+from agents.rollout.stream import Stream
+from agents.rollout.template_check import template_mismatch
+from agents.types import Completion, EndReason, GenerateRequest, SamplingParams, Timing, Trajectory, Turn
+from envs.contract import EnvFault, EpisodeEnv
+from envs.execution.runner import EnvRunner, StepResult
+from envs.spec import EnvLimits
+from envs.types import Message, Sample, content_parts
+
+#: `task.cancel(ABORT)` ends an episode as `aborted` and keeps what it has so far. Any other cancellation is raised.
+ABORT = "abort"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The loop's limits on one episode.
+
+    `max_new_tokens` is the budget for everything after the prompt, environment tokens included; `env` limits the calls
+    into the environment. The first episode, and every `check_template_every`-th after it, is compared with the model's
+    chat template as a whole (`agents.rollout.template_check`, about a millisecond; 1 compares all, 0 none). Every
+    episode is checked against the other rules of a stream (`agents.rollout.invariants`).
+    """
+
+    max_turns: int = 3
+    max_new_tokens: int = 256
+    env: EnvLimits = field(default_factory=EnvLimits)
+    check_template_every: int = 128
+
+
+#: The result of a turn that the environment did not see.
+_NO_STEP = StepResult((), False, {})
+
+
+class _BrokenStream(Exception):
+    """The completion breaks a rule of the stream; the message says which."""
+
+
+@dataclass(eq=False)
+class _EpisodeState:
+    """One episode while it runs."""
+
+    env: EnvRunner
+    seed: int
+    messages: list[Message]
+    on_completion: Callable[[Completion], None]
+    checks_template: bool
+    stream: Stream = field(default_factory=Stream)
+    turns: list[Turn] = field(default_factory=list)
+    tools: Sequence[Mapping[str, Any]] = ()
+    check_s: float = 0.0
+
+
+class Episode:
+    """What all episodes of a run share; `run` plays one.
+
+    Example::
+
+        episode = Episode(engine, renderer, Limits(max_turns=3), SamplingParams(stop_ids=renderer.stop_ids))
+        trajectory = await episode.run(sample, lambda: build_env(sample, args), seed=7)
+        trajectory.end_reason, trajectory.reward      # (EndReason.COMPLETED, 1.0)
+    """
+
+    def __init__(
+        self, engine: Engine, renderer: Renderer, limits: Limits, sampling: SamplingParams, use_tools: bool = True
+    ) -> None:
+        self.engine, self.renderer, self.limits, self.sampling = engine, renderer, limits, sampling
+        self.use_tools = use_tools
+        self._numbers = count()
+        self._vocabulary = Vocabulary.of(renderer)
+
+    async def run(
+        self,
+        sample: Sample,
+        make_env: Callable[[], EpisodeEnv],
+        seed: int,
+        sample_index: int = 0,
+        group: int = 0,
+        attempt: int = 0,
+        on_completion: Callable[[Completion], None] = lambda completion: None,
+    ) -> Trajectory:
+        """Play one episode to its end, or until its task is cancelled with `ABORT`.
+
+        `sample_index`, `group` and `attempt` are stored in the trajectory. Calls `on_completion(completion)` each time
+        the engine has written a turn.
+
+        Raises only what the engine or our own code raises. An episode whose stream breaks a rule, in a turn or at its
+        end, ends as `invalid_stream`; its `error` says which rule and where.
+        """
+        started = time.perf_counter()
+        every = self.limits.check_template_every
+        checks_template = every > 0 and next(self._numbers) % every == 0
+        env = EnvRunner(make_env, self.limits.env)
+        state = _EpisodeState(env, seed, list(sample.prompt), on_completion, checks_template)
+        reward, end_reason, error = await self._play(state)
+        stream = state.stream
+        ids_T, mask_T, logprobs_T = stream.arrays()
+        trajectory = Trajectory(
+            sample_id=sample.id,
+            sample_index=sample_index,
+            seed=seed,
+            ids_T=ids_T,
+            mask_T=mask_T,
+            logprobs_T=logprobs_T,
+            images=stream.images,
+            turns=tuple(state.turns),
+            reward=reward,
+            end_reason=end_reason,
+            prompt_length=stream.prompt_length,
+            messages=tuple(state.messages),
+            error=error,
+            metadata=sample.metadata,
+            label=sample.label,
+            num_prompt_messages=len(sample.prompt),
+            tools=tuple(state.tools),
+            group=group,
+            attempt=attempt,
+        )
+        return self._checked(trajectory, state, started)
+
+    async def _play(self, state: _EpisodeState) -> tuple[float, EndReason, str | None]:
+        """Play the turns, grade them and close the environment; return reward, end reason and error."""
+        env, reward, error = state.env, 0.0, None
+        try:
+            # Opened before the environment: which episodes share a batch must not depend on how fast environments are.
+            async with self.engine.session() as session:
+                state.messages.extend(await env.open())
+                self._read_prompt(state)
+                end_reason = await self._alternate(session, state)
+            reward = await env.reward(state.turns[-1].text if state.turns else "")
+        except EnvFault as fault:
+            end_reason, error = EndReason.ENV_TIMEOUT if fault.timed_out else EndReason.ENV_ERROR, str(fault)
+        except _BrokenStream as broken:
+            end_reason, error = EndReason.INVALID_STREAM, str(broken)
+        except asyncio.CancelledError as cancelled:
+            if cancelled.args != (ABORT,):
+                raise
+            end_reason = EndReason.ABORTED
+        finally:
+            close_error = await _close(env)
+            error = error or close_error
+        return reward, end_reason, error
+
+    def _checked(self, trajectory: Trajectory, state: _EpisodeState, started: float) -> Trajectory:
+        """Return the trajectory with its timing; it ends as `invalid_stream` where its stream breaks a rule."""
+        check_started = time.perf_counter()
+        end_reason, error, rule = trajectory.end_reason, trajectory.error, None
+        if end_reason is not EndReason.INVALID_STREAM:
+            rule = broken_invariant(trajectory, self._vocabulary, state.stream.pieces)
+            if rule is None and state.checks_template:
+                rule = template_mismatch(trajectory, self.renderer, state.tools)
+        if rule is not None:
+            end_reason, error = EndReason.INVALID_STREAM, f"{error}\n{rule}" if error else rule
+        now = time.perf_counter()
+        total_s, check_s = now - started, state.check_s + now - check_started
+        engine_s = sum([turn.engine_s for turn in trajectory.turns])
+        timing = Timing(time.time() - total_s, total_s, engine_s, state.env.seconds, check_s)
+        return replace(trajectory, end_reason=end_reason, error=error, timing=timing)
+
+    def _read_prompt(self, state: _EpisodeState) -> None:
+        if self.use_tools:
+            state.tools = state.env.tools
+        try:
+            state.stream.read(self.renderer.prompt(state.messages, state.tools))
+        except Exception as error:  # the first observation may hold anything
+            raise _render_fault("prompt", error) from error
+
+    async def _alternate(self, session: Session, state: _EpisodeState) -> EndReason:
+        """Alternate model and environment until one of them, or a limit, ends the episode."""
+        for number in range(1, self.limits.max_turns + 1):
+            room, limit = self._room(state.stream)
+            if room <= 0:
+                return limit
+            result = await self._turn(session, state, number, room)
+            finish = state.turns[-1].finish
+            if finish == "abort":
+                return EndReason.ABORTED
+            if finish != "stop":
+                return limit
+            if result.done:
+                return EndReason.COMPLETED
+            if number < self.limits.max_turns:
+                room, limit = self._room(state.stream)
+                if not self._observe(state, result.messages, room):
+                    return limit
+        return EndReason.MAX_TURNS
+
+    async def _turn(self, session: Session, state: _EpisodeState, number: int, room: int) -> StepResult:
+        """Let the model write at most `room` tokens; where it stopped by itself, let the environment answer.
+
+        Adds the turn to the state in any case, then raises the fault of engine or environment, if there is one.
+        """
+        stream, env = state.stream, state.env
+        request = GenerateRequest(stream.ids, stream.images, room, self.sampling, state.seed * 1000 + number - 1)
+        asked = time.perf_counter()
+        completion = await session.generate(request)
+        answered = time.perf_counter()
+        state.on_completion(completion)
+        rule = broken_turn(number, request, completion)
+        state.check_s += time.perf_counter() - answered
+        start, end = stream.write(completion)
+        text = self._text(completion.ids)
+        state.messages.append({"role": "assistant", "content": text})
+        env_s = env.seconds
+        result, fault = _NO_STEP, None if rule is None else _BrokenStream(rule)
+        if fault is None and completion.finish == "stop":
+            try:
+                result = await env.step(text)
+            except (EnvFault, asyncio.CancelledError) as caught:
+                fault = caught
+        state.turns.append(
+            Turn(
+                start=start,
+                end=end,
+                text=text,
+                finish=completion.finish,
+                versions=completion.versions if rule is None else ((-1, end - start),),
+                num_cached=completion.num_cached,
+                observations=result.messages,
+                info=result.info,
+                engine_s=answered - asked,
+                env_s=env.seconds - env_s,
+                done=result.done,
+            )
+        )
+        if fault:
+            raise fault
+        return result
+
+    def _text(self, ids: Sequence[int]) -> str:
+        try:
+            return self.renderer.decode(ids)
+        except (OverflowError, TypeError):  # ids that are no tokens: `broken_turn` reports them
+            return ""
+
+    def _room(self, stream: Stream) -> tuple[int, EndReason]:
+        """Return how many more tokens fit, and the end reason once none do."""
+        length = len(stream.ids)
+        budget = self.limits.max_new_tokens - (length - stream.prompt_length)
+        room = self.engine.context_length - length
+        return (budget, EndReason.TOKEN_BUDGET) if budget <= room else (room, EndReason.CONTEXT_FULL)
+
+    def _observe(self, state: _EpisodeState, observed: Sequence[Message], room: int) -> bool:
+        """Append the observation as the template writes it after a model turn; return False where it does not fit.
+
+        A text that is too long to fit is not tokenised: that would block all other episodes.
+        """
+        observed = observed or ({"role": "user", "content": ""},)
+        texts = [part.get("text", "") for message in observed for part in content_parts(message)]
+        if sum(map(len, texts)) > max(0, room) * self.renderer.max_token_chars:
+            return False
+        try:
+            suffix = self.renderer.suffix(observed, last_id=state.stream.ids[-1])
+        except Exception as error:  # an environment's message may hold anything
+            raise _render_fault("observation", error) from error
+        if len(suffix.ids) >= room:
+            return False
+        state.stream.read(suffix)
+        state.messages.extend(observed)
+        return True
+
+
+async def _close(env: EnvRunner) -> str | None:
+    """Close the environment. An abort during this is too late to count; the environment goes on closing by itself."""
+    try:
+        return await env.close()
+    except asyncio.CancelledError as cancelled:
+        if cancelled.args != (ABORT,):
+            raise
+        return None
+
+
+def _render_fault(what: str, error: Exception) -> EnvFault:
+    return EnvFault(f"the {what} cannot be rendered: {''.join(traceback.format_exception(error)).strip()}")

@@ -1,0 +1,184 @@
+"""The types of group collection: problems, options, the groups of one step, and the state kept between steps."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from agents.rollout.stream import Stream
+from agents.types import EndReason, Timing, Trajectory, TrajectoryGroup
+from envs.types import Sample
+
+
+def derive_seed(*parts: int | str) -> int:
+    """Return a 48-bit seed that depends on every part and on their order.
+
+    >>> derive_seed(0, "train", 1) == derive_seed(0, "train", 1) != derive_seed(0, "train", 2)
+    True
+    """
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=6).digest()
+    return int.from_bytes(digest, "big")
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A sample and the origin of its episodes' seeds: copy c has `derive_seed(seed, index, c)`."""
+
+    sample: Sample
+    seed: int
+    index: int
+
+
+@dataclass(frozen=True)
+class RolloutOptions:
+    """How the groups of a step are collected.
+
+    A broken episode stays in its group with its end reason. A group with fewer than two valid episodes is played again
+    with other seeds, up to `resample` times.
+
+    `filter_equal` leaves out groups whose valid rewards are all equal, which teach nothing (dynamic sampling, DAPO,
+    arXiv 2503.14476, section 3.2). Further groups are played in their place, up to `max_oversample` times the groups of
+    the step. `oversample` plays more groups than needed from the start.
+
+    A step takes the first groups, by number, that count; every group that was begun is played to its end. So the
+    embedded engine repeats a run exactly, and no group is preferred because it is quick. `stop_early` gives that up:
+    the step ends with the first `num_groups` complete groups, so it prefers problems with short episodes, and the clock
+    decides which those are. Unfinished groups are then aborted. With `partial` they are paused instead while the
+    weights change, and finish in a later step, each token with the version of the weights that wrote it; a group begun
+    more than `max_staleness` versions ago is aborted.
+
+    `max_rollout_s` and `max_rollout_tokens` (model tokens) end a step in the same way; 0 is no limit.
+    """
+
+    group_size: int
+    resample: int = 0
+    max_concurrent: int = 1024
+    filter_equal: bool = False
+    oversample: float = 1.0
+    max_oversample: float = 3.0
+    stop_early: bool = False
+    partial: bool = False
+    max_staleness: int = 1
+    max_rollout_s: float = 0.0
+    max_rollout_tokens: int = 0
+
+    def counts(self, group: TrajectoryGroup) -> bool:
+        """Return whether a step may train on a complete group."""
+        return not self.filter_equal or len({t.reward for t in group.valid}) > 1
+
+
+@dataclass(frozen=True, eq=False)
+class StepRollout:
+    """Every group that a step has ended, each tuple in order of number.
+
+    `groups` are those to train on. `filtered` have equal rewards; `surplus` were complete and not needed; `aborted`
+    were cut off and hold what was played of them. `shortfall` says why there are fewer groups than requested, or is
+    empty. `weight_version` is that of the engine's weights when the step ended.
+    """
+
+    groups: tuple[TrajectoryGroup, ...]
+    filtered: tuple[TrajectoryGroup, ...] = ()
+    surplus: tuple[TrajectoryGroup, ...] = ()
+    aborted: tuple[TrajectoryGroup, ...] = ()
+    shortfall: str = ""
+    weight_version: int = 0
+
+    @property
+    def unused(self) -> dict[str, tuple[TrajectoryGroup, ...]]:
+        """The groups that are not trained on, by outcome."""
+        return {"filtered": self.filtered, "surplus": self.surplus, "aborted": self.aborted}
+
+    @cached_property
+    def played(self) -> tuple[Trajectory, ...]:
+        """Every episode of every group, discarded ones included."""
+        every = (*self.groups, *self.filtered, *self.surplus, *self.aborted)
+        return tuple(t for group in every for t in (*group.discarded, *group.trajectories))
+
+
+@dataclass(frozen=True, eq=False)
+class GroupInFlight:
+    """What a checkpoint keeps of a group that was begun and not handed out.
+
+    `played` holds the copies that have ended, by number; `result` is the group once all have. An episode that is
+    running is in neither: its environment cannot be saved, so it begins again.
+    """
+
+    number: int
+    begun_version: int
+    attempt: int
+    played: Mapping[int, Trajectory]
+    discarded: tuple[Trajectory, ...]
+    result: TrajectoryGroup | None
+
+
+@dataclass(frozen=True, eq=False)
+class ManagerState:
+    """The state of a `RolloutManager` between two steps: the number of its next problem, and its groups in flight."""
+
+    num_begun: int = 0
+    in_flight: tuple[GroupInFlight, ...] = ()
+
+
+@dataclass(eq=False)
+class RunningGroup:
+    """A group while its episodes run; `is_aborted` says that no more of them may begin."""
+
+    number: int
+    problem: Problem
+    begun_version: int
+    attempt: int = 0
+    played: dict[int, Trajectory] = field(default_factory=dict)
+    discarded: tuple[Trajectory, ...] = ()
+    result: TrajectoryGroup | None = None
+    is_aborted: bool = False
+
+    @classmethod
+    def restore(cls, saved: GroupInFlight, problem: Problem) -> RunningGroup:
+        """Return the group that `save` was called on."""
+        g = saved
+        return cls(g.number, problem, g.begun_version, g.attempt, dict(g.played), g.discarded, g.result)
+
+    def save(self) -> GroupInFlight:
+        """Return what a checkpoint keeps of the group."""
+        played = dict(self.played)
+        return GroupInFlight(self.number, self.begun_version, self.attempt, played, self.discarded, self.result)
+
+    def seed(self, copy: int) -> int:
+        """Return the seed of a copy in the current attempt."""
+        attempt = (self.attempt,) if self.attempt else ()
+        return derive_seed(self.problem.seed, self.problem.index, copy, *attempt)
+
+    def so_far(self) -> TrajectoryGroup:
+        """Return what was played, in order of copy."""
+        played = tuple(self.played[copy] for copy in sorted(self.played))
+        return TrajectoryGroup(self.problem.sample.id, played, self.discarded)
+
+    def empty_trajectory(self, copy: int, error: BaseException | None) -> Trajectory:
+        """Return the record of an episode that left none: its engine failed, or it was aborted while it closed."""
+        sample = self.problem.sample
+        ids_T, mask_T, logprobs_T = Stream().arrays()
+        return Trajectory(
+            sample_id=sample.id,
+            sample_index=copy,
+            seed=self.seed(copy),
+            ids_T=ids_T,
+            mask_T=mask_T,
+            logprobs_T=logprobs_T,
+            images=(),
+            turns=(),
+            reward=0.0,
+            end_reason=EndReason.ABORTED,
+            prompt_length=0,
+            messages=sample.prompt,
+            error="".join(traceback.format_exception(error)).strip() if error else None,
+            metadata=sample.metadata,
+            timing=Timing(began=time.time()),
+            label=sample.label,
+            num_prompt_messages=len(sample.prompt),
+            group=self.number,
+            attempt=self.attempt,
+        )

@@ -1,0 +1,230 @@
+"""The rules that every stream must keep before it may train.
+
+A function here returns the first broken rule as one sentence with the turn, the tokens and both numbers, or None. It
+never raises and changes nothing. The agent loop checks every trajectory, after each turn (`broken_turn`) and at the end
+(`broken_invariant`).
+
+Legend: T tokens of one stream.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice, zip_longest
+from typing import Protocol
+
+import numpy as np
+
+from agents.rendering.renderer import Renderer
+from agents.types import Completion, GenerateRequest, Trajectory, Turn
+
+#: Rounding may lift a log-prob this far above 0.
+MAX_LOGPROB = 1e-4
+#: Ids are 32-bit in every tokenizer.
+MAX_ID = 2**31
+MAX_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What the rules need to know about a model's tokens.
+
+    `image_token_id` is the image placeholder, None where the model reads no images; one placeholder stands for
+    `merge_size` x `merge_size` patches. The model must not sample `suppressed_ids`. `decode` gives the text of ids, for
+    messages.
+
+    Example::
+
+        Vocabulary(image_token_id=5, merge_size=2, suppressed_ids=frozenset({3, 4, 5, 6}), decode=tokenizer.decode)
+    """
+
+    image_token_id: int | None
+    merge_size: int
+    suppressed_ids: frozenset[int]
+    decode: Callable[[Sequence[int]], str] = str
+
+    @classmethod
+    def of(cls, renderer: Renderer) -> Vocabulary:
+        """Return the vocabulary of a renderer's model."""
+        suppressed_ids = frozenset(renderer.suppressed_ids)
+        return cls(renderer.image_token_id, renderer.merge_size, suppressed_ids, renderer.tokenizer.decode)
+
+    def show(self, ids: Sequence[int]) -> str:
+        """Return a few ids with their text: ``[5 '<|image_pad|>', 31 'a']``."""
+        return f"[{', '.join(f'{each} {self._spelled(each)}' for each in islice(ids, MAX_SHOWN))}]"
+
+    def _spelled(self, each: int) -> str:
+        try:
+            return repr(self.decode([each]))
+        except Exception:  # an id that no tokenizer knows
+            return "(no token)"
+
+
+class StreamPiece(Protocol):
+    """Tokens that were appended to the stream at once: a `Rendered`, or a `Completion` of the engine."""
+
+    @property
+    def ids(self) -> tuple[int, ...]: ...
+
+
+def broken_turn(number: int, request: GenerateRequest, completion: Completion) -> str | None:
+    """Return the first rule that the completion of a turn breaks; None when all hold.
+
+    Rules: the engine read the whole stream and nothing else. It wrote token ids, no more than requested, and at least
+    one unless it was aborted. Each has a log-prob, and the runs of `versions` add up to their number.
+    """
+    c, num_tokens = completion, len(completion.ids)
+    if c.prompt_length != len(request.ids):
+        return f"turn {number}: the engine read {c.prompt_length} tokens, the stream has {len(request.ids)}"
+    if num_tokens > request.max_new_tokens:
+        return f"turn {number}: the engine wrote {num_tokens} tokens, asked for {request.max_new_tokens} at most"
+    if not num_tokens and c.finish != "abort":
+        return f"turn {number}: the engine wrote no token and ended with {c.finish!r}"
+    if num_tokens and not 0 <= min(c.ids) <= max(c.ids) < MAX_ID:
+        return f"turn {number}: the engine wrote ids from {min(c.ids)} to {max(c.ids)}"
+    if len(c.logprobs) != num_tokens:
+        return f"turn {number}: {len(c.logprobs)} log-probs for {num_tokens} tokens"
+    return _broken_versions(number, c.versions, num_tokens)
+
+
+def broken_invariant(trajectory: Trajectory, vocabulary: Vocabulary, pieces: Sequence[StreamPiece] = ()) -> str | None:
+    """Return the first rule that a finished trajectory breaks; None when all hold.
+
+    Rules: ids, mask and log-probs have one length. Turns follow the prompt in order and are exactly the masked tokens;
+    the runs of versions add up to each turn. The model sampled no suppressed id. Each image has one unbroken run of
+    placeholders, as long as its grid says, in order. Log-probs are finite, at most 0, and 0 outside the mask.
+
+    `pieces` are all tokens that were read and written, in order. With them, two more rules: the stream is these pieces
+    and nothing else, and each turn begins where the engine's own count of its prompt ends.
+    """
+    return (
+        _broken_lengths(trajectory)
+        or _broken_spans(trajectory)
+        or _broken_samples(trajectory, vocabulary)
+        or _broken_images(trajectory, vocabulary)
+        or _broken_logprobs(trajectory)
+        or (_broken_pieces(trajectory, vocabulary, pieces) if pieces else None)
+    )
+
+
+def _broken_lengths(t: Trajectory) -> str | None:
+    if len(t.ids_T) == len(t.mask_T) == len(t.logprobs_T):
+        return None
+    return f"lengths differ: {len(t.ids_T)} ids, {len(t.mask_T)} mask, {len(t.logprobs_T)} logprobs"
+
+
+def _broken_spans(t: Trajectory) -> str | None:
+    length, cursor = len(t.ids_T), t.prompt_length
+    if t.turns and t.turns[0].start != cursor:
+        return f"turn 1: begins at {t.turns[0].start}, the prompt ends at {cursor}"
+    spans = np.zeros(length, dtype=np.bool_)
+    for number, turn in enumerate(t.turns, 1):
+        if not cursor <= turn.start <= turn.end <= length:  # an aborted turn may be empty
+            return f"turn {number}: span {turn.start}:{turn.end} after {cursor} in a stream of {length}"
+        if rule := _broken_versions(number, turn.versions, turn.end - turn.start):
+            return rule
+        spans[turn.start : turn.end] = True
+        cursor = turn.end
+    if spans.tobytes() != t.mask_T.tobytes():  # several times faster than comparing short arrays
+        return f"mask covers {int(t.mask_T.sum())} tokens, the turns {int(spans.sum())}"
+    return None
+
+
+def _broken_versions(number: int, versions: Sequence[tuple[int, int]], num_tokens: int) -> str | None:
+    total = 0
+    for _, count in versions:
+        total += count if count >= 0 else math.inf
+    if total == num_tokens:
+        return None
+    return f"turn {number}: versions {tuple(versions)} do not add up to the {num_tokens} tokens of the turn"
+
+
+def _broken_samples(t: Trajectory, vocabulary: Vocabulary) -> str | None:
+    if vocabulary.suppressed_ids.isdisjoint(t.ids_T[t.mask_T].tolist()):
+        return None
+    places = np.flatnonzero(t.mask_T & np.isin(t.ids_T, list(vocabulary.suppressed_ids)))
+    number = _turn_of(t.turns, int(places[0]))
+    ids = vocabulary.show(t.ids_T[places].tolist())
+    return f"turn {number}: the model sampled suppressed ids: {ids} at {places[:MAX_SHOWN].tolist()}"
+
+
+def _broken_images(t: Trajectory, vocabulary: Vocabulary) -> str | None:
+    if vocabulary.image_token_id is None and not t.images:
+        return None
+    is_image = t.ids_T == vocabulary.image_token_id
+    placeholders = np.count_nonzero(is_image)
+    if not t.images and not placeholders:
+        return None
+    areas = [time * height * width for time, height, width in (image.grid_thw for image in t.images)]
+    expected = [area // vocabulary.merge_size**2 for area in areas]
+    if placeholders != sum(expected):
+        return f"{placeholders} image placeholders, {sum(expected)} in the image grids"
+    places = np.flatnonzero(is_image)
+    starts = np.flatnonzero(np.diff(places, prepend=-2) != 1)
+    runs = np.diff(starts, append=len(places)).tolist()
+    for number, (image, run, count) in enumerate(zip(t.images, runs, expected, strict=False), 1):
+        if not run == count == image.num_tokens:
+            at = int(places[starts[number - 1]])
+            return (
+                f"image {number}: a run of {run} placeholders at {at}, {count} in its grid {image.grid_thw}, "
+                f"num_tokens {image.num_tokens}"
+            )
+    if len(runs) != len(t.images):
+        return f"{len(runs)} runs of image placeholders, {len(t.images)} images"
+    return None
+
+
+def _broken_logprobs(t: Trajectory) -> str | None:
+    logprobs = t.logprobs_T
+    if not len(logprobs):
+        return None
+    if not (logprobs.min() > -math.inf and logprobs.max() <= MAX_LOGPROB):  # a NaN is in no order
+        place = int(np.flatnonzero(~(np.isfinite(logprobs) & (logprobs <= MAX_LOGPROB)))[0])
+        number = _turn_of(t.turns, place)
+        return f"turn {number}: log-probs must be finite and at most 0, got {logprobs[place]} at {place}"
+    outside = logprobs[~t.mask_T]
+    if np.count_nonzero(outside):
+        place = int(np.flatnonzero(~t.mask_T & (logprobs != 0))[0])
+        return f"log-probs outside the mask must be 0, got {logprobs[place]} at {place}"
+    return None
+
+
+def _broken_pieces(t: Trajectory, vocabulary: Vocabulary, pieces: Sequence[StreamPiece]) -> str | None:
+    """Compare the stream with the pieces that renderer and engine gave."""
+    ids: list[int] = []
+    written = []
+    for piece in pieces:
+        start = len(ids)
+        ids += piece.ids
+        if isinstance(piece, Completion):
+            written.append((piece.prompt_length, start, len(ids)))
+    if ids != t.ids_T.tolist():
+        return _different_piece(t.ids_T.tolist(), vocabulary, pieces)
+    turns = [(turn.start, turn.start, turn.end) for turn in t.turns]
+    if turns == written:
+        return None
+    pairs = enumerate(zip_longest(turns, written, fillvalue=(None, None, None)), 1)
+    number, ((_, start, end), (read, *span)) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
+    return f"turn {number}: span {start}:{end}, {span[0]}:{span[1]} was written, the engine read {read} tokens"
+
+
+def _different_piece(ids: Sequence[int], vocabulary: Vocabulary, pieces: Sequence[StreamPiece]) -> str:
+    """Return a sentence that says where the stream first differs from its pieces."""
+    end, number = 0, 0
+    for piece in pieces:
+        start, end = end, end + len(piece.ids)
+        is_turn = isinstance(piece, Completion)
+        number += is_turn
+        for place, given in enumerate(piece.ids, start):
+            if place == len(ids) or ids[place] != given:
+                where = f"turn {number}" if is_turn else f"after turn {number}" if number else "prompt"
+                kept, given = vocabulary.show(ids[place:end]), vocabulary.show(piece.ids[place - start :])
+                return f"{where}: the stream has {kept} at {place}, given were {given}"
+    return f"{len(ids)} tokens in the stream, {end} were read and written"
+
+
+def _turn_of(turns: Sequence[Turn], place: int) -> int:
+    """Return the number of the turn that a token is in; 0 where it is in none."""
+    return next((number for number, turn in enumerate(turns, 1) if turn.start <= place < turn.end), 0)

@@ -1,0 +1,286 @@
+"""Collects the groups of episodes for each training step. All episodes run concurrently on one event loop.
+
+Problems are numbered without end. A group's episodes depend on its problem's number alone, never on when they run or on
+what else runs. Groups with lower numbers begin first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import math
+from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
+from typing import Any
+
+from agents.rollout.episode import ABORT, Episode
+from agents.rollout.groups import ManagerState, Problem, RolloutOptions, RunningGroup, StepRollout
+from agents.types import Completion, Trajectory, TrajectoryGroup
+from envs.contract import EpisodeEnv
+from envs.types import Sample, private
+
+
+class RolloutManager:
+    """Keeps episodes running and hands out groups, step by step.
+
+    `problem_at` gives the problem of each number from 0. Calls `on_episode(trajectory)` when an episode ends. `state`
+    is the state of an earlier manager of the same problems; this one resumes from it.
+
+    Example::
+
+        manager = RolloutManager(episode, build_env, args, problem_at, RolloutOptions(group_size=8))
+        try:
+            rollout = await manager.collect(num_groups=16)      # 128 episodes; rollout.groups has 16 groups
+        finally:
+            unfinished = await manager.close()
+    """
+
+    def __init__(
+        self,
+        episode: Episode,
+        build_env: Callable[..., EpisodeEnv],
+        args: Any,
+        problem_at: Callable[[int], Problem],
+        options: RolloutOptions,
+        on_episode: Callable[[Trajectory], None] = lambda trajectory: None,
+        state: ManagerState = ManagerState(),
+    ) -> None:
+        self.engine, self.episode, self.options = episode.engine, episode, options
+        self._build_env, self._args = build_env, args
+        self._problem_at, self._on_episode = problem_at, on_episode
+        self.num_begun = state.num_begun  # groups so far, and the number of the next problem
+        self._groups: dict[int, RunningGroup] = {}  # by number, in order
+        self._jobs: list[tuple[int, int, int]] = []  # number, attempt, copy: a heap of episodes to begin
+        for saved in state.in_flight:
+            group = self._groups[saved.number] = RunningGroup.restore(saved, problem_at(saved.number))
+            if group.result is None:
+                self._queue_missing(group)
+        self._running: dict[asyncio.Task[Trajectory], tuple[int, int]] = {}  # number and copy
+        self._num_complete = self._num_counting = self._num_to_begin = self._num_tokens = 0
+        self._is_collecting = self._is_paused = False
+        self._changed = asyncio.Event()
+        self._spent_limit = ""
+        self._failure: Exception | None = None
+
+    async def collect(self, num_groups: int) -> StepRollout:
+        """Play until a step's groups are complete, or its limits are reached.
+
+        With `partial`, the engine is paused on return while episodes are unfinished; the next call resumes it.
+
+        Raises what an episode raised, which is a fault of the engine or our own. After that, or after a cancellation,
+        `close` ends the other episodes and returns what was played.
+        """
+        version, options = self.engine.weight_version, self.options
+        stale = await self._abort(g for g in self._groups.values() if version - g.begun_version > options.max_staleness)
+        await self._resume()
+        try:
+            await self._play(num_groups)
+        finally:
+            self._is_collecting, self._num_to_begin = False, 0
+        unfinished: dict[int, TrajectoryGroup] = {}
+        if not options.partial:
+            unfinished = await self._abort(group for group in self._groups.values() if group.result is None)
+        elif self._running:
+            self._is_paused = True
+            await self.engine.pause()
+        return self._step_rollout(num_groups, tuple((stale | unfinished).values()))
+
+    def state(self) -> ManagerState:
+        """Return the state between two calls of `collect`, from which another manager can resume."""
+        return ManagerState(self.num_begun, tuple(group.save() for group in self._groups.values()))
+
+    async def close(self) -> tuple[TrajectoryGroup, ...]:
+        """Abort the running episodes; return all groups that were begun and never handed out, as they are."""
+        left = await self._abort(self._groups.values())
+        await self._resume()
+        return tuple(left.values())
+
+    async def _play(self, num_groups: int) -> None:
+        """Return when enough groups are complete, nothing is left to play, or a limit is reached."""
+        options = self.options
+        self._num_tokens, self._spent_limit, self._is_collecting = 0, "", True
+        self._num_complete = sum(group.result is not None for group in self._groups.values())
+        self._num_counting = sum(self._counts(group) for group in self._groups.values())
+        most = _times(options.max_oversample, num_groups)
+        wanted = _times(options.oversample, num_groups) - self._num_unfinished - self._num_counting
+        timer = None
+        if options.max_rollout_s:
+            loop = asyncio.get_running_loop()
+            timer = loop.call_later(options.max_rollout_s, self._end_step, f"{options.max_rollout_s:g} s")
+        try:
+            while True:
+                self._num_to_begin += max(0, min(wanted, most - len(self._groups) - self._num_to_begin))
+                self._begin_episodes()
+                enough = self._num_counting >= num_groups
+                if self._failure or self._spent_limit or (enough and options.stop_early) or not self._num_unfinished:
+                    break
+                self._changed.clear()
+                await self._changed.wait()
+                wanted = self._num_missing(num_groups)
+        finally:
+            if timer:
+                timer.cancel()
+        if self._failure:
+            raise self._failure
+
+    def _num_missing(self, num_groups: int) -> int:
+        """Return how many more groups to begin.
+
+        With `stop_early`, where the clock decides anyway, a filtered group is replaced at once. Otherwise filtered
+        groups are replaced once all others have ended, so that it does not matter which of them ended first.
+        """
+        if self.options.stop_early:
+            return _times(self.options.oversample, num_groups) - self._num_unfinished - self._num_counting
+        return 0 if self._num_unfinished else _times(self.options.oversample, num_groups - self._num_counting)
+
+    @property
+    def _num_unfinished(self) -> int:
+        return self._num_to_begin + len(self._groups) - self._num_complete
+
+    def _counts(self, group: RunningGroup) -> bool:
+        return group.result is not None and self.options.counts(group.result)
+
+    def _queue_missing(self, group: RunningGroup) -> None:
+        """Queue every copy of a group that has not ended."""
+        for copy in range(self.options.group_size):
+            if copy not in group.played:
+                heapq.heappush(self._jobs, (group.number, group.attempt, copy))
+
+    def _begin_episodes(self) -> None:
+        """Begin episodes in order of number, up to `max_concurrent` at once."""
+        may_begin = self._is_collecting and not self._failure
+        while may_begin and len(self._running) < self.options.max_concurrent:
+            if not self._jobs:
+                if not self._num_to_begin:
+                    return
+                number, self.num_begun = self.num_begun, self.num_begun + 1
+                self._num_to_begin -= 1
+                group = RunningGroup(number, self._problem_at(number), self.engine.weight_version)
+                self._groups[number] = group
+                self._queue_missing(group)
+            number, _, copy = heapq.heappop(self._jobs)
+            task = asyncio.get_running_loop().create_task(self._run_episode(self._groups[number], copy))
+            self._running[task] = number, copy
+            task.add_done_callback(self._on_end)
+
+    async def _run_episode(self, group: RunningGroup, copy: int) -> Trajectory:
+        sample = group.problem.sample
+        return await self.episode.run(
+            sample,
+            lambda: self._build_env(private(sample), deepcopy(self._args)),
+            seed=group.seed(copy),
+            sample_index=copy,
+            group=group.number,
+            attempt=group.attempt,
+            on_completion=self._count_tokens,
+        )
+
+    def _on_end(self, task: asyncio.Task[Trajectory]) -> None:
+        """Add an episode to its group. An error of the episode, or in here, ends `collect`."""
+        number, copy = self._running.pop(task)
+        group = self._groups[number]
+        error = None if task.cancelled() else task.exception()
+        has_failed = task.cancelled() or error
+        group.played[copy] = group.empty_trajectory(copy, error) if has_failed else task.result()
+        try:
+            self._on_episode(group.played[copy])
+            if error:
+                raise error
+            if not group.is_aborted and len(group.played) == self.options.group_size:
+                self._complete(group)
+            self._begin_episodes()
+        except Exception as fault:
+            self._failure = self._failure or fault
+        self._changed.set()
+
+    def _complete(self, group: RunningGroup) -> None:
+        """Accept a group whose copies have all ended, or play it again."""
+        result = group.so_far()
+        if result.is_dropped and group.attempt < self.options.resample:
+            group.discarded += result.trajectories
+            group.attempt, group.played = group.attempt + 1, {}
+            self._queue_missing(group)
+            return
+        group.result = result
+        self._num_complete += 1
+        self._num_counting += self._counts(group)
+
+    def _count_tokens(self, completion: Completion) -> None:
+        self._num_tokens += len(completion.ids)
+        if 0 < self.options.max_rollout_tokens <= self._num_tokens:
+            self._end_step(f"{self.options.max_rollout_tokens} tokens")
+
+    def _end_step(self, limit: str) -> None:
+        self._spent_limit = self._spent_limit or limit
+        self._changed.set()
+
+    async def _abort(self, groups: Iterable[RunningGroup]) -> dict[int, TrajectoryGroup]:
+        """Abort the episodes of groups and remove these groups; return by number what was played of each."""
+        for group in groups:
+            group.is_aborted = True
+        self._jobs = [job for job in self._jobs if not self._groups[job[0]].is_aborted]
+        heapq.heapify(self._jobs)
+        tasks = [task for task, (number, _) in self._running.items() if self._groups[number].is_aborted]
+        for task in tasks:
+            task.cancel(ABORT)
+        if tasks:
+            await asyncio.wait(tasks)
+        return self._remove(number for number, group in self._groups.items() if group.is_aborted)
+
+    def _remove(self, numbers: Iterable[int]) -> dict[int, TrajectoryGroup]:
+        groups = {number: self._groups.pop(number) for number in tuple(numbers)}
+        return {number: group.result or group.so_far() for number, group in groups.items()}
+
+    async def _resume(self) -> None:
+        if self._is_paused:
+            self._is_paused = False
+            await self.engine.resume()
+
+    def _step_rollout(self, num_groups: int, aborted: tuple[TrajectoryGroup, ...]) -> StepRollout:
+        """Remove and return all groups that this step has ended."""
+        complete = [number for number, group in self._groups.items() if group.result]
+        counting = [number for number in complete if self._counts(self._groups[number])]
+        chosen = self._remove(counting[:num_groups])
+        filtered = self._remove(sorted(set(complete) - set(counting)))
+        surplus = {} if self.options.partial else self._remove(counting[num_groups:])
+        shortfall = ""
+        if len(chosen) < num_groups:
+            unfinished = f", {len(aborted) + len(self._groups)} unfinished when {self._spent_limit} were spent"
+            shortfall = f"{len(chosen)} of {num_groups} groups count: {len(filtered)} with equal rewards"
+            shortfall += unfinished if self._spent_limit else ""
+        return StepRollout(
+            groups=tuple(chosen.values()),
+            filtered=tuple(filtered.values()),
+            surplus=tuple(surplus.values()),
+            aborted=aborted,
+            shortfall=shortfall,
+        )
+
+
+def _times(factor: float, count: int) -> int:
+    """Return the product rounded up, and 11 for 1.1 times 10."""
+    return math.ceil(factor * count - 1e-9)
+
+
+async def rollout_groups(
+    episode: Episode,
+    samples: Sequence[Sample],
+    build_env: Callable[..., EpisodeEnv],
+    args: Any,
+    group_size: int,
+    seed: int,
+    on_episode: Callable[[Trajectory], None] = lambda trajectory: None,
+    resample: int = 0,
+    max_concurrent: int = 1024,
+) -> list[TrajectoryGroup]:
+    """Play `group_size` episodes of every sample; return a group for each, in order.
+
+    The embedded engine gives the same groups for the same seed.
+    """
+    options = RolloutOptions(group_size, resample, max_concurrent)
+    problems = [Problem(sample, seed, index) for index, sample in enumerate(samples)]
+    manager = RolloutManager(episode, build_env, args, problems.__getitem__, options, on_episode)
+    try:
+        return list((await manager.collect(len(problems))).groups)
+    finally:
+        await manager.close()

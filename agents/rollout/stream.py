@@ -1,0 +1,77 @@
+"""The token stream of one episode while it grows.
+
+Legend: T tokens of the stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agents.rendering.renderer import Rendered
+from agents.types import Completion, ProcessedImage
+
+
+def first_difference(one: Sequence[object], other: Sequence[object]) -> int:
+    """Return the first place where two sequences differ; the length of the shorter where it begins the other.
+
+    >>> first_difference("<think>", "<tool>")
+    2
+    """
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+class Stream:
+    """One append-only token stream.
+
+    `ids` is the tuple that the engine gets: it never changes, only a longer one takes its place.
+
+    Example::
+
+        stream = Stream()
+        stream.read(renderer.prompt(messages))              # 4 tokens
+        stream.write(completion)                            # of 3 tokens; returns (4, 7)
+        stream.read(renderer.suffix(observed, last_id))     # 2 tokens
+        stream.arrays()[1]                                  # mask_T: 0 0 0 0 1 1 1 0 0
+    """
+
+    def __init__(self) -> None:
+        self.ids: tuple[int, ...] = ()
+        self.images: tuple[ProcessedImage, ...] = ()
+        #: What was read (`Rendered`) and written (`Completion`), in order.
+        self.pieces: list[Rendered | Completion] = []
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the prompt; 0 before it is read."""
+        return len(self.pieces[0].ids) if self.pieces else 0
+
+    def read(self, rendered: Rendered) -> None:
+        """Append tokens that the model did not write."""
+        self.pieces.append(rendered)
+        self.ids += rendered.ids
+        self.images += rendered.images
+
+    def write(self, completion: Completion) -> tuple[int, int]:
+        """Append a model turn; return its span [start, end)."""
+        self.pieces.append(completion)
+        start = len(self.ids)
+        self.ids += completion.ids
+        return start, len(self.ids)
+
+    def arrays(self) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.float32]]:
+        """Return ids_T, mask_T and logprobs_T; log-probs are 0 in a turn that has more or fewer of them than tokens."""
+        ids_T = np.array(self.ids, dtype=np.int64)
+        mask_T = np.zeros(len(ids_T), dtype=np.bool_)
+        logprobs_T = np.zeros(len(ids_T), dtype=np.float32)
+        end = 0
+        for piece in self.pieces:
+            start, end = end, end + len(piece.ids)
+            if isinstance(piece, Completion):
+                mask_T[start:end] = True
+                if len(piece.logprobs) == end - start:
+                    logprobs_T[start:end] = piece.logprobs
+        return ids_T, mask_T, logprobs_T

@@ -1,0 +1,161 @@
+"""Compares a finished trajectory with the model's own chat template and returns the first difference.
+
+At every turn boundary the stream must be what the template makes of all messages so far; nothing of `Renderer.suffix`
+is used here. The model's own turns are the sampled ids, verbatim:
+
+- The tokens between two turns are compared with the template's text behind the first turn, tokenised.
+- Unless only the boundaries are asked for, the whole conversation is also tokenised at once and must give the stream.
+  This is skipped where it cannot: a turn's text, tokenised in its place, gives other ids than the sampled ones, or the
+  template changes the text (Qwen3's strips the thinking of earlier turns, Llama 3's trims).
+
+An episode of three answered turns takes about 0.45 ms at its boundaries alone, and 1.3 ms as a whole.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from agents.rendering.renderer import Renderer
+from agents.rendering.suffixes import exact_ids
+from agents.rollout.stream import first_difference
+from agents.types import ProcessedImage, Trajectory, Turn
+
+# Random, so that no text can hold it on purpose.
+_MARK = f"\u2063{secrets.randbits(64)}\u2063"
+_MAX_SHOWN = 6
+
+
+@dataclass(frozen=True)
+class _Boundary:
+    """What the model read before a turn: tokens `start` to `end`, and the number of messages up to there."""
+
+    where: str
+    start: int
+    end: int
+    num_messages: int
+    turn_before: Turn | None
+
+
+def template_mismatch(
+    trajectory: Trajectory, renderer: Renderer, tools: Sequence[Mapping[str, Any]] = (), only_boundaries: bool = False
+) -> str | None:
+    """Return where the stream differs from the template's rendering of its messages; None where it does not.
+
+    `tools` are those that the prompt was rendered with. With `only_boundaries`, an equal prompt that was rendered
+    before is not rendered again, and the whole is not tokenised. A template that fails on the conversation is a
+    mismatch too.
+
+    Example::
+
+        template_mismatch(trajectory, renderer, env.tools)
+        # "before turn 2: the stream has [151644 '<|im_start|>'] at 310, the template writes [198 '\\n']"
+    """
+    if not len(trajectory.ids_T):  # the episode ended before its prompt was read
+        return None
+    try:
+        return _first_mismatch(trajectory, renderer, tools, only_boundaries)
+    except Exception as error:  # a template raises what it likes
+        return f"the whole conversation cannot be rendered: {type(error).__name__}: {error}"
+
+
+def _first_mismatch(
+    t: Trajectory, renderer: Renderer, tools: Sequence[Mapping[str, Any]], only_boundaries: bool
+) -> str | None:
+    ids: list[int] = t.ids_T.tolist()
+    boundaries, said = _boundaries(t), [dict(message) for message in t.messages]
+    first, num_prompt = boundaries[0], boundaries[0].num_messages
+    images, texts = list(t.images), [""]
+    if only_boundaries:
+        rendered = renderer.prompt(said[:num_prompt], tools)
+        expected = list(rendered.ids)
+        del images[: len(rendered.images)]
+    else:
+        texts[0] = renderer.text(said[:num_prompt], tools, num_prompt)
+        expected = _expanded(renderer, renderer.encoder.encode(texts[0]), images)
+    if ids[: first.end] != expected:
+        return _difference(first, renderer, ids[: first.end], expected)
+    for before, b in pairwise(boundaries):
+        turn, place, messages = b.turn_before, before.num_messages, said[: b.num_messages]
+        if turn is None or messages[place] != {"role": "assistant", "content": turn.text}:
+            return f"{b.where}: message {place + 1} is not the text of the turn before"
+        messages[place] = {"role": "assistant", "content": _MARK}
+        texts.append(renderer.text(messages, tools, num_prompt).partition(_MARK)[2])
+        is_closed = ids[b.start - 1] == renderer.closer_id
+        expected = _expanded(renderer, exact_ids(renderer.encoder, texts[-1], renderer.closer, is_closed), images)
+        if ids[b.start : b.end] != expected:
+            return _difference(b, renderer, ids[b.start : b.end], expected)
+    return None if only_boundaries else _whole_mismatch(t, ids, renderer, tools, boundaries, texts)
+
+
+def _boundaries(t: Trajectory) -> list[_Boundary]:
+    """Return every place where the model began to write a turn, or would have begun."""
+    num_shown = [len(turn.observations) or 1 for turn in t.turns]  # no observation is shown as an empty message
+    if t.turns and t.turns[-1].end == len(t.ids_T):
+        num_shown[-1] = 0
+    num_messages = len(t.messages) - sum(num_shown) - len(num_shown)
+    ends = [*(turn.start for turn in t.turns), len(t.ids_T)]
+    result = [_Boundary("before turn 1", 0, ends[0], num_messages, None)]
+    for number, (turn, shown) in enumerate(zip(t.turns, num_shown, strict=True), 1):
+        if shown:
+            num_messages += 1 + shown
+            where = f"before turn {number + 1}"
+            result.append(_Boundary(where, turn.end, ends[number], num_messages, turn))
+    return result
+
+
+def _whole_mismatch(
+    t: Trajectory,
+    ids: list[int],
+    renderer: Renderer,
+    tools: Sequence[Mapping[str, Any]],
+    boundaries: Sequence[_Boundary],
+    texts: Sequence[str],
+) -> str | None:
+    """Compare the stream with the whole conversation up to the last boundary, tokenised at once."""
+    last, num_prompt = boundaries[-1], boundaries[0].num_messages
+    if last.turn_before is None:
+        return None
+    whole = renderer.text([dict(message) for message in t.messages[: last.num_messages]], tools, num_prompt)
+    expected = _expanded(renderer, renderer.encoder.encode(whole), list(t.images))
+    if ids[: last.end] == expected:
+        return None
+    turns = [b.turn_before for b in boundaries if b.turn_before]
+    as_written = texts[0] + "".join(turn.text + text for turn, text in zip(turns, texts[1:], strict=True))
+    if whole != as_written:  # the template changes what the model wrote
+        return None
+    if not all(
+        _is_canonical(ids[u.start : u.end], u.text, text, renderer) for u, text in zip(turns, texts, strict=False)
+    ):
+        return None
+    return _difference(_Boundary("the whole conversation", 0, last.end, 0, None), renderer, ids[: last.end], expected)
+
+
+def _is_canonical(ids: list[int], text: str, before: str, renderer: Renderer) -> bool:
+    """Return whether a turn's text, tokenised where it stands, gives its ids."""
+    encode, (start, _, rest) = renderer.encoder.encode, renderer.encoder.cut(before)
+    before = rest or start
+    written = ids if ids and ids[-1] == renderer.closer_id else [*ids, renderer.closer_id]
+    return encode(before + text + renderer.closer) == encode(before) + written
+
+
+def _expanded(renderer: Renderer, ids: list[int], images: list[ProcessedImage]) -> list[int]:
+    """Expand the placeholders and take their images off the list; where too few images are left, change nothing."""
+    num_images = ids.count(renderer.image_token_id) if renderer.image_token_id is not None else 0
+    if not 0 < num_images <= len(images):
+        return ids
+    shown, images[:num_images] = images[:num_images], []
+    return list(renderer.expand(ids, shown))
+
+
+def _difference(b: _Boundary, renderer: Renderer, found: list[int], expected: list[int]) -> str:
+    place = first_difference(found, expected)
+
+    def shown(ids: list[int]) -> str:
+        each = [f"{index} {renderer.encoder.decode([index])!r}" for index in ids[place : place + _MAX_SHOWN]]
+        return f"[{', '.join(each)}{', ...' if len(ids) > place + _MAX_SHOWN else ''}]"
+
+    return f"{b.where}: the stream has {shown(found)} at {b.start + place}, the template writes {shown(expected)}"

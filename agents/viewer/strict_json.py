@@ -1,0 +1,31 @@
+"""JSON that a browser can parse: without NaN and infinity, and without half-written lines."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+JSON = dict[str, Any]
+
+
+def dump(value: object) -> bytes:
+    """Return compact JSON in ASCII."""
+    return json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode()
+
+
+def read_object(line: bytes) -> JSON | None:
+    """Return a JSON object with NaN and infinity replaced by None; None if the line is not a JSON object."""
+    try:
+        found = json.loads(line)
+    except ValueError:  # half-written or damaged
+        return None
+    return _finite(found) if isinstance(found, dict) else None
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,168 @@
+"""What checks read (`Evidence`) and return (`Finding`), and helpers that word both for people."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from PIL import Image
+
+from envs.checking.chat_template import ChatTemplate
+from envs.checking.episodes import Fault, Kind, PlayedEpisode
+from envs.env import EnvArgs
+from envs.execution.runner import StepResult
+from envs.images import image_digest
+from envs.spec import EnvSpec
+from envs.types import Message, Sample, content_parts
+
+MAX_SHOWN = 3
+#: The reason when the episodes ended before the part that a check judges.
+NOT_REACHED = "no episode got as far as this"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of a check: passed, failed or None (does not apply), and the reason or the figures.
+
+    Example::
+
+        Finding("gold answer", False, "sample 3 (label '68'): Answer: label 0.0")
+    """
+
+    check: str
+    passed: bool | None
+    detail: str
+
+
+@dataclass(frozen=True, eq=False)
+class Evidence:
+    """Everything that the checks read.
+
+    `samples_again` are the same indices of a data set that was created again; `repeats` are pairs of episodes that must
+    be equal.
+    """
+
+    spec: EnvSpec
+    args: EnvArgs
+    template: ChatTemplate
+    samples: tuple[Sample, ...]
+    samples_again: tuple[Sample, ...]
+    episodes: tuple[PlayedEpisode, ...]
+    repeats: tuple[tuple[PlayedEpisode, PlayedEpisode], ...]
+
+    def of(self, *kinds: Kind) -> list[PlayedEpisode]:
+        """Return the episodes of these kinds."""
+        return [episode for episode in self.episodes if episode.script.kind in kinds]
+
+    @property
+    def is_opened(self) -> bool:
+        """Whether any environment was built and reset, and its solution read."""
+        return any(episode.reset_s is not None for episode in self.of("survey"))
+
+    @property
+    def is_stepped(self) -> bool:
+        """Whether any environment took a turn."""
+        return any(episode.steps for episode in self.episodes)
+
+    @property
+    def ordinary_faults(self) -> list[tuple[PlayedEpisode, Fault]]:
+        """Faults in episodes whose model texts are ordinary."""
+        return [(episode, episode.fault) for episode in self.of("survey", "gold", "wrong", "plain") if episode.fault]
+
+
+def where(episode: PlayedEpisode) -> str:
+    """Name an episode: its sample and its script."""
+    return f"sample {episode.sample.id}, {episode.script.name}"
+
+
+def grouped(faults: Iterable[tuple[PlayedEpisode, str, str]]) -> list[str]:
+    """Describe faults (episode, call, text) with equal ones merged: "8 samples, reset: KeyError: 2"."""
+    groups: dict[tuple[str, str], list[PlayedEpisode]] = defaultdict(list)
+    for episode, call, what in faults:
+        groups[call, what].append(episode)
+    return [_grouped(episodes, call, what) for (call, what), episodes in groups.items()]
+
+
+def _grouped(episodes: Sequence[PlayedEpisode], call: str, what: str) -> str:
+    samples = list(dict.fromkeys(episode.sample.id for episode in episodes))
+    scripts = list(dict.fromkeys(episode.script.name for episode in episodes))
+    parts = [f"sample {samples[0]}" if len(samples) == 1 else f"{len(samples)} samples"]
+    if call not in ("building", "reset", "solution"):  # calls before the model's first text
+        parts.append(scripts[0] if len(scripts) == 1 else f"{scripts[0]} and {len(scripts) - 1} more")
+    if call and not what.startswith(f"{call} "):  # "reset must return ..." says it already
+        parts.append(call)
+    return f"{', '.join(parts)}: {what}"
+
+
+def listed(items: Iterable[str]) -> str:
+    """List the first three distinct items and count the rest."""
+    distinct = list(dict.fromkeys(items))
+    more = f"; and {len(distinct) - MAX_SHOWN} more" if len(distinct) > MAX_SHOWN else ""
+    return "; ".join(distinct[:MAX_SHOWN]) + more
+
+
+def span(counts: Sequence[int]) -> str:
+    """Write "3", or "1 to 3"."""
+    return str(counts[0]) if len(set(counts)) == 1 else f"{min(counts)} to {max(counts)}"
+
+
+def quoted(text: str) -> str:
+    """Write the beginning of a text in quotes."""
+    return repr(text if len(text) <= 40 else text[:37] + "...")
+
+
+def duration(seconds: float) -> str:
+    """Write "35 µs", "1.2 ms" or "3.4 s"."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.0f} µs"
+
+
+def texts(messages: Iterable[Message]) -> list[str]:
+    """Return all text of some messages, part by part."""
+    return [part["text"] for message in messages for part in content_parts(message) if part.get("type") == "text"]
+
+
+def said(step: StepResult) -> list[str]:
+    """Return the texts of a step's answer."""
+    return texts(step.messages)
+
+
+def call_records(step: StepResult) -> list[dict[str, Any]]:
+    """Return the records of the calls that a step made, from its info; empty if the info has none."""
+    records = step.info.get("tool_calls")
+    if isinstance(records, list | tuple) and all(isinstance(record, dict) for record in records):
+        return [*records]
+    return []
+
+
+def unlike(one: Sequence[Message], other: Sequence[Message]) -> str:
+    """Describe how two conversations differ: "'3' and '4'", "the pictures differ"."""
+    first, second = "".join(texts(one)), "".join(texts(other))
+    if first != second:
+        same = next((place for place, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), len(second))
+        start = same - 10 if same > 20 else 0
+        return f"{quoted(first[start:])} and {quoted(second[start:])}"
+    if [message.get("role") for message in one] != [message.get("role") for message in other]:
+        return "the roles differ"
+    return "the texts are the same, the pictures differ"
+
+
+def names_label(text: str, label: str | None) -> bool:
+    """Return whether a text shows the label as a word of its own."""
+    return label is not None and re.search(rf"(?<!\w){re.escape(label)}(?!\w)", text) is not None
+
+
+def digest(messages: Sequence[Message]) -> list[tuple[Any, ...]]:
+    """Return roles, texts and picture digests; equal conversations have equal digests."""
+    found: list[tuple[Any, ...]] = []
+    for message in messages:
+        for part in content_parts(message):
+            image = part.get("image")
+            shown = image_digest(image) if isinstance(image, Image.Image) else repr(image)
+            found.append((message.get("role"), part.get("text"), shown))
+    return found

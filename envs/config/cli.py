@@ -1,0 +1,163 @@
+"""Command lines: turns the arguments of a command into a validated configuration, a tree of pydantic models.
+
+Every field of every section is one flag, `--max-turns` for `max_turns`. A required field is a positional argument, and
+a required tuple takes several. `--help` shows each section as a group.
+A command with `Sources` also reads files and environment variables; flags override both. Every error is one line that
+names where the value came from: flag, argument, variable, or file and key.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from envs.config.files import dump
+from envs.config.help import Formatter, help_of, metavar_of
+from envs.config.settings import (
+    FieldPath,
+    Setting,
+    Settings,
+    flag_of,
+    is_tuple,
+    leaves,
+    section_of,
+    summary_of,
+    validate,
+)
+from envs.config.sources import Sources
+from envs.errors import UserError, did_you_mean
+
+M = TypeVar("M", bound=BaseModel)
+
+#: How `trueturn` starts a sub-command: as `sys.argv[0]` of it, such as "trueturn run".
+PROGRAM = "trueturn "
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises `UserError` where argparse would print usage and exit."""
+
+    argv: Sequence[str] = ()
+
+    def error(self, message: str) -> NoReturn:
+        flag, _, rule = message.removeprefix("argument ").partition(":")
+        raise UserError(flag.strip(), (rule or "is wrong").strip(), " ".join(self.argv), "see --help")
+
+
+def parse(model: type[M], argv: Sequence[str] | None, prog: str, description: str, layers: Sources | None = None) -> M:
+    """Return the configuration that the flags give and, with `layers`, the files and environment variables below them.
+
+    `--print-config` prints the resolved configuration and exits. Help calls the command `prog`, or by the name of
+    `trueturn`'s sub-command where it runs as that.
+
+    Raises:
+        UserError: a flag, key or variable is unknown, or a value breaks a rule.
+    """
+    if argv is None and sys.argv[0].startswith(PROGRAM):
+        prog = sys.argv[0]
+    fields = list(leaves(model))
+    parser = _parser(model, prog, description, layers)
+    parser.argv = sys.argv[1:] if argv is None else argv
+    takes_several = any(field.is_required() and is_tuple(field) for _, field in fields)
+    found, unknown = (parser.parse_known_intermixed_args if takes_several else parser.parse_known_args)(parser.argv)
+    known = vars(found)
+    flags = {flag_of(path[-1], field): path for path, field in fields}
+    if unknown:
+        flag = unknown[0].split("=")[0]
+        others = ("--config", "--print-config") if layers else ()
+        raise UserError(flag, "is no flag of this command", unknown[0], _instead(model, flag, (*flags, *others), known))
+    settings: Settings = {
+        path: Setting(value, flag) for flag, path in flags.items() if (value := known[path[-1]]) not in (None, [])
+    }
+    if layers:
+        files = layers.read_files(model, known["config"] or ())
+        settings = files | layers.read_variables(model, os.environ) | settings
+        settings = layers.read_base(model, settings) | settings
+    config = validate(model, settings)
+    if layers and known["print_config"]:
+        print(dump(config, settings), end="")
+        raise SystemExit(0)
+    return config
+
+
+def _instead(model: type[BaseModel], word: str, flags: Collection[str], given: Mapping[str, Any]) -> str:
+    """Return the fix for a word that is no flag and belongs to none."""
+    fields = [(path[-1], field) for path, field in leaves(model)]
+    fix = did_you_mean(word, flags)
+    if fix.startswith("did"):
+        return fix
+    if word.startswith("-"):  # argparse may have read the value of an unknown flag as the argument
+        value = next((given[name] for name, field in fields if field.is_required()), None)
+        return f"write {value} without {word}" if value is not None else fix
+    return f"write --env {word}" if "--env" in flags and given["env"] is None else fix
+
+
+def _parser(model: type[BaseModel], prog: str, description: str, layers: Sources | None) -> _Parser:
+    """Return the parser of a command."""
+    arguments = [flag_of(path[-1], field) for path, field in leaves(model) if field.is_required()]
+    parser = _Parser(
+        prog=prog,
+        usage=" ".join([prog, "[FLAGS]", *arguments]),
+        description=description,
+        allow_abbrev=False,
+        formatter_class=Formatter,
+    )
+    _add_section(parser, model)
+    if layers:
+        names = ", ".join(file.stem for file in sorted(layers.ready.glob("*.yaml")))
+        parser.add_argument(
+            "--config",
+            action="append",
+            metavar="FILE",
+            help=f"YAML file of settings, or the name of a ready configuration; flags and {layers.prefix}* variables "
+            f"override it (ready: {names}; repeat for more, later files override earlier ones)",
+        )
+        parser.add_argument(
+            "--print-config",
+            action="store_true",
+            help="print all settings as YAML, with where they come from, and exit",
+        )
+        parser.epilog = (
+            "The groups are the sections of a --config file. As an environment variable, --some-flag is "
+            f"{layers.prefix}SOME_FLAG."
+        )
+    return parser
+
+
+def _add_section(parser: argparse.ArgumentParser, model: type[BaseModel], path: FieldPath = ()) -> None:
+    """Add the flags of a section as a group under its docstring, then those of the sections in it."""
+    group = parser.add_argument_group(".".join(path), summary_of(model)) if path else parser
+    for name, field in model.model_fields.items():
+        if section := section_of(field):
+            _add_section(parser, section, (*path, name))
+        else:
+            _add(group, flag_of(name, field), field)
+
+
+def _add(group: argparse._ActionsContainer, flag: str, field: FieldInfo) -> None:
+    text = help_of(field).replace("%", "%%")
+    if field.is_required():
+        nargs = "*" if is_tuple(field) else "?"
+        group.add_argument(flag.lower(), metavar=flag, nargs=nargs, help=text)
+    elif field.annotation in (bool, bool | None):
+        group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
+    else:
+        action = "append" if is_tuple(field) else "store"
+        group.add_argument(flag, action=action, metavar=metavar_of(field.annotation), default=None, help=text)
+
+
+def exit_code(main: Callable[[], int]) -> int:
+    """Run a command and return its exit code: 2 after a user's error, printed as one line, and 130 after Ctrl-C."""
+    try:
+        return main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:  # before there was anything to save
+        print("interrupted", file=sys.stderr)
+        return 130

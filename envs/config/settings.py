@@ -1,0 +1,149 @@
+"""Settings of a tree of pydantic models: values with their sources, mostly texts, that `validate` turns into the model.
+
+A section is a model inside the tree. A layer of settings is what one source gives: flags, variables or a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic.fields import FieldInfo
+
+from envs.errors import UserError
+
+M = TypeVar("M", bound=BaseModel)
+
+#: The path of a field in the tree of sections: ("optim", "lr").
+FieldPath = tuple[str, ...]
+
+
+class Section(BaseModel):
+    """Base of a section of settings: frozen, and unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value and its source.
+
+    Example: `Setting("-1", "mine.yaml", "optim.lr").place` is "mine.yaml optim.lr".
+    """
+
+    value: Any
+    source: str
+    key: str = ""
+
+    @property
+    def place(self) -> str:
+        """The source as errors name it."""
+        return f"{self.source} {self.key}".strip()
+
+
+#: The settings of a layer, or of several layers merged with `|`.
+Settings = dict[FieldPath, Setting]
+
+
+def leaves(model: type[BaseModel], path: FieldPath = ()) -> Iterator[tuple[FieldPath, FieldInfo]]:
+    """Yield every field of the tree with its path; sections are not fields."""
+    for name, field in model.model_fields.items():
+        if section := section_of(field):
+            yield from leaves(section, (*path, name))
+        else:
+            yield (*path, name), field
+
+
+def section_of(field: FieldInfo) -> type[BaseModel] | None:
+    """Return the model of a field that is a section; None for other fields."""
+    annotation = field.annotation
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+
+
+def is_under(path: FieldPath, places: Iterable[FieldPath]) -> bool:
+    """Return whether a field is one of these places, or stands in a section among them."""
+    return any(path[: len(place)] == place for place in places)
+
+
+def summary_of(section: type[BaseModel]) -> str:
+    """Return the first line of a section's docstring."""
+    return (section.__doc__ or "").strip().partition("\n")[0]
+
+
+def is_tuple(field: FieldInfo) -> bool:
+    """Return whether a field holds a list of values."""
+    return get_origin(field.annotation) is tuple
+
+
+def words_of(annotation: Any) -> list[str]:
+    """Return the words of a `Literal` or an enum, of a tuple of it, or of a union of it with None or others."""
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        return [str(word.value) for word in annotation]
+    if get_origin(annotation) is Literal:
+        return [str(word) for word in get_args(annotation) if word is not None]
+    if get_origin(annotation) is tuple:
+        return words_of(get_args(annotation)[0])
+    if get_origin(annotation) not in (Union, UnionType):
+        return []
+    parts = [words_of(part) for part in get_args(annotation) if part is not type(None)]
+    return [word for part in parts for word in part] if all(parts) else []
+
+
+def flag_of(name: str, field: FieldInfo) -> str:
+    """Return the name of a field on the command line: `--max-turns`, or `ENV` for a required `env`."""
+    return name.upper() if field.is_required() else "--" + name.replace("_", "-")
+
+
+def values_of(config: BaseModel, path: FieldPath = ()) -> dict[FieldPath, Any]:
+    """Return the value of every field of a tree by its path."""
+    values: dict[FieldPath, Any] = {}
+    for name, value in config:
+        values |= values_of(value, (*path, name)) if isinstance(value, BaseModel) else {(*path, name): value}
+    return values
+
+
+def changed(config: BaseModel, base: BaseModel) -> dict[FieldPath, tuple[Any, Any]]:
+    """Return the fields in which two configurations of one model differ, with the values in `base` and in `config`.
+
+    Example: `changed(RunConfig(steps=80), RunConfig())` is `{("steps",): (50, 80)}`.
+    """
+    old = values_of(base)
+    return {path: (old[path], value) for path, value in values_of(config).items() if value != old[path]}
+
+
+def validate(model: type[M], settings: Settings) -> M:
+    """Return the model with these settings, and with defaults for all other fields.
+
+    Raises:
+        UserError: a value breaks a rule. The error names the source of the value.
+    """
+    fields, tree = dict(leaves(model)), dict[str, Any]()
+    for path, setting in settings.items():
+        place = tree
+        for name in path[:-1]:
+            place = place.setdefault(name, {})
+        place[path[-1]] = _emptied(fields[path], setting.value)
+    try:
+        return model.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors()[0]
+        rule = first["msg"].replace("Input should be", "must be").replace("Value error, ", "")
+        path = next((p for p in fields if p == first["loc"][: len(p)]), ())
+        if not path:  # a rule over several fields
+            raise UserError("settings", rule[:1].lower() + rule[1:], first["input"], "see --help") from None
+        flag = flag_of(path[-1], fields[path])
+        got = "nothing" if first["type"] == "missing" or first["input"] in ("", None) else first["input"]
+        place = settings.get(path, Setting(None, flag)).place
+        fix = f"see --help ({fields[path].description})"
+        raise UserError(place, rule[:1].lower() + rule[1:], got, fix) from None
+
+
+def _emptied(field: FieldInfo, value: Any) -> Any:
+    """Return the meaning of an empty value: None if the field allows it, no items for a list, else the empty text."""
+    if value in ("", None, [""], []):
+        return None if type(None) in get_args(field.annotation) else () if is_tuple(field) else ""
+    return value

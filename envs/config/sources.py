@@ -1,0 +1,95 @@
+"""The sources of a command's settings besides its flags: YAML files and environment variables.
+
+Later sources override earlier ones: defaults, the configuration of a run folder to resume, `--config` files in their
+order, environment variables, flags.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from envs.config.files import parse_yaml, read_file
+from envs.config.settings import FieldPath, Setting, Settings, is_tuple, is_under, leaves
+from envs.errors import UserError, did_you_mean
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What a command reads besides its flags.
+
+    Args:
+        ready: folder of the ready configurations, a NAME.yaml each, for `--config NAME`.
+        resume: field that names a run folder to resume; its `config.yaml` is then the lowest layer.
+        inherit: field that names a run folder from which a new run inherits settings: without a run to resume, its
+            `config.yaml` is the lowest layer, if it has one.
+        not_inherited: sections and fields that `inherit` leaves out.
+        shared: model of another command. Environment variables of its fields are ignored where this command has no such
+            field, so a variable that is exported for one command does not stop another.
+        prefix: beginning of the names of environment variables.
+
+    Example::
+
+        parse(RunConfig, argv, "python -m trainer.run", "Train.", Sources(Path("configs"), ("checkpoint", "resume")))
+    """
+
+    ready: Path
+    resume: FieldPath = ()
+    inherit: FieldPath = ()
+    not_inherited: tuple[FieldPath, ...] = ()
+    shared: type[BaseModel] | None = None
+    prefix: str = "TRUETURN_"
+
+    def find(self, name: str) -> Path:
+        """Return the file that `--config` names: a ready configuration, or a path."""
+        known = {file.stem: file for file in sorted(self.ready.glob("*.yaml"))}
+        file = known.get(name, Path(name))
+        if not file.is_file():
+            fix = f"the ready ones are {', '.join(known)}"
+            raise UserError("--config", "must be a YAML file or the name of a ready configuration", name, fix)
+        return file
+
+    def read_files(self, model: type[BaseModel], names: Sequence[str]) -> Settings:
+        """Return the settings of all `--config` files; later files override earlier ones."""
+        settings: Settings = {}
+        for name in names:
+            settings |= read_file(model, self.find(name), name)
+        return settings
+
+    def read_variables(self, model: type[BaseModel], environ: Mapping[str, str]) -> Settings:
+        """Return the settings of the environment variables. Raises `UserError` for a variable that no field has."""
+        fields = {self.prefix + path[-1].upper(): (path, field) for path, field in leaves(model)}
+        known = {self.prefix + path[-1].upper() for path, _ in leaves(self.shared or model)} | fields.keys()
+        settings: Settings = {}
+        for name, text in sorted(environ.items()):
+            if name in fields:
+                path, field = fields[name]
+                settings[path] = Setting(_items(name, text) if is_tuple(field) else text, name)
+            elif name.startswith(self.prefix) and name not in known:
+                raise UserError(name, "is no setting of this command", f"{name}={text}", did_you_mean(name, known))
+        return settings
+
+    def read_base(self, model: type[BaseModel], above: Settings) -> Settings:
+        """Return the settings of the run folder to resume or to inherit from, if the layers above name one."""
+        if (setting := above.get(self.resume)) and setting.value:
+            file = Path(setting.value) / "config.yaml"
+            if not file.is_file():
+                rule = f"must be a folder with a {file.name}"
+                raise UserError(setting.place, rule, setting.value, "give the folder of a run")
+            return read_file(model, file)
+        if (setting := above.get(self.inherit)) and setting.value:
+            file = Path(setting.value) / "config.yaml"
+            found = read_file(model, file) if file.is_file() else {}
+            return {path: value for path, value in found.items() if not is_under(path, self.not_inherited)}
+        return {}
+
+
+def _items(name: str, text: str) -> list[object]:
+    """Return the items of the list in a variable."""
+    items = parse_yaml(text, name) or []
+    if not isinstance(items, list):
+        raise UserError(name, "must be a list", text, f"write {name}='[{text}]'")
+    return items

@@ -1,0 +1,194 @@
+"""Conversations for supervised training, from rows of a data set or an environment's own problems.
+
+A row holds a whole conversation under `messages`, or a problem with its answer as for reinforcement learning, which
+becomes a question and one answer. A row is checked when it is read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from envs.datasets.rows import ArrowRows, RowSource, open_rows
+from envs.datasets.samples import DEFAULT_KEYS, DataKeys, RowSamples, add_system_prompt, read_messages, with_images
+from envs.errors import UserError
+from envs.images import decode_image
+from envs.types import Message, Sample, SampleSource
+
+#: The placeholder of the answer in an answer format.
+ANSWER = "ANSWER"
+#: The format that slime uses for Geometry3K in supervised training.
+ANSWER_FORMAT = f"Answer: \\boxed{{{ANSWER}}}"
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """The messages, with decoded pictures, and the tools that the prompt describes; `where` names it in errors.
+
+    Example::
+
+        Conversation("demos.jsonl row 3", (
+            {"role": "user", "content": "2 + 2?"},
+            {"role": "assistant", "content": "5", "train": False},
+            {"role": "user", "content": "No."},
+            {"role": "assistant", "content": "4"}))
+    """
+
+    where: str
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+
+
+class ConversationSource(Protocol):
+    """A finite, indexable set of conversations; reading a bad row raises `UserError`."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Conversation: ...
+
+
+@dataclass(frozen=True)
+class ConversationOptions:
+    """How rows become conversations.
+
+    `keys` are the columns of rows with a problem. `system_prompt` precedes every conversation's own system message.
+    `default_system_prompt` and `default_tools`, from the environment, serve rows without their own.
+    """
+
+    messages_key: str = "messages"
+    tools_key: str = "tools"
+    keys: DataKeys = DEFAULT_KEYS
+    answer_format: str = ANSWER_FORMAT
+    system_prompt: str = ""
+    default_system_prompt: str = ""
+    default_tools: tuple[Mapping[str, Any], ...] = ()
+    allow_outside_images: bool = False
+
+
+class ConversationRows:
+    """The conversations of a data set.
+
+    Example::
+
+        rows = ConversationRows(open_rows("demos.jsonl", "train"), ConversationOptions())
+        len(rows), rows[0].where                    # (256, "demos.jsonl row 0")
+    """
+
+    def __init__(self, source: RowSource, options: ConversationOptions) -> None:
+        self._source, self._options = source, options
+        prompt = options.system_prompt or options.default_system_prompt or None
+        self._problems = RowSamples(source, options.keys, prompt, options.allow_outside_images, len(source.rows))
+
+    def __len__(self) -> int:
+        return len(self._source.rows)
+
+    def __getitem__(self, index: int, /) -> Conversation:
+        row, where, options = self._source.rows[index], f"{self._source.name} row {index}", self._options
+        tools = _read_tools(row.get(options.tools_key), f"{where} {options.tools_key}") or options.default_tools
+        if row.get(options.messages_key) is None:
+            if options.keys.prompt not in row:
+                rule = f"must hold messages under '{options.messages_key}', or a problem under '{options.keys.prompt}'"
+                raise UserError(where, rule, f"keys {', '.join(row)}", "name the column with --messages-key")
+            sample = self._problems.record(index).to_sample()
+            return Conversation(where, answered(sample, options.answer_format), tools)
+        keys = replace(options.keys, prompt=options.messages_key)
+        row = _with_gathered_images(row, keys, where)
+        messages, images, fields = read_messages(row, keys, where, self._source.root, options.allow_outside_images)
+        if isinstance(self._source.rows, ArrowRows):  # Arrow gives every call the arguments of all calls
+            messages = [_without_none(message) for message in messages]
+        pictures = [decode_image(image, field) for image, field in zip(images, fields, strict=True)]
+        return Conversation(where, tuple(self._prompted(with_images(messages, pictures))), tools)
+
+    def _prompted(self, messages: Sequence[Message]) -> Sequence[Message]:
+        if self._options.system_prompt:
+            return add_system_prompt(messages, self._options.system_prompt)
+        if self._options.default_system_prompt and messages[0]["role"] != "system":
+            return add_system_prompt(messages, self._options.default_system_prompt)
+        return messages
+
+
+@dataclass(frozen=True)
+class AnsweredSamples:
+    """The problems of an environment's own data set, with their answers, as conversations."""
+
+    samples: SampleSource
+    answer_format: str = ANSWER_FORMAT
+    tools: tuple[Mapping[str, Any], ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int, /) -> Conversation:
+        sample = self.samples[index]
+        if sample.label is None:
+            raise UserError(f"sample {sample.id}", "must have an answer", "none", "give conversations with --data")
+        return Conversation(f"sample {sample.id}", answered(sample, self.answer_format), self.tools)
+
+
+def answered(sample: Sample, answer_format: str) -> tuple[Message, ...]:
+    r"""Return a problem and its answer as messages.
+
+    >>> answered(Sample("0", ({"role": "user", "content": "2 + 2?"},), "4"), ANSWER_FORMAT)[-1]
+    {'role': 'assistant', 'content': 'Answer: \\boxed{4}'}
+    """
+    answer = answer_format.replace(ANSWER, str(sample.label))
+    return (*sample.prompt, {"role": "assistant", "content": answer})
+
+
+def open_conversations(source: str, options: ConversationOptions, split: str = "train") -> ConversationRows:
+    """Open a data set, as `envs.datasets.samples.load_samples` does; rows are checked when they are read.
+
+    Raises:
+        UserError: the source is missing, empty, or not readable in the format that its name says.
+    """
+    return ConversationRows(open_rows(source, split), options)
+
+
+def _read_tools(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
+    """Return a row's tool schemas, from a list or its JSON."""
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            reason = f"{error.msg} at column {error.colno}"
+            raise UserError(where, "must be a list of tool schemas, or its JSON", reason, "fix the JSON") from error
+    if not value:
+        return ()
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        fix = 'give [{"type": "function", "function": {"name": ...}}]'
+        raise UserError(where, "must be a list of tool schemas, or its JSON", value, fix)
+    return tuple(value)
+
+
+def _with_gathered_images(row: Mapping[str, Any], keys: DataKeys, where: str) -> Mapping[str, Any]:
+    """Return the row with the pictures in its messages' parts moved to its images column and placeholders left."""
+    given = row[keys.prompt]
+    pictures: list[Any] = []
+
+    def emptied(part: Any) -> Any:
+        if not isinstance(part, dict) or part.get("type") not in ("image", "image_url"):
+            return part
+        value = part.get(part["type"])
+        value = value.get("url") if part["type"] == "image_url" and isinstance(value, dict) else value
+        if value is not None:
+            pictures.append(value)
+        return {"type": "image"}
+
+    def cleared(message: Any) -> Any:
+        if not isinstance(message, dict) or not isinstance(message.get("content"), list):
+            return message
+        return {**message, "content": [emptied(part) for part in message["content"]]}
+
+    messages = [cleared(message) for message in given] if isinstance(given, list) else given
+    if pictures and row.get(keys.images):
+        rule = f"must have its pictures in the messages or under '{keys.images}'"
+        raise UserError(where, rule, "both", "remove one of the two")
+    return {**row, keys.prompt: messages, keys.images: pictures} if pictures else {**row, keys.prompt: messages}
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_none(item) for name, item in value.items() if item is not None}
+    return [_without_none(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,243 @@
+"""Reads the raw rows of a file, a folder or a Hugging Face id as an indexable sequence of plain dicts.
+
+Pictures stay in their stored form. JSON rows are held in memory; parquet files and Hugging Face sets are memory mapped,
+and their rows become dicts when they are read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from envs.errors import UserError, did_you_mean, first_line
+
+if TYPE_CHECKING:
+    import datasets
+    import pyarrow
+
+SUFFIXES = (".parquet", ".jsonl", ".json")
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_SPLIT_NAMES = ("train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval")
+_IMAGE_FOLDER_FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
+_SOURCES_FIX = f"give a {', '.join(SUFFIXES)} file, a folder of them, or a Hugging Face id such as hiyouga/geometry3k"
+
+
+class Rows(Protocol):
+    """Rows in order; each read returns a dict of plain Python values."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class RowSource:
+    """Rows, with the names that errors and ids use.
+
+    Example::
+
+        source = open_rows("geo3k/train.jsonl", split="train")
+        source.name, source.stem, len(source.rows)       # ("train.jsonl", "train", 514)
+        source.rows[0]["images"]                         # ["images/1622.png"], relative to source.root
+    """
+
+    rows: Rows
+    #: The name in errors.
+    name: str
+    #: The prefix of the id of a row without one.
+    stem: str
+    #: Image paths are relative to this folder and must stay in it.
+    root: Path
+
+
+@dataclass(frozen=True)
+class ArrowRows:
+    """Rows of an Arrow table; `read` returns the one-row table at an index."""
+
+    read: Callable[[int], pyarrow.Table]
+    size: int
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int, /) -> Mapping[str, Any]:
+        return self.read(index).to_pylist()[0]
+
+
+def open_rows(source: str, split: str) -> RowSource:
+    """Open a data set by path or Hugging Face id; `split` selects files of a folder or a split of a set.
+
+    Raises:
+        UserError: the source or the split is missing, empty, or not readable in the format that its name says.
+    """
+    path = Path(source)
+    if not source.strip():
+        raise UserError("data source", "must not be empty", source, _SOURCES_FIX)
+    if path.is_file():
+        found = RowSource(_read_files([path]), path.name, path.stem, path.parent)
+    elif path.is_dir():
+        found = _open_folder(path, split)
+    elif _HUB_ID.fullmatch(source) and path.suffix not in SUFFIXES:
+        found = _open_hub(source, split)
+    else:
+        raise UserError(source, "no such file, folder or Hugging Face id", source, _SOURCES_FIX)
+    if len(found.rows) == 0:
+        raise UserError(found.name, "must hold at least one row", 0, "give a data set that is not empty")
+    return found
+
+
+def _open_folder(folder: Path, split: str) -> RowSource:
+    name, stem = folder.resolve().name, f"{folder.resolve().name}-{split}"
+    if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
+        return RowSource(_load_saved(folder, split), name, stem, folder)
+    if any(file.name in _IMAGE_FOLDER_FILES for depth in ("metadata.*", "*/metadata.*") for file in folder.glob(depth)):
+        rows = _load_hugging_face("imagefolder", split, str(folder), folder)
+        return RowSource(rows, name, stem, folder)
+    files = _data_files(folder) or _data_files(folder / "data")
+    if not files:
+        raise UserError(str(folder), "must hold a data set", "a folder without one", _SOURCES_FIX)
+    files = _of_split(files, split, folder)
+    if len({file.suffix for file in files}) > 1:
+        names = ", ".join(file.name for file in files)
+        raise UserError(str(folder), f"must hold the split '{split}' in one format", names, "give one of the files")
+    if len(files) == 1:
+        return RowSource(_read_files(files), files[0].name, files[0].stem, files[0].parent)
+    return RowSource(_read_files(files), name, stem, files[0].parent)
+
+
+def _data_files(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.glob("*") if file.suffix in SUFFIXES and file.is_file())
+
+
+def _of_split(files: Sequence[Path], split: str, folder: Path) -> list[Path]:
+    """Return the files of a split (train.jsonl, train-00000-of-00002.parquet), or all if no file names a split."""
+
+    def named(file: Path, name: str) -> bool:
+        return re.fullmatch(rf"{re.escape(name)}([-._]\d.*)?", file.stem) is not None
+
+    chosen = [file for file in files if named(file, split)]
+    if not chosen and any(named(file, name) for file in files for name in _SPLIT_NAMES):
+        fix = did_you_mean(split, {re.sub(r"[-._]\d.*", "", file.stem) for file in files})
+        raise UserError(str(folder), "must hold a file of the requested split", split, fix)
+    return chosen or list(files)
+
+
+def _read_files(files: Sequence[Path]) -> Rows:
+    """Return the rows of files of one format, in order."""
+    suffix = files[0].suffix
+    if suffix == ".parquet":
+        return _read_parquet(files)
+    if suffix not in SUFFIXES:
+        raise UserError(files[0].name, f"must end in {', '.join(SUFFIXES)}", suffix, "convert or rename it")
+    read = _read_jsonl if suffix == ".jsonl" else _read_json
+    return [row for file in files for row in read(file)]
+
+
+def _read_parquet(files: Sequence[Path]) -> Rows:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        tables = [pyarrow.parquet.read_table(file, memory_map=True) for file in files]
+        table = pyarrow.concat_tables(tables, promote_options="default")
+    except (OSError, pyarrow.ArrowException) as error:
+        names = ", ".join(file.name for file in files)
+        raise UserError(names, "must be readable parquet", first_line(error), "write the file again") from error
+    return ArrowRows(lambda index: table.slice(index, 1), table.num_rows)
+
+
+def _read_jsonl(file: Path) -> list[Mapping[str, Any]]:
+    rows: list[Mapping[str, Any]] = []
+    for number, line in enumerate(_read_text(file).split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            rule = f"must be one JSON object ({error.msg} at column {error.colno})"
+            raise UserError(f"{file.name} line {number}", rule, line[:60], "fix the line") from error
+        if not isinstance(row, dict):
+            raise UserError(
+                f"{file.name} line {number}", "must be one JSON object", line[:60], 'write {"problem": ...}'
+            )
+        rows.append(row)
+    return rows
+
+
+def _read_json(file: Path) -> list[Mapping[str, Any]]:
+    try:
+        data = json.loads(_read_text(file))
+    except json.JSONDecodeError as error:
+        where = f"{file.name} line {error.lineno}"
+        fix = "a file with one object a line must end in .jsonl" if error.msg == "Extra data" else "fix the line"
+        raise UserError(where, "must be JSON", f"{error.msg} at column {error.colno}", fix) from error
+    rows = data.get("data") if isinstance(data, dict) else data
+    if not isinstance(rows, list):
+        got = f"an object with the keys {', '.join(data)}" if isinstance(data, dict) else type(data).__name__
+        raise UserError(file.name, 'must be a list of rows or {"data": [...]}', got, "put the rows into a list")
+    for index, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise UserError(
+                f"{file.name} row {index}", "must be an object", type(row).__name__, 'write {"problem": ...}'
+            )
+    return rows
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            file.name, "must be UTF-8 text", f"{error.reason} at byte {error.start}", "save it as UTF-8"
+        ) from error
+    except OSError as error:
+        raise UserError(
+            file.name, "must be readable", first_line(error), "check the file and its permissions"
+        ) from error
+
+
+def _load_saved(folder: Path, split: str) -> Rows:
+    """Return the rows of a folder that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote."""
+    import datasets
+
+    try:
+        loaded = datasets.load_from_disk(str(folder))
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(str(folder), "must be a saved data set", first_line(error), "save it again") from error
+    if not isinstance(loaded, datasets.DatasetDict):
+        return _arrow_rows(loaded)
+    if split not in loaded:
+        raise UserError(str(folder), "must hold the requested split", split, did_you_mean(split, map(str, loaded)))
+    return _arrow_rows(loaded[split])
+
+
+def _open_hub(name: str, split: str) -> RowSource:
+    from datasets import config
+
+    rows = _load_hugging_face(name, split, name)
+    # The library's own paths point into its cache; a row must not name any other file.
+    return RowSource(rows, f"{name}[{split}]", f"{name.split('/')[-1]}-{split}", Path(config.HF_CACHE_HOME))
+
+
+def _load_hugging_face(name: str, split: str, shown: str, folder: Path | None = None) -> Rows:
+    import datasets
+
+    try:
+        loaded = datasets.load_dataset(name, split=split, data_dir=None if folder is None else str(folder))
+    # The library raises errors of many HTTP, file system and parser packages.
+    except Exception as error:
+        fix = "check the name, the split and the network, or give a local file"
+        raise UserError(shown, f"must load with the split '{split}'", first_line(error), fix) from error
+    assert isinstance(loaded, datasets.Dataset), f"split='{split}' gave {type(loaded).__name__}, not one data set"
+    return _arrow_rows(loaded)
+
+
+def _arrow_rows(dataset: datasets.Dataset) -> Rows:
+    # The arrow format returns images as stored ({bytes, path}); the default format would decode each one.
+    table = dataset.with_format("arrow")
+    return ArrowRows(table.__getitem__, len(dataset))

@@ -1,0 +1,1 @@
+"""Runs environments within their limits: time limits, threads and isolated processes."""

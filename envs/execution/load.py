@@ -1,0 +1,22 @@
+"""Imports the code of a registry entry, here or in a worker process."""
+
+from __future__ import annotations
+
+import functools
+
+from envs.execution.process_env import ProcessEnv
+from envs.spec import BuildEnv, EnvSpec
+
+
+def load_env(spec: EnvSpec) -> BuildEnv:
+    """Import an entry point and return its `build_env`; with `isolation: process`, both happen in a worker process.
+
+    Example: `load_env(get_spec("geo3k"))(sample, spec.args())` builds the environment of one episode.
+
+    Raises:
+        UserError: the module cannot be imported (the message names module and cause), or has no such callable.
+    """
+    if spec.isolation != "process":
+        return spec.load_here()
+    ProcessEnv.check(spec)
+    return functools.partial(ProcessEnv, spec)

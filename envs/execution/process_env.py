@@ -1,0 +1,179 @@
+"""Runs an environment in a worker process, behind the ordinary environment contract."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from envs.contract import EnvFault, checked_messages
+from envs.env import Env, EnvArgs
+from envs.errors import UserError
+from envs.spec import EnvSpec
+from envs.types import Message, Sample
+from envs.workers.worker import WorkerDied, WorkerError, WorkerPool, WorkerTimeout
+
+CLOSE_LIMIT_S = 5.0
+IMPORT_LIMIT_S = 120.0
+
+_POOL = WorkerPool()
+
+
+class ProcessEnv(Env):
+    """Runs the environment of an entry in a worker. A clean close returns the worker to the pool; else it is killed.
+
+    If the environment crashes, ends the process or exceeds its memory limit, the call raises `EnvFault`. If it hangs,
+    `close` kills the process.
+
+    Example::
+
+        env = ProcessEnv(get_spec("geo3k"), sample, EnvArgs(max_turns=3))
+        env.reset(), env.tools, env.step("..."), env.reward("..."), env.close()
+    """
+
+    def __init__(self, spec: EnvSpec, sample: Sample, args: EnvArgs) -> None:
+        """Take a worker; the first call builds the environment in it."""
+        self._build = (spec, sample, args)
+        self._worker = _POOL.acquire()
+        self._is_built = self._is_closed = False
+        self._lock, self._num_running = threading.Lock(), 0
+
+    @staticmethod
+    def check(spec: EnvSpec) -> None:
+        """Import the entry point in a worker; raise the `UserError` that `load_env` would raise."""
+        with _POOL.worker() as worker:
+            try:
+                error = worker.call(_import_error, spec, sys.path, timeout_s=IMPORT_LIMIT_S)
+            except (WorkerDied, WorkerTimeout, WorkerError) as fault:
+                rule, fix = f"'{spec.entry_point.partition(':')[0]}' must import", "fix the module"
+                raise UserError(f"environment '{spec.id}' entry_point", rule, str(fault), fix) from fault
+        if error is not None:
+            raise error
+
+    @property
+    def tools(self) -> Sequence[dict[str, Any]]:  # type: ignore[override]
+        """The tools' schemas."""
+        return self._call("tools")
+
+    def reset(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Build the environment if needed, and reset it."""
+        return self._call("reset")
+
+    def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
+        """Step."""
+        return self._call("step", response_text)
+
+    def format_observation(self, observation: dict[str, Any]) -> Message | Sequence[Message]:
+        """Format the observation."""
+        return self._call("format_observation", observation)
+
+    def reward(self, final_text: str) -> float:
+        """Return the reward."""
+        return self._call("reward", final_text)
+
+    def solution(self) -> Sequence[str]:
+        """Return the texts that solve the episode."""
+        return self._call("solution")
+
+    def close(self) -> None:
+        """Close the environment and return the worker; kill the worker if a call still runs or closing fails."""
+        with self._lock:
+            if self._is_closed:  # the worker may belong to another episode now
+                return
+            self._is_closed, is_running = True, self._num_running > 0
+        worker = self._worker
+        try:
+            if is_running:
+                worker.kill()
+            elif worker.is_alive and self._is_built and not worker.call(_close, timeout_s=CLOSE_LIMIT_S):
+                worker.kill()  # the environment left something behind
+        except Exception:
+            worker.kill()
+            raise
+        finally:
+            _POOL.release(worker)
+
+    def _call(self, name: str, *args: object) -> Any:
+        with self._lock:
+            if self._is_closed:
+                raise EnvFault(f"the environment was closed before the call of {name}")
+            self._num_running += 1
+        try:
+            if not self._is_built:
+                self._worker.call(_build, *self._build, sys.path)
+                self._is_built = True
+            return self._worker.call(_use, name, args)
+        except WorkerError as error:
+            raise EnvFault(f"the environment raised: {error}") from error
+        except WorkerDied as error:
+            raise EnvFault(f"the environment's process ended: {error}") from error
+        finally:
+            with self._lock:
+                self._num_running -= 1
+
+
+# In the worker --------------------------------------------------------------------------------------------------------
+
+_env: Env | None = None
+_state_before: tuple[object, ...] = ()
+
+
+def _import_error(spec: EnvSpec, path: list[str]) -> UserError | None:
+    _set_path(path)
+    try:
+        spec.load_here()
+    except UserError as error:
+        return UserError(error.field, error.rule, str(error.got), error.fix)
+    return None
+
+
+def _build(spec: EnvSpec, sample: Sample, args: EnvArgs, path: list[str]) -> None:
+    global _env, _state_before
+    _set_path(path)
+    _limit_memory(spec.memory_limit_gib)
+    build = spec.load_here()
+    _state_before = _process_state()
+    _env = build(sample, args)
+
+
+def _process_state() -> tuple[object, ...]:
+    """Return the process state that an episode could leave changed for the next one."""
+    alarms = tuple(signal.getitimer(kind)[0] > 0 for kind in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL))
+    return Path.cwd(), dict(os.environ), threading.active_count(), alarms
+
+
+def _use(name: str, args: Sequence[object]) -> Any:
+    attribute = getattr(_env, name)
+    value = attribute(*args) if callable(attribute) else attribute
+    # Check pictures before they are sent: a header may claim more pixels than memory can hold.
+    return checked_messages(value) if name == "format_observation" else value
+
+
+def _close() -> bool:
+    """Close the environment; return whether the process state is the same as before the build."""
+    global _env
+    env, _env = _env, None
+    if env is not None:
+        env.close()
+    return _process_state() == _state_before
+
+
+def _set_path(path: list[str]) -> None:
+    if sys.path != path:  # the program may have changed its path since the worker started
+        sys.path[:] = path
+        importlib.invalidate_caches()
+
+
+def _limit_memory(gib: float) -> None:
+    """Limit the memory for data segments and anonymous mappings; larger allocations fail."""
+    with contextlib.suppress(ImportError, AttributeError):  # Windows has no such limits
+        import resource
+
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (int(gib * 2**30) if gib else hard, hard))

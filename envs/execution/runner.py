@@ -1,0 +1,224 @@
+"""Calls one episode's environment within its limits and checks the results; the event loop never waits.
+
+Every fault of an environment (it raises, hangs, returns a wrong value or ends its process) becomes an `EnvFault`.
+`close` always runs: after a fault, after a call that never returned, and for an environment that was built too late.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import math
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, TypeVar
+
+from envs.contract import EnvFault, EpisodeEnv, checked_messages
+from envs.execution.threads import CallTimeout, call_on_thread
+from envs.spec import EnvLimits
+from envs.types import Message
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, eq=False)
+class StepResult:
+    """The result of a turn: messages for the model (may be empty), whether the task ended, and the info."""
+
+    messages: tuple[Message, ...]
+    done: bool
+    info: Mapping[str, Any]
+
+
+class EnvRunner:
+    """Runs the environment of one episode.
+
+    Example::
+
+        runner = EnvRunner(lambda: build_env(sample, args), EnvLimits(step_timeout_s=10))
+        try:
+            messages = await runner.open()                 # built and reset; runner.tools is known
+            result = await runner.step("\\\\boxed{68}")      # StepResult(messages=(), done=True, info={...})
+            reward = await runner.reward("\\\\boxed{68}")    # 1.0
+        finally:
+            close_error = await runner.close()             # None, or what went wrong
+    """
+
+    def __init__(self, make_env: Callable[[], EpisodeEnv], limits: EnvLimits) -> None:
+        self._make_env, self.limits = make_env, limits
+        self.tools: Sequence[dict[str, Any]] = ()
+        #: Duration of all calls so far, with the time spent waiting for a thread.
+        self.seconds = 0.0
+        self._slot = _Slot()
+
+    async def open(self) -> tuple[Message, ...]:
+        """Build and reset; return the first observation's messages."""
+        for attempt in range(self.limits.retries + 1):
+            try:
+                self.tools, messages = await self._call(self.limits.reset_timeout_s, self._open, self._slot)
+                return messages
+            except EnvFault:
+                if attempt == self.limits.retries:
+                    raise
+                await self.close()
+                await asyncio.sleep(self.limits.retry_backoff_s * 2**attempt)
+                self._slot = _Slot()
+        raise AssertionError("the last attempt returns or raises")
+
+    async def step(self, response_text: str) -> StepResult:
+        """Give the environment the model's text of one turn."""
+        return await self._call(self.limits.step_timeout_s, self._step, self._slot.env, response_text)
+
+    async def reward(self, final_text: str) -> float:
+        """Return the episode's reward."""
+        return await self._call(self.limits.step_timeout_s, self._reward, self._slot.env, final_text)
+
+    async def close(self) -> str | None:
+        """Close the environment, now or as soon as it is built; return the fault of closing, if any."""
+        env = self._slot.abandon()
+        if env is None:
+            return None
+        try:
+            await self._call(self.limits.step_timeout_s, _close, env)
+        except EnvFault as fault:
+            return str(fault)
+        return None
+
+    def _open(self, slot: _Slot) -> tuple[Sequence[dict[str, Any]], tuple[Message, ...]]:
+        env = self._make_env()
+        if not slot.fill(env):  # the caller gave up while this thread was building
+            _close(env)
+            return (), ()
+        if missing := {name: error for name in _METHODS if (error := _missing(env, name))}:
+            fix = (
+                " (an environment written for slime: add `compat: slime` to its entry)"
+                if {"tools", "reward"} <= missing.keys() and "step" not in missing
+                else ""
+            )
+            reasons = "; ".join(dict.fromkeys(map(str, missing.values())))
+            rule = f"building must return an environment with {', '.join(_METHODS)}"
+            raise EnvFault(f"{rule}, got {env!r:.200}: {reasons}{fix}")
+        observation = _checked_reset(env.reset())
+        return env.tools, checked_messages(env.format_observation(observation)) if observation else ()
+
+    @staticmethod
+    def _step(env: EpisodeEnv, response_text: str) -> StepResult:
+        observation, done, info = _checked_step(env.step(response_text))
+        messages = checked_messages(env.format_observation(observation)) if observation else ()
+        # Copied, because an environment may keep changing a list in its info.
+        return StepResult(messages, done, {key: copy.copy(value) for key, value in info.items()})
+
+    @staticmethod
+    def _reward(env: EpisodeEnv, final_text: str) -> float:
+        value = env.reward(final_text)
+        if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+            fix = "; write float(...)" if isinstance(value, bool) else "; does it return?" if value is None else ""
+            raise EnvFault(f"reward must be a finite number, got {value!r:.200}{fix}")
+        return float(value)
+
+    async def _call(self, limit_s: float, function: Callable[..., R], *args: object) -> R:
+        """Call within the time limit; every exception becomes an `EnvFault`."""
+        started = time.perf_counter()
+        inline = self.limits.inline
+        try:
+            return function(*args) if inline else await _on_thread(limit_s, function, *args)
+        except (EnvFault, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # a fault is data, but a cancelled wait must propagate
+            if not inline and not isinstance(error, Exception):
+                raise
+            raise EnvFault(f"the environment raised: {_trace(error)}") from error
+        finally:
+            self.seconds += time.perf_counter() - started
+
+
+class _Slot:
+    """Holds the environment, which a thread may still build after the caller has given up."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._abandoned = False
+        self._env: EpisodeEnv | None = None
+
+    @property
+    def env(self) -> EpisodeEnv:
+        assert self._env is not None, "the runner is not open"
+        return self._env
+
+    def fill(self, env: EpisodeEnv) -> bool:
+        """Store the environment; return False if the slot was abandoned, so that the builder must close it."""
+        with self._lock:
+            if not self._abandoned:
+                self._env = env
+            return not self._abandoned
+
+    def abandon(self) -> EpisodeEnv | None:
+        """Remove and return the environment, if any, so that the caller can close it."""
+        with self._lock:
+            env, self._env, self._abandoned = self._env, None, True
+            return env
+
+
+async def _on_thread(limit_s: float, function: Callable[..., R], *args: object) -> R:
+    """Run on a thread; raise `EnvFault` after the time limit, even if the thread still runs."""
+    try:
+        return await call_on_thread(function, *args, limit_s=limit_s)
+    except CallTimeout as error:
+        name = function.__name__.strip("_")
+        raise EnvFault(f"{name} took longer than {limit_s:g} s", timed_out=True) from error
+
+
+def _trace(error: BaseException) -> str:
+    """Return the traceback without the frames of this file."""
+    shown = traceback.TracebackException.from_exception(error)
+    each: traceback.TracebackException | None = shown
+    while each is not None:
+        each.stack = traceback.StackSummary.from_list([f for f in each.stack if f.filename != __file__])
+        each = each.__cause__ or each.__context__
+    return "".join(shown.format()).strip()
+
+
+# Checks of what an environment returns --------------------------------------------------------------------------------
+
+_METHODS = ["tools", "reset", "step", "format_observation", "reward", "close"]
+
+
+def _missing(env: object, name: str) -> AttributeError | None:
+    """Return the error of a missing attribute; a property may name the attribute that it needs."""
+    try:
+        getattr(env, name)
+    except AttributeError as error:
+        return error
+    return None
+
+
+def _close(env: EpisodeEnv) -> None:
+    if hasattr(env, "close"):
+        env.close()
+
+
+def last_line(text: str | None) -> str:
+    """Return the last line of a fault's text, which names the error."""
+    lines = (text or "").strip().splitlines()
+    return lines[-1] if lines else "it does not say why"
+
+
+def _checked_reset(value: object) -> dict[str, Any]:
+    if isinstance(value, tuple) and len(value) == 2 and all(isinstance(part, dict) for part in value):
+        return value[0]
+    fix = "; does it return?" if value is None else ""
+    raise EnvFault(f"reset must return (dict, dict), got {value!r:.200}{fix}")
+
+
+def _checked_step(value: object) -> tuple[dict[str, Any], bool, Mapping[str, Any]]:
+    if isinstance(value, tuple) and len(value) == 3:
+        observation, done, info = value
+        is_flag = isinstance(done, bool) or type(done).__name__ in ("bool_", "bool")  # numpy's, without importing it
+        if isinstance(observation, dict) and is_flag and isinstance(info, dict):
+            return observation, bool(done), info
+    fix = "; does it return?" if value is None else ""
+    raise EnvFault(f"step must return (dict, bool, dict), got {value!r:.200}{fix}")

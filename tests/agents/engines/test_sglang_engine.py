@@ -1,0 +1,728 @@
+"""Claims about the SGLang engine, against servers that speak its protocol and write with a real network."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from agents.engines.sglang import SGLangEngine, SGLangSettings
+from agents.engines.sglang.payloads import collapse, salted_hash
+from agents.engines.sglang.servers import EngineDown, free_ports
+from agents.model.policy import PolicyModel
+from agents.model.stream_logprobs import stream_logprobs
+from agents.rendering.renderer import Renderer
+from agents.rollout.episode import ABORT, Episode, Limits
+from agents.rollout.groups import Problem, RolloutOptions
+from agents.rollout.manager import RolloutManager, rollout_groups
+from agents.types import Completion, EndReason, GenerateRequest, SamplingLaw, SamplingParams, Trajectory
+from envs.env import Env
+from envs.errors import UserError
+from envs.spec import EnvLimits
+from tests.builders import sampling
+from tests.prompts import picture, question, sample
+
+Answer = tuple[dict[str, Any], bool, dict[str, Any]]
+EMULATOR = (sys.executable, "-m", "tests.agents.engines.sglang_server")
+TIME_S = 90
+#: A program that starts at once, answers that it is there, and never writes a turn.
+SILENT = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.send_header("Content-Type", "application/json"); self.end_headers()
+        self.wfile.write(b'{"weight_version": "0"}')
+    def do_POST(self):
+        __import__("time").sleep(3600)
+port = int(sys.argv[sys.argv.index("--port") + 1])
+http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+#: Every 8th token ends a turn, so that random networks play several.
+STOP_SOON = tuple(range(0, 600, 8))
+
+
+class PictureEnv(Env):
+    """Shows another picture after every turn, and never ends by itself."""
+
+    def __init__(self) -> None:
+        self.turns = 0
+
+    def reset(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        return {}, {}
+
+    def step(self, response_text: str) -> Answer:
+        self.turns += 1
+        return {"obs_str": "look", "image": picture(96, 64, seed=self.turns)}, False, {}
+
+    def format_observation(self, observation: dict[str, Any]) -> dict[str, Any]:
+        parts = [{"type": "text", "text": observation["obs_str"]}, {"type": "image", "image": observation["image"]}]
+        return {"role": "user", "content": parts}
+
+    def reward(self, final_text: str) -> float:
+        return float(len(final_text) % 3)
+
+
+@pytest.fixture(scope="module")
+def shared_server(checkpoint: Path) -> Iterator[str]:
+    """One emulator for all tests that leave it alive."""
+    (port,) = free_ports(1)
+    launch = (sys.executable, "-m", "agents.engines.sglang.launch")  # which ends it with the tests, however those end
+    process = subprocess.Popen([*launch, *EMULATOR, "--model-path", str(checkpoint), "--port", str(port)])
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def url(shared_server: str) -> str:
+    """The address of a server that is as if just started; found by `SGLangSettings(urls=(url,))`."""
+    deadline = time.monotonic() + TIME_S
+    while True:
+        try:
+            tell(shared_server, "reset", slow_s=0.0)
+            return shared_server
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+
+def tell(url: str, where: str, **body: Any) -> None:
+    """Post to the emulator's own addresses."""
+    request = urllib.request.Request(f"{url}/{where}", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    urllib.request.urlopen(request, timeout=20).close()
+
+
+def misbehave(url: str, path: str, *faults: str) -> None:
+    """Have the next calls of a path go wrong."""
+    tell(url, "misbehave", path=path, faults=faults)
+
+
+def external(*urls: str, **options: Any) -> SGLangSettings:
+    return SGLangSettings(urls=urls, start_timeout_s=20, request_timeout_s=30, **options)
+
+
+def settings(checkpoint: Path, folder: Path, servers: int = 1, **options: Any) -> SGLangSettings:
+    slow = ("--slow-s", str(options.pop("slow_s", 0.0)))
+    return SGLangSettings(
+        str(checkpoint), num_servers=servers, command=EMULATOR, arguments=slow, log_folder=folder, **options
+    )
+
+
+def with_engine(
+    given: SGLangSettings, renderer: Renderer, play: Callable[[SGLangEngine], Awaitable[Any]], limit_s: float = TIME_S
+) -> Any:
+    async def run() -> Any:
+        engine = SGLangEngine(given, renderer.image_token_id)
+        try:
+            await engine.start()
+            return await play(engine)
+        finally:
+            await engine.close()
+
+    return asyncio.run(asyncio.wait_for(run(), limit_s))
+
+
+def episode(engine: SGLangEngine, renderer: Renderer, max_turns: int = 3) -> Episode:
+    params = SamplingParams(1.0, STOP_SOON, renderer.suppressed_ids)
+    return Episode(engine, renderer, Limits(max_turns, 400, EnvLimits(inline=True)), params)
+
+
+async def play_groups(
+    engine: SGLangEngine, renderer: Renderer, problems: int, group: int, on_episode: Callable[[Trajectory], None]
+) -> list[Trajectory]:
+    samples = [sample(f"Find {n}.", picture(seed=n), id=str(n)) for n in range(problems)]
+    groups = await rollout_groups(
+        episode(engine, renderer),
+        samples,
+        lambda *_: PictureEnv(),
+        None,
+        group,
+        seed=1,
+        on_episode=on_episode,
+    )
+    return [trajectory for each in groups for trajectory in each.trajectories]
+
+
+def wrong(network: PolicyModel, trajectory: Trajectory, suppressed_ids: Sequence[int]) -> float:
+    """Return the largest difference between a trajectory's log-probs and the network's own."""
+    ids = trajectory.ids_T.tolist()
+    scores = stream_logprobs(network, ids, trajectory.images, "cpu", law=SamplingLaw(1.0, suppressed_ids))
+    return float(np.abs(scores - trajectory.logprobs_T[1:])[trajectory.mask_T[1:]].max())
+
+
+def test_placeholders_are_collapsed_to_one_per_picture(renderer: Renderer) -> None:
+    rendered = renderer.prompt(question("Compare.", picture(64, 64), picture(96, 64, seed=1)))
+    short = collapse(rendered.ids, rendered.images, renderer.image_token_id)
+    assert short.count(renderer.image_token_id) == 2  # type: ignore[arg-type]
+    assert len(short) == len(rendered.ids) - sum(image.num_tokens - 1 for image in rendered.images)
+
+
+def test_hashes_of_a_picture_change_with_the_weights_and_fit_a_signed_64_bit_number(renderer: Renderer) -> None:
+    image = renderer.prompt(question("?", picture())).images[0]
+    hashes = {salted_hash(image, f"run/{version}") for version in range(50)}
+    assert len(hashes) == 50
+    assert all(0 <= int(text, 16) < 2**63 for text in hashes)
+
+
+def test_episodes_on_a_server_have_the_networks_own_logprobs_and_our_prompt_lengths(
+    url: str, renderer: Renderer, model: PolicyModel
+) -> None:
+    async def play(engine: SGLangEngine) -> list[Trajectory]:
+        loop = episode(engine, renderer)
+        problem = sample("Find x.", picture(), id="x")
+        return [await loop.run(problem, PictureEnv, seed=seed) for seed in range(4)]
+
+    trajectories = with_engine(external(url), renderer, play)
+    assert any(len(t.turns) == 3 and len(t.images) == 3 for t in trajectories), trajectories
+    for trajectory in trajectories:
+        assert trajectory.end_reason.is_valid, trajectory
+        assert wrong(model, trajectory, renderer.suppressed_ids) < 1e-4
+        assert set(trajectory.versions_T[trajectory.mask_T].tolist()) == {0}
+
+
+def changed(model: PolicyModel, folder: Path, renderer: Renderer) -> PolicyModel:
+    """Make weights that differ in every tensor, vision tower included, and save them."""
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * parameter.std().nan_to_num(0.0) * 0.3)
+    model.save(folder, torch.float32)
+    renderer.save(folder)
+    return model
+
+
+def test_a_server_killed_in_mid_step_costs_and_doubles_no_episode_and_comes_back_with_the_current_weights(
+    checkpoint: Path, renderer: Renderer, model: PolicyModel, tmp_path: Path
+) -> None:
+    new = changed(model, tmp_path / "new", renderer)
+    rendered = renderer.prompt(question("Find x.", picture()))
+    ended: Counter[tuple[str, int]] = Counter()
+
+    async def play(engine: SGLangEngine) -> tuple[list[Trajectory], list[Any]]:
+        engine.current_weights = lambda: tmp_path / "new"
+        await engine.update_from_disk(tmp_path / "new", version=1)
+
+        async def kill() -> None:
+            while engine.num_requests < 30:
+                await asyncio.sleep(0.01)
+            victim = engine.servers.all[0].process
+            assert victim is not None
+            os.killpg(victim.pid, signal.SIGKILL)
+
+        killing = asyncio.create_task(kill())
+        count = lambda t: ended.update([(t.sample_id, t.sample_index)])  # noqa: E731
+        trajectories = await play_groups(engine, renderer, problems=6, group=4, on_episode=count)
+        await killing
+        assert engine.num_retried > 0, "the kill must have cut requests off"
+        assert any("server 0 lost" in event for event in engine.servers.events)
+        await until(lambda: len(engine.servers.up) == 2)
+        assert [server.num_restarts for server in engine.servers.all] == [1, 0]
+        return trajectories, await engine.score_everywhere(rendered.ids, rendered.images)
+
+    trajectories, scores = with_engine(settings(checkpoint, tmp_path, servers=2, slow_s=0.05), renderer, play)
+    assert len(ended) == 24
+    assert set(ended.values()) == {1}
+    assert {(t.sample_id, t.sample_index) for t in trajectories} == set(ended)
+    assert all(t.end_reason.is_valid for t in trajectories), Counter(t.end_reason for t in trajectories)
+    assert {version for t in trajectories for version in t.versions_T[t.mask_T].tolist()} == {1}
+    right = stream_logprobs(new, rendered.ids, rendered.images, "cpu")
+    assert [np.abs(each - right).max() < 1e-4 for each in scores] == [True, True]
+
+
+def test_a_turn_goes_on_after_a_pause_under_the_new_weights(
+    url: str, checkpoint: Path, renderer: Renderer, model: PolicyModel, tmp_path: Path
+) -> None:
+    tell(url, "reset", slow_s=0.3)
+    old = PolicyModel.load(checkpoint)
+    new = changed(model, tmp_path / "new", renderer)
+    rendered = renderer.prompt(question("Find x.", picture()))
+    params = SamplingParams()
+    request = GenerateRequest(rendered.ids, rendered.images, 40, params, seed=1)
+
+    async def play(engine: SGLangEngine) -> Completion:
+        async with engine.session() as session:
+            writing = asyncio.create_task(session.generate(request))
+            await asyncio.sleep(1.0)
+            await engine.pause()
+            await asyncio.sleep(0.1)
+            assert not writing.done()
+            await engine.update_from_disk(tmp_path / "new", version=1)
+            await engine.resume()
+            return await writing
+
+    completion = with_engine(external(url), renderer, play)
+    (first, early), (second, late) = completion.versions
+    assert (first, second, early + late) == (0, 1, 40)
+    assert early > 0
+    assert late > 0
+    ids = [*rendered.ids, *completion.ids]
+    start, middle = len(rendered.ids), len(rendered.ids) + early
+    given = np.array(completion.logprobs)
+    assert (
+        np.abs(stream_logprobs(old, ids, rendered.images, "cpu")[start - 1 : middle - 1] - given[:early]).max() < 1e-4
+    )
+    assert np.abs(stream_logprobs(new, ids, rendered.images, "cpu")[middle - 1 :] - given[early:]).max() < 1e-4
+
+
+def test_cancelling_a_turn_ends_it_on_the_server_too(url: str, checkpoint: Path, renderer: Renderer) -> None:
+    tell(url, "reset", slow_s=0.05)
+    rendered = renderer.prompt(question("Find x.", picture()))
+    params = SamplingParams()
+
+    async def play(engine: SGLangEngine) -> float:
+        async with engine.session() as session:
+            endless = asyncio.create_task(
+                session.generate(GenerateRequest(rendered.ids, rendered.images, 2000, params, seed=1))
+            )
+            await asyncio.sleep(0.3)
+            endless.cancel()
+            await asyncio.gather(endless, return_exceptions=True)
+        started = time.monotonic()
+        await engine.update_from_disk(checkpoint, version=1)  # waits until nothing is being written
+        return time.monotonic() - started
+
+    assert with_engine(external(url), renderer, play) < 10
+
+
+def test_a_server_with_other_weights_than_it_should_have_is_brought_up_to_date(
+    url: str, checkpoint: Path, renderer: Renderer
+) -> None:
+    rendered = renderer.prompt(question("Find x.", picture()))
+
+    async def play(engine: SGLangEngine) -> Completion:
+        engine.current_weights = lambda: checkpoint
+        engine.weight_version = 4  # nobody told the server
+        salt = engine.salt
+        async with engine.session() as session:
+            request = GenerateRequest(rendered.ids, rendered.images, 4, sampling(renderer), seed=1)
+            completion = await session.generate(request)
+        assert engine.salt != salt, "what the older weights encoded in between must not be found again"
+        return completion
+
+    completion = with_engine(external(url), renderer, play)
+    assert completion.versions == ((4, len(completion.ids)),)
+
+
+def test_a_server_that_cannot_start_is_a_users_error_with_the_end_of_its_log(
+    renderer: Renderer, tmp_path: Path
+) -> None:
+    program = "import sys; sys.exit('no model in nowhere')"
+    given = SGLangSettings(command=(sys.executable, "-c", program), log_folder=tmp_path)
+    with pytest.raises(UserError, match=r"must start a server(.|\n)*nowhere"):
+        with_engine(given, renderer, lambda engine: asyncio.sleep(0))
+
+
+def test_an_address_where_nobody_answers_is_a_users_error(renderer: Renderer) -> None:
+    given = SGLangSettings(urls=("http://127.0.0.1:9",), start_timeout_s=1.0)
+    with pytest.raises(UserError, match="--engine-url"):
+        with_engine(given, renderer, lambda engine: asyncio.sleep(0))
+
+
+def test_when_no_server_can_be_brought_back_the_engine_says_so(renderer: Renderer, tmp_path: Path) -> None:
+    given = SGLangSettings(command=(sys.executable, "-c", SILENT), log_folder=tmp_path, max_restarts=0)
+    rendered = renderer.prompt(question("Find x."))
+
+    async def play(engine: SGLangEngine) -> None:
+        process = engine.servers.all[0].process
+        assert process is not None
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        async with engine.session() as session:
+            await session.generate(GenerateRequest(rendered.ids, (), 4, sampling(renderer), seed=1))
+
+    with pytest.raises(EngineDown, match="no SGLang server is left"):
+        with_engine(given, renderer, play)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child that its parent has died")
+def test_servers_die_with_the_process_that_started_them(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    child = f"import os, pathlib, time; pathlib.Path({str(pid_file)!r}).write_text(str(os.getpid())); time.sleep(600)"
+    parent = (
+        "import subprocess, sys, time; "
+        f"subprocess.Popen([sys.executable, '-m', 'agents.engines.sglang.launch', sys.executable, '-c', {child!r}], "
+        "start_new_session=True); time.sleep(600)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", parent])
+    deadline = time.monotonic() + 30
+    while not (pid_file.exists() and pid_file.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    child_pid = int(pid_file.read_text())
+    process.kill()
+    process.wait()
+    while Path(f"/proc/{child_pid}").exists() and time.monotonic() < deadline:
+        status = Path(f"/proc/{child_pid}/stat").read_text().split()
+        if status[2] == "Z":  # ended; nobody has collected it yet
+            break
+        time.sleep(0.05)
+    else:
+        assert not Path(f"/proc/{child_pid}").exists(), "the server has outlived its trainer"
+
+
+def test_samples_spread_over_servers(url: str, renderer: Renderer) -> None:
+    async def play(engine: SGLangEngine) -> list[int]:
+        async with engine.session() as one, engine.session() as other:
+            rendered = renderer.prompt(question("Find x."))
+            request = GenerateRequest(rendered.ids, (), 2, sampling(renderer), seed=1)
+            await asyncio.gather(one.generate(request), other.generate(request))
+            return [server.num_sessions for server in engine.servers.all]
+
+    assert with_engine(external(url, url), renderer, play) == [1, 1]
+
+
+# Servers that misbehave -----------------------------------------------------------------------------------------------
+
+
+def short_turn(renderer: Renderer, max_new_tokens: int = 8) -> GenerateRequest:
+    rendered = renderer.prompt(question("Find x.", picture()))
+    return GenerateRequest(rendered.ids, rendered.images, max_new_tokens, SamplingParams(), seed=1)
+
+
+async def write(engine: SGLangEngine, request: GenerateRequest) -> Completion:
+    async with engine.session() as session:
+        return await session.generate(request)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "status 500",
+        "hang up",
+        "not json",
+        "answer without facts",
+        "answer with one log-prob less",
+        "answer of other weights",
+        "answer aborted",
+    ],
+)
+def test_an_answer_that_is_none_is_asked_for_again(fault: str, url: str, renderer: Renderer) -> None:
+    misbehave(url, "generate", fault, fault)
+    completion = with_engine(external(url), renderer, lambda engine: write(engine, short_turn(renderer)))
+    assert completion.versions == ((0, 8),)
+    assert (len(completion.ids), len(completion.logprobs), completion.finish) == (8, 8, "length")
+    assert completion.prompt_length == len(short_turn(renderer).ids)
+
+
+def end_reasons(url: str, renderer: Renderer, episodes: int) -> Counter[EndReason]:
+    async def play(engine: SGLangEngine) -> Counter[EndReason]:
+        loop = episode(engine, renderer, max_turns=1)
+        problem = sample("Find x.", picture(), id="x")
+        runs = [loop.run(problem, PictureEnv, seed=seed) for seed in range(episodes)]
+        return Counter(t.end_reason if not t.end_reason.is_valid else "valid" for t in await asyncio.gather(*runs))
+
+    return with_engine(external(url), renderer, play)
+
+
+@pytest.mark.parametrize("fault", ["answer with another count", "answer with null log-probs"])
+def test_an_answer_that_breaks_the_stream_ends_its_episode_alone(fault: str, url: str, renderer: Renderer) -> None:
+    misbehave(url, "generate", fault)
+    assert end_reasons(url, renderer, 4) == {"valid": 3, EndReason.INVALID_STREAM: 1}
+
+
+def test_a_turn_that_is_refused_ends_its_episode_alone(url: str, renderer: Renderer) -> None:
+    misbehave(url, "generate", "status 400")
+    assert end_reasons(url, renderer, 4) == {"valid": 3, EndReason.ABORTED: 1}
+
+
+def test_servers_that_refuse_every_turn_end_the_run_and_say_why(url: str, renderer: Renderer) -> None:
+    misbehave(url, "generate", *["status 400"] * 200)
+    with pytest.raises(EngineDown, match="status 400: as was asked for"):
+        end_reasons(url, renderer, 150)
+
+
+def test_a_turn_that_found_no_server_does_not_write_while_the_engine_is_paused(
+    url: str, checkpoint: Path, renderer: Renderer
+) -> None:
+    async def play(engine: SGLangEngine) -> Completion:
+        misbehave(url, "generate", "status 500")
+        misbehave(url, "model_info", *["status 500"] * 2)
+        writing = asyncio.create_task(write(engine, short_turn(renderer)))
+        await until(lambda: not engine.servers.up)
+        await engine.pause()
+        await engine.servers.pick()  # the server is back
+        asked = engine.num_requests
+        await asyncio.sleep(0.3)
+        assert engine.num_requests == asked
+        await engine.update_from_disk(checkpoint, version=1)
+        await engine.resume()
+        return await writing
+
+    assert with_engine(external(url), renderer, play).versions == ((1, 8),)
+
+
+def test_a_pause_also_ends_what_is_written_on_a_server_that_is_being_mended(url: str, renderer: Renderer) -> None:
+    async def play(engine: SGLangEngine) -> float:
+        tell(url, "reset", slow_s=0.5)
+        writing = asyncio.create_task(write(engine, short_turn(renderer, 80)))
+        await asyncio.sleep(0.3)
+        misbehave(url, "model_info", *["status 500"] * 10)
+        engine.servers.report_lost(engine.servers.all[0], "for the test")
+        started = time.monotonic()
+        await engine.pause()
+        seconds = time.monotonic() - started
+        writing.cancel()
+        return seconds
+
+    assert with_engine(external(url), renderer, play) < 2
+
+
+def test_a_pause_over_a_server_that_refuses_it_waits_for_its_turns(url: str, renderer: Renderer) -> None:
+    async def play(engine: SGLangEngine) -> Completion:
+        tell(url, "reset", slow_s=0.1)
+        writing = asyncio.create_task(write(engine, short_turn(renderer, 40)))
+        await asyncio.sleep(0.3)
+        misbehave(url, "abort_request", "status 400")
+        await engine.pause()
+        await engine.resume()
+        return await writing
+
+    assert with_engine(external(url), renderer, play).versions == ((0, 40),)
+
+
+@pytest.mark.parametrize("fault", ["status 400", "status 500", "hang up"])
+def test_a_server_that_does_not_take_new_weights_is_mended_and_the_other_goes_on(
+    fault: str, url: str, checkpoint: Path, renderer: Renderer
+) -> None:
+    async def play(engine: SGLangEngine) -> Completion:
+        engine.current_weights = lambda: checkpoint
+        misbehave(url, "update_weights_from_disk", fault)
+        await engine.pause()
+        await engine.update_from_disk(checkpoint, version=1)
+        await engine.resume()
+        completion = await write(engine, short_turn(renderer))
+        await until(lambda: len(engine.servers.up) == 2)
+        return completion
+
+    assert with_engine(external(url, url), renderer, play).versions == ((1, 8),)
+
+
+def test_a_server_lost_again_while_it_is_mended_is_mended_again(url: str, checkpoint: Path, renderer: Renderer) -> None:
+    async def play(engine: SGLangEngine) -> Completion:
+        engine.current_weights = lambda: checkpoint
+        engine.weight_version = 4  # nobody told the server
+        misbehave(url, "update_weights_from_disk", "status 500", "status 400")
+        return await write(engine, short_turn(renderer))
+
+    assert with_engine(external(url), renderer, play).versions == ((4, 8),)
+
+
+def test_weights_that_are_replaced_while_a_server_loads_them_do_not_cost_the_server(
+    url: str, checkpoint: Path, renderer: Renderer, tmp_path: Path
+) -> None:
+    async def play(engine: SGLangEngine) -> tuple[Completion, list[str]]:
+        def folder() -> Path:
+            if engine.weight_version == 5:
+                return checkpoint
+            engine.weight_version = 5
+            return tmp_path / "deleted"
+
+        engine.current_weights, engine.weight_version = folder, 4
+        completion = await write(engine, short_turn(renderer))
+        return completion, engine.servers.events
+
+    completion, events = with_engine(external(url), renderer, play)
+    assert completion.versions == ((5, 8),)
+    assert len(events) == 2 and events[-1] == "server 0 is back", events
+
+
+def test_a_server_that_never_names_the_weights_it_was_given_is_given_up(
+    url: str, checkpoint: Path, renderer: Renderer
+) -> None:
+    async def play(engine: SGLangEngine) -> None:
+        engine.current_weights = lambda: checkpoint
+        engine.weight_version = 4
+        misbehave(url, "update_weights_from_disk", *["keep the version"] * 20)
+        await write(engine, short_turn(renderer))
+
+    with pytest.raises(EngineDown, match=r"given up: .* loaded weights 4 and still reports 'default'"):
+        with_engine(external(url), renderer, play)
+
+
+def test_a_server_restarted_by_others_after_it_was_given_weights_0_is_found_out(
+    url: str, checkpoint: Path, renderer: Renderer, model: PolicyModel, tmp_path: Path
+) -> None:
+    new = changed(model, tmp_path / "new", renderer)
+    request = short_turn(renderer)
+
+    async def play(engine: SGLangEngine) -> Completion:
+        engine.current_weights = lambda: tmp_path / "new"
+        await engine.update_from_disk(tmp_path / "new", version=0)
+        tell(url, "reset", slow_s=0.0)
+        return await write(engine, request)
+
+    completion = with_engine(external(url), renderer, play)
+    scores = stream_logprobs(new, [*request.ids, *completion.ids], request.images, "cpu")
+    assert np.abs(scores[len(request.ids) - 1 :] - np.array(completion.logprobs)).max() < 1e-4
+
+
+def test_a_server_that_hangs_is_left_by_all_its_turns_as_soon_as_one_finds_out(
+    url: str, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agents.engines.sglang.client.ALIVE_S", 0.3)
+
+    async def play(engine: SGLangEngine) -> float:
+        misbehave(url, "generate", "hang")
+        misbehave(url, "model_info", "hang")
+        started = time.monotonic()
+        writing = asyncio.create_task(write(engine, short_turn(renderer)))
+        await asyncio.sleep(0.2)
+        engine.servers.report_lost(engine.servers.all[0], "another turn got no answer")
+        assert len((await writing).ids) == 8
+        return time.monotonic() - started
+
+    assert with_engine(external(url), renderer, play) < 10
+
+
+def test_an_episode_aborted_while_no_server_is_up_ends_at_once(url: str, renderer: Renderer) -> None:
+    async def play(engine: SGLangEngine) -> Trajectory:
+        misbehave(url, "generate", "status 500")
+        misbehave(url, "model_info", *["status 500"] * 40)
+        problem = sample("Find x.", picture(), id="x")
+        running = asyncio.create_task(episode(engine, renderer).run(problem, PictureEnv, seed=1))
+        await until(lambda: not engine.servers.up)
+        await asyncio.sleep(0.3)
+        running.cancel(ABORT)
+        return await asyncio.wait_for(running, 2)
+
+    assert with_engine(external(url), renderer, play).end_reason is EndReason.ABORTED
+
+
+def test_scores_are_asked_for_again_and_come_from_every_server_that_is_up(
+    url: str, renderer: Renderer, model: PolicyModel
+) -> None:
+    rendered = renderer.prompt(question("Find x.", picture()))
+
+    async def play(engine: SGLangEngine) -> tuple[Any, Any]:
+        both = await engine.score_everywhere(rendered.ids, rendered.images)
+        misbehave(url, "generate", "status 500", "hang up")
+        return both, await engine.score(rendered.ids, rendered.images)
+
+    both, one = with_engine(external(url, url), renderer, play)
+    right = stream_logprobs(model, rendered.ids, rendered.images, "cpu")
+    assert len(both) == 2
+    assert all(np.abs(scores - right).max() < 1e-4 for scores in (*both, one))
+
+
+def test_no_name_of_a_request_begins_another(renderer: Renderer) -> None:
+    """An abort on SGLang is of all requests whose names begin like the one given."""
+    engine = SGLangEngine(SGLangSettings(), renderer.image_token_id)
+    names = [engine.next_request_id() for _ in range(200)]
+    assert not any(other.startswith(name) for name in names for other in names if other != name)
+
+
+def test_steps_with_partial_rollouts_have_the_versions_that_wrote_them(
+    url: str, renderer: Renderer, model: PolicyModel, tmp_path: Path
+) -> None:
+    tell(url, "reset", slow_s=0.02)
+    networks, folders = [deepcopy(model)], []
+    for version in (1, 2):
+        folders.append(tmp_path / str(version))
+        networks.append(deepcopy(changed(model, folders[-1], renderer)))
+
+    async def play(engine: SGLangEngine) -> list[Trajectory]:
+        problem = lambda n: Problem(sample(f"Find {n}.", picture(seed=n), id=str(n)), 3, n)  # noqa: E731
+        options = RolloutOptions(group_size=2, oversample=2.0, stop_early=True, partial=True, max_staleness=2)
+        manager = RolloutManager(episode(engine, renderer), lambda *_: PictureEnv(), None, problem, options)
+        played = list((await manager.collect(2)).played)
+        for version, folder in enumerate(folders, 1):
+            await engine.pause()
+            engine.current_weights = lambda folder=folder: folder
+            if version == 2:
+                misbehave(url, "update_weights_from_disk", "hang up")
+            await engine.update_from_disk(folder, version)
+            await engine.resume()
+            played += (await manager.collect(2)).played
+        left = await manager.close()
+        return [*played, *(t for group in left for t in group.trajectories)]
+
+    played = with_engine(external(url, url), renderer, play)
+    assert max(Counter((t.sample_id, t.sample_index) for t in played).values()) == 1
+    assert {t.end_reason for t in played if not t.end_reason.is_valid} <= {EndReason.ABORTED}
+    found = [t.versions_T[t.mask_T].tolist() for t in played]
+    assert all(versions == sorted(versions) for versions in found)
+    assert {version for versions in found for version in versions} == {0, 1, 2}
+    assert any(len(set(versions)) > 1 for versions in found)
+    for trajectory in played:
+        for version in set(trajectory.versions_T[trajectory.mask_T].tolist()):
+            only = replace(trajectory, mask_T=trajectory.versions_T == version)
+            assert wrong(networks[version], only, renderer.suppressed_ids) < 1e-4
+
+
+def test_a_prompt_that_was_misread_before_a_pause_is_still_known_after_it(url: str, renderer: Renderer) -> None:
+    tell(url, "reset", slow_s=0.3)
+    request = short_turn(renderer, 40)
+
+    async def play(engine: SGLangEngine) -> Completion:
+        misbehave(url, "generate", "answer with another count")
+        writing = asyncio.create_task(write(engine, request))
+        await asyncio.sleep(1.0)
+        await engine.pause()
+        await engine.resume()
+        return await writing
+
+    completion = with_engine(external(url), renderer, play)
+    assert (len(completion.ids), completion.prompt_length) == (40, len(request.ids) + 1)
+
+
+def test_a_server_that_never_comes_back_ends_the_run_and_is_named(url: str, renderer: Renderer) -> None:
+    given = SGLangSettings(urls=(url,), start_timeout_s=0.6)
+
+    async def play(engine: SGLangEngine) -> None:
+        misbehave(url, "generate", "status 500")
+        misbehave(url, "model_info", *["status 500"] * 40)
+        await write(engine, short_turn(renderer))
+
+    with pytest.raises(EngineDown, match=f"given up: --engine-url: must answer, got {url}"):
+        with_engine(given, renderer, play)
+
+
+def test_a_server_whose_restart_fails_is_restarted_again(renderer: Renderer, tmp_path: Path) -> None:
+    second_fails = f"starts = open({str(tmp_path / 'starts')!r}, 'a'); assert starts.write('x') and starts.tell() != 2"
+    program = f"{second_fails}{SILENT}"
+    given = SGLangSettings(command=(sys.executable, "-c", program), log_folder=tmp_path)
+
+    async def play(engine: SGLangEngine) -> int:
+        (server,) = engine.servers.all
+        assert server.process is not None
+        server.process.kill()
+        server.process.wait()
+        engine.servers.report_lost(server, "killed")
+        return (await engine.servers.pick()).num_restarts
+
+    assert with_engine(given, renderer, play) == 2
+
+
+def test_a_turn_in_flight_as_the_engine_closes_fails_and_starts_no_server(renderer: Renderer, tmp_path: Path) -> None:
+    given = SGLangSettings(command=(sys.executable, "-c", SILENT), log_folder=tmp_path)
+
+    async def play(engine: SGLangEngine) -> list[Any]:
+        writing = [asyncio.create_task(write(engine, short_turn(renderer))) for _ in range(3)]
+        await asyncio.sleep(0.2)
+        await engine.close()
+        return await asyncio.wait_for(asyncio.gather(*writing, return_exceptions=True), 20)
+
+    results = with_engine(given, renderer, play)
+    assert [type(result) for result in results] == [EngineDown] * 3
+    assert (tmp_path / "sglang-0.log").read_text().count("$ ") == 1

@@ -1,0 +1,244 @@
+"""Claims about the image store: a picture is processed once, memory is bounded, and the same pixels go everywhere."""
+
+from __future__ import annotations
+
+import gc
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image, ImageDraw
+
+from agents.rendering.images import MAX_RATIO, ImageStore, stable_size
+from agents.rendering.renderer import Renderer
+from agents.types import ProcessedImage
+from envs.images import image_digest
+from tests.agents.rendering.template_cases import renderer_for
+from tests.budget import examples
+from tests.prompts import picture, question
+from trainer.starter.architecture import build_image_processor
+
+
+def qwen_processor(patch_size: int, shortest: int, longest: int) -> Any:
+    """Return the processor of a Qwen model: 14-pixel patches for Qwen2.5-VL, 16 for Qwen3-VL."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    return Qwen2VLImageProcessorPil(patch_size=patch_size, size={"shortest_edge": shortest, "longest_edge": longest})
+
+
+PROCESSORS = {
+    "starter": build_image_processor(),
+    "qwen2_5_vl": qwen_processor(14, 56 * 56, 28 * 28 * 1280),
+    "qwen3_vl": qwen_processor(16, 256 * 256, 4096 * 4096),
+}
+EVERY = pytest.mark.parametrize("name", PROCESSORS)
+STAGES = st.integers(1, 700)
+
+
+def store(name: str = "starter", **options: Any) -> ImageStore:
+    return ImageStore(PROCESSORS[name], merge_size=2, **options)
+
+
+def noise(width: int, height: int, mode: str = "RGB") -> Image.Image:
+    pixels = np.random.default_rng(width * 1000 + height).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels).convert(mode)
+
+
+def is_stable(name: str, width: int, height: int) -> bool:
+    """Whether the processor's own size is one that it would keep."""
+    processor = PROCESSORS[name]
+    processed = processor(images=[Image.new("RGB", (width, height))], return_tensors="np")
+    _, rows, columns = processed["image_grid_thw"][0]
+    rows, columns = rows * processor.patch_size, columns * processor.patch_size
+    return stable_size(processor, height, width) == (rows, columns)
+
+
+@EVERY
+@examples(30)
+@given(width=STAGES, height=STAGES)
+def test_patches_are_those_that_the_models_own_processor_cuts(name: str, width: int, height: int) -> None:
+    if max(width, height) > MAX_RATIO * min(width, height) or not is_stable(name, width, height):
+        return
+    expected = PROCESSORS[name](images=[noise(width, height)], return_tensors="np")
+    image = store(name).process(noise(width, height))
+    assert np.array_equal(image.pixels_PD, expected["pixel_values"])
+    assert [image.grid_thw] == [tuple(grid) for grid in expected["image_grid_thw"].tolist()]
+    assert (
+        image.num_tokens * 4 == PROCESSORS[name].get_number_of_image_patches(height, width, {}) == len(image.pixels_PD)
+    )
+
+
+@EVERY
+@examples(30)
+@given(short=st.integers(1, 60), ratio=st.floats(1, MAX_RATIO), is_tall=st.booleans())
+def test_a_png_is_not_resized_again_and_gives_the_same_patches(
+    name: str, short: int, ratio: float, is_tall: bool
+) -> None:
+    sides = (short, max(1, int(short * ratio)))
+    original = noise(*(sides[::-1] if is_tall else sides))
+    image = store(name).process(original)
+    sent = Image.open(io.BytesIO(image.png))
+    rows, columns = (n * PROCESSORS[name].patch_size for n in image.grid_thw[1:])
+    assert (sent.format, sent.mode, sent.size) == ("PNG", "RGB", (columns, rows))
+    received = PROCESSORS[name](images=[sent], return_tensors="np")
+    assert np.array_equal(received["pixel_values"], image.pixels_PD)
+    assert [tuple(grid) for grid in received["image_grid_thw"].tolist()] == [image.grid_thw]
+    assert image.png is image.png
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "expected"),
+    [
+        ("starter", (2100, 20), (2048, 32)),  # the processor itself gives 2624 x 32, over its 65,536 pixels
+        ("qwen3_vl", (8000, 40), (6400, 32)),  # it gives 8000 x 32, a ratio of 250 that it would refuse
+    ],
+)
+def test_a_very_thin_picture_is_resized_until_its_size_is_stable(
+    name: str, size: tuple[int, int], expected: tuple[int, int]
+) -> None:
+    assert not is_stable(name, *size)
+    image = store(name).process(noise(*size))
+    assert image.picture is not None
+    assert image.picture.size == expected
+
+
+@pytest.mark.parametrize("size", [(0, 0), (0, 4), (1, 300), (4000, 10)])
+def test_a_picture_that_no_model_can_see_is_refused(size: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match=r"must have pixels|aspect ratio"):
+        store().process(Image.new("RGB", size))
+
+
+@pytest.mark.parametrize(("kind", "model"), [("Qwen2_5_VLProcessor", "qwen2_5_vl"), ("Qwen3VLProcessor", "qwen3_vl")])
+@examples(15)
+@given(sizes=st.lists(st.tuples(STAGES, STAGES), min_size=1, max_size=3), ratio=st.integers(1, 60))
+def test_placeholders_are_those_of_the_models_own_processor(
+    kind: str, model: str, sizes: list[tuple[int, int]], ratio: int
+) -> None:
+    import transformers
+
+    renderer = renderer_for("starter")
+    renderer = Renderer(renderer.tokenizer, store(model))
+    # The processor insists on a video processor, which needs torchvision and has no part in this.
+    cls: Any = getattr(transformers, kind)
+    lenient = type(cls.__name__, (cls,), {"check_argument_for_proper_class": lambda self, name, value: type(value)})
+    processor = lenient(PROCESSORS[model], renderer.tokenizer, None, chat_template=renderer.chat_template)
+    sizes = [(w, h) for w, h in [*sizes, (20 * ratio, 20)] if max(w, h) <= 60 * min(w, h)]
+    prompt = question("Find x.", *(noise(width, height) for width, height in sizes))
+    text = processor.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
+    pictures = [part["image"] for part in prompt[0]["content"] if part["type"] == "image"]
+    expected = processor(text=[text], images=pictures or None, return_tensors="np")
+    rendered = renderer.prompt(prompt)
+    assert rendered.ids == tuple(np.asarray(expected["input_ids"])[0].tolist())
+    if pictures:
+        assert np.array_equal(np.concatenate([i.pixels_PD for i in rendered.images]), expected["pixel_values"])
+        assert [list(i.grid_thw) for i in rendered.images] == expected["image_grid_thw"].tolist()
+
+
+def test_all_samples_share_one_image_and_it_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[int] = []
+    monkeypatch.setattr("agents.rendering.images.image_digest", lambda image: hashed.append(1) or image_digest(image))
+    images = store()
+    shared = picture(seed=1)
+    first = images.process(shared)
+    assert all(images.process(shared) is first for _ in range(8))
+    assert len(hashed) == 1
+    assert images.process(shared.copy()) is first
+    assert len(hashed) == 2
+    stats = images.stats()
+    assert (stats.num_images, stats.hits, stats.misses, stats.evictions) == (1, 9, 1, 0)
+    assert stats.bytes == first.num_bytes == first.pixels_PD.nbytes + 2 * 64 * 64 * 3
+    assert stats.process_s > 0
+
+
+@pytest.mark.parametrize("mode", ["L", "P", "RGBA", "1", "CMYK"])
+def test_a_picture_of_another_mode_is_the_one_that_it_is_in_rgb(mode: str) -> None:
+    images = store()
+    other = noise(64, 64, mode)
+    assert images.process(other) is images.process(other) is images.process(other.convert("RGB"))
+    assert images.process(other).digest == image_digest(other.convert("RGB"))
+
+
+def draw(image: Image.Image) -> None:
+    ImageDraw.Draw(image).rectangle((0, 0, 9, 9), fill="red")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        draw,
+        lambda image: image.putpixel((0, 0), (1, 2, 3)),
+        lambda image: image.paste((1, 2, 3), (0, 0, 4, 4)),
+        lambda image: image.putdata([(1, 2, 3)] * (64 * 64)),
+        lambda image: image.thumbnail((32, 32)),
+    ],
+)
+def test_an_object_whose_pixels_are_changed_is_another_picture(change: Any) -> None:
+    images = store()
+    shared = picture(seed=1)
+    first = images.process(shared)
+    change(shared)
+    second = images.process(shared)
+    assert second is not first
+    assert second.digest == image_digest(shared.convert("RGB"))
+    assert images.process(picture(seed=1)) is first
+    change(shared)
+    assert images.process(shared).digest == image_digest(shared.convert("RGB"))
+
+
+def test_pixels_cannot_be_changed_behind_the_stores_back() -> None:
+    images = store()
+    shared = picture(seed=1)
+    first = images.process(shared)
+    with pytest.raises(ValueError, match="readonly"):
+        shared.load()[0, 0] = (1, 2, 3)
+    png = first.png
+    draw(shared)
+    assert np.array_equal(first.pixels_PD, store().process(picture(seed=1)).pixels_PD)
+    assert png == store().process(picture(seed=1)).png
+
+
+def test_the_store_keeps_to_its_bytes_and_lets_go_of_what_was_used_longest_ago() -> None:
+    size = store().process(picture()).num_bytes
+    images = store(max_bytes=2 * size)
+    one = images.process(picture(seed=1))
+    two_pixels = images.process(picture(seed=2)).pixels_PD.copy()
+    assert images.process(picture(seed=1)) is one
+    images.process(picture(seed=3))
+    gc.collect()
+    stats = images.stats()
+    assert (stats.num_images, stats.bytes, stats.misses, stats.evictions) == (2, 2 * size, 3, 1)
+    assert images.process(picture(seed=1)) is one
+    assert images.stats().misses == 3
+    assert (images.process(picture(seed=2)).pixels_PD == two_pixels).all()
+    assert images.stats().misses == 4
+
+
+def test_an_image_that_a_trajectory_holds_is_never_processed_again() -> None:
+    images = store(max_bytes=1)
+    shared = picture(seed=1)
+    held = images.process(shared)
+    for seed in range(2, 6):
+        images.process(picture(seed=seed))
+    assert images.stats().num_images == 1
+    assert images.process(shared) is held
+    assert images.process(picture(seed=1)) is held
+    assert images.stats().misses == 5
+
+
+def test_the_store_forgets_objects_that_are_gone() -> None:
+    images = store()
+    for seed in range(5):
+        images.process(picture(seed=seed))
+    gc.collect()
+    assert len(images._hashed) == 0
+    assert images.stats().num_images == 5
+
+
+def test_an_image_without_its_picture_has_no_png() -> None:
+    image = ProcessedImage("abc", np.zeros((4, 8), np.float32), (1, 2, 2), 1)
+    assert image.num_bytes == 4 * 8 * 4
+    with pytest.raises(ValueError, match="image abc was made without its picture"):
+        _ = image.png

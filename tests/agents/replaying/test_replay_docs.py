@@ -1,0 +1,81 @@
+"""What "Replay" shows works as shown: its bug hunt finds the planted fault in the three commands of the page."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from agents.recording import Recording
+from agents.recording.selection import SelectionConfig
+from agents.replay import ReplayConfig, run
+from agents.replaying.difference import KINDS
+from agents.replaying.fork import ForkConfig
+from agents.replaying.slime import DumpConfig
+from envs.config.settings import flag_of, leaves
+from envs.grading import GRADERS, score_text
+from tests.pages import code_block, session
+from tests.paths import ROOT
+from tests.processes import run_command
+
+PAGE = (ROOT / "docs" / "replay.md").read_text(encoding="utf-8")
+
+
+def lines(text: str) -> list[str]:
+    """Return the lines of an output without figures, frames and episodes, which are others on other machines."""
+    shapes = (re.sub(r"[\d.]+", "0", line).strip() for line in text.splitlines())
+    return list(dict.fromkeys(shape for shape in shapes if shape and not shape.startswith(("─", "evaluate-"))))
+
+
+def test_the_bug_hunt_finds_the_planted_fault_in_the_three_commands_of_the_page(tmp_path: Path) -> None:
+    (tmp_path / "graded.py").write_text(code_block(PAGE, "python", "# graded.py"))
+    (tmp_path / "registry.yaml").write_text(code_block(PAGE, "yaml", "# registry.yaml"))
+    env = {"PYTHONPATH": str(ROOT), "COLUMNS": "110"}
+
+    def command(argv: list[str], code: int) -> str:
+        done = run_command(*argv, cwd=tmp_path, env=env, timeout_s=280)
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout
+
+    evaluate, replay, alone = (session(PAGE, word) for word in ("--name first", "runs/first\n", "--max-concurrent 1"))
+    (accuracy,) = re.findall(r"accuracy \(pass@1\) +(\S+)", command(evaluate[0], 0))
+    assert float(accuracy) < 0.12  # the model solves about a quarter
+    out = command(replay[0], 1)
+    assert lines(out)[:5] == lines(replay[1])[:5]
+    assert "gave another result" in out and "the environment is random, or its episodes share state" in out
+    out = command([*alone[0], "--report", "alone.json"], 1)
+    assert lines(out) == lines(alone[1])
+    report = json.loads((tmp_path / "alone.json").read_text())
+    assert set(report["kinds"]) == {"reward"} and report["unsteady"] == []
+    labels = {e.id: (e.label, e.turns[-1].text) for e in Recording.open(tmp_path / "runs" / "first").episodes()}
+    for found in report["found"]:
+        label, text = labels[found["id"]]
+        assert [each["replayed"] for each in found["differences"]] == [score_text(text, str(label))]
+
+
+def test_the_rescoring_of_the_page_prints_what_it_shows(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "110")
+    monkeypatch.chdir(ROOT)
+    argv, shown = session(PAGE, "--show 1\n")
+    assert run(argv[1:]) == 0
+    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == shown.splitlines()
+
+
+def test_every_kind_flag_and_grader_is_on_the_page() -> None:
+    page, _, of_slime = PAGE.partition("\n## slime's dumps\n")  # where slime's own fields and flags are named too
+    assert re.findall(r"^\| `([a-z ]+)` \|", page, re.MULTILINE) == list(KINDS)
+    flags = {flag_of(path[-1], field) for path, field in leaves(ReplayConfig)} - {"RUN"}
+    named = set(re.findall(r"--[a-z][a-z-]+", page))
+    both = {**SelectionConfig.model_fields, **ForkConfig.model_fields}
+    own = {flag_of(name, field) for name, field in both.items()}
+    assert {flag_of(name, field) for name, field in DumpConfig.model_fields.items()} <= {
+        *re.findall(r"--[a-z-]+", of_slime)
+    }
+    assert own | {"--env", "--registry", "--model", "--turn", "--rescore", "--show", "--report"} <= named
+    assert named - flags <= {"--size", "--name"}
+    for grader in GRADERS:
+        assert f"`{grader}`" in PAGE or f"--rescore {grader}`" in PAGE

@@ -1,0 +1,637 @@
+"""Claims about the page that shows a recording, made in a browser: what it draws, where it leads, what never runs."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import pytest
+
+from agents.recording import Recorder
+from agents.viewer.export import export
+from agents.viewer.server import ViewServer
+from agents.viewer.source import Source
+from tests.agents.viewer.page_runs import (
+    HOSTILE,
+    PLANTED_TOKEN,
+    Words,
+    episode,
+    manifest,
+    write_hostile,
+    write_long,
+    write_small,
+)
+
+pytestmark = pytest.mark.alone  # a browser beside other tests is slower than its waits
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Dialog, Page
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+expect = sync_api.expect
+
+PROGRAM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+if PROGRAM is None:
+    pytest.skip("chromium is not installed", allow_module_level=True)
+
+ARGUMENTS = (
+    *("--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"),
+    *("--disable-component-update", "--disable-sync", "--no-first-run"),
+)
+WAIT_MS = 8_000
+
+
+@dataclass
+class Visit:
+    """A page that was opened, and what it did that no page may do."""
+
+    page: Page
+    address: str
+    requests: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+
+    def go(self, fragment: str) -> None:
+        """Open a fragment as a link from elsewhere does: the page is loaded anew."""
+        self.page.goto("about:blank")
+        self.page.goto(self.address + fragment)
+        self.page.wait_for_selector("html[data-ready]")
+
+    def refuse(self, dialog: Dialog) -> None:
+        self.faults.append(f"dialog {dialog.message}")
+        dialog.dismiss()
+
+    @property
+    def fragment(self) -> str:
+        return "#" + self.page.url.partition("#")[2]
+
+
+Open = Callable[..., Visit]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=PROGRAM, args=list(ARGUMENTS))
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Exported pages, by name."""
+    folder = tmp_path_factory.mktemp("pages")
+    write_small(folder / "small")
+    write_small(folder / "other", groups=range(2, 5), better=0.5)
+    write_hostile(folder / "hostile")
+    write_long(folder / "long", num_characters=1_000_000, num_tokens=12_000)
+    for name in ("small", "hostile", "long"):
+        export(folder / f"{name}.html", [Source(folder / name)])
+    export(folder / "two.html", [Source(folder / "small"), Source(folder / "other")])
+    return {name: folder / f"{name}.html" for name in ("small", "hostile", "long", "two")}
+
+
+@pytest.fixture
+def visit(browser: Browser, pages: dict[str, Path]) -> Iterator[Open]:
+    """Opens pages; after the test, none of them may have raised, asked for anything outside, or shown a dialog."""
+    visits: list[Visit] = []
+
+    def open_page(
+        name: str = "small", fragment: str = "#/", scheme: Literal["dark", "light"] = "light", address: str = ""
+    ) -> Visit:
+        context = browser.new_context(viewport={"width": 1400, "height": 900}, color_scheme=scheme)
+        page = context.new_page()
+        page.set_default_timeout(WAIT_MS)
+        made = Visit(page, address or f"file://{pages[name]}")
+        page.on("request", lambda request: made.requests.append(request.url))
+        page.on("pageerror", lambda error: made.faults.append(str(error)))
+        page.on("dialog", made.refuse)
+        visits.append(made)
+        made.go(fragment)
+        return made
+
+    expect.set_options(timeout=WAIT_MS)
+    yield open_page
+    for made in visits:
+        hacked = made.page.evaluate("typeof window.__hacked")
+        made.page.context.close()
+        outside = [url for url in made.requests if not url.startswith((made.address, "data:", "about:"))]
+        assert (made.faults, outside, hacked) == ([], [], "undefined")
+
+
+# The overview ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_overview_shows_figures_curves_and_distributions(visit: Open) -> None:
+    page = visit().page
+    figures = page.locator(".key-figures")
+    expect(figures).to_contain_text("50.0% → 75.0%")
+    expect(figures).to_contain_text("0.10 → 0.30")
+    assert page.locator(".chart").evaluate_all("all => all.map(each => each.dataset.metric)") == [
+        *("reward", "turns", "rollout_train_kl", "entropy"),
+    ]
+    expect(page.get_by_role("group", name="rewards").get_by_role("link")).to_have_count(2)
+    ends = page.get_by_role("list", name="end reasons").get_by_role("listitem")
+    assert [re.sub(r"\s+", " ", text) for text in ends.all_inner_texts()] == ["completed 25", "env error 1"]
+
+
+def test_a_curve_tells_its_values_and_leads_to_the_episodes_of_a_step(visit: Open) -> None:
+    made = visit()
+    plot = made.page.locator(".chart[data-metric=reward] .plot")
+    box = plot.bounding_box()
+    assert box
+    made.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 60)
+    expect(made.page.locator("#tip")).to_contain_text("step 2")
+    expect(made.page.locator("#tip")).to_contain_text("0.2")
+    made.page.mouse.click(box["x"] + box["width"] / 2, box["y"] + 60)
+    expect(made.page.get_by_text("8 of 26 episodes", exact=True)).to_be_visible()
+    assert made.fragment == "#/episodes?phase=train&from=2&to=2"
+
+
+def test_any_metric_can_be_drawn_and_the_choice_is_in_the_address(visit: Open) -> None:
+    made = visit()
+    made.page.get_by_label("add a curve").select_option("lr")
+    expect(made.page.locator(".chart[data-metric=lr]")).to_be_visible()
+    made.go(made.fragment)
+    expect(made.page.locator(".chart")).to_have_count(5)
+
+
+# The table ------------------------------------------------------------------------------------------------------------
+
+
+ROW = ".table-space .row:not([hidden])"
+ROWS = """rows => rows.map(row => [Number(row.ariaRowIndex), row.querySelector('a').textContent])
+  .sort((a, b) => a[0] - b[0]).map(row => row[1])"""
+
+
+def ids(page: Page) -> list[str]:
+    """Return the episodes of the rows in order of where they stand."""
+    return page.locator(ROW).evaluate_all(ROWS)
+
+
+@pytest.mark.parametrize(
+    ("fragment", "shown"),
+    [
+        ("?phase=before", 2),
+        ("?way=greedy&min=1", 1),
+        ("?phase=train&min=1&max=1", 6),
+        ("?end=env_error", 1),
+        ("?fate=filtered", 4),
+        ("?from=2&to=2", 8),
+        ("?errors=any", 1),
+        ("?q=train-2", 4),
+        ("?q=boxed%7B68+problem-3", 1),
+        ("?q=nothing+has+this", 0),
+    ],
+)
+def test_filters_stand_in_the_address(fragment: str, shown: int, visit: Open) -> None:
+    page = visit("small", f"#/episodes{fragment}").page
+    expect(page.get_by_role("status").filter(has_text="episode")).to_have_text(f"{shown} of 26 episodes")
+    assert len(ids(page)) == shown
+
+
+def test_filtering_sorting_and_searching_by_hand_change_rows_and_address(visit: Open) -> None:
+    made = visit("small", "#/episodes")
+    page = made.page
+    page.get_by_label("phase").select_option(label="train (24)")
+    page.get_by_role("button", name="tokens").click()
+    assert ids(page)[0] == "train-0-0" and made.fragment == "#/episodes?phase=train&sort=-num_tokens"
+    page.get_by_role("button", name=re.compile("tokens")).click()
+    assert ids(page)[0] == "train-0-3" and made.fragment == "#/episodes?phase=train&sort=num_tokens"
+    page.get_by_label("search text").fill("train-4")
+    expect(page.get_by_text("4 of 26 episodes", exact=True)).to_be_visible()
+    assert ids(page) == ["train-4-3", "train-4-0", "train-4-1", "train-4-2"]
+    page.get_by_role("button", name="clear").click()
+    expect(page.get_by_text("26 episodes", exact=True)).to_be_visible()
+
+
+def test_the_table_draws_only_rows_in_sight_and_shows_their_pictures(visit: Open) -> None:
+    page = visit("small", "#/episodes?phase=train").page
+    expect(page.locator(".row img").first).to_be_visible()
+    page.evaluate(
+        """() => {
+          const run = app.runs[0], first = run.size, columns = {};
+          for (const name of Object.keys(run.columns)) columns[name] = Array(50000).fill(run.columns[name][5]);
+          columns.id = columns.id.map((_, k) => `made-${k}`);
+          applyOverview(run, {first, columns, manifest: run.manifest, first_metric: run.metrics.length});
+          app.view.update();
+        }"""
+    )
+    expect(page.get_by_text("50,024 of 50,026 episodes", exact=True)).to_be_visible()
+    assert page.locator(ROW).count() < 60
+    page.locator(".table").evaluate("table => { table.scrollTop = table.scrollHeight; }")
+    expect(page.get_by_role("link", name="made-49999")).to_be_visible()
+    assert page.locator(ROW).count() < 60
+
+
+def test_a_row_leads_to_its_episode_and_back_to_the_same_place(visit: Open) -> None:
+    made = visit("small", "#/episodes?sort=-reward")
+    page = made.page
+    page.get_by_role("link", name="train-3-3").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("train-3-3")
+    expect(page.get_by_text("5 of 26", exact=True)).to_be_visible()
+    page.keyboard.press("j")
+    expect(page.get_by_role("heading", level=1)).to_have_text("train-4-3")
+    page.keyboard.press("Escape")
+    expect(page.locator("[aria-selected=true] a")).to_have_text("train-4-3")
+    assert made.fragment == "#/episodes?sort=-reward"
+
+
+# An episode -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_episode_is_shown_as_turns_with_pictures_calls_results_and_facts(visit: Open) -> None:
+    page = visit("small", "#/episode/train-2-1").page
+    first, second = page.locator(".turn").all()
+    expect(first.locator(".call")).to_have_text("calc_scoreanswer67ok")
+    expect(first.locator(".message.tool .text")).to_have_text("Score 0: 67 is wrong.")
+    expect(first.locator(".info")).to_contain_text("tool_score")
+    for fact in ("32 tokens", "weights v3", "engine 250 ms", "environment 2.0 ms"):
+        expect(first.locator(".turn-facts")).to_contain_text(fact)
+    expect(second.locator(".message.model .text")).to_have_text("So \\boxed{1}")
+    expect(second.locator(".badge")).to_have_text("done")
+    assert page.locator(".verdict").inner_text().split("\n")[:8] == [
+        "reward",
+        "0.00",
+        "advantage",
+        "−0.50",
+        "end",
+        "completed",
+        "fate",
+        "train",
+    ]
+    page.get_by_role("button", name="enlarge").click()
+    expect(page.locator("#picture img")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.locator("#picture")).to_be_hidden()
+
+
+def test_a_broken_episode_shows_its_error(visit: Open) -> None:
+    page = visit("small", "#/episode/train-1-0").page
+    expect(page.locator(".message.error .text")).to_have_text("Traceback\nValueError: no score")
+
+
+OPACITIES = r"""all => all.map(each => {
+  const color = getComputedStyle(each).backgroundColor;
+  return /rgba|\//.test(color) ? Number(color.match(/[\d.]+(?=\))/)[0]) : 1;
+})"""
+
+
+def strength(page: Page, selector: str) -> list[float]:
+    """Return how opaque the background of each token is."""
+    return page.locator(selector).evaluate_all(OPACITIES)
+
+
+def test_the_token_with_the_planted_gap_is_listed_first_and_coloured_most(visit: Open) -> None:
+    made = visit("small", "#/episode/train-2-1?color=gap")
+    page = made.page
+    listed = page.get_by_role("button", name="go to token").first
+    expect(listed).to_contain_text(PLANTED_TOKEN)
+    expect(listed).to_contain_text("1.5")
+    listed.click()
+    picked = page.locator(".tokens .t.is-picked")
+    expect(picked).to_have_text(PLANTED_TOKEN)
+    everywhere = strength(page, ".tokens .t")
+    (planted,) = strength(page, ".tokens .t.is-picked")
+    assert (
+        made.fragment == f"#/episode/train-2-1?color=gap&token={page.locator('.t.is-picked').get_attribute('data-t')}"
+    )
+    assert planted > 0.6 and sum(value >= planted for value in everywhere) == 1 and sorted(everywhere)[-2] == 0
+    picked.hover()
+    for text in ("rollout log-prob", "trainer log-prob", "gap1.5 nats", "weightsv3", "turn2"):
+        expect(page.locator("#tip")).to_contain_text(text)
+    made.go(made.fragment)
+    expect(page.locator(".side-token")).to_contain_text("1.5 nats")
+    expect(page.locator(".tokens .t.is-picked")).to_have_text(PLANTED_TOKEN)
+
+
+def test_gaps_are_coloured_against_the_largest_where_that_is_asked(visit: Open) -> None:
+    made = visit("small", "#/episode/train-4-1?color=gap")
+    assert max(strength(made.page, ".tokens .t")) == 0
+    made.page.get_by_role("button", name="relative").click()
+    assert max(strength(made.page, ".tokens .t")) > 0.6 and made.fragment.endswith("?color=gap&scale=relative")
+    made.go(made.fragment)
+    assert max(strength(made.page, ".tokens .t")) > 0.6
+
+
+def test_keys_and_buttons_switch_the_colours(visit: Open) -> None:
+    made = visit("small", "#/episode/train-2-1")
+    page = made.page
+    for key, color in (("1", "mask"), ("2", "probability"), ("3", "gap")):
+        page.keyboard.press(key)
+        expect(page.locator(f".tokens[data-color={color}]")).to_be_visible()
+        assert made.fragment == f"#/episode/train-2-1?color={color}"
+    page.get_by_role("button", name="mask").click()
+    model, environment = strength(page, ".t.is-mine"), strength(page, ".segment.is-env .t")
+    assert min(model) > max(environment)
+    page.keyboard.press("v")
+    expect(page.locator(".conversation")).to_be_visible()
+
+
+def test_pictures_are_folded_and_spaces_line_ends_and_split_characters_drawn(visit: Open) -> None:
+    made = visit("small", "#/episode/train-2-1?color=mask")
+    expect(made.page.locator(".fold")).to_have_text("image, 6 tokens")
+    expect(made.page.locator(".fold img")).to_be_visible()
+    prompt = made.page.locator(".segment.is-prompt .flow")
+    expect(prompt).to_have_text("<|im_start|>user⏎image, 6 tokensFind·x.<|im_end|>⏎")
+    made = visit("hostile", "#/episode/train-20-0?color=mask")
+    expect(made.page.locator(".segment.is-model .t").first).to_have_text("‹d9›")
+    expect(made.page.locator(".segment.is-model .t").nth(1)).to_have_text("م")
+
+
+def test_a_link_opens_an_episode_at_a_turn(visit: Open) -> None:
+    made = visit("small", "#/episode/train-4-2?turn=2")
+    expect(made.page.locator(".turn.is-current")).to_have_attribute("data-turn", "2")
+    made.page.keyboard.press("[")
+    expect(made.page.locator(".turn.is-current")).to_have_attribute("data-turn", "1")
+    assert made.fragment == "#/episode/train-4-2?turn=1"
+    made.page.get_by_role("link", name="Turn 2").click()
+    expect(made.page.locator(".turn.is-current")).to_have_attribute("data-turn", "2")
+    made.go("#/episode/no-such-episode")
+    expect(made.page.get_by_text("holds no episode no-such-episode")).to_be_visible()
+
+
+def test_arrows_lead_past_a_picture(visit: Open) -> None:
+    made = visit("small", "#/episode/train-2-1?color=mask")
+    fold = made.page.locator(".fold")
+    start = int(fold.get_attribute("data-t") or 0)
+    fold.get_by_text("image, 6 tokens").click()
+    made.page.keyboard.press("ArrowRight")
+    assert made.fragment.endswith(f"&token={start + 6}")
+    made.page.keyboard.press("ArrowLeft")
+    assert made.fragment.endswith(f"&token={start}")
+
+
+def test_a_link_to_a_token_behind_the_last_one_shows_the_last_one(visit: Open) -> None:
+    page = visit("small", "#/episode/train-2-1?color=gap&token=99999").page
+    expect(page.locator(".tokens .t.is-picked")).to_have_text("<|im_end|>")
+    expect(page.get_by_role("alert")).to_have_count(0)
+
+
+def test_log_probs_of_other_tokens_colour_none_and_equal_ones_are_no_missing_score(visit: Open, tmp_path: Path) -> None:
+    words = Words()
+    with Recorder(tmp_path / "episodes", manifest(), words.spell) as recorder:
+        one, same = episode(words, ["So \\boxed{1}"]), episode(words, ["So \\boxed{2}"], sample_index=1)
+        other = episode(words, ["So \\boxed{1} or so"])
+        for played in (one, same):
+            recorder.write(played, 1)
+        recorder.write_scores(other, 1, other.logprobs_T[other.mask_T] - 1)
+        recorder.write_scores(same, 1, same.logprobs_T[same.mask_T])
+    export(tmp_path / "page.html", [Source(tmp_path)])
+    made = visit(address=f"file://{tmp_path}/page.html", fragment="#/episode/train-0-0?color=gap")
+    expect(made.page.locator(".side-list")).to_contain_text("scored other tokens under this id")
+    expect(made.page.locator(".side-facts")).to_contain_text("log-probs of other tokens")
+    assert max(strength(made.page, ".tokens .t")) == 0
+    made.go("#/episode/train-0-1?color=gap")
+    expect(made.page.locator(".side-list")).to_contain_text("No token has a gap.")
+
+
+def test_times_and_addresses_at_the_edge_are_right(visit: Open) -> None:
+    made = visit()
+    assert made.page.evaluate("[59, 119.7, 3599.8, 7199].map(seconds)") == [
+        "59.0 s",
+        "2 min 0 s",
+        "1 h 0 min",
+        "2 h 0 min",
+    ]
+    for name in ("constructor", "__proto__"):
+        made.go(f"#/{name}")
+        expect(made.page.get_by_text("There is no such view.")).to_be_visible()
+
+
+# Side by side ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_group_stands_side_by_side_with_rewards_and_what_is_the_same_dimmed(visit: Open) -> None:
+    made = visit("small", "#/group/train/train/2")
+    page = made.page
+    expect(page.locator(".beside-column")).to_have_count(4)
+    assert page.locator(".reward-chip").all_inner_texts() == ["0.00", "0.00", "0.00", "1.00"]
+    last = page.locator(".beside-column").nth(2).locator(".beside-turn").nth(1)
+    expect(last.locator(".is-same")).to_have_text("So \\boxed{")
+    page.keyboard.press("1")
+    expect(page.locator(".beside-column").nth(2).locator(".is-fork")).to_have_text("2")
+    page.get_by_role("button", name="by reward").click()
+    expect(page.locator(".beside-column").first.locator(".reward-chip")).to_have_text("1.00")
+    assert made.fragment == "#/group/train/train/2?color=mask&order=reward"
+    page.keyboard.press("j")
+    expect(page.get_by_role("heading", level=1)).to_have_text("Group 3")
+
+
+def test_two_runs_are_compared_curve_by_curve_problem_by_problem_and_episode_by_episode(visit: Open) -> None:
+    made = visit("two", "#/compare")
+    page = made.page
+    assert page.locator(".chart[data-metric=reward] path.line").count() == 2
+    expect(page.get_by_role("status").filter(has_text="problem")).to_have_text("8 of 8 problems")
+    page.get_by_role("button", name="better in the second").click()
+    expect(page.get_by_role("status").filter(has_text="problem")).to_have_text("3 of 8 problems")
+    row = page.locator(".table-space .row", has_text="problem-3")
+    assert row.locator(".cell.figure").all_inner_texts() == ["0.25 (4)", "0.38 (4)", "+0.13"]
+    row.get_by_role("link").click()
+    expect(page.locator(".beside-column")).to_have_count(8)
+    assert page.locator(".beside-run").all_inner_texts()[:2] == ["small · step 2", "other · step 2"]
+    expect(page.locator(".beside-column").nth(5).locator(".reward-chip")).to_have_text("0.50")
+    page.get_by_role("link", name="sample 2").nth(1).click()
+    expect(page.locator(".verdict")).to_contain_text("0.50")
+    assert made.fragment == "#/episode/train-3-2?run=1"
+
+
+# Keys and themes ------------------------------------------------------------------------------------------------------
+
+
+def test_the_keyboard_leads_everywhere(visit: Open) -> None:
+    made = visit("small", "#/")
+    page = made.page
+    heading = page.get_by_role("heading", level=1)
+    page.keyboard.press("e")
+    expect(page.locator(".table")).to_be_visible()
+    for _ in range(3):
+        page.keyboard.press("j")
+    page.keyboard.press("k")
+    page.keyboard.press("Enter")
+    expect(heading).to_have_text("before-greedy-1-0")
+    page.keyboard.press("j")
+    expect(heading).to_have_text("train-0-0")
+    page.keyboard.press("]")
+    expect(page.locator(".turn.is-current")).to_have_attribute("data-turn", "1")
+    page.keyboard.press("g")
+    expect(heading).to_have_text("Group 0")
+    page.keyboard.press("/")
+    expect(page.get_by_label("search text")).to_be_focused()
+    page.keyboard.type("oj?")
+    expect(page.get_by_label("search text")).to_have_value("oj?")
+    page.keyboard.press("Escape")
+    page.keyboard.press("?")
+    expect(page.get_by_role("dialog", name="Keys")).to_contain_text(
+        "next, previous turn".replace("next, previous", "previous, next")
+    )
+    page.keyboard.press("Escape")
+    page.keyboard.press("o")
+    expect(page.locator(".key-figures")).to_be_visible()
+
+
+def background(page: Page) -> int:
+    """Return how bright the page is, 0 to 255."""
+    return page.evaluate("Number(getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0])")
+
+
+def test_the_theme_is_the_systems_until_one_is_chosen(visit: Open) -> None:
+    assert background(visit(scheme="dark").page) < 40
+    made = visit(scheme="light")
+    assert background(made.page) > 230
+    made.page.keyboard.press("t")
+    assert background(made.page) < 40
+    made.go("#/episodes")
+    assert background(made.page) < 40
+    made.page.get_by_role("button", name="theme").click()
+    assert background(made.page) > 230
+
+
+# What others say ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", range(len(HOSTILE)))
+def test_texts_that_try_to_run_are_shown_to_the_letter(k: int, visit: Open) -> None:
+    made = visit("hostile", f"#/episode/train-{k}-0")
+    page, text = made.page, HOSTILE[k]
+    for place in (".message.user .text", ".turn .message.model .text", ".message.tool .text", ".message.error .text"):
+        assert page.locator(place).first.text_content() == text
+    for place in (".call-name", ".call dt", ".call dd", ".call .badge"):
+        assert page.locator(place).first.text_content() == text
+    page.keyboard.press("1")
+    shown = page.locator(".segment.is-model .flow").first.text_content() or ""
+    assert shown.replace("·", " ") == f"{text}<|im_end|>"
+    page.locator(".segment.is-model .t").first.hover()
+    page.keyboard.press("g")
+    assert page.locator(".beside-turn .text").first.text_content() == text
+    assert page.locator("main iframe, main script, main style, main svg").count() == 0
+    assert page.locator("a[href]").evaluate_all("all => all.every(a => a.getAttribute('href').startsWith('#'))")
+
+
+def test_the_policy_lets_no_other_script_run_and_nothing_be_fetched(visit: Open) -> None:
+    page = visit("hostile").page
+    page.evaluate(
+        """async () => {
+          const script = document.createElement("script");
+          script.textContent = "window.__hacked = 1";
+          const button = document.createElement("button");
+          button.setAttribute("onclick", "window.__hacked = 1");
+          document.body.append(script, button);
+          button.click();
+        }"""
+    )
+    assert page.evaluate("fetch('https://example.org/').then(() => 'fetched', () => 'refused')") == "refused"
+
+
+def test_hostile_ids_phases_and_labels_are_only_text(visit: Open) -> None:
+    made = visit("hostile", "#/episodes")
+    page = made.page
+    expect(page.locator(".row", has_text=HOSTILE[1]).first).to_be_visible()
+    page.get_by_label("way").select_option(index=2)
+    expect(page.get_by_text("1 of 11 episodes", exact=True)).to_be_visible()
+    page.locator(".row-link").first.click()
+    expect(page.get_by_role("heading", level=1)).to_have_text('</script>-"><img src=x onerror=alert(1)>-23-0')
+    expect(page.locator(".call")).to_contain_text('"a": null')
+    page.keyboard.press("o")
+    expect(page.get_by_role("button", name="</script>")).to_be_visible()
+
+
+def test_what_would_not_show_is_named_and_text_from_right_to_left_stays_by_itself(visit: Open) -> None:
+    page = visit("hostile", "#/episode/train-21-0").page
+    assert page.locator(".message.model .hidden-char").all_inner_texts() == ["RLO", "LRI", "NUL ESC"]
+    expect(page.locator(".message.model .text")).to_contain_text("gnp.exe")
+    page = visit("hostile", "#/episode/train-20-0").page
+    text = page.locator(".message.model .text")
+    assert text.evaluate("node => [node.dir, getComputedStyle(node).unicodeBidi]") == ["auto", "plaintext"]
+    assert text.evaluate("node => getComputedStyle(node).direction") == "rtl"
+
+
+def test_letters_without_a_look_are_named(visit: Open) -> None:
+    page = visit().page
+    texts = ["a\\u{e0041}\\u{e0042}b", "a\\u{e0101}b", "a\\u00ad\\u061cb", "\\u{1f600}\\ufe0f"]
+    named = page.evaluate(f"[{', '.join(f'visible(`{text}`)' for text in texts)}]")
+    assert named == ["a⟨U+E0041 U+E0042⟩b", "a⟨U+E0101⟩b", "a⟨SHY ALM⟩b", "\U0001f600\ufe0f"]
+
+
+def test_a_broken_picture_leaves_a_word(visit: Open) -> None:
+    page = visit("hostile", "#/episode/train-22-0").page
+    expect(page.locator(".message.user .no-picture")).to_have_text("broken picture")
+
+
+def test_a_turn_of_a_million_characters_is_drawn_in_pieces(visit: Open) -> None:
+    page = visit("long", "#/episode/train-0-0").page
+    text = page.locator(".message.model .text")
+    assert len(text.text_content() or "") == 20_000
+    page.get_by_role("button", name="show all 1,000,000 characters").click()
+    expect(text).to_contain_text("word end.")
+    assert len(text.text_content() or "") == 1_000_000
+
+
+def test_a_long_stream_is_drawn_as_far_as_one_looks(visit: Open) -> None:
+    page = visit("long", "#/episode/train-1-0?color=mask").page
+    expect(page.locator(".tokens .t").first).to_be_visible()
+    assert page.locator(".tokens .t").count() < 9_000
+    page.get_by_role("button", name="show all").click()
+    expect(page.locator(".tokens .t")).to_have_count(12_010)
+
+
+# A run that goes on ---------------------------------------------------------------------------------------------------
+
+
+def test_a_live_page_takes_in_what_is_new_and_keeps_its_place(visit: Open, tmp_path: Path) -> None:
+    words = write_small(tmp_path)
+    (tmp_path / "summary.json").unlink()
+    with (
+        ViewServer([Source(tmp_path, live=True)]) as server,
+        Recorder(tmp_path / "episodes", manifest(), words.spell) as recorder,
+    ):
+        serving = threading.Thread(target=server.serve_forever, daemon=True)
+        serving.start()
+        page = visit(address=server.url, fragment="#/episodes?phase=train&sort=-step").page
+        expect(page.locator("#live")).to_have_text("live")
+        page.locator(".table").evaluate("table => { table.scrollTop = 300; }")
+        expect(page.locator(".row img").first).to_be_visible()
+        upper = page.evaluate("app.view && document.elementFromPoint(300, 300).closest('.row').textContent")
+        played = episode(words, ["brand new \\boxed{68}"], group=9, reward=1.0)
+        recorder.write(played, 4)
+        expect(page.get_by_text("25 of 27 episodes", exact=True)).to_be_visible()
+        assert page.evaluate("document.elementFromPoint(300, 300).closest('.row').textContent") == upper
+        page.get_by_label("search text").fill("brand new")
+        expect(page.locator(f"{ROW} .cell.figure").nth(2)).to_have_text("–")
+        recorder.write_outcome(played, 4, "train", 2.5)
+        expect(page.locator(ROW)).to_contain_text("+2.50")
+        (tmp_path / "metrics.jsonl").open("a").write('{"step": 4, "reward": 0.9}\n')
+        page.keyboard.press("Escape")
+        page.keyboard.press("o")
+        expect(page.locator(".chart[data-metric=reward] .chart-value")).to_have_text("0.9")
+        page.context.set_offline(True)
+        expect(page.locator("#live")).to_have_text("connection lost")
+        server.shutdown()
+
+
+def test_a_group_on_screen_takes_in_what_becomes_known_of_its_samples(visit: Open, tmp_path: Path) -> None:
+    words = Words()
+    with (
+        Recorder(tmp_path / "episodes", manifest(), words.spell) as recorder,
+        ViewServer([Source(tmp_path, live=True)]) as server,
+    ):
+        played = [episode(words, [f"So \\boxed{{{k}}}"], sample_index=k, reward=float(k)) for k in range(2)]
+        recorder.write(played[0], 1)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        page = visit(address=server.url, fragment="#/group/train/train/0").page
+        expect(page.locator(".beside-column")).to_have_count(1)
+        recorder.write(played[1], 1)
+        expect(page.locator(".beside-column")).to_have_count(2)
+        expect(page.locator(".verdict")).to_contain_text("0.50")
+        recorder.write_outcome(played[1], 1, "train", 2.5)
+        expect(page.locator(".beside-column").nth(1)).to_contain_text("+2.50")
+        server.shutdown()
+
+
+def test_words_of_tests_are_bytes_again() -> None:
+    words = Words()
+    assert b"".join(words.spell(token) for token in words.ids("So \\boxed{é}\n")) == "So \\boxed{é}\n".encode()

@@ -1,0 +1,460 @@
+"""Claims about an environment behind its limits, on a thread and in a process: a fault is data, close always runs."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from envs.contract import EnvFault
+from envs.env import Env, EnvArgs
+from envs.errors import UserError
+from envs.execution.load import load_env
+from envs.execution.process_env import ProcessEnv
+from envs.execution.runner import EnvRunner, StepResult
+from envs.spec import EnvLimits, EnvSpec
+from envs.types import Sample
+
+MODULE = '''
+import os, time, ctypes
+from pathlib import Path
+from tests.faulty_env import png_header
+from envs.env import Env
+
+class Odd(Env):
+    """Does what its label says, in the method that its label names: "step:sleep"."""
+
+    tools = ({"type": "function", "function": {"name": "f"}},)
+
+    def __init__(self, sample, args):
+        self.method, _, self.deed = sample.label.partition(":")
+        self.options = args.options
+        self.do("build")
+
+    def do(self, method):
+        if method != self.method:
+            return
+        if self.deed == "raise": raise ValueError("boom")
+        if self.deed == "sleep": time.sleep(60)
+        if self.deed == "exit": os._exit(3)
+        if self.deed == "crash": ctypes.string_at(0)
+        if self.deed == "allocate": self.hog = bytearray(4 * 2**30)
+        if self.deed == "count":
+            path = Path(self.options["counter"])
+            count = int(path.read_text() or 0) + 1
+            path.write_text(str(count))
+            if count < 3: raise OSError("not yet")
+
+    def reset(self):
+        self.do("reset")
+        return ({"obs_str": "hello", "role": "user"}, {}) if self.method == "greet" else ({}, {})
+
+    def step(self, text):
+        self.do("step")
+        if self.deed == "header":
+            return {"obs_str": "big", "multi_modal_data": {"image": [HEADER]}}, False, {}
+        return {"obs_str": f"{text} {os.getpid()}"}, False, {"n": 1}
+
+    def reward(self, text):
+        self.do("reward")
+        return 0.5
+
+    def close(self):
+        if "closed" in self.options:
+            Path(self.options["closed"]).write_text(str(os.getpid()))
+        self.do("close")
+
+HEADER = png_header(50_000, 50_000)
+'''
+
+
+@pytest.fixture
+def odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a maker of runners for environments that do odd things, and note where they run."""
+    (tmp_path / "odd_env.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def make(label: str, isolation: str = "thread", **limits: Any) -> EnvRunner:
+        options = {"closed": str(tmp_path / "closed"), "counter": str(tmp_path / "counter")}
+        (tmp_path / "counter").write_text("")
+        spec = EnvSpec.model_validate(
+            {
+                "id": "odd",
+                "entry_point": "odd_env:Odd",
+                "description": "",
+                "max_turns": 3,
+                "isolation": isolation,
+                "options": options,
+                "memory_limit_gib": 2.0 if isolation == "process" else 0.0,
+            }
+        )
+        build = load_env(spec)
+        bounds = EnvLimits(**{"reset_timeout_s": 20.0, "step_timeout_s": 20.0, **limits})
+        return EnvRunner(lambda: build(Sample("0", (), label=label), spec.args()), bounds)
+
+    return make
+
+
+async def play(runner: EnvRunner) -> tuple[tuple, StepResult, float]:
+    try:
+        return await runner.open(), await runner.step("hi"), await runner.reward("hi")
+    finally:
+        await runner.close()
+
+
+@pytest.mark.parametrize("isolation", ["inline", "thread", "process"])
+def test_a_good_episode_is_the_same_wherever_it_runs(odd: Any, tmp_path: Path, isolation: str) -> None:
+    runner = odd("greet", isolation, inline=isolation == "inline")
+    messages, result, reward = asyncio.run(play(runner))
+    pid = int(result.messages[0]["content"].split()[1])
+    assert messages == ({"role": "user", "content": "hello"},)
+    assert (result.done, result.info, reward) == (False, {"n": 1}, 0.5)
+    assert [tool["function"]["name"] for tool in runner.tools] == ["f"]
+    assert (pid == os.getpid()) == (isolation != "process")
+    assert (tmp_path / "closed").read_text() == str(pid)
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+@pytest.mark.parametrize("method", ["build", "reset", "step", "reward"])
+def test_an_exception_is_a_fault_with_the_environments_traceback(odd: Any, isolation: str, method: str) -> None:
+    with pytest.raises(EnvFault, match="ValueError: boom") as caught:
+        asyncio.run(play(odd(f"{method}:raise", isolation)))
+    assert "odd_env.py" in str(caught.value) and "/envs/execution/runner.py" not in str(caught.value)
+    assert not caught.value.timed_out
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+@pytest.mark.parametrize("method", ["build", "reset", "step", "reward"])
+def test_a_call_over_its_limit_is_a_timeout(odd: Any, isolation: str, method: str) -> None:
+    runner, started = odd(f"{method}:sleep", isolation, reset_timeout_s=0.5, step_timeout_s=0.5), time.perf_counter()
+    with pytest.raises(EnvFault, match=r"took longer than 0\.5 s") as caught:
+        asyncio.run(play(runner))
+    assert caught.value.timed_out
+    assert time.perf_counter() - started < 10
+
+
+@pytest.mark.parametrize(("deed", "said"), [("exit", "exit code 3"), ("crash", "signal SIGSEGV")])
+@pytest.mark.parametrize("method", ["build", "reset", "step", "reward"])
+def test_a_process_that_ends_is_a_fault_of_that_episode_alone(odd: Any, method: str, deed: str, said: str) -> None:
+    with pytest.raises(EnvFault, match=f"the environment's process ended: {said}"):
+        asyncio.run(play(odd(f"{method}:{deed}", "process")))
+    assert asyncio.run(play(odd("", "process")))[2] == 0.5
+
+
+def test_memory_beyond_the_limit_is_a_fault(odd: Any) -> None:
+    with pytest.raises(EnvFault, match="MemoryError"):
+        asyncio.run(play(odd("step:allocate", "process")))
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_a_header_that_claims_too_many_pixels_is_a_fault_before_they_are_read(odd: Any, isolation: str) -> None:
+    with pytest.raises(EnvFault, match="must have at most"):
+        asyncio.run(play(odd("step:header", isolation)))
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_building_is_tried_again_as_often_as_declared(odd: Any, isolation: str, tmp_path: Path) -> None:
+    runner = odd("build:count", isolation, retries=2, retry_backoff_s=0.1)
+    started = time.perf_counter()
+    assert asyncio.run(play(runner))[2] == 0.5
+    assert time.perf_counter() - started >= 0.1 + 0.2
+    assert (tmp_path / "counter").read_text() == "3"
+    with pytest.raises(EnvFault, match="not yet"):
+        asyncio.run(play(odd("reset:count", isolation, retries=1, retry_backoff_s=0.0)))
+    assert (tmp_path / "counter").read_text() == "2"
+
+
+def test_a_fault_in_closing_is_returned(odd: Any) -> None:
+    async def story() -> str | None:
+        runner = odd("close:raise")
+        await runner.open()
+        return await runner.close()
+
+    assert "ValueError: boom" in (asyncio.run(story()) or "")
+
+
+def test_an_environment_that_was_built_too_late_is_closed_all_the_same() -> None:
+    closed = threading.Event()
+
+    class Late(Env):
+        def __init__(self) -> None:
+            time.sleep(0.4)
+
+        def reset(self) -> Any: ...
+        def step(self, response_text: str) -> Any: ...
+        def reward(self, final_text: str) -> float:
+            return 0.0
+
+        def close(self) -> None:
+            closed.set()
+
+    async def story() -> None:
+        runner = EnvRunner(Late, EnvLimits(reset_timeout_s=0.1))
+        with pytest.raises(EnvFault, match="took longer"):
+            await runner.open()
+        assert await runner.close() is None
+        assert not closed.is_set()
+
+    asyncio.run(story())
+    assert closed.wait(20)
+
+
+def test_closing_twice_closes_once(odd: Any, tmp_path: Path) -> None:
+    async def story() -> None:
+        runner = odd("")
+        await runner.open()
+        await runner.close()
+        (tmp_path / "closed").unlink()
+        await runner.close()
+
+    asyncio.run(story())
+    assert not (tmp_path / "closed").exists()
+
+
+class Shows(Env):
+    """Shows what it is given."""
+
+    def __init__(self, shown: Any) -> None:
+        self.shown = shown
+
+    def reset(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        return {}, {}
+
+    def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
+        return {"obs_str": "x"}, False, {}
+
+    def format_observation(self, observation: dict[str, Any]) -> Any:
+        return self.shown
+
+    def reward(self, final_text: str) -> float:
+        return 0.0
+
+
+def shown(value: Any) -> tuple:
+    return asyncio.run(play(EnvRunner(lambda: Shows(value), EnvLimits(inline=True))))[1].messages
+
+
+def test_an_observation_may_be_several_messages() -> None:
+    two = [{"role": "tool", "content": "a"}, {"role": "tool", "content": "b"}]
+    assert shown(two) == tuple(two)
+
+
+def test_pictures_are_decoded_from_what_an_environment_may_have(tmp_path: Path) -> None:
+    picture = Image.new("RGBA", (40, 30), (255, 0, 0, 255))
+    picture.save(tmp_path / "a.png")
+    data = (tmp_path / "a.png").read_bytes()
+    parts = [{"type": "image", "image": value} for value in (picture, data, {"bytes": data})]
+    (message,) = shown({"role": "tool", "content": [*parts, {"type": "text", "text": "t"}]})
+    images = [part["image"] for part in message["content"] if part["type"] == "image"]
+    assert [(i.mode, i.size, i.getpixel((0, 0))) for i in images] == [("RGB", (40, 30), (255, 0, 0))] * 3
+
+
+@pytest.mark.parametrize(
+    ("observation", "said"),
+    [
+        ({"text": "hello", "image": 1}, "must hold obs_str or multi_modal_data, or format_observation be defined, got"),
+        ({"obs_str": "x", "multi_modal_data": [1]}, 'multi_modal_data must be like {"image": [picture]}, got [1]'),
+        ({"obs_str": "x", "multi_modal_data": {"image": 1}}, "must be like {\"image\": [picture]}, got {'image': 1}"),
+    ],
+)
+def test_an_observation_that_would_be_shown_as_nothing_is_a_fault(observation: dict[str, Any], said: str) -> None:
+    class Plain(Shows):
+        format_observation = Env.format_observation
+
+        def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
+            return observation, False, {}
+
+    with pytest.raises(EnvFault) as caught:
+        asyncio.run(play(EnvRunner(lambda: Plain(None), EnvLimits(inline=True))))
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [(True, "write float(...)"), (None, "does it return?"), ("1", "got '1'"), (float("nan"), "nan")]
+)
+def test_a_reward_that_is_no_number_is_a_fault(value: Any, said: str) -> None:
+    class Paid(Shows):
+        def reward(self, final_text: str) -> float:
+            return value
+
+    with pytest.raises(EnvFault, match="reward must be a finite number") as caught:
+        asyncio.run(play(EnvRunner(lambda: Paid({"role": "tool", "content": "a"}), EnvLimits(inline=True))))
+    assert said in str(caught.value)
+
+
+def test_an_array_in_the_place_of_a_picture_is_told_what_to_do() -> None:
+    array = np.zeros((4, 3, 3), dtype=np.uint8)
+    with pytest.raises(EnvFault, match=r"got ndarray of shape \(4, 3, 3\); use PIL.Image.fromarray"):
+        shown({"role": "tool", "content": [{"type": "image", "image": array}]})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "text",
+        {"content": "a"},
+        {"role": 1, "content": "a"},
+        {"role": "tool", "content": None},
+        [{"role": "tool", "content": "a"}, "b"],
+        {"role": "tool", "content": ["text"]},
+        {"role": "tool", "content": [{"type": "text"}]},
+        {"role": "tool", "content": [{"type": "video", "video": "a"}]},
+    ],
+)
+def test_a_message_that_is_none_is_a_fault(value: Any) -> None:
+    with pytest.raises(EnvFault, match="must"):
+        shown(value)
+
+
+def test_an_entry_point_that_kills_its_process_when_imported_is_a_user_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "deadly_env.py").write_text("import os; os._exit(7)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    entry = {"id": "deadly", "entry_point": "deadly_env:f", "description": "", "max_turns": 1, "isolation": "process"}
+    with pytest.raises(UserError, match="environment 'deadly' entry_point: 'deadly_env' must import, got exit code 7"):
+        load_env(EnvSpec.model_validate(entry))
+    (tmp_path / "deadly_env.py").write_text("import nothing_of_this_name\n")
+    with pytest.raises(UserError, match="'deadly_env' must import, got ModuleNotFoundError"):
+        load_env(EnvSpec.model_validate(entry))
+
+
+def test_an_environment_without_reward_and_tools_is_pointed_to_the_adapter() -> None:
+    class Theirs:
+        def reset(self) -> None: ...
+        def step(self) -> None: ...
+        def format_observation(self) -> None: ...
+        def close(self) -> None: ...
+
+    with pytest.raises(EnvFault, match=r"add `compat: slime` to its entry"):
+        asyncio.run(EnvRunner(Theirs, EnvLimits()).open())  # type: ignore[arg-type]
+
+
+def test_a_process_env_is_an_env_of_its_own(odd: Any) -> None:
+    spec = EnvSpec(id="guess", entry_point="envs.guess:GuessEnv", description="", max_turns=3, isolation="process")
+    env = ProcessEnv(spec, Sample("0", (), label="7"), EnvArgs(3))
+    assert env.reset() == ({}, {})
+    assert env.step("9")[0]["obs_str"] == "Lower."
+    assert (env.reward("7"), list(env.solution()), list(env.tools)) == (1.0, ["7"], [])
+    env.close()
+
+
+def test_a_process_env_that_is_closed_twice_gives_its_worker_back_once() -> None:
+    spec = EnvSpec(id="guess", entry_point="envs.guess:GuessEnv", description="", max_turns=3, isolation="process")
+    first = ProcessEnv(spec, Sample("0", (), label="7"), EnvArgs(3))
+    first.reset()
+    first.close()
+    first.close()
+    others = [ProcessEnv(spec, Sample("0", (), label=label), EnvArgs(3)) for label in ("1", "2")]
+    assert [list(env.solution()) for env in others] == [["1"], ["2"]]
+    with pytest.raises(EnvFault, match="was closed before the call of step"):
+        first.step("7")
+    for env in others:
+        env.close()
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_a_step_that_blocks_does_not_stall_the_event_loop(odd: Any, isolation: str) -> None:
+    async def story() -> float:
+        runner = odd("step:sleep", isolation, step_timeout_s=1.0)
+        await runner.open()
+        beats = [time.perf_counter()]
+
+        async def heart() -> None:
+            while True:
+                await asyncio.sleep(0.01)
+                beats.append(time.perf_counter())
+
+        heartbeat = asyncio.create_task(heart())
+        with pytest.raises(EnvFault, match="took longer than 1 s"):
+            await runner.step("hi")
+        heartbeat.cancel()
+        await runner.close()
+        assert len(beats) > 20
+        return max(later - earlier for earlier, later in itertools.pairwise(beats))
+
+    assert asyncio.run(story()) < 0.4
+
+
+@pytest.mark.parametrize("label", ["build:raise", "build:sleep"])
+def test_the_worker_of_an_environment_that_was_never_built_is_given_back(odd: Any, label: str) -> None:
+    async def story() -> ProcessEnv:
+        runner = odd(label, "process", reset_timeout_s=1.0)
+        with pytest.raises(EnvFault):
+            await runner.open()
+        env = runner._slot.env
+        await runner.close()
+        return env
+
+    env = asyncio.run(story())
+    assert env._worker.is_idle == (label == "build:raise")  # the one that hung was killed
+    assert env._is_closed
+
+
+def test_what_an_episode_leaves_behind_in_its_process_is_not_left_to_the_next(tmp_path: Path) -> None:
+    spec = EnvSpec(id="r", entry_point=f"{__name__}:Restless", description="", max_turns=1, isolation="process")
+    pids = []
+    for _ in range(2):
+        env = ProcessEnv(spec, Sample("0", (), label=str(tmp_path)), EnvArgs(1))
+        pids.append(env.reset()[1]["pid"])
+        env.close()
+    assert pids[0] != pids[1]
+
+
+class Restless(Env):
+    """Changes the directory of its process."""
+
+    def __init__(self, sample: Sample, args: EnvArgs) -> None:
+        os.chdir(str(sample.label))
+
+    def reset(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        return {}, {"pid": os.getpid()}
+
+    def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
+        return {}, True, {}
+
+    def reward(self, final_text: str) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize(("low", "high"), [(-0.2, 0.5), (-1.0, 0.9), (-0.3, 2.0)])
+def test_the_best_and_the_worst_reward_are_exact(low: float, high: float) -> None:
+    args = EnvArgs(1, reward_min_val=low, reward_max_val=high)
+    assert (args.reward(0.0), args.reward(1.0)) == (low, high)
+
+
+def test_a_hanging_tool_among_parallel_ones_does_not_keep_the_program_from_ending() -> None:
+    code = """
+        import asyncio, time
+        from envs import EnvArgs, Sample, ToolEnv, tool
+        from envs.execution.runner import EnvFault, EnvLimits, EnvRunner
+        class Hangs(ToolEnv):
+            @tool
+            def wait(self) -> None:
+                time.sleep(60)
+        async def main():
+            make = lambda: Hangs(Sample("0", ()), EnvArgs(1, tool_calls="parallel"))
+            runner = EnvRunner(make, EnvLimits(step_timeout_s=0.3))
+            await runner.open()
+            try:
+                await runner.step('<tool_call>{"name": "wait", "arguments": {}}</tool_call>' * 2)
+            except EnvFault as fault:
+                print(fault.timed_out)
+            await runner.close()
+        asyncio.run(main())
+    """
+    started = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=50)
+    assert done.stdout == "True\n", done.stderr
+    assert time.perf_counter() - started < 20

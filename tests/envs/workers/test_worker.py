@@ -1,0 +1,278 @@
+"""Claims about worker processes: values and errors come back, the end of a process is explained, nothing is left."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from envs.execution.threads import DaemonThreads
+from envs.workers.worker import Worker, WorkerDied, WorkerError, WorkerPool, WorkerTimeout
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+def nested() -> tuple[int, float]:
+    worker = Worker()
+    return worker.pid, worker.call(math.sqrt, 4.0)
+
+
+def unpicklable() -> object:
+    return lambda: None
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_value_comes_back() -> None:
+    assert Worker().call(math.sqrt, 2.0, timeout_s=20) == math.sqrt(2)
+
+
+def test_a_worker_is_another_process_that_takes_one_call_after_the_other() -> None:
+    worker = Worker()
+    assert worker.pid != os.getpid()
+    assert {worker.call(os.getpid) for _ in range(3)} == {worker.pid}
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "message"),
+    [
+        (math.sqrt, ("x",), "must be real number, not str"),
+        (sys.exit, (3,), "SystemExit: 3"),
+        (unpicklable, (), "pickle"),
+    ],
+)
+def test_what_the_call_raises_comes_back_as_its_traceback(function: Callable, args: tuple, message: str) -> None:
+    worker = Worker()
+    with pytest.raises(WorkerError, match=message) as caught:
+        worker.call(function, *args)
+    assert "Traceback" in str(caught.value)
+    assert worker.call(math.sqrt, 4.0) == 2.0  # it lives on
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "message"),
+    [(os._exit, (3,), "exit code 3"), (os.abort, (), "signal SIGABRT"), (signal.raise_signal, (11,), "signal SIGSEGV")],
+)
+def test_how_a_process_ended_is_said(function: Callable, args: tuple, message: str) -> None:
+    worker = Worker()
+    with pytest.raises(WorkerDied, match=message):
+        worker.call(function, *args)
+    assert not worker.is_alive
+    with pytest.raises(WorkerDied, match="ended before the call"):
+        worker.call(math.sqrt, 4.0)
+
+
+def test_a_call_over_its_limit_is_killed_even_where_it_never_yields() -> None:
+    worker, started = Worker(), time.perf_counter()
+    with pytest.raises(WorkerTimeout, match=r"longer than 0\.2 s"):
+        worker.call(spin, timeout_s=0.2)
+    assert time.perf_counter() - started < 5
+    assert not is_running(worker.pid)
+
+
+def test_killing_a_worker_ends_the_call_that_runs_in_it() -> None:
+    worker = Worker()
+    threading.Timer(0.2, worker.kill).start()
+    with pytest.raises(WorkerDied):
+        worker.call(time.sleep, 60)
+    assert not is_running(worker.pid)
+
+
+def test_an_interrupted_call_takes_its_worker_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(timeout: float | None) -> bool:
+        raise KeyboardInterrupt
+
+    worker = Worker()
+    monkeypatch.setattr(worker._connection, "poll", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        worker.call(time.sleep, 60)
+    assert not worker.is_alive and not is_running(worker.pid)  # or its answer would be that of the next call
+
+
+def test_a_worker_may_have_workers_of_its_own() -> None:
+    worker = Worker()
+    pid, value = worker.call(nested, timeout_s=60)
+    assert (value, pid not in (os.getpid(), worker.pid)) == (2.0, True)
+
+
+def test_a_pool_lends_again_what_it_got_back_alive() -> None:
+    pool = WorkerPool()
+    with pool.worker() as first:
+        pass
+    with pool.worker() as second:
+        assert second is first
+        second.kill()
+    with pool.worker() as third:
+        assert third is not first
+
+
+def test_a_pool_with_a_size_lets_no_more_run_at_once() -> None:
+    pool, counts = WorkerPool(size=2), []
+    running = 0
+    lock = threading.Lock()
+
+    def use() -> None:
+        nonlocal running
+        with pool.worker() as worker:
+            with lock:
+                running += 1
+                counts.append(running)
+            worker.call(time.sleep, 0.05)
+            with lock:
+                running -= 1
+
+    threads = [threading.Thread(target=use) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert max(counts) == 2 and len(counts) == 6
+
+
+@pytest.mark.parametrize("how", ["returns", "is killed"])
+def test_no_process_outlives_the_program(how: str) -> None:
+    code = """
+        import threading, time, os
+        from envs.workers.worker import Worker
+        idle, busy = Worker(), Worker()
+        idle.call(os.getpid)
+        threading.Thread(target=busy.call, args=(time.sleep, 60), daemon=True).start()
+        time.sleep(0.2)
+        print(idle.pid, busy.pid, flush=True)
+        KILL
+    """.replace("KILL", "os.kill(os.getpid(), 9)" if how == "is killed" else "")
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60)
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert len(pids) == 2, done.stderr
+    deadline = time.monotonic() + 10
+    while any(is_running(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [pid for pid in pids if is_running(pid)] == []
+
+
+def test_a_program_without_a_main_guard_may_use_workers() -> None:
+    code = "from envs.workers.worker import Worker; import math; print(Worker().call(math.sqrt, 9.0))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "3.0"
+
+
+def test_quick_calls_share_a_few_threads() -> None:
+    threads, seen, done = DaemonThreads(), set(), threading.Semaphore(0)
+
+    def note() -> None:
+        seen.add(threading.get_ident())
+        done.release()
+
+    for _ in range(2_000):
+        threads.submit(note)
+    assert all(done.acquire(timeout=20) for _ in range(2_000))
+    assert len(seen) <= 64
+
+
+def test_calls_that_hang_hold_up_no_other() -> None:
+    threads, ended = DaemonThreads(), threading.Semaphore(0)
+    started = time.perf_counter()
+    for _ in range(100):
+        threads.submit(lambda: time.sleep(60))
+    for _ in range(100):
+        threads.submit(ended.release)
+    assert all(ended.acquire(timeout=20) for _ in range(100))
+    assert time.perf_counter() - started < 5
+
+
+def test_calls_that_block_run_at_once() -> None:
+    threads, meeting = DaemonThreads(), threading.Barrier(65, timeout=20)
+    for _ in range(64):
+        threads.submit(meeting.wait)
+    meeting.wait()  # nobody passes before all are there
+
+
+def test_a_fork_server_that_was_killed_is_replaced() -> None:
+    code = """
+        import math, os, signal, time
+        from envs.workers import worker
+        first = worker.Worker()
+        server = worker._FORK_SERVER._process
+        server.kill(); server.wait()
+        print(worker.Worker().call(math.sqrt, 9.0))
+        first.kill()
+        print(worker.Worker().call(math.sqrt, 16.0))
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["3.0", "4.0"], done.stderr
+
+
+def close_everything() -> None:
+    os.closerange(3, 256)
+
+
+def leave_an_alarm() -> None:
+    def ring(number: int, frame: object) -> None:
+        raise RuntimeError("too late")
+
+    signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+
+
+def fork_and_return() -> int:
+    return os.fork()
+
+
+def start_a_child(path: str) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    Path(path).write_text(str(child.pid))
+    child.wait()
+
+
+def test_a_worker_whose_channel_breaks_takes_no_other_along() -> None:
+    broken, good = Worker(), Worker()
+    with pytest.raises(WorkerDied):
+        broken.call(close_everything, timeout_s=20)
+    assert good.call(math.sqrt, 4.0) == 2.0
+
+
+def test_what_an_alarm_does_to_an_idle_worker_is_not_taken_for_an_answer() -> None:
+    pool = WorkerPool()
+    with pool.worker() as rigged:
+        rigged.call(leave_an_alarm)
+    time.sleep(0.4)
+    with pool.worker() as worker:
+        assert worker is not rigged
+        assert [worker.call(math.sqrt, float(n * n)) for n in range(4)] == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_two_answers_to_one_call_are_not_taken_for_those_of_the_next() -> None:
+    worker = Worker()
+    worker.call(fork_and_return)
+    time.sleep(0.2)
+    assert not worker.is_idle
+    with pytest.raises(WorkerDied, match="answered call 1 instead of call 2"):
+        worker.call(math.sqrt, 4.0)
+
+
+def test_a_killed_worker_takes_its_children_along(tmp_path: Path) -> None:
+    worker, note = Worker(), tmp_path / "pid"
+    with pytest.raises(WorkerTimeout):
+        worker.call(start_a_child, str(note), timeout_s=2.0)
+    child, deadline = int(note.read_text()), time.monotonic() + 10
+    while is_running(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_running(child)

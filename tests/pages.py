@@ -1,0 +1,18 @@
+"""What tests read of pages of documentation: their code blocks, and the commands and outputs of a console."""
+
+from __future__ import annotations
+
+import re
+
+
+def code_block(page: str, language: str, word: str) -> str:
+    """Return the code block of a language that holds a word."""
+    return next(text for text in re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL) if word in text)
+
+
+def session(page: str, word: str) -> tuple[list[str], str]:
+    """Return the arguments after `python -m` and the output of a console block that holds a word."""
+    first, _, output = code_block(page, "console", word).partition("\n")
+    program, flag, *argv = first.removeprefix("$ ").split("#")[0].split()
+    assert (program, flag) == ("python", "-m"), first
+    return argv, output

@@ -1,0 +1,234 @@
+"""Claims about going on with a run: after SIGKILL, a full disk or a damaged checkpoint, as if it had never stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from envs.errors import UserError
+from tests.environments import lucky_geometry
+from tests.processes import Command
+from tests.recordings import episodes_in, lines_of
+from tests.trainer.checkpoint.test_checkpointer import largest_file
+from tests.trainer.runs import episodes_of, metrics_of, num_lines, num_members, state_of
+from tests.trainer.test_run import SMALL, train
+from trainer.checkpoint.checkpointer import found_steps
+from trainer.checkpoint.run_dir import locked
+from trainer.export import run as export
+from trainer.learner.fsdp_learner import FSDPLearner
+from trainer.run import run
+
+#: No limit of the clock on which episodes share a batch: what is compared below is compared bit for bit.
+STEPS, OFTEN = 5, ["--save-every", "2", "--batch-wait-s", "600"]
+
+
+@pytest.fixture(scope="module")
+def often(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """Flags of a run whose steps teach something, with checkpoints."""
+    with lucky_geometry(tmp_path_factory.mktemp("lucky"), "lucky_geometry", "return float(len(text) % 3)") as flags:
+        yield [*flags, "--lr", "1e-3", *OFTEN]
+
+
+@pytest.fixture(scope="module")
+def unbroken(checkpoint: Path, often: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "unbroken"
+    train(checkpoint, folder, *often, steps=STEPS)
+    return folder
+
+
+def test_the_run_that_is_compared_with_learns(unbroken: Path) -> None:
+    assert all(row["grad_norm"] > 0 for row in metrics_of(unbroken))
+
+
+def go_on(folder: Path, *argv: str) -> dict[str, Any]:
+    """Resume a run in this process; return its summary."""
+    assert run(["--resume", str(folder), *argv]) == 0
+    return json.loads((folder / "summary.json").read_text())
+
+
+def assert_same_run(folder: Path, other: Path) -> None:
+    assert metrics_of(folder) == metrics_of(other)
+    assert [row["step"] for row in metrics_of(folder)] == list(range(1, STEPS + 1))
+    assert episodes_of(folder) == episodes_of(other)
+    ours, theirs = state_of(folder, STEPS), state_of(other, STEPS)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    summaries = [json.loads((path / "summary.json").read_text()) for path in (folder, other)]
+    for name in ("steps_done", "accuracy_before", "accuracy_after", "end_reasons", "evaluation_before"):
+        assert summaries[0][name] == summaries[1][name], name
+
+
+def kill_after(checkpoint: Path, often: list[str], folder: Path, step: int) -> None:
+    """Start a run in a process of its own and kill it once a step is logged."""
+    argv = ["--model", str(checkpoint), "--steps", str(STEPS), "--eval-size", "3", *SMALL, *often]
+    deadline = time.monotonic() + 120
+    with Command("trainer.run", *argv, "--out", str(folder.parent), "--name", folder.name) as process:
+        while num_lines(folder / "metrics.jsonl") < step:
+            assert process.poll() is None and time.monotonic() < deadline, process.output("stderr")
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait(60) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("step", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_killed_run_goes_on_bit_for_bit(
+    checkpoint: Path, often: list[str], unbroken: Path, tmp_path: Path, step: int
+) -> None:
+    folder = tmp_path / "killed"
+    kill_after(checkpoint, often, folder, step)
+    assert not (folder / "summary.json").exists()
+    go_on(folder)
+    assert_same_run(folder, unbroken)
+    (abandoned,) = (folder / "episodes" / "abandoned").glob("episodes.jsonl-*.gz")
+    assert num_members(abandoned) >= 4  # those of the step that was taken again
+
+
+def test_a_finished_run_goes_on_when_more_steps_are_asked_for(
+    checkpoint: Path, often: list[str], unbroken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    train(checkpoint, folder, *often, steps=3)
+    capsys.readouterr()
+    summary = go_on(folder, "--steps", str(STEPS))
+    assert "resumes after step 3" in " ".join(capsys.readouterr().out.split())
+    assert summary["steps_done"] == STEPS
+    assert_same_run(folder, unbroken)
+    assert [checkpoint.step for checkpoint in found_steps(folder / "checkpoints")] == [5, 4]
+
+
+def test_a_damaged_checkpoint_is_said_and_the_one_before_it_used(
+    checkpoint: Path, often: list[str], unbroken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    train(checkpoint, folder, *often, steps=4)
+    shard = folder / "checkpoints" / "step-4" / "learner" / "__0_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:-100])
+    capsys.readouterr()
+    go_on(folder, "--steps", str(STEPS))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "the checkpoint of step 4 is damaged and skipped: __0_0.distcp has" in said
+    assert "resumes after step 2" in said
+    assert_same_run(folder, unbroken)
+
+
+def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = FSDPLearner.begin_checkpoint
+
+    def on_a_full_disk(self: FSDPLearner, folder: Path) -> None:
+        if self.steps_done != 2:
+            return begin(self, folder)
+        with largest_file(20_000):
+            begin(self, folder)
+            while not self._writer._saving.done():  # type: ignore[union-attr]
+                time.sleep(0.01)
+        return None
+
+    monkeypatch.setattr(FSDPLearner, "begin_checkpoint", on_a_full_disk)
+    summary = train(checkpoint, tmp_path / "run", "--save-every", "1", steps=3)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "the checkpoint of step 2 could not be written, the newest is that of step 1" in said
+    assert summary["steps_done"] == 3 and summary["checkpoints_failed"] == 1
+    assert [found.step for found in found_steps(tmp_path / "run" / "checkpoints")] == [3, 1]
+
+
+def test_a_run_that_is_asked_twice_to_stop_in_an_update_finishes_it_first(
+    checkpoint: Path, often: list[str], unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, step = tmp_path / "run", FSDPLearner.step
+
+    def slow(self: FSDPLearner, minibatches: Any) -> Any:
+        if self.steps_done == 2:
+            for delay in (0.1, 0.3):
+                threading.Timer(delay, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            time.sleep(0.8)
+        return step(self, minibatches)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FSDPLearner, "step", slow)
+        argv = ["--model", str(checkpoint), "--steps", str(STEPS), "--eval-size", "3", *SMALL, *often]
+        assert run([*argv, "--out", str(folder.parent), "--name", folder.name]) == 130
+    assert [found.step for found in found_steps(folder / "checkpoints")] == [3, 2]
+    assert int(state_of(folder, 3)["steps_done"]) == len(lines_of(folder / "metrics.jsonl")) == 3
+    go_on(folder)
+    assert_same_run(folder, unbroken)
+
+
+def test_what_was_recorded_stays_when_a_stretch_is_not(checkpoint: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    train(checkpoint, folder, *OFTEN, steps=1, eval_size=0)
+    go_on(folder, "--steps", "2", "--record", "0")
+    go_on(folder, "--steps", "3", "--record", "1")
+    assert {episode["step"] for episode in episodes_in(folder)} == {1, 3}
+
+
+def test_a_run_that_was_started_with_relative_paths_goes_on_from_another_folder(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(checkpoint.parent)
+    train(Path(checkpoint.name), tmp_path / "run", "--save-every", "1", steps=1, eval_size=0)
+    monkeypatch.chdir(tmp_path)
+    assert go_on(Path("run"), "--steps", "2")["steps_done"] == 2
+    assert export(["run"]) == 0 and (tmp_path / "run" / "model-step-2" / "model.safetensors").exists()
+
+
+def test_what_a_run_is_cannot_change_when_it_goes_on(unbroken: Path) -> None:
+    with pytest.raises(UserError, match="--seed"):
+        run(["--resume", str(unbroken), "--seed", "5"])
+    with pytest.raises(UserError, match="--group-size"):
+        run(["--resume", str(unbroken), "--group-size", "4"])
+    with pytest.raises(UserError, match="--resume"):
+        run(["--resume", str(unbroken.parent)])
+
+
+def test_two_processes_never_write_one_run(unbroken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.checkpoint.run_dir.WAIT_S", 0.0)
+    with locked(unbroken), pytest.raises(UserError, match="another process"):
+        run(["--resume", str(unbroken), "--steps", "9"])
+
+
+def test_a_run_without_a_checkpoint_begins_anew_and_keeps_what_it_had(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    train(checkpoint, folder, "--save-every", "0", steps=1)
+    first = lines_of(folder / "episodes" / "episodes.jsonl.gz")
+    assert not list((folder / "checkpoints").iterdir())
+    capsys.readouterr()
+    go_on(folder)
+    assert "starts over" in " ".join(capsys.readouterr().out.split())
+    assert [row["step"] for row in lines_of(folder / "metrics.jsonl")] == [1]
+    (abandoned,) = (folder / "episodes" / "abandoned").glob("episodes.jsonl-*.gz")
+    assert lines_of(abandoned) == first
+
+
+def test_a_checkpoint_is_exported_as_the_model_of_its_step(unbroken: Path, tmp_path: Path) -> None:
+    assert export([str(unbroken), "--to", str(tmp_path / "model")]) == 0
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "model", unbroken / "model"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    names = {path.name for path in (unbroken / "model").iterdir()}
+    assert {path.name for path in (tmp_path / "model").iterdir()} == names
+    assert export([str(unbroken), "--step", "4", "--to", str(tmp_path / "earlier"), "--dtype", "float32"]) == 0
+    earlier = load_file(tmp_path / "earlier" / "model.safetensors")
+    assert any(not torch.equal(earlier[name].bfloat16(), theirs[name]) for name in theirs)
+    with pytest.raises(UserError, match="there are: 5, 4"):
+        export([str(unbroken), "--step", "3"])
+
+
+def test_adapters_are_exported_merged(checkpoint: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    folder = tmp_path / "run"
+    train(checkpoint, folder, "--lora-rank", "2", "--lr", "0.01", "--save-every", "2", steps=2)
+    assert export([str(folder)]) == 0
+    ours, theirs = (load_file(folder / name / "model.safetensors") for name in ("model-step-2", "model"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)

@@ -1,0 +1,182 @@
+"""Claims about compiled blocks: the gradients of uncompiled ones, from a few compiled forms however shapes change.
+
+On a GPU, blocks call torch's variable-length flash attention. Here an operator of the same shapes stands in for it, so
+that blocks are traced as they are there.
+
+Legend: Q queries, K keys of all sequences, H heads, D values of a head.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import agents.model.attention
+import agents.model.policy
+import trainer.data.packing
+from agents.model import linear_logprobs
+from tests.trainer.steps import Case, Difference, Variant, take_variant
+from trainer.config.learner import LearnerConfig
+
+
+def weights(query: Tensor, key: Tensor, is_causal: bool, scale: float) -> Tensor:
+    """Return the attention weights (H, Q, K) of one sequence; the last query sees its last key."""
+    seen = torch.ones(len(query), len(key), dtype=torch.bool)
+    if is_causal:
+        seen = seen.tril(len(key) - len(query))
+    scores_HQK = torch.einsum("qhd,khd->hqk", query, key) * scale
+    return scores_HQK.masked_fill(~seen, -torch.inf).softmax(-1)
+
+
+def sequences(q_bounds: Tensor, k_bounds: Tensor) -> list[tuple[slice, slice]]:
+    cuts = zip(itertools.pairwise(q_bounds.tolist()), itertools.pairwise(k_bounds.tolist()), strict=True)
+    return [(slice(*q), slice(*k)) for q, k in cuts]
+
+
+@torch.library.custom_op("trueturn_tests::varlen", mutates_args=())
+def varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    q_bounds: Tensor,
+    k_bounds: Tensor,
+    max_q: int,
+    max_k: int,
+    is_causal: bool,
+    scale: float,
+) -> Tensor:
+    """Attend within each sequence, (Q, H, D)."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    out = torch.empty_like(query)
+    for q, k in sequences(q_bounds, k_bounds):
+        out[q] = torch.einsum("hqk,khd->qhd", weights(query[q], key[k], is_causal, scale), value[k])
+    return out
+
+
+@torch.library.custom_op("trueturn_tests::varlen_backward", mutates_args=())
+def varlen_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    q_bounds: Tensor,
+    k_bounds: Tensor,
+    max_q: int,
+    max_k: int,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    grad_q, grad_k, grad_v = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    for q, k in sequences(q_bounds, k_bounds):
+        probs = weights(query[q], key[k], is_causal, scale)
+        grad_probs = torch.einsum("qhd,khd->hqk", grad[q], value[k])
+        grad_scores = probs * (grad_probs - (grad_probs * probs).sum(-1, keepdim=True)) * scale
+        grad_v[k] = torch.einsum("hqk,qhd->khd", probs, grad[q])
+        grad_q[q] = torch.einsum("hqk,khd->qhd", grad_scores, key[k])
+        grad_k[k] = torch.einsum("hqk,qhd->khd", grad_scores, query[q])
+    return grad_q, grad_k.unflatten(1, (-1, groups)).sum(2), grad_v.unflatten(1, (-1, groups)).sum(2)
+
+
+@varlen.register_fake
+def _(query: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(query)
+
+
+@varlen_backward.register_fake
+def _(grad: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(tensor) for tensor in tensors[:3])
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:5])
+    ctx.numbers = inputs[5:]
+
+
+def _derive(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return (*varlen_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.numbers), *[None] * 6)
+
+
+varlen.register_autograd(_derive, setup_context=_keep)
+
+
+def varlen_attn(*tensors: Any, window_size: tuple[int, int], scale: float, **_: Any) -> Tensor:
+    """Stand in for `torch.nn.attention.varlen.varlen_attn`."""
+    return varlen(*tensors, window_size == (-1, 0), scale)
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Trace as on a GPU, and fail where a kind of block needs more than four forms; give the compiler's counters."""
+    import torch.nn.attention.varlen as module
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setattr(module, "varlen_attn", varlen_attn)
+    for user in (agents.model.attention, agents.model.policy, trainer.data.packing):
+        monkeypatch.setattr(user, "needs_buckets", lambda device, dtype: False)
+    torch._dynamo.reset()
+    linear_logprobs._compiled.cache_clear()
+    counters.clear()
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=6):
+        yield counters
+    torch._dynamo.reset()
+    linear_logprobs._compiled.cache_clear()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model_type", "backend", "most"),
+    [
+        # Two kernels of the scores. Blocks of the decoder with and without gradient, with and without shared prompts;
+        # of the tower with and without gradient, its first block apart, since what that reads is a view.
+        ("qwen3_vl", "aot_eager", 2 + 4 + 4),
+        ("qwen2_5_vl", "aot_eager", 2 + 4 + 6),
+        pytest.param(
+            *("qwen3", "inductor", 2 + 4),
+            marks=pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler needs a C++ compiler"),
+        ),
+    ],
+)
+def test_compiled_blocks_have_the_same_gradients_and_few_forms(
+    model_type: str, backend: str, most: int, traced: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    case = Case.write(tmp_path / model_type, model_type)
+    # Some blocks recomputed, some not, and batches of one stream and of several, with pictures and without.
+    config = LearnerConfig(recompute=0.5, compile="off")
+    expected = take_variant(case, Variant(max_tokens=100, config=config))
+    assert traced["stats"]["unique_graphs"] == 0
+    compiled = Variant(max_tokens=100, config=config.model_copy(update={"compile": "on"}))
+    difference = Difference.between(take_variant(case, compiled), expected)
+    assert difference.loss < 1e-5 and difference.worst_gradient < 1e-4, difference
+    assert 0 < traced["stats"]["unique_graphs"] <= most
+    assert not traced["graph_break"]
+
+
+def test_the_operator_that_stands_in_is_attention_within_segments(traced: Any) -> None:
+    from agents.model.attention import Segments, Span, segment_attention
+
+    rng = torch.Generator().manual_seed(0)
+    spans = (Span(0, 4), Span(4, 3, 0, 4), Span(7, 2, 0, 4), Span(9, 5))
+    for is_causal in (True, False):
+        results = []
+        for with_buckets in (True, False):
+            agents.model.attention.needs_buckets = lambda *_, it=with_buckets: it  # type: ignore[assignment]
+            rng.manual_seed(0)
+            tensors = [torch.randn(14, heads, 8, generator=rng, requires_grad=True) for heads in (4, 2, 2)]
+            segments = Segments.build(spans, is_causal, "cpu", with_buckets)
+            out = segment_attention(*tensors, segments, 0.3)  # type: ignore[misc]
+            results.append([out, *torch.autograd.grad(out.square().sum(), tensors)])
+        for got, expected in zip(*results, strict=True):
+            torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)

@@ -1,0 +1,493 @@
+"""Claims about the doctor: it finds what was planted, by the check that should; a sound run has no finding at all."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from agents.model import STARTER_PATH
+from envs.config.settings import leaves
+from envs.errors import UserError
+from tests.agents.rendering.template_cases import OWN_TEMPLATES, QWEN_TEMPLATES, renderer_for
+from tests.builders import trajectory
+from tests.paths import ROOT
+from tests.tiny_models import tiny_config
+from tests.trainer.preflight.planted_faults import (
+    CONTROL,
+    FAULTS,
+    PlantedFault,
+    change_template,
+    checkpoint,
+    examine,
+    odd,
+    zero_grader,
+)
+from trainer.config.inputs import ModelConfig
+from trainer.config.learner import ClusterConfig, LearnerConfig
+from trainer.config.rollout import EngineConfig
+from trainer.config.run import RunConfig
+from trainer.doctor import DoctorConfig
+from trainer.doctor import run as run_doctor
+from trainer.learner.weights_io import meta_model
+from trainer.preflight.checks.chat_template import check_conventions
+from trainer.preflight.checks.engine_agreement import check_agreement, describe_parts, gaps_by_part
+from trainer.preflight.checks.free_memory import FreeMemory, host_free
+from trainer.preflight.checks.gold_answers import AnswerRewards, check_answers
+from trainer.preflight.checks.image_processing import check_settings
+from trainer.preflight.checks.image_sensitivity import check_image_sensitivity
+from trainer.preflight.checks.memory import MetaNetworks, check_memory, memory_need
+from trainer.preflight.checks.prompt_lengths import check_lengths
+from trainer.preflight.checks.stale_cache import CacheGaps, check_caches
+from trainer.preflight.checks.storage import DiskNeed, check_folder, file_system
+from trainer.preflight.checks.versions import RANGES, Uses, Versions, check_versions, read_driver
+from trainer.preflight.checks.weights import check_same, check_tower, rows_of
+from trainer.preflight.finding import Finding, Verdict, combine, fault, ok, run_check, skipped, warning
+from trainer.preflight.memory_estimate import GIB, qwen3_vl_config
+from trainer.preflight.quick import RunRefused
+from trainer.preflight.report import CHECKS, FindingLog, summary_line
+from trainer.run import run as run_training
+from trainer.types import StepStats
+
+SMALL = ("--train-size", "8", "--max-new-tokens", "64", "--problems", "2", "--answers", "4")
+
+
+@pytest.mark.parametrize("planted", FAULTS, ids=[planted.name for planted in FAULTS])
+def test_a_planted_fault_is_found_by_its_check(planted: PlantedFault) -> None:
+    findings = examine(planted, *SMALL, "--only", planted.expected)
+    assert [finding.status for finding in findings if finding.check == planted.expected] == ["fault"]
+    assert all(finding.fix for finding in odd(findings))
+
+
+def test_every_kind_of_fault_is_planted_and_expected_of_a_check_that_there_is() -> None:
+    assert {planted.kind for planted in FAULTS} == set("abcdefghij")
+    assert {planted.expected for planted in FAULTS} <= set(CHECKS)
+
+
+def test_a_sound_run_passes_every_check() -> None:
+    findings = examine(CONTROL, *SMALL)
+    assert [finding.check for finding in findings] == list(CHECKS)
+    assert {finding.check: finding.found for finding in findings if finding.status != "ok"} == {}
+
+
+def test_the_command_prints_a_table_writes_a_report_and_leaves_nothing_behind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report, out = tmp_path / "report.json", tmp_path / "my" / "runs"
+    argv = [*SMALL, "--eval-size", "0", "--only", "positions", "--only", "folder", "--out", str(out)]
+    assert run_doctor([*argv, "--report", str(report)]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^ positions +sound ", shown, re.MULTILINE) and max(map(len, shown.splitlines())) <= 120
+    assert re.search(r"^doctor: 3 checks sound, [\d.]+ s$", shown, re.MULTILINE)
+    names = [finding["check"] for finding in json.loads(report.read_text())["findings"]]
+    assert names == ["run folder", "set-up", "positions"] and not out.parent.exists()
+
+
+def test_a_fault_makes_the_command_return_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert run_doctor(["--only", "run folder", "--out", str(tmp_path / "file" / "runs")]) == 1
+    assert "-> give a folder with --out that can be written" in capsys.readouterr().out
+    with pytest.raises(UserError, match="--only: must be in the name of a check"):
+        run_doctor(["--only", "hearing"])
+
+
+START = ["--train-size", "8", "--eval-size", "0", "--steps", "1", "--problems-per-step", "1", "--group-size", "2"]
+START += ["--max-new-tokens", "24", "--tracker", "tensorboard"]
+
+
+def test_a_run_begins_with_one_line_of_the_short_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_training([*START, "--out", str(tmp_path)]) == 0
+    lines = re.findall(r"^doctor: .*$", capsys.readouterr().out, re.MULTILINE)
+    assert len(lines) == 1 and re.fullmatch(r"doctor: 8 checks sound, \d+\.\d s", lines[0])
+
+
+def test_a_run_with_a_fault_stops_before_step_0_and_leaves_no_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    with zero_grader(tmp_path) as flags:
+        with pytest.raises(RunRefused, match=r"^gold answers: 0 of 4 gold answers get 1; .*\(--doctor warn"):
+            run_training([*START, *flags, "--out", str(out), "--name", "mine"])
+        assert not (out / "mine").exists()
+        assert run_training([*START, *flags, "--out", str(out), "--name", "mine", "--doctor", "warn"]) == 0
+        assert "doctor: fault: gold answers: 0 of 4 gold answers get 1" in capsys.readouterr().out
+        assert run_training([*START, *flags, "--out", str(out), "--name", "other", "--doctor", "off"]) == 0
+        assert "doctor" not in capsys.readouterr().out
+
+
+def test_each_fault_of_a_start_is_a_line_of_its_own() -> None:
+    error = RunRefused(
+        [Finding("memory", "fault", "too little", "take more"), Finding("positions", "fault", "are flat")]
+    )
+    assert str(error).splitlines() == [
+        "memory: too little; take more (--doctor warn starts it anyway)",
+        "error: positions: are flat (--doctor warn starts it anyway)",
+    ]
+
+
+def test_a_check_that_fails_itself_is_a_finding_and_hides_no_other() -> None:
+    def crash() -> Verdict:
+        raise ZeroDivisionError("division by zero")
+
+    findings = FindingLog()
+    findings.add("versions", crash)
+    findings.add("memory", lambda: ok("fits"))
+    first, second = findings.findings
+    assert first.status == "fault" and re.match(r"ended with ZeroDivisionError: .* \(test_doctor.py:\d+\)", first.found)
+    assert second.status == "ok"
+
+    def refuse() -> Verdict:
+        raise UserError("--model", "must have a tokenizer", "x", "add tokenizer.json")
+
+    assert run_check("set-up", refuse).line == "set-up: --model must have a tokenizer, got x; add tokenizer.json"
+
+
+def test_several_verdicts_are_as_bad_as_the_worst_and_say_only_that() -> None:
+    assert combine([ok("a"), warning("b", "mend b"), skipped("c")]) == warning("b", "mend b")
+    assert combine([fault("a", "mend"), warning("b", ""), fault("c", "mend")]) == fault("a; c", "mend")
+    assert combine([]).status == "skipped"
+
+
+def test_the_last_line_counts_what_was_found() -> None:
+    findings = [
+        Finding("a", "ok", ""),
+        Finding("b", "warning", ""),
+        Finding("c", "fault", ""),
+        Finding("d", "skipped", ""),
+    ]
+    assert summary_line(findings * 2, 1.26) == "doctor: 2 checks sound, 2 warnings, 2 faults, 2 skipped, 1.3 s"
+
+
+# Versions
+
+
+def test_supported_versions_are_those_of_the_project() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    texts = [*project["dependencies"], *(t for extra in project["optional-dependencies"].values() for t in extra)]
+    asked = {match[1]: match[2] for text in texts if (match := re.match(r"([\w-]+)([<>=].*)", text))}
+    assert {name: asked[name] for name in RANGES} == RANGES
+
+
+HERE = Versions("3.12.3", {"torch": "2.11.0+cu130", "transformers": "5.12.1", "sglang": "0.5.15.post1"}, "13.0", 91900)
+ALL = Uses(("torch", "transformers", "sglang"), "qwen3_vl", has_vision=True, on_gpu=True, dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("package", "number", "uses", "status", "words"),
+    [
+        ("torch", "2.11.0+cu130", ALL, "ok", "torch 2.11.0"),
+        ("torch", "2.10.1", ALL, "fault", "torch 2.10.1 is too old: >=2.11,<2.14"),
+        ("torch", "2.14.0", ALL, "warning", "torch 2.14.0 is untried"),
+        ("transformers", "5.11.0", ALL, "fault", "too old: >=5.12,<6"),
+        ("transformers", "5.5.3", replace(ALL, model_type="qwen2_5_vl"), "fault", "issues/45325"),
+        ("transformers", "6.0.0", ALL, "warning", "untried"),
+        ("sglang", "0.5.12.post1", ALL, "fault", "pull/26555"),
+        ("sglang", "0.5.12.post1", replace(ALL, has_vision=False), "fault", "too old: >=0.5.15"),
+        ("sglang", "0.5.14", ALL, "fault", "too old: >=0.5.15"),
+        ("sglang", "0.4.9", replace(ALL, packages=("torch", "transformers")), "ok", "sglang 0.4.9"),
+    ],
+)  # fmt: skip
+def test_versions_are_judged_by_what_is_used(package: str, number: str, uses: Uses, status: str, words: str) -> None:
+    verdict = check_versions(replace(HERE, packages={**HERE.packages, package: number}), uses)
+    assert (verdict.status, words in verdict.found) == (status, True), verdict
+
+
+@pytest.mark.parametrize(
+    ("cudnn", "uses", "status"),
+    [
+        (91002, ALL, "warning"),
+        (90701, ALL, "ok"),
+        (91500, ALL, "ok"),
+        (91002, replace(ALL, dtype="float32"), "ok"),
+        (91002, replace(ALL, has_vision=False), "ok"),
+    ],
+)
+def test_a_cudnn_without_3d_convolutions_in_half_precision_is_named(cudnn: int, uses: Uses, status: str) -> None:
+    assert check_versions(replace(HERE, cudnn=cudnn), uses).status == status
+
+
+def test_sglang_must_be_built_for_the_torch_that_is_there() -> None:
+    pinned = replace(
+        HERE, sglang_requires=("torch==2.11.0", "transformers==5.12.1", "torchaudio==2.11.0", "odd ==== x")
+    )
+    assert check_versions(pinned, ALL).status == "ok"
+    other = replace(pinned, packages={**HERE.packages, "torch": "2.13.0"})
+    assert "asks for torch==2.11.0, 2.13.0 is there" in check_versions(other, ALL).found
+    other = replace(pinned, packages={**HERE.packages, "transformers": "5.23.0"})
+    assert check_versions(other, ALL).status == "warning"
+
+
+def test_a_driver_that_is_too_old_for_its_cuda_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "version"
+    file.write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build  (dvs-builder)\n"
+    )
+    assert read_driver(file) == "570.86.15" and read_driver(tmp_path / "none") is None
+    old = replace(HERE, driver="570.86.15")
+    assert "driver 570.86.15 is too old for CUDA 13.0, which needs 580" in check_versions(old, ALL).found
+    assert check_versions(replace(old, is_gpu_usable=True), ALL).status == "ok"  # by NVIDIA's compatibility package
+    assert check_versions(replace(old, cuda="12.8"), ALL).status == "ok"
+
+
+# Memory and disk
+
+
+@functools.cache
+def networks(name: str = "2b") -> MetaNetworks:
+    return MetaNetworks(meta_model(qwen3_vl_config(name)))
+
+
+ON_GPU = RunConfig(model=ModelConfig(device="cuda", dtype="bfloat16"))
+
+
+def test_a_gpu_that_is_too_small_is_a_fault_with_the_flags_that_help() -> None:
+    need = memory_need(ON_GPU, networks())
+    small = check_memory(ON_GPU, networks(), FreeMemory(64 * GIB, ((40 * GIB, 40 * GIB),)))
+    assert (small.status, need.least + need.engine > 40 * GIB) == ("fault", True)
+    most = (need.learner + need.engine + need.cache) / GIB
+    assert small.found == f"a GPU with a learner may need {most:.1f} GiB, 40.0 GiB are free"
+    assert re.match(r"give( --[\w-]+ \w+)+: about 3\d\.\d GiB$", small.fix)
+    assert check_memory(ON_GPU, networks(), FreeMemory(64 * GIB, ((140 * GIB, 141 * GIB),))).status == "ok"
+    helped = ON_GPU.model_copy(update={"learner": LearnerConfig(recompute=1.0, offload="optimizer")})
+    assert memory_need(helped, networks()).learner < memory_need(ON_GPU, networks()).learner
+    assert memory_need(helped, networks()).offloaded == 8 * 2_127_532_032
+
+
+def test_a_server_on_the_learners_gpu_takes_its_share_of_it() -> None:
+    alone = RunConfig(
+        model=ModelConfig(device="cuda", dtype="bfloat16"),
+        engine=EngineConfig(engine="sglang", sync="disk", first_gpu=1),
+    )
+    beside = alone.model_copy(update={"engine": EngineConfig(engine="sglang", sync="disk", mem_fraction=0.5)})
+    two, one = FreeMemory(64 * GIB, ((80 * GIB, 80 * GIB),) * 2), FreeMemory(64 * GIB, ((80 * GIB, 80 * GIB),))
+    assert "80.0 GiB are free" in check_memory(alone, networks(), two).found
+    assert "40.0 GiB are free beside a server that takes 0.5 of it" in check_memory(beside, networks(), one).found
+
+
+def test_weights_are_split_over_gpus_and_gpus_elsewhere_are_not_judged() -> None:
+    four = ON_GPU.model_copy(update={"cluster": ClusterConfig(num_gpus=4)})
+    config, here = networks("8b"), FreeMemory(64 * GIB, ((80 * GIB, 80 * GIB),) * 5)  # one for the server
+    assert memory_need(four, config).learner < memory_need(ON_GPU, config).learner - 80 * GIB
+    assert check_memory(four, config, FreeMemory(64 * GIB)).status == "skipped"
+    assert check_memory(four, config, here).status == "warning"  # it fits with compiled blocks
+    eager = four.model_copy(update={"learner": LearnerConfig(compile="off")})
+    assert check_memory(eager, config, here).status == "fault"
+
+
+def test_a_host_is_at_fault_only_where_not_even_the_weights_fit() -> None:
+    tiny = MetaNetworks(meta_model(tiny_config("qwen3_vl", AutoTokenizer.from_pretrained(STARTER_PATH), tied=True)))
+    need = memory_need(RunConfig(), tiny)
+    assert check_memory(RunConfig(), tiny, FreeMemory(2 * (need.learner + need.engine + need.cache))).status == "ok"
+    assert check_memory(RunConfig(), tiny, FreeMemory(need.learner)).status == "warning"
+    assert check_memory(RunConfig(), tiny, FreeMemory(need.least + need.engine - 1)).status == "fault"
+
+
+def test_a_control_group_limits_what_is_free(tmp_path: Path) -> None:
+    for name, text in {
+        "proc/meminfo": "MemTotal:  4096 kB\nMemAvailable:  3000 kB\n",
+        "sys/fs/cgroup/memory.max": "2000000",
+        "sys/fs/cgroup/memory.current": "1500000",
+        "sys/fs/cgroup/memory.stat": "anon 1\ninactive_file 200000\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert host_free(tmp_path) == 2_000_000 - 1_500_000 + 200_000
+    (tmp_path / "sys/fs/cgroup/memory.max").write_text("max")
+    assert host_free(tmp_path) == 3000 * 1024
+
+
+def test_disk_is_counted_from_parameters_and_held_against_what_is_free(tmp_path: Path) -> None:
+    need = DiskNeed.of(RunConfig(), num_parameters=1000, num_trained=900, uses_servers=True)
+    assert (need.checkpoints, need.model, need.sync) == (12 * 900 * 3, 2000, 8000)  # two kept, and one being written
+    assert need.recordings == 24 * 50 * 64 * (1024 + 256)
+    assert check_folder(tmp_path / "not" / "there", need).status == "ok" and not (tmp_path / "not").exists()
+    assert check_folder(tmp_path, replace(need, checkpoints=2**60)).status == "fault"
+    assert check_folder(tmp_path, replace(need, recordings=2**60)).status == "warning"
+    assert check_folder(Path("/proc/nothing"), need).status == "fault"
+
+
+def test_a_folder_that_other_hosts_must_see_should_be_on_a_shared_file_system(tmp_path: Path) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text("/dev/vda / ext4 rw 0 0\nserver:/x /shared nfs4 rw 0 0\nlocal /shared/fast\\040disk xfs rw 0 0\n")
+    assert [file_system(Path(p), mounts) for p in ("/home", "/shared/runs", "/shared/fast disk/x")] == [
+        "ext4",
+        "nfs4",
+        "xfs",
+    ]
+    verdict = check_folder(tmp_path, DiskNeed(0, 0, 0, 0), other_hosts=("gpu7",))
+    assert verdict.status in ("warning", "ok") and (verdict.status == "ok" or "gpu7 must see it" in verdict.found)
+
+
+# What the checks of a network judge
+
+
+def test_only_a_move_beyond_the_noise_is_sight() -> None:
+    right = np.array([-1.0, -2.0, -3.0], dtype=np.float32)
+    assert check_image_sensitivity(right, right, right + 0.5, right - 1).status == "ok"
+    assert (
+        check_image_sensitivity(right, right + 0.01, right + 0.02, right - 1).status == "fault"
+    )  # twice the noise is not enough
+    assert check_image_sensitivity(right, right, right + 1e-4, right).status == "warning"
+    assert check_image_sensitivity(right, right, right * np.nan, right).status == "fault"
+
+
+def stats(kl: float, mean: float, num_tokens: int = 10) -> StepStats:
+    return StepStats(0.0, 0.0, 0.0, num_tokens, 0, 0, kl, (kl,), mean, mean, mean, 1.0, {})
+
+
+@pytest.mark.parametrize(
+    ("kl", "mean", "status"),
+    [(1e-5, 0.002, "ok"), (2e-3, 0.05, "warning"), (2e-2, 0.1, "fault"), (1e-5, 0.3, "fault"), (np.nan, 0.0, "fault")],
+)
+def test_agreement_is_judged_by_the_kl_and_by_the_runs_own_tolerance(kl: float, mean: float, status: str) -> None:
+    assert check_agreement(stats(kl, mean), tolerance=0.2).status == status
+
+
+def test_a_difference_is_placed_before_the_picture_behind_it_or_in_a_turn() -> None:
+    played = trajectory(ids=(5, 6, 9, 9, 7, 8, 8), mask=(0, 0, 0, 0, 0, 1, 1))
+    learner = np.zeros(6, dtype=np.float32)
+    engine = np.array([0.0, 9.0, 9.0, 0.5, 0.25, 0.75], dtype=np.float32)  # of tokens 1 to 6; two are of the picture
+    context = gaps_by_part(engine, learner, played, image_token_id=9)
+    assert context == {"prompt before the picture": 0.0, "prompt after it": 0.5, "turn 1": 0.5}
+    assert describe_parts(context) == "scored: prompt before the picture 0, prompt after it 0.5, turn 1 0.5"
+    assert describe_parts({"prompt": 0.01}) == ""
+
+
+def test_an_engine_that_keeps_anything_of_older_weights_is_stale() -> None:
+    sound = CacheGaps(before=0.005, moved=0.8, after={"scored again": 0.006, "new session": 0.01})
+    assert check_caches(sound).status == "ok"
+    assert check_caches(replace(sound, after={"scored again": 0.006, "new session": 0.2})).status == "fault"
+    assert check_caches(replace(sound, after={"scored again": float("nan")})).status == "fault"
+    assert check_caches(replace(sound, moved=0.02)).status == "warning"
+
+
+def test_gold_answers_fail_as_a_whole_when_more_than_half_do() -> None:
+    right, wrong = AnswerRewards("a", "1", 1.0, 0.0), AnswerRewards("b", "2", 0.0, 0.0)
+    assert check_answers([right] * 3, best=1.0).status == "ok"
+    assert check_answers([right, right, wrong, wrong], best=1.0).status == "warning"
+    assert check_answers([right, wrong, wrong], best=1.0).status == "fault"
+    assert "sample b (label '2') gets 0" in check_answers([right, wrong], best=1.0).found
+    assert check_answers([replace(right, wrong=1.0)], best=1.0).status == "fault"
+    # A reward with a cost is doubted, one with a bonus is sound.
+    assert check_answers([replace(right, gold=0.99)] * 3, best=1.0).status == "warning"
+    assert check_answers([replace(right, gold=1.1)] * 3, best=1.0).status == "ok"
+    assert check_answers([AnswerRewards("c", None, None, None)], best=1.0).status == "skipped"
+    assert (
+        check_answers([AnswerRewards("d", "4", None, None, error="KeyError: 2 (shop.py:12)")], best=1.0).status
+        == "fault"
+    )
+
+
+def test_weights_are_compared_by_name_and_the_first_that_differs_is_placed() -> None:
+    theirs = {"model.visual.a": torch.ones(3, 2), "model.b": torch.arange(4.0).bfloat16()}
+    own = {f"backbone.{name}": tensor.float().clone() for name, tensor in theirs.items()}
+    assert check_same(own, rows_of(theirs), "the engine", "the file").status == "ok"
+    own["backbone.model.visual.a"][2, 1] = 5.0
+    assert "model.visual.a of the vision tower has 5, not 1" in check_same(own, rows_of(theirs), "x", "y").found
+    del theirs["model.visual.a"]
+    assert "model.visual.a is not in y in this shape" in check_same(own, rows_of(theirs), "x", "y").found
+
+
+def test_of_large_tensors_rows_at_both_ends_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.preflight.checks.weights.MAX_VALUES", 64)
+    own = {"w": torch.arange(1000.0).view(500, 2)}
+    verdict = check_same(own, rows_of(own), "x", "y")
+    assert verdict.status == "ok" and "6% of 1,000 values" in verdict.found
+    for row in (0, 499):
+        other = own["w"].clone()
+        other[row] += 1
+        assert check_same(own, rows_of({"w": other}), "x", "y").status == "fault"
+
+
+def test_a_tower_that_never_learnt_anything_is_named() -> None:
+    fresh = {
+        "visual.norm": torch.ones(2),
+        "model.visual.w": torch.randn(2, 2),
+        "model.visual.norm.weight": torch.ones(2),
+    }
+    tower = {name: tensor for name, tensor in fresh.items() if name.startswith("model.")}
+    for weights, status in (
+        (tower, "warning"),
+        (tower | {"model.visual.w": torch.zeros(2, 2)}, "fault"),
+        (tower | {"model.visual.norm.weight": torch.tensor([1.0, 0.9])}, "ok"),
+    ):
+        verdict = check_tower(weights)
+        assert verdict is not None and verdict.status == status
+    assert check_tower({"model.w": torch.ones(2)}) is None
+
+
+def test_image_settings_must_fit_the_network_and_its_family() -> None:
+    vision = tiny_config("qwen3_vl", AutoTokenizer.from_pretrained(STARTER_PATH), tied=True).vision_config
+    settings = json.loads((STARTER_PATH / "preprocessor_config.json").read_text())
+    assert check_settings(settings, vision, "qwen3_vl").status == "ok"
+    for name, value, words in (
+        ("patch_size", 14, "patch_size 14, its network has 16"),
+        ("merge_size", 1, "merge_size 1, its network has 2"),
+        ("image_std", [1.0] * 3, "image_std [1.0, 1.0, 1.0], qwen3_vl was trained with"),
+        ("do_normalize", False, "do_normalize false"),
+        ("rescale_factor", 1.0, "rescale_factor 1, not 1/255"),
+    ):
+        verdict = check_settings({**settings, name: value}, vision, "qwen3_vl")
+        assert verdict.status == "fault" and words in verdict.found, name
+
+
+def test_a_second_template_and_a_missing_stop_token_are_warned_of() -> None:
+    def spoil(folder: Path) -> None:
+        generation = json.loads((folder / "generation_config.json").read_text())
+        (folder / "generation_config.json").write_text(json.dumps({**generation, "eos_token_id": [3]}))
+        (folder / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+
+    planted = PlantedFault("f", "two templates", "", "chat template", checkpoint(spoil))
+    (finding,) = examine(planted, *SMALL, "--only", "chat template")
+    assert finding.status == "warning"
+    assert "stops at [3]" in finding.found and "chat_template.json has another chat template" in finding.found
+
+
+def test_a_template_that_the_renderer_refuses_is_a_fault_and_the_rest_is_skipped() -> None:
+    said = "render(message.content or '')"
+    planted = PlantedFault("f", "", "", "", checkpoint(change_template(said, f"({said} if loop.last else '')")))
+    findings = examine(planted, *SMALL)
+    by_status = {finding.check: finding.status for finding in findings}
+    assert by_status["chat template"] == "fault" and by_status["memory"] == "ok"
+    assert {by_status[check] for check in CHECKS[4:]} == {"skipped"}
+
+
+@pytest.mark.parametrize("name", [*OWN_TEMPLATES, *QWEN_TEMPLATES])
+def test_templates_that_are_as_their_families_were_trained_are_not_found_fault_with(name: str) -> None:
+    renderer = renderer_for(name)
+    assert check_conventions(renderer, "qwen3_vl" if renderer.closer == "<|im_end|>" else "llama") == []
+
+
+def test_a_template_of_another_family_whose_tokenizer_agrees_is_doubted() -> None:
+    (verdict,) = check_conventions(renderer_for("llama_style"), "qwen3_vl")
+    assert verdict.status == "warning" and "closes a turn with <|eot_id|>, models of type qwen3_vl" in verdict.found
+
+
+def test_the_page_names_every_check_and_every_planted_fault() -> None:
+    page = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
+    assert [check for check in CHECKS if f"| {check} |" not in page] == []
+    assert [planted.name for planted in FAULTS if f"| {planted.name} |" not in page] == []
+    flags = {"--" + path[-1].replace("_", "-") for path, _ in leaves(DoctorConfig)}
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page)) <= flags
+
+
+def test_a_checkpoint_that_cannot_be_read_is_one_fault(tmp_path: Path) -> None:
+    planted = PlantedFault("", "", "", "", checkpoint(lambda folder: (folder / "config.json").unlink()))
+    findings = examine(planted, *SMALL)
+    (first, *rest) = findings
+    assert (first.check, first.status) == ("set-up", "fault") and "must be a model folder or hub id" in first.found
+    assert {finding.status for finding in rest} == {"skipped"} and len(findings) == len(CHECKS)
+
+
+def test_prompts_that_leave_no_room_or_are_mostly_left_out_are_warned_of() -> None:
+    assert check_lengths([100, 200], 90, 5, max_new_tokens=50, context_length=300).status == "ok"
+    assert check_lengths([100, 280], 90, 0, max_new_tokens=50, context_length=300).status == "warning"
+    assert "10 of 40 problems are left out" in check_lengths([100], 30, 10, 50, 300).found

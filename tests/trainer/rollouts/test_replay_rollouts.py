@@ -1,0 +1,465 @@
+"""Claims about doing one side of a run: training on recorded rollouts is the recorded run to the bit, and rollouts that
+nothing is trained on are those of its first step."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from agents.recording import Recording
+from agents.rendering.renderer import Renderer
+from agents.types import SamplingParams
+from envs.config.cli import parse
+from envs.errors import UserError
+from envs.images import image_digest
+from tests.environments import lucky_geometry
+from tests.recordings import episodes_in
+from tests.servers import serving
+from tests.tiny_models import write_tiny_model
+from tests.trainer.checkpoint.test_checkpointer import largest_file
+from tests.trainer.runs import metrics_of, state_of
+from trainer.config.algorithm import AlgorithmConfig
+from trainer.config.inputs import ModelConfig
+from trainer.config.run import RunConfig, StagesConfig
+from trainer.config.sources import SOURCES, read_config
+from trainer.doctor import trial
+from trainer.export import run as export
+from trainer.learner.fsdp_learner import FSDPLearner, build_learner
+from trainer.preflight.checks.memory import memory_need
+from trainer.preflight.checks.storage import DiskNeed
+from trainer.preflight.config_only import ConfigChecks
+from trainer.rollouts.compare_runs import compare, other_settings, training_metrics
+from trainer.rollouts.live import plan_to_read
+from trainer.rollouts.recorded_groups import RecordedSteps
+from trainer.run import run
+from trainer.types import StepStats
+from trainer.weight_sync.sync import WeightSync
+
+STEPS = 4
+SMALL = ["--train-size", "12", "--problems-per-step", "3", "--group-size", "4", "--max-new-tokens", "24",
+         "--eval-size", "2", "--tracker=", "--batch-wait-s", "600", "--save-every", "2", "--lr", "1e-3"]  # fmt: skip
+FILTERED = ["--filter-equal", "--oversample", "1.5", "--minibatches", "2", "--epochs", "2"]
+
+
+@pytest.fixture(scope="module")
+def uneven(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """Flags of a small run of an environment that is gone when the test is."""
+    # Rewards depend on how much is written; some episodes break, so that groups are played again; some are equal.
+    rewards = (
+        "if right: return right",
+        "if len(text) % 2: raise RuntimeError('no such file')",
+        "return float(len(text) % 4 == 2)",
+    )
+    with lucky_geometry(tmp_path_factory.mktemp("uneven"), "uneven", *rewards) as flags:
+        yield [*flags, "--model", str(checkpoint), *SMALL]
+
+
+def started(folder: Path, *argv: str, code: int = 0) -> Path:
+    """Run the command in this process; return the run folder."""
+    assert run([*argv, "--out", str(folder.parent), "--name", folder.name]) == code
+    return folder
+
+
+@pytest.fixture(scope="module")
+def recorded(uneven: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with pictures, broken episodes, groups played again and groups left out, of two updates on three groups."""
+    folder = tmp_path_factory.mktemp("runs") / "recorded"
+    return started(folder, *uneven, *FILTERED, "--steps", str(STEPS))
+
+
+def replayed(folder: Path, recorded: Path, *argv: str, code: int = 0) -> Path:
+    return started(folder, "--replay-rollouts", str(recorded), "--tracker=", *argv, code=code)
+
+
+@pytest.fixture
+def nothing_plays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No engine, no environment, no data, no weights sent: whoever asks for one fails."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("nothing is to be played")
+
+    for place in (
+        "trainer.setup.components.build_engine",
+        "trainer.rollouts.live.load_problems",
+        "trainer.rollouts.live.load_env",
+        "trainer.config.inputs.get_spec",
+        "trainer.weight_sync.sync.WeightSync.__init__",
+        "envs.execution.runner.EnvRunner.open",
+        "trainer.setup.components.check_engine",
+    ):
+        monkeypatch.setattr(place, refuse)
+
+
+def assert_same_training(folder: Path, other: Path, steps: int = STEPS) -> None:
+    assert metrics_of(folder) == metrics_of(other)
+    assert [row["step"] for row in metrics_of(folder)] == list(range(1, steps + 1))
+    ours, theirs = state_of(folder, steps), state_of(other, steps)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    ours, theirs = (load_file(path / "model" / "model.safetensors") for path in (folder, other))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> str:
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_the_recorded_run_has_every_kind_of_group(recorded: Path) -> None:
+    rows, outcomes = metrics_of(recorded), {e["fate"] for e in episodes_in(recorded)}
+    assert all(row["grad_norm"] > 0 and row["num_updates"] == 4 for row in rows)
+    assert outcomes >= {"train", "discarded", "filtered"}
+    assert any(e["fate"] == "train" and e["end_reason"] == "env_error" for e in episodes_in(recorded))
+
+
+def test_training_on_recorded_rollouts_repeats_the_run_to_the_bit(
+    recorded: Path, nothing_plays: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = replayed(tmp_path / "replay", recorded)
+    out = said(capsys)
+    count = len(training_metrics(metrics_of(recorded)[0]))
+    assert f"entropy and all {count} figures are equal to the bit in all 4 steps" in out
+    assert "doctor: 6 checks sound" in out and "settings other than" not in out
+    assert_same_training(folder, recorded)
+    summaries = [json.loads((path / "summary.json").read_text()) for path in (folder, recorded)]
+    for name in ("steps_done", "end_reasons", "groups", "unused_groups", "max_rollout_train_kl"):
+        assert summaries[0][name] == summaries[1][name], name
+    assert summaries[0]["compared"]["num_equal"] == STEPS and summaries[0]["accuracy_after"] == {}
+    assert not (folder / "episodes").exists()
+    assert export([str(folder)]) == 0
+    exported, model = (load_file(folder / name / "model.safetensors") for name in (f"model-step-{STEPS}", "model"))
+    assert all(torch.equal(exported[name], model[name]) for name in model)
+    assert read_config(folder / "config.yaml").stages.replay_rollouts == recorded
+
+
+def test_adapters_and_episodes_that_saw_two_versions_repeat_too(
+    uneven: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("peft")
+    argv = ["--lora-rank", "2", "--max-rollout-tokens", "200", "--partial", "--max-batch", "8", "--eval-size", "0"]
+    recorded = started(tmp_path / "recorded", *uneven, *argv, "--steps", "3", "--kl-coef", "0.01")
+    assert max(row["staleness_max"] for row in metrics_of(recorded)) >= 1
+    capsys.readouterr()
+    folder = replayed(tmp_path / "replay", recorded)
+    assert "figures are equal to the bit in all 3 steps" in said(capsys)
+    # What was still being played after the last step is known to be aborted then.
+    ours, theirs = (metrics_of(path) for path in (folder, recorded))
+    assert ours[:2] == theirs[:2] and ours[2]["loss"] == theirs[2]["loss"]
+    assert sum(row["grad_norm"] > 0 for row in ours) >= 2
+    state, other = state_of(folder, 3), state_of(recorded, 3)
+    assert all(torch.equal(state[name], other[name]) for name in other)
+
+
+def test_another_loss_is_compared_from_the_first_step_that_differs(
+    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = replayed(
+        tmp_path / "replay", recorded, "--lr", "2e-3", "--steps", "2", "--minibatches", "1", "--epochs", "1"
+    )
+    ours, theirs, out = metrics_of(folder), metrics_of(recorded), said(capsys)
+    assert "--lr 0.002 (there 0.001), --minibatches 1 (there 2), --epochs 1 (there 2)" in out
+    assert ours[0]["rollout_train_kl"] == theirs[0]["rollout_train_kl"] and ours[0]["loss"] != theirs[0]["loss"]
+    loss = f"loss {theirs[0]['loss']:.9g} there, {ours[0]['loss']:.9g} here"
+    assert f"step 1 differs: {loss} ({abs(ours[0]['loss'] - theirs[0]['loss']):.1e} apart)" in out
+    assert [row["num_updates"] for row in ours] == [1, 1]
+
+
+def test_a_replay_that_is_stopped_goes_on_at_its_step(
+    recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = FSDPLearner.step
+
+    def interrupted(self: FSDPLearner, minibatches: Any) -> Any:
+        if self.steps_done == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, minibatches)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FSDPLearner, "step", interrupted)
+        folder = replayed(tmp_path / "replay", recorded, code=130)
+    assert len(metrics_of(folder)) == 2
+    assert json.loads((folder / "summary.json").read_text())["interrupted"]
+    assert run(["--resume", str(folder)]) == 0
+    assert_same_training(folder, recorded)
+    with pytest.raises(UserError, match="--replay-rollouts: must stay as in the run"):
+        run(["--resume", str(folder), "--replay-rollouts", str(tmp_path)])
+
+
+@pytest.mark.slow
+def test_several_learners_train_on_recorded_rollouts(recorded: Path, tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    folder = replayed(tmp_path / "replay", recorded, "--num-learners", "2", "--steps", "1")
+    (ours,), theirs = metrics_of(folder), metrics_of(recorded)[0]
+    for name in ("loss", "grad_norm", "entropy", "num_tokens", "reward"):
+        assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-6), name
+
+
+@pytest.fixture(scope="module")
+def rollouts(uneven: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run without its training side."""
+    folder = tmp_path_factory.mktemp("runs") / "rollouts"
+    with pytest.MonkeyPatch.context() as patched:
+        for name in ("step", "begin_checkpoint", "save"):
+            patched.delattr(FSDPLearner, name)  # nobody asks for them
+        return started(folder, *uneven, *FILTERED, "--steps", "2", "--rollout-only")
+
+
+def test_rollouts_alone_are_recorded_with_their_metrics_and_nothing_is_kept_of_the_model(
+    rollouts: Path, recorded: Path
+) -> None:
+    ours, theirs = metrics_of(rollouts), metrics_of(recorded)
+    trained = training_metrics(theirs[0])
+    assert ours[0] == {name: value for name, value in theirs[0].items() if name not in trained}
+    raw = json.loads((rollouts / "metrics.jsonl").read_text().splitlines()[1])
+    assert raw["step"] == 2 and raw["rollout_s"] > 0 and "train_s" not in raw and "loss" not in raw
+    assert not (rollouts / "model").exists() and not list((rollouts / "checkpoints").iterdir())
+    summary = json.loads((rollouts / "summary.json").read_text())
+    assert summary["steps_done"] == 2 and summary["max_rollout_train_kl"] is None
+    played = episodes_in(rollouts)
+    assert {v for e in played for t in e["turns"] for v, _ in t["versions"]} == {0}
+    assert all(e["fate"] for e in played) and len(list(Recording.open(rollouts).episodes())) == len(played)
+    first = [e["ids"] for e in played if e["step"] == 1]
+    assert first == [e["ids"] for e in episodes_in(recorded) if e["step"] == 1]
+
+
+def test_a_full_disk_ends_rollouts_alone_in_one_line_without_a_word_of_going_on(
+    uneven: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with largest_file(14_000):  # room for the configuration, not for the episodes
+        started(tmp_path / "run", *uneven, "--rollout-only", "--steps", "9", code=1)
+    error = capsys.readouterr().err
+    assert "error: [Errno 27] File too large" in error and "--resume" not in error and "Traceback" not in error
+    assert list(Recording.open(tmp_path / "run").episodes())
+
+
+def test_rollouts_and_then_training_on_them_begin_as_the_ordinary_run(
+    rollouts: Path, recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = replayed(tmp_path / "replay", rollouts)
+    assert "there are no figures of training to compare with" in said(capsys)
+    ours, theirs = metrics_of(folder), metrics_of(recorded)
+    assert ours[0] == theirs[0] and ours[0]["loss"] != 0
+    assert ours[1]["staleness_max"] == 1 and ours[1]["rollout_train_kl"] > theirs[1]["rollout_train_kl"]
+
+
+@pytest.fixture
+def server(checkpoint: Path) -> Iterator[str]:
+    """The address of a server that speaks SGLang's protocol, on the same checkpoint."""
+    with serving(checkpoint) as url:
+        yield url
+
+
+def test_servers_are_probed_and_play_rollouts_alone(
+    uneven: list[str], server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, gaps = WeightSync.start, []
+
+    async def probed(sync: WeightSync, version: int) -> Any:
+        probe = await start(sync, version)
+        gaps.append(probe.gap)
+        return probe
+
+    monkeypatch.setattr(WeightSync, "start", probed)
+    folder = started(tmp_path / "run", *uneven, "--rollout-only", "--engine-url", server, "--steps", "2")
+    assert len(gaps) == 1 and gaps[0] < 1e-5
+    assert {v for e in episodes_in(folder) for t in e["turns"] for v, _ in t["versions"]} == {0}
+    assert not (folder / "sync").exists() and not (folder / "model").exists()
+    replay = replayed(tmp_path / "replay", folder, "--steps", "1")
+    assert metrics_of(replay)[0]["rollout_train_kl"] < 1e-8
+
+
+def test_a_learner_that_is_only_read_keeps_no_float32_and_no_optimizer_state(checkpoint: Path) -> None:
+    config = RunConfig(model=ModelConfig(model=str(checkpoint), dtype="bfloat16"))
+    for plan, dtype in ((config, torch.float32), (plan_to_read(config), torch.bfloat16)):
+        learner = build_learner(plan, checkpoint, SamplingParams(), torch.device("cpu"))
+        assert {parameter.dtype for parameter in learner.model.parameters()} == {dtype}
+        assert not learner.optimizer.state
+
+
+def test_memory_and_disk_are_counted_for_the_side_that_is_done(checkpoint: Path, tmp_path: Path) -> None:
+    both = RunConfig(model=ModelConfig(model=str(checkpoint), dtype="bfloat16"))
+    replay = both.model_copy(update={"stages": StagesConfig(replay_rollouts=tmp_path)})
+    rollout = both.model_copy(update={"stages": StagesConfig(rollout_only=True)})
+    need = {name: memory_need(config, ConfigChecks(config).networks) for name, config in
+            {"both": both, "replay": replay, "rollout": rollout}.items()}  # fmt: skip
+    assert need["both"].engine == need["rollout"].engine > need["replay"].engine == need["replay"].cache == 0
+    assert need["both"].learner == need["replay"].learner
+    num = ConfigChecks(both).networks.num_parameters
+    assert need["rollout"].learner == 2 * num + 2**30 and need["both"].learner >= 16 * num + 2**30
+    disk = {name: DiskNeed.of(config, num, num, uses_servers=False) for name, config in
+            {"both": both, "replay": replay, "rollout": rollout}.items()}  # fmt: skip
+    assert disk["replay"].recordings == disk["rollout"].model == disk["rollout"].checkpoints == 0
+    assert disk["replay"].checkpoints == disk["both"].checkpoints > 0
+    assert disk["rollout"].recordings == disk["both"].recordings > 0
+
+
+def test_a_printed_configuration_repeats_the_replay(
+    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--replay-rollouts", str(recorded), "--clip-high", "0.3"]
+    with pytest.raises(SystemExit):
+        run([*argv, "--print-config"])
+    (tmp_path / "printed.yaml").write_text(capsys.readouterr().out)
+
+    def parsed(*argv: str) -> RunConfig:
+        return parse(RunConfig, argv, "python -m trainer.run", "Train.", SOURCES)
+
+    config = parsed(*argv)
+    assert parsed("--config", str(tmp_path / "printed.yaml")) == config
+    assert config.algorithm.clip_high == 0.3 and config.optim.minibatches == 2 and config.rollout.group_size == 4
+    assert config.log == RunConfig().log and not config.stages.rollout_only
+    assert trial(config, tmp_path, 64).plays  # the doctor looks at a run that does both sides
+
+
+def test_flags_that_cannot_be_are_refused(
+    recorded: Path, rollouts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(words: str, *argv: str) -> None:
+        with pytest.raises(UserError, match=words):
+            run(argv)
+        assert not (tmp_path / "runs").exists()
+
+    monkeypatch.chdir(tmp_path)
+
+    replay = ["--replay-rollouts", str(recorded)]
+    refused("--replay-rollouts: cannot be given together with --rollout-only", *replay, "--rollout-only")
+    refused("--steps: must be at most the 4 steps that .* has recorded, got 9; give --steps 4", *replay, "--steps", "9")
+    refused("--group-size: must stay as in the recorded run, which has 4, got 8", *replay, "--group-size", "8")
+    refused("must hold a recording .*, got no such folder", "--replay-rollouts", str(tmp_path / "none"))
+    refused("must be a run folder, with config.yaml", "--replay-rollouts", str(recorded / "episodes"))
+    refused("--resume: must be a run that trains", "--resume", str(rollouts))
+
+
+def copied(recorded: Path, folder: Path) -> Path:
+    shutil.copytree(recorded, folder, ignore=shutil.ignore_patterns("checkpoints", "model"))
+    return folder
+
+
+def first_picture(run: Path) -> Path:
+    return next(iter(sorted((run / "episodes" / "images").iterdir())))
+
+
+def test_a_share_of_the_groups_is_not_trained_on(uneven: list[str], tmp_path: Path) -> None:
+    recorded = started(tmp_path / "run", *uneven, "--record", "0.5", "--steps", "2", "--rollout-only")
+    with pytest.raises(UserError, match=r"must have recorded every group that was trained on, got \d of 3 in step 1"):
+        replayed(tmp_path / "replay", recorded)
+    assert not (tmp_path / "replay").exists()
+
+
+@pytest.mark.parametrize("fault", ["missing", "cut off", "others"])
+def test_a_picture_that_is_not_whole_is_said_before_anything_is_loaded(
+    recorded: Path, tmp_path: Path, fault: str
+) -> None:
+    run = copied(recorded, tmp_path / "run")
+    picture = first_picture(run)
+    if fault == "missing":
+        picture.unlink()
+    elif fault == "cut off":
+        picture.write_bytes(picture.read_bytes()[:-200])
+    else:
+        Image.open(picture).transpose(Image.Transpose.ROTATE_180).save(picture)
+    words = {
+        "missing": "No such file",
+        "cut off": "must be a whole picture",
+        "others": "must be the picture that was recorded",
+    }
+    with pytest.raises(UserError, match=words[fault]):
+        replayed(tmp_path / "replay", run)
+    assert not (tmp_path / "replay").exists()
+
+
+def test_another_schema_is_refused(recorded: Path, tmp_path: Path) -> None:
+    run = copied(recorded, tmp_path / "run")
+    manifest = run / "episodes" / "recording.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "schema_version": 99}))
+    with pytest.raises(UserError, match="must be a recording of schema"):
+        replayed(tmp_path / "replay", run)
+
+
+def test_another_model_is_refused(recorded: Path, checkpoint: Path, tmp_path: Path) -> None:
+    def refused(words: str, name: str) -> None:
+        with pytest.raises(UserError, match=words):
+            replayed(tmp_path / "replay", recorded, "--model", str(tmp_path / name))
+        assert not (tmp_path / "replay").exists()
+
+    write_tiny_model(tmp_path / "starter", "qwen3_vl")  # the same template over another vocabulary
+    refused("--model: must read id", "starter")
+
+    other = shutil.copytree(checkpoint, tmp_path / "template")
+    template = other / "chat_template.jinja"
+    template.write_text(template.read_text() + "{# other #}")
+    refused("--model: must have the recorded chat template", "template")
+
+    def configured(name: str, **changes: Any) -> None:
+        config = shutil.copytree(checkpoint, tmp_path / name) / "config.json"
+        config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
+
+    text = json.loads((checkpoint / "config.json").read_text())["text_config"]
+    configured("short", text_config={**text, "vocab_size": 646})
+    refused("must read id 646 as '<.image_pad.>', as recorded, got no such id", "short")
+    configured("unseen", image_token_id=7)
+    refused("must have .* image tokens, of id 7, for its pictures", "unseen")
+
+    settings = shutil.copytree(checkpoint, tmp_path / "coarse") / "preprocessor_config.json"
+    limits = {"shortest_edge": 64 * 64, "longest_edge": 96 * 96}
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "size": limits}))
+    refused("--model: must cut images/.*png as recorded, into 1x8x10 patches", "coarse")
+
+
+@pytest.mark.parametrize("size", [(160, 128), (33, 700), (1, 9), (900, 31), (64, 64)])
+def test_the_grid_of_a_picture_is_known_without_cutting_it(size: tuple[int, int], renderer: Renderer) -> None:
+    assert renderer.images is not None
+    picture = Image.new("RGB", size)
+    assert renderer.images.grid(picture) == renderer.images.process(picture).grid_thw
+
+
+def test_a_step_is_read_as_it_was_taken(recorded: Path, renderer: Renderer) -> None:
+    steps = RecordedSteps.open(recorded, STEPS, group_size=4)
+    assert len(steps.steps) == STEPS and steps.num_episodes == len(episodes_in(recorded))
+    lines = [e for e in episodes_in(recorded) if e["step"] == 2]
+    rollout = steps.rollout(2, renderer.images)
+    for fate, groups in {"train": rollout.groups, **rollout.unused}.items():
+        expected = [(e["group"], e["sample_index"], e["attempt"]) for e in lines if e["fate"] == fate]
+        tries = [t.key for group in groups for t in group.trajectories]
+        assert sorted(tries + [t.key for g in groups for t in g.discarded if fate != "train"]) == sorted(expected)
+        assert [group.trajectories[0].group for group in groups] == sorted({number for number, _, _ in expected})
+    found = {t.key: t for group in rollout.groups for t in group.trajectories}
+    for line in (e for e in lines if e["fate"] == "train"):
+        t = found[line["group"], line["sample_index"], line["attempt"]]
+        assert (t.ids_T.tolist(), t.reward, t.end_reason) == (line["ids"], line["reward"], line["end_reason"])
+        assert [
+            image_digest(p["image"]) for m in t.messages for p in m["content"] if isinstance(p, dict) and "image" in p
+        ]
+        assert [image.digest for image in t.images] == [image["digest"] for image in line["images"]]
+
+
+def test_steps_are_compared_by_what_training_reports() -> None:
+    stats = StepStats(
+        0.5, 1.0, 1e-3, 9, 1, 0, 1e-9, (1e-9, 2e-9), 0.1, 0.2, 0.3, 2.0, {"clip_frac": 0.0, "ref_kl": 0.1}
+    )
+    row = {"step": 1.0, "reward": 0.5, "train_s": 3.0, **stats.row()}
+    assert training_metrics(row) == list(stats.row()) and len(training_metrics(row)) == 15
+    same = compare([row, row], [row, {**row, "reward": 0.7, "train_s": 1.0}])
+    assert (same.num_steps, same.num_equal, same.differing) == (2, 2, {})
+    nan = {**row, "loss": float("nan")}
+    assert compare([nan], [nan]).differing == {}
+    other = compare([row, row, row], [row, {**row, "loss": 0.75, "ref_kl": 0.2}])
+    assert (other.num_steps, other.num_equal) == (2, 1)
+    assert other.differing == {"loss": (0.5, 0.75), "ref_kl": (0.1, 0.2)}
+    assert other.lines("runs/x") == [
+        "against runs/x: equal to the bit in the first step; step 2 differs: "
+        "loss 0.5 there, 0.75 here (2.5e-01 apart); ref_kl 0.1 there, 0.2 here (1.0e-01 apart)"
+    ]
+    fewer = compare([row], [{name: value for name, value in row.items() if name != "ref_kl"}])
+    assert fewer.differing == {"ref_kl": (0.1, None)}
+    assert other_settings(RunConfig(steps=3, seed=1), RunConfig()) == ["--seed 1 (there 0)"]
+    unscaled = AlgorithmConfig(scale_by_std=False)
+    assert other_settings(RunConfig(algorithm=unscaled), RunConfig()) == ["--no-scale-by-std"]

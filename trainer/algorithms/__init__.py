@@ -1,0 +1,1 @@
+"""The algorithms as pure functions: advantages, policy losses, importance sampling, aggregation."""

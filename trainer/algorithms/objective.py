@@ -1,0 +1,97 @@
+"""Computes the loss of a micro-batch, and the sums for its metrics.
+
+loss = sum over tokens of weight (correction policy_loss + kl_coef KL - entropy_coef entropy)
+
+The weights hold the optimizer step's denominators, so the losses and gradients of micro-batches and ranks add up.
+
+Legend: N model tokens of a micro-batch, S samples, each of them whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trainer.algorithms.importance_sampling import CORRECTIONS
+from trainer.algorithms.policy_loss import POLICY_LOSSES, reference_kl
+from trainer.config.algorithm import AlgorithmConfig
+
+
+@dataclass(frozen=True, eq=False)
+class ModelTokens:
+    """The inputs of the objective for the model tokens of a micro-batch. Log-probs and entropies: nats, float32.
+
+    `old_logprobs_N` are the trainer's before the step's first update, `rollout_logprobs_N` the engine's, and
+    `ref_logprobs_N` the reference network's, if there is one. `weights_N` comes from `aggregation.token_weights`.
+    `sample_N` (int64, 0 to S - 1, never decreasing) is the number of the token's sample. Only `logprobs_N` and
+    `entropy_N` have gradients.
+
+    Example, two samples of two tokens and one on the first update of a step, with mean over tokens::
+
+        ModelTokens(
+            logprobs_N=lp, entropy_N=h, old_logprobs_N=lp.detach(), rollout_logprobs_N=torch.tensor([-0.7, -2.3, -1.1]),
+            ref_logprobs_N=None, advantages_N=torch.tensor([0.7, 0.7, -0.7]), weights_N=torch.full((3,), 1 / 3),
+            sample_N=torch.tensor([0, 0, 1]), num_samples=2,
+        )
+    """
+
+    logprobs_N: Tensor
+    entropy_N: Tensor
+    old_logprobs_N: Tensor
+    rollout_logprobs_N: Tensor
+    ref_logprobs_N: Tensor | None
+    advantages_N: Tensor
+    weights_N: Tensor
+    sample_N: Tensor
+    num_samples: int
+
+
+@dataclass(frozen=True, eq=False)
+class Objective:
+    """A micro-batch's share of the step's loss, and sums over its tokens.
+
+    `sums`, float64 scalars without gradient, are added up over micro-batches and ranks and divided by the tokens:
+
+    - `clip_frac`: tokens whose ratio was clipped, dual clip included.
+    - `ratio_mean`: the ratio of `--policy-loss`.
+    - `correction_mean`, `correction_clipped_frac`: the weight of `--correction`, and tokens that it clipped or dropped.
+    - `ref_kl`: the KL to the reference by `--kl-estimator`, if there is a reference.
+
+    Example: a step of 10 tokens in two micro-batches with `clip_frac` 1 and 2 has a clip fraction of 0.3.
+    """
+
+    loss: Tensor
+    sums: dict[str, Tensor]
+
+
+def objective(tokens: ModelTokens, config: AlgorithmConfig) -> Objective:
+    """Return the loss of a micro-batch and the sums for its metrics. Without tokens the loss is 0, with a graph.
+
+    A regulariser with coefficient 0 is not in the graph: its gradient costs nothing and cannot be NaN.
+    """
+    assert tokens.ref_logprobs_N is not None or not config.kl_coef, f"kl_coef {config.kl_coef} without a reference"
+    numbers = (tokens.sample_N, tokens.num_samples, config)
+    # On the first update the old log-probs are the current ones: if not detached, the ratio would have no gradient.
+    old_N, rollout_N = tokens.old_logprobs_N.detach(), tokens.rollout_logprobs_N.detach()
+    correction_N, cut_N = CORRECTIONS[config.correction](old_N, rollout_N, *numbers)
+    policy = POLICY_LOSSES[config.policy_loss](tokens.logprobs_N, old_N, tokens.advantages_N, *numbers)
+    per_token_N = correction_N * policy.loss_N
+    means = {
+        "clip_frac": policy.clipped_N,
+        "ratio_mean": policy.ratio_N,
+        "correction_mean": correction_N,
+        "correction_clipped_frac": cut_N,
+    }
+    if tokens.ref_logprobs_N is not None:
+        with torch.set_grad_enabled(bool(config.kl_coef) and torch.is_grad_enabled()):
+            means["ref_kl"] = kl_N = reference_kl(
+                tokens.logprobs_N, tokens.ref_logprobs_N.detach(), config.kl_estimator
+            )
+        if config.kl_coef:
+            per_token_N = per_token_N + config.kl_coef * kl_N
+    if config.entropy_coef:
+        per_token_N = per_token_N - config.entropy_coef * tokens.entropy_N
+    loss = (tokens.weights_N * per_token_N).sum()
+    return Objective(loss, {name: value_N.detach().sum(dtype=torch.float64) for name, value_N in means.items()})

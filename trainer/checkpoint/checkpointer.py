@@ -1,0 +1,240 @@
+"""Writes, checks and finds the checkpoints of a run: folders that are complete or absent.
+
+Each is a folder `step-N`. The learner's ranks write their shards in the background (`torch.distributed.checkpoint`)
+into a folder under a temporary name. Once everything is on disk, a manifest with the size and CRC-32 of every file is
+added and the folder renamed. A process killed at any moment leaves complete checkpoints and at most a temporary folder,
+which the next one deletes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.config.run import CheckpointConfig
+from trainer.learner.protocol import CheckpointFailed, Learner
+
+#: The folder of a checkpoint that the learner's ranks write.
+LEARNER = "learner"
+MANIFEST = "manifest.json"
+SCHEMA_VERSION = 1
+_NAME = re.compile(r"step-(\d+)")
+_UNFINISHED = ".writing"
+_BLOCK = 1 << 20
+
+#: Gives the files of a checkpoint besides the learner's, by name.
+Files = Callable[[], Mapping[str, bytes]]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A whole checkpoint.
+
+    Example: `Checkpoint(Path("runs/x/checkpoints/step-20"), step=20)`.
+    """
+
+    folder: Path
+    step: int
+
+    @property
+    def learner(self) -> Path:
+        """What `Learner.restore` reads."""
+        return self.folder / LEARNER
+
+    def read(self, name: str) -> bytes:
+        """Return one of the files that were given to `Checkpoints.begin`."""
+        return (self.folder / name).read_bytes()
+
+
+class Checkpoints:
+    """Writes the checkpoints of one run, every `config.save_every` steps, and keeps the newest `keep_checkpoints`.
+
+    A checkpoint that cannot be written, for example on a full disk, is reported to `say` and deleted; earlier ones are
+    kept, and the run continues.
+
+    Example::
+
+        checkpoints = Checkpoints(Path("runs/x/checkpoints"), learner, CheckpointConfig(save_every=10), print)
+        checkpoints.mark_dirty()                                     # step 10 begins to change the weights
+        checkpoints.on_step_end(10, lambda: {"state.json": b"{}"})   # and is done: returns once the weights are copied
+        checkpoints.close()                                     # one of the last step, where there is none yet
+        newest_whole(Path("runs/x/checkpoints"), print).step    # 10
+    """
+
+    def __init__(self, folder: Path, learner: Learner, config: CheckpointConfig, say: Callable[[str], None]) -> None:
+        self.folder, self.learner, self.config, self._say = folder, learner, config, say
+        self.num_failed = 0
+        self._writing: int | None = None
+        #: The last finished step and the function that gives its files; None while the weights are changing.
+        self._stands: tuple[int, Files] | None = None
+        folder.mkdir(parents=True, exist_ok=True)
+        for left in folder.glob(f"*{_UNFINISHED}"):
+            shutil.rmtree(left, ignore_errors=True)
+        self.newest_step = max((checkpoint.step for checkpoint in found_steps(folder)), default=None)
+
+    def mark_dirty(self) -> None:
+        """Note that the weights begin to change: until `on_step_end` no checkpoint can be written."""
+        self._stands = None
+
+    def on_step_end(self, step: int, files: Files, is_last: bool = False) -> None:
+        """Note that a step is done, and begin a checkpoint if one is due."""
+        self._stands, every = (step, files), self.config.save_every
+        self.poll()
+        if every and (step % every == 0 or is_last):
+            self.begin(step, files())
+
+    def close(self) -> None:
+        """Finish the checkpoint being written, and write one of the last finished step if it has none.
+
+        After an interrupt in the middle of a step nothing is written: the weights may be ahead of the files.
+        """
+        self.wait()
+        if self._stands and self.config.save_every and self._stands[0] != self.newest_step:
+            step, files = self._stands
+            self.begin(step, files())
+            self.wait()
+
+    def begin(self, step: int, files: Mapping[str, bytes]) -> None:
+        """Begin to write the current state as that of `step`, once the checkpoint before it is finished."""
+        self.wait()
+        part = self._part(step)
+        try:
+            part.mkdir(parents=True)
+            for name, content in files.items():
+                (part / name).write_bytes(content)
+            self.learner.begin_checkpoint(part / LEARNER)
+        except (OSError, CheckpointFailed) as error:
+            self._give_up(step, error)
+        else:
+            self._writing = step
+
+    def poll(self) -> None:
+        """Finish the checkpoint being written if all ranks have written their part."""
+        self._finish(wait=False)
+
+    def wait(self) -> None:
+        """Wait for the checkpoint being written, and finish it."""
+        self._finish(wait=True)
+
+    def _finish(self, wait: bool) -> None:
+        step = self._writing
+        if step is None:
+            return
+        try:
+            if not self.learner.is_checkpoint_written(wait):
+                return
+            self._writing = None
+            part, whole = self._part(step), self.folder / f"step-{step}"
+            _write_manifest(part, step)
+            if whole.exists():  # left by a run that was rolled back
+                whole.rename(_free_name(whole, "abandoned"))
+            part.rename(whole)
+            _sync(self.folder)
+        except (OSError, CheckpointFailed) as error:
+            self._writing = None
+            self._give_up(step, error)
+            return
+        self.newest_step = step
+        for old in found_steps(self.folder)[self.config.keep_checkpoints :]:
+            shutil.rmtree(old.folder, ignore_errors=True)
+
+    def _part(self, step: int) -> Path:
+        return self.folder / f"step-{step}{_UNFINISHED}"
+
+    def _give_up(self, step: int, error: Exception) -> None:
+        shutil.rmtree(self._part(step), ignore_errors=True)
+        self.num_failed += 1
+        kept = found_steps(self.folder)
+        there = f"the newest is that of step {kept[0].step}" if kept else "there is none yet"
+        self._say(f"the checkpoint of step {step} could not be written, {there}: {_reason(error)} ({self.folder})")
+
+
+def _reason(error: Exception) -> str:
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+
+
+def found_steps(folder: Path) -> list[Checkpoint]:
+    """Return the checkpoints of a folder, the newest first; none of them is read."""
+    found = [(int(match[1]), path) for path in folder.glob("step-*") if (match := _NAME.fullmatch(path.name))]
+    return [Checkpoint(path, step) for step, path in sorted(found, reverse=True)]
+
+
+def newest_whole(folder: Path, say: Callable[[str], None]) -> Checkpoint | None:
+    """Return the newest checkpoint all of whose files are as they were written; None where there is none.
+
+    A damaged one is reported to `say` and renamed to `step-N.damaged`.
+    """
+    for checkpoint in found_steps(folder):
+        fault = damage(checkpoint)
+        if fault is None:
+            return checkpoint
+        aside = _free_name(checkpoint.folder, "damaged")
+        checkpoint.folder.rename(aside)
+        say(f"the checkpoint of step {checkpoint.step} is damaged and skipped: {fault}; it is now {aside}")
+    return None
+
+
+def damage(checkpoint: Checkpoint) -> str | None:
+    """Return the fault of a checkpoint's files, or None."""
+    try:
+        manifest = json.loads((checkpoint.folder / MANIFEST).read_text(encoding="utf-8"))
+        schema, files = manifest["schema"], dict(manifest["files"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{MANIFEST} cannot be read ({type(error).__name__})"
+    if schema != SCHEMA_VERSION:
+        return f"{MANIFEST} is of schema {schema}, this version reads {SCHEMA_VERSION}"
+    paths = [checkpoint.folder / name for name in files]
+    with ThreadPoolExecutor() as pool:
+        for path, now, then in zip(paths, pool.map(_fingerprint, paths), files.values(), strict=True):
+            if now is None:
+                return f"{path.name} is missing or cannot be read"
+            if list(now) != then:
+                return f"{path.name} has {now[0]} bytes, CRC {now[1]:08x}; written were {then[0]}, CRC {then[1]:08x}"
+    return None
+
+
+def _write_manifest(folder: Path, step: int) -> None:
+    """Sync all files to disk, and write the manifest with their fingerprints."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    for path in paths:
+        _sync(path)
+    with ThreadPoolExecutor() as pool:
+        prints = list(pool.map(_fingerprint, paths))
+    files = {str(path.relative_to(folder)): found for path, found in zip(paths, prints, strict=True)}
+    target = folder / MANIFEST
+    target.write_text(json.dumps({"schema": SCHEMA_VERSION, "step": step, "files": files}, indent=1), encoding="utf-8")
+    _sync(target)
+    _sync(folder)
+
+
+def _fingerprint(path: Path) -> tuple[int, int] | None:
+    """Return size and CRC-32 of a file, None where it cannot be read."""
+    size = crc = 0
+    try:
+        with path.open("rb") as file:
+            while block := file.read(_BLOCK):
+                size, crc = size + len(block), zlib.crc32(block, crc)
+    except OSError:
+        return None
+    return size, crc
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file's content, or a folder's list of names, is on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _free_name(path: Path, word: str) -> Path:
+    names = (path.with_name(f"{path.name}.{word}{number or ''}") for number in range(1_000_000))
+    return next(name for name in names if not name.exists())

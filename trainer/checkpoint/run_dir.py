@@ -1,0 +1,95 @@
+"""The run folder: created once, locked by one process at a time, found again by `--resume`."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from agents.recording.run_files import CONFIG
+from envs.errors import UserError
+from trainer.config.run import RunDirConfig
+
+#: In it, besides the files of `agents.recording.run_files`: registry entry, episodes, checkpoints, finished model.
+ENVIRONMENT, EPISODES, CHECKPOINTS, MODEL = "environment.json", "episodes", "checkpoints", "model"
+_LOCK = ".lock"
+#: How long to wait for a run folder that another process holds.
+WAIT_S = 10.0
+
+
+#: Errors of a full or broken disk: the run can be resumed later, or elsewhere.
+_DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+
+
+def is_disk_fault(error: Exception) -> bool:
+    """Return whether an error says that a disk is full or broken."""
+    return isinstance(error, OSError) and error.errno in _DISK_FAULTS
+
+
+def make_folder(config: RunDirConfig, label: str, can_resume: bool = True) -> Path:
+    """Create the run folder; an existing one is never written into.
+
+    Example: without `--name` and with the label "geo3k-seed0" it is `runs/geo3k-seed0-20260102-030405-4711`.
+
+    Raises:
+        UserError: it is there already, or cannot be made.
+    """
+    name = config.name or f"{label}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    folder = (config.out / name).absolute()  # an environment may change the working directory
+    try:
+        folder.mkdir(parents=True, exist_ok=False)
+    except FileExistsError:
+        fix = f"choose another name{f', or resume it: --resume {folder}' if can_resume else ''}"
+        raise UserError("--name", "must name a new run folder", str(folder), fix) from None
+    except OSError as error:
+        raise UserError("--out", "must be writable", str(folder), f"give another folder ({error.strerror})") from error
+    return folder
+
+
+def found_folder(folder: Path) -> Path:
+    """Return the absolute path of a run folder.
+
+    Raises:
+        UserError: the folder is not that of a run.
+    """
+    if not (folder / CONFIG).exists():
+        rule = f"must be a run folder, with {CONFIG}"
+        raise UserError("--resume", rule, str(folder), "give the folder that the run has printed")
+    return folder.absolute()
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[Path]:
+    """Lock a run folder; the system releases the lock when this process ends, however it ends.
+
+    Raises:
+        UserError: another process holds it.
+    """
+    try:
+        file = (folder / _LOCK).open("a+")
+    except OSError as error:
+        raise UserError("--out", "must be writable", str(folder), f"give another folder ({error.strerror})") from error
+    with file:
+        # Children of a killed process may hold the lock until they notice.
+        deadline = time.monotonic() + WAIT_S
+        while not _lock(file.fileno()):
+            if time.monotonic() > deadline:
+                fix = "stop that process first"
+                raise UserError("--resume", "must not be written by another process", str(folder), fix)
+            time.sleep(0.1)
+        yield folder
+
+
+def _lock(handle: int) -> bool:
+    """Lock an open file; return False where another process holds it."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True

@@ -1,0 +1,191 @@
+"""The life cycle of a run: from its start, or its newest checkpoint, to its summary.
+
+Reinforcement (`trainer.rollouts.session`) and supervised training (`trainer.sft.session`) share it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+from agents.recording.append_log import rewind
+from agents.recording.run_files import METRICS, SUMMARY
+from trainer.checkpoint.checkpointer import Checkpoints
+from trainer.checkpoint.run_dir import CHECKPOINTS
+from trainer.config.run import CheckpointConfig, RunDirConfig
+from trainer.learner.protocol import Learner, LearnerLost
+from trainer.metrics.console import Display
+from trainer.metrics.log import MetricsLog, peak_memory_gib
+
+T = TypeVar("T")
+
+
+class RunState(Protocol):
+    """Where a run stands after `step`; a checkpoint holds `files`, besides the learner's state.
+
+    `metrics_bytes` is the length of the metrics file by then, `seconds` the time spent so far.
+    """
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def metrics_bytes(self) -> int: ...
+    @property
+    def seconds(self) -> float: ...
+    def files(self) -> Mapping[str, bytes]: ...
+
+
+S = TypeVar("S", bound=RunState)
+
+
+class RunSession(ABC, Generic[S]):
+    """Counts steps, logs them, writes checkpoints, stops on a signal, and leaves summary and weights behind.
+
+    Example::
+
+        async def body() -> None:
+            for step in session.steps():                                # those that are left after a resume
+                await session.complete(update(session, step))           # calls begin_update and end_step
+
+        summary = await session.run(body)                               # also in summary.json
+    """
+
+    #: What the progress bar says of the steps.
+    stage = "train"
+
+    def __init__(
+        self,
+        folder: Path,
+        learner: Learner,
+        state: S,
+        num_steps: int,
+        settings: Mapping[str, Any],
+        log: RunDirConfig,
+        checkpoint: CheckpointConfig,
+        display: Display,
+    ) -> None:
+        """Continue the files in `folder` from `state`; `settings` go to the trackers."""
+        self.folder, self.state, self.num_steps, self.display = folder, state, num_steps, display
+        rewind(folder / METRICS, state.metrics_bytes)
+        self.log = MetricsLog(folder, settings, log.tracker, log.project, state.step, report=display.say)
+        self.checkpoints = Checkpoints(folder / CHECKPOINTS, learner, checkpoint, display.say)
+        #: Closed once the summary is written.
+        self.open_files = contextlib.ExitStack()
+        self.open_files.callback(self.log.close)
+        #: The step that runs now, or the last one.
+        self.step = state.step
+        self.is_interrupted = False
+        self._started = time.perf_counter() - state.seconds
+
+    async def run(self, body: Callable[[], Awaitable[None]]) -> dict[str, Any]:
+        """Await `body`; on Ctrl-C or SIGTERM keep everything so far. Returns the summary, which is also on disk."""
+        is_lost = False
+        cancel_on_sigterm()
+        try:
+            await body()
+        except asyncio.CancelledError:
+            self.is_interrupted = True
+            self.display.say("interrupted: saving what there is")
+        except LearnerLost:
+            is_lost = True
+            raise
+        finally:
+            try:
+                summary = self._finish(has_weights=not is_lost)
+            finally:
+                await self.close()
+        return summary
+
+    def steps(self) -> Iterator[int]:
+        """Yield the number of each step that is left."""
+        first = self.state.step
+        self.display.begin(self.stage, self.num_steps - first)
+        for step in range(first + 1, self.num_steps + 1):
+            self.step = step
+            yield step
+            self.display.advance()
+
+    async def complete(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await `work` to its end, however often the caller is cancelled meanwhile; then the cancellation goes on.
+
+        So an interrupt during an update takes effect after it, and a run always stops between steps.
+        """
+        task = asyncio.ensure_future(work)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            self.is_interrupted = True
+            while not task.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.shield(task)
+            task.result()
+            raise
+
+    def begin_update(self) -> None:
+        """Note that the weights are about to change: until `end_step` there is nothing to write a checkpoint of."""
+        self.checkpoints.mark_dirty()
+
+    def end_step(self) -> None:
+        """Note that the step is done, and begin a checkpoint where one is due."""
+        self.state = self.state_now()
+        self.checkpoints.on_step_end(self.step, self.state.files, is_last=self.step == self.num_steps)
+
+    @property
+    def seconds(self) -> float:
+        """Time spent on the run so far, in all processes that it was resumed in."""
+        return time.perf_counter() - self._started
+
+    @abstractmethod
+    def state_now(self) -> S:
+        """Return where the run stands now, with all files on disk up to here."""
+
+    @abstractmethod
+    def summary(self) -> Mapping[str, Any]:
+        """Return what the summary says besides steps, time and memory."""
+
+    @abstractmethod
+    def draw(self) -> None:
+        """Draw the curve of the run into its folder."""
+
+    @abstractmethod
+    def save_model(self) -> None:
+        """Write the weights as a Hugging Face folder."""
+
+    async def close(self) -> None:
+        """Free what the run holds."""
+
+    def _finish(self, has_weights: bool) -> dict[str, Any]:
+        """Write summary and curve, close all files, write the weights: last, for nothing else is lost if that fails."""
+        summary = {
+            "steps_done": len(self.log.rows),
+            "interrupted": self.is_interrupted,
+            "seconds": round(self.seconds, 1),
+            "peak_memory_gib": round(peak_memory_gib(), 3),
+            **self.summary(),
+        }
+        try:
+            if has_weights:
+                self.checkpoints.close()
+            summary["checkpoints_failed"] = self.checkpoints.num_failed
+            (self.folder / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+            self.draw()
+        finally:
+            self.open_files.close()
+        if has_weights:
+            self.save_model()
+        return summary
+
+
+def cancel_on_sigterm() -> None:
+    """Make SIGTERM cancel the current task, as Ctrl-C does; outside the main thread nothing happens."""
+    task = asyncio.current_task()
+    assert task is not None
+    with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)

@@ -1,0 +1,1 @@
+"""Every setting of the trainer's commands, with ready recipes."""

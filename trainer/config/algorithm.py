@@ -1,0 +1,92 @@
+"""Settings of the algorithm: advantages, loss, aggregation, regularisers and importance sampling."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from envs.config.settings import Section
+
+AdvantageName = Literal["grpo", "rloo", "reinforce++"]
+PolicyLossName = Literal["ppo", "gspo", "likelihood"]
+AggregationName = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant"]
+KLEstimatorName = Literal["k1", "k2", "k3"]
+CorrectionName = Literal["none", "tis", "icepop", "mis"]
+
+
+class AlgorithmConfig(Section):
+    """Advantages, policy loss, aggregation, regularisers and importance sampling."""
+
+    advantage: AdvantageName = Field(
+        default="grpo",
+        description="baseline of a reward: the group's mean (grpo), the mean of the group's other episodes (rloo), or "
+        "the group's mean, divided by the step's standard deviation (reinforce++)",
+    )
+    scale_by_std: bool = Field(
+        default=True, description="with --advantage grpo: divide by the group's standard deviation; Dr. GRPO does not"
+    )
+    policy_loss: PolicyLossName = Field(
+        default="ppo",
+        description="clipped ratio of each token (ppo) or of the whole sequence (gspo), or the log-prob without "
+        "clipping (likelihood: REINFORCE)",
+    )
+    clip_low: float = Field(default=0.2, ge=0, lt=1, description="lower clip of the ratio: 1 - clip_low")
+    clip_high: float = Field(default=0.28, ge=0, description="upper clip of the ratio: 1 + clip_high")
+    dual_clip: float = Field(
+        default=0.0,
+        ge=0,
+        description="bound on the loss of a token with negative advantage, as a multiple of the advantage; above 1, "
+        "such as 3; 0: no bound",
+    )
+    aggregation: AggregationName = Field(default="token-mean", description="how to combine the token losses of a step")
+    loss_constant: int = Field(
+        default=0,
+        ge=0,
+        description="divisor of each sequence's sum with --aggregation constant; 0: --max-new-tokens",
+    )
+    kl_coef: float = Field(default=0.0, ge=0, description="weight of the KL to the reference network in the loss")
+    kl_estimator: KLEstimatorName = Field(
+        default="k3", description="estimator of that KL; k1 and k3 are unbiased in value, k2 in gradient"
+    )
+    entropy_coef: float = Field(default=0.0, ge=0, description="weight of the entropy bonus in the loss")
+    correction: CorrectionName = Field(
+        default="tis",
+        description="importance weight, the trainer's over the engine's probability: clamped per token (tis), or 0 out "
+        "of bounds per token (icepop) or per sequence (mis)",
+    )
+    correction_cap: float = Field(default=2.0, gt=0, description="largest weight of --correction tis")
+    correction_low: float = Field(default=0.5, ge=0, description="smallest ratio that icepop and mis keep")
+    correction_high: float = Field(
+        default=5.0,
+        gt=0,
+        validate_default=True,
+        description="largest ratio that icepop and mis keep",
+    )
+    mask_truncated: bool = Field(
+        default=False,
+        description="leave episodes that reached a limit (turns, tokens, context) out of the loss; the statistics "
+        "include them",
+    )
+
+    @field_validator("dual_clip")
+    @classmethod
+    def _is_off_or_above_one(cls, value: float) -> float:
+        if 0 < value <= 1:
+            raise ValueError("must be above 1, or 0 for none")
+        return value
+
+    @field_validator("loss_constant")
+    @classmethod
+    def _is_read(cls, value: int, info: ValidationInfo) -> int:
+        if value and info.data.get("aggregation") != "constant":
+            raise ValueError("needs --aggregation constant, or nothing reads it")
+        return value
+
+    @field_validator("correction_high")
+    @classmethod
+    def _is_above_low(cls, value: float, info: ValidationInfo) -> float:
+        low = info.data.get("correction_low", 0.0)
+        if value <= low:
+            raise ValueError(f"must be above --correction-low {low:g}")
+        return value

@@ -1,0 +1,90 @@
+"""Settings of what a run begins from: environment, problems and model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, ValidationError
+
+from envs.config.settings import Section
+from envs.errors import UserError
+from envs.grading import GraderName
+from envs.problems import RowsConfig
+from envs.registry import get_spec
+from envs.spec import EnvSpec
+
+
+class EnvConfig(Section):
+    """Environment and limits of an episode. An empty setting takes the value of the registry entry."""
+
+    env: str = Field(default="geo3k", description="environment id in the registry")
+    registry: tuple[Path, ...] = Field(default=(), description="more registry files; later ones win")
+    max_new_tokens: int = Field(
+        default=256, ge=1, description="token budget of an episode after its prompt, tool output included"
+    )
+    max_turns: int | None = Field(default=None, ge=1, description="maximum number of model turns in an episode")
+    reset_timeout_s: float | None = Field(default=None, gt=0, description="seconds to build and reset an environment")
+    step_timeout_s: float | None = Field(default=None, gt=0, description="seconds for one step, and for the reward")
+    isolation: Literal["inline", "thread", "process"] | None = Field(default=None, description="where environments run")
+    tool_format: Literal["auto", "hermes", "qwen_xml"] | None = Field(
+        default=None, description="format of a tool call in the model's text; auto: the one of its chat template"
+    )
+    grader: GraderName | None = Field(default=None, description="how an answer is compared with the label")
+    reward_max_val: float | None = Field(default=None, description="reward of a right answer")
+    reward_min_val: float | None = Field(default=None, description="reward of a wrong answer")
+
+    def resolve(self) -> EnvSpec:
+        """Return the registry entry with the settings given here replacing its own.
+
+        Raises:
+            UserError: there is no such entry, or a registry file is wrong.
+        """
+        spec = get_spec(self.env, *self.registry)
+        shared = EnvSpec.model_fields.keys() & EnvConfig.model_fields.keys()
+        given = {name: value for name in shared if (value := getattr(self, name)) is not None}
+        try:
+            return EnvSpec.model_validate({**spec.model_dump(), "origin": spec.origin, **given})
+        except ValidationError as error:
+            rule = error.errors()[0]["msg"]
+            raise UserError(f"environment '{spec.id}'", rule, given, "change the flag or the entry") from error
+
+
+class PromptsConfig(RowsConfig):
+    """Content and maximum length of prompts."""
+
+    system_prompt: str = Field(default="", description="system prompt; empty: the environment's")
+    allow_outside_images: bool = Field(default=False, description="allow image paths outside the data file's folder")
+    max_prompt_tokens: int = Field(
+        default=1024, ge=1, description="longest prompt; longer ones are left out and counted, never cut"
+    )
+
+
+class DataConfig(PromptsConfig):
+    """Problems to train and evaluate on."""
+
+    eval_data: str = Field(
+        default="", description="held-out problems, as --data; empty: the environment's own, when --data is empty"
+    )
+    train_size: int = Field(default=1024, ge=1, description="number of the environment's own training problems to use")
+    eval_size: int = Field(
+        default=256,
+        ge=0,
+        description="number of held-out problems to evaluate before and after training; 0: no evaluation",
+    )
+
+
+class ModelConfig(Section):
+    """Model, device and number format."""
+
+    model: str = Field(
+        default="starter", description="model folder or hub id; 'starter': the small model in the package"
+    )
+    device: str = Field(default="cpu", description="torch device of the learner and the embedded engine")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="number format of computation; the learner keeps its weights in float32"
+    )
+    context_length: int = Field(default=4096, ge=2, description="longest stream in tokens, prompt included")
+    template_options: str = Field(
+        default="", description='variables of the chat template, a JSON object such as {"enable_thinking": false}'
+    )

@@ -1,0 +1,135 @@
+"""Settings of the learner: processes, optimizer, memory and which weights are trained."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from envs.config.settings import Section
+from trainer.config.algorithm import AlgorithmConfig
+from trainer.config.inputs import ModelConfig
+
+
+class ClusterConfig(Section):
+    """Learner processes. By default training runs in the process of the command, without Ray."""
+
+    num_gpus: int = Field(
+        default=0, ge=0, description="learner processes, one GPU each, through Ray; 0: train in this process"
+    )
+    num_learners: int = Field(
+        default=0, ge=0, description="learner processes on CPUs, through Ray; 0: train in this process"
+    )
+    ray_address: str = Field(
+        default="", description="Ray cluster: auto, or HOST:PORT of its head; empty: start one on this host"
+    )
+    learner_timeout_s: float = Field(
+        default=600.0,
+        gt=0,
+        description="longest wait in seconds of a learner process for the others, and for them to start",
+    )
+
+    @field_validator("num_learners")
+    @classmethod
+    def _is_one_kind(cls, value: int, info: ValidationInfo) -> int:
+        if value and info.data.get("num_gpus"):
+            raise ValueError("cannot be given together with --num-gpus, which has a learner process on each GPU")
+        return value
+
+    @field_validator("ray_address")
+    @classmethod
+    def _has_a_use(cls, value: str, info: ValidationInfo) -> str:
+        if value and not (info.data.get("num_gpus") or info.data.get("num_learners")):
+            raise ValueError("needs --num-gpus or --num-learners, or nothing would run on the cluster")
+        return value
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of learner processes; 0: training runs in the process of the command."""
+        return self.num_gpus or self.num_learners
+
+
+class AdamWConfig(Section):
+    """Optimizer."""
+
+    lr: float = Field(default=5e-5, gt=0, description="learning rate")
+    schedule: Literal["constant", "cosine"] = Field(
+        default="constant", description="learning rate over all steps, multiplied by the warm-up"
+    )
+    warmup_steps: int = Field(default=2, ge=0, description="steps of linear warm-up")
+    beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW's first moment decay")
+    beta2: float = Field(default=0.95, ge=0, lt=1, description="AdamW's second moment decay")
+    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's weight decay")
+    max_grad_norm: float = Field(
+        default=1.0, gt=0, allow_inf_nan=True, description="gradients are scaled down to this norm; inf: never"
+    )
+
+
+class OptimConfig(AdamWConfig):
+    """Optimizer and updates per step."""
+
+    minibatches: int = Field(
+        default=1, ge=1, description="optimizer updates per pass over a step's groups, each on an equal part of them"
+    )
+    epochs: int = Field(default=1, ge=1, description="passes over a step's groups")
+
+
+class LearnerConfig(Section):
+    """Memory use of the learner, and the weights to train. The memory settings do not change the gradient."""
+
+    max_tokens_per_microbatch: int = Field(
+        default=4096,
+        ge=1,
+        description="tokens packed into one forward and backward pass; a longer stream is a micro-batch of its own",
+    )
+    recompute: float = Field(
+        default=0.0, ge=0, le=1, description="share of the blocks whose activations are recomputed in the backward pass"
+    )
+    reshard: Literal["auto", "always", "never"] = Field(
+        default="auto",
+        description="when to free gathered weights. always: after each forward and backward pass; never: only after an "
+        "update, with one gradient reduction for it (fastest, most memory); auto: always with several ranks",
+    )
+    offload: Literal["none", "optimizer", "all"] = Field(
+        default="none",
+        description="what to keep in CPU memory. optimizer: its state, between steps; all: weights and optimizer, "
+        "always",
+    )
+    compile: Literal["auto", "on", "off"] = Field(
+        default="auto", description="compile blocks and loss kernels with torch.compile; auto: on a GPU"
+    )
+    freeze_vision: bool = Field(default=False, description="do not train the vision tower")
+    lora_rank: int = Field(
+        default=0, ge=0, description="train only low-rank adapters of this rank; 0: train all weights"
+    )
+    lora_alpha: float = Field(default=32.0, gt=0, description="scale of the adapters, divided by their rank")
+    lora_targets: tuple[str, ...] = Field(
+        default=(), description="ending of the names of the linear layers to adapt; empty: all of the decoder"
+    )
+
+    @field_validator("lora_alpha", "lora_targets")
+    @classmethod
+    def _has_adapters(cls, value: Any, info: ValidationInfo) -> Any:
+        default = cls.model_fields[str(info.field_name)].default
+        if value != default and not info.data.get("lora_rank"):
+            raise ValueError("needs --lora-rank, or nothing reads it")
+        return value
+
+
+class LearnerPlan(Protocol):
+    """The settings that start a learner. A `RunConfig` is one."""
+
+    @property
+    def steps(self) -> int: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def model(self) -> ModelConfig: ...
+    @property
+    def cluster(self) -> ClusterConfig: ...
+    @property
+    def optim(self) -> OptimConfig: ...
+    @property
+    def learner(self) -> LearnerConfig: ...
+    @property
+    def algorithm(self) -> AlgorithmConfig: ...

@@ -1,0 +1,133 @@
+"""Settings of the rollout: which engine generates, and how episodes are sampled."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from envs.config.settings import Section
+
+
+class ServersConfig(Section):
+    """Inference engine: embedded in this process, or servers."""
+
+    engine: Literal["auto", "hf", "sglang"] = Field(
+        default="auto",
+        description="hf: embedded, in this process; sglang: servers; auto: sglang with --engine-url or --num-gpus",
+    )
+    engine_url: tuple[str, ...] = Field(
+        default=(), description="running SGLang server, such as http://gpu1:30000; empty: start servers on this host"
+    )
+    num_servers: int = Field(default=1, ge=1, description="SGLang servers to start")
+    tensor_parallel: int = Field(default=1, ge=1, description="GPUs of one started server")
+    first_gpu: int | None = Field(
+        default=None,
+        ge=0,
+        description="first GPU of the started servers; empty: the one after the learners' GPUs, or GPU 0",
+    )
+    mem_fraction: float = Field(default=0.4, gt=0, lt=1, description="share of a GPU's memory for a started server")
+    engine_args: str = Field(
+        default="", description='more arguments of sglang.launch_server: --engine-args="--attention-backend triton"'
+    )
+    request_timeout_s: float = Field(
+        default=600.0, gt=0, description="longest wait in seconds for one turn of a server"
+    )
+    batch_wait_s: float = Field(
+        default=10.0,
+        gt=0,
+        description="embedded engine: longest wait in seconds of a batch for busy environments; a seed repeats a run "
+        "to the bit as long as no environment takes longer",
+    )
+
+    def chosen(self, num_gpus: int = 0) -> Literal["hf", "sglang"]:
+        """Return the engine to use; `num_gpus` is the number of learner GPUs."""
+        if self.engine == "auto":
+            return "sglang" if self.engine_url or num_gpus else "hf"
+        return self.engine
+
+
+class EngineConfig(ServersConfig):
+    """Inference engine and weight synchronization."""
+
+    sync: Literal["auto", "disk", "ipc"] = Field(
+        default="auto", description="how new weights reach servers; auto: ipc from a GPU of this host, else disk"
+    )
+    probe_tolerance: float = Field(
+        default=0.2,
+        gt=0,
+        description="largest mean log-prob gap in nats between engine and learner on a fixed stream; a larger one "
+        "stops the run at its start",
+    )
+
+
+class RolloutConfig(Section):
+    """Sampling of episodes."""
+
+    problems_per_step: int = Field(default=8, ge=1, description="problems per training step")
+    group_size: int = Field(default=8, ge=2, description="episodes per problem (G of GRPO)")
+    resample: int = Field(
+        default=1, ge=0, description="how often to play a group again that has fewer than two valid episodes"
+    )
+    temperature: float = Field(default=1.0, gt=0, description="sampling temperature, the same in engine and trainer")
+    eval_temperature: float = Field(
+        default=0.0, ge=0, description="temperature of evaluation; 0: always the most likely token"
+    )
+    max_batch: int = Field(default=64, ge=1, description="episodes that the embedded engine runs at once")
+    max_concurrent: int = Field(default=1024, ge=1, description="episodes in progress at once; others wait their turn")
+    filter_equal: bool = Field(
+        default=False, description="replace groups whose rewards are all equal with groups of other problems"
+    )
+    oversample: float = Field(
+        default=1.0,
+        ge=1,
+        description="start this many times the step's problems and use the first groups that count",
+    )
+    max_oversample: float = Field(
+        default=3.0,
+        ge=1,
+        validate_default=True,
+        description="upper limit, as a multiple of the step's problems, when searching for groups whose rewards differ",
+    )
+    stop_early: bool = Field(
+        default=False,
+        description="end a rollout once enough groups are complete; this prefers problems with short episodes",
+    )
+    max_rollout_s: float = Field(
+        default=0.0,
+        ge=0,
+        description="seconds after which a step's rollout ends and its complete groups are trained on; 0: no limit",
+    )
+    max_rollout_tokens: int = Field(
+        default=0, ge=0, description="sampled tokens after which a step's rollout ends; 0: no limit"
+    )
+    partial: bool = Field(
+        default=False,
+        description="pause the groups that a rollout's end cuts off, and finish them in a later step with newer "
+        "weights",
+    )
+    max_staleness: int = Field(
+        default=1, ge=0, description="abort a paused group that started more than this many weight versions ago"
+    )
+    max_invalid_frac: float = Field(
+        default=0.01,
+        ge=0,
+        le=1,
+        description="largest share of a step's episodes with an invalid token stream; more of them stop the run",
+    )
+
+    @field_validator("max_oversample")
+    @classmethod
+    def _reaches_oversample(cls, value: float, info: ValidationInfo) -> float:
+        least = info.data.get("oversample", 1.0)
+        if value < least:
+            raise ValueError(f"must be at least --oversample {least:g}")
+        return value
+
+    @field_validator("partial")
+    @classmethod
+    def _something_ends_early(cls, value: bool, info: ValidationInfo) -> bool:
+        ends = ("stop_early", "max_rollout_s", "max_rollout_tokens")
+        if value and not any(info.data.get(name) for name in ends):
+            raise ValueError("needs --stop-early, --max-rollout-s or --max-rollout-tokens, or nothing is ever cut off")
+        return value

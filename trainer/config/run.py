@@ -1,0 +1,108 @@
+"""All settings of a training run, as one tree of frozen models. Each field is a flag, and its description is the help.
+
+The defaults are the reference run: `geo3k` with the bundled starter model and bundled problems, on a CPU, in minutes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from envs.config.settings import Section
+from trainer.config.algorithm import AlgorithmConfig
+from trainer.config.inputs import DataConfig, EnvConfig, ModelConfig
+from trainer.config.learner import ClusterConfig, LearnerConfig, OptimConfig
+from trainer.config.rollout import EngineConfig, RolloutConfig
+
+TrackerName = Literal["tensorboard", "wandb", "trackio"]
+
+
+class StagesConfig(Section):
+    """Stages of a step to run: rollout, update, or both."""
+
+    rollout_only: bool = Field(
+        default=False,
+        description="play and record the episodes of every step with fixed weights, without training, evaluation and "
+        "checkpoints",
+    )
+    replay_rollouts: Path | None = Field(
+        default=None,
+        description="run folder whose recorded episodes to train on, step by step, without playing; its settings are "
+        "the defaults",
+    )
+
+    @field_validator("replay_rollouts")
+    @classmethod
+    def _leaves_a_stage(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+        if value and info.data.get("rollout_only"):
+            raise ValueError("cannot be given together with --rollout-only: nothing would be left to do")
+        return value
+
+
+class CheckpointConfig(Section):
+    """Checkpoints, and the run to resume."""
+
+    save_every: int = Field(default=10, ge=0, description="steps between checkpoints; 0: no checkpoints")
+    keep_checkpoints: int = Field(default=2, ge=1, description="number of checkpoints to keep, the newest ones")
+    resume: Path | None = Field(
+        default=None, description="run folder to resume from its newest complete checkpoint, with its settings"
+    )
+
+
+class RunDirConfig(Section):
+    """Run folder and trackers."""
+
+    out: Path = Field(default=Path("runs"), description="folder of the run folders")
+    name: str = Field(default="", description="name of the run folder; empty: environment, time and seed")
+    tracker: tuple[TrackerName, ...] = Field(
+        default=("tensorboard",),
+        description="where to send the metrics of each step besides metrics.jsonl; empty: nowhere",
+    )
+    project: str = Field(default="trueturn", min_length=1, description="project of the run at wandb and trackio")
+
+
+class LogConfig(RunDirConfig):
+    """Run folder, trackers and recording."""
+
+    record: float = Field(
+        default=1.0,
+        ge=0,
+        le=1,
+        description="share of the problems whose episodes are recorded; a group is recorded as a whole",
+    )
+
+
+class RunConfig(Section):
+    """A training run."""
+
+    steps: int = Field(default=50, ge=0, description="training steps")
+    seed: int = Field(default=0, ge=0, description="seed of problems, sampling and order")
+    doctor: Literal["stop", "warn", "off"] = Field(
+        default="stop",
+        description="quick checks before step 0: stop the run at a fault, only warn, or off; python -m trainer.doctor "
+        "with the same flags makes all checks",
+    )
+    env: EnvConfig = EnvConfig()
+    data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
+    engine: EngineConfig = EngineConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    stages: StagesConfig = StagesConfig()
+    optim: OptimConfig = OptimConfig()
+    learner: LearnerConfig = LearnerConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+
+    @property
+    def plays(self) -> bool:
+        """Whether episodes are played. This needs an engine and environments."""
+        return self.stages.replay_rollouts is None
+
+    @property
+    def trains(self) -> bool:
+        """Whether weights are trained."""
+        return not self.stages.rollout_only

@@ -1,0 +1,100 @@
+"""Sources of the trainer's settings, and the `config.yaml` of a run: written, read, and checked on resume."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+
+from envs.config.files import dump, read_file
+from envs.config.settings import FieldPath, changed, flag_of, is_under, leaves, validate
+from envs.config.sources import Sources
+from envs.errors import UserError
+from trainer.config.run import RunConfig
+
+C = TypeVar("C", bound=BaseModel)
+
+RESUME: FieldPath = ("checkpoint", "resume")
+STAGES: FieldPath = ("stages",)
+REPLAY: FieldPath = (*STAGES, "replay_rollouts")
+#: Fields whose value may be a file or folder, or a hub id.
+_PATHS = ("model", "data", "eval_data", "registry", "replay_rollouts")
+
+#: Ready configurations that `--config` finds by name.
+RECIPES = Path(__file__).with_name("recipes")
+
+#: What `python -m trainer.*` reads besides flags.
+SOURCES = Sources(
+    ready=RECIPES,
+    resume=RESUME,
+    inherit=REPLAY,
+    not_inherited=(STAGES, ("log",), RESUME),
+    shared=RunConfig,
+)
+
+#: Sections and fields that must stay the same when a run is resumed. All others may change.
+FIXED: tuple[FieldPath, ...] = (
+    ("seed",),
+    ("env",),
+    ("data",),
+    ("model",),
+    ("rollout", "problems_per_step"),
+    ("rollout", "group_size"),
+    ("learner", "lora_rank"),
+    ("learner", "lora_alpha"),
+    ("learner", "lora_targets"),
+    ("learner", "freeze_vision"),
+    ("log", "out"),
+    ("log", "name"),
+)
+
+
+def with_whole_paths(config: C) -> C:
+    """Return the configuration with absolute paths where model, data and registries are files or folders here.
+
+    So a run can be resumed, and its model exported, from another folder.
+    """
+    changes: dict[str, Any] = {}
+    for name in type(config).model_fields:
+        value = getattr(config, name)
+        if isinstance(value, BaseModel):
+            changes[name] = with_whole_paths(value)
+        elif name in _PATHS and value:
+            changes[name] = tuple(map(_whole, value)) if isinstance(value, tuple) else _whole(value)
+    return config.model_copy(update={name: value for name, value in changes.items() if value != getattr(config, name)})
+
+
+def _whole(value: Any) -> Any:
+    return type(value)(Path(value).absolute()) if value != "starter" and Path(value).exists() else value
+
+
+def write_config(config: BaseModel, path: Path) -> None:
+    """Write a run's configuration as `--print-config` shows it, without `--resume`."""
+    part = path.with_suffix(".part")  # a process killed while writing leaves the old file
+    part.write_text(dump(config, leave_out={RESUME}), encoding="utf-8")
+    part.replace(path)
+
+
+def read_config(path: Path) -> RunConfig:
+    """Return the configuration that `write_config` wrote. Raises `UserError` where a key or value is wrong."""
+    return validate(RunConfig, read_file(RunConfig, path))
+
+
+def check_resumable(config: C, base: C, fixed: Sequence[FieldPath] = FIXED) -> None:
+    """Raise `UserError` if `config` differs from the run's configuration `base` in a section or field of `fixed`.
+
+    Example: `check_resumable(RunConfig(seed=1), RunConfig())` raises "--seed: must stay as in the run, which has 0,
+    got 1; leave it out of flags, files and TRUETURN_SEED, or begin a new run"; `steps=80` is allowed.
+    """
+    fields = dict(leaves(type(config)))
+    for path, (old, new) in changed(config, base).items():
+        if is_under(path, fixed):
+            rule = f"must stay as in the run, which has {_shown(old)}"
+            fix = f"leave it out of flags, files and {SOURCES.prefix}{path[-1].upper()}, or begin a new run"
+            raise UserError(flag_of(path[-1], fields[path]), rule, _shown(new), fix)
+
+
+def _shown(value: object) -> object:
+    return "nothing" if value in (None, "", ()) else value

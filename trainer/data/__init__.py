@@ -1,0 +1,1 @@
+"""Trajectories become training samples, packed rows and micro-batches."""

@@ -1,0 +1,235 @@
+"""Makes training samples of trajectory groups, packs samples into rows, and rows into micro-batches.
+
+All functions are pure and deterministic, and cut nothing. The G samples of a group share a prompt, which often holds
+most of their tokens. A row holds that prompt once: each sample's attention sees the prompt and the sample itself, and
+every token keeps its position in its own stream. A packed micro-batch holds rows one after another, without padding.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Sequence
+from typing import TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from agents.model.architectures import ModelFacts
+from agents.model.attention import Span, needs_buckets
+from agents.model.mrope import mrope_positions, num_images_within
+from agents.model.packed import PackedStreams
+from agents.model.policy import PolicyModel
+from agents.types import ProcessedImage, Trajectory, TrajectoryGroup
+from trainer.algorithms.advantages import Advantages
+from trainer.algorithms.aggregation import token_weights
+from trainer.config.algorithm import AlgorithmConfig
+from trainer.types import MicroBatch, Row, TrainingSample
+
+T = TypeVar("T")
+
+
+def build_minibatches(
+    groups: Sequence[TrajectoryGroup],
+    advantages: Advantages,
+    num_minibatches: int,
+    facts: ModelFacts,
+    config: AlgorithmConfig,
+    max_new_tokens: int,
+) -> list[list[TrainingSample]]:
+    """Return the training samples of each update of a step: its groups are split evenly over the updates."""
+    parts = zip(split_evenly(groups, num_minibatches), split_evenly(advantages, num_minibatches), strict=True)
+    return [training_samples(*part, facts.image_token_id, facts.merge_size, config, max_new_tokens) for part in parts]
+
+
+def training_samples(
+    groups: Sequence[TrajectoryGroup],
+    advantages: Advantages,
+    image_token_id: int,
+    merge_size: int,
+    config: AlgorithmConfig,
+    max_new_tokens: int,
+) -> list[TrainingSample]:
+    """Return the training samples of one update, with the weights of its loss.
+
+    Broken episodes are left out. So are groups with fewer than two valid episodes, from which nothing can be learnt. A
+    group with equal rewards has advantage 0 and stays: as in GRPO, its tokens count in the denominator, and in the
+    step's statistics. A stream without model tokens counts only in the statistics of its group. With
+    `config.mask_truncated`, the same holds for a stream that a limit cut off.
+    """
+    chosen: list[tuple[Trajectory, float]] = []
+    for group, group_advantages in zip(groups, advantages, strict=True):
+        if group.is_dropped:
+            continue
+        for trajectory, advantage in zip(group.trajectories, group_advantages, strict=True):
+            masked = config.mask_truncated and trajectory.end_reason.is_truncated
+            if advantage is not None and trajectory.num_model_tokens and not masked:
+                chosen.append((trajectory, advantage))
+    lengths = [trajectory.num_model_tokens for trajectory, _ in chosen]
+    weights_S = token_weights(lengths, config.aggregation, config.loss_constant or max_new_tokens)
+    samples = []
+    for (trajectory, advantage), weight in zip(chosen, weights_S.tolist(), strict=True):
+        grids = [image.grid_thw for image in trajectory.images]
+        prompt = trajectory.ids_T[: trajectory.prompt_length]
+        samples.append(
+            TrainingSample(
+                ids_T=trajectory.ids_T,
+                mask_T=trajectory.mask_T,
+                turns_T=_turn_numbers(trajectory),
+                logprobs_T=trajectory.logprobs_T,
+                positions_3T=mrope_positions(trajectory.ids_T, grids, image_token_id, merge_size),
+                images=trajectory.images,
+                prefix_length=trajectory.prompt_length,
+                num_prefix_images=num_images_within(prompt, trajectory.images, image_token_id),
+                advantage=advantage,
+                weight=weight,
+                key=trajectory.key,
+            )
+        )
+    return samples
+
+
+def split_evenly(items: Sequence[T], parts: int) -> list[Sequence[T]]:
+    """Return consecutive parts whose sizes differ by at most one. With fewer items there are fewer parts, at least one.
+
+    >>> split_evenly([1, 2, 3, 4, 5], 2)
+    [[1, 2, 3], [4, 5]]
+    """
+    parts = max(1, min(parts, len(items)))
+    bounds = [-(-len(items) * number // parts) for number in range(parts + 1)]
+    return [items[start:end] for start, end in itertools.pairwise(bounds)]
+
+
+def _turn_numbers(trajectory: Trajectory) -> np.ndarray:
+    """Return the turn of every token, from 1; 0 for tokens that the model did not write."""
+    turns_T = np.zeros(len(trajectory.ids_T), dtype=np.int64)
+    for number, turn in enumerate(trajectory.turns, 1):
+        turns_T[turn.start : turn.end] = number
+    return turns_T
+
+
+def pack_rows(samples: Sequence[TrainingSample], max_tokens: int) -> list[Row]:
+    """Put samples with the same prompt into one row of at most `max_tokens`; a longer sample has a row of its own."""
+    rows: list[list[TrainingSample]] = []
+    open_row: dict[object, list[TrainingSample]] = {}
+    for sample in samples:
+        prefix = sample.ids_T[: sample.prefix_length].tobytes()
+        key = (prefix, tuple(image.digest for image in sample.images[: sample.num_prefix_images]))
+        row = open_row.get(key)
+        if row is None or Row((*row, sample)).num_tokens > max_tokens:
+            row = open_row[key] = []
+            rows.append(row)
+        row.append(sample)
+    return [Row(tuple(row)) for row in rows]
+
+
+def balanced_bins(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
+    """Put rows into few bins of at most `max_tokens`, of similar size.
+
+    Each row, longest first, goes into the emptiest bin; if one does not fit, a bin is added and all rows are dealt
+    anew. A row of more than `max_tokens` has a bin of its own.
+    """
+    alone = [[row] for row in rows if row.num_tokens >= max_tokens]
+    rest = sorted((row for row in rows if row.num_tokens < max_tokens), key=lambda row: -row.num_tokens)
+    sizes = [row.num_tokens for row in rest]
+    # Two rows of more than half the limit cannot share a bin.
+    count = max(-(-sum(sizes) // max_tokens), sum(2 * size > max_tokens for size in sizes))
+    while rest:
+        bins: list[list[Row]] = [[] for _ in range(count)]
+        emptiest_first = [(0, index) for index in range(count)]
+        for row, size in zip(rest, sizes, strict=True):
+            filled, index = emptiest_first[0]
+            if filled + size > max_tokens:
+                break
+            bins[index].append(row)
+            heapq.heapreplace(emptiest_first, (filled + size, index))
+        else:
+            return alone + bins
+        count += 1
+    return alone
+
+
+def filler_row(model: PolicyModel, with_image: bool) -> Row:
+    """Return a row of two tokens that the model did not write: it runs the network and adds no gradient.
+
+    With `with_image`, the second token is the placeholder of the smallest possible image.
+    """
+    images = (_smallest_image(model),) if with_image else ()
+    ids_T = np.array([0, model.image_token_id if with_image else 0])
+    grids = [image.grid_thw for image in images]
+    filler = TrainingSample(
+        ids_T=ids_T,
+        mask_T=np.zeros(2, dtype=np.bool_),
+        turns_T=np.zeros(2, dtype=np.int64),
+        logprobs_T=np.zeros(2, dtype=np.float32),
+        positions_3T=mrope_positions(ids_T, grids, model.image_token_id, model.merge_size),
+        images=images,
+        prefix_length=2,
+        num_prefix_images=len(images),
+        advantage=0.0,
+        weight=0.0,
+    )
+    return Row((filler,))
+
+
+def _smallest_image(model: PolicyModel) -> ProcessedImage:
+    """Return a black image of one token."""
+    vision, merge = model.config.vision_config, model.merge_size
+    patch_values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    pixels_PD = np.zeros((merge * merge, patch_values), dtype=np.float32)
+    return ProcessedImage("filler", pixels_PD, (1, merge, merge), num_tokens=1)
+
+
+def collate(
+    rows: Sequence[Row], image_token_id: int, device: torch.device | str, dtype: torch.dtype = torch.float32
+) -> MicroBatch:
+    """Pack rows into one micro-batch, for a network that computes in `dtype`."""
+    ids: list[NDArray[np.int64]] = []
+    positions: list[NDArray[np.int64]] = []
+    spans: list[Span] = []
+    before: list[NDArray[np.int64]] = []
+    end = 0
+    for row in rows:
+        start, prefix, first = end, row.prefix_length, row.samples[0]
+        ids.append(first.ids_T[:prefix])
+        positions.append(first.positions_3T[:, :prefix])
+        end += prefix
+        shares = len(row.samples) > 1
+        if shares:
+            spans.append(Span(start, prefix))
+        for sample in row.samples:
+            assert prefix > 0 and not sample.mask_T[:prefix].any(), "a stream begins with a prompt"
+            own = len(sample.ids_T) - prefix
+            spans.append(Span(end, own, start, prefix) if shares else Span(start, prefix + own))
+            ids.append(sample.ids_T[prefix:])
+            positions.append(sample.positions_3T[:, prefix:])
+            # The logits at t - 1 predict token t; the prompt's last token predicts the first token after it.
+            before_T = np.flatnonzero(sample.mask_T) - 1
+            before.append(np.where(before_T < prefix, before_T + start, before_T - prefix + end))
+            end += own
+    samples = tuple(sample for row in rows for sample in row.samples)
+    counts = [int(s.mask_T.sum()) for s in samples]
+
+    def tensor(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(device, non_blocking=True)
+
+    return MicroBatch(
+        samples=samples,
+        packed=PackedStreams.build(
+            ids_T=np.concatenate(ids),
+            positions_3T=np.concatenate(positions, axis=1),
+            spans=[span for span in spans if span.length],
+            images=[row.images for row in rows],
+            before_N=np.concatenate(before),
+            targets_N=np.concatenate([s.ids_T[s.mask_T] for s in samples]),
+            image_token_id=image_token_id,
+            device=device,
+            with_buckets=needs_buckets(torch.device(device), dtype),
+        ),
+        sample_N=tensor(np.repeat(np.arange(len(samples)), counts)),
+        turns_N=tensor(np.concatenate([s.turns_T[s.mask_T] for s in samples])),
+        rollout_logprobs_N=tensor(np.concatenate([s.logprobs_T[s.mask_T] for s in samples])),
+        advantages_N=tensor(np.repeat([np.float32(s.advantage) for s in samples], counts)),
+        weights_N=tensor(np.repeat([np.float32(s.weight) for s in samples], counts)),
+    )

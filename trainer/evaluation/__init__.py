@@ -1,0 +1,1 @@
+"""Measures the accuracy of a policy on problems, with intervals."""

@@ -1,0 +1,178 @@
+"""Plays every problem of a set with the agent loop, and makes a result of each."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from numbers import Real
+from typing import Any
+
+from agents.rollout.episode import Episode
+from agents.rollout.groups import Problem, RolloutOptions
+from agents.rollout.manager import RolloutManager
+from agents.types import EndReason, Trajectory, TrajectoryGroup
+from envs.contract import EnvFault, EpisodeEnv
+from envs.execution.runner import EnvRunner
+from envs.types import SampleSource, private
+from trainer.evaluation.results import EpisodeResult, Evaluation, ProblemResult, summarise
+from trainer.evaluation.statistics import Intervals
+from trainer.metrics.log import tool_outcomes
+
+#: The key in a step's info for the score, from 0 to 1, of an answer that the model gave in that turn.
+TOOL_SCORE = "tool_score"
+TAGS = ("family", "level")
+WITH_TOOL, WITHOUT_TOOL = "with_tool", "without_tool"
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to play the problems: with how many turns, and with tools or not. Tables and files use the `name`."""
+
+    name: str
+    max_turns: int
+    use_tools: bool
+
+    @property
+    def title(self) -> str:
+        """The name in tables."""
+        return self.name.replace("_", " ")
+
+
+def ways(max_turns: int, has_tools: bool) -> tuple[Way, ...]:
+    """Return the ways to evaluate: over all turns and, if there are tools, without them in one turn.
+
+    >>> [way.name for way in ways(3, has_tools=True)]
+    ['with_tool', 'without_tool']
+    """
+    every = Way(WITH_TOOL, max_turns, True), Way(WITHOUT_TOOL, 1, False)
+    return every if has_tools else every[:1]
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """How to play a set of problems. An episode is right if its reward is at least `right_reward`."""
+
+    num_samples: int = 1
+    seed: int = 0
+    right_reward: float = 1.0
+    max_concurrent: int = 1024
+    grades_first_turn: bool = False
+    tags: tuple[str, ...] = TAGS
+
+
+class ProblemPlayer:
+    """Plays every problem of a set. `results` grows as problems are done, and keeps them if the playing is stopped.
+
+    At most `max_concurrent` problems are in memory with their pictures. With the embedded engine, the same seed gives
+    the same episodes.
+
+    Example::
+
+        player = ProblemPlayer(episode, samples, build_env, args, EvaluationOptions(num_samples=4))
+        await player.run()
+        summarise(player.results, (1, 4), Intervals()).accuracy      # Estimate(0.262, 0.221, 0.305, 256, "bootstrap")
+    """
+
+    def __init__(
+        self,
+        episode: Episode,
+        samples: SampleSource,
+        build_env: Callable[..., EpisodeEnv],
+        args: Any,
+        options: EvaluationOptions,
+        on_episode: Callable[[Trajectory], None] = lambda trajectory: None,
+    ) -> None:
+        self.episode, self.samples, self.options = episode, samples, options
+        self._build_env, self._args, self._on_episode = build_env, args, on_episode
+        self.results: list[ProblemResult] = []
+
+    async def evaluate(self) -> Evaluation:
+        """Play all problems, at least one, and return their statistics."""
+        await self.run()
+        return summarise(self.results, (1,), Intervals())
+
+    async def run(self) -> None:
+        """Play all problems. Raises what the engine raises; a broken episode is a result too."""
+        options = RolloutOptions(self.options.num_samples, max_concurrent=self.options.max_concurrent)
+        manager = RolloutManager(
+            self.episode, self._build_env, self._args, self._problem, options, on_episode=self._on_episode
+        )
+        try:
+            while (num_left := len(self.samples) - len(self.results)) > 0:
+                first = len(self.results)
+                groups = (await manager.collect(min(num_left, self.options.max_concurrent))).groups
+                self.results += [self._result(number, group) for number, group in enumerate(groups, first)]
+                if self.options.grades_first_turn:
+                    await self._replay_first_turns(first, groups)
+        finally:
+            left = enumerate(await manager.close(), len(self.results))
+            self.results += [self._result(number, group) for number, group in left if self._is_whole(group)]
+
+    def _problem(self, number: int) -> Problem:
+        return Problem(self.samples[number], self.options.seed, number)
+
+    def _is_whole(self, group: TrajectoryGroup) -> bool:
+        """Return whether a group that was not collected is complete, with no aborted episode."""
+        ends = [t.end_reason for t in group.trajectories]
+        return len(ends) == self.options.num_samples and EndReason.ABORTED not in ends
+
+    def _result(self, number: int, group: TrajectoryGroup) -> ProblemResult:
+        metadata = group.trajectories[0].metadata
+        tags = {tag: str(metadata[tag]) for tag in self.options.tags if tag in metadata}
+        return ProblemResult(number, group.sample_id, tags, tuple(map(self._episode_result, group.trajectories)))
+
+    def _episode_result(self, t: Trajectory) -> EpisodeResult:
+        return EpisodeResult(
+            reward=t.reward,
+            is_right=self._is_right(t),
+            end_reason=t.end_reason,
+            num_turns=len(t.turns),
+            num_tokens=t.num_model_tokens,
+            outcomes=tuple(outcome for turn in t.turns for outcome in tool_outcomes(turn)),
+            is_first_turn_right=self._first_turn(t) if self.options.grades_first_turn else None,
+        )
+
+    def _is_right(self, t: Trajectory) -> bool:
+        return t.end_reason.is_valid and t.reward >= self.options.right_reward
+
+    def _first_turn(self, t: Trajectory) -> bool | None:
+        """Return whether the answer after the first turn was right; None if the episode does not show it."""
+        if not (t.end_reason.is_valid and t.turns):
+            return False
+        score = t.turns[0].info.get(TOOL_SCORE)
+        if isinstance(score, Real):
+            return float(score) >= 1.0
+        return self._is_right(t) if len(t.turns) == 1 else None
+
+    async def _replay_first_turns(self, first: int, groups: Sequence[TrajectoryGroup]) -> None:
+        """Complete the results from `first` on: replay the first turns that their episodes did not grade."""
+        limit = asyncio.Semaphore(self.options.max_concurrent)
+
+        async def complete(number: int, t: Trajectory, result: EpisodeResult) -> EpisodeResult:
+            if result.is_first_turn_right is not None:
+                return result
+            async with limit:
+                return replace(result, is_first_turn_right=await self._replay(number, t.turns[0].text))
+
+        async def complete_problem(number: int, group: TrajectoryGroup) -> None:
+            result = self.results[number]
+            both = zip(group.trajectories, result.episodes, strict=True)
+            episodes = await asyncio.gather(*(complete(number, t, episode) for t, episode in both))
+            self.results[number] = replace(result, episodes=tuple(episodes))
+
+        await asyncio.gather(*(complete_problem(number, group) for number, group in enumerate(groups, first)))
+
+    async def _replay(self, number: int, text: str) -> bool:
+        """Return whether a new environment of a problem rewards a first turn as a right answer."""
+        sample = self.samples[number]
+        runner = EnvRunner(lambda: self._build_env(private(sample), deepcopy(self._args)), self.episode.limits.env)
+        try:
+            await runner.open()
+            await runner.step(text)
+            return await runner.reward(text) >= self.options.right_reward
+        except EnvFault:
+            return False
+        finally:
+            await runner.close()

@@ -1,0 +1,313 @@
+"""Runs an evaluation: checks its configuration, plays every way, and writes the report."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import platform
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from transformers.utils.hub import cached_file
+
+from agents.engines.hf import HFEngine
+from agents.engines.sglang import SGLangEngine
+from agents.model.architectures import ModelFacts
+from agents.recording import Recorder
+from agents.recording.manifest import build_manifest
+from agents.recording.schema import EVALUATE
+from agents.rendering.renderer import Renderer
+from agents.rollout.episode import Episode
+from agents.rollout.groups import derive_seed
+from agents.types import Trajectory
+from envs.datasets.samples import Subset, filter_overlong
+from envs.errors import UserError, did_you_mean
+from envs.execution.load import load_env
+from envs.spec import BuildEnv, EnvSpec
+from envs.tool_calls import detect_format
+from envs.types import Sample
+from trainer.checkpoint.run_dir import EPISODES, make_folder
+from trainer.checkpoint.session import cancel_on_sigterm
+from trainer.config.evaluation import EvaluateConfig, MeasurementConfig
+from trainer.config.run import RunDirConfig
+from trainer.evaluation.episodes import EvaluationOptions, ProblemPlayer, Way, ways
+from trainer.evaluation.results import Difference, Evaluation, ProblemResult, compare, summarise
+from trainer.evaluation.statistics import Intervals
+from trainer.metrics.console import Display
+from trainer.setup.components import (
+    build_engine,
+    build_episode,
+    check_device,
+    check_engine,
+    check_server,
+    place_servers,
+)
+from trainer.setup.model_source import check_fit, resolve_model, template_options
+from trainer.setup.problems import check_command, load_rows, own_problems, probe_tools
+
+OWN_SIZE = 256
+INTERRUPTED = "interrupted"
+#: Packages whose versions the report names.
+VERSIONED = ("torch", "transformers", "numpy")
+REPORT, RESULTS = "evaluation.json", "results.jsonl"
+
+
+@dataclass(frozen=True, eq=False)
+class EvaluationContext:
+    """The checked, ready context of an evaluation."""
+
+    config: EvaluateConfig
+    folder: Path
+    spec: EnvSpec
+    build_env: BuildEnv
+    ways: tuple[Way, ...]
+    samples: Subset
+    num_overlong: int
+    model_path: Path | str
+    renderer: Renderer
+    engine: HFEngine | SGLangEngine
+
+
+@dataclass(frozen=True)
+class Report:
+    """The results of an evaluation; `ways` leaves out a way in which nothing was played.
+
+    `partial` says why problems are missing; it is empty if none is missing.
+    """
+
+    env: str
+    model: str
+    num_problems: int
+    num_overlong: int
+    num_samples: int
+    temperature: float
+    confidence: float
+    partial: str
+    seconds: float
+    ways: Mapping[str, Evaluation]
+    difference: Difference | None
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether the user stopped the evaluation."""
+        return self.partial == INTERRUPTED
+
+
+def prepare(config: EvaluateConfig) -> EvaluationContext:
+    """Check everything and build the context.
+
+    Raises:
+        UserError: environment, data, model, device or output folder cannot be used; says which, and how to fix it.
+    """
+    spec = config.env.resolve()
+    build_env, data = load_env(spec), config.data
+    model_path = resolve_model(config.model.model)
+    facts = ModelFacts.load(model_path)
+    check_fit(config.model, data.max_prompt_tokens, facts)
+    check_device(config.model.device)
+    chosen = check_engine(config.engine)
+    for url in config.engine.engine_url:
+        check_server(url, facts)
+    renderer = Renderer.from_checkpoint(model_path, template_options(config.model))
+    if data.data:
+        samples = load_rows(spec, data, data.data, data.split or "train", data.size)
+    else:
+        samples = own_problems(spec, data, data.split or "heldout", data.size or OWN_SIZE, data.problem_seed)
+    tool_format = detect_format(renderer.chat_template)
+    tools = probe_tools(spec, build_env, tool_format, samples, check_command(config.env, data))
+    every = ways(spec.max_turns, bool(tools))
+    played = {"both": every, "on": every[:1], "off": every[-1:]}[config.measurement.tools]
+    shown = tools if played[0].use_tools else ()
+    keys: set[str] = set()
+
+    def length(sample: Sample) -> int:
+        keys.update(sample.metadata)
+        return len(renderer.prompt(sample.prompt, shown).ids)
+
+    samples, num_overlong = filter_overlong(samples, length, data.max_prompt_tokens)
+    check_tags(config.measurement, keys)
+    first_gpu = place_servers(config.engine)
+    own = config.measurement
+    folder = make_folder(RunDirConfig(out=own.out, name=own.name), f"{spec.id}-evaluation", can_resume=False)
+    try:
+        engine = build_engine(
+            config.engine, config.model, chosen, model_path, renderer, first_gpu, own.max_batch, folder / "servers"
+        )
+    except BaseException:  # an evaluation that cannot run leaves no folder
+        folder.rmdir()
+        raise
+    return EvaluationContext(
+        config, folder, spec, build_env, played, samples, num_overlong, model_path, renderer, engine
+    )
+
+
+def check_tags(config: MeasurementConfig, keys: Collection[str]) -> None:
+    """Raise `UserError` if `--tag` names a metadata key that no problem has."""
+    unknown = [tag for tag in config.tag if tag not in keys]
+    if unknown and "tag" in config.model_fields_set:
+        raise UserError("--tag", "must be in a problem's metadata", unknown[0], did_you_mean(unknown[0], keys))
+
+
+class Evaluator:
+    """Plays every way and writes the report, also if an error or the user ends the playing.
+
+    Example::
+
+        evaluator = Evaluator(prepare(config), Display())
+        asyncio.run(evaluator.run())
+        evaluator.report.ways["with_tool"].accuracy      # Estimate(0.25, 0.201, 0.306, 256, "wilson")
+    """
+
+    def __init__(self, context: EvaluationContext, display: Display) -> None:
+        self.context, self.config, self.display = context, context.config, display
+        self._players: dict[str, ProblemPlayer] = {}
+        self._recorder = self._make_recorder()
+        self._faults: set[str] = set()
+        self._started = time.perf_counter()
+        self.report = self._make_report("nothing was played")
+
+    async def run(self) -> None:
+        """Play and write the report; Ctrl-C or SIGTERM ends the playing. Raises what the engine raises."""
+        context, partial = self.context, ""
+        cancel_on_sigterm()
+        self.display.begin("evaluate", len(context.ways) * len(context.samples) * self.config.measurement.samples)
+        try:
+            if isinstance(context.engine, SGLangEngine):
+                await start_servers(context.engine, context.model_path)
+            for way in context.ways:
+                await self._play(way)
+        except asyncio.CancelledError:
+            partial = INTERRUPTED
+            self.display.say("interrupted: reporting what there is")
+        except Exception as error:
+            partial = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            try:
+                self.report = self._make_report(partial)
+                self._write()
+            finally:
+                await context.engine.close()
+
+    def _make_recorder(self) -> Recorder | None:
+        context, config = self.context, self.config
+        if not config.measurement.record:
+            return None
+        manifest = build_manifest(
+            context.spec,
+            context.renderer,
+            str(context.model_path),
+            {way.name: self._episode(way) for way in context.ways},
+        )
+        return Recorder(context.folder / EPISODES, manifest, context.renderer.encoder.spell, config.measurement.record)
+
+    def _episode(self, way: Way) -> Episode:
+        context, config = self.context, self.config
+        return build_episode(
+            context.engine,
+            context.renderer,
+            context.spec,
+            way.max_turns,
+            config.env.max_new_tokens,
+            config.measurement.eval_temperature,
+            way.use_tools,
+        )
+
+    async def _play(self, way: Way) -> None:
+        context, own = self.context, self.config.measurement
+        options = EvaluationOptions(
+            num_samples=own.samples,
+            seed=derive_seed(own.seed, "evaluate"),
+            right_reward=context.spec.reward_max_val,
+            max_concurrent=own.max_concurrent,
+            grades_first_turn=way.max_turns > 1,
+            tags=own.tag,
+        )
+        args = context.spec.args(way.max_turns, detect_format(context.renderer.chat_template))
+
+        def on_episode(trajectory: Trajectory) -> None:
+            self.display.advance()
+            self.display.fault(trajectory, self._faults)
+            if self._recorder:
+                self._recorder.write(trajectory, step=0, phase=EVALUATE, way=way.name)
+
+        player = self._players[way.name] = ProblemPlayer(
+            self._episode(way), context.samples, context.build_env, args, options, on_episode
+        )
+        try:
+            await player.run()
+        finally:
+            if isinstance(context.engine, SGLangEngine):
+                self.display.events(context.engine.servers.events)
+
+    def _make_report(self, partial: str) -> Report:
+        context, own = self.context, self.config.measurement
+        how = Intervals(own.confidence, own.bootstrap, own.seed)
+        bounds = context.spec.reward_min_val, context.spec.reward_max_val
+        results = {name: player.results for name, player in self._players.items() if player.results}
+        pair = tuple(results.values())
+        return Report(
+            env=context.spec.id,
+            model=self.config.model.model,
+            num_problems=len(context.samples),
+            num_overlong=context.num_overlong,
+            num_samples=own.samples,
+            temperature=own.eval_temperature,
+            confidence=own.confidence,
+            partial=partial,
+            seconds=round(time.perf_counter() - self._started, 1),
+            ways={name: summarise(found, own.all_ks, how, bounds) for name, found in results.items()},
+            difference=compare(pair[0], pair[1], how) if len(pair) == 2 else None,
+        )
+
+    def _write(self) -> None:
+        """Write the report and a line for each problem, and close the recording."""
+        if self._recorder:
+            self._recorder.close()
+        folder = self.context.folder
+        with (folder / RESULTS).open("w", encoding="utf-8") as file:
+            for name, player in self._players.items():
+                file.writelines(json.dumps(result_line(name, result)) + "\n" for result in player.results)
+        written = {
+            **asdict(self.report),
+            "versions": {"python": platform.python_version()} | {name: version(name) for name in VERSIONED},
+            "config": self.config.model_dump(mode="json"),
+            "registry_entry": self.context.spec.model_dump(mode="json"),
+        }
+        (folder / REPORT).write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+
+
+def result_line(way: str, result: ProblemResult) -> dict[str, Any]:
+    """Return the line of a problem for `results.jsonl`; its lists have an item for each sample."""
+    episodes = result.episodes
+    return {
+        "number": result.number,
+        "sample_id": result.sample_id,
+        "way": way,
+        "tags": dict(result.tags),
+        "rewards": [episode.reward for episode in episodes],
+        "right": [episode.is_right for episode in episodes],
+        "first_turn_right": [episode.is_first_turn_right for episode in episodes],
+        "turns": [episode.num_turns for episode in episodes],
+        "tokens": [episode.num_tokens for episode in episodes],
+        "end_reasons": [episode.end_reason.value for episode in episodes],
+    }
+
+
+async def start_servers(engine: SGLangEngine, model_path: Path | str) -> None:
+    """Start the servers or connect to them. External servers may serve any model, so they load this one.
+
+    Raises:
+        UserError: one cannot be started or found.
+    """
+    folder = Path(model_path)
+    if not folder.is_dir():  # a hub id; its configuration is in the cache already
+        folder = Path(str(cached_file(str(model_path), "config.json"))).parent
+    engine.current_weights = lambda: folder
+    await engine.start()
+    if engine.settings.urls:
+        await engine.update_from_disk(folder, version=0)

@@ -1,0 +1,201 @@
+"""Summarises the results of all problems of an evaluation: accuracies with intervals, by end reason and by tag.
+
+Legend: P problems.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from agents.types import EndReason
+from trainer.evaluation.statistics import Estimate, Intervals, estimate_mean, estimate_pass, estimate_share, mcnemar
+
+
+@dataclass(frozen=True)
+class EpisodeResult:
+    """The result of one episode.
+
+    `is_right`: it is valid and has the reward of a right answer. `is_first_turn_right`: the answer after its first turn
+    was right; None if not graded. `outcomes` lists the outcomes of its tool calls, "none" for a turn without a call.
+    """
+
+    reward: float
+    is_right: bool
+    end_reason: EndReason
+    num_turns: int
+    num_tokens: int
+    outcomes: tuple[str, ...] = ()
+    is_first_turn_right: bool | None = None
+
+
+@dataclass(frozen=True)
+class ProblemResult:
+    """All episodes of one problem; `number` is its index in the set, `tags` the metadata to show accuracy by."""
+
+    number: int
+    sample_id: str
+    tags: Mapping[str, str]
+    episodes: tuple[EpisodeResult, ...]
+
+    @property
+    def num_right(self) -> int:
+        """How many episodes are right."""
+        return sum(episode.is_right for episode in self.episodes)
+
+    @property
+    def num_right_first(self) -> int | None:
+        """How many episodes were right after their first turn; None if that is unknown for any."""
+        known = [e.is_first_turn_right for e in self.episodes]
+        return None if None in known else sum(map(bool, known))
+
+
+@dataclass(frozen=True)
+class EndReasonStats:
+    """The episodes that ended for one reason; `accuracy` and `mean_turns` are over these episodes."""
+
+    num_episodes: int
+    share: float
+    accuracy: float
+    mean_turns: float
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Statistics of a policy on a set of problems, with `num_samples` episodes of each problem.
+
+    - `accuracy`: pass@1, the mean over problems of the share of right samples. Broken episodes count as wrong.
+    - `mean_reward`: over valid episodes; None if all broke.
+    - `num_broken`, `num_truncated`: episodes that broke, and episodes that a limit cut off.
+    - `first_turn`: the accuracy of the answers after the first turn; None if not graded.
+    - `tool_outcomes`: counts over `num_turns` turns.
+    - `by_tag["level"]["3"]`: the accuracy on problems of level 3.
+
+    Example: `Evaluation(num_problems=256, num_samples=1, accuracy=Estimate(0.61, 0.55, 0.67, 256, "wilson"), ...)`.
+    """
+
+    num_problems: int
+    num_samples: int
+    accuracy: Estimate
+    pass_at: Mapping[int, Estimate]
+    first_turn: Estimate | None
+    mean_reward: Estimate | None
+    num_broken: int
+    num_truncated: int
+    num_turns: int
+    mean_turns: float
+    mean_tokens: float
+    ends: Mapping[str, EndReasonStats]
+    tool_outcomes: Mapping[str, int]
+    by_tag: Mapping[str, Mapping[str, Estimate]]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The accuracy of one way of playing minus that of another, on the problems that both have played.
+
+    `num_gained` problems are right in the first way alone, `num_lost` in the second alone, and `p_value` is McNemar's.
+    All three are None with several samples per problem.
+    """
+
+    accuracy: Estimate
+    num_gained: int | None
+    num_lost: int | None
+    p_value: float | None
+
+
+def summarise(
+    results_P: Sequence[ProblemResult],
+    ks: Sequence[int],
+    how: Intervals,
+    reward_bounds: tuple[float, float] = (0.0, 1.0),
+) -> Evaluation:
+    """Return the statistics of at least one problem, all with the same number of samples.
+
+    `ks` lists the k of pass@k. `reward_bounds` are the rewards of a wrong and a right answer.
+    """
+    assert results_P, "statistics need at least one problem"
+    num_samples = len(results_P[0].episodes)
+    episodes = [episode for result in results_P for episode in result.episodes]
+    right_P = [result.num_right for result in results_P]
+    first_P = [right for result in results_P if (right := result.num_right_first) is not None]
+    num_turns = sum(episode.num_turns for episode in episodes)
+    return Evaluation(
+        num_problems=len(results_P),
+        num_samples=num_samples,
+        accuracy=estimate_share(right_P, num_samples, how),
+        pass_at={k: estimate_pass(right_P, num_samples, k, how) for k in ks},
+        first_turn=estimate_share(first_P, num_samples, how) if first_P else None,
+        mean_reward=_mean_reward(results_P, how, reward_bounds),
+        num_broken=sum(not episode.end_reason.is_valid for episode in episodes),
+        num_truncated=sum(episode.end_reason.is_truncated for episode in episodes),
+        num_turns=num_turns,
+        mean_turns=num_turns / len(episodes),
+        mean_tokens=sum(episode.num_tokens for episode in episodes) / len(episodes),
+        ends=_ends(episodes),
+        tool_outcomes=dict(Counter(outcome for e in episodes for outcome in e.outcomes).most_common()),
+        by_tag=_by_tag(results_P, num_samples, how),
+    )
+
+
+def compare(first_P: Sequence[ProblemResult], second_P: Sequence[ProblemResult], how: Intervals) -> Difference | None:
+    """Return the first way minus the second, paired by problem; None if they have no problem in common."""
+    others = {result.number: result for result in second_P}
+    pairs = [(result, others[result.number]) for result in first_P if result.number in others]
+    if not pairs:
+        return None
+    num_samples = len(pairs[0][0].episodes)
+    gains_P = [(one.num_right - other.num_right) / num_samples for one, other in pairs]
+    estimate = estimate_mean(gains_P, how, bounds=(-1.0, 1.0))
+    if num_samples > 1:
+        return Difference(estimate, None, None, None)
+    gained, lost = gains_P.count(1.0), gains_P.count(-1.0)
+    return Difference(estimate, gained, lost, mcnemar(gained, lost))
+
+
+def _mean_reward(results_P: Sequence[ProblemResult], how: Intervals, bounds: tuple[float, float]) -> Estimate | None:
+    """Return the mean over all valid episodes; None if there is none."""
+    rewards_P = [[e.reward for e in result.episodes if e.end_reason.is_valid] for result in results_P]
+    rewards = [reward for valid in rewards_P for reward in valid]
+    if not rewards:
+        return None
+    means_P = [sum(valid) / len(valid) if valid else 0.0 for valid in rewards_P]
+    reach = min(bounds[0], *rewards), max(bounds[1], *rewards)
+    return estimate_mean(means_P, how, reach, weights_P=[len(valid) for valid in rewards_P])
+
+
+def _ends(episodes: Sequence[EpisodeResult]) -> dict[str, EndReasonStats]:
+    """Return the statistics of each end reason, the most frequent one first."""
+    of_reason: dict[str, list[EpisodeResult]] = defaultdict(list)
+    for episode in episodes:
+        of_reason[episode.end_reason.value].append(episode)
+    return {
+        reason: EndReasonStats(
+            num_episodes=len(ended),
+            share=len(ended) / len(episodes),
+            accuracy=sum(e.is_right for e in ended) / len(ended),
+            mean_turns=sum(e.num_turns for e in ended) / len(ended),
+        )
+        for reason, ended in sorted(of_reason.items(), key=lambda item: (-len(item[1]), item[0]))
+    }
+
+
+def _by_tag(results_P: Sequence[ProblemResult], num_samples: int, how: Intervals) -> dict[str, dict[str, Estimate]]:
+    """Return the accuracy for each value of each tag."""
+    right: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for result in results_P:
+        for tag, value in result.tags.items():
+            right[tag][value].append(result.num_right)
+    return {
+        tag: {value: estimate_share(values[value], num_samples, how) for value in sorted(values, key=_natural)}
+        for tag, values in right.items()
+    }
+
+
+def _natural(value: str) -> tuple[bool, float, str]:
+    """Return a sort key: numbers by size, then words."""
+    try:
+        return False, float(value), value
+    except ValueError:
+        return True, 0.0, value

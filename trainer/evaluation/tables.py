@@ -1,0 +1,143 @@
+"""Prints the report of an evaluation as tables in the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from trainer.evaluation.evaluator import Report
+from trainer.evaluation.results import Difference, Evaluation
+
+#: The most values of one metadata key that are shown; the file has all.
+MAX_VALUES_SHOWN = 24
+
+
+def print_report(console: Console, report: Report) -> None:
+    """Print the ways side by side, their difference, how episodes ended, tool calls, and accuracy by metadata."""
+    if report.partial:
+        console.print(f"partial: {report.partial}", soft_wrap=True, markup=False)
+    if not report.ways:
+        return
+    console.print(f"{report.model} on {report.env}, {report.num_problems} problems", soft_wrap=True, markup=False)
+    console.print(_main_table(report))
+    if report.difference:
+        console.print(_difference_line(report, report.difference), soft_wrap=True, markup=False)
+    for table in (_ends(report), _outcomes(report), *_tags(report)):
+        if table.row_count:
+            console.print(table)
+
+
+def _table(title: str, *columns: str, num_words: int = 1) -> Table:
+    """Return an empty table: its first columns are for words, which fold if it is narrow, the others for numbers."""
+    table = Table(title=title, title_justify="left", box=SIMPLE)
+    for index, column in enumerate(columns):
+        is_word = index < num_words
+        table.add_column(
+            column, justify="left" if is_word else "right", no_wrap=not is_word, overflow="fold", min_width=8 * is_word
+        )
+    return table
+
+
+def _title(way: str) -> str:
+    return way.replace("_", " ")
+
+
+def _main_table(report: Report) -> Table:
+    """Return the main table, with a column for each way."""
+    samples = "1 sample" if report.num_samples == 1 else f"{report.num_samples} samples"
+    how = "greedy" if report.temperature == 0 else f"temperature {report.temperature:g}"
+    table = _table(f"{samples} each, {how} [{report.confidence:.0%} interval]", "", *map(_title, report.ways))
+    columns = [_column(evaluation) for evaluation in report.ways.values()]
+    for name in dict.fromkeys(name for column in columns for name in column):
+        table.add_row(name, *(column.get(name, "") for column in columns))
+    return table
+
+
+def _column(evaluation: Evaluation) -> dict[str, str]:
+    """Return the cells of one way, by the names of their rows."""
+    e = evaluation
+    num_episodes = e.num_problems * e.num_samples
+    cells = {"problems": str(e.num_problems), "accuracy (pass@1)": str(e.accuracy)}
+    cells |= {f"pass@{k}": str(estimate) for k, estimate in e.pass_at.items() if k > 1}
+    cells |= {"accuracy after turn 1": str(e.first_turn)} if e.first_turn else {}
+    cells |= {"mean reward": str(e.mean_reward)} if e.mean_reward else {}
+    return cells | {
+        "broken episodes": f"{e.num_broken} of {num_episodes}",
+        "truncated episodes": f"{e.num_truncated} of {num_episodes}",
+        "turns": f"{e.mean_turns:.2f}",
+        "model tokens": f"{e.mean_tokens:.1f}",
+    }
+
+
+def _difference_line(report: Report, difference: Difference) -> str:
+    first, second = map(_title, report.ways)
+    d = difference.accuracy
+    line = f"{first} less {second}, {d.num_problems} problems: {d.value:+.3f} [{d.low:+.3f}, {d.high:+.3f}]"
+    if difference.p_value is None:
+        return line
+    return (
+        f"{line}; {difference.num_gained} right only {first}, {difference.num_lost} only {second}, "
+        f"McNemar's exact p {difference.p_value:.2g}"
+    )
+
+
+def _ends(report: Report) -> Table:
+    table = _table("How episodes ended", "", "end reason", "episodes", "share", "accuracy", "turns", num_words=2)
+    for way, evaluation in report.ways.items():
+        for reason, end in evaluation.ends.items():
+            cells = f"{end.share:.3f}", f"{end.accuracy:.3f}", f"{end.mean_turns:.2f}"
+            table.add_row(_title(way), reason, str(end.num_episodes), *cells)
+    return table
+
+
+def _outcomes(report: Report) -> Table:
+    """Return the outcomes of tool calls, for the ways with any calls."""
+    table = _table("Tool calls", "", "outcome", "calls", "per turn", num_words=2)
+    for way, evaluation in report.ways.items():
+        if evaluation.tool_outcomes.keys() - {"none"}:
+            for outcome, count in evaluation.tool_outcomes.items():
+                name = "none (a turn without a call)" if outcome == "none" else outcome
+                table.add_row(_title(way), name, str(count), f"{count / evaluation.num_turns:.3f}")
+    return table
+
+
+def _tags(report: Report) -> Iterator[Table]:
+    """Yield a table for each metadata key, with a row for each of its values and a column for each way."""
+    for tag in dict.fromkeys(tag for evaluation in report.ways.values() for tag in evaluation.by_tag):
+        columns = [evaluation.by_tag.get(tag, {}) for evaluation in report.ways.values()]
+        values = list(dict.fromkeys(value for column in columns for value in column))
+        table = _table(f"Accuracy by {tag}", tag, "n", *map(_title, report.ways))
+        for value in values[:MAX_VALUES_SHOWN]:
+            found = [column.get(value) for column in columns]
+            num = max(estimate.num_problems for estimate in found if estimate)
+            table.add_row(escape(value), str(num), *("" if estimate is None else str(estimate) for estimate in found))
+        if len(values) > MAX_VALUES_SHOWN:
+            table.caption = f"and {len(values) - MAX_VALUES_SHOWN} more in evaluation.json"
+        yield table
+
+
+def print_training_summary(
+    console: Console, before: Mapping[str, Evaluation], after: Mapping[str, Evaluation], ends: Mapping[str, int]
+) -> None:
+    """Print held-out accuracy before and after training with its 95 % interval, and how training episodes ended."""
+    if after:
+        num_problems = next(iter(after.values())).num_problems
+        table = Table(title=f"Held-out accuracy, {num_problems} problems [95 % interval]")
+        for column in ("", "accuracy", "change", "turns"):
+            table.add_column(column, justify="left" if not column else "right", no_wrap=True)
+        for name, final in after.items():
+            first, way = before[name], name.replace("_", " ")
+            change = f"{final.accuracy.value - first.accuracy.value:+.3f}"
+            table.add_row(f"{way}, before", str(first.accuracy), "", f"{first.mean_turns:.2f}")
+            table.add_row(f"{way}, after", str(final.accuracy), change, f"{final.mean_turns:.2f}")
+        console.print(table)
+    table = Table(title="How training episodes ended")
+    table.add_column("end reason")
+    table.add_column("episodes", justify="right")
+    for reason, count in sorted(ends.items(), key=lambda item: -item[1]):
+        table.add_row(reason, str(count))
+    console.print(table)

@@ -1,0 +1,149 @@
+"""Saves and restores the learner's state with `torch.distributed.checkpoint` (DCP), so that a run resumes exactly.
+
+Any number of ranks can read the folder. It holds the trained weights only: frozen weights are in the checkpoint that
+the run started from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
+
+from agents.model.policy import PolicyModel
+from envs.errors import UserError
+from trainer.learner.protocol import CheckpointFailed
+
+_TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
+_STEPS = "steps_done"
+
+
+class StateWriter:
+    """Writes states in the background, one at a time.
+
+    The ranks plan the write over a separate process group, because the learner uses the default group meanwhile.
+
+    Example::
+
+        writer = StateWriter()
+        writer.begin(trained_state(model, optimizer, steps_done=10), Path("runs/x/checkpoints/part/learner"))
+        writer.is_written(wait=True)    # True
+    """
+
+    def __init__(self) -> None:
+        self._group: dist.ProcessGroup | None = None
+        self._saving: Future[Any] | None = None
+
+    def begin(self, state: dict[str, Any], folder: Path) -> None:
+        """Copy a state to host memory and start writing it; every rank must call it."""
+        assert self._saving is None, "one state is written at a time"
+        if self._group is None:
+            group: Any = dist.new_group(backend="gloo")
+            self._group = group
+        answer: Any = async_save(state, checkpoint_id=folder, process_group=self._group)
+        self._saving = answer
+
+    def is_written(self, wait: bool) -> bool:
+        """Return whether all ranks have written their part; with `wait`, wait until they have.
+
+        Raises:
+            CheckpointFailed: a rank could not write; the message says why.
+        """
+        saving = self._saving
+        if saving is None or not (wait or saving.done()):
+            return saving is None
+        self._saving = None
+        try:
+            saving.result()
+        except (CheckpointException, OSError, RuntimeError) as error:
+            raise CheckpointFailed(reason(error)) from error
+        return True
+
+
+def trained_state(model: PolicyModel, optimizer: torch.optim.Optimizer, steps_done: int) -> dict[str, Any]:
+    """Return the state. It holds the learner's own tensors, which must not change until they have been copied."""
+    return {
+        "model": get_model_state_dict(model, options=_TRAINED),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=_TRAINED),
+        _STEPS: torch.tensor(steps_done),
+        "random": {str(dist.get_rank()): _random_state()},
+    }
+
+
+def restore(folder: Path, model: PolicyModel, optimizer: torch.optim.Optimizer | None) -> int:
+    """Fill the network, and the optimizer if one is given, from a folder; return the number of steps done.
+
+    Every rank must call it. The number of ranks may differ from the one that wrote the folder: DCP cuts new shards.
+    The state of the random generators is restored only if the number of ranks is the same.
+
+    Raises:
+        UserError: the folder holds another network, or other adapters.
+    """
+    reader = FileSystemReader(folder)
+    names = reader.read_metadata().state_dict_metadata
+    state: dict[str, Any] = {"model": get_model_state_dict(model, options=_TRAINED), _STEPS: torch.tensor(0)}
+    wanted = {f"model.{name}" for name in state["model"]}
+    if missing := wanted ^ {name for name in names if name.startswith("model.")}:
+        rule = "must hold the network, and the adapters of it, that this run trains"
+        fix = "leave --model, --freeze-vision and --lora-* as they were"
+        raise UserError("--resume", rule, f"{sorted(missing)[0].removeprefix('model.')} in one alone", fix)
+    if optimizer is not None:
+        state["optimizer"] = _moments(model, optimizer, names)
+    rank, saved_ranks = str(dist.get_rank()), {name.split(".")[1] for name in names if name.startswith("random.")}
+    has_same_ranks = len(saved_ranks) == dist.get_world_size()
+    if has_same_ranks:
+        state["random"] = {rank: _random_state()}
+    load(state, storage_reader=reader)  # in place: into the network's and the optimizer's own tensors
+    if optimizer is not None:
+        for name, parameter in model.named_parameters():
+            if name not in state["optimizer"]["state"]:
+                optimizer.state.pop(parameter, None)
+    if has_same_ranks:
+        _set_random_state(state["random"][rank])
+    return int(state[_STEPS])
+
+
+def _moments(model: PolicyModel, optimizer: torch.optim.Optimizer, names: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the optimizer state to fill: that of the parameters which have a state in the checkpoint.
+
+    A parameter that never had a gradient has no state, for instance the vision tower in a run without images.
+    """
+    state = get_optimizer_state_dict(model, optimizer, options=_TRAINED)
+    every: dict[str, Any] = state["state"]  # type: ignore[assignment]
+    kept = {name: moments for name, moments in every.items() if f"optimizer.state.{name}.exp_avg" in names}
+    return {**state, "state": kept}
+
+
+def reason(error: BaseException) -> str:
+    """Return the operating system's reason in short, for instance "No space left on device"."""
+    if isinstance(error, CheckpointException):
+        return next((reason(cause) for cause, _ in error.failures.values()), type(error).__name__)
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    lines = str(error).strip().splitlines()
+    return next((line for line in reversed(lines) if "No space left" in line), lines[-1] if lines else repr(error))
+
+
+def _random_state() -> dict[str, Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    return states | {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else states
+
+
+def _set_random_state(states: dict[str, Tensor]) -> None:
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])

@@ -1,0 +1,393 @@
+"""The learner: holds one sharded copy of the policy with its optimizer, and trains it on samples.
+
+FSDP2 (`fully_shard`) runs over every process of the default group. One process with gloo on a CPU runs the same code.
+Each rank passes its share of the step's samples to `step`; all ranks get the same statistics back.
+
+Legend: N model tokens of a micro-batch or sample.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from agents.model.policy import PolicyModel
+from agents.model.stream_logprobs import stream_logprobs
+from agents.types import ProcessedImage, SamplingParams
+from trainer.algorithms.objective import ModelTokens, objective
+from trainer.config.algorithm import AlgorithmConfig
+from trainer.config.learner import LearnerConfig, LearnerPlan, OptimConfig
+from trainer.data.packing import balanced_bins, collate, filler_row, pack_rows
+from trainer.learner.collectives import ensure_process_group, reduce_over_ranks
+from trainer.learner.dcp_state import StateWriter, restore, trained_state
+from trainer.learner.lora import ALL_LINEAR, LoraOptions, add_lora, disabled, merged_weights
+from trainer.learner.offload import OffloadedState
+from trainer.learner.sharding import freeze_vision, keep_gathered, reshard, shard, trainable_parameters
+from trainer.learner.step_sums import StepSums
+from trainer.learner.weights_io import empty_model, load_weights
+from trainer.types import MicroBatch, Row, StepStats, TrainingSample
+
+#: The log-probs (N,) of the model tokens of each sample.
+SampleLogprobs = Mapping[TrainingSample, Tensor]
+
+
+class FSDPLearner:
+    """Owns the training weights, and changes them.
+
+    Example::
+
+        learner = FSDPLearner(PolicyModel.load(path), SamplingParams(), num_steps=20)
+        stats = learner.step([samples])            # one optimizer update
+        engine.load_weights(learner.weights(), version=1)
+    """
+
+    def __init__(
+        self,
+        model: PolicyModel,
+        sampling: SamplingParams,
+        num_steps: int,
+        optim: OptimConfig = OptimConfig(),
+        algorithm: AlgorithmConfig = AlgorithmConfig(),
+        config: LearnerConfig = LearnerConfig(),
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        path: Path | str = "",
+        seed: int = 0,
+    ) -> None:
+        """Shard the network; fill it from the checkpoint at `path` if its parameters are on the meta device.
+
+        Raises:
+            UserError: the checkpoint does not fit the network, or the network lacks what should be trained.
+        """
+        self.device, self.dtype = torch.device(device), dtype
+        assert path or not algorithm.kl_coef or config.lora_rank, "a reference network is read from a checkpoint"
+        ensure_process_group(self.device)
+        self.optim, self.algorithm, self.config = optim, algorithm, config
+        self.sampling, self.num_steps = sampling, num_steps
+        if config.freeze_vision:
+            freeze_vision(model, dtype)
+        if config.lora_rank:
+            targets = config.lora_targets or (ALL_LINEAR,)
+            add_lora(model, LoraOptions(config.lora_rank, config.lora_alpha, targets), seed)
+        self.model = self._sharded(model, path, seed)
+        self._reference = self._build_reference(path)
+        self.optimizer = torch.optim.AdamW(
+            trainable_parameters(self.model),
+            lr=optim.lr,
+            betas=(optim.beta1, optim.beta2),
+            weight_decay=optim.weight_decay,
+            fused=self.device.type == "cuda",
+        )
+        self._state = OffloadedState(self.optimizer) if config.offload == "optimizer" else None
+        self.steps_done = 0
+        self._writer = StateWriter()
+        #: Held while the network is used: a server may ask for the weights in one thread while another trains.
+        self.lock = threading.RLock()
+
+    def _sharded(self, model: PolicyModel, path: Path | str, seed: int) -> PolicyModel:
+        """Shard a network in place over all ranks, with its weights, and return it."""
+        is_empty = any(parameter.is_meta for parameter in model.parameters())
+        on_host = self.config.offload == "all"
+        mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
+        if not is_empty and not on_host:
+            model = model.to(self.device)
+        shard(model.train(), self.config, mesh, self.dtype)
+        if is_empty:
+            load_weights(model, path, self.device, torch.device("cpu") if on_host else self.device, seed)
+        return model
+
+    def _build_reference(self, path: Path | str) -> PolicyModel | None:
+        """Return the reference network of the KL penalty; with LoRA it is the policy with its adapters switched off."""
+        if not self.algorithm.kl_coef or self.config.lora_rank:
+            return None
+        model = empty_model(path, self.dtype)
+        model.requires_grad_(False)
+        return self._sharded(model, path, 0).eval()
+
+    def step(self, minibatches: Sequence[Sequence[TrainingSample]]) -> StepStats:
+        """Take one optimizer update per minibatch and epoch, on this rank's share of each minibatch.
+
+        Every rank must call it with the same number of minibatches; a share may be empty.
+        """
+        with self.lock:
+            return self._step(minibatches)
+
+    def _step(self, minibatches: Sequence[Sequence[TrainingSample]]) -> StepStats:
+        everything = [sample for samples in minibatches for sample in samples]
+        most_turns = max((int(s.turns_T.max()) for s in everything), default=0)
+        images, turns = self._max_over_ranks([float(any(s.images for s in everything)), float(most_turns)])
+        any_images, sums = images > 0, StepSums.zero(int(turns), self.device)
+        num_updates = len(minibatches) * self.optim.epochs
+        lr = self._set_lr()
+        # The ratio compares with the policy before the step's first update. With one update, that is the policy itself.
+        old = self._score(minibatches, any_images, sums) if num_updates > 1 else None
+        reference = self._score_reference(minibatches, any_images)
+        for _ in range(self.optim.epochs):
+            for samples in minibatches:
+                self._update(samples, any_images, sums, old, reference)
+        self.steps_done += 1
+        return sums.stats(lr, num_updates)
+
+    def _score(
+        self, minibatches: Sequence[Sequence[TrainingSample]], any_images: bool, sums: StepSums
+    ) -> SampleLogprobs:
+        """Return log-probs under the current weights; `sums` measures how far the rollout's are from them."""
+        scores: dict[TrainingSample, Tensor] = {}
+        with torch.no_grad():
+            for batch in self._batches_of_updates(minibatches, any_images):
+                logprobs_N, entropy_N = self.model.token_scores(batch.packed, self.sampling.law)
+                sums.measure(batch, logprobs_N, entropy_N)
+                scores |= _by_sample(batch, logprobs_N)
+        reshard(self.model)
+        return scores
+
+    def _score_reference(
+        self, minibatches: Sequence[Sequence[TrainingSample]], any_images: bool
+    ) -> SampleLogprobs | None:
+        """Return log-probs under the reference network; None without a KL penalty."""
+        if not self.algorithm.kl_coef:
+            return None
+        scores: dict[TrainingSample, Tensor] = {}
+        network = self._reference or self.model
+        with torch.no_grad(), contextlib.nullcontext() if self._reference else disabled(self.model):
+            for batch in self._batches_of_updates(minibatches, any_images):
+                scores |= _by_sample(batch, network.token_scores(batch.packed, self.sampling.law)[0])
+        reshard(network)
+        return scores
+
+    def _update(
+        self,
+        samples: Sequence[TrainingSample],
+        any_images: bool,
+        sums: StepSums,
+        old: SampleLogprobs | None,
+        reference: SampleLogprobs | None,
+    ) -> None:
+        """Accumulate the gradient of one minibatch and step the optimizer."""
+        # An earlier update that failed halfway may have left gradients.
+        self.optimizer.zero_grad(set_to_none=True)
+        keep_gathered(self.model, False)
+        measured, trained = self._split_rows(samples)
+        with torch.no_grad():
+            for batch in self._batches(self._bins(measured), any_images):
+                self._loss(batch, sums, old, reference)
+        reshard(self.model)
+        bins = self._bins(trained)
+        for number, batch in enumerate(self._batches(bins, any_images), 1):
+            keep_gathered(self.model, self.config.reshard == "never" and number < len(bins))
+            loss = self._loss(batch, sums, old, reference)
+            # FSDP averages gradients over ranks, but the token weights already hold the global denominator: undo it.
+            (loss * dist.get_world_size()).backward()
+        if bins:
+            self._step_optimizer(sums)
+
+    def _split_rows(self, samples: Sequence[TrainingSample]) -> tuple[list[Row], list[Row]]:
+        """Return the rows that are only measured, because their gradient would be 0, and the rows that are trained."""
+        rows = pack_rows(samples, self.config.max_tokens_per_microbatch)
+        if self.algorithm.kl_coef or self.algorithm.entropy_coef:
+            return [], rows
+        return [row for row in rows if not row.has_advantage], [row for row in rows if row.has_advantage]
+
+    def _batches_of_updates(
+        self, minibatches: Sequence[Sequence[TrainingSample]], any_images: bool
+    ) -> Iterator[MicroBatch]:
+        """Yield exactly the micro-batches of the updates: other ones would round differently in bfloat16."""
+        for samples in minibatches:
+            for rows in self._split_rows(samples):
+                yield from self._batches(self._bins(rows), any_images)
+
+    def _bins(self, rows: Sequence[Row]) -> list[list[Row]]:
+        """Return the rows of each micro-batch: the same number of micro-batches on every rank, the last may be empty.
+
+        FSDP communicates in every forward and backward, so all ranks must run the same number of them.
+        """
+        bins = balanced_bins(rows, self.config.max_tokens_per_microbatch)
+        most = int(self._max_over_ranks([float(len(bins))])[0])
+        return bins + [[] for _ in range(most - len(bins))]
+
+    def _batches(self, bins: Sequence[list[Row]], any_images: bool) -> Iterator[MicroBatch]:
+        """Yield the micro-batches. If any rank has images in this step, each gets one: the tower communicates too."""
+
+        def batch(chosen: list[Row]) -> MicroBatch:
+            if not chosen or (any_images and not any(row.images for row in chosen)):
+                chosen = [*chosen, filler_row(self.model, with_image=any_images)]
+            return collate(chosen, self.model.image_token_id, self.device, self.dtype)
+
+        # A thread collates the next micro-batch while the network runs this one.
+        with ThreadPoolExecutor(1) as pool:
+            coming = [pool.submit(batch, chosen) for chosen in bins[:1]]
+            for number in range(len(bins)):
+                ready = coming.pop().result()
+                coming = [pool.submit(batch, chosen) for chosen in bins[number + 1 : number + 2]]
+                yield ready
+
+    def _loss(
+        self, batch: MicroBatch, sums: StepSums, old: SampleLogprobs | None, reference: SampleLogprobs | None
+    ) -> Tensor:
+        """Return a micro-batch's share of the update's loss, and add its tokens to `sums`."""
+        logprobs_N, entropy_N = self.model.token_scores(batch.packed, self.sampling.law)
+        result = objective(
+            ModelTokens(
+                logprobs_N=logprobs_N,
+                entropy_N=entropy_N,
+                old_logprobs_N=logprobs_N.detach() if old is None else _of(batch, old, self.device),
+                rollout_logprobs_N=batch.rollout_logprobs_N,
+                ref_logprobs_N=None if reference is None else _of(batch, reference, self.device),
+                advantages_N=batch.advantages_N,
+                weights_N=batch.weights_N,
+                sample_N=batch.sample_N,
+                num_samples=len(batch.samples),
+            ),
+            self.algorithm,
+        )
+        if old is None:
+            sums.measure(batch, logprobs_N.detach(), entropy_N.detach())
+        sums.add(result, len(logprobs_N))
+        return result.loss
+
+    def _set_lr(self) -> float:
+        """Set the learning rate of this step, by warm-up and schedule, and return it."""
+        warm = min(1.0, (self.steps_done + 1) / max(1, self.optim.warmup_steps))
+        lr = self.optim.lr * warm
+        if self.optim.schedule == "cosine":
+            lr *= 0.5 * (1 + math.cos(math.pi * self.steps_done / max(1, self.num_steps)))
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        return lr
+
+    def _step_optimizer(self, sums: StepSums) -> None:
+        """Clip the gradient and step; a gradient that is not finite changes nothing."""
+        norm = torch.nn.utils.clip_grad_norm_(trainable_parameters(self.model), self.optim.max_grad_norm)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        is_finite = bool(norm.isfinite())
+        sums.add_update(float(norm), is_skipped=not is_finite)
+        if is_finite:
+            with self._optimizer_on_device():
+                self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _optimizer_on_device(self) -> AbstractContextManager[None]:
+        """Hold the optimizer's state on the device within the context."""
+        return self._state.on_device() if self._state else contextlib.nullcontext()
+
+    def _max_over_ranks(self, values: list[float]) -> list[float]:
+        return reduce_over_ranks(values, dist.ReduceOp.MAX, self.device)
+
+    def score(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> NDArray[np.float32]:
+        """Return the log-prob, at temperature 1, of each id of a stream but the first; every rank must call it."""
+        with self.lock:
+            scores = stream_logprobs(self.model, ids, images, self.device, self.dtype)
+            reshard(self.model)
+            return scores
+
+    def sum_logprobs(self, samples: Sequence[TrainingSample]) -> tuple[float, int]:
+        """Return the sum of the log-probs of all ranks' model tokens, in nats, and the number of these tokens.
+
+        Each rank passes its share, which may be empty; every rank must call it.
+        """
+        with self.lock, torch.no_grad():
+            images = self._max_over_ranks([float(any(s.images for s in samples))])[0] > 0
+            rows = pack_rows(samples, self.config.max_tokens_per_microbatch)
+            total, count = torch.zeros((), dtype=torch.float64, device=self.device), 0
+            for batch in self._batches(self._bins(rows), images):
+                logprobs_N, _ = self.model.token_scores(batch.packed, self.sampling.law)
+                total, count = total + logprobs_N.sum(dtype=torch.float64), count + len(logprobs_N)
+            reshard(self.model)
+            nats, tokens = reduce_over_ranks([total.item(), float(count)], dist.ReduceOp.SUM, self.device)
+            return nats, int(tokens)
+
+    def save(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+        """Write the configuration and the weights, in `dtype`, into a model folder; every rank must call it."""
+        weights = self.weights(dtype, "cpu")
+        if dist.get_rank() == 0:
+            self.model.save(folder, dtype, weights)
+        dist.barrier()
+
+    def begin_checkpoint(self, folder: Path) -> None:
+        """Copy this rank's shards of trained weights and optimizer state, and write them in the background.
+
+        Every rank must call it, after `is_checkpoint_written` returned True on every rank for the checkpoint before.
+        """
+        with self.lock:
+            reshard(self.model)
+            with self._optimizer_on_device():
+                self._writer.begin(trained_state(self.model, self.optimizer, self.steps_done), folder)
+
+    def is_checkpoint_written(self, wait: bool) -> bool:
+        """Return whether the checkpoint is on disk; raises `CheckpointFailed` if a rank could not write."""
+        return self._writer.is_written(wait)
+
+    def restore(self, folder: Path, with_optimizer: bool = True) -> None:
+        """Continue from a checkpoint that any number of ranks wrote with `begin_checkpoint`; every rank must call it.
+
+        Learning rate, betas and weight decay stay those of this learner. Raises `UserError` for another network.
+        """
+        with self.lock:
+            reshard(self.model)
+            with self._optimizer_on_device():
+                self.steps_done = restore(folder, self.model, self.optimizer if with_optimizer else None)
+
+    def weights(self, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> dict[str, Tensor]:
+        """Return the full weights by name, adapters merged: on rank 0 alone, but every rank must call it.
+
+        Weights are gathered one by one, cast to `dtype` and moved to `device` if these are given. Otherwise, with one
+        rank, they are the learner's own tensors and change with its next step.
+        """
+        with self.lock:
+            reshard(self.model)
+            kept: dict[str, Tensor] = {}
+            for name, weight in merged_weights(self.model, _whole):
+                if dist.get_rank() == 0:
+                    kept[name] = weight.to(device or weight.device, dtype or weight.dtype)
+            return kept
+
+
+def build_learner(config: LearnerPlan, path: Path | str, sampling: SamplingParams, device: torch.device) -> FSDPLearner:
+    """Return the learner of a run; every rank calls it.
+
+    Raises:
+        UserError: the checkpoint does not fit the network, or the network lacks what should be trained.
+    """
+    dtype: torch.dtype = getattr(torch, config.model.dtype)
+    # Weights that are never trained need no more precision than the network computes in; adapters are float32 anyway.
+    kept = dtype if config.learner.lora_rank or not config.steps else torch.float32
+    return FSDPLearner(
+        empty_model(path, kept),
+        sampling,
+        config.steps,
+        config.optim,
+        config.algorithm,
+        config.learner,
+        device,
+        dtype,
+        path,
+        config.seed,
+    )
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    return parameter.full_tensor().detach() if isinstance(parameter, DTensor) else parameter.detach()
+
+
+def _by_sample(batch: MicroBatch, values_N: Tensor) -> dict[TrainingSample, Tensor]:
+    parts = values_N.split([int(sample.mask_T.sum()) for sample in batch.samples])
+    return dict(zip(batch.samples, parts, strict=True))
+
+
+def _of(batch: MicroBatch, values: SampleLogprobs, device: torch.device) -> Tensor:
+    """Return the values of a micro-batch's tokens; a filler sample has none."""
+    nothing = torch.zeros(0, device=device)
+    return torch.cat([values.get(sample, nothing) for sample in batch.samples])

@@ -1,0 +1,164 @@
+"""LoRA (arXiv 2106.09685) through peft: trains low-rank updates of linear layers, W + (alpha / rank) B A.
+
+peft puts the adapter layers into the network without a wrapper around it, so all other code sees the same network.
+Engines and checkpoints see no adapters: `merged_weights` gives ordinary weights under ordinary names.
+
+Legend: H inputs, O outputs of a linear layer, R rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from agents.model.policy import PolicyModel
+from envs.errors import UserError, did_you_mean
+
+#: peft's name for all linear layers.
+ALL_LINEAR = "all-linear"
+_ADAPTER = "default"
+_BASE = ".base_layer."
+
+
+@dataclass(frozen=True)
+class LoraOptions:
+    """Which layers get an adapter, and its size.
+
+    `targets` are endings of module names, or "all-linear". They are matched in the decoder and, with `vision`, in the
+    vision tower too. Only linear layers get adapters: the fused experts of a mixture, its router, the embedding and the
+    output layer stay as they are.
+
+    Example: `LoraOptions(rank=16, alpha=32, targets=("q_proj", "v_proj"))` adds 2 B A to each of these layers.
+    """
+
+    rank: int = 32
+    alpha: float = 32.0
+    targets: tuple[str, ...] = (ALL_LINEAR,)
+    vision: bool = False
+
+
+def add_lora(model: PolicyModel, options: LoraOptions, seed: int = 0) -> None:
+    """Add trainable float32 adapters to the network and freeze all other weights; its outputs stay the same.
+
+    The network may be on the meta device (`load_weights` then fills the adapters, from its own seed), but not sharded.
+
+    Raises:
+        UserError: peft is missing, a target matches no linear layer, or there is no vision tower.
+    """
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise UserError("--lora-rank", "needs the package peft", str(error), "pip install 'trueturn[lora]'") from error
+    names = _target_modules(model, options)
+    # peft declares an integer, but uses only alpha / rank.
+    config = LoraConfig(r=options.rank, lora_alpha=options.alpha, target_modules=names)  # type: ignore[arg-type]
+    inject_adapter_in_model(config, model.backbone, adapter_name=_ADAPTER)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(is_adapter(name))
+            if is_adapter(name):
+                parameter.data = parameter.data.float()
+                if not parameter.is_meta:
+                    parameter.copy_(initial_adapter(name, parameter.shape, seed))
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a parameter of this name belongs to an adapter."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def plain_name(name: str) -> str:
+    """Return the name that a parameter has in the network without adapters.
+
+    >>> plain_name("layers.0.q_proj.base_layer.weight")
+    'layers.0.q_proj.weight'
+    """
+    return name.replace(_BASE, ".")
+
+
+def initial_adapter(name: str, shape: Sequence[int], seed: int) -> Tensor:
+    """Return an adapter's first value, float32, as peft draws it: A (R, H) uniform in +-1 / sqrt(H), B (O, R) zero.
+
+    The value depends only on name and seed, so it is the same for every number of ranks.
+    """
+    value = torch.zeros(*shape, dtype=torch.float32)
+    if ".lora_B." in name:
+        return value
+    number = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:7], "big")
+    return nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=torch.Generator().manual_seed(number))
+
+
+def merged_weights(
+    model: nn.Module, whole: Callable[[Tensor], Tensor] = torch.Tensor.detach
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield every parameter with its adapter merged in, under the name that it has without adapters.
+
+    `whole` makes a full tensor of a parameter, for instance from its shards. It is called for one layer at a time, in
+    the same order on all ranks. A weight with an adapter is W + (alpha / rank) B A, computed and returned in float32;
+    any other weight is what `whole` returns. A network without adapters yields its own parameters.
+    """
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        if is_adapter(name):
+            continue
+        weight = whole(parameter)
+        if name.endswith(f"{_BASE}weight"):
+            layer = name.removesuffix(f"{_BASE}weight")
+            a_RH, b_OR = (whole(parameters[f"{layer}.lora_{side}.{_ADAPTER}.weight"]) for side in "AB")
+            module: Any = model.get_submodule(layer)
+            weight = torch.addmm(weight.float(), b_OR.float(), a_RH.float(), alpha=module.scaling[_ADAPTER])
+        yield plain_name(name), weight
+
+
+@contextmanager
+def disabled(model: nn.Module) -> Iterator[None]:
+    """Switch the adapters off within the context: the network is then the reference policy of a KL penalty."""
+    names = [name.split(".lora_A.")[0] for name, _ in model.named_parameters() if ".lora_A." in name]
+    layers = [model.get_submodule(name) for name in names]
+    try:
+        _enable(layers, False)
+        yield
+    finally:
+        _enable(layers, True)
+
+
+def _enable(layers: Sequence[Any], enabled: bool) -> None:
+    """Switch adapters on or off, and keep them trainable.
+
+    peft freezes adapters that it switches off. But FSDP2 takes the dtype of gradients from the parameters that are
+    trainable in the very first forward, which may be the reference policy's: it would find none.
+    """
+    for layer in layers:
+        flags = {parameter: parameter.requires_grad for parameter in layer.parameters()}
+        layer.enable_adapters(enabled)
+        for parameter, flag in flags.items():
+            parameter.requires_grad_(flag)
+
+
+def _target_modules(model: PolicyModel, options: LoraOptions) -> list[str]:
+    """Return the names of the linear layers that get an adapter."""
+    parts = [model.architecture.decoder(model.backbone)]
+    if options.vision:
+        tower = model.architecture.vision_tower(model.backbone)
+        if tower is None:
+            rule = "needs a network that takes images"
+            raise UserError("LoraOptions.vision", rule, model.config.model_type, "leave it out")
+        parts.append(tower)
+    inside = {module for part in parts for module in part.modules() if isinstance(module, nn.Linear)}
+    linear = [name for name, module in model.backbone.named_modules() if module in inside]
+    chosen: set[str] = set()
+    for target in options.targets:
+        matched = [name for name in linear if target == ALL_LINEAR or f".{name}".endswith(f".{target}")]
+        if not matched:
+            known = {name.rsplit(".", 1)[-1] for name in linear}
+            known = {ALL_LINEAR, *(name for name in known if not name.isdigit())}
+            raise UserError("--lora-targets", "must end a linear layer's name", target, did_you_mean(target, known))
+        chosen.update(matched)
+    return [name for name in linear if name in chosen]

@@ -1,0 +1,95 @@
+"""The interface of a learner: the loop trains through it, with an `FSDPLearner` here or a `LearnerGroup` of several."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from agents.types import ProcessedImage
+from trainer.types import StepStats, TrainingSample
+
+
+class LearnerLost(RuntimeError):
+    """A learner process died or failed; all weights trained since the last checkpoint are lost."""
+
+
+class CheckpointFailed(RuntimeError):
+    """The learner's state could not be written; the learner itself still works."""
+
+
+class Learner(Protocol):
+    """Turns training samples into better weights.
+
+    Example::
+
+        stats = learner.step([samples])             # one optimizer update
+        engine.load_weights(learner.weights(), version=1)
+        learner.save(Path("runs/x/model"))
+    """
+
+    @property
+    def lock(self) -> AbstractContextManager[object]:
+        """Held while the network is used. Hold it over several calls that must see the same weights."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """The device that the network computes on; for several ranks, only its kind."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that the network computes in, and that servers get their weights in."""
+        ...
+
+    @property
+    def steps_done(self) -> int:
+        """How often `step` has changed the weights. Equal numbers mean equal weights."""
+        ...
+
+    def step(self, minibatches: Sequence[Sequence[TrainingSample]]) -> StepStats:
+        """Take one optimizer update per minibatch; return the statistics of the whole step."""
+        ...
+
+    def score(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> NDArray[np.float32]:
+        """Return the log-prob, at temperature 1, of each id of a stream but the first, in nats."""
+        ...
+
+    def sum_logprobs(self, samples: Sequence[TrainingSample]) -> tuple[float, int]:
+        """Return the sum of the log-probs of the samples' model tokens, in nats, and the number of these tokens."""
+        ...
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """Return the full weights by parameter name."""
+        ...
+
+    def save(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+        """Write the configuration and the weights, in `dtype`, into a model folder."""
+        ...
+
+    def begin_checkpoint(self, folder: Path) -> None:
+        """Copy everything that `restore` needs, and write it into a folder in the background."""
+        ...
+
+    def is_checkpoint_written(self, wait: bool) -> bool:
+        """Return whether the checkpoint is on disk; with `wait`, wait until it is.
+
+        Raises:
+            CheckpointFailed: it could not be written; the message says why.
+        """
+        ...
+
+    def restore(self, folder: Path) -> None:
+        """Continue from what `begin_checkpoint` wrote: weights, optimizer, steps done.
+
+        Raises:
+            UserError: the folder holds another network.
+        """
+        ...

@@ -1,0 +1,296 @@
+"""Drives all learner ranks as one `Learner`: each call goes to every rank, and the first rank that fails ends all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from numpy.typing import NDArray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from torch import Tensor
+
+from agents.types import ProcessedImage, SamplingParams
+from envs.errors import UserError, first_line
+from trainer.config.learner import ClusterConfig, LearnerPlan
+from trainer.learner.protocol import CheckpointFailed, LearnerLost
+from trainer.learner.rank_split import light_images, shares
+from trainer.learner.ray_worker import LearnerWorker, Place
+from trainer.types import StepStats, TrainingSample
+
+#: How long to wait for free GPUs or CPUs in the cluster.
+PLACE_S = 60.0
+#: How long to wait for the head of a cluster to answer.
+ANSWER_S = 10.0
+#: How long to wait, after a rank has failed, for another rank whose death caused that failure.
+REASON_S = 3.0
+
+
+class LearnerGroup:
+    """N learner ranks in processes of their own.
+
+    Example::
+
+        group = LearnerGroup(config, model_path, sampling)      # --num-learners 2
+        stats = group.step([samples])
+        group.close()
+    """
+
+    def __init__(self, config: LearnerPlan, model_path: Path | str, sampling: SamplingParams) -> None:
+        """Start Ray or connect to it, and start the ranks of `config.cluster`.
+
+        Raises:
+            UserError: the cluster cannot be reached or has too few GPUs or CPUs, or a rank cannot start; says why.
+        """
+        cluster, on_gpu = config.cluster, config.cluster.num_gpus > 0
+        self.device = torch.device("cuda" if on_gpu else "cpu")
+        self.dtype: torch.dtype = getattr(torch, config.model.dtype)
+        self.lock = threading.RLock()
+        self.steps_done = 0
+        self.workers: list[Any] = []
+        self.places: list[Place] = []
+        self._lost: LearnerLost | None = None
+        self._written: list[bool] = []
+        self._fault = ""
+        self._is_joined = False
+        self._reserved: PlacementGroup | None = None
+        self._owns_ray = start_ray(cluster)
+        try:
+            self._place(cluster, on_gpu)
+            self._join(config, model_path, sampling)
+        except BaseException:
+            self.close()
+            raise
+
+    def _place(self, cluster: ClusterConfig, on_gpu: bool) -> None:
+        """Start a process per rank. Ranks on this host come first: rank 0 hands weights over and writes files."""
+        kind, flag = ("GPU", "--num-gpus") if on_gpu else ("CPU", "--num-learners")
+        wanted, available = cluster.num_ranks, int(ray.cluster_resources().get(kind, 0))
+        if wanted > available:
+            rule = f"must be at most the {available} {kind}s of the cluster"
+            raise UserError(flag, rule, wanted, f"give {available} or less")
+        self._reserved = placement_group([{kind: 1}] * wanted, strategy="PACK")
+        try:
+            ray.get(self._reserved.ready(), timeout=PLACE_S)
+        except GetTimeoutError:
+            free = int(ray.available_resources().get(kind, 0))
+            rule, fix = f"must be at most the {free} {kind}s that are free", "wait until others are done, or give less"
+            raise UserError(flag, f"{rule} of the cluster's {available}", wanted, fix) from None
+        actor = ray.remote(LearnerWorker)
+        for index in range(wanted):
+            strategy = PlacementGroupSchedulingStrategy(self._reserved, placement_group_bundle_index=index)
+            options = actor.options(
+                num_cpus=int(not on_gpu), num_gpus=int(on_gpu), max_restarts=0, scheduling_strategy=strategy
+            )
+            self.workers.append(options.remote())
+        places = self._call("place")
+        here = ray.get_runtime_context().get_node_id()
+
+        def order(rank: int) -> tuple[bool, str, list[str]]:
+            place = places[rank]
+            return place.node != here, place.node, [gpu.zfill(4) for gpu in place.gpus]
+
+        ranks = sorted(range(wanted), key=order)
+        self.workers, self.places = [self.workers[r] for r in ranks], [places[r] for r in ranks]
+
+    def _join(self, config: LearnerPlan, model_path: Path | str, sampling: SamplingParams) -> None:
+        """Let every rank load its part of the network, in one process group."""
+        count = len(self.workers)
+        # Ranks may have another working directory.
+        model_path = Path(model_path).absolute() if Path(model_path).exists() else model_path
+        [address, *_] = self._call("address")
+        on_node = [sum(other.node == place.node for other in self.places) for place in self.places]
+        ranks = enumerate(on_node)
+        self._call("join", *((config, model_path, sampling, rank, count, num, address) for rank, num in ranks))
+        self._is_joined = True
+
+    @property
+    def is_here(self) -> bool:
+        """Whether rank 0 runs on this host."""
+        return self.places[0].node == ray.get_runtime_context().get_node_id()
+
+    @property
+    def gpus_here(self) -> tuple[int, ...]:
+        """The GPUs of this host that ranks use, numbered as this process sees them."""
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = seen.split(",") if seen else [str(number) for number in range(torch.cuda.device_count())]
+        node = ray.get_runtime_context().get_node_id()
+        own = [gpu for place in self.places if place.node == node for gpu in place.gpus]
+        return tuple(sorted(names.index(gpu) for gpu in own if gpu in names))
+
+    def step(self, minibatches: Sequence[Sequence[TrainingSample]]) -> StepStats:
+        """Take a step, each rank on its share; raises `LearnerLost` if a rank fails."""
+        with self.lock:
+            sent = [ray.put(share) for share in shares(minibatches, len(self.workers))]
+            by_rank: list[StepStats] = self._call("step", *((share,) for share in sent))
+            self.steps_done += 1
+            return replace(by_rank[0], logprobs={key: own for s in by_rank for key, own in s.logprobs.items()})
+
+    def score(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> NDArray[np.float32]:
+        """Return the log-prob, at temperature 1, of each id of a stream but the first, in nats."""
+        return self._call("score", (tuple(ids), light_images(images)))[0]
+
+    def sum_logprobs(self, samples: Sequence[TrainingSample]) -> tuple[float, int]:
+        """Return the sum of the log-probs of the samples' model tokens, in nats, and the number of these tokens."""
+        return self._call("sum_logprobs", *((share[0],) for share in shares([samples], len(self.workers))))[0]
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the full weights by parameter name, in float32 on the CPU. Do not write to them."""
+        arrays = self._call("weights")[0]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+            return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+    def save(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+        """Let rank 0 write a model folder. If rank 0 runs on another host, both hosts must see the folder."""
+        self._call("save", (folder.absolute(), dtype))
+
+    def begin_checkpoint(self, folder: Path) -> None:
+        """Let every rank write its shards in the background, into a folder that all hosts see."""
+        self._written, self._fault = [False] * len(self.workers), ""
+        self._call("begin_checkpoint", (folder.absolute(),))
+
+    def is_checkpoint_written(self, wait: bool) -> bool:
+        """Return whether all ranks have written; raises `CheckpointFailed` if one could not."""
+        answers = self._call("checkpoint", (wait,))
+        self._written = [was or is_now for was, (is_now, _) in zip(self._written, answers, strict=True)]
+        fault = next((fault for _, fault in answers if fault), "")
+        self._fault = self._fault or fault
+        if not all(self._written):
+            return False
+        if self._fault:
+            raise CheckpointFailed(self._fault)
+        return True
+
+    def restore(self, folder: Path) -> None:
+        """Let every rank read its shards; raises `UserError` for another network."""
+        self.steps_done = self._call("restore", (folder.absolute(),))[0]
+
+    @contextlib.contextmanager
+    def lend(self) -> Iterator[list[str]]:
+        """Lend rank 0's weights to processes on its host, as `trainer.learner.cuda_ipc.lend_weights` does."""
+        payloads = self._call("lend")[0]
+        try:
+            yield payloads
+        finally:
+            if self._lost is None:
+                self._call("take_back")
+
+    def _call(self, method: str, *args: tuple[Any, ...]) -> list[Any]:
+        """Call a method on every rank and return all results, in rank order.
+
+        `args` holds the arguments of each rank, or one tuple that all ranks get.
+
+        Raises:
+            UserError: a rank could not start with what the user gave.
+            LearnerLost: a rank died or failed. The others are ended, and every later call raises it too.
+        """
+        given = args * len(self.workers) if len(args) == 1 else args or ((),) * len(self.workers)
+        with self.lock:
+            if self._lost is not None:
+                raise self._lost
+            refs = [getattr(w, method).remote(*own) for w, own in zip(self.workers, given, strict=True)]
+            results: dict[int, Any] = {}
+            waiting = list(refs)
+            while waiting:
+                done, waiting = ray.wait(waiting, num_returns=1)
+                try:
+                    results[refs.index(done[0])] = ray.get(done[0])
+                except RayError as error:
+                    raise self._failure(method, refs, refs.index(done[0]), error) from None
+            return [results[rank] for rank in range(len(refs))]
+
+    def _failure(self, method: str, refs: Sequence[Any], rank: int, error: RayError) -> Exception:
+        """End all ranks and return the error to raise: it names the rank that died or, if none did, failed first."""
+        cause = error.cause if isinstance(error, RayTaskError) else error
+        if isinstance(cause, UserError):
+            return cause
+        others = [ref for ref in refs if ref != refs[rank]]
+        # When a rank dies, another rank loses its connection, and the call of that one may fail first.
+        answered, waiting = ray.wait(others, num_returns=len(others), timeout=REASON_S) if others else ((), ())
+        silent = [refs.index(ref) for ref in waiting]
+        for ref in answered:
+            try:
+                ray.get(ref)
+            except RayActorError as death:
+                if not isinstance(error, RayActorError):
+                    rank, error = refs.index(ref), death
+            except RayError:
+                continue
+        self._kill()
+        place = self.places[rank] if self.places else None
+        where = f" (process {place.pid} on {place.host})" if place else ""
+        name = f"learner rank {rank} of {len(self.workers)}{where}"
+        if isinstance(error, RayActorError) and self.places:
+            what = "died: it was killed, ran out of memory, or waited too long for another (--learner-timeout-s)"
+        else:
+            # Ray's message is the traceback of the rank; its last lines say what failed, and where.
+            text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+            lines = [line.strip() for line in text.splitlines() if set(line) - set(" ^~")]
+            what = f"failed in {method}: {' | '.join(lines[-4:])[-600:]}"
+        if not self._is_joined:
+            flag = "--num-gpus" if self.device.type == "cuda" else "--num-learners"
+            return UserError(flag, "must start every learner process", name, what)
+        if silent:
+            what += f"; no answer from rank {', '.join(map(str, silent))}"
+        self._lost = LearnerLost(f"{name} {what}")
+        return self._lost
+
+    def _kill(self) -> None:
+        for worker in self.workers:
+            ray.kill(worker)
+
+    def close(self) -> None:
+        """End all ranks, and Ray if it was started here."""
+        if not ray.is_initialized():
+            return
+        self._kill()
+        self._lost = self._lost or LearnerLost("the learners were closed")
+        if self._reserved is not None:
+            remove_placement_group(self._reserved)
+            self._reserved = None
+        if self._owns_ray:
+            ray.shutdown()
+
+
+def start_ray(cluster: ClusterConfig) -> bool:
+    """Start Ray on this host, or connect to `--ray-address`; return False if this process is already connected.
+
+    Raises:
+        UserError: there is no cluster at the address.
+    """
+    if ray.is_initialized():
+        return False
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    quiet: dict[str, Any] = {"include_dashboard": False, "logging_level": "error", "log_to_driver": False}
+    if not cluster.ray_address:
+        try:
+            ray.init("local", num_cpus=cluster.num_ranks, num_gpus=cluster.num_gpus, **quiet)
+        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+            flag = "--num-gpus" if cluster.num_gpus else "--num-learners"
+            fix = f"set RAY_TMPDIR to a short path that can be written to ({first_line(error):.120})"
+            raise UserError(flag, "must be able to start Ray on this host", cluster.num_ranks, fix) from error
+        return True
+    del quiet["include_dashboard"]
+    try:
+        host, _, port = cluster.ray_address.rpartition(":")
+        if host and port.isdigit():  # Ray itself would retry for minutes
+            socket.create_connection((host, int(port)), timeout=ANSWER_S).close()
+        ray.init(cluster.ray_address, **quiet)
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        fix = "start one with `ray start --head`; a running cluster may need its token: RAY_AUTH_MODE=token"
+        rule = "must be a running Ray cluster"
+        raise UserError("--ray-address", rule, cluster.ray_address, f"{fix} ({first_line(error):.120})") from error
+    return True

@@ -1,0 +1,146 @@
+"""Runs one learner rank in a process that Ray starts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import ray
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from agents.types import ProcessedImage, SamplingParams
+from trainer.config.learner import LearnerPlan
+from trainer.learner.cuda_ipc import lend_weights
+from trainer.learner.fsdp_learner import FSDPLearner, build_learner
+from trainer.learner.protocol import CheckpointFailed
+from trainer.learner.rank_split import Share
+from trainer.types import StepStats, TrainingSample
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs. `gpus` are its GPUs as Ray numbers them: one, or none on a CPU."""
+
+    node: str
+    host: str
+    pid: int
+    gpus: tuple[str, ...]
+
+
+class LearnerWorker:
+    """Holds one rank's shard of the learner. Every method must be called on all ranks, since all take part in it.
+
+    Example::
+
+        worker = ray.remote(LearnerWorker).options(num_gpus=1).remote()
+        worker.join.remote(config, model_path, sampling, rank=0, num_ranks=2, address="tcp://10.0.0.1:29500")
+    """
+
+    def __init__(self) -> None:
+        self._rank = 0
+        self._learner: FSDPLearner | None = None
+        self._loan = contextlib.ExitStack()
+
+    def place(self) -> Place:
+        """Return where this rank runs."""
+        gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+        node = ray.get_runtime_context().get_node_id()
+        return Place(node, ray.util.get_node_ip_address(), os.getpid(), tuple(str(gpu) for gpu in gpus))
+
+    def address(self) -> str:
+        """Return a free address on this host for the process group of the ranks."""
+        with socket.socket() as free:
+            free.bind(("", 0))
+            return f"tcp://{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"
+
+    def join(
+        self,
+        config: LearnerPlan,
+        model_path: Path | str,
+        sampling: SamplingParams,
+        rank: int,
+        num_ranks: int,
+        num_on_node: int,
+        address: str,
+    ) -> None:
+        """Join the other ranks and load this rank's part of the network; `num_on_node` ranks share the node's cores."""
+        on_gpu = config.cluster.num_gpus > 0
+        # Ray shows a rank only its own GPU.
+        device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_on_node))
+        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"  # offloaded tensors are reduced on the CPU
+        dist.init_process_group(
+            backend,
+            init_method=address,
+            rank=rank,
+            world_size=num_ranks,
+            timeout=timedelta(seconds=config.cluster.learner_timeout_s),
+            device_id=device if on_gpu else None,
+        )
+        self._rank, self._learner = rank, build_learner(config, model_path, sampling, device)
+
+    @property
+    def learner(self) -> FSDPLearner:
+        """The rank's learner, once it has joined."""
+        assert self._learner is not None, "a rank joins first"
+        return self._learner
+
+    def step(self, share: Share) -> StepStats:
+        """Train on this rank's share of a step; the statistics are the same on all ranks."""
+        return self.learner.step(share)
+
+    def score(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> NDArray[np.float32]:
+        """Score a stream; the result is the same on all ranks."""
+        return self.learner.score(ids, images)
+
+    def sum_logprobs(self, samples: Sequence[TrainingSample]) -> tuple[float, int]:
+        """Sum the log-probs of the samples of all ranks, given this rank's share; the result is the same on all."""
+        return self.learner.sum_logprobs(samples)
+
+    def weights(self) -> dict[str, NDArray[np.float32]]:
+        """Return the full weights on rank 0, and nothing on the others."""
+        weights = self.learner.weights(torch.float32, "cpu")
+        return {name: weight.numpy() for name, weight in weights.items()}
+
+    def save(self, folder: Path, dtype: torch.dtype) -> None:
+        """Write a model folder; only rank 0 writes."""
+        self.learner.save(folder, dtype)
+
+    def begin_checkpoint(self, folder: Path) -> None:
+        """Start to write this rank's shards in the background."""
+        self.learner.begin_checkpoint(folder)
+
+    def checkpoint(self, wait: bool) -> tuple[bool, str]:
+        """Return whether writing has ended, and the reason if it failed ("" otherwise).
+
+        It returns the reason because the group ends a rank that raises.
+        """
+        try:
+            return self.learner.is_checkpoint_written(wait), ""
+        except CheckpointFailed as error:
+            return True, str(error)
+
+    def restore(self, folder: Path) -> int:
+        """Read this rank's shards; return the steps done."""
+        self.learner.restore(folder)
+        return self.learner.steps_done
+
+    def lend(self) -> list[str]:
+        """Return the handles of `trainer.learner.cuda_ipc.lend_weights` on rank 0; they are valid until `take_back`."""
+        self.take_back()
+        if self._rank == 0:
+            return self._loan.enter_context(lend_weights(self.learner))
+        self.learner.weights()
+        return []
+
+    def take_back(self) -> None:
+        """Free the weights that were lent."""
+        self._loan.close()

@@ -1,0 +1,232 @@
+"""Loads a checkpoint into a sharded network: each rank reads only the rows that it keeps.
+
+`empty_model` makes the network without values. The learner shards it. `load_weights` then fills it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from agents.model.architectures import read_config
+from agents.model.policy import PolicyModel
+from envs.errors import UserError
+from trainer.learner.lora import initial_adapter, is_adapter, plain_name
+
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def empty_model(path: str | Path, dtype: torch.dtype = torch.float32) -> PolicyModel:
+    """Return the network of a checkpoint, with parameters of `dtype` on the meta device and real buffers.
+
+    After `load_weights` it equals `PolicyModel.load(path, dtype)`.
+
+    Raises:
+        UserError: the path is no checkpoint, or its architecture is not supported.
+    """
+    from transformers import GenerationConfig
+
+    config = read_config(path)
+    model = meta_model(config, dtype)
+    backbone: Any = model.backbone
+    config.name_or_path = str(path)
+    with contextlib.suppress(OSError):  # without the file, the default of the network's configuration stays
+        backbone.generation_config = GenerationConfig.from_pretrained(path)
+    return model.eval()
+
+
+def meta_model(config: Any, dtype: torch.dtype = torch.float32) -> PolicyModel:
+    """Return the network of a Transformers configuration, with parameters on the meta device: it takes no memory.
+
+    Raises `UserError` if its architecture is not supported.
+    """
+    from accelerate import init_empty_weights
+
+    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+        part.dtype = dtype
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)  # networks create parameters in the default dtype, but for explicit float32 ones
+    try:
+        with init_empty_weights(include_buffers=False):
+            model = PolicyModel.from_config(config)
+    finally:
+        torch.set_default_dtype(default)
+    backbone: Any = model.backbone
+    backbone.tie_weights()  # the move to the meta device has split a shared parameter in two
+    return model
+
+
+def load_weights(
+    model: PolicyModel,
+    path: str | Path,
+    device: torch.device | str,
+    weights_device: torch.device | str | None = None,
+    seed: int = 0,
+) -> None:
+    """Fill every parameter of a network, sharded by `fully_shard` or not, from a checkpoint's safetensors files.
+
+    Parameters on the meta device get memory on `weights_device`, which is `device` unless a `CPUOffloadPolicy` keeps
+    shards on the CPU; other parameters are filled where they are. Buffers move to `device`. Values are cast to the
+    parameter's dtype. The adapters of `trainer.learner.lora`, which no checkpoint has, get their first values from
+    `seed`.
+
+    A rank reads only the rows of its own shards, straight from the mapped files. If a checkpoint has other names or
+    shapes than the network in memory (`names_are_saved` of its architecture is False), Transformers reads and converts
+    it, and every rank needs CPU memory for the whole checkpoint meanwhile.
+
+    Raises:
+        UserError: there are no safetensors files, or a parameter is missing or has another shape.
+    """
+    _materialise(model, torch.device(device if weights_device is None else weights_device), torch.device(device))
+    source = CheckpointTensors(path) if model.architecture.names_are_saved else _ConvertedTensors(model, path)
+    with torch.no_grad():
+        for names, parameter in _named(model):
+            rows = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            start, end = local_rows(parameter)
+            if is_adapter(names[0]):
+                rows.copy_(initial_adapter(names[0], parameter.shape, seed)[start:end])
+                continue
+            saved = [plain_name(name).removeprefix("backbone.") for name in names]
+            name = next((name for name in saved if name in source), None)
+            rule = f"must hold a tensor {saved[0]} of shape {tuple(parameter.shape)}"
+            fix = "give a complete checkpoint of the network that its config.json describes"
+            if name is None:
+                raise UserError("--model", rule, f"none in {source.folder}", fix)
+            if source.shape(name) != tuple(parameter.shape):
+                raise UserError("--model", rule, f"shape {source.shape(name)} in {source.folder}", fix)
+            if start < end or not parameter.dim():
+                rows.copy_(source.rows(name, start, end))
+
+
+def local_rows(parameter: Tensor) -> tuple[int, int]:
+    """Return the rows of this rank's shard, from first to last + 1; shards are cut as `torch.chunk` cuts.
+
+    A tensor of 5 rows on 4 ranks: (0, 2), (2, 4), (4, 5), (5, 5). A scalar has one row.
+    """
+    count = parameter.shape[0] if parameter.dim() else 1
+    if not isinstance(parameter, DTensor):
+        return 0, count
+    cut = [axis for axis, placement in enumerate(parameter.placements) if placement.is_shard()]
+    if not cut:
+        return 0, count
+    mesh = parameter.device_mesh
+    assert len(cut) == 1 and parameter.placements[cut[0]].is_shard(0), f"sharded by rows only: {parameter.placements}"
+    size = -(-count // mesh.size(cut[0]))
+    start = min(count, size * mesh.get_local_rank(cut[0]))
+    end = min(count, start + size)
+    assert end - start == parameter.to_local().shape[0], (end - start, parameter.to_local().shape)
+    return start, end
+
+
+def _named(model: nn.Module) -> list[tuple[list[str], nn.Parameter]]:
+    """Return each parameter once, with all its names."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return [(each, parameter) for parameter, each in names.items()]
+
+
+def _materialise(model: nn.Module, weights_device: torch.device, device: torch.device) -> None:
+    """Replace parameters on the meta device by uninitialised ones, keep sharing, and move buffers.
+
+    `nn.Module.to_empty` would lose the values of buffers, and the sharing of a parameter by two modules.
+    """
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if parameter.is_meta:
+                if parameter not in made:
+                    empty = torch.empty_like(parameter, device=weights_device)
+                    made[parameter] = nn.Parameter(empty, parameter.requires_grad)
+                setattr(module, name, made[parameter])
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            setattr(module, name, buffer.to(device))
+
+
+class CheckpointTensors:
+    """Reads rows of the tensors in a checkpoint's safetensors files, without loading the rest.
+
+    Example::
+
+        tensors = CheckpointTensors(Path("path/to/checkpoint"))
+        tensors.rows("model.visual.patch_embed.proj.bias", 0, 8)
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.folder = str(path)
+        self._file_of: dict[str, Any] = {}
+        for file in weight_files(path):
+            try:
+                opened = safe_open(file, framework="pt", device="cpu")
+            except (OSError, SafetensorError) as error:
+                rule = "must be a folder of whole safetensors files"
+                raise UserError("--model", rule, f"{file} ({error})", "copy the file again") from error
+            self._file_of.update(dict.fromkeys(opened.keys(), opened))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._file_of
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return tuple(self._file_of[name].get_slice(name).get_shape())
+
+    def rows(self, name: str, start: int, end: int) -> Tensor:
+        """Return rows of a tensor; a scalar is returned whole."""
+        part = self._file_of[name].get_slice(name)
+        return part[start:end] if part.get_shape() else self._file_of[name].get_tensor(name)
+
+    def dtype(self) -> torch.dtype:
+        """Return a dtype that holds every value exactly."""
+        kinds = {file.get_slice(name).get_dtype() for name, file in self._file_of.items()}
+        return torch.bfloat16 if kinds == {"BF16"} else torch.float32
+
+
+class _ConvertedTensors:
+    """The parameters of the network as Transformers reads and converts them, on the CPU."""
+
+    def __init__(self, model: PolicyModel, path: str | Path) -> None:
+        self.folder = str(path)
+        options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        loaded: Any = model.architecture.read(path, dtype=CheckpointTensors(path).dtype(), **options)
+        network, report = loaded
+        found = dict(network.named_parameters(remove_duplicate=False))
+        self._tensors: Mapping[str, Tensor] = {
+            n: p.detach() for n, p in found.items() if n not in report["missing_keys"]
+        }
+        self._other_shapes = {name: tuple(shape) for name, shape, _ in report["mismatched_keys"]}
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._other_shapes.get(name, tuple(self._tensors[name].shape))
+
+    def rows(self, name: str, start: int, end: int) -> Tensor:
+        tensor = self._tensors[name]
+        return tensor[start:end] if tensor.dim() else tensor
+
+
+def weight_files(path: str | Path) -> Sequence[Path]:
+    """Return the safetensors files of a folder or hub id: the single file, or the files that the index names."""
+    from huggingface_hub import snapshot_download
+
+    folder = Path(path)
+    if not folder.is_dir():
+        folder = Path(snapshot_download(str(path), allow_patterns=["model*.safetensors", _INDEX]))
+    files = [folder / _WEIGHTS]
+    if not files[0].exists() and (folder / _INDEX).exists():
+        index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
+        files = [folder / name for name in sorted(set(index["weight_map"].values()))]
+    for file in files:
+        if not file.exists():
+            fix = "give a checkpoint in safetensors files"
+            raise UserError("--model", f"must hold {file.name}", f"no such file in {folder}", fix)
+    return files

@@ -1,0 +1,1 @@
+"""Metrics of each step: the log, the trackers and the console."""

@@ -1,0 +1,56 @@
+"""Draws the curves of a finished run as PNG files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+#: The metrics of each step, as `MetricsLog.rows`.
+Rows = Sequence[Mapping[str, float]]
+
+
+def draw_rewards(rows: Rows, before: float | None, after: float | None, path: Path, title: str) -> None:
+    """Draw reward and KL over the steps, and held-out accuracy before and after if it is known."""
+    steps = [row["step"] for row in rows]
+    rewards = [row["reward"] for row in rows]
+    means = [sum(rewards[max(0, i - 9) : i + 1]) / min(10, i + 1) for i in range(len(rewards))]
+    with _axes(path) as axes:
+        axes.plot(steps, rewards, color="C0", alpha=0.3, lw=1)
+        axes.plot(steps, means, color="C0", label="training reward, mean of 10 steps")
+        if before is not None and after is not None:
+            ends = [0, max([*steps, 1])]
+            axes.plot(ends, [before, after], "o--", color="C2", label="held-out accuracy, before and after")
+        axes.set(xlabel="step", ylabel="reward", ylim=(0, 1), title=title)
+        other = axes.twinx()
+        other.semilogy(steps, [max(row.get("rollout_train_kl", 0.0), 1e-16) for row in rows], ":", color="C3", lw=1)
+        other.set_ylabel("rollout_train_kl (dotted)", color="C3")
+        axes.legend(loc="lower right")
+
+
+def draw_losses(rows: Rows, before: float | None, after: float | None, path: Path) -> None:
+    """Draw the loss over the steps, and the loss on held-out conversations where it is known."""
+    held_out = [(0.0, before), *((row["step"], row.get("eval_loss")) for row in rows), (float(len(rows)), after)]
+    known = [(step, loss) for step, loss in held_out if loss is not None]
+    with _axes(path) as axes:
+        axes.plot([row["step"] for row in rows], [row["loss"] for row in rows], label="training loss")
+        if known:
+            axes.plot(*zip(*known, strict=True), "o--", color="C2", label="held-out loss")
+        axes.set(xlabel="step", ylabel="nats per token of the assistant")
+        axes.legend(loc="upper right")
+
+
+@contextmanager
+def _axes(path: Path) -> Iterator[Any]:
+    """Yield the axes of a new figure, and write the figure to `path` afterwards."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), dpi=120)
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    axes.grid(alpha=0.3)
+    yield axes
+    figure.tight_layout()
+    figure.savefig(path)

@@ -1,0 +1,195 @@
+"""Computes the metrics of each step, and writes them to `metrics.jsonl` and to trackers."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from agents.recording.run_files import METRICS
+from agents.rollout.groups import StepRollout
+from agents.types import Trajectory, Turn
+from trainer.config.run import TrackerName
+from trainer.metrics.trackers import TrackedRun, Tracker, open_trackers
+from trainer.types import StepStats
+
+
+def rollout_metrics(rollout: StepRollout, max_turns: int, seconds: float) -> dict[str, float]:
+    """Return the metrics of one step's rollout, which took `seconds`.
+
+    - `reward` and the like: means over the valid episodes of all complete groups, filtered and surplus ones included.
+    - `groups_used_frac`: the share of groups whose rewards differ, so that something can be learnt from them.
+    - `groups_resampled`, `groups_dropped`: groups with fewer than two valid episodes, played again or given up.
+    - `end/REASON`: the share of all episodes, aborted and discarded ones included.
+    - `tool/OUTCOME`: tool calls per turn of complete groups.
+    """
+    groups = (*rollout.groups, *rollout.filtered, *rollout.surplus)
+    trajectories = [t for group in groups for t in group.trajectories]
+    valid = [t for t in trajectories if t.end_reason.is_valid]
+    turns = [turn for t in trajectories for turn in t.turns]
+    ends = Counter(t.end_reason.value for t in rollout.played)
+    outcomes = Counter(outcome for turn in turns for outcome in tool_outcomes(turn))
+    count, rewards = max(1, len(trajectories)), [t.reward for t in valid]
+    metrics = {
+        "reward": sum(rewards) / max(1, len(rewards)),
+        "turns": sum(len(t.turns) for t in trajectories) / count,
+        "tokens_per_episode": sum(t.num_model_tokens for t in trajectories) / count,
+        "episodes": len(trajectories),
+        "valid_frac": len(valid) / count,
+        "groups_used_frac": sum(len({t.reward for t in g.valid}) > 1 for g in groups) / max(1, len(groups)),
+        **{f"groups_{what}": sum(what in group.outcomes for group in groups) for what in ("resampled", "dropped")},
+        "groups_trained": len(rollout.groups),
+        **{f"groups_{what}": len(unused) for what, unused in rollout.unused.items()},
+        "env_s": sum(turn.env_s for turn in turns) / max(1, len(turns)),
+    }
+    metrics |= {f"end/{reason}": number / max(1, len(rollout.played)) for reason, number in sorted(ends.items())}
+    metrics |= {f"tool/{outcome}": number / max(1, len(turns)) for outcome, number in sorted(outcomes.items())}
+    metrics |= {
+        f"reward_after_turn/{n}": sum(t.reward for t in valid if len(t.turns) == n) / max(1, len(valid))
+        for n in range(1, max_turns + 1)
+    }
+    return (
+        metrics
+        | length_metrics(trajectories)
+        | time_metrics(rollout.played, seconds)
+        | staleness_metrics([t for group in rollout.groups for t in group.valid], rollout.weight_version)
+    )
+
+
+def length_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return mean, 95th percentile and maximum of the lengths of prompts, model turns and streams, in tokens."""
+    lengths = {
+        "prompt": [t.prompt_length for t in trajectories],
+        "model": [t.num_model_tokens for t in trajectories],
+        "stream": [len(t.ids_T) for t in trajectories],
+    }
+    metrics: dict[str, float] = {}
+    for name, values in lengths.items():
+        values_N = np.array(values or [0])
+        metrics[f"length/{name}_mean"] = float(values_N.mean())
+        metrics[f"length/{name}_p95"] = float(np.quantile(values_N, 0.95))
+        metrics[f"length/{name}_max"] = float(values_N.max())
+    return metrics
+
+
+def time_metrics(trajectories: Sequence[Trajectory], seconds: float) -> dict[str, float]:
+    """Return the throughput of a rollout that took `seconds`, and how its episodes spent their time.
+
+    Shares refer to the sum of all episodes' durations, which overlap: `engine_time_frac` waiting for the engine (with
+    its queue), `env_time_frac` in the environment, `check_time_frac` in the checks of the stream, and `loop_time_frac`
+    everything else. `cache_hit_frac` is the share of the tokens sent to the engine that were in its cache.
+    """
+    turns = [turn for t in trajectories for turn in t.turns]
+    spent = {
+        "engine": sum(t.timing.engine_s for t in trajectories),
+        "env": sum(t.timing.env_s for t in trajectories),
+        "check": sum(t.timing.check_s for t in trajectories),
+    }
+    total = sum(t.timing.total_s for t in trajectories)
+    shares = {f"{name}_time_frac": part / total if total else 0.0 for name, part in spent.items()}
+    given = sum(turn.start for turn in turns)
+    return shares | {
+        "loop_time_frac": max(0.0, 1 - sum(shares.values())) if total else 0.0,
+        "rollout_tokens_per_s": sum(t.num_model_tokens for t in trajectories) / max(seconds, 1e-9),
+        "rollout_turns_per_s": len(turns) / max(seconds, 1e-9),
+        "cache_hit_frac": sum(turn.num_cached for turn in turns) / given if given else 0.0,
+    }
+
+
+def staleness_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
+    """Return the age, in versions, of the weights that generated the tokens: the mean over tokens, and the maximum."""
+    runs = [(version - old, count) for t in trajectories for turn in t.turns for old, count in turn.versions if count]
+    tokens = sum(count for _, count in runs)
+    return {
+        "staleness_mean": sum(age * count for age, count in runs) / max(1, tokens),
+        "staleness_max": max((age for age, _ in runs), default=0),
+    }
+
+
+def tool_outcomes(turn: Turn) -> list[str]:
+    """Return the outcome of each tool call of a turn ("ok", "malformed", "unknown_tool", ...), or "none" for no call.
+
+    The list is empty if the environment does not report its calls; a `ToolEnv` reports them.
+    """
+    calls = turn.info.get("tool_calls")
+    if not isinstance(calls, list):
+        return []
+    outcomes = [call.get("outcome") for call in calls if isinstance(call, dict)]
+    return [outcome for outcome in outcomes if isinstance(outcome, str)] or ["none"]
+
+
+class MetricsLog:
+    """Writes the metrics of every step to `metrics.jsonl` and to all trackers.
+
+    For a resumed run, the file already holds the rows of `steps_done` steps, and trackers continue from there. A
+    tracker that fails is reported once and dropped: the file has everything.
+
+    Example::
+
+        log = MetricsLog(Path("runs/x"), config={"seed": 0}, trackers=("tensorboard",))
+        log.write(1, {"reward": 0.4}, stats)
+        log.close()
+
+    Raises:
+        UserError: a tracker cannot be used.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: Mapping[str, Any],
+        trackers: Sequence[TrackerName] = (),
+        project: str = "trueturn",
+        steps_done: int = 0,
+        report: Callable[[str], None] = print,
+    ) -> None:
+        self.path = folder / METRICS
+        self._trackers = open_trackers(trackers, TrackedRun(folder, config, project, steps_done))
+        self._report = report
+        self._file = self.path.open("a", encoding="utf-8")
+        self.rows: list[dict[str, float]] = [json.loads(line) for line in self.path.read_text().splitlines()]
+        assert len(self.rows) == steps_done, (len(self.rows), steps_done)
+
+    def write(self, step: int, metrics: Mapping[str, float], stats: StepStats | None = None) -> dict[str, float]:
+        """Add one step; return the row written."""
+        row = {"step": float(step), **metrics, **(stats.row() if stats else {})}
+        self.rows.append(row)
+        self._file.write(json.dumps({**row, "step": step}) + "\n")
+        self._file.flush()
+        self._each(lambda tracker: tracker.write(step, row))
+        return row
+
+    def size(self) -> int:
+        """Return the size of `metrics.jsonl` in bytes, after it is safely on disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return self.path.stat().st_size
+
+    def close(self) -> None:
+        """Close the file and all trackers."""
+        self._file.close()
+        self._each(lambda tracker: tracker.close())
+        self._trackers = {}
+
+    def _each(self, action: Callable[[Tracker], None]) -> None:
+        """Call an action on every tracker; drop trackers that fail."""
+        for name, tracker in list(self._trackers.items()):
+            try:
+                action(tracker)
+            except Exception as error:  # of a library, such as no network; a run must not end because of it
+                del self._trackers[name]
+                reason = f"{type(error).__name__}: {error}"
+                self._report(f"{name} failed and gets no more numbers, {self.path.name} has them: {reason:.300}")
+
+
+def peak_memory_gib() -> float:
+    """Return the largest resident memory of this process so far."""
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

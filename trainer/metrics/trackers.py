@@ -1,0 +1,192 @@
+"""Trackers get a run's metrics besides `metrics.jsonl`: TensorBoard, wandb and trackio.
+
+A resumed run continues its curves. No tracker can end a run: `MetricsLog` drops a tracker that fails.
+
+To add a tracker: write a class like `TensorBoard`, add it to `OPENERS` and its name to `TrackerName`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import netrc
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from envs.errors import UserError
+from trainer.config.run import TrackerName
+
+
+class Tracker(Protocol):
+    """Gets a row of metrics after every step."""
+
+    def write(self, step: int, row: Mapping[str, float]) -> None:
+        """Add the row of a step."""
+        ...
+
+    def close(self) -> None:
+        """Send or write what is left."""
+        ...
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """The run that a tracker follows; with `steps_done` above 0 it is resumed.
+
+    Example: `TrackedRun(Path("runs/x"), {"seed": 0}, "trueturn", steps_done=10)` has the name x; its next step is 11.
+    """
+
+    folder: Path
+    config: Mapping[str, Any]
+    project: str
+    steps_done: int = 0
+
+
+class TensorBoard:
+    """Writes files to `tensorboard` in the run folder. Rows of steps that a resumed run repeats are hidden."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge = run.steps_done + 1 if run.steps_done else None
+        self._writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=purge)
+        text = "\n".join(f"    {line}" for line in json.dumps(run.config, indent=1, default=str).splitlines())
+        self._writer.add_text("config", text, run.steps_done)
+
+    def write(self, step: int, row: Mapping[str, float]) -> None:
+        """Add the row of a step."""
+        for name, value in row.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._writer.close()
+
+
+class Wandb:
+    """Sends rows to a run of Weights & Biases, whose id is stored in the run folder.
+
+    Its own step numbers cannot go back, so curves are drawn over the row's `step`.
+    """
+
+    def __init__(self, run: TrackedRun) -> None:
+        import wandb  # pyright: ignore[reportMissingImports] - an extra
+
+        file = run.folder / "wandb_id.txt"
+        if not file.exists():
+            file.write_text(secrets.token_hex(8) + "\n", encoding="utf-8")
+        self._run = wandb.init(
+            project=run.project,
+            name=run.folder.name,
+            dir=str(run.folder),
+            config=dict(run.config),
+            id=file.read_text(encoding="utf-8").strip(),
+            resume="allow",
+            settings=wandb.Settings(console="off"),  # do not upload the moving progress bar
+        )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, row: Mapping[str, float]) -> None:
+        """Add the row of a step."""
+        self._run.log({**row, "step": step})
+
+    def close(self) -> None:
+        """Send what is left."""
+        self._run.finish()
+
+
+class Trackio:
+    """Writes rows to a run of trackio: SQLite in `trackio` in the run folder, unless TRACKIO_* variables say else."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        os.environ.setdefault("TRACKIO_DIR", str(run.folder / "trackio"))  # trackio reads it when it is imported
+        import trackio  # pyright: ignore[reportMissingImports] - an extra
+
+        with contextlib.redirect_stdout(None):  # trackio prints pages of advice
+            self._run = trackio.init(
+                project=run.project,
+                name=run.folder.name,
+                config=json.loads(json.dumps(run.config, default=str)),
+                resume="allow",
+                embed=False,
+            )
+
+    def write(self, step: int, row: Mapping[str, float]) -> None:
+        """Add the row of a step."""
+        self._run.log({name: value for name, value in row.items() if name != "step"}, step=step)
+
+    def close(self) -> None:
+        """Write what is left."""
+        with contextlib.redirect_stdout(None):
+            self._run.finish()
+
+
+OPENERS: dict[TrackerName, Callable[[TrackedRun], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": Wandb,
+    "trackio": Trackio,
+}
+
+
+def check_trackers(names: Sequence[TrackerName]) -> None:
+    """Raise `UserError` if a tracker's package is missing, or if wandb would ask for a login."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise UserError("--tracker", "needs its package", name, f"pip install {name}")
+        if name == "wandb":
+            with _as_user_error(name):
+                is_usable = _wandb_is_usable()
+            if not is_usable:
+                fix = "run `wandb login`, or set WANDB_MODE=offline and `wandb sync` the run folder later"
+                raise UserError("--tracker", "needs a login", name, fix)
+
+
+def open_trackers(names: Sequence[TrackerName], run: TrackedRun) -> dict[TrackerName, Tracker]:
+    """Return the trackers of these names, opened for a run.
+
+    Raises:
+        UserError: one cannot be used or does not open.
+    """
+    check_trackers(names)
+    with contextlib.ExitStack() as opened:
+        trackers: dict[TrackerName, Tracker] = {}
+        for name in dict.fromkeys(names):
+            with _as_user_error(name):
+                trackers[name] = OPENERS[name](run)
+            opened.callback(trackers[name].close)
+        opened.pop_all()
+    return trackers
+
+
+@contextlib.contextmanager
+def _as_user_error(name: TrackerName) -> Iterator[None]:
+    """Raise `UserError` for anything that a tracker's package raises: no network, no permission, and so on."""
+    try:
+        yield
+    except Exception as error:
+        reason = f"{name}: {type(error).__name__}: {error}"
+        raise UserError("--tracker", "must open", reason, "fix that, or leave it out") from error
+
+
+def _wandb_is_usable() -> bool:
+    """Return whether wandb stays offline, or finds a key without asking."""
+    import wandb  # pyright: ignore[reportMissingImports] - an extra
+
+    settings = wandb.setup().settings
+    if settings.mode in ("offline", "disabled", "dryrun"):
+        return True
+    if settings.api_key or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    host = urlsplit(settings.base_url).netloc
+    try:
+        logins = netrc.netrc(os.environ.get("NETRC")).hosts
+    except (OSError, netrc.NetrcParseError):
+        return False
+    return bool(logins.keys() & {host, "api.wandb.ai"})

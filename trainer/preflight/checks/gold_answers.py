@@ -1,0 +1,111 @@
+"""Checks the grader on the run's own problems: a right answer must get the best reward, and a wrong one must not.
+
+It plays the same scripts as `python -m envs.check`, but on the problems of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from envs.checking.answers import answer_scripts
+from envs.checking.episodes import Kind, PlayedEpisode, PlayOptions, Script, checked_prompt, play_episode
+from envs.env import EnvArgs
+from envs.spec import BuildEnv, EnvLimits
+from envs.types import Sample, SampleSource
+from trainer.preflight.finding import Verdict, fault, ok, skipped, warning
+
+#: The names of the wrong scripts that are played on each problem.
+WRONG = ("no answer", "a wrong answer")
+#: How far below the best reward a sum of floats may end.
+SLACK = 1e-6
+
+
+@dataclass(frozen=True)
+class AnswerRewards:
+    """The best rewards that the right and the wrong answers of a problem got; None if unknown or not tried.
+
+    `error` says what broke the environment. Example: `AnswerRewards("geo3k-1", "68", gold=1.0, wrong=0.0)`.
+    """
+
+    sample_id: str
+    label: str | None
+    gold: float | None
+    wrong: float | None
+    error: str = ""
+
+
+async def grade_answers(
+    samples: SampleSource, build_env: BuildEnv, args: EnvArgs, limits: EnvLimits, count: int, with_wrong: bool
+) -> list[AnswerRewards]:
+    """Play right and, if wanted, wrong answers on the first problems.
+
+    The forms of a right answer are played until one gets the best reward.
+    """
+    chosen = [samples[index] for index in range(min(count, len(samples)))]
+    labels = [sample.label for sample in chosen if sample.label is not None]
+    return [await _grade(sample, labels, build_env, args, limits, with_wrong) for sample in chosen]
+
+
+async def _grade(
+    sample: Sample, labels: Sequence[str], build_env: BuildEnv, args: EnvArgs, limits: EnvLimits, with_wrong: bool
+) -> AnswerRewards:
+    prompt = checked_prompt(sample)
+
+    async def played(script: Script, options: PlayOptions | None = None) -> PlayedEpisode:
+        return await play_episode(
+            lambda: build_env(sample, args), sample, prompt, script, limits, args.max_turns, options
+        )
+
+    survey = await played(Script("survey", "no turn at all"), PlayOptions(read_solution=True))
+    rewards = AnswerRewards(sample.id, sample.label, None, None, survey.fault.summary if survey.fault else "")
+    if survey.fault:
+        return rewards
+    scripts = answer_scripts(survey, labels, args)
+
+    def of(kind: Kind) -> list[Script]:
+        return [script for script in scripts if script.kind == kind]
+
+    for script in of("gold"):
+        found = await played(script)
+        if found.reward is None:
+            rewards = replace(rewards, error=found.fault.summary if found.fault else "no reward")
+        elif rewards.gold is None or found.reward > rewards.gold:
+            rewards = replace(rewards, gold=found.reward)
+        if found.reward is not None and found.reward >= args.reward_max_val - SLACK:
+            break
+    for script in of("wrong") if with_wrong else ():
+        found = await played(script) if script.name in WRONG else None
+        if found is not None and found.reward is not None:
+            rewards = replace(rewards, wrong=max(found.reward, rewards.wrong or found.reward))
+    return rewards
+
+
+def check_answers(rewards: Sequence[AnswerRewards], best: float, worst: float = 0.0) -> Verdict:
+    """Return whether right answers get the best reward or more, and wrong answers less.
+
+    If a few right answers fail, their labels cannot be graded: a warning. If half of them fail, the grader does not
+    work: a fault.
+    """
+    known = [each for each in rewards if each.gold is not None or each.error]
+    if not known:
+        return skipped("no solution() and no label, so no right answer is known")
+    right = [each for each in known if each.gold is not None and each.gold >= best - SLACK]
+    wrong = [each for each in known if each not in right]
+    # A shaped reward, for instance with a cost for length, may never reach the best; but it is above the worst.
+    worthless = [each for each in wrong if each.gold is None or each.gold <= worst]
+    found = f"{len(right)} of {len(known)} gold answers get {best:g}"
+    if wrong:
+        first = wrong[0]
+        got = first.error if first.gold is None else f"gets {first.gold:g}"
+        found += f"; the first that does not: sample {first.sample_id} (label {first.label!r:.60}) {got}"
+        fix = "fix the grader, --grader or the rows: python -m envs.check shows each episode"
+        return fault(found, fix) if 2 * len(worthless) > len(known) else warning(found, fix)
+    tried = [each for each in known if each.wrong is not None]
+    fooled = [each for each in tried if each.wrong is not None and each.wrong >= best]
+    if fooled:
+        count = f"{len(fooled)} of {len(tried)} problems"
+        found = f"wrong answers get {best:g} on {count}, the first is sample {fooled[0].sample_id}"
+        fix = "fix the grader: it must not reward every text"
+        return fault(found, fix) if len(fooled) == len(tried) else warning(found, fix)
+    return ok(f"{found}{f', wrong ones less on all {len(tried)}' if tried else ''}")

@@ -1,0 +1,104 @@
+"""The checks that need only a configuration: they run before a network is loaded or a folder is made."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from agents.model.architectures import architecture_of, read_config
+from agents.model.policy import PolicyModel
+from agents.rendering.renderer import Renderer
+from trainer.config.run import RunConfig
+from trainer.learner.weights_io import meta_model
+from trainer.preflight.checks.chat_template import check_conventions, check_tokens
+from trainer.preflight.checks.free_memory import FreeMemory
+from trainer.preflight.checks.memory import MetaNetworks, check_memory, on_gpu
+from trainer.preflight.checks.storage import DiskNeed, check_folder
+from trainer.preflight.checks.versions import Uses, check_versions, read_versions
+from trainer.preflight.finding import Verdict, combine
+from trainer.preflight.memory_estimate import Parameters
+from trainer.setup.model_source import resolve_model, template_options
+
+_LOCAL = ("127.0.0.1", "localhost", "::1")
+
+
+class ConfigChecks:
+    """Checks a configuration, with what is known of its model without weights.
+
+    Example::
+
+        ConfigChecks(config).memory()     # Verdict("ok", "the learner and the engine may take 2.4 GiB, ...")
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+
+    @cached_property
+    def model_path(self) -> Path | str:
+        """Folder or hub id of the checkpoint."""
+        return resolve_model(self.config.model.model)
+
+    @cached_property
+    def network_config(self) -> Any:
+        """The Transformers configuration of the checkpoint."""
+        return read_config(self.model_path)
+
+    @cached_property
+    def network(self) -> PolicyModel:
+        """The network without weights."""
+        return meta_model(self.network_config)
+
+    @cached_property
+    def networks(self) -> MetaNetworks:
+        """The network as configurations train it, without weights."""
+        return MetaNetworks(self.network)
+
+    @cached_property
+    def renderer(self) -> Renderer:
+        """Tokenizer, template and image processor."""
+        return Renderer.from_checkpoint(self.model_path, template_options(self.config.model))
+
+    @property
+    def uses_servers(self) -> bool:
+        """Whether SGLang generates the turns."""
+        return self.config.plays and self.config.engine.chosen(self.config.cluster.num_gpus) == "sglang"
+
+    def versions(self) -> Verdict:
+        """Check the versions of packages, CUDA and driver."""
+        config, starts_servers = self.config, self.uses_servers and not self.config.engine.engine_url
+        packages = ["torch", "transformers"]
+        packages += ["sglang"] if starts_servers else []
+        packages += ["ray"] if config.cluster.num_ranks else []
+        packages += ["peft"] if config.learner.lora_rank else []
+        uses = Uses(
+            packages=tuple(packages),
+            model_type=self.network_config.model_type,
+            has_vision=architecture_of(self.network_config).vision,
+            on_gpu=on_gpu(config),
+            dtype=config.model.dtype,
+        )
+        return check_versions(read_versions(), uses)
+
+    def run_folder(self) -> Verdict:
+        """Check the permissions and the free space for what a run writes."""
+        config = self.config
+        num_trained = Parameters.of(self.networks.trained(config.learner)).trained
+        need = DiskNeed.of(config, self.networks.num_parameters, num_trained, self.uses_servers)
+        urls = config.engine.engine_url if config.plays else ()
+        others = [urlsplit(url).hostname or url for url in urls]
+        others = [host for host in others if host not in _LOCAL]
+        others += [f"the cluster at {config.cluster.ray_address}"] if config.cluster.ray_address else []
+        return check_folder(config.log.out, need, tuple(dict.fromkeys(others)))
+
+    def memory(self) -> Verdict:
+        """Compare the memory that learner and engine need with what is free."""
+        return check_memory(self.config, self.networks, FreeMemory.measure(on_gpu(self.config)))
+
+    def chat_template(self) -> Verdict:
+        """Check the chat template: whether the renderer accepts it, and whether it follows its family's conventions."""
+        departures = check_conventions(self.renderer, self.network_config.model_type)
+        teaches = "teaches tools" if self.renderer.teaches_tools else "knows no tools, which are described for it"
+        found = f"closes a turn with {self.renderer.closer}, {teaches}"
+        return combine([Verdict("ok", found), *departures, *check_tokens(self.renderer, self.model_path)])

@@ -1,0 +1,220 @@
+"""Estimates the GPU memory of a training step from the network's shape, without running it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+from agents.model.linear_logprobs import CHUNK_VALUES
+from agents.model.policy import PolicyModel
+from trainer.learner.sharding import trainable_parameters
+
+GIB = 2**30
+Offload = Literal["none", "optimizer", "all"]
+Reshard = Literal["auto", "always", "never"]
+
+#: Qwen3-VL: hidden size, layers, heads, MLP, tied embedding; tower's hidden size, layers, MLP, DeepStack layers.
+#: From the config.json of the Instruct checkpoints.
+QWEN3_VL: dict[str, tuple[int, int, int, int, bool, int, int, int, tuple[int, int, int]]] = {
+    "2b": (2048, 28, 16, 6144, True, 1024, 24, 4096, (5, 11, 17)),
+    "4b": (2560, 36, 32, 9728, True, 1024, 24, 4096, (5, 11, 17)),
+    "8b": (4096, 36, 32, 12288, False, 1152, 27, 4304, (8, 16, 24)),
+    "32b": (5120, 64, 64, 25600, False, 1152, 27, 4304, (8, 16, 24)),
+}
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Counts of a network's parameters. FSDP shards and gathers each unit as a whole; the root is everything else.
+
+    Example, Qwen3-VL-2B trained in full: 2,127,532,032 trained, 0 frozen, 406,957,312 in the largest unit, its tower.
+    """
+
+    trained: int
+    frozen: int
+    units: int
+    largest_unit: int
+    next_unit: int
+    largest_trained_unit: int
+    root: int
+    trained_root: int
+
+    @classmethod
+    def of(cls, model: PolicyModel) -> Parameters:
+        """Count the parameters of a network, also on the meta device; those with `requires_grad` are trained."""
+        every = [count_values(unit.parameters()) for unit in model.units]
+        trained = [count_values(trainable_parameters(unit)) for unit in model.units]
+        total, total_trained = count_values(model.parameters()), count_values(trainable_parameters(model))
+        largest, following = sorted(every, reverse=True)[:2]
+        return cls(
+            trained=total_trained,
+            frozen=total - total_trained,
+            units=sum(every),
+            largest_unit=largest,
+            next_unit=following,
+            largest_trained_unit=max(trained),
+            root=total - sum(every),
+            trained_root=total_trained - sum(trained),
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a training step runs.
+
+    `tokens` and `patches` are the size of a micro-batch; an image of N tokens has 4 N patches. `recompute`, `reshard`
+    and `offload` are the learner's options. A frozen weight takes `frozen_bytes`. A value in a computation takes
+    `compute_bytes`: 2 in bfloat16, 4 in float32; with 4, activations count double, which is a little too high.
+    """
+
+    num_gpus: int = 1
+    tokens: int = 4096
+    patches: int = 4096
+    recompute: float = 0.0
+    reshard: Reshard = "auto"
+    offload: Offload = "none"
+    frozen_bytes: int = 4
+    compute_bytes: int = 2
+
+    @property
+    def reshards(self) -> bool:
+        """Whether gathered weights are freed between forward and backward."""
+        return self.reshard == "always" or (self.reshard == "auto" and self.num_gpus > 1)
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on one GPU.
+
+    `gathered` counts the weights of the units in use, in the compute dtype, `optimizer` Adam's two moments.
+    `gradients` counts the sharded float32 gradients, and those of one unit and the root before ranks sum them.
+    """
+
+    weights: int
+    gathered: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        """The sum, which is the most that a step needs."""
+        whole = self.weights + self.gathered + self.gradients
+        return whole + self.optimizer + self.activations + self.logits
+
+
+def estimate(model: PolicyModel, plan: Plan) -> MemoryEstimate:
+    """Return the memory that a training step of this network needs; the network may be on the meta device.
+
+    An offloaded optimizer counts only if its step needs more memory than forward and backward.
+    """
+    count, n = Parameters.of(model), plan.num_gpus
+    weights = _split(4 * count.trained + plan.frozen_bytes * count.frozen, n)
+    sharded_gradients, optimizer = _split(4 * count.trained, n), _split(8 * count.trained, n)
+    # While one unit is used, the next one is gathered.
+    size = plan.compute_bytes
+    gathered = size * (count.root + (count.largest_unit + count.next_unit if plan.reshards else count.units))
+    # Gradients have the compute dtype; ranks sum a float32 copy of one unit at a time, or of all units.
+    whole = size * (count.trained_root + count.largest_trained_unit)
+    whole += 4 * (count.trained if plan.reshard == "never" else max(count.trained_root, count.largest_trained_unit))
+    activations, logits = _activations(model, plan), _logits(model, plan)
+    if plan.offload == "all":
+        weights, sharded_gradients, optimizer = 0, 0, 0
+    elif plan.offload == "optimizer":
+        optimizer = max(0, optimizer - gathered - whole - activations - logits)
+    return MemoryEstimate(weights, gathered, sharded_gradients + whole, optimizer, activations, logits)
+
+
+def decoder_block_bytes(config: Any) -> int:
+    """Return the bytes that a decoder block keeps per token for the gradient, with the sizes of a text configuration.
+
+    A norm keeps its input in float32, the factor of its weight, and its output, which the linear layers keep: 8 H bytes
+    for hidden size H. Attention keeps queries, keys, values and its output. A gated MLP of size M keeps the outputs of
+    both input layers, the activation and the product: 8 M bytes. Qwen3 norms queries and keys and does not keep their
+    output. A token that k experts see is copied for each of them: input and output, 4 H bytes.
+    """
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    size = getattr(config, "head_dim", None) or hidden // heads
+    queries, keys = heads * size, config.num_key_value_heads * size
+    kept = 2 * 8 * hidden + 4 * queries + 4 * keys
+    if config.model_type.startswith("qwen3"):
+        kept += 6 * (queries + keys)
+    if experts := getattr(config, "num_experts_per_tok", 0):
+        return kept + experts * (8 * config.moe_intermediate_size + 4 * hidden)
+    return kept + 8 * config.intermediate_size
+
+
+def vision_block_bytes(config: Any) -> int:
+    """Return the bytes that a block of the vision tower keeps per patch, with the sizes of a vision configuration.
+
+    Qwen3-VL's layer norms keep input and output, its MLP keeps the input and the output of the activation; Qwen2.5-VL's
+    norms and MLP are those of its decoder. Attention keeps queries, keys, values and its output, 2 C bytes each for
+    hidden size C.
+    """
+    is_gated = config.model_type.startswith("qwen2_5")
+    norm, mlp = (8, 8) if is_gated else (4, 4)
+    return (2 * norm + 8) * config.hidden_size + mlp * config.intermediate_size
+
+
+def _activations(model: PolicyModel, plan: Plan) -> int:
+    """Return the bytes of all blocks' activations, and of one block more: the one whose gradient is being computed."""
+    text, share = model.config.get_text_config(), plan.recompute
+    parts = [(decoder_block_bytes(text) * plan.tokens, 2 * text.hidden_size * plan.tokens, text.num_hidden_layers)]
+    tower = model.architecture.vision_tower(model.backbone)
+    if tower is not None and any(parameter.requires_grad for parameter in tower.parameters()):
+        vision = tower.config
+        block = vision_block_bytes(vision) * plan.patches
+        parts.append((block, 2 * vision.hidden_size * plan.patches, len(tower.blocks)))
+    total = 0
+    for block, block_input, layers in parts:
+        recomputed = int(layers * share)
+        total += (layers - recomputed) * block + recomputed * block_input
+    return (total + max(block for block, _, _ in parts)) * plan.compute_bytes // 2
+
+
+def _logits(model: PolicyModel, plan: Plan) -> int:
+    """Return the bytes of one chunk of logits in float32, its gradient in float32 and in the compute dtype, and the
+    output layer's gradient in float32.
+    """
+    weight = model.backbone.lm_head.weight  # type: ignore[union-attr]
+    chunk = min(CHUNK_VALUES, plan.tokens * weight.shape[0])  # type: ignore[operator,index]
+    return (8 + plan.compute_bytes) * chunk + (4 * weight.numel() if weight.requires_grad else 0)  # type: ignore[operator,union-attr]
+
+
+def count_values(parameters: Iterable[Tensor]) -> int:
+    """Return the number of values in some parameters."""
+    return sum(parameter.numel() for parameter in parameters)
+
+
+def _split(size: int, num_gpus: int) -> int:
+    return -(-size // num_gpus)
+
+
+def qwen3_vl_config(name: str) -> Any:
+    """Return the Transformers configuration of a dense Qwen3-VL: "2b", "4b", "8b" or "32b"."""
+    from transformers import AutoConfig
+
+    hidden, layers, heads, mlp, tied, vision_hidden, vision_layers, vision_mlp, deepstack = QWEN3_VL[name]
+    text = {
+        "vocab_size": 151_936,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": mlp,
+        "tie_word_embeddings": tied,
+    }
+    vision = {
+        "hidden_size": vision_hidden,
+        "depth": vision_layers,
+        "num_heads": 16,
+        "intermediate_size": vision_mlp,
+        "out_hidden_size": hidden,
+        "deepstack_visual_indexes": list(deepstack),
+    }
+    return AutoConfig.for_model("qwen3_vl", text_config=text, vision_config=vision, tie_word_embeddings=tied)

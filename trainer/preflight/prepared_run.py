@@ -1,0 +1,211 @@
+"""The checks of a prepared run that need no engine: they use its problems, its pictures and its learner."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from agents.model.policy import PolicyModel
+from agents.rendering.renderer import Rendered
+from agents.types import ProcessedImage
+from envs.env import EnvArgs
+from envs.spec import EnvLimits
+from envs.types import message_images
+from trainer.preflight.checks.chat_template import check_format, check_scripted_episode, play_scripted
+from trainer.preflight.checks.free_memory import host_free
+from trainer.preflight.checks.gold_answers import check_answers, grade_answers
+from trainer.preflight.checks.image_processing import (
+    check_patches,
+    check_settings,
+    read_settings,
+    test_picture,
+    transformers_patches,
+)
+from trainer.preflight.checks.image_sensitivity import check_image_sensitivity, score_variants
+from trainer.preflight.checks.positions import (
+    check_positions,
+    check_scores,
+    load_reference,
+    reference_logprobs,
+    text_places,
+)
+from trainer.preflight.checks.prompt_lengths import check_lengths
+from trainer.preflight.checks.weights import check_learner, rows_of, rows_of_checkpoint
+from trainer.preflight.finding import Verdict, combine, skipped
+from trainer.preflight.memory_estimate import GIB, Parameters
+from trainer.preflight.probe_streams import (
+    ImageVariants,
+    OpenedProblem,
+    as_training_samples,
+    as_trajectory,
+    open_problems,
+    with_answer,
+)
+from trainer.rollouts.live import LiveContext
+
+#: A second network is loaded only if it takes less than this in float32, and less than half of the free memory.
+MAX_REFERENCE_BYTES = 16 * GIB
+
+
+@dataclass(eq=False)
+class PreparedChecks:
+    """Checks a prepared run on its first problems; `network` is the checkpoint's network without weights.
+
+    Example::
+
+        checks = await PreparedChecks.open(context, network, num_problems=4)
+        await checks.image_sensitivity()   # Verdict("ok", "another picture moves the text after it by 0.84 nats, ...")
+    """
+
+    context: LiveContext
+    network: PolicyModel
+    problems: Sequence[OpenedProblem]
+
+    @classmethod
+    async def open(cls, context: LiveContext, network: PolicyModel, num_problems: int) -> PreparedChecks:
+        """Open the first problems of a run, and return its checks."""
+        limits, args = EnvLimits.of(context.spec), context.env_args(context.spec.max_turns)
+        samples, renderer = context.train_samples, context.renderer
+        problems = await open_problems(samples, context.build_env, args, limits, renderer, num_problems)
+        return cls(context, network, problems)
+
+    @property
+    def args(self) -> EnvArgs:
+        """The arguments of an environment."""
+        return self.context.env_args(self.context.spec.max_turns)
+
+    @property
+    def limits(self) -> EnvLimits:
+        """The time limits of an environment."""
+        return EnvLimits.of(self.context.spec)
+
+    @cached_property
+    def problem_with_image(self) -> OpenedProblem | None:
+        """The first problem that shows a picture before the first turn."""
+        return next((problem for problem in self.problems if problem.prompt.images), None)
+
+    @cached_property
+    def why_no_image(self) -> str:
+        """Why there is no picture to check with; "" if there is one."""
+        if not self.network.architecture.vision:
+            return f"a {self.network.config.model_type} network takes no pictures"
+        return "" if self.problem_with_image else f"none of the first {len(self.problems)} problems shows a picture"
+
+    @cached_property
+    def streams(self) -> list[tuple[Rendered, int]]:
+        """Streams with an answer, each with the length of its prompt; the last one has no picture."""
+        found: list[tuple[Rendered, int]] = []
+        renderer = self.context.renderer
+        if self.problem_with_image is not None:
+            stream, prompt = with_answer(self.problem_with_image, renderer), self.problem_with_image.prompt
+            twice = Rendered((*prompt.ids, *stream.ids), (*prompt.images, *stream.images))
+            found += [(stream, len(prompt.ids)), (twice, 2 * len(prompt.ids))]
+        plain = renderer.prompt(({"role": "user", "content": "What is 3 + 4? Write the answer as \\boxed{}."},))
+        ids = (*plain.ids, *renderer.encoder.encode("The answer is \\boxed{7}."), renderer.closer_id)
+        return [*found, (Rendered(ids, ()), len(plain.ids))]
+
+    async def score(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> NDArray[np.float32]:
+        """Return the learner's log-probs of a stream."""
+        return await asyncio.to_thread(self.context.learner.score, ids, images)
+
+    async def data(self) -> Verdict:
+        """Check the lengths of prompts."""
+        lengths = [len(problem.prompt.ids) for problem in self.problems]
+        config, context = self.context.config, self.context
+        num_kept, context_length = len(context.train_samples), config.model.context_length
+        return check_lengths(lengths, num_kept, context.num_overlong, config.env.max_new_tokens, context_length)
+
+    async def template_in_play(self) -> Verdict:
+        """Compare an episode of two scripted turns with the chat template's own rendering of it."""
+        if not self.problems:
+            return skipped("no problem could be opened")
+        problem, context = self.problems[0], self.context
+        played = await play_scripted(problem, context.renderer, context.build_env, self.args, self.limits)
+        format_verdicts = check_format(context.renderer, self.args, bool(problem.tools))
+        return combine([check_scripted_episode(played), *format_verdicts])
+
+    async def gold_answers(self, count: int, with_wrong: bool) -> Verdict:
+        """Check the rewards of right answers and, if wanted, of wrong answers."""
+        context = self.context
+        rewards = await grade_answers(
+            context.train_samples, context.build_env, self.args, self.limits, count, with_wrong
+        )
+        return check_answers(rewards, self.args.reward_max_val, self.args.reward_min_val)
+
+    async def image_preprocessing(self) -> Verdict:
+        """Compare the image settings with the network's, and the patches of pictures with those of Transformers."""
+        store, path = self.context.renderer.images, self.context.model_path
+        if store is None or not self.network.architecture.vision:
+            return skipped(f"a {self.network.config.model_type} network takes no pictures")
+        settings = read_settings(path)
+        pictures = [test_picture()]
+        pictures += list(message_images(self.problem_with_image.messages))[:1] if self.problem_with_image else []
+        verdicts = [check_settings(settings, self.network.config.vision_config, self.network.config.model_type)]
+        for picture in pictures:
+            theirs_PD, grid = transformers_patches(path, picture.convert("RGB"))
+            verdicts.append(check_patches(store.process(picture), theirs_PD, grid, settings))
+        return combine(verdicts)
+
+    async def positions(self) -> Verdict:
+        """Compare the learner's positions with those of Transformers."""
+        played = [as_trajectory(stream, num_prompt) for stream, num_prompt in self.streams]
+        return check_positions(as_training_samples(played, [0.0] * len(played), self.context.facts), self.network)
+
+    async def forward_pass(self) -> Verdict:
+        """Compare the learner's log-probs with those of Transformers."""
+        if isinstance(self.reference, str):
+            return skipped(self.reference)
+        own, expected = [], []
+        for stream, _ in self.streams:
+            places = text_places(stream.ids, self.context.facts.image_token_id)
+            own.append((await self.score(stream.ids, stream.images))[places])
+            expected.append((await asyncio.to_thread(reference_logprobs, self.reference, stream))[places])
+        return check_scores(own, expected, self.context.config.model.dtype, "Transformers'")
+
+    async def image_sensitivity(self) -> Verdict:
+        """Check that pictures change the learner's log-probs of the text after them."""
+        if self.why_no_image:
+            return skipped(self.why_no_image)
+        return check_image_sensitivity(*await score_variants(self.score, self.image_variants))
+
+    async def weights(self) -> Verdict:
+        """Compare the learner's weights with the checkpoint's."""
+        weights = await asyncio.to_thread(self.learner_weights)
+        if isinstance(weights, str):
+            return skipped(weights)
+        if self.network.architecture.names_are_saved:
+            return await asyncio.to_thread(check_learner, weights, rows_of_checkpoint(self.context.model_path))
+        if isinstance(self.reference, str):
+            return skipped(f"saved under other names than they have in memory, and {self.reference}")
+        return check_learner(weights, rows_of(dict(self.reference.named_parameters())))
+
+    @cached_property
+    def image_variants(self) -> ImageVariants:
+        """The stream of the first problem with a picture, with its own picture, a changed one and none."""
+        assert self.problem_with_image is not None, self.why_no_image
+        return ImageVariants.of(with_answer(self.problem_with_image, self.context.renderer), self.context.renderer)
+
+    @cached_property
+    def reference(self) -> Any:
+        """The checkpoint as Transformers runs it; if it is too large, a text that says so."""
+        count = Parameters.of(self.network)
+        size = 4 * (count.trained + count.frozen)
+        room = min(MAX_REFERENCE_BYTES, host_free() // 2)
+        if size > room:
+            return f"a second network would take {size / GIB:.1f} GiB, {room / GIB:.1f} may be used for it"
+        return load_reference(self.network, self.context.model_path)
+
+    def learner_weights(self) -> Mapping[str, Tensor] | str:
+        """Return the learner's weights; if other processes hold them and they do not fit here, a text that says so."""
+        count = Parameters.of(self.network)
+        size, room = 4 * (count.trained + count.frozen), host_free() // 2
+        if self.context.config.cluster.num_ranks and size > room:
+            return f"the weights take {size / GIB:.1f} GiB here, {room / GIB:.1f} may be used for them"
+        return self.context.learner.weights()

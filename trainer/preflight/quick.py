@@ -1,0 +1,114 @@
+"""The quick checks at the start of every run: they take a second or two and need no engine."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections.abc import Callable, Sequence
+
+from envs.errors import UserError
+from trainer.config.run import RunConfig
+from trainer.preflight.config_only import ConfigChecks
+from trainer.preflight.finding import Finding
+from trainer.preflight.prepared_run import PreparedChecks
+from trainer.preflight.recorded_run import RecordedChecks
+from trainer.preflight.report import FindingLog, summary_line
+from trainer.rollouts.live import LiveContext
+from trainer.rollouts.recorded import RecordedContext
+from trainer.setup.run_context import RunContext
+
+#: The checks use this many of the run's problems.
+NUM_PROBLEMS = 4
+
+
+class RunRefused(UserError):
+    """The run must not start: the message has a line for each fault."""
+
+    def __init__(self, faults: Sequence[Finding]) -> None:
+        checks = ", ".join(fault.check for fault in faults)
+        super().__init__("doctor", "must find the run sound", checks, "give --doctor warn to start it anyway")
+        self.faults = tuple(faults)
+
+    def __str__(self) -> str:
+        return "\nerror: ".join(f"{fault.line} (--doctor warn starts it anyway)" for fault in self.faults)
+
+
+class QuickChecks:
+    """Runs the quick checks and prints what they find.
+
+    Example::
+
+        doctor = QuickChecks(config, console.print)
+        doctor.check_config()             # versions, run folder, memory
+        context = prepare(config)
+        doctor.check_context(context)     # template, gold answers, positions, sight; "doctor: 8 checks sound, 0.9 s"
+    """
+
+    def __init__(self, config: RunConfig, say: Callable[[str], None]) -> None:
+        self._mode, self._say = config.doctor, say
+        self._config_checks, self._log = ConfigChecks(config), FindingLog()
+        self._num_reported, self._seconds = 0, 0.0
+
+    def check_config(self) -> None:
+        """Run the checks that need no loaded network.
+
+        Raises:
+            RunRefused: a check found a fault, and `--doctor` is stop.
+        """
+        if self._mode == "off":
+            return
+        started, checks = time.perf_counter(), self._config_checks
+        try:
+            checks.network  # noqa: B018 - the code that loads the checkpoint says what is wrong with it
+        except UserError:
+            return
+        self._log.add("versions", checks.versions)
+        self._log.add("run folder", checks.run_folder)
+        self._log.add("memory", checks.memory)
+        self._seconds = time.perf_counter() - started
+        self._report_new()
+
+    def check_context(self, context: RunContext) -> None:
+        """Run the checks of a prepared run. If it must not start, close it and remove the folder made for it.
+
+        Raises:
+            RunRefused: a check found a fault, and `--doctor` is stop.
+        """
+        if self._mode == "off":
+            return
+        started = time.perf_counter()
+        asyncio.run(self._check_prepared(context))
+        self._seconds += time.perf_counter() - started
+        try:
+            self._report_new()
+        except RunRefused:
+            context.close()
+            if not context.config.checkpoint.resume:
+                shutil.rmtree(context.folder, ignore_errors=True)
+            raise
+        self._say(summary_line(self._log.findings, self._seconds))
+
+    async def _check_prepared(self, context: RunContext) -> None:
+        self._config_checks.renderer = context.renderer
+        self._log.add("chat template", self._config_checks.chat_template)
+        network = self._config_checks.network
+        if isinstance(context, LiveContext):
+            prepared = await PreparedChecks.open(context, network, NUM_PROBLEMS)
+            await self._log.add_async("template in play", prepared.template_in_play)
+            await self._log.add_async("gold answers", lambda: prepared.gold_answers(NUM_PROBLEMS, with_wrong=False))
+        else:
+            assert isinstance(context, RecordedContext), type(context)
+            prepared = RecordedChecks(context, network, NUM_PROBLEMS)
+        await self._log.add_async("positions", prepared.positions)
+        await self._log.add_async("sight of the learner", prepared.image_sensitivity)
+
+    def _report_new(self) -> None:
+        """Print new warnings (and faults, with `--doctor warn`); raise `RunRefused` for faults with `--doctor stop`."""
+        new, self._num_reported = self._log.findings[self._num_reported :], len(self._log.findings)
+        faults = [finding for finding in new if finding.status == "fault"]
+        for finding in new:
+            if finding.status == "warning" or (finding.status == "fault" and self._mode == "warn"):
+                self._say(f"doctor: {finding.status}: {finding.line}")
+        if faults and self._mode == "stop":
+            raise RunRefused(faults)

@@ -1,0 +1,189 @@
+"""The checks of a prepared run with a running engine: weights, image sensitivity, agreement, and stale caches."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agents.engines.base import Session
+from agents.engines.hf import HFEngine
+from agents.model.mrope import num_images_within
+from agents.rendering.renderer import Rendered
+from agents.rollout.groups import derive_seed
+from agents.rollout.manager import rollout_groups
+from agents.types import Completion, GenerateRequest, Trajectory
+from trainer.preflight.checks.engine_agreement import check_agreement, check_episodes, describe_parts, gaps_by_part
+from trainer.preflight.checks.image_sensitivity import check_image_sensitivity, score_variants
+from trainer.preflight.checks.positions import check_scores, text_places
+from trainer.preflight.checks.stale_cache import LEAST_MOVE, CacheGaps, check_caches
+from trainer.preflight.checks.weights import check_same, rows_of
+from trainer.preflight.finding import Verdict, combine, fault, skipped
+from trainer.preflight.prepared_run import PreparedChecks
+from trainer.preflight.probe_streams import as_training_samples, as_trajectory
+from trainer.setup.components import sampling_params
+from trainer.weight_sync.sync import SyncError
+
+#: Episodes per problem, and tokens of each turn that the check of the caches generates.
+COPIES, CACHE_TOKENS = 2, 48
+#: The most updates that may be needed until the learner's log-probs have moved far enough.
+MAX_UPDATES = 8
+
+
+@dataclass(eq=False)
+class EngineChecks:
+    """Checks the running engine of a prepared run; `played` holds the episodes that it has generated.
+
+    Example::
+
+        checks = EngineChecks(prepared)
+        await checks.agreement(num_problems=4)    # Verdict("ok", "KL 1.1e-13 over 412 tokens (by turn ...), ...")
+    """
+
+    prepared: PreparedChecks
+    played: list[Trajectory] = field(default_factory=list)
+
+    async def weights(self) -> Verdict:
+        """Compare the engine's weights with the learner's: by name if it is embedded, else by log-probs of streams."""
+        context = self.prepared.context
+        if isinstance(context.engine, HFEngine):
+            weights = await asyncio.to_thread(self.prepared.learner_weights)
+            if not isinstance(weights, str):
+                own = dict(context.engine.model.named_parameters())
+                return await asyncio.to_thread(check_same, own, rows_of(weights), "the engine", "the learner")
+        verdicts = [await self._same_scores(name, index) for name, index in (("text", -1), ("pictures", 0))]
+        return combine(verdict for verdict in verdicts if verdict is not None)
+
+    async def _same_scores(self, name: str, index: int) -> Verdict | None:
+        """Compare every server's log-probs of a stream with the learner's; None without a picture to compare on."""
+        prepared = self.prepared
+        stream, _ = prepared.streams[index]
+        if name == "pictures" and not stream.images:
+            return None
+        places = text_places(stream.ids, prepared.context.facts.image_token_id)
+        learner = (await prepared.score(stream.ids, stream.images))[places]
+        scores = await prepared.context.weight_sync.transport.scores(stream.ids, stream.images)
+        worst = max(scores, key=lambda score: float(np.nan_to_num(np.abs(score[places] - learner), nan=np.inf).mean()))
+        verdict = check_scores([worst[places]], [learner], prepared.context.config.model.dtype, "the learner's")
+        fix = "the engine runs other weights" if name == "text" else "other vision weights, or other pixels"
+        return replace(verdict, found=f"on {name}, {verdict.found}", fix=fix if verdict.fix else "")
+
+    async def image_sensitivity(self) -> Verdict:
+        """Check that pictures change the engine's log-probs of the text after them."""
+        if self.prepared.why_no_image:
+            return skipped(self.prepared.why_no_image)
+        score, variants = self.prepared.context.engine.score, self.prepared.image_variants
+        return check_image_sensitivity(*await score_variants(score, variants))
+
+    async def agreement(self, num_problems: int) -> Verdict:
+        """Compare the engine's log-probs of the turns that it generates with the learner's."""
+        context = self.prepared.context
+        turns, samples = context.spec.max_turns, context.train_samples
+        groups = await rollout_groups(
+            context.episode(turns, context.config.rollout.temperature),
+            [samples[index] for index in range(min(num_problems, len(samples)))],
+            context.build_env,
+            context.env_args(turns),
+            group_size=COPIES,
+            seed=derive_seed(context.config.seed, "doctor"),
+        )
+        everything = [trajectory for group in groups for trajectory in group.trajectories]
+        broken = check_episodes(everything)
+        self.played = [t for t in everything if t.end_reason.is_valid and t.num_model_tokens]
+        if not self.played:
+            return broken or skipped("the engine wrote no token")
+        training_samples = as_training_samples(self.played, [0.0] * len(self.played), context.facts)
+        stats = await asyncio.to_thread(context.learner.step, [training_samples])
+        verdict = check_agreement(stats, context.config.engine.probe_tolerance, await self._differing_parts())
+        return combine([verdict, broken]) if broken else verdict
+
+    async def _differing_parts(self) -> str:
+        """Return in which parts of a stream engine and learner differ; "" if in none."""
+        trajectory = self._played_with_image()
+        engine, learner = await self._scores(trajectory)
+        return describe_parts(gaps_by_part(engine, learner, trajectory, self.prepared.context.facts.image_token_id))
+
+    def _played_with_image(self) -> Trajectory:
+        """Return the first played episode with a picture or, if none has one, the first of all."""
+        return next((t for t in self.played if t.images), self.played[0])
+
+    async def _scores(self, trajectory: Trajectory) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Return the engine's and the learner's log-probs of an episode."""
+        ids, images = trajectory.ids_T.tolist(), trajectory.images
+        return await self.prepared.context.engine.score(ids, images), await self.prepared.score(ids, images)
+
+    async def caches(self) -> Verdict:
+        """Check that no cache of the engine outlives a weight push. The check changes the learner's weights for good.
+
+        It updates the learner, pushes the weights, and compares engine and learner on what the engine has read before:
+        the stream scored again, its prompt continued in a new session, and in a session that was open meanwhile.
+        """
+        if not self.played:
+            return skipped("no episode could be played")
+        context, trajectory = self.prepared.context, self._played_with_image()
+        prompt = tuple(trajectory.ids_T[: trajectory.prompt_length].tolist())
+        sampling = sampling_params(context.renderer, context.config.rollout.temperature)
+        images = trajectory.images[: num_images_within(prompt, trajectory.images, context.facts.image_token_id)]
+        request = GenerateRequest(prompt, images, CACHE_TOKENS, sampling, seed=1)
+        before = await self._gap(trajectory)
+        old = await self.prepared.score(trajectory.ids_T.tolist(), trajectory.images)
+        sync_error = ""
+        async with context.engine.session() as session:
+            first = await session.generate(request)
+            moved = await self._move_learner(trajectory, old)
+            await context.engine.pause()
+            try:
+                await context.weight_sync.push(context.engine.weight_version + 1)
+            except SyncError as error:
+                sync_error = str(error)
+            await context.engine.resume()
+            suffix = context.renderer.suffix(({"role": "user", "content": "Go on."},), first.ids[-1])
+            longer = replace(request, ids=(*prompt, *first.ids, *suffix.ids), seed=2)
+            again, fresh = await asyncio.gather(session.generate(longer), self._generate(request))
+        after = {
+            "scored again": await self._gap(trajectory),
+            "new session": await self._generated_gap(request, fresh),
+            "open session": await self._generated_gap(longer, again),
+        }
+        learner = context.config.learner
+        verdict = check_caches(CacheGaps(before, moved, after, not (learner.freeze_vision or learner.lora_rank)))
+        if sync_error and verdict.status != "fault":
+            return fault(sync_error, "see what is found of the engine's weights")
+        return verdict
+
+    async def _generate(self, request: GenerateRequest) -> Completion:
+        """Generate in a session of its own."""
+        session: Session
+        async with self.prepared.context.engine.session() as session:
+            return await session.generate(request)
+
+    async def _move_learner(self, trajectory: Trajectory, old: NDArray[np.float32]) -> float:
+        """Update the learner until its log-probs of a stream have moved far enough; return how far, in nats."""
+        context, ids = self.prepared.context, trajectory.ids_T.tolist()
+        places, moved = text_places(ids, context.facts.image_token_id), 0.0
+        advantages = [1.0 if number % 2 else -1.0 for number in range(len(self.played))]
+        for _ in range(MAX_UPDATES):
+            samples = as_training_samples(self.played, advantages, context.facts)
+            await asyncio.to_thread(context.learner.step, [samples])
+            new = await self.prepared.score(ids, trajectory.images)
+            moved = float(np.abs(new - old)[places].mean())
+            if not moved < LEAST_MOVE:
+                break
+        return moved
+
+    async def _gap(self, trajectory: Trajectory) -> float:
+        """Return the mean |engine - learner| over the text of an episode, in nats."""
+        engine, learner = await self._scores(trajectory)
+        places = text_places(trajectory.ids_T.tolist(), self.prepared.context.facts.image_token_id)
+        return float(np.abs(engine - learner)[places].mean())
+
+    async def _generated_gap(self, request: GenerateRequest, completion: Completion) -> float:
+        """Return the mean |engine - learner| over a generated turn, as a training step measures it."""
+        stream = Rendered((*request.ids, *completion.ids), request.images)
+        generated = as_trajectory(stream, len(request.ids), completion.logprobs)
+        context = self.prepared.context
+        samples = as_training_samples([generated], [0.0], context.facts)
+        stats = await asyncio.to_thread(context.learner.step, [samples])
+        return stats.logprob_gap_mean

@@ -1,0 +1,1 @@
+"""Where a step's groups come from: live episodes, or a recording."""

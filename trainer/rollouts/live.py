@@ -1,0 +1,255 @@
+"""Live rollouts: the engine plays episodes of the run's environment."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from agents.engines.base import Engine
+from agents.model.architectures import ModelFacts
+from agents.recording import Recorder
+from agents.recording.manifest import build_manifest
+from agents.recording.schema import TRAIN
+from agents.rendering.renderer import Renderer
+from agents.rollout.episode import Episode
+from agents.rollout.groups import ManagerState, Problem, RolloutOptions, StepRollout, derive_seed
+from agents.rollout.manager import RolloutManager
+from agents.types import TrajectoryGroup
+from envs.datasets.samples import epoch_order, filter_overlong
+from envs.env import EnvArgs
+from envs.execution.load import load_env
+from envs.spec import BuildEnv
+from envs.tool_calls import detect_format
+from envs.types import SampleSource
+from trainer.checkpoint.run_dir import (
+    ENVIRONMENT,
+    EPISODES,
+)
+from trainer.config.run import RunConfig
+from trainer.evaluation.episodes import EvaluationOptions, ProblemPlayer, ways
+from trainer.evaluation.results import Evaluation
+from trainer.metrics.console import Display
+from trainer.rollouts.protocol import OnEpisode, OnEvaluated
+from trainer.setup.components import build_episode, build_transport, check_processes, sampling_params
+from trainer.setup.model_source import check_fit, resolve_model, template_options
+from trainer.setup.problems import check_command, load_problems, probe_tools
+from trainer.setup.run_context import RunContext, begin_or_resume
+from trainer.weight_sync.sync import WeightSync
+
+
+@dataclass(frozen=True, eq=False)
+class LiveContext(RunContext):
+    """The context of a run with live rollouts."""
+
+    build_env: BuildEnv
+    has_tools: bool
+    train_samples: SampleSource
+    eval_samples: SampleSource | None
+    num_overlong: int
+    weight_sync: WeightSync
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that writes the model's turns."""
+        return self.weight_sync.engine
+
+    def env_args(self, max_turns: int) -> EnvArgs:
+        """Return the arguments of `build_env`."""
+        return self.spec.args(max_turns, detect_format(self.renderer.chat_template))
+
+    def episode(self, max_turns: int, temperature: float, use_tools: bool = True) -> Episode:
+        """Return the agent loop with this run's limits."""
+        max_new_tokens = self.config.env.max_new_tokens
+        return build_episode(self.engine, self.renderer, self.spec, max_turns, max_new_tokens, temperature, use_tools)
+
+    def recorder(self) -> Recorder | None:
+        """Return a recorder of the run's episodes; None with `--record 0`."""
+        config, turns = self.config, self.spec.max_turns
+        if not config.log.record:
+            return None
+        played = {TRAIN: self.episode(turns, config.rollout.temperature)}
+        for way in ways(turns, self.has_tools):
+            played[way.name] = self.episode(way.max_turns, config.rollout.eval_temperature, way.use_tools)
+        manifest = build_manifest(self.spec, self.renderer, str(self.model_path), played)
+        return Recorder(self.folder / EPISODES, manifest, self.renderer.encoder.spell, config.log.record)
+
+    def notes(self) -> list[str]:
+        """Return the messages to print before the first step."""
+        notes, data = [], self.config.data
+        if self.num_overlong:
+            notes.append(f"left out {self.num_overlong} problems whose prompt is over {data.max_prompt_tokens} tokens")
+        if self.config.trains and self.eval_samples is None and data.eval_size:
+            notes.append("no held-out evaluation: give --eval-data")
+        return [*notes, f"{len(self.train_samples)} training problems"]
+
+    def closing_notes(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Return the messages to print at the end: how to train on what was only rolled out."""
+        if self.config.trains or not rows or self.config.log.record < 1:
+            return []
+        return [f"train on them: python -m trainer.run --replay-rollouts {self.folder} --steps {len(rows)}"]
+
+    def close(self) -> None:
+        """Stop learner processes, and delete the weights written for servers."""
+        self.weight_sync.close()
+        super().close()
+
+
+class LiveRollouts:
+    """Episodes of the run's environment, played by its engine."""
+
+    def __init__(self, context: LiveContext) -> None:
+        self.context, self.config = context, context.config
+        self._manager: RolloutManager | None = None
+        self._order: tuple[int, list[int]] = (-1, [])  # an epoch, and the order of its problems
+
+    @property
+    def events(self) -> Sequence[str]:
+        """What has happened to servers so far."""
+        return self.context.weight_sync.transport.events
+
+    async def start(self, version: int, state: ManagerState, on_episode: OnEpisode) -> None:
+        """Start the engine, prove that it runs the learner's weights, and continue from `state`."""
+        await self.context.weight_sync.start(version)
+        config, context = self.config, self.context
+        names = {field.name for field in fields(RolloutOptions)}
+        self._manager = RolloutManager(
+            context.episode(context.spec.max_turns, config.rollout.temperature),
+            context.build_env,
+            context.env_args(context.spec.max_turns),
+            self._problem,
+            RolloutOptions(**config.rollout.model_dump(include=names)),
+            on_episode=on_episode,
+            state=state,
+        )
+
+    @property
+    def _started(self) -> RolloutManager:
+        assert self._manager is not None, "start comes first"
+        return self._manager
+
+    async def collect(self, num_groups: int) -> StepRollout:
+        """Play the groups of the next step."""
+        rollout = await self._started.collect(num_groups)
+        return replace(rollout, weight_version=self.context.engine.weight_version)
+
+    def state(self) -> ManagerState:
+        """Return the number of the next problem, and the groups in flight."""
+        return self._started.state()
+
+    async def drain(self) -> tuple[TrajectoryGroup, ...]:
+        """Stop all episodes and return the groups that were begun and never handed out."""
+        return await self._started.close()
+
+    def _problem(self, number: int) -> Problem:
+        """Return the problem of a number: epoch after epoch, each in a seeded order of its own.
+
+        Its seed is that of the step that takes it when every step takes `problems_per_step` problems.
+        """
+        samples = self.context.train_samples
+        epoch, place = divmod(number, len(samples))
+        if self._order[0] != epoch:
+            self._order = epoch, epoch_order(len(samples), self.config.seed, epoch)
+        step, index = divmod(number, self.config.rollout.problems_per_step)
+        return Problem(samples[self._order[1][place]], derive_seed(self.config.seed, "train", step + 1), index)
+
+    async def evaluate(self, phase: str, display: Display, on_episode: OnEvaluated) -> dict[str, Evaluation]:
+        """Return the accuracy on held-out problems: over all turns and, if there are tools, in one turn without."""
+        source = self.context.eval_samples
+        if source is None or not len(source):
+            return {}
+        name, all_ways = f"evaluate {phase}", ways(self.context.spec.max_turns, self.context.has_tools)
+        display.begin(name, len(all_ways) * len(source))
+        options = EvaluationOptions(
+            seed=derive_seed(self.config.seed, "evaluate"),
+            right_reward=self.context.spec.reward_max_val,
+            max_concurrent=self.config.rollout.max_concurrent,
+        )
+        results = {}
+        for way in all_ways:
+            player = ProblemPlayer(
+                self.context.episode(way.max_turns, self.config.rollout.eval_temperature, way.use_tools),
+                source,
+                self.context.build_env,
+                self.context.env_args(way.max_turns),
+                options,
+                on_episode=functools.partial(on_episode, phase, way.name),
+            )
+            results[way.name] = await player.evaluate()
+            display.say(f"{name}: {results[way.name].accuracy.value:.3f} {way.title}")
+        return results
+
+    def summary(self, rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Return the number of problems left out."""
+        return {"num_overlong": self.context.num_overlong}
+
+    async def close(self) -> None:
+        """Stop the engine."""
+        await self.context.engine.close()
+
+
+def prepare(config: RunConfig, say: Callable[[str], None] = print) -> LiveContext:
+    """Check everything and build the context of a run, new or resumed from its newest whole checkpoint.
+
+    `say` prints messages about damaged checkpoints.
+
+    Raises:
+        UserError: environment, data, model, device or output folder cannot be used.
+    """
+    spec = config.env.resolve()
+    build_env = load_env(spec)
+    model_path = resolve_model(config.model.model)
+    facts = ModelFacts.load(model_path)
+    check_fit(config.model, config.data.max_prompt_tokens, facts)
+    check_processes(config.engine, config.cluster, config.model, facts)
+    renderer = Renderer.from_checkpoint(model_path, template_options(config.model))
+    train, evaluation = load_problems(spec, config.data, config.seed, with_held_out=config.trains)
+    check = check_command(config.env, config.data)
+    tools = probe_tools(spec, build_env, detect_format(renderer.chat_template), train, check)
+    train, num_overlong = filter_overlong(
+        train, lambda sample: len(renderer.prompt(sample.prompt, tools).ids), config.data.max_prompt_tokens
+    )
+    sampling = sampling_params(renderer, config.rollout.temperature)
+    with ExitStack() as cleanup:
+        label = f"{config.env.env}-{'' if config.trains else 'rollouts-'}seed{config.seed}"
+        plan = config if config.trains else plan_to_read(config)
+        learner, folder, checkpoint = begin_or_resume(config, plan, label, model_path, sampling, cleanup, say)
+        (folder / ENVIRONMENT).write_text(spec.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        num_gpus, max_batch = config.cluster.num_gpus, config.rollout.max_batch
+        transport = build_transport(
+            config.engine, config.model, num_gpus, max_batch, model_path, facts, renderer, learner, folder
+        )
+        probed = renderer.prompt(train[0].prompt, tools)
+        weight_sync = WeightSync(
+            learner.learner,
+            transport,
+            probed.ids,
+            probed.images,
+            facts.image_token_id,
+            config.engine.probe_tolerance,
+        )
+        return LiveContext(
+            config=config,
+            folder=folder,
+            spec=spec,
+            build_env=build_env,
+            has_tools=bool(tools),
+            train_samples=train,
+            eval_samples=evaluation,
+            num_overlong=num_overlong,
+            model_path=model_path,
+            facts=facts,
+            renderer=renderer,
+            learner=learner.learner,
+            weight_sync=weight_sync,
+            checkpoint=checkpoint,
+            cleanup=cleanup.pop_all(),
+        )
+
+
+def plan_to_read(config: RunConfig) -> RunConfig:
+    """Return the plan of a learner whose weights are only read: by the probe, and for servers."""
+    algorithm = config.algorithm.model_copy(update={"kl_coef": 0.0})  # needs no reference network
+    return config.model_copy(update={"steps": 0, "algorithm": algorithm})

@@ -1,0 +1,63 @@
+"""What the training loop asks of its rollouts, live or recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from agents.rollout.groups import ManagerState, StepRollout
+from agents.types import Trajectory, TrajectoryGroup
+from trainer.evaluation.results import Evaluation
+from trainer.metrics.console import Display
+
+OnEpisode = Callable[[Trajectory], None]
+#: Called with each episode of an evaluation: the phase, the way it is played ("with_tool"), and the episode.
+OnEvaluated = Callable[[str, str, Trajectory], None]
+
+
+class Rollouts(Protocol):
+    """Gives each step its groups of episodes.
+
+    Example::
+
+        await rollouts.start(0, ManagerState(), on_episode)
+        groups = (await rollouts.collect(8)).groups
+        unfinished = await rollouts.drain()
+        await rollouts.close()
+    """
+
+    @property
+    def events(self) -> Sequence[str]:
+        """What has happened to servers so far, as lines to print."""
+        ...
+
+    async def start(self, version: int, state: ManagerState, on_episode: OnEpisode) -> None:
+        """Start the engine with the learner's weights of `version`, and continue from `state`.
+
+        `on_episode` is called as each episode ends.
+        """
+        ...
+
+    async def collect(self, num_groups: int) -> StepRollout:
+        """Return the groups of the next step: `num_groups`, or what there is."""
+        ...
+
+    def state(self) -> ManagerState:
+        """Return what a checkpoint needs to continue, between two calls of `collect`."""
+        ...
+
+    async def drain(self) -> tuple[TrajectoryGroup, ...]:
+        """Stop all episodes and return the groups that were begun and never handed out."""
+        ...
+
+    async def evaluate(self, phase: str, display: Display, on_episode: OnEvaluated) -> dict[str, Evaluation]:
+        """Return the accuracy on held-out problems by way of playing; nothing where there are none."""
+        ...
+
+    def summary(self, rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Return what the run's summary says of its rollouts, given the run's metrics."""
+        ...
+
+    async def close(self) -> None:
+        """Free what `start` started."""
+        ...

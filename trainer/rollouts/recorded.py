@@ -1,0 +1,181 @@
+"""Recorded rollouts: a run folder takes the place of engine and environment."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from agents.model.architectures import ModelFacts
+from agents.model.architectures import read_config as read_network
+from agents.recording import Recording
+from agents.recording.run_files import CONFIG
+from agents.rendering.renderer import Renderer
+from agents.rollout.groups import ManagerState, StepRollout
+from agents.types import TrajectoryGroup
+from envs.config.settings import FieldPath, changed, flag_of, leaves
+from envs.errors import UserError
+from trainer.checkpoint.run_dir import ENVIRONMENT
+from trainer.config.run import RunConfig
+from trainer.config.sources import read_config
+from trainer.evaluation.results import Evaluation
+from trainer.metrics.console import Display
+from trainer.rollouts.compare_runs import Comparison, compare, other_settings
+from trainer.rollouts.protocol import OnEpisode, OnEvaluated
+from trainer.rollouts.recorded_groups import RecordedSteps
+from trainer.rollouts.recording_check import RecordingCheck
+from trainer.setup.components import check_learner, sampling_params
+from trainer.setup.model_source import check_reach, resolve_model, template_options
+from trainer.setup.run_context import RunContext, begin_or_resume
+from trainer.weight_sync.sync import NoWeightSync
+
+#: Packages whose versions change what a step computes.
+COMPUTING = ("torch", "transformers")
+#: Sections that only live rollouts read, and the fields of them that training reads too.
+_PLAYED = ("env", "data", "rollout")
+_READ: tuple[FieldPath, ...] = (
+    ("env", "max_new_tokens"),
+    ("rollout", "temperature"),
+    ("rollout", "max_invalid_frac"),
+)
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedContext(RunContext):
+    """The context of a run that trains on the episodes of a recorded run, whose settings are `base`."""
+
+    recorded: RecordedSteps
+    base: RunConfig
+
+    def notes(self) -> list[str]:
+        """Return the messages to print before the first step."""
+        other, steps = _shown(self.recorded.run), len(self.recorded.steps)
+        settings = other_settings(self.config, self.base)
+        recorded = self.recorded.recording.manifest.versions
+        here = {name: version(name) for name in COMPUTING}
+        differing = [
+            f"{name} {own} (there {recorded.get(name)})" for name, own in here.items() if own != recorded.get(name)
+        ]
+        notes = [f"settings other than in {other}: {', '.join(settings)}"] if settings else []
+        notes += [f"versions other than in {other}: {', '.join(differing)}"] if differing else []
+        return [*notes, f"{self.recorded.num_episodes} episodes of {steps} steps recorded in {other}"]
+
+    def closing_notes(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Return how the steps compare with those of the recorded run."""
+        return self.compared(rows).lines(_shown(self.recorded.run))
+
+    def compared(self, rows: Sequence[Mapping[str, Any]]) -> Comparison:
+        """Return how the metrics of this run compare with those of the recorded one."""
+        return compare(self.recorded.rows, rows)
+
+
+def _shown(folder: Path) -> str:
+    here = Path.cwd()
+    return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
+
+
+def prepare_replay(config: RunConfig, say: Callable[[str], None] = print) -> RecordedContext:
+    """Check everything and build the context of a run without engine and environment, new or resumed.
+
+    All streams and images of the steps are checked before anything is loaded.
+
+    Raises:
+        UserError: recording, model, device or output folder cannot be used; the message says which and how to fix it.
+    """
+    run = config.stages.replay_rollouts
+    assert run is not None, "--replay-rollouts names a run"
+    recording = Recording.open(run)
+    base = recorded_settings(run)
+    check_read(config, base)
+    model_path = resolve_model(config.model.model)
+    facts = ModelFacts.load(model_path)
+    check_reach(config.model, facts)
+    check_learner(config.cluster, config.model)
+    renderer = Renderer.from_checkpoint(model_path, template_options(config.model))
+    check = RecordingCheck(recording, renderer, facts, int(read_network(model_path).get_text_config().vocab_size))
+    check.model()
+    recorded = RecordedSteps.open(run, config.steps, base.rollout.group_size, check.episode)
+    sampling, spec = sampling_params(renderer, config.rollout.temperature), recording.manifest.env
+    with ExitStack() as cleanup:
+        label = f"{run.absolute().name}-replay"
+        learner, folder, checkpoint = begin_or_resume(config, config, label, model_path, sampling, cleanup, say)
+        (folder / ENVIRONMENT).write_text(spec.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        return RecordedContext(
+            config=config,
+            folder=folder,
+            spec=spec,
+            model_path=model_path,
+            facts=facts,
+            renderer=renderer,
+            learner=learner.learner,
+            weight_sync=NoWeightSync(),
+            checkpoint=checkpoint,
+            cleanup=cleanup.pop_all(),
+            recorded=recorded,
+            base=base,
+        )
+
+
+def recorded_settings(run: Path) -> RunConfig:
+    """Return the settings of a recorded run. Raises `UserError` where the folder has none."""
+    if not (run / CONFIG).is_file():
+        rule = f"must be a run folder, with {CONFIG}"
+        raise UserError("--replay-rollouts", rule, str(run), "give the folder that the run has printed")
+    return read_config(run / CONFIG)
+
+
+def check_read(config: RunConfig, base: RunConfig) -> None:
+    """Raise `UserError` where a setting differs from the recorded run's that only live rollouts read.
+
+    Example: `--group-size 4` cannot change groups that were played with 8.
+    """
+    by_path = dict(leaves(RunConfig))
+    for path, (old, new) in changed(config, base).items():
+        if path[0] in _PLAYED and path not in _READ:
+            rule = f"must stay as in the recorded run, which has {'nothing' if old in (None, '', ()) else old}"
+            fix = "leave it out: groups are those that were played"
+            raise UserError(flag_of(path[-1], by_path[path]), rule, new, fix)
+
+
+class RecordedRollouts:
+    """The groups that each step of a recorded run took; nothing is played."""
+
+    events: Sequence[str] = ()
+
+    def __init__(self, context: RecordedContext) -> None:
+        self.context = context
+        self._step = 0
+
+    async def start(self, version: int, state: ManagerState, on_episode: OnEpisode) -> None:
+        """Continue after step `version`."""
+        self._step = version
+
+    async def collect(self, num_groups: int) -> StepRollout:
+        """Return the groups that the next step took, however many that were."""
+        version, self._step = self._step, self._step + 1
+        images = self.context.renderer.images
+        rollout = await asyncio.to_thread(self.context.recorded.rollout, self._step, images)
+        return replace(rollout, weight_version=version)
+
+    def state(self) -> ManagerState:
+        """Return that nothing is in flight."""
+        return ManagerState()
+
+    async def drain(self) -> tuple[TrajectoryGroup, ...]:
+        """Return that nothing was begun."""
+        return ()
+
+    async def evaluate(self, phase: str, display: Display, on_episode: OnEvaluated) -> dict[str, Evaluation]:
+        """Return nothing: nothing is played."""
+        return {}
+
+    def summary(self, rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Return how the steps compare with those of the recorded run."""
+        return {"replayed": str(self.context.recorded.run), "compared": asdict(self.context.compared(rows))}
+
+    async def close(self) -> None:
+        """Do nothing."""

@@ -1,0 +1,148 @@
+"""Reads the groups that each step of a recorded run trained on."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agents.recording import EpisodeRecord, Recording
+from agents.recording.run_files import METRICS
+from agents.recording.schema import TRAIN
+from agents.rendering.images import ImageStore
+from agents.rollout.groups import StepRollout
+from agents.types import Trajectory, TrajectoryGroup
+from envs.errors import UserError
+
+DISCARDED = "discarded"
+
+
+@dataclass(frozen=True)
+class RecordedEpisode:
+    """Where an episode stands in the file of episodes, and its outcome.
+
+    Example: `RecordedEpisode("train-12-3", group=12, sample_index=3, attempt=0, fate="train", start=0, end=1450)`.
+    """
+
+    id: str
+    group: int
+    sample_index: int
+    attempt: int
+    fate: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedSteps:
+    """The episodes of each step of a run; `rows` are the lines of its metrics.
+
+    Example::
+
+        recorded = RecordedSteps.open(Path("runs/x"), num_steps=6, group_size=8)
+        recorded.rollout(3, renderer.images).groups     # the 8 groups of 8 episodes of step 3
+    """
+
+    run: Path
+    recording: Recording
+    rows: Sequence[Mapping[str, Any]]
+    steps: Mapping[int, Sequence[RecordedEpisode]]
+
+    @classmethod
+    def open(
+        cls, run: Path, num_steps: int, group_size: int, check: Callable[[EpisodeRecord], None] = lambda episode: None
+    ) -> RecordedSteps:
+        """Find the episodes of the first `num_steps` steps; `check` is called with each of them.
+
+        Raises:
+            UserError: there is no recording, it has fewer steps, or groups of a step are not in it.
+        """
+        recording, rows = Recording.open(run), read_rows(run)
+        if num_steps > len(rows):
+            there = f"the {len(rows)} steps" if len(rows) != 1 else "the only step"
+            fix = f"give --steps {len(rows)}" if rows else "give a run that has taken a step"
+            raise UserError("--steps", f"must be at most {there} that {run} has recorded", num_steps, fix)
+        outcomes = {id: outcome for id, outcome in recording.outcomes().items() if outcome.step <= num_steps}
+        found: dict[str, RecordedEpisode] = {}
+        start = 0
+        for end, episode in recording.episodes_from(0):
+            outcome = outcomes.get(episode.id)
+            if outcome:
+                check(episode)
+                group, copy = episode.group, episode.sample_index
+                found[episode.id] = RecordedEpisode(episode.id, group, copy, episode.attempt, outcome.fate, start, end)
+            start = end
+        steps: dict[int, list[RecordedEpisode]] = {step: [] for step in range(1, num_steps + 1)}
+        for episode in found.values():
+            steps[outcomes[episode.id].step].append(episode)
+        recorded = cls(run, recording, rows[:num_steps], steps)
+        recorded._check_whole(group_size)
+        return recorded
+
+    def _check_whole(self, group_size: int) -> None:
+        """Raise where the recording lacks a group, or an episode of one, that a step trained on."""
+        for step, (row, episodes) in enumerate(zip(self.rows, self.steps.values(), strict=True), 1):
+            sizes: dict[int, int] = defaultdict(int)
+            for episode in episodes:
+                sizes[episode.group] += episode.fate == TRAIN
+            num_whole, wanted = sum(size == group_size for size in sizes.values()), int(row["groups_trained"])
+            if num_whole != wanted:
+                fix = "record all of them (--record 1)" + (f", or give --steps {step - 1}" if step > 1 else "")
+                got = f"{num_whole} of {wanted} in step {step}"
+                raise UserError(str(self.run), "must have recorded every group that was trained on", got, fix)
+
+    @property
+    def num_episodes(self) -> int:
+        """The number of episodes of all steps, including those that no step trained on."""
+        return sum(map(len, self.steps.values()))
+
+    def rollout(self, step: int, images: ImageStore | None) -> StepRollout:
+        """Return the groups of a step, used and unused; only images of used ones are processed."""
+        played = self._trajectories(self.steps[step], images)
+        by_fate: dict[str, dict[int, list[Trajectory]]] = defaultdict(lambda: defaultdict(list))
+        for episode in self.steps[step]:
+            by_fate[episode.fate][episode.group].append(played[episode.id])
+        discarded = by_fate[DISCARDED]
+        return StepRollout(
+            groups=tuple(_group(t, discarded[number]) for number, t in sorted(by_fate[TRAIN].items())),
+            filtered=_unused(by_fate["filtered"]),
+            surplus=_unused(by_fate["surplus"]),
+            aborted=_unused(by_fate["aborted"]),
+        )
+
+    def _trajectories(self, episodes: Sequence[RecordedEpisode], images: ImageStore | None) -> dict[str, Trajectory]:
+        outcomes = {episode.end: episode.fate for episode in episodes}
+        found: dict[str, Trajectory] = {}
+        first = min((episode.start for episode in episodes), default=0)
+        for end, record in self.recording.episodes_from(first):
+            if not outcomes:
+                break
+            if fate := outcomes.pop(end, ""):
+                found[record.id] = self.recording.trajectory(record, images if fate == TRAIN else None)
+        return found
+
+
+def _group(trajectories: Iterable[Trajectory], discarded: Iterable[Trajectory]) -> TrajectoryGroup:
+    """Return some episodes as one group, in order."""
+    first, last = (tuple(sorted(some, key=lambda t: (t.attempt, t.sample_index))) for some in (discarded, trajectories))
+    return TrajectoryGroup((*last, *first)[0].sample_id, last, first)
+
+
+def _unused(groups: Mapping[int, Sequence[Trajectory]]) -> tuple[TrajectoryGroup, ...]:
+    """Return the groups that no step trained on, in order of number; the last attempt of each counts."""
+    found = []
+    for _, played in sorted(groups.items()):
+        last = max(t.attempt for t in played)
+        before = [t for t in played if t.attempt < last]
+        found.append(_group([t for t in played if t.attempt == last], before))
+    return tuple(found)
+
+
+def read_rows(run: Path) -> list[dict[str, Any]]:
+    """Return the metrics of every complete step of a run."""
+    path = run / METRICS
+    content = path.read_bytes() if path.exists() else b""
+    return [json.loads(line) for line in content[: content.rfind(b"\n") + 1].splitlines()]

@@ -1,0 +1,75 @@
+"""Checks that a model can read a recording, before anything is loaded: its chat template, token ids and images."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from agents.model.architectures import ModelFacts
+from agents.recording import EpisodeRecord, Recording
+from agents.recording.manifest import template_digest
+from agents.recording.schema import picture_names
+from agents.rendering.renderer import Renderer
+from envs.errors import UserError
+
+_FIX = "give the model that the recording was made with"
+
+
+@dataclass(frozen=True, eq=False)
+class RecordingCheck:
+    """Compares a model with the recording of another run.
+
+    Example::
+
+        check = RecordingCheck(recording, renderer, facts, vocabulary_size=151_936)
+        check.model()                   # chat template, tokens
+        check.episode(episode)          # ids, images; each image is decoded once
+    """
+
+    recording: Recording
+    renderer: Renderer
+    facts: ModelFacts
+    vocabulary_size: int
+    _grids: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+
+    def model(self) -> None:
+        """Raise `UserError` where the model has another chat template, or its ids stand for something else."""
+        own, recorded = template_digest(self.renderer), self.recording.manifest.template
+        if own != recorded:
+            raise UserError("--model", f"must have the recorded chat template ({recorded})", own, _FIX)
+        for token_id, text in self.recording.tokens().items():
+            found = self.renderer.encoder.spell(token_id) if token_id < self.vocabulary_size else None
+            if found != text:
+                rule = f"must read id {token_id} as {_shown(text)}, as recorded"
+                got = "no such id" if found is None else _shown(found)
+                raise UserError("--model", rule, got, _FIX)
+
+    def episode(self, episode: EpisodeRecord) -> None:
+        """Raise `UserError` where an episode has ids that the model lacks, or images that are damaged."""
+        place = f"episode {episode.id} of {self.recording.folder}"
+        largest = max(episode.ids, default=0)
+        if largest >= self.vocabulary_size:
+            raise UserError(place, f"must have ids below the model's {self.vocabulary_size}", largest, _FIX)
+        shown, wanted = episode.ids.count(self.facts.image_token_id), sum(image.num_tokens for image in episode.images)
+        if shown != wanted:
+            rule = f"must have {wanted} image tokens, of id {self.facts.image_token_id}, for its pictures"
+            raise UserError(place, rule, shown, _FIX)
+        answers = (message for turn in episode.turns for message in turn.observations)
+        names = [*picture_names(episode.messages), *picture_names(answers)]
+        for name in dict.fromkeys(names):
+            self._check_image(name)
+        # A stream has fewer images than its messages where the context was full.
+        for name, image in zip(names, episode.images, strict=False):
+            if self._grids[name] != image.grid:
+                rule = f"must cut {name} as recorded, into {'x'.join(map(str, image.grid))} patches"
+                got = "x".join(map(str, self._grids[name]))
+                raise UserError("--model", rule, got, f"{_FIX}, and its preprocessor_config.json")
+
+    def _check_image(self, name: str) -> None:
+        if name in self._grids:
+            return
+        picture, store = self.recording.picture(name), self.renderer.images
+        self._grids[name] = store.grid(picture) if store else (0, 0, 0)
+
+
+def _shown(text: bytes) -> str:
+    return repr(text.decode("utf-8", errors="backslashreplace"))

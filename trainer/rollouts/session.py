@@ -1,0 +1,214 @@
+"""A reinforcement run between its stages: records episodes, counts how they ended, evaluates, logs and checkpoints."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from agents.recording.recorder import rewind_recording
+from agents.recording.schema import TRAIN
+from agents.rollout.groups import StepRollout, derive_seed
+from agents.types import EndReason, Trajectory, TrajectoryGroup
+from trainer.algorithms.advantages import Advantages
+from trainer.checkpoint.run_dir import EPISODES, MODEL
+from trainer.checkpoint.session import RunSession
+from trainer.config.run import CheckpointConfig
+from trainer.evaluation.episodes import WITH_TOOL
+from trainer.evaluation.results import Evaluation
+from trainer.metrics.clock import StepClock
+from trainer.metrics.console import Display
+from trainer.metrics.curves import draw_rewards
+from trainer.metrics.log import rollout_metrics
+from trainer.rollouts.protocol import Rollouts
+from trainer.rollouts.run_state import LoopState, read_loop_state, seed_random
+from trainer.setup.problems import check_command
+from trainer.setup.run_context import RunContext
+from trainer.types import StepStats, TrainingSample
+from trainer.weight_sync.sync import WeightPush
+
+KL = "rollout_train_kl"
+
+
+class InvalidStreams(RuntimeError):
+    """More episodes broke the token stream than a run may have; the message holds the first one's rule and tokens."""
+
+
+class TrainingSession(RunSession[LoopState]):
+    """See `trainer.loop.run_training` for how it is used."""
+
+    def __init__(self, context: RunContext, rollouts: Rollouts, display: Display) -> None:
+        """Open the run's files where its checkpoint left them; `before` and `after` hold its evaluations."""
+        self.context, self.rollouts, self.config = context, rollouts, context.config
+        config, folder = context.config, context.folder
+        seed_random(derive_seed(config.seed, "generators"))
+        state = read_loop_state(context.checkpoint) if context.checkpoint else LoopState()
+        settings = {**config.model_dump(mode="json"), "registry_entry": context.spec.model_dump(mode="json")}
+        kept = config.checkpoint if config.trains else CheckpointConfig(save_every=0)
+        super().__init__(folder, context.learner, state, config.steps, settings, config.log, kept, display)
+        for name in rewind_recording(folder / EPISODES, state.recorded_bytes):
+            display.say(f"{folder / EPISODES / name} is shorter than it was: episodes of earlier steps are missing")
+        self.stage = "train" if config.trains else "play"
+        self.recorder = context.recorder()
+        if self.recorder:
+            self.open_files.callback(self.recorder.close)
+        self.before: dict[str, Evaluation] = dict(state.before)
+        self.after: dict[str, Evaluation] = {}
+        self.ends = Counter(state.ends)
+        self._faults = set(state.faults)
+        self._group_outcomes = Counter(state.group_outcomes)
+        self._unused_groups = Counter(state.unused_groups)
+        self._recorded_s = 0.0  # spent on recording until the end of the last step
+
+    async def evaluate_before(self) -> None:
+        """Evaluate the policy that the run starts from; a resumed run has done so."""
+        if self.state.step:
+            return
+        self.before = await self.rollouts.evaluate("before", self.display, self._on_evaluated)
+        self._recorded_s = self.recorder.seconds if self.recorder else 0.0
+        self.state = self.state_now()
+
+    async def evaluate_after(self) -> None:
+        """Evaluate the policy that the run ends with."""
+        self.after = await self.rollouts.evaluate("after", self.display, self._on_evaluated)
+
+    def on_episode(self, trajectory: Trajectory) -> None:
+        """Record an episode as it ends; print a fault the first time that it happens."""
+        if self.recorder:
+            self.recorder.write(trajectory, self.step)
+        self.display.fault(trajectory, self._faults)
+
+    def _on_evaluated(self, phase: str, way: str, trajectory: Trajectory) -> None:
+        self.display.advance()
+        if self.recorder:
+            self.recorder.write(trajectory, self.step, phase, way)
+        self.display.fault(trajectory, self._faults)
+
+    def record_rollout(self, rollout: StepRollout, advantages: Advantages) -> None:
+        """Count and record what became of a step's groups.
+
+        Raises:
+            InvalidStreams: too many episodes broke the token stream; engine, template or our own code is wrong then.
+        """
+        self._record_outcomes(rollout, advantages)
+        broken = [t for t in rollout.played if t.end_reason is EndReason.INVALID_STREAM]
+        most = self.config.rollout.max_invalid_frac
+        if len(broken) > most * len(rollout.played):
+            first = broken[0]
+            raise InvalidStreams(
+                f"{len(broken)} of {len(rollout.played)} episodes broke the token stream, over --max-invalid-frac "
+                f"{most:g}; episode {first.sample_index} of {first.sample_id}: {first.error}"
+            )
+
+    def record_unfinished(self, groups: tuple[TrajectoryGroup, ...]) -> None:
+        """Count and record as aborted the groups that no step has taken."""
+        self._record_outcomes(StepRollout((), aborted=groups), ())
+
+    def _record_outcomes(self, rollout: StepRollout, advantages: Advantages) -> None:
+        self.ends.update(t.end_reason.value for t in rollout.played)
+        self._group_outcomes.update(outcome for group in rollout.groups for outcome in group.outcomes)
+        self._unused_groups.update({reason: len(groups) for reason, groups in rollout.unused.items() if groups})
+        if self.recorder is None:
+            return
+        for group, own in zip(rollout.groups, advantages, strict=True):
+            for t in group.discarded:
+                self.recorder.write_outcome(t, self.step, "discarded")
+            for t, advantage in zip(group.trajectories, own, strict=True):
+                self.recorder.write_outcome(t, self.step, TRAIN, advantage)
+        for reason, groups in rollout.unused.items():
+            for t in (t for group in groups for t in (*group.discarded, *group.trajectories)):
+                self.recorder.write_outcome(t, self.step, reason)
+
+    def record_logprobs(self, rollout: StepRollout, stats: StepStats) -> None:
+        """Record the learner's log-probs of the episodes that it learned from."""
+        if self.recorder is None:
+            return
+        for t in (t for group in rollout.groups for t in group.trajectories if t.key in stats.logprobs):
+            self.recorder.write_scores(t, self.step, stats.logprobs[t.key])
+
+    def finish_step(
+        self,
+        rollout: StepRollout,
+        clock: StepClock,
+        minibatches: Sequence[Sequence[TrainingSample]] = (),
+        stats: StepStats | None = None,
+        push: WeightPush | None = None,
+    ) -> None:
+        """Log and print the step; begin a checkpoint where one is due."""
+        metrics = rollout_metrics(rollout, self.context.spec.max_turns, clock.seconds["rollout_s"]) | clock.seconds
+        if push:
+            # Whole streams, though a prompt that several samples share is read once.
+            num_tokens = sum(len(sample.ids_T) for samples in minibatches for sample in samples)
+            metrics |= {"sync_s": push.seconds, "train_tokens_per_s": num_tokens / clock.seconds["train_s"]}
+            if push.probe:
+                metrics |= {f"probe_{key}": value for key, value in asdict(push.probe).items() if value is not None}
+        if self.recorder:  # most of it within rollout_s
+            metrics["record_s"] = self.recorder.seconds - self._recorded_s
+            self._recorded_s = self.recorder.seconds
+        if images := self.context.renderer.images:
+            metrics |= {f"images/{name}": value for name, value in asdict(images.stats()).items()}
+        metrics["tokens_per_s"] = sum(t.num_model_tokens for t in rollout.played) / clock.total_s
+        row = self.log.write(self.step, metrics, stats)
+        self.display.step(row, self.num_steps)
+        self.display.events(self.rollouts.events)
+        if rollout.shortfall:
+            self.display.say(rollout.shortfall)
+        elif all(group.is_dropped for group in rollout.groups):
+            see = check_command(self.config.env, self.config.data)
+            self.display.say(f"nothing to learn from: no group has two valid episodes; see {see}")
+        self.end_step()
+
+    def state_now(self) -> LoopState:
+        """Return where the run stands now, with all files on disk up to here."""
+        return LoopState(
+            step=self.step,
+            metrics_bytes=self.log.size(),
+            recorded_bytes=self.recorder.sizes() if self.recorder else self.state.recorded_bytes,
+            seconds=self.seconds,
+            before=self.before,
+            ends=dict(self.ends),
+            faults=tuple(sorted(self._faults)),
+            group_outcomes=dict(self._group_outcomes),
+            unused_groups=dict(self._unused_groups),
+            rollout=self.rollouts.state(),
+        )
+
+    def summary(self) -> Mapping[str, Any]:
+        """Return accuracies, end reasons, and the largest disagreement of engine and learner."""
+        rows = self.log.rows
+        return {
+            "env": self.config.env.env,
+            "seed": self.config.seed,
+            "accuracy_before": {name: e.accuracy.value for name, e in self.before.items()},
+            "accuracy_after": {name: e.accuracy.value for name, e in self.after.items()},
+            "interval_before": {name: [e.accuracy.low, e.accuracy.high] for name, e in self.before.items()},
+            "interval_after": {name: [e.accuracy.low, e.accuracy.high] for name, e in self.after.items()},
+            "evaluation_before": {name: asdict(e) for name, e in self.before.items()},
+            "evaluation_after": {name: asdict(e) for name, e in self.after.items()},
+            "max_rollout_train_kl": max((row[KL] for row in rows if KL in row), default=None),
+            "end_reasons": dict(self.ends),
+            "groups": dict(self._group_outcomes),
+            "unused_groups": dict(self._unused_groups),
+            "reward_first": rows[0]["reward"] if rows else None,
+            "reward_last": rows[-1]["reward"] if rows else None,
+            **self.rollouts.summary(rows),
+        }
+
+    def draw(self) -> None:
+        """Draw reward and KL over the steps."""
+        before, after = (e[WITH_TOOL].accuracy.value if e else None for e in (self.before, self.after))
+        title = f"{self.config.env.env}, seed {self.config.seed}"
+        draw_rewards(self.log.rows, before, after, self.folder / "reward_curve.png", title)
+
+    def save_model(self) -> None:
+        """Write the weights as a Hugging Face folder, where the run has trained them."""
+        if self.config.trains:
+            self.context.save_model(self.folder / MODEL)
+
+    async def close(self) -> None:
+        """Close the rollouts and end learner processes."""
+        try:
+            await self.rollouts.close()
+        finally:
+            self.context.close()

@@ -1,0 +1,1 @@
+"""Builds the objects of a run from its configuration and checks everything a user can get wrong."""

@@ -1,0 +1,267 @@
+"""Builds the learner, the engine and the transport between them, and checks what they need before anything is loaded.
+
+The learner is an object of this process, or a group of processes (`trainer.learner`). The engine is embedded in this
+process, or consists of servers. Ray is imported only for a group.
+"""
+
+from __future__ import annotations
+
+import http.client
+import importlib.util
+import json
+import shlex
+import urllib.request
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from agents.engines.base import Engine
+from agents.engines.hf import HFEngine
+from agents.engines.sglang import SGLangEngine, SGLangSettings
+from agents.model.architectures import ModelFacts
+from agents.model.policy import PolicyModel
+from agents.rendering.renderer import Renderer
+from agents.rollout.episode import Episode, Limits
+from agents.types import SamplingParams
+from envs.errors import UserError
+from envs.spec import EnvLimits, EnvSpec
+from trainer.config.inputs import ModelConfig
+from trainer.config.learner import ClusterConfig, LearnerPlan
+from trainer.config.rollout import EngineConfig, ServersConfig
+from trainer.learner.cuda_ipc import lend_weights
+from trainer.learner.fsdp_learner import build_learner
+from trainer.learner.protocol import Learner
+from trainer.weight_sync.transports import DiskTransport, InProcessTransport, IpcTransport, Lend, Transport
+
+
+@dataclass(frozen=True, eq=False)
+class StartedLearner:
+    """A learner that is ready to train, and where it runs.
+
+    `lend` hands its weights to other processes of this host; None if they are not on a GPU of this host. `gpus_here`
+    lists the GPUs of this host that it uses.
+    """
+
+    learner: Learner
+    lend: Lend | None
+    gpus_here: tuple[int, ...]
+
+
+def check_processes(engine: ServersConfig, cluster: ClusterConfig, model: ModelConfig, facts: ModelFacts) -> None:
+    """Raise `UserError` if the learner or the engine cannot run on this host as configured."""
+    check_learner(cluster, model)
+    if check_engine(engine, cluster.num_gpus) == "hf" and cluster.num_gpus:
+        check_device("cuda")
+    for url in engine.engine_url:
+        check_server(url, facts)
+
+
+def check_learner(cluster: ClusterConfig, model: ModelConfig) -> None:
+    """Raise `UserError` if the learner cannot run as configured: no such device, no Ray, too few GPUs."""
+    device = model.device
+    if not cluster.num_ranks:
+        check_device(device)
+        return
+    flag = "--num-gpus" if cluster.num_gpus else "--num-learners"
+    if importlib.util.find_spec("ray") is None:
+        raise UserError(flag, "needs the package ray", cluster.num_ranks, "pip install 'trueturn[cluster]'")
+    if cluster.num_learners and device.split(":")[0] != "cpu":
+        raise UserError("--device", "must be cpu with --num-learners", device, "give --num-gpus instead")
+    if cluster.num_gpus and "device" in model.model_fields_set and device.split(":")[0] != "cuda":
+        raise UserError("--device", "must be cuda with --num-gpus", device, "leave it out, or give --num-learners")
+    here = torch.cuda.device_count()
+    if cluster.num_gpus > here and not cluster.ray_address:
+        fix = f"give {here} or less, or the --ray-address of a cluster" if here else "give --num-learners for CPUs"
+        raise UserError("--num-gpus", f"must be at most the {here} GPUs of this host", cluster.num_gpus, fix)
+
+
+def check_device(name: str) -> None:
+    """Raise `UserError` if torch cannot use the device."""
+    try:
+        device = torch.device(name)
+        if device.index:
+            fix = f"set CUDA_VISIBLE_DEVICES={device.index} and give cuda"
+            raise UserError("--device", "must be the first GPU that the process sees", name, fix)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).split("\n")[0]
+        raise UserError("--device", "must be usable by torch", name, f"give cpu or cuda ({reason})") from error
+
+
+def check_engine(engine: ServersConfig, num_gpus: int = 0) -> Literal["hf", "sglang"]:
+    """Return which engine the configuration chooses; raise `UserError` if it cannot run here."""
+    if engine.engine == "hf" and engine.engine_url:
+        raise UserError("--engine-url", "is for --engine sglang", "hf", "leave one of the two out")
+    if engine.chosen(num_gpus) == "hf":
+        return "hf"
+    if not engine.engine_url and importlib.util.find_spec("sglang") is None:
+        fix = "pip install 'trueturn[sglang]', give the --engine-url of a server that runs elsewhere, or --engine hf"
+        raise UserError("--engine", "needs the package sglang to start a server", "sglang", fix)
+    return "sglang"
+
+
+def check_server(url: str, facts: ModelFacts) -> None:
+    """Raise `UserError` if a server does not answer, or serves another architecture."""
+    try:
+        with urllib.request.urlopen(f"{url.rstrip('/')}/model_info", timeout=10) as answer:
+            served = tuple(dict(json.load(answer)).get("architectures") or ())
+    except (OSError, ValueError, TypeError, http.client.HTTPException) as error:
+        raise UserError("--engine-url", "must be a running SGLang server", url, f"start it ({error})") from error
+    if served and facts.architectures and served != facts.architectures:
+        fix = f"serve the checkpoint that is trained, of {', '.join(facts.architectures)}"
+        raise UserError("--engine-url", "must serve the kind of network that --model is", ", ".join(served), fix)
+
+
+def start_learner(
+    config: LearnerPlan, model_path: Path | str, sampling: SamplingParams, cleanup: ExitStack
+) -> StartedLearner:
+    """Return the learner, in this process or in others; `cleanup` ends the processes that were started.
+
+    Raises:
+        UserError: the cluster is too small or cannot be reached, or the checkpoint cannot be trained.
+    """
+    if not config.cluster.num_ranks:
+        device = torch.device(config.model.device)
+        learner = build_learner(config, model_path, sampling, device)
+        on_gpu = device.type == "cuda"
+        gpus = (torch.cuda.current_device(),) if on_gpu else ()
+        return StartedLearner(learner, partial(lend_weights, learner) if on_gpu else None, gpus)
+    from trainer.learner.ray_group import LearnerGroup
+
+    group = LearnerGroup(config, model_path, sampling)
+    cleanup.callback(group.close)
+    can_lend = group.is_here and group.device.type == "cuda"
+    return StartedLearner(group, group.lend if can_lend else None, group.gpus_here)
+
+
+def build_transport(
+    config: EngineConfig,
+    model: ModelConfig,
+    num_gpus: int,
+    max_batch: int,
+    model_path: Path | str,
+    facts: ModelFacts,
+    renderer: Renderer,
+    learner: StartedLearner,
+    folder: Path,
+) -> Transport:
+    """Return the transport that brings the learner's weights to the engine, with the engine; its `start` starts both.
+
+    `num_gpus` is the number of GPUs of learner processes; `max_batch` limits the embedded engine.
+    """
+    first_gpu = place_servers(config, learner.gpus_here)
+    device = f"cuda:{first_gpu}" if num_gpus else model.device
+    engine = build_engine(
+        config,
+        model.model_copy(update={"device": device}),
+        config.chosen(num_gpus),
+        model_path,
+        renderer,
+        first_gpu,
+        max_batch,
+        folder / "servers",
+    )
+    if isinstance(engine, HFEngine):
+        return InProcessTransport(learner.learner, engine)
+    lend = check_sync(config, facts, learner)
+    if lend:
+        return IpcTransport(learner.learner, engine, folder / "sync", lend)
+    return DiskTransport(learner.learner, engine, folder / "sync")
+
+
+def build_engine(
+    config: ServersConfig,
+    model: ModelConfig,
+    chosen: Literal["hf", "sglang"],
+    model_path: Path | str,
+    renderer: Renderer,
+    first_gpu: int,
+    max_batch: int,
+    log_folder: Path,
+) -> HFEngine | SGLangEngine:
+    """Return the embedded engine with the checkpoint's weights, or an engine of servers that are not started yet."""
+    if chosen == "hf":
+        network = PolicyModel.load(model_path, getattr(torch, model.dtype))
+        return HFEngine(network, model.context_length, max_batch, torch.device(model.device), config.batch_wait_s)
+    settings = server_settings(config, model.dtype, model_path, first_gpu, log_folder)
+    return SGLangEngine(settings, renderer.image_token_id, model.context_length)
+
+
+def place_servers(config: ServersConfig, learner_gpus: Sequence[int] = ()) -> int:
+    """Return the first GPU of the first server; raise `UserError` if this host has too few GPUs for it."""
+    here, tensor_parallel = torch.cuda.device_count(), config.tensor_parallel
+    first_gpu = first_server_gpu(config.first_gpu, learner_gpus, here, tensor_parallel)
+    if here and not config.engine_url and first_gpu + tensor_parallel > here:
+        flag, given = ("--tensor-parallel", tensor_parallel) if tensor_parallel > here else ("--first-gpu", first_gpu)
+        rule = f"must leave a server its {tensor_parallel} of this host's {here} GPUs"
+        raise UserError(flag, rule, given, "give less")
+    return first_gpu
+
+
+def first_server_gpu(given: int | None, learner_gpus: Sequence[int], num_gpus: int, tensor_parallel: int = 1) -> int:
+    """Return the first GPU of the first server, which uses `tensor_parallel` GPUs.
+
+    It is the given GPU, or else the one after the learners' GPUs, or else GPU 0, which it then shares.
+
+    >>> first_server_gpu(None, (0, 1), num_gpus=4), first_server_gpu(None, (0, 1), num_gpus=2)
+    (2, 0)
+    """
+    if given is not None:
+        return given
+    after = max(learner_gpus, default=-1) + 1
+    return after if after + tensor_parallel <= num_gpus else 0
+
+
+def server_settings(
+    engine: ServersConfig, dtype: str, model_path: Path | str, first_gpu: int, log_folder: Path
+) -> SGLangSettings:
+    """Return the settings to start servers with, or to connect to them."""
+    return SGLangSettings(
+        model_path=str(model_path),
+        urls=engine.engine_url,
+        num_servers=engine.num_servers,
+        tensor_parallel=engine.tensor_parallel,
+        first_gpu=first_gpu,
+        mem_fraction=engine.mem_fraction,
+        dtype=dtype,
+        arguments=tuple(shlex.split(engine.engine_args)),
+        log_folder=log_folder,
+        request_timeout_s=engine.request_timeout_s,
+    )
+
+
+def check_sync(config: EngineConfig, facts: ModelFacts, learner: StartedLearner) -> Lend | None:
+    """Return the function that lends weights to servers over IPC, or None if they read weights from disk.
+
+    Raises:
+        UserError: `--sync ipc` cannot work here.
+    """
+    lend = learner.lend if facts.names_are_saved and not config.engine_url else None
+    if config.sync == "ipc" and lend is None:
+        rule = "needs servers that are started here, a learner on a GPU here, and a network saved under its own names"
+        raise UserError("--sync ipc", rule, f"{facts.model_type} on {learner.learner.device}", "give --sync disk")
+    return None if config.sync == "disk" else lend
+
+
+def sampling_params(renderer: Renderer, temperature: float) -> SamplingParams:
+    """Return sampling parameters that stop at the model's own stop tokens and never sample its image tokens."""
+    return SamplingParams(temperature, renderer.stop_ids, renderer.suppressed_ids)
+
+
+def build_episode(
+    engine: Engine,
+    renderer: Renderer,
+    spec: EnvSpec,
+    max_turns: int,
+    max_new_tokens: int,
+    temperature: float,
+    use_tools: bool = True,
+) -> Episode:
+    """Return the agent loop that plays an environment with these limits."""
+    limits = Limits(max_turns, max_new_tokens, EnvLimits.of(spec))
+    return Episode(engine, renderer, limits, sampling_params(renderer, temperature), use_tools)

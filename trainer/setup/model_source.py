@@ -1,0 +1,58 @@
+"""Finds the model that a run starts from, and checks that token streams fit into it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from agents.model import STARTER_PATH
+from agents.model.architectures import ModelFacts
+from agents.recording.run_files import CONFIG
+from envs.errors import UserError
+from trainer.checkpoint.run_dir import MODEL
+from trainer.config.inputs import ModelConfig
+
+
+def template_options(config: ModelConfig) -> dict[str, Any]:
+    """Return the options that the chat template is called with; raise `UserError` if they are no JSON object."""
+    try:
+        options = json.loads(config.template_options or "{}")
+    except json.JSONDecodeError as error:
+        options = str(error)
+    if not isinstance(options, dict):
+        fix = "write it as '{\"enable_thinking\": false}'"
+        raise UserError("--template-options", "must be a JSON object", config.template_options, fix)
+    return options
+
+
+def resolve_model(name: str) -> Path | str:
+    """Return the folder of the bundled model or of a run's trained model, or the name as given."""
+    run = Path(name)
+    if (run / CONFIG).is_file() and not (run / "config.json").is_file():
+        if (run / MODEL / "config.json").is_file():
+            return run / MODEL
+        fix = f"write them with `python -m trainer.export {name}` and give the folder that it prints"
+        raise UserError("--model", "must hold weights; this run folder has none yet", name, fix)
+    if name != "starter":
+        return name
+    if not (STARTER_PATH / "model.safetensors").exists():
+        fix = "run `python -m trainer.starter --recipe starter` and give its folder"
+        raise UserError("--model", "the bundled starter weights are missing", str(STARTER_PATH), fix)
+    return STARTER_PATH
+
+
+def check_reach(config: ModelConfig, facts: ModelFacts) -> None:
+    """Raise `UserError` if a stream could be longer than the model's largest position."""
+    reach = facts.max_positions
+    if config.context_length > reach:
+        rule = f"must be at most the model's {reach} positions"
+        raise UserError("--context-length", rule, config.context_length, f"give {reach} or less")
+
+
+def check_fit(config: ModelConfig, max_prompt_tokens: int, facts: ModelFacts) -> None:
+    """Raise `UserError` if a stream could be longer than the model's largest position, or a prompt leave no room."""
+    check_reach(config, facts)
+    if max_prompt_tokens >= config.context_length:
+        fix = f"give less than the --context-length of {config.context_length}"
+        raise UserError("--max-prompt-tokens", "must leave room to answer", max_prompt_tokens, fix)

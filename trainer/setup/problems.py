@@ -1,0 +1,94 @@
+"""Loads the problems of a run, and tries its environment on the first of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from envs.contract import EnvFault
+from envs.datasets.samples import load_samples
+from envs.errors import UserError
+from envs.execution.runner import EnvRunner, last_line
+from envs.problems import RowsConfig, with_system_prompt
+from envs.spec import BuildEnv, EnvLimits, EnvSpec
+from envs.tool_calls import ToolFormat
+from envs.types import Sample, SampleSource
+from trainer.config.inputs import DataConfig, EnvConfig, PromptsConfig
+
+#: An environment counts as broken if it fails on this many samples.
+NUM_PROBED = 4
+
+
+def load_problems(
+    spec: EnvSpec, data: DataConfig, seed: int, with_held_out: bool = True
+) -> tuple[SampleSource, SampleSource | None]:
+    """Return the training problems, and the held-out problems if they are wanted and there are any."""
+    train = load_rows(spec, data, data.data) if data.data else own_problems(spec, data, "train", data.train_size, seed)
+    if not (with_held_out and data.eval_size):
+        return train, None
+    if data.eval_data:
+        return train, load_rows(spec, data, data.eval_data)
+    if not data.data:
+        # Seed 0 for every run, so that runs can be compared.
+        return train, own_problems(spec, data, "heldout", data.eval_size, 0)
+    return train, None
+
+
+def load_rows(
+    spec: EnvSpec, data: PromptsConfig, source: str, split: str = "train", limit: int | None = None
+) -> SampleSource:
+    """Return the problems of a data set, with the configured system prompt or, without one, the environment's."""
+    return load_samples(
+        source,
+        keys=data.keys,
+        system_prompt=data.system_prompt or spec.load_system_prompt(),
+        allow_outside_images=data.allow_outside_images,
+        limit=limit,
+        split=split,
+    )
+
+
+def own_problems(spec: EnvSpec, data: PromptsConfig, split: str, size: int, seed: int) -> SampleSource:
+    """Return the environment's own problems, with the same system prompt as in `load_rows`."""
+    return with_system_prompt(spec.load_dataset(split, size, seed), data.system_prompt or spec.load_system_prompt())
+
+
+def check_command(env: EnvConfig, data: RowsConfig) -> str:
+    """Return the command that checks this environment without a model."""
+    words = [env.env, *(f"--registry {file}" for file in env.registry)]
+    words += [f"--data {data.data}"] if data.data else []
+    return f"python -m envs.check {' '.join(words)}"
+
+
+def probe_tools(
+    spec: EnvSpec, build_env: BuildEnv, tool_format: ToolFormat, samples: SampleSource, check: str
+) -> Sequence[dict[str, Any]]:
+    """Return the environment's tools, from the first of a few samples on which it plays an empty turn and a reward.
+
+    `check` is the command that shows more; an error names it.
+
+    Raises:
+        UserError: the environment fails on all of these samples; says why.
+    """
+
+    async def probe(sample: Sample) -> Sequence[dict[str, Any]]:
+        runner = EnvRunner(lambda: build_env(sample, spec.args(tool_format=tool_format)), EnvLimits.of(spec))
+        try:
+            await runner.open()
+            await runner.step("")
+            await runner.reward("")
+            return runner.tools
+        finally:
+            await runner.close()
+
+    fault = None
+    for index in range(min(NUM_PROBED, len(samples))):
+        try:
+            return asyncio.run(probe(samples[index]))
+        except EnvFault as error:
+            fault = fault or error
+    if fault is None:
+        return ()
+    rule, reason = "must play a turn and give a reward", last_line(str(fault))
+    raise UserError(f"environment '{spec.id}'", rule, reason, f"see {check}") from fault

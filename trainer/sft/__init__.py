@@ -1,0 +1,1 @@
+"""Supervised fine-tuning: a model learns what the assistant says in conversations."""

@@ -1,0 +1,91 @@
+"""Supervised fine-tuning: `python -m trainer.sft --data demos.jsonl`."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+
+from agents.recording.run_files import CONFIG
+from envs.config.cli import exit_code, parse
+from envs.config.files import read_file
+from envs.config.settings import validate
+from envs.config.sources import Sources
+from envs.errors import UserError
+from trainer.checkpoint.run_dir import is_disk_fault
+from trainer.config.run import RunConfig
+from trainer.config.sft import SftConfig
+from trainer.config.sources import FIXED, RECIPES, RESUME, check_resumable, with_whole_paths
+
+#: What the command reads besides flags.
+SOURCES = Sources(ready=RECIPES / "sft", resume=RESUME, shared=RunConfig)
+#: What stays as it is when a run is resumed; the number of steps decides the learning rate and may change.
+SFT_FIXED = (*FIXED, ("batch_size",), ("registry",))
+
+
+def run(argv: Sequence[str] | None) -> int:
+    """Parse, check, train, report."""
+    description = "Fine-tune a model on conversations: it learns what the assistant says in them."
+    config = with_whole_paths(parse(SftConfig, argv, "python -m trainer.sft", description, SOURCES))
+    base = config
+    if config.checkpoint.resume:
+        base = validate(SftConfig, read_file(SftConfig, config.checkpoint.resume / CONFIG))
+        check_resumable(config, base, SFT_FIXED)
+    # Imported late, so that --help and a mistyped flag answer at once.
+    from rich.console import Console
+    from rich.text import Text
+
+    from trainer.learner.protocol import LearnerLost
+    from trainer.metrics.console import Display, quiet_libraries
+    from trainer.sft.loop import run_sft
+    from trainer.sft.setup import load_data, prepare
+
+    quiet_libraries()
+    console = Console(highlight=False)
+    console.print("loading model and conversations ...")
+    data = load_data(config)
+    train, held_out = data.train, data.evaluation
+    goes_further = (config.epochs, config.steps) != (base.epochs, base.steps)
+    if goes_further and not base.steps and base.epochs * len(train) % base.batch_size:
+        rule = "must stay where the run's last step is a short one: the next one would begin too late"
+        fix = f"begin a new run from its model: --model {config.checkpoint.resume}"
+        raise UserError("--epochs", rule, config.epochs, fix)
+    for found in (train, held_out):
+        if found is not None and found.left_out.count:
+            console.print(str(found.left_out), soft_wrap=True, markup=False)
+    if config.show:
+        for stream in train.streams(range(min(config.show, len(train)))):
+            console.print(
+                f"{stream.trajectory.sample_id}: {len(stream.ids_T)} tokens, {stream.num_taught} in [[ ]] learnt"
+            )
+            for is_learnt, text in train.renderer.spans(stream):
+                shown = Text(f"[[{text}]]", "black on green") if is_learnt else Text(text)
+                console.print(shown, end="", soft_wrap=True)
+            console.print("\n")
+        return 0
+    context = prepare(config, data, console.print)
+    console.print(
+        f"{len(train)} conversations of {train.num_tokens} tokens, {train.num_taught} of them learnt; "
+        f"{len(held_out) if held_out else 0} held out; {context.num_steps} steps; run folder {context.folder}",
+        soft_wrap=True,
+    )
+    with Display(console) as display:
+        try:
+            summary = asyncio.run(run_sft(context, display))
+        except (LearnerLost, OSError) as error:
+            if not (isinstance(error, LearnerLost) or is_disk_fault(error)):
+                raise
+            print(f"error: {error}; resume with: python -m trainer.sft --resume {context.folder}", file=sys.stderr)
+            return 1
+    console.print(f"{summary['seconds']:.0f} s, peak memory {summary['peak_memory_gib']:.2f} GiB")
+    console.print(f"everything is in {context.folder}", soft_wrap=True)
+    return 130 if summary["interrupted"] else 0
+
+
+def main() -> int:
+    """Run the command line."""
+    return exit_code(lambda: run(None))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""Checks conversations and makes training samples of them.
+
+A conversation that breaks a rule is left out, and counted under that rule.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from agents.model.architectures import ModelFacts
+from agents.model.mrope import mrope_positions, num_images_within
+from agents.rollout.conversation import ConversationRenderer, ConversationStream
+from envs.datasets.conversations import Conversation, ConversationSource
+from envs.errors import UserError
+from trainer.algorithms.aggregation import token_weights
+from trainer.config.sft import LIKELIHOOD
+from trainer.types import TrainingSample
+
+#: Conversations read at once, by several threads: bounds the decoded pictures that wait.
+READ_AT_ONCE = 64
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """The bad conversations of a source: how many break each rule, and the error of the first."""
+
+    num_all: int
+    by_rule: Counter[str]
+    first: UserError | None
+
+    @property
+    def count(self) -> int:
+        """The number of bad conversations."""
+        return self.by_rule.total()
+
+    def __str__(self) -> str:
+        rules = "; ".join(f"{count} {rule}" for rule, count in self.by_rule.most_common())
+        return f"{self.count} of {self.num_all} conversations are left out: {rules}; the first: {self.first}"
+
+
+@dataclass(frozen=True)
+class ConversationSet:
+    """The good conversations of a source; each is read again whenever a step needs it.
+
+    `indices` are their places in the source. `num_tokens` counts all their tokens, `num_taught` those of the loss.
+    """
+
+    source: ConversationSource
+    renderer: ConversationRenderer
+    facts: ModelFacts
+    indices: tuple[int, ...]
+    num_tokens: int
+    num_taught: int
+    left_out: LeftOut
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def streams(self, places: Sequence[int]) -> list[ConversationStream]:
+        """Return the streams of conversations by their places in this set."""
+        return [self.renderer.stream(self.source[self.indices[place]]) for place in places]
+
+    def samples(self, places: Sequence[int]) -> list[TrainingSample]:
+        """Return the samples of an update on these conversations."""
+        return training_samples(self.streams(places), self.facts.image_token_id, self.facts.merge_size)
+
+
+def check_conversations(
+    source: ConversationSource,
+    renderer: ConversationRenderer,
+    facts: ModelFacts,
+    max_bad_frac: float = 0.0,
+    on_checked: Callable[[], None] = lambda: None,
+) -> ConversationSet:
+    """Read all conversations once, pictures included, and return the set of the good ones.
+
+    Raises:
+        UserError: more than `max_bad_frac` are bad, or all: the first one's, which names its row, rule and fix.
+    """
+    good: list[int] = []
+    rules: Counter[str] = Counter()
+    first: UserError | None = None
+    num_tokens = num_taught = 0
+
+    def read(index: int) -> Conversation | UserError:
+        try:
+            return source[index]
+        except UserError as error:
+            return error
+
+    with ThreadPoolExecutor() as pool:
+        for start in range(0, len(source), READ_AT_ONCE):
+            indices = range(start, min(start + READ_AT_ONCE, len(source)))
+            for index, found in zip(indices, pool.map(read, indices), strict=True):
+                on_checked()
+                try:
+                    if isinstance(found, UserError):
+                        raise found
+                    stream = renderer.stream(found)
+                except UserError as error:
+                    rules[error.rule] += 1
+                    first = first or error
+                    continue
+                good.append(index)
+                num_tokens += len(stream.ids_T)
+                num_taught += stream.num_taught
+    left_out = LeftOut(len(source), rules, first)
+    if first is not None and (left_out.count > max_bad_frac * len(source) or not good):
+        share = f"{left_out.count} of {len(source)} conversations are bad"
+        fix = f"{first.fix}; {share}, --max-bad-frac leaves them out" if good else f"{first.fix}; {share}"
+        raise UserError(first.field, first.rule, first.got, fix)
+    return ConversationSet(source, renderer, facts, tuple(good), num_tokens, num_taught, left_out)
+
+
+def training_samples(
+    streams: Sequence[ConversationStream], image_token_id: int, merge_size: int
+) -> list[TrainingSample]:
+    """Return the samples of one update: advantage 1, and the weight 1 / number of tokens of the loss.
+
+    There was no rollout: rollout log-probs are 0 and not used.
+    """
+    weights_S = token_weights([stream.num_taught for stream in streams], LIKELIHOOD.aggregation, 0)
+    samples = []
+    for stream, weight in zip(streams, weights_S.tolist(), strict=True):
+        grids = [image.grid_thw for image in stream.images]
+        samples.append(
+            TrainingSample(
+                ids_T=stream.ids_T,
+                mask_T=stream.mask_T,
+                turns_T=stream.turns_T,
+                logprobs_T=stream.trajectory.logprobs_T,
+                positions_3T=mrope_positions(stream.ids_T, grids, image_token_id, merge_size),
+                images=stream.images,
+                prefix_length=stream.prompt_length,
+                num_prefix_images=num_images_within(
+                    stream.ids_T[: stream.prompt_length], stream.images, image_token_id
+                ),
+                advantage=1.0,
+                weight=weight,
+            )
+        )
+    return samples

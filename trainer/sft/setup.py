@@ -1,0 +1,149 @@
+"""Builds the objects of a supervised run from its configuration; every user error is raised before step 0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from agents.model.architectures import ModelFacts
+from agents.rendering.renderer import Renderer
+from agents.rollout.conversation import ConversationRenderer
+from agents.types import SamplingParams
+from envs.datasets.conversations import AnsweredSamples, ConversationSource, open_conversations
+from envs.datasets.rows import open_rows
+from envs.datasets.samples import RowSamples
+from envs.errors import UserError
+from envs.execution.load import load_env
+from envs.problems import with_system_prompt
+from envs.registry import get_spec
+from envs.spec import EnvSpec
+from envs.tool_calls import ToolFormat, detect_format
+from envs.types import SampleSource
+from trainer.checkpoint.checkpointer import Checkpoint
+from trainer.config.inputs import EnvConfig
+from trainer.config.sft import SftConfig
+from trainer.learner.protocol import Learner
+from trainer.setup.components import check_learner
+from trainer.setup.model_source import check_reach, resolve_model, template_options
+from trainer.setup.problems import NUM_PROBED, check_command, probe_tools
+from trainer.setup.run_context import begin_or_resume
+from trainer.sft.data import ConversationSet, check_conversations
+
+
+@dataclass(frozen=True, eq=False)
+class SftData:
+    """The conversations of a run and the model that learns from them; no process is started yet.
+
+    Example: `load_data(SftConfig(...)).train.streams([0])` is the stream of the first conversation.
+    """
+
+    model_path: Path | str
+    facts: ModelFacts
+    renderer: Renderer
+    train: ConversationSet
+    evaluation: ConversationSet | None
+
+
+@dataclass(frozen=True, eq=False)
+class SftContext:
+    """The checked and ready objects of a run; `cleanup` stops the processes started for it."""
+
+    config: SftConfig
+    folder: Path
+    data: SftData
+    num_steps: int
+    learner: Learner
+    checkpoint: Checkpoint | None
+    cleanup: ExitStack
+
+
+def load_data(config: SftConfig, on_checked: Callable[[], None] = lambda: None) -> SftData:
+    """Read tokenizer, template and conversations, and check them all.
+
+    Raises:
+        UserError: environment, data or model cannot be used, or too many conversations are bad.
+    """
+    model_path = resolve_model(config.model.model)
+    facts = ModelFacts.load(model_path)
+    check_reach(config.model, facts)
+    renderer = Renderer.from_checkpoint(model_path, template_options(config.model))
+    tool_format: ToolFormat = detect_format(renderer.chat_template)
+    spec = get_spec(config.env, *config.registry) if config.env else None
+    if spec is not None:
+        tool_format = spec.args(tool_format=tool_format).tool_format
+    train, evaluation = _sources(config, spec, tool_format)
+    conversations = ConversationRenderer(renderer, config.model.context_length, tool_format)
+
+    def checked(source: ConversationSource) -> ConversationSet:
+        return check_conversations(source, conversations, facts, config.data.max_bad_frac, on_checked)
+
+    return SftData(model_path, facts, renderer, checked(train), checked(evaluation) if evaluation else None)
+
+
+def prepare(config: SftConfig, data: SftData, say: Callable[[str], None]) -> SftContext:
+    """Start the learner and make or find the run folder; `say` prints messages about checkpoints.
+
+    Raises:
+        UserError: the processes cannot start, device or folder cannot be used, or the network cannot be trained.
+    """
+    count = len(data.train)
+    if config.batch_size > count:
+        rule = f"must be at most the {count} conversations that there are"
+        raise UserError("--batch-size", rule, config.batch_size, "give less, or more conversations")
+    num_steps = config.num_steps(count)
+    plan = config.plan(num_steps)
+    check_learner(config.cluster, config.model)
+    # No token is suppressed, as an engine would: the model learns not to write it.
+    sampling = SamplingParams(stop_ids=data.renderer.stop_ids)
+    with ExitStack() as cleanup:
+        label = f"sft-seed{config.seed}"
+        path = data.model_path
+        learner, folder, checkpoint = begin_or_resume(config, plan, label, path, sampling, cleanup, say)
+        return SftContext(config, folder, data, num_steps, learner.learner, checkpoint, cleanup.pop_all())
+
+
+def _sources(
+    config: SftConfig, spec: EnvSpec | None, tool_format: ToolFormat
+) -> tuple[ConversationSource, ConversationSource | None]:
+    """Return the training conversations, and held-out ones if there are any."""
+    data = config.data
+    if spec is None and not data.data:
+        fix = "give a file with --data, or an environment with --env"
+        raise UserError("--data", "must name conversations", "nothing", fix)
+    prompt = (spec.load_system_prompt() if spec else None) or ""
+    options = data.options(prompt)
+    if spec is not None:
+        options = replace(options, default_tools=_tools(config, spec, tool_format))
+
+    def own(split: str, size: int, seed: int) -> ConversationSource:
+        assert spec is not None, "only an environment has problems of its own"
+        samples = with_system_prompt(spec.load_dataset(split, size, seed), data.system_prompt or prompt)
+        return AnsweredSamples(samples, data.answer_format, options.default_tools)
+
+    held_out: ConversationSource | None = None
+    if data.eval_data:
+        held_out = open_conversations(data.eval_data, options)
+    elif data.eval_size and not data.data:
+        held_out = own("heldout", data.eval_size, 0)  # the same for every seed, so that runs can be compared
+    train = open_conversations(data.data, options) if data.data else own("train", data.train_size, config.seed)
+    return train, held_out
+
+
+def _tools(config: SftConfig, spec: EnvSpec, tool_format: ToolFormat) -> tuple[Mapping[str, Any], ...]:
+    """Return the schemas of an environment's tools, which are known once it is built for a problem.
+
+    The problem is one of the environment's own, else a row's; without either there are no tools.
+    """
+    if spec.dataset:
+        samples: SampleSource = spec.load_dataset("train", NUM_PROBED, config.seed)
+    else:
+        rows = open_rows(config.data.data, "train")
+        if config.data.prompt_key not in rows.rows[0]:
+            return ()
+        outside = config.data.allow_outside_images
+        samples = RowSamples(rows, config.data.keys, None, outside, min(NUM_PROBED, len(rows.rows)))
+    see = check_command(EnvConfig(env=config.env, registry=config.registry), config.data)
+    return tuple(probe_tools(spec, load_env(spec), tool_format, samples, see))

@@ -1,1 +1,0 @@
-"""Supervised fine-tuning: conversations in, a model that says what the assistant says in them out."""

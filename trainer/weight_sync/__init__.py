@@ -1,0 +1,1 @@
+"""Brings new weights to the engine, and checks that they arrived."""

@@ -1,0 +1,145 @@
+"""Brings new weights from the learner to the engine, as versions, and probes whether they arrived."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agents.engines.base import Engine
+from agents.types import ProcessedImage
+from trainer.learner.protocol import Learner
+from trainer.weight_sync.transports import Transport
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Differences of log-probs on a fixed stream: mean |d| in nats over its text tokens.
+
+    `gap` is between engine and learner. `learner_moved` and `engine_moved` are between each one's log-probs now and at
+    the previous probe; None at the first probe.
+    """
+
+    gap: float
+    learner_moved: float | None
+    engine_moved: float | None
+
+
+@dataclass(frozen=True)
+class WeightPush:
+    """The seconds of a weight push, and the probe that followed it, if there was one."""
+
+    seconds: float
+    probe: Probe | None = None
+
+
+class SyncError(RuntimeError):
+    """The engine does not run the learner's weights."""
+
+
+class WeightSync:
+    """Pushes the learner's weights to the engine.
+
+    Example::
+
+        sync = WeightSync(learner, DiskTransport(learner, engine, folder), ids, images, image_token_id=9, tolerance=0.1)
+        await sync.start()             # both were loaded with version 0: a probe compares them
+        await sync.push(version=1)     # the first push ends with a probe
+    """
+
+    def __init__(
+        self,
+        learner: Learner,
+        transport: Transport,
+        probe_ids: Sequence[int],
+        probe_images: Sequence[ProcessedImage],
+        image_token_id: int,
+        tolerance: float,
+    ) -> None:
+        self.learner, self.transport, self.tolerance = learner, transport, tolerance
+        self._ids, self._images = tuple(probe_ids), tuple(probe_images)
+        self._text_T = np.asarray(self._ids[1:]) != image_token_id
+        self._previous: tuple[NDArray[np.float32], NDArray[np.float32]] | None = None
+        self._is_push_probed = False
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that gets the weights."""
+        return self.transport.engine
+
+    async def start(self, version: int = 0) -> Probe:
+        """Start the engine, and probe whether it runs the weights that the learner starts from.
+
+        Both were loaded with version 0. If the learner starts from a later `version`, it is pushed first.
+
+        Raises:
+            UserError: a server cannot be started or found.
+            SyncError: the engine runs other weights.
+        """
+        await self.transport.start()
+        if version:
+            await self.transport.push(version)
+        return await self.probe()
+
+    async def push(self, version: int) -> WeightPush:
+        """Bring the learner's weights to the engine as `version`, while it is paused or idle.
+
+        The first push is followed by a probe.
+
+        Raises:
+            SyncError: the probe shows other weights.
+        """
+        started = time.perf_counter()
+        await self.transport.push(version)
+        seconds = time.perf_counter() - started
+        if self._is_push_probed:
+            return WeightPush(seconds)
+        probe = await self.probe()
+        self._is_push_probed = True
+        return WeightPush(seconds, probe)
+
+    async def probe(self) -> Probe:
+        """Score the fixed stream with the learner and with every server; each server must agree with the learner.
+
+        Raises:
+            SyncError: the gap is over the tolerance, or the learner's log-probs have moved and the engine's have not.
+        """
+        learner = await asyncio.to_thread(self.learner.score, self._ids, self._images)
+        scores = await self.transport.scores(self._ids, self._images)
+        engine = max(scores, key=lambda score: self._distance(score, learner))
+        previous, self._previous = self._previous, (learner, engine)
+        probe = Probe(
+            gap=self._distance(engine, learner),
+            learner_moved=self._distance(learner, previous[0]) if previous else None,
+            engine_moved=self._distance(engine, previous[1]) if previous else None,
+        )
+        moved, followed = probe.learner_moved or 0.0, probe.engine_moved or 0.0
+        if probe.gap > self.tolerance:
+            raise SyncError(
+                f"the engine does not run the learner's weights: log-probs of a stream of {len(self._ids)} tokens "
+                f"differ by {probe.gap:.3g} nats on average, {self.tolerance:g} is allowed; version "
+                f"{self.engine.weight_version}, brought by {type(self.transport).__name__}"
+            )
+        if moved > 2 * self.tolerance and followed < moved / 2:
+            raise SyncError(f"the learner's log-probs moved by {moved:.3g} nats, the engine's only by {followed:.3g}")
+        return probe
+
+    def _distance(self, one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
+        gap = float(np.abs(one - other)[self._text_T].mean())
+        return gap if np.isfinite(gap) else np.inf  # NaN compares as False
+
+    def close(self) -> None:
+        """Delete the files that the transport wrote."""
+        self.transport.close()
+
+
+class NoWeightSync:
+    """Stands in for `WeightSync` where no engine needs the weights: in a run on recorded rollouts."""
+
+    async def push(self, version: int) -> WeightPush:
+        """Do nothing."""
+        return WeightPush(seconds=0.0)

@@ -1,0 +1,163 @@
+"""Transports bring weights to an engine, one class for each way.
+
+The embedded engine copies the weights in memory (`InProcessTransport`). SGLang servers read them from a checkpoint
+folder (`DiskTransport`), or over CUDA IPC from a learner's GPU on their host (`IpcTransport`). Both empty the prefix
+caches. The image hashes change with the version, so the engine never reuses a picture that older weights encoded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agents.engines.base import Engine
+from agents.engines.hf import HFEngine
+from agents.engines.sglang import SGLangEngine
+from agents.engines.sglang.client import SGLangClient
+from agents.types import ProcessedImage
+from trainer.learner.protocol import Learner
+
+#: Lends the weights until the context is left, as `trainer.learner.cuda_ipc.lend_weights` does.
+Lend = Callable[[], AbstractContextManager[list[str]]]
+
+
+class Transport(Protocol):
+    """Brings a learner's weights to an engine.
+
+    Example::
+
+        transport = DiskTransport(learner, engine, Path("runs/x/sync"))
+        await transport.start()
+        await transport.push(version=1)
+    """
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that gets the weights."""
+        ...
+
+    @property
+    def events(self) -> Sequence[str]:
+        """Messages for the console about the engine's servers, in order: lost, back, and so on."""
+        ...
+
+    async def start(self) -> None:
+        """Start the engine with the weights that the learner starts from.
+
+        Raises:
+            UserError: a server cannot be started or found.
+        """
+        ...
+
+    async def push(self, version: int) -> None:
+        """Bring the learner's weights to the engine as `version`, while it is paused or idle."""
+        ...
+
+    async def scores(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> Sequence[NDArray[np.float32]]:
+        """Return the log-probs of a stream, as `Engine.score` does, from every server."""
+        ...
+
+    def close(self) -> None:
+        """Delete the files that were written."""
+        ...
+
+
+class InProcessTransport:
+    """Copies weights to the embedded engine in memory."""
+
+    events: Sequence[str] = ()
+
+    def __init__(self, learner: Learner, engine: HFEngine) -> None:
+        self.learner, self.engine = learner, engine
+
+    async def start(self) -> None:
+        """Do nothing: the engine has loaded the same weights as the learner."""
+
+    async def push(self, version: int) -> None:
+        """Copy the learner's weights to the engine."""
+        self.engine.load_weights(dict(await asyncio.to_thread(self.learner.weights)), version)
+
+    async def scores(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> Sequence[NDArray[np.float32]]:
+        """Return the log-probs of the engine."""
+        return [await self.engine.score(ids, images)]
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class DiskTransport:
+    """Writes weights to a checkpoint folder that servers read. The newest one stays for servers that restart."""
+
+    def __init__(self, learner: Learner, engine: SGLangEngine, folder: Path) -> None:
+        self.learner, self.engine, self.folder = learner, engine, folder
+        self._saved_version = -1
+        engine.current_weights = self.save
+
+    @property
+    def events(self) -> Sequence[str]:
+        """Messages about servers."""
+        return self.engine.servers.events
+
+    async def start(self) -> None:
+        """Start the servers. External servers may hold any weights, so they get the learner's at once."""
+        await self.engine.start()
+        if self.engine.settings.urls:
+            await self.push(0)
+
+    async def push(self, version: int) -> None:
+        """Let every server load the learner's weights, then delete the folders of older weights."""
+        await self._push(version)
+        # Not earlier: a server that was restarting may have been reading an older folder.
+        for folder in self.folder.glob("version-*"):
+            if folder != self._folder_of(self.learner.steps_done):
+                shutil.rmtree(folder, ignore_errors=True)
+
+    async def _push(self, version: int) -> None:
+        await self.engine.update_from_disk(await asyncio.to_thread(self.save), version)
+
+    async def scores(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> Sequence[NDArray[np.float32]]:
+        """Return the log-probs of every server."""
+        return await self.engine.score_everywhere(ids, images)
+
+    def save(self) -> Path:
+        """Return a checkpoint folder with the learner's current weights; it is written once per step."""
+        with self.learner.lock:
+            version = self.learner.steps_done
+            if self._saved_version != version:
+                self.learner.save(self._folder_of(version), self.learner.dtype)
+                self._saved_version = version
+            return self._folder_of(version)
+
+    def _folder_of(self, version: int) -> Path:
+        return self.folder / f"version-{version}"
+
+    def close(self) -> None:
+        """Delete the folder."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class IpcTransport(DiskTransport):
+    """Lends weights to servers on the learner's host over CUDA IPC; servers that restart read the folder."""
+
+    def __init__(self, learner: Learner, engine: SGLangEngine, folder: Path, lend: Lend) -> None:
+        super().__init__(learner, engine, folder)
+        self._lend = lend
+
+    async def _push(self, version: int) -> None:
+        num_gpus = self.engine.settings.tensor_parallel
+        with ExitStack() as stack:
+            payloads = await asyncio.to_thread(stack.enter_context, self._lend())
+
+            async def push(client: SGLangClient) -> None:
+                for index, payload in enumerate(payloads):
+                    is_last = index == len(payloads) - 1
+                    await client.update_from_tensors(payload, version, is_last, num_gpus)
+
+            await self.engine.update(push, version)
