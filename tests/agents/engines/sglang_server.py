@@ -17,6 +17,7 @@ import base64
 import io
 import json
 import os
+import zlib
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -131,7 +132,7 @@ class Emulator:
                 tuple(params["stop_token_ids"]),
                 tuple(int(token) for token in params["logit_bias"] or ()),
             ),
-            seed=hash(body["rid"]) & 0xFFFFFFFF,
+            seed=zlib.crc32(body["rid"].rpartition("-")[2].encode()),  # of its number: every run writes the same
         )
         task = self.running[body["rid"]] = asyncio.create_task(self._write(generate))
         try:
