@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.report import RESULTS, commit, markdown, write_result
 from tests.trainer.preflight.planted_faults import CONTROL, FAULTS, PlantedFault, examine, odd
-from trainer.metrics.console import quiet_libraries
+from trainer.metrics.console import open_console
 from trainer.preflight.finding import Finding
 
 
@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="kinds to plant, such as abe; empty: all, and the control")
     args = parser.parse_args()
     at = commit()
-    quiet_libraries()
+    open_console()
     outcomes = []
     for planted in (*FAULTS, CONTROL):
         if not args.only or (planted.kind and planted.kind in args.only):

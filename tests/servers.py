@@ -29,11 +29,12 @@ def serving(checkpoint: Path) -> Iterator[str]:
     process = subprocess.Popen(command)
     url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 60
     try:
-        while time.monotonic() < deadline:
+        while True:
             try:
                 urllib.request.urlopen(f"{url}/model_info", timeout=5).close()
                 break
             except OSError:
+                assert process.poll() is None and time.monotonic() < deadline, "the server does not start"
                 time.sleep(0.1)
         yield url
     finally:

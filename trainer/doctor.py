@@ -92,7 +92,7 @@ def diagnose(config: DoctorConfig, on_check: Callable[[str], None] = lambda chec
 
         def set_up() -> Verdict:
             hidden = checks.network_config.get_text_config().hidden_size
-            contexts.append(prepare(trial(config, folder, hidden), lambda text: None))
+            contexts.append(prepare(trial(config, folder, hidden)))
             return ok(f"{len(contexts[0].train_samples)} problems, {config.model.model}, {config.env.env}")
 
         log.add("set-up", set_up, is_needed=True)
@@ -205,12 +205,11 @@ def table(findings: Sequence[Finding]) -> Table:
 
 def run(argv: Sequence[str] | None) -> int:
     """Parse the flags, run the checks and print their findings; return 1 if there is a fault."""
-    from trainer.metrics.console import quiet_libraries
+    from trainer.metrics.console import open_console
 
     description = "Find what is wrong with a run before step 0. Takes the flags of trainer.run."
     config = parse(DoctorConfig, argv, "python -m trainer.doctor", description, SOURCES)
-    quiet_libraries()
-    console = Console(highlight=False)
+    console = open_console()
     console = console if console.is_terminal else Console(highlight=False, width=120)
     started = time.perf_counter()
     with console.status("") as status:

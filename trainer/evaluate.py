@@ -19,16 +19,13 @@ def run(argv: Sequence[str] | None) -> int:
     description = "Measure how good a policy is in an environment."
     config = parse(EvaluateConfig, argv, "python -m trainer.evaluate", description, SOURCES)
     # Imported late, so that --help and a mistyped flag answer at once.
-    from rich.console import Console
-
     from agents.engines.sglang.servers import EngineDown
     from agents.rollout.garbage_collection import tune_garbage_collection
     from trainer.evaluation.evaluator import Evaluator, prepare
     from trainer.evaluation.tables import print_report
-    from trainer.metrics.console import Display, quiet_libraries
+    from trainer.metrics.console import Display, open_console
 
-    quiet_libraries()
-    console = Console(highlight=False)
+    console = open_console()
     console.print("loading model and problems ...")
     context = prepare(config)
     if context.num_overlong:

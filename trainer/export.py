@@ -82,7 +82,7 @@ def _chosen(folder: Path, step: int | None) -> Checkpoint:
     """Return the checkpoint of a step, or the newest whole one."""
     steps = found_steps(folder / CHECKPOINTS)
     if step is None:
-        found = newest_whole(folder / CHECKPOINTS, lambda text: print(text, file=sys.stderr))
+        found = newest_whole(folder / CHECKPOINTS)
         if found is None:
             raise UserError("RUN", "must have a checkpoint", str(folder / CHECKPOINTS), "train with --save-every")
         return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from agents.recording.run_files import CONFIG
@@ -13,7 +13,6 @@ from envs.errors import UserError
 from trainer.checkpoint.run_dir import is_disk_fault
 from trainer.config.run import RunConfig
 from trainer.config.sources import FIXED, SOURCES, STAGES, check_resumable, read_config, with_whole_paths
-from trainer.metrics.console import quiet_libraries
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,18 +31,16 @@ def run(argv: Sequence[str] | None) -> int:
             fix = "begin a new run: nothing was trained, so there is nothing to resume"
             raise UserError("--resume", "must be a run that trains", str(config.checkpoint.resume), fix)
     # Imported late, so that --help and a mistyped flag answer at once.
-    from rich.console import Console
-
+    from trainer.metrics.console import open_console
     from trainer.metrics.trackers import check_trackers
     from trainer.preflight.quick import QuickChecks
 
     check_trackers(config.log.tracker)
-    quiet_libraries()
-    console = Console(highlight=False)
+    console = open_console()
     console.print(f"loading model and {'problems' if config.plays else 'recording'} ...")
-    doctor = QuickChecks(config, lambda text: console.print(text, soft_wrap=True, markup=False))
+    doctor = QuickChecks(config)
     doctor.check_config()
-    context, rollouts = prepared(config, console.print)
+    context, rollouts = prepared(config)
     try:
         doctor.check_context(context)
         return train(context, rollouts, console)
@@ -51,16 +48,16 @@ def run(argv: Sequence[str] | None) -> int:
         context.close()
 
 
-def prepared(config: RunConfig, say: Callable[[str], None]) -> tuple[RunContext, Rollouts]:
+def prepared(config: RunConfig) -> tuple[RunContext, Rollouts]:
     """Check everything and build the context of a run, and its rollouts. Raises `UserError` where a check fails."""
     if config.plays:
         from trainer.rollouts.live import LiveRollouts, prepare
 
-        context = prepare(config, say)
+        context = prepare(config)
         return context, LiveRollouts(context)
     from trainer.rollouts.recorded import RecordedRollouts, prepare_replay
 
-    context = prepare_replay(config, say)
+    context = prepare_replay(config)
     return context, RecordedRollouts(context)
 
 

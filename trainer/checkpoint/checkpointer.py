@@ -9,6 +9,7 @@ which the next one deletes.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -20,6 +21,8 @@ from pathlib import Path
 
 from trainer.config.run import CheckpointConfig
 from trainer.learner.protocol import CheckpointFailed, Learner
+
+logger = logging.getLogger(__name__)
 
 #: The folder of a checkpoint that the learner's ranks write.
 LEARNER = "learner"
@@ -56,20 +59,20 @@ class Checkpoint:
 class Checkpoints:
     """Writes the checkpoints of one run, every `config.save_every` steps, and keeps the newest `keep_checkpoints`.
 
-    A checkpoint that cannot be written, for example on a full disk, is reported to `say` and deleted; earlier ones are
-    kept, and the run continues.
+    A checkpoint that cannot be written, for example on a full disk, is logged and deleted; earlier ones are kept, and
+    the run continues.
 
     Example::
 
-        checkpoints = Checkpoints(Path("runs/x/checkpoints"), learner, CheckpointConfig(save_every=10), print)
+        checkpoints = Checkpoints(Path("runs/x/checkpoints"), learner, CheckpointConfig(save_every=10))
         checkpoints.mark_dirty()                                     # step 10 begins to change the weights
         checkpoints.on_step_end(10, lambda: {"state.json": b"{}"})   # and is done: returns once the weights are copied
         checkpoints.close()                                     # one of the last step, where there is none yet
-        newest_whole(Path("runs/x/checkpoints"), print).step    # 10
+        newest_whole(Path("runs/x/checkpoints")).step    # 10
     """
 
-    def __init__(self, folder: Path, learner: Learner, config: CheckpointConfig, say: Callable[[str], None]) -> None:
-        self.folder, self.learner, self.config, self._say = folder, learner, config, say
+    def __init__(self, folder: Path, learner: Learner, config: CheckpointConfig) -> None:
+        self.folder, self.learner, self.config = folder, learner, config
         self.num_failed = 0
         self._writing: int | None = None
         #: The last finished step and the function that gives its files; None while the weights are changing.
@@ -153,7 +156,7 @@ class Checkpoints:
         self.num_failed += 1
         kept = found_steps(self.folder)
         there = f"the newest is that of step {kept[0].step}" if kept else "there is none yet"
-        self._say(f"the checkpoint of step {step} could not be written, {there}: {_reason(error)} ({self.folder})")
+        logger.warning(f"the checkpoint of step {step} could not be written, {there}: {_reason(error)} ({self.folder})")
 
 
 def _reason(error: Exception) -> str:
@@ -166,10 +169,10 @@ def found_steps(folder: Path) -> list[Checkpoint]:
     return [Checkpoint(path, step) for step, path in sorted(found, reverse=True)]
 
 
-def newest_whole(folder: Path, say: Callable[[str], None]) -> Checkpoint | None:
+def newest_whole(folder: Path) -> Checkpoint | None:
     """Return the newest checkpoint all of whose files are as they were written; None where there is none.
 
-    A damaged one is reported to `say` and renamed to `step-N.damaged`.
+    A damaged one is logged and renamed to `step-N.damaged`.
     """
     for checkpoint in found_steps(folder):
         fault = damage(checkpoint)
@@ -177,7 +180,7 @@ def newest_whole(folder: Path, say: Callable[[str], None]) -> Checkpoint | None:
             return checkpoint
         aside = _free_name(checkpoint.folder, "damaged")
         checkpoint.folder.rename(aside)
-        say(f"the checkpoint of step {checkpoint.step} is damaged and skipped: {fault}; it is now {aside}")
+        logger.warning(f"the checkpoint of step {checkpoint.step} is damaged and skipped: {fault}; it is now {aside}")
     return None
 
 

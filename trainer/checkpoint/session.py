@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import signal
 import time
 from abc import ABC, abstractmethod
@@ -23,6 +24,8 @@ from trainer.config.run import CheckpointConfig, RunDirConfig
 from trainer.learner.protocol import Learner, LearnerLost
 from trainer.metrics.console import Display
 from trainer.metrics.log import MetricsLog, peak_memory_gib
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -74,8 +77,8 @@ class RunSession(ABC, Generic[S]):
         """Continue the files in `folder` from `state`; `settings` go to the trackers."""
         self.folder, self.state, self.num_steps, self.display = folder, state, num_steps, display
         rewind(folder / METRICS, state.metrics_bytes)
-        self.log = MetricsLog(folder, settings, log.tracker, log.project, state.step, report=display.say)
-        self.checkpoints = Checkpoints(folder / CHECKPOINTS, learner, checkpoint, display.say)
+        self.log = MetricsLog(folder, settings, log.tracker, log.project, state.step)
+        self.checkpoints = Checkpoints(folder / CHECKPOINTS, learner, checkpoint)
         #: Closed once the summary is written.
         self.open_files = contextlib.ExitStack()
         self.open_files.callback(self.log.close)
@@ -92,7 +95,7 @@ class RunSession(ABC, Generic[S]):
             await body()
         except asyncio.CancelledError:
             self.is_interrupted = True
-            self.display.say("interrupted: saving what there is")
+            logger.info("interrupted: saving what there is")
         except LearnerLost:
             is_lost = True
             raise

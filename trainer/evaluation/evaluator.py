@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import platform
 import time
 from collections.abc import Collection, Mapping
@@ -48,6 +49,8 @@ from trainer.setup.components import (
 )
 from trainer.setup.model_source import check_fit, resolve_model, template_options
 from trainer.setup.problems import check_command, load_rows, own_problems, probe_tools
+
+logger = logging.getLogger(__name__)
 
 OWN_SIZE = 256
 INTERRUPTED = "interrupted"
@@ -182,7 +185,7 @@ class Evaluator:
                 await self._play(way)
         except asyncio.CancelledError:
             partial = INTERRUPTED
-            self.display.say("interrupted: reporting what there is")
+            logger.info("interrupted: reporting what there is")
         except Exception as error:
             partial = f"{type(error).__name__}: {error}"
             raise

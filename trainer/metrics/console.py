@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,8 @@ from rich.progress import (
 
 from agents.types import Trajectory
 from envs.execution.runner import last_line
+
+logger = logging.getLogger(__name__)
 
 MAX_FAULTS_SHOWN = 10
 #: What training adds to the line of a step: the label, the name in the metrics, and the number format.
@@ -55,23 +58,19 @@ class Display:
     ) -> None:
         self._progress.stop()
 
-    def say(self, text: str) -> None:
-        """Print one line."""
-        self.console.print(text, soft_wrap=True, markup=False)
-
     def fault(self, trajectory: Trajectory, seen: set[str]) -> None:
-        """Print what broke an episode, once for each message; `seen` holds the messages printed so far."""
+        """Log what broke an episode, once for each message; `seen` holds the messages printed so far."""
         if trajectory.end_reason.is_valid or trajectory.error is None:
             return
         line = last_line(trajectory.error)
         if line not in seen and len(seen) < MAX_FAULTS_SHOWN:
             seen.add(line)
-            self.say(f"{trajectory.end_reason.value} in {trajectory.sample_id}: {line:.300}")
+            logger.warning(f"{trajectory.end_reason.value} in {trajectory.sample_id}: {line:.300}")
 
     def events(self, events: Sequence[str]) -> None:
-        """Print the new ones of all events so far: servers lost, servers back, turns given up."""
+        """Log the new ones of all events so far: servers lost, servers back, turns given up."""
         for event in events[self._num_events :]:
-            self.say(event)
+            logger.warning(event)
         self._num_events = len(events)
 
     def begin(self, name: str, total: int) -> None:
@@ -95,17 +94,39 @@ class Display:
         training = [f"{label} {row[name]:{form}}  " for label, name, form in _TRAINING_COLUMNS if name in row]
         train = f" train {row['train_s']:.1f}s" if "train_s" in row else ""
         left_s = (time.monotonic() - self._begun) / row["step"] * (total - row["step"])
-        self.say(
+        self.console.print(
             f"step {row['step']:>3.0f}/{total}  reward {row['reward']:.3f}  {valid}{filtered}turns {row['turns']:.2f}  "
             f"{stale}{''.join(training)}{row['tokens_per_s']:.0f} tokens/s  "
-            f"rollout {row['rollout_s']:.1f}s{train}  ETA {left_s:.0f}s"
+            f"rollout {row['rollout_s']:.1f}s{train}  ETA {left_s:.0f}s",
+            soft_wrap=True,
+            markup=False,
         )
 
 
-def quiet_libraries() -> None:
-    """Silence the progress bars and warnings of libraries."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from transformers.utils import logging
+class ConsoleHandler(logging.Handler):
+    """Prints log records above a progress bar, each on one line however long (rich's own handler breaks them)."""
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one record. A console that cannot be written to, as on a full disk, must not end a run."""
+        try:
+            self._console.print(self.format(record), soft_wrap=True, markup=False)
+        except OSError:
+            self.handleError(record)
+
+
+def open_console() -> Console:
+    """Return the console of a command: TrueTurn's packages log to it, libraries print neither progress nor warnings."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    console = Console(highlight=False)
+    for package in ("envs", "agents", "trainer"):
+        logging.getLogger(package).setLevel(logging.INFO)
+        logging.getLogger(package).handlers = [ConsoleHandler(console)]
+    return console

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import resource
 import sys
@@ -19,6 +20,8 @@ from agents.types import Trajectory, Turn
 from trainer.config.run import TrackerName
 from trainer.metrics.trackers import TrackedRun, Tracker, open_trackers
 from trainer.types import StepStats
+
+logger = logging.getLogger(__name__)
 
 
 def rollout_metrics(rollout: StepRollout, max_turns: int, seconds: float) -> dict[str, float]:
@@ -129,7 +132,7 @@ class MetricsLog:
     """Writes the metrics of every step to `metrics.jsonl` and to all trackers.
 
     For a resumed run, the file already holds the rows of `steps_done` steps, and trackers continue from there. A
-    tracker that fails is reported once and dropped: the file has everything.
+    tracker that fails is logged once and dropped: the file has everything.
 
     Example::
 
@@ -148,11 +151,9 @@ class MetricsLog:
         trackers: Sequence[TrackerName] = (),
         project: str = "trueturn",
         steps_done: int = 0,
-        report: Callable[[str], None] = print,
     ) -> None:
         self.path = folder / METRICS
         self._trackers = open_trackers(trackers, TrackedRun(folder, config, project, steps_done))
-        self._report = report
         self._file = self.path.open("a", encoding="utf-8")
         self.rows: list[dict[str, float]] = [json.loads(line) for line in self.path.read_text().splitlines()]
         assert len(self.rows) == steps_done, (len(self.rows), steps_done)
@@ -186,7 +187,7 @@ class MetricsLog:
             except Exception as error:  # of a library, such as no network; a run must not end because of it
                 del self._trackers[name]
                 reason = f"{type(error).__name__}: {error}"
-                self._report(f"{name} failed and gets no more numbers, {self.path.name} has them: {reason:.300}")
+                logger.warning(f"{name} failed and gets no more numbers, {self.path.name} has them: {reason:.300}")
 
 
 def peak_memory_gib() -> float:

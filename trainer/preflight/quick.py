@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from envs.errors import UserError
 from trainer.config.run import RunConfig
@@ -17,6 +18,8 @@ from trainer.preflight.report import FindingLog, summary_line
 from trainer.rollouts.live import LiveContext
 from trainer.rollouts.recorded import RecordedContext
 from trainer.setup.run_context import RunContext
+
+logger = logging.getLogger(__name__)
 
 #: The checks use this many of the run's problems.
 NUM_PROBLEMS = 4
@@ -39,14 +42,14 @@ class QuickChecks:
 
     Example::
 
-        doctor = QuickChecks(config, console.print)
+        doctor = QuickChecks(config)
         doctor.check_config()             # versions, run folder, memory
         context = prepare(config)
         doctor.check_context(context)     # template, gold answers, positions, sight; "doctor: 8 checks sound, 0.9 s"
     """
 
-    def __init__(self, config: RunConfig, say: Callable[[str], None]) -> None:
-        self._mode, self._say = config.doctor, say
+    def __init__(self, config: RunConfig) -> None:
+        self._mode = config.doctor
         self._config_checks, self._log = ConfigChecks(config), FindingLog()
         self._num_reported, self._seconds = 0, 0.0
 
@@ -87,7 +90,7 @@ class QuickChecks:
             if not context.config.checkpoint.resume:
                 shutil.rmtree(context.folder, ignore_errors=True)
             raise
-        self._say(summary_line(self._log.findings, self._seconds))
+        logger.info(summary_line(self._log.findings, self._seconds))
 
     async def _check_prepared(self, context: RunContext) -> None:
         self._config_checks.renderer = context.renderer
@@ -104,11 +107,11 @@ class QuickChecks:
         await self._log.add_async("sight of the learner", prepared.image_sensitivity)
 
     def _report_new(self) -> None:
-        """Print new warnings (and faults, with `--doctor warn`); raise `RunRefused` for faults with `--doctor stop`."""
+        """Log new warnings (and faults, with `--doctor warn`); raise `RunRefused` for faults with `--doctor stop`."""
         new, self._num_reported = self._log.findings[self._num_reported :], len(self._log.findings)
         faults = [finding for finding in new if finding.status == "fault"]
         for finding in new:
             if finding.status == "warning" or (finding.status == "fault" and self._mode == "warn"):
-                self._say(f"doctor: {finding.status}: {finding.line}")
+                logger.warning(f"doctor: {finding.status}: {finding.line}")
         if faults and self._mode == "stop":
             raise RunRefused(faults)

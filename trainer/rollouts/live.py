@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -38,6 +39,8 @@ from trainer.setup.model_source import check_fit, resolve_model, template_option
 from trainer.setup.problems import check_command, load_problems, probe_tools
 from trainer.setup.run_context import RunContext, begin_or_resume
 from trainer.weight_sync.sync import WeightSync
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,7 +181,7 @@ class LiveRollouts:
                 on_episode=functools.partial(on_episode, phase, way.name),
             )
             results[way.name] = await player.evaluate()
-            display.say(f"{name}: {results[way.name].accuracy.value:.3f} {way.title}")
+            logger.info(f"{name}: {results[way.name].accuracy.value:.3f} {way.title}")
         return results
 
     def summary(self, rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -190,10 +193,8 @@ class LiveRollouts:
         await self.context.engine.close()
 
 
-def prepare(config: RunConfig, say: Callable[[str], None] = print) -> LiveContext:
+def prepare(config: RunConfig) -> LiveContext:
     """Check everything and build the context of a run, new or resumed from its newest whole checkpoint.
-
-    `say` prints messages about damaged checkpoints.
 
     Raises:
         UserError: environment, data, model, device or output folder cannot be used.
@@ -215,7 +216,7 @@ def prepare(config: RunConfig, say: Callable[[str], None] = print) -> LiveContex
     with ExitStack() as cleanup:
         label = f"{config.env.env}-{'' if config.trains else 'rollouts-'}seed{config.seed}"
         plan = config if config.trains else plan_to_read(config)
-        learner, folder, checkpoint = begin_or_resume(config, plan, label, model_path, sampling, cleanup, say)
+        learner, folder, checkpoint = begin_or_resume(config, plan, label, model_path, sampling, cleanup)
         (folder / ENVIRONMENT).write_text(spec.model_dump_json(indent=1) + "\n", encoding="utf-8")
         num_gpus, max_batch = config.cluster.num_gpus, config.rollout.max_batch
         transport = build_transport(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
@@ -78,7 +78,7 @@ def _shown(folder: Path) -> str:
     return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
 
 
-def prepare_replay(config: RunConfig, say: Callable[[str], None] = print) -> RecordedContext:
+def prepare_replay(config: RunConfig) -> RecordedContext:
     """Check everything and build the context of a run without engine and environment, new or resumed.
 
     All streams and images of the steps are checked before anything is loaded.
@@ -102,7 +102,7 @@ def prepare_replay(config: RunConfig, say: Callable[[str], None] = print) -> Rec
     sampling, spec = sampling_params(renderer, config.rollout.temperature), recording.manifest.env
     with ExitStack() as cleanup:
         label = f"{run.absolute().name}-replay"
-        learner, folder, checkpoint = begin_or_resume(config, config, label, model_path, sampling, cleanup, say)
+        learner, folder, checkpoint = begin_or_resume(config, config, label, model_path, sampling, cleanup)
         (folder / ENVIRONMENT).write_text(spec.model_dump_json(indent=1) + "\n", encoding="utf-8")
         return RecordedContext(
             config=config,

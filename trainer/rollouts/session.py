@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -28,6 +29,8 @@ from trainer.setup.run_context import RunContext
 from trainer.types import StepStats, TrainingSample
 from trainer.weight_sync.sync import WeightPush
 
+logger = logging.getLogger(__name__)
+
 KL = "rollout_train_kl"
 
 
@@ -48,7 +51,7 @@ class TrainingSession(RunSession[LoopState]):
         kept = config.checkpoint if config.trains else CheckpointConfig(save_every=0)
         super().__init__(folder, context.learner, state, config.steps, settings, config.log, kept, display)
         for name in rewind_recording(folder / EPISODES, state.recorded_bytes):
-            display.say(f"{folder / EPISODES / name} is shorter than it was: episodes of earlier steps are missing")
+            logger.warning(f"{folder / EPISODES / name} is shorter than it was: episodes of earlier steps are missing")
         self.stage = "train" if config.trains else "play"
         self.recorder = context.recorder()
         if self.recorder:
@@ -153,10 +156,10 @@ class TrainingSession(RunSession[LoopState]):
         self.display.step(row, self.num_steps)
         self.display.events(self.rollouts.events)
         if rollout.shortfall:
-            self.display.say(rollout.shortfall)
+            logger.warning(rollout.shortfall)
         elif all(group.is_dropped for group in rollout.groups):
             see = check_command(self.config.env, self.config.data)
-            self.display.say(f"nothing to learn from: no group has two valid episodes; see {see}")
+            logger.warning(f"nothing to learn from: no group has two valid episodes; see {see}")
         self.end_step()
 
     def state_now(self) -> LoopState:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import errno
+import logging
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,8 @@ from trainer.weight_sync.sync import NoWeightSync, WeightSync
 
 if TYPE_CHECKING:
     from trainer.config.sft import SftConfig
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +107,6 @@ def begin_or_resume(
     model_path: Path | str,
     sampling: SamplingParams,
     cleanup: ExitStack,
-    say: Callable[[str], None],
 ) -> tuple[StartedLearner, Path, Checkpoint | None]:
     """Start the learner and make or find the run folder; return both, and the checkpoint that the run resumes from.
 
@@ -117,7 +119,7 @@ def begin_or_resume(
     folder, checkpoint = None, None
     if config.checkpoint.resume:
         folder = cleanup.enter_context(locked(found_folder(config.checkpoint.resume)))
-        checkpoint = found_checkpoint(folder, say)
+        checkpoint = found_checkpoint(folder)
     learner = start_learner(plan, model_path, sampling, cleanup)
     if checkpoint:
         learner.learner.restore(checkpoint.learner)
@@ -127,9 +129,9 @@ def begin_or_resume(
     return learner, folder, checkpoint
 
 
-def found_checkpoint(folder: Path, say: Callable[[str], None]) -> Checkpoint | None:
-    """Return the newest whole checkpoint of a run folder, None where there is none; print which with `say`."""
-    checkpoint = newest_whole(folder / CHECKPOINTS, say)
+def found_checkpoint(folder: Path) -> Checkpoint | None:
+    """Return the newest whole checkpoint of a run folder, None where there is none."""
+    checkpoint = newest_whole(folder / CHECKPOINTS)
     start = f"resumes after step {checkpoint.step}" if checkpoint else "starts over: it has no whole checkpoint"
-    say(f"the run in {folder} {start}")
+    logger.info(f"the run in {folder} {start}")
     return checkpoint

@@ -32,16 +32,14 @@ def run(argv: Sequence[str] | None) -> int:
         base = validate(SftConfig, read_file(SftConfig, config.checkpoint.resume / CONFIG))
         check_resumable(config, base, SFT_FIXED)
     # Imported late, so that --help and a mistyped flag answer at once.
-    from rich.console import Console
     from rich.text import Text
 
     from trainer.learner.protocol import LearnerLost
-    from trainer.metrics.console import Display, quiet_libraries
+    from trainer.metrics.console import Display, open_console
     from trainer.sft.loop import run_sft
     from trainer.sft.setup import load_data, prepare
 
-    quiet_libraries()
-    console = Console(highlight=False)
+    console = open_console()
     console.print("loading model and conversations ...")
     data = load_data(config)
     train, held_out = data.train, data.evaluation
@@ -63,7 +61,7 @@ def run(argv: Sequence[str] | None) -> int:
                 console.print(shown, end="", soft_wrap=True)
             console.print("\n")
         return 0
-    context = prepare(config, data, console.print)
+    context = prepare(config, data)
     console.print(
         f"{len(train)} conversations of {train.num_tokens} tokens, {train.num_taught} of them learnt; "
         f"{len(held_out) if held_out else 0} held out; {context.num_steps} steps; run folder {context.folder}",

@@ -20,7 +20,7 @@ async def run_sft(context: SftContext, display: Display) -> dict[str, Any]:
 
     Example::
 
-        summary = asyncio.run(run_sft(prepare(config, load_data(config), print), Display()))
+        summary = asyncio.run(run_sft(prepare(config, load_data(config)), Display()))
         summary["loss_first"], summary["loss_last"]     # 2.31, 0.04
     """
     session = SftSession(context, display)

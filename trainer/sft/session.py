@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,8 @@ from trainer.setup.run_context import save_model
 from trainer.sft.data import ConversationSet
 from trainer.sft.setup import SftContext
 from trainer.types import StepStats, TrainingSample
+
+logger = logging.getLogger(__name__)
 
 STATE = "progress.json"
 
@@ -111,7 +114,7 @@ class SftSession(RunSession[SftState]):
             )
             nats, tokens = nats + found_nats, tokens + found_tokens
         loss = -nats / max(1, tokens)
-        self.display.say(f"{name}: loss {loss:.4f}, perplexity {math.exp(min(loss, 99)):.3f}, {tokens} tokens")
+        logger.info(f"{name}: loss {loss:.4f}, perplexity {math.exp(min(loss, 99)):.3f}, {tokens} tokens")
         return loss
 
     def finish_step(
@@ -130,7 +133,7 @@ class SftSession(RunSession[SftState]):
         self.end_step()
         num_done = self.step - self._resumed_at
         left_s = (time.perf_counter() - self._begun) / num_done * (self.num_steps - self.step)
-        self.display.say(
+        logger.info(
             f"step {self.step:>3}/{self.num_steps}  loss {row['loss']:.4f}  lr {row['lr']:.1e}  "
             f"grad {row['grad_norm']:.2f}  {row['num_tokens']:.0f} tokens learnt  "
             f"{row['train_tokens_per_s']:.0f} tokens/s  train {row['train_s']:.1f}s  ETA {left_s:.0f}s"

@@ -83,8 +83,8 @@ def load_data(config: SftConfig, on_checked: Callable[[], None] = lambda: None) 
     return SftData(model_path, facts, renderer, checked(train), checked(evaluation) if evaluation else None)
 
 
-def prepare(config: SftConfig, data: SftData, say: Callable[[str], None]) -> SftContext:
-    """Start the learner and make or find the run folder; `say` prints messages about checkpoints.
+def prepare(config: SftConfig, data: SftData) -> SftContext:
+    """Start the learner and make or find the run folder.
 
     Raises:
         UserError: the processes cannot start, device or folder cannot be used, or the network cannot be trained.
@@ -101,7 +101,7 @@ def prepare(config: SftConfig, data: SftData, say: Callable[[str], None]) -> Sft
     with ExitStack() as cleanup:
         label = f"sft-seed{config.seed}"
         path = data.model_path
-        learner, folder, checkpoint = begin_or_resume(config, plan, label, path, sampling, cleanup, say)
+        learner, folder, checkpoint = begin_or_resume(config, plan, label, path, sampling, cleanup)
         return SftContext(config, folder, data, num_steps, learner.learner, checkpoint, cleanup.pop_all())
 
 

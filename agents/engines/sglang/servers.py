@@ -259,10 +259,10 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 def free_ports(count: int) -> list[int]:
     """Return free ports at least 100 apart, because SGLang also uses a few more that it counts up from its own.
 
-    It adds up to 10,000, so the ports must be low.
+    It adds up to 10,000, so the ports must be low. Runs of one seed that start at the same time get different ports.
     """
     ports: list[int] = []
-    for port in random.sample(range(20_000, 50_000, 100), 300):
+    for port in random.SystemRandom().sample(range(20_000, 50_000, 100), 300):
         with socket.socket() as tried, contextlib.suppress(OSError):
             tried.bind(("127.0.0.1", port))
             ports.append(port)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -165,6 +166,14 @@ def wrong(network: PolicyModel, trajectory: Trajectory, suppressed_ids: Sequence
     ids = trajectory.ids_T.tolist()
     scores = stream_logprobs(network, ids, trajectory.images, "cpu", law=SamplingLaw(1.0, suppressed_ids))
     return float(np.abs(scores - trajectory.logprobs_T[1:])[trajectory.mask_T[1:]].max())
+
+
+def test_two_runs_of_one_seed_use_different_ports() -> None:
+    chosen = []
+    for _ in range(2):
+        random.seed(0)  # as a run does
+        chosen.append(free_ports(3))
+    assert chosen[0] != chosen[1]
 
 
 def test_placeholders_are_collapsed_to_one_per_picture(renderer: Renderer) -> None:

@@ -25,13 +25,12 @@ def learner(checkpoint: Path) -> FSDPLearner:
     return made
 
 
-@pytest.fixture
-def said() -> list[str]:
-    return []
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name.startswith("trainer.")]
 
 
-def written(folder: Path, learner: FSDPLearner, said: list[str], steps: range, keep: int = 2) -> Checkpoints:
-    checkpoints = Checkpoints(folder, learner, CheckpointConfig(keep_checkpoints=keep), said.append)
+def written(folder: Path, learner: FSDPLearner, steps: range, keep: int = 2) -> Checkpoints:
+    checkpoints = Checkpoints(folder, learner, CheckpointConfig(keep_checkpoints=keep))
     for step in steps:
         checkpoints.begin(step, {"progress.json": json.dumps({"step": step}).encode()})
     checkpoints.wait()
@@ -53,38 +52,38 @@ def largest_file(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_checkpoint_has_its_name_only_when_it_is_whole(tmp_path: Path, learner: FSDPLearner, said: list[str]) -> None:
-    checkpoints = Checkpoints(tmp_path, learner, CheckpointConfig(), said.append)
+def test_a_checkpoint_has_its_name_only_when_it_is_whole(
+    tmp_path: Path, learner: FSDPLearner, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints = Checkpoints(tmp_path, learner, CheckpointConfig())
     checkpoints.begin(3, {"progress.json": b"{}"})
-    assert names(tmp_path) == ["step-3.writing"] and newest_whole(tmp_path, said.append) is None
+    assert names(tmp_path) == ["step-3.writing"] and newest_whole(tmp_path) is None
     checkpoints.wait()
-    found = newest_whole(tmp_path, said.append)
+    found = newest_whole(tmp_path)
     assert found is not None and found.step == 3 and found.read("progress.json") == b"{}"
-    assert names(tmp_path) == ["step-3"] and checkpoints.newest_step == 3 and not said
+    assert names(tmp_path) == ["step-3"] and checkpoints.newest_step == 3 and not said(caplog)
     files = json.loads((tmp_path / "step-3" / "manifest.json").read_text())["files"]
     assert {"progress.json", "learner/.metadata", "learner/__0_0.distcp"} == files.keys()
 
 
-def test_the_newest_ones_are_kept(tmp_path: Path, learner: FSDPLearner, said: list[str]) -> None:
-    written(tmp_path, learner, said, range(8, 12))
+def test_the_newest_ones_are_kept(tmp_path: Path, learner: FSDPLearner) -> None:
+    written(tmp_path, learner, range(8, 12))
     assert names(tmp_path) == ["step-10", "step-11"]
     assert [checkpoint.step for checkpoint in found_steps(tmp_path)] == [11, 10]
 
 
-def test_what_a_killed_process_was_writing_is_thrown_away(
-    tmp_path: Path, learner: FSDPLearner, said: list[str]
-) -> None:
+def test_what_a_killed_process_was_writing_is_thrown_away(tmp_path: Path, learner: FSDPLearner) -> None:
     (tmp_path / "step-7.writing" / "learner").mkdir(parents=True)
-    Checkpoints(tmp_path, learner, CheckpointConfig(), said.append)
+    Checkpoints(tmp_path, learner, CheckpointConfig())
     assert names(tmp_path) == []
 
 
 @pytest.mark.parametrize("file", ["learner/__0_0.distcp", "learner/.metadata", "progress.json", "manifest.json"])
 @pytest.mark.parametrize("fault", ["flipped", "cut", "gone"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
-    tmp_path: Path, learner: FSDPLearner, said: list[str], file: str, fault: str
+    tmp_path: Path, learner: FSDPLearner, caplog: pytest.LogCaptureFixture, file: str, fault: str
 ) -> None:
-    written(tmp_path, learner, said, range(1, 3))
+    written(tmp_path, learner, range(1, 3))
     path = tmp_path / "step-2" / file
     content = bytearray(path.read_bytes())
     if fault == "flipped":
@@ -92,35 +91,33 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     path.unlink()
     if fault != "gone":
         path.write_bytes(content[: len(content) // 2] if fault == "cut" else content)
-    found = newest_whole(tmp_path, said.append)
+    found = newest_whole(tmp_path)
     assert found is not None and found.step == 1
-    [line] = said
+    [line] = said(caplog)
     assert "step 2 is damaged" in line and path.name in line and "step-2.damaged" in line
     assert names(tmp_path) == ["step-1", "step-2.damaged"]
 
 
 def test_a_full_disk_is_said_and_costs_only_the_checkpoint_at_hand(
-    tmp_path: Path, learner: FSDPLearner, said: list[str]
+    tmp_path: Path, learner: FSDPLearner, caplog: pytest.LogCaptureFixture
 ) -> None:
-    checkpoints = written(tmp_path, learner, said, range(1, 2))
+    checkpoints = written(tmp_path, learner, range(1, 2))
     with largest_file(10_000):
         checkpoints.begin(2, {"progress.json": b"{}"})
         checkpoints.wait()
-    [line] = said
+    [line] = said(caplog)
     assert "step 2 could not be written" in line and "newest is that of step 1" in line and "too large" in line.lower()
     assert names(tmp_path) == ["step-1"] and checkpoints.num_failed == 1
     with largest_file(1):
         checkpoints.begin(3, {"progress.json": b"{}"})
-    assert len(said) == 2 and names(tmp_path) == ["step-1"]
+    assert len(said(caplog)) == 2 and names(tmp_path) == ["step-1"]
     checkpoints.begin(4, {"progress.json": b"{}"})
     checkpoints.wait()
     assert names(tmp_path) == ["step-1", "step-4"] and damage(found_steps(tmp_path)[0]) is None
 
 
-def test_a_checkpoint_of_a_step_that_was_taken_again_replaces_nothing(
-    tmp_path: Path, learner: FSDPLearner, said: list[str]
-) -> None:
-    written(tmp_path, learner, said, range(1, 3))
-    assert Checkpoints(tmp_path, learner, CheckpointConfig(), said.append).newest_step == 2
-    written(tmp_path, learner, said, range(2, 3))
+def test_a_checkpoint_of_a_step_that_was_taken_again_replaces_nothing(tmp_path: Path, learner: FSDPLearner) -> None:
+    written(tmp_path, learner, range(1, 3))
+    assert Checkpoints(tmp_path, learner, CheckpointConfig()).newest_step == 2
+    written(tmp_path, learner, range(2, 3))
     assert names(tmp_path) == ["step-1", "step-2", "step-2.abandoned"]

@@ -77,27 +77,29 @@ class Broken:
         raise ConnectionError("the network is gone")
 
 
-def test_a_tracker_that_fails_is_reported_once_and_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_that_fails_is_reported_once_and_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setitem(trackers.OPENERS, "tensorboard", Broken)
-    said: list[str] = []
-    log = MetricsLog(tmp_path, CONFIG, ("tensorboard",), report=said.append)
+    log = MetricsLog(tmp_path, CONFIG, ("tensorboard",))
     for step in (1, 2, 3):
         log.write(step, {"reward": 0.5})
     log.close()
-    assert said == [
+    assert caplog.messages == [
         "tensorboard failed and gets no more numbers, metrics.jsonl has them: "
         "OSError: [Errno 28] No space left on device"
     ]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
 
 
-def test_a_tracker_that_fails_at_its_end_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_that_fails_at_its_end_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setitem(trackers.OPENERS, "tensorboard", Broken)
-    said: list[str] = []
-    log = MetricsLog(tmp_path, CONFIG, ("tensorboard",), report=said.append)
+    log = MetricsLog(tmp_path, CONFIG, ("tensorboard",))
     log.write(1, {"reward": 0.5})
     log.close()
-    assert len(said) == 1 and "the network is gone" in said[0]
+    assert len(caplog.messages) == 1 and "the network is gone" in caplog.text
 
 
 def test_a_tracker_that_does_not_open_is_an_error_of_the_user_and_closes_the_others(
