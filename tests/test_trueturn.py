@@ -89,3 +89,11 @@ def test_the_list_answers_without_loading_any_command() -> None:
 def test_the_installed_script_is_this_command() -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert scripts == {"trueturn": "trueturn.__main__:main"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", [module.removesuffix(".__main__") for module, _ in COMMANDS.values()])
+def test_every_command_runs_as_a_module_in_a_new_interpreter(module: str) -> None:
+    done = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"usage: python -m {module} ")
