@@ -90,7 +90,8 @@ class MicroBatch:
 class StepStats:
     """Statistics of one training step, over all model tokens of the step on all ranks.
 
-    - `loss`, `grad_norm`, `objective`: means over the step's updates; `objective` holds the objective's own metrics.
+    - `loss`, `grad_norm`: means over the updates that the step took; 0 if it took none, because no minibatch had an
+      advantage other than 0. `objective`: the objective's own metrics, means over the tokens of all minibatches.
     - `num_skipped`: updates that were skipped because their gradient was not finite.
     - `rollout_train_kl`: the k3 estimate, mean(rho - 1 - log rho) with log rho = trainer - rollout log-prob, under the
       weights that the step starts from. `kl_by_turn[k - 1]` is the same over the tokens of turn k alone.

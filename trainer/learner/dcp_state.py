@@ -78,10 +78,24 @@ def trained_state(model: PolicyModel, optimizer: torch.optim.Optimizer, steps_do
     """Return the state. It holds the learner's own tensors, which must not change until they have been copied."""
     return {
         "model": get_model_state_dict(model, options=_TRAINED),
-        "optimizer": get_optimizer_state_dict(model, optimizer, options=_TRAINED),
+        "optimizer": _optimizer_state(model, optimizer),
         _STEPS: torch.tensor(steps_done),
         "random": {str(dist.get_rank()): _random_state()},
     }
+
+
+def _optimizer_state(model: PolicyModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the optimizer's state by parameter name, and leave the optimizer as it is.
+
+    Torch takes a step with zero gradients to read the state of an optimizer that has none yet. That step would count:
+    the next one would be corrected for it, and move the weights by 0.73 of what it should.
+    """
+    is_new = not optimizer.state
+    state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=_TRAINED)  # type: ignore[assignment]
+    if is_new:
+        optimizer.state.clear()
+        state["state"] = {}
+    return state
 
 
 def restore(folder: Path, model: PolicyModel, optimizer: torch.optim.Optimizer | None) -> int:

@@ -130,16 +130,15 @@ class FSDPLearner:
         most_turns = max((int(s.turns_T.max()) for s in everything), default=0)
         images, turns = self._max_over_ranks([float(any(s.images for s in everything)), float(most_turns)])
         any_images, sums = images > 0, StepSums.zero(int(turns), self.device)
-        num_updates = len(minibatches) * self.optim.epochs
         lr = self._set_lr()
         # The ratio compares with the policy before the step's first update. With one update, that is the policy itself.
-        old = self._score(minibatches, any_images, sums) if num_updates > 1 else None
+        old = self._score(minibatches, any_images, sums) if len(minibatches) * self.optim.epochs > 1 else None
         reference = self._score_reference(minibatches, any_images)
         for _ in range(self.optim.epochs):
             for samples in minibatches:
                 self._update(samples, any_images, sums, old, reference)
         self.steps_done += 1
-        return sums.stats(lr, num_updates)
+        return sums.stats(lr)
 
     def _score(
         self, minibatches: Sequence[Sequence[TrainingSample]], any_images: bool, sums: StepSums
@@ -176,7 +175,11 @@ class FSDPLearner:
         old: SampleLogprobs | None,
         reference: SampleLogprobs | None,
     ) -> None:
-        """Accumulate the gradient of one minibatch and step the optimizer."""
+        """Accumulate the gradient of one minibatch and step the optimizer.
+
+        A minibatch whose loss has no gradient, because all its advantages are 0, is no update: it changes neither the
+        weights nor the optimizer's moments, and counts in no mean.
+        """
         # An earlier update that failed halfway may have left gradients.
         self.optimizer.zero_grad(set_to_none=True)
         keep_gathered(self.model, False)

@@ -32,7 +32,7 @@ class StepSums:
         sums.measure(batch, logprobs_N, entropy_N)        # once for each model token of the step
         sums.add(objective(tokens, config), len(logprobs_N))   # once for each model token of each update
         sums.add_update(grad_norm=0.7, is_skipped=False)
-        stats = sums.stats(lr=1e-5, num_updates=1)             # over all ranks
+        stats = sums.stats(lr=1e-5)                            # over all ranks
     """
 
     device: torch.device
@@ -69,7 +69,7 @@ class StepSums:
         self.grad_norms.append(grad_norm)
         self.num_skipped += is_skipped
 
-    def stats(self, lr: float, num_updates: int) -> StepStats:
+    def stats(self, lr: float) -> StepStats:
         """Return the statistics of the step over all ranks; every rank must call it."""
         names = list(self.objective)  # the same on all ranks: each rank runs as many micro-batches
         mine = torch.stack([self.loss, self.entropy, *self.objective.values()]).tolist()
@@ -78,7 +78,7 @@ class StepSums:
         [largest] = reduce_over_ranks([self.logprob_sums.largest], dist.ReduceOp.MAX, self.device)
         gap = self.logprob_sums.stats(rest[len(names) :], largest)
         return StepStats(
-            loss=loss / max(1, num_updates),
+            loss=loss / max(1, len(self.grad_norms)),
             grad_norm=float(np.mean(self.grad_norms)) if self.grad_norms else 0.0,
             lr=lr,
             num_tokens=gap.num_tokens,

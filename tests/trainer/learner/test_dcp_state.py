@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,26 @@ def test_a_restored_learner_goes_on_bit_for_bit(checkpoint: Path, tmp_path: Path
     assert restored.steps_done == 3
     assert trained(restored, 2) == expected
     assert_same(restored, unbroken)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"offload": "optimizer"}, {"offload": "all"}, {"lora_rank": 4}, {"freeze_vision": True}], ids=str
+)
+def test_a_state_that_is_written_before_the_first_update_changes_nothing_in_training(
+    checkpoint: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    if "lora_rank" in settings:
+        pytest.importorskip("peft")
+    never_saved, saved, restored = (learner_of(checkpoint, **settings) for _ in range(3))
+    equal = [replace(sample, advantage=0.0) for sample in random_samples(saved.model)]
+    for learner in (never_saved, saved):
+        assert learner.step([equal]).num_updates == 0  # all groups have equal rewards
+    save(saved, tmp_path / "state")
+    restored.restore(tmp_path / "state")
+    assert restored.steps_done == 1
+    assert trained(saved, 2) == trained(restored, 2) == trained(never_saved, 2)
+    assert_same(saved, never_saved)
+    assert_same(restored, never_saved)
 
 
 def test_parameters_that_had_no_gradient_yet_have_no_moments_afterwards(checkpoint: Path, tmp_path: Path) -> None:

@@ -55,6 +55,21 @@ def test_loss_and_gradient_norm_of_a_step_are_the_means_of_its_updates(
     assert alone[0].grad_norm != pytest.approx(alone[1].grad_norm, rel=0.01)
 
 
+def test_a_minibatch_without_advantages_is_no_update_and_counts_in_no_mean(
+    checkpoint: Path, params: SamplingParams
+) -> None:
+    parts = [streams(0.0, 1.0), streams(2.0, 2.0, first=40), streams(0.0, 0.0, 3.0, first=60)]
+    moving = OptimConfig(lr=1e-3, warmup_steps=0)
+    three, two = (learner_of(checkpoint, params, moving) for _ in range(2))
+    got, expected = three.step(parts), two.step([parts[0], parts[2]])
+    assert got.num_updates == expected.num_updates == 2
+    assert (got.loss, got.grad_norm) == (expected.loss, expected.grad_norm)
+    weights = two.weights()
+    assert all(torch.equal(weight, weights[name]) for name, weight in three.weights().items())
+    nothing = three.step([parts[1]])
+    assert (nothing.num_updates, nothing.loss, nothing.grad_norm) == (0, 0.0, 0.0)
+
+
 def test_figures_are_over_the_tokens_of_all_updates_and_each_token_is_measured_once(
     checkpoint: Path, params: SamplingParams
 ) -> None:
