@@ -70,6 +70,7 @@ def complaint(argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--template-options", "{"], ["--template-options", "JSON object"]),
         (["--context-length", "100000"], ["--context-length", "4096"]),
         (["--registry", "nowhere.yaml"], ["nowhere.yaml"]),
+        (["--minibatches", "9"], ["--minibatches", "at most the 8 groups", "got 9", "--problems-per-step"]),
     ],
 )
 def test_bad_flags(argv: list[str], words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from envs.config.settings import Section
 from envs.config.sources import Sources
-from trainer.config.inputs import EnvConfig, ModelConfig, PromptsConfig
+from trainer.config.inputs import NUM_HELD_OUT, EnvConfig, ModelConfig, PromptsConfig
 from trainer.config.rollout import ServersConfig
 from trainer.config.run import RunConfig
 from trainer.config.sources import RECIPES
@@ -23,7 +23,9 @@ class ProblemsConfig(PromptsConfig):
 
     split: str = Field(default="", description="split; empty: train of --data, heldout of the environment's own")
     size: int | None = Field(
-        default=None, ge=1, description="number of problems; empty: all of --data, or 256 of the environment's own"
+        default=None,
+        ge=1,
+        description=f"number of problems; empty: all of --data, or {NUM_HELD_OUT} of the environment's own",
     )
     problem_seed: int = Field(
         default=0, ge=0, description="seed of the environment's own problems; 0: the held-out problems of training"

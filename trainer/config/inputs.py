@@ -14,6 +14,9 @@ from envs.problems import RowsConfig
 from envs.registry import get_spec
 from envs.spec import EnvSpec
 
+#: How many of an environment's own problems are used if no number is given.
+NUM_TRAIN, NUM_HELD_OUT = 1024, 256
+
 
 class EnvConfig(Section):
     """Environment and limits of an episode. An empty setting takes the value of the registry entry."""
@@ -66,11 +69,17 @@ class DataConfig(PromptsConfig):
     eval_data: str = Field(
         default="", description="held-out problems, as --data; empty: the environment's own, when --data is empty"
     )
-    train_size: int = Field(default=1024, ge=1, description="number of the environment's own training problems to use")
-    eval_size: int = Field(
-        default=256,
+    train_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="number of training problems to use, the first ones of --data; empty: all of them, or "
+        f"{NUM_TRAIN} of the environment's own",
+    )
+    eval_size: int | None = Field(
+        default=None,
         ge=0,
-        description="number of held-out problems to evaluate before and after training; 0: no evaluation",
+        description="number of held-out problems to evaluate before and after training, the first ones of --eval-data; "
+        f"empty: all of them, or {NUM_HELD_OUT} of the environment's own; 0: no evaluation",
     )
 
 

@@ -34,6 +34,7 @@ from envs.types import Sample
 from trainer.checkpoint.run_dir import EPISODES, make_folder
 from trainer.checkpoint.session import cancel_on_sigterm
 from trainer.config.evaluation import EvaluateConfig, MeasurementConfig
+from trainer.config.inputs import NUM_HELD_OUT
 from trainer.config.run import RunDirConfig
 from trainer.evaluation.episodes import EvaluationOptions, ProblemPlayer, Way, ways
 from trainer.evaluation.results import Difference, Evaluation, ProblemResult, compare, summarise
@@ -52,7 +53,6 @@ from trainer.setup.problems import check_command, load_rows, own_problems, probe
 
 logger = logging.getLogger(__name__)
 
-OWN_SIZE = 256
 INTERRUPTED = "interrupted"
 #: Packages whose versions the report names.
 VERSIONED = ("torch", "transformers", "numpy")
@@ -119,7 +119,7 @@ def prepare(config: EvaluateConfig) -> EvaluationContext:
     if data.data:
         samples = load_rows(spec, data, data.data, data.split or "train", data.size)
     else:
-        samples = own_problems(spec, data, data.split or "heldout", data.size or OWN_SIZE, data.problem_seed)
+        samples = own_problems(spec, data, data.split or "heldout", data.size or NUM_HELD_OUT, data.problem_seed)
     tool_format = detect_format(renderer.chat_template)
     tools = probe_tools(spec, build_env, tool_format, samples, check_command(config.env, data))
     every = ways(spec.max_turns, bool(tools))

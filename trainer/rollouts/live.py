@@ -34,7 +34,7 @@ from trainer.evaluation.episodes import EvaluationOptions, ProblemPlayer, ways
 from trainer.evaluation.results import Evaluation
 from trainer.metrics.console import Display
 from trainer.rollouts.protocol import OnEpisode, OnEvaluated
-from trainer.setup.components import build_episode, build_transport, check_processes, sampling_params
+from trainer.setup.components import build_episode, build_transport, check_processes, check_updates, sampling_params
 from trainer.setup.model_source import check_fit, resolve_model, template_options
 from trainer.setup.problems import check_command, load_problems, probe_tools
 from trainer.setup.run_context import RunContext, begin_or_resume
@@ -84,7 +84,7 @@ class LiveContext(RunContext):
         notes, data = [], self.config.data
         if self.num_overlong:
             notes.append(f"left out {self.num_overlong} problems whose prompt is over {data.max_prompt_tokens} tokens")
-        if self.config.trains and self.eval_samples is None and data.eval_size:
+        if self.config.trains and self.eval_samples is None and data.eval_size != 0:
             notes.append("no held-out evaluation: give --eval-data")
         return [*notes, f"{len(self.train_samples)} training problems"]
 
@@ -203,6 +203,8 @@ def prepare(config: RunConfig) -> LiveContext:
     build_env = load_env(spec)
     model_path = resolve_model(config.model.model)
     facts = ModelFacts.load(model_path)
+    if config.trains:
+        check_updates(config.optim, config.rollout.problems_per_step)
     check_fit(config.model, config.data.max_prompt_tokens, facts)
     check_processes(config.engine, config.cluster, config.model, facts)
     renderer = Renderer.from_checkpoint(model_path, template_options(config.model))

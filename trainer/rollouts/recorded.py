@@ -28,7 +28,7 @@ from trainer.rollouts.compare_runs import Comparison, compare, other_settings
 from trainer.rollouts.protocol import OnEpisode, OnEvaluated
 from trainer.rollouts.recorded_groups import RecordedSteps
 from trainer.rollouts.recording_check import RecordingCheck
-from trainer.setup.components import check_learner, sampling_params
+from trainer.setup.components import check_learner, check_updates, sampling_params
 from trainer.setup.model_source import check_reach, resolve_model, template_options
 from trainer.setup.run_context import RunContext, begin_or_resume
 from trainer.weight_sync.sync import NoWeightSync
@@ -91,6 +91,7 @@ def prepare_replay(config: RunConfig) -> RecordedContext:
     recording = Recording.open(run)
     base = recorded_settings(run)
     check_read(config, base)
+    check_updates(config.optim, config.rollout.problems_per_step)
     model_path = resolve_model(config.model.model)
     facts = ModelFacts.load(model_path)
     check_reach(config.model, facts)

@@ -31,7 +31,7 @@ from agents.types import SamplingParams
 from envs.errors import UserError
 from envs.spec import EnvLimits, EnvSpec
 from trainer.config.inputs import ModelConfig
-from trainer.config.learner import ClusterConfig, LearnerPlan
+from trainer.config.learner import ClusterConfig, LearnerPlan, OptimConfig
 from trainer.config.rollout import EngineConfig, ServersConfig
 from trainer.learner.cuda_ipc import lend_weights
 from trainer.learner.fsdp_learner import build_learner
@@ -78,6 +78,13 @@ def check_learner(cluster: ClusterConfig, model: ModelConfig) -> None:
     if cluster.num_gpus > here and not cluster.ray_address:
         fix = f"give {here} or less, or the --ray-address of a cluster" if here else "give --num-learners for CPUs"
         raise UserError("--num-gpus", f"must be at most the {here} GPUs of this host", cluster.num_gpus, fix)
+
+
+def check_updates(optim: OptimConfig, num_groups: int) -> None:
+    """Raise `UserError` if a step of `num_groups` groups cannot be cut into its minibatches."""
+    if optim.minibatches > num_groups:
+        rule = f"must be at most the {num_groups} groups of a step, one for each of its problems"
+        raise UserError("--minibatches", rule, optim.minibatches, "give less, or more --problems-per-step")
 
 
 def check_device(name: str) -> None:

@@ -14,7 +14,7 @@ from envs.problems import RowsConfig, with_system_prompt
 from envs.spec import BuildEnv, EnvLimits, EnvSpec
 from envs.tool_calls import ToolFormat
 from envs.types import Sample, SampleSource
-from trainer.config.inputs import DataConfig, EnvConfig, PromptsConfig
+from trainer.config.inputs import NUM_HELD_OUT, NUM_TRAIN, DataConfig, EnvConfig, PromptsConfig
 
 #: An environment counts as broken if it fails on this many samples.
 NUM_PROBED = 4
@@ -24,14 +24,17 @@ def load_problems(
     spec: EnvSpec, data: DataConfig, seed: int, with_held_out: bool = True
 ) -> tuple[SampleSource, SampleSource | None]:
     """Return the training problems, and the held-out problems if they are wanted and there are any."""
-    train = load_rows(spec, data, data.data) if data.data else own_problems(spec, data, "train", data.train_size, seed)
-    if not (with_held_out and data.eval_size):
+    if data.data:
+        train = load_rows(spec, data, data.data, limit=data.train_size)
+    else:
+        train = own_problems(spec, data, "train", data.train_size or NUM_TRAIN, seed)
+    if not with_held_out or data.eval_size == 0:
         return train, None
     if data.eval_data:
-        return train, load_rows(spec, data, data.eval_data)
+        return train, load_rows(spec, data, data.eval_data, limit=data.eval_size)
     if not data.data:
         # Seed 0 for every run, so that runs can be compared.
-        return train, own_problems(spec, data, "heldout", data.eval_size, 0)
+        return train, own_problems(spec, data, "heldout", data.eval_size or NUM_HELD_OUT, 0)
     return train, None
 
 

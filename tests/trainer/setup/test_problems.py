@@ -1,0 +1,47 @@
+"""Claims about the problems that a run plays."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from envs.registry import get_spec
+from trainer.config.inputs import DataConfig
+from trainer.setup.problems import load_problems
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> str:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"problem": f"Find {n}.", "answer": str(n)}) + "\n" for n in range(20)))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("data", "num_train", "num_held_out"),
+    [
+        ({}, 1024, 256),
+        ({"train_size": 6, "eval_size": 3}, 6, 3),
+        ({"data": "rows", "eval_data": "rows"}, 20, 20),
+        ({"data": "rows", "eval_data": "rows", "train_size": 6, "eval_size": 3}, 6, 3),
+        ({"data": "rows", "eval_data": "rows", "train_size": 600, "eval_size": 300}, 20, 20),
+        ({"data": "rows", "eval_data": "rows", "eval_size": 0}, 20, None),
+        ({"data": "rows"}, 20, None),
+    ],
+    ids=str,
+)
+def test_sizes_count_the_first_rows_of_files_and_the_environments_own_problems(
+    data: dict, num_train: int, num_held_out: int | None, rows: str
+) -> None:
+    files = {name: rows for name, value in data.items() if value == "rows"}
+    train, held_out = load_problems(get_spec("geo3k"), DataConfig(**{**data, **files}), seed=0)
+    assert (len(train), None if held_out is None else len(held_out)) == (num_train, num_held_out)
+    if files:
+        assert [sample.label for sample in train] == [str(n) for n in range(num_train)]
+
+
+def test_held_out_problems_that_are_not_wanted_are_not_read(tmp_path: Path, rows: str) -> None:
+    data = DataConfig(data=rows, eval_data=str(tmp_path / "nowhere.jsonl"))
+    assert load_problems(get_spec("geo3k"), data, seed=0, with_held_out=False)[1] is None
