@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from agents.recording.run_files import CONFIG
+from agents.recording.run_files import CONFIG, METRICS
 from envs.config.cli import exit_code, parse
 from envs.errors import UserError
 from trainer.checkpoint.run_dir import is_disk_fault
@@ -84,7 +84,9 @@ def train(context: RunContext, rollouts: Rollouts, console: Console) -> int:
             again = f"; resume with: python -m trainer.run --resume {context.folder}" if config.trains else ""
             print(f"error: {error}{again}", file=sys.stderr)
             return 1
-    print_training_summary(console, session.before, session.after, session.ends)
+    print_training_summary(console, session.before, session.after, session.ends, context.spec.reward_max_val)
+    if config.trains and summary["steps_done"] and not summary["num_updates"]:
+        console.print(f"the weights did not change: no step made an update; see num_skipped and reward in {METRICS}")
     ends = summary["end_reasons"]
     if ends.get("token_budget", 0) > sum(ends.values()) / 2:
         budget = f"--max-new-tokens {config.env.max_new_tokens}"

@@ -218,6 +218,26 @@ def lucky(tmp_path: Path) -> Iterator[list[str]]:
         yield [*flags, "--group-size", "8"]
 
 
+def test_a_run_without_an_update_says_so_and_why(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    summary = train(checkpoint, tmp_path / "run", steps=2)
+    shown = capsys.readouterr().out
+    assert {row["reward"] for row in lines_of(tmp_path / "run" / "metrics.jsonl")} == {0.0}
+    assert summary["num_updates"] == 0
+    for step in (1, 2):
+        reason = "the episodes of each group have equal rewards (0 in 2 groups)"
+        assert f"step {step} made no update: {reason}\n" in shown
+    assert "the weights did not change: no step made an update" in shown
+
+
+def test_a_run_with_updates_counts_them(
+    checkpoint: Path, tmp_path: Path, lucky: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    summary = train(checkpoint, tmp_path / "run", *lucky, steps=1)
+    assert summary["num_updates"] == 1 and "no update" not in capsys.readouterr().out
+
+
 def test_groups_with_equal_rewards_are_recorded_and_not_trained_on(
     checkpoint: Path, tmp_path: Path, lucky: list[str]
 ) -> None:

@@ -121,19 +121,30 @@ def _tags(report: Report) -> Iterator[Table]:
 
 
 def print_training_summary(
-    console: Console, before: Mapping[str, Evaluation], after: Mapping[str, Evaluation], ends: Mapping[str, int]
+    console: Console,
+    before: Mapping[str, Evaluation],
+    after: Mapping[str, Evaluation],
+    ends: Mapping[str, int],
+    right_reward: float,
 ) -> None:
-    """Print held-out accuracy before and after training with its 95 % interval, and how training episodes ended."""
+    """Print held-out accuracy before and after training with its 95 % interval, and how training episodes ended.
+
+    An episode is right if its reward is at least `right_reward`.
+    """
     if after:
         num_problems = next(iter(after.values())).num_problems
-        table = Table(title=f"Held-out accuracy, {num_problems} problems [95 % interval]")
-        for column in ("", "accuracy", "change", "turns"):
+        table = Table(
+            title=f"Held-out accuracy, {num_problems} problems [95 % interval]",
+            caption=f"right: a reward of at least {right_reward:g}",
+        )
+        for column in ("", "accuracy", "change", "mean reward", "turns"):
             table.add_column(column, justify="left" if not column else "right", no_wrap=True)
         for name, final in after.items():
             first, way = before[name], name.replace("_", " ")
             change = f"{final.accuracy.value - first.accuracy.value:+.3f}"
-            table.add_row(f"{way}, before", str(first.accuracy), "", f"{first.mean_turns:.2f}")
-            table.add_row(f"{way}, after", str(final.accuracy), change, f"{final.mean_turns:.2f}")
+            for phase, result, gained in (("before", first, ""), ("after", final, change)):
+                reward = f"{result.mean_reward.value:.3f}" if result.mean_reward else ""
+                table.add_row(f"{way}, {phase}", str(result.accuracy), gained, reward, f"{result.mean_turns:.2f}")
         console.print(table)
     table = Table(title="How training episodes ended")
     table.add_column("end reason")

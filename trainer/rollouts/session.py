@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from agents.cli.text import counted
 from agents.recording.recorder import rewind_recording
 from agents.recording.schema import TRAIN
 from agents.rollout.groups import StepRollout, derive_seed
@@ -32,6 +33,7 @@ from trainer.weight_sync.sync import WeightPush
 logger = logging.getLogger(__name__)
 
 KL = "rollout_train_kl"
+MAX_REWARDS_SHOWN = 4
 
 
 class InvalidStreams(RuntimeError):
@@ -160,6 +162,8 @@ class TrainingSession(RunSession[LoopState]):
         elif all(group.is_dropped for group in rollout.groups):
             see = check_command(self.config.env, self.config.data)
             logger.warning(f"nothing to learn from: no group has two valid episodes; see {see}")
+        elif stats and not stats.num_updates:
+            logger.warning(f"step {self.step} made no update: {why_no_update(rollout, stats)}")
         self.end_step()
 
     def state_now(self) -> LoopState:
@@ -189,6 +193,7 @@ class TrainingSession(RunSession[LoopState]):
             "interval_after": {name: [e.accuracy.low, e.accuracy.high] for name, e in self.after.items()},
             "evaluation_before": {name: asdict(e) for name, e in self.before.items()},
             "evaluation_after": {name: asdict(e) for name, e in self.after.items()},
+            "num_updates": int(sum(row.get("num_updates", 0) for row in rows)),
             "max_rollout_train_kl": max((row[KL] for row in rows if KL in row), default=None),
             "end_reasons": dict(self.ends),
             "groups": dict(self._group_outcomes),
@@ -215,3 +220,15 @@ class TrainingSession(RunSession[LoopState]):
             await self.rollouts.close()
         finally:
             self.context.close()
+
+
+def why_no_update(rollout: StepRollout, stats: StepStats) -> str:
+    """Return the reason why a step has not changed the weights."""
+    if stats.num_skipped:
+        return "the gradient was not finite"
+    rewards = [{t.reward for t in group.valid} for group in rollout.groups if not group.is_dropped]
+    if any(len(values) > 1 for values in rewards):
+        return "every advantage is 0"
+    equal = sorted(Counter(value for values in rewards for value in values).items())
+    shown = ", ".join(f"{reward:g} in {counted(count, 'group')}" for reward, count in equal[:MAX_REWARDS_SHOWN])
+    return f"the episodes of each group have equal rewards ({shown}{', ...' * (len(equal) > MAX_REWARDS_SHOWN)})"
