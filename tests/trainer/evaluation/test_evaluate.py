@@ -133,7 +133,7 @@ def test_a_run_measures_its_held_out_problems_as_the_command_does(
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     shown = capsys.readouterr().out
     assert "Held-out accuracy, 3 problems" in shown and "without tool, after" in shown
-    assert "mean reward" in shown and "right: a reward of at least 1\n" in shown
+    assert "mean reward" in shown and "right: a reward of at least 1 " in shown
     report = evaluate(tmp_path / "after", "--model", str(tmp_path / "run"), "--size", "3", *QUICK)
     for way, figures in report["ways"].items():
         accuracy = summary["evaluation_after"][way]["accuracy"]
