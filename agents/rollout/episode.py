@@ -108,7 +108,7 @@ class Episode:
         started = time.perf_counter()
         every = self.limits.check_template_every
         checks_template = every > 0 and next(self._numbers) % every == 0
-        env = EnvRunner(make_env, self.limits.env)
+        env = EnvRunner(make_env, self.limits.env, sample.id)
         state = _EpisodeState(env, seed, list(sample.prompt), on_completion, checks_template)
         reward, end_reason, error = await self._play(state)
         stream = state.stream

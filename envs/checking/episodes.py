@@ -160,7 +160,7 @@ async def play_episode(
         wrappers.append(_OptionsWrapper(env, options or PlayOptions()))
         return wrappers[-1]
 
-    runner = EnvRunner(make, limits)
+    runner = EnvRunner(make, limits, sample.id)
     opening: tuple[Message, ...] = ()
     steps: list[StepResult] = []
     steps_s: list[float] = []

@@ -19,8 +19,10 @@ from typing import Any, TypeVar
 
 from envs.contract import EnvFault, EpisodeEnv, checked_messages
 from envs.execution.threads import CallTimeout, call_on_thread
+from envs.execution.watchdog import WATCHDOG, WatchedCall
 from envs.spec import EnvLimits
 from envs.types import Message
+from envs.wrapper import Wrapper
 
 R = TypeVar("R")
 
@@ -48,8 +50,9 @@ class EnvRunner:
             close_error = await runner.close()             # None, or what went wrong
     """
 
-    def __init__(self, make_env: Callable[[], EpisodeEnv], limits: EnvLimits) -> None:
-        self._make_env, self.limits = make_env, limits
+    def __init__(self, make_env: Callable[[], EpisodeEnv], limits: EnvLimits, sample_id: str = "") -> None:
+        """`sample_id` is for messages."""
+        self._make_env, self.limits, self._sample_id = make_env, limits, sample_id
         self.tools: Sequence[dict[str, Any]] = ()
         #: Duration of all calls so far, with the time spent waiting for a thread.
         self.seconds = 0.0
@@ -124,8 +127,13 @@ class EnvRunner:
         """Call within the time limit; every exception becomes an `EnvFault`."""
         started = time.perf_counter()
         inline = self.limits.inline
+        label = f"{function.__name__.strip('_')} of {_kind(args[0])}, sample {self._sample_id or 'unknown'}"
+        call = WATCHDOG.call(label, limit_s)
         try:
-            return function(*args) if inline else await _on_thread(limit_s, function, *args)
+            if not inline:
+                return await _on_thread(limit_s, call, function, *args)
+            call.begin()
+            return function(*args)
         except (EnvFault, KeyboardInterrupt):
             raise
         except BaseException as error:  # a fault is data, but a cancelled wait must propagate
@@ -133,6 +141,7 @@ class EnvRunner:
                 raise
             raise EnvFault(f"the environment raised: {_trace(error)}") from error
         finally:
+            call.end()
             self.seconds += time.perf_counter() - started
 
 
@@ -163,10 +172,18 @@ class _Slot:
             return env
 
 
-async def _on_thread(limit_s: float, function: Callable[..., R], *args: object) -> R:
+async def _on_thread(limit_s: float, call: WatchedCall, function: Callable[..., R], *args: object) -> R:
     """Run on a thread; raise `EnvFault` after the time limit, even if the thread still runs."""
+
+    def watched() -> R:
+        call.begin()
+        try:
+            return function(*args)
+        finally:
+            call.end()  # before the thread takes its next call
+
     try:
-        return await call_on_thread(function, *args, limit_s=limit_s)
+        return await call_on_thread(watched, limit_s=limit_s)
     except CallTimeout as error:
         name = function.__name__.strip("_")
         raise EnvFault(f"{name} took longer than {limit_s:g} s", timed_out=True) from error
@@ -194,6 +211,13 @@ def _missing(env: object, name: str) -> AttributeError | None:
     except AttributeError as error:
         return error
     return None
+
+
+def _kind(env: object) -> str:
+    """Return the name of an environment's class, for messages; before it is built there is none."""
+    while isinstance(env, Wrapper):
+        env = env.env
+    return "an environment" if isinstance(env, _Slot) else type(env).__qualname__
 
 
 def _close(env: EpisodeEnv) -> None:

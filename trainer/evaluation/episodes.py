@@ -167,7 +167,8 @@ class ProblemPlayer:
     async def _replay(self, number: int, text: str) -> bool:
         """Return whether a new environment of a problem rewards a first turn as a right answer."""
         sample = self.samples[number]
-        runner = EnvRunner(lambda: self._build_env(private(sample), deepcopy(self._args)), self.episode.limits.env)
+        make_env = lambda: self._build_env(private(sample), deepcopy(self._args))  # noqa: E731
+        runner = EnvRunner(make_env, self.episode.limits.env, sample.id)
         try:
             await runner.open()
             await runner.step(text)

@@ -45,7 +45,7 @@ async def open_problems(
     opened = []
     for index in range(min(count, len(samples))):
         sample = samples[index]
-        runner = EnvRunner(lambda sample=sample: build_env(sample, args), limits)
+        runner = EnvRunner(lambda sample=sample: build_env(sample, args), limits, sample.id)
         try:
             messages = (*sample.prompt, *await runner.open())
             opened.append(OpenedProblem(sample, messages, runner.tools, renderer.prompt(messages, runner.tools)))

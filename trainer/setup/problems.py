@@ -76,7 +76,7 @@ def probe_tools(
     """
 
     async def probe(sample: Sample) -> Sequence[dict[str, Any]]:
-        runner = EnvRunner(lambda: build_env(sample, spec.args(tool_format=tool_format)), EnvLimits.of(spec))
+        runner = EnvRunner(lambda: build_env(sample, spec.args(tool_format=tool_format)), EnvLimits.of(spec), sample.id)
         try:
             await runner.open()
             await runner.step("")

@@ -1,0 +1,117 @@
+"""Ends the program, with a message, when code of an environment keeps the interpreter for longer than its time limit.
+
+A catastrophic regular expression, or C code that never releases the interpreter's lock, stops all threads and the event
+loop. No time limit can act then, and nothing can be printed. So a small process watches (`watchdog_process`). It shares
+memory with this one: a number that a thread here counts up as long as it gets the interpreter, and the calls under way.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from pathlib import Path
+
+from envs.execution.watchdog_process import BEAT, BEAT_S, CALL, LABEL_SIZE, NUM_CALLS, SIZE, SLOT_SIZE
+
+#: Where the traceback of all threads is asked for: no code of ours or of a library listens to it.
+SIGNAL: int = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
+
+
+class Watchdog:
+    """Watches the calls of this process; its own process starts with the first call.
+
+    Example::
+
+        call = WATCHDOG.call("RegexEnv.step of sample 17", limit_s=30)
+        call.begin()        # on the thread that runs it
+        call.end()          # when it is over, or nobody waits for it any more
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._memory: mmap.mmap | None = None
+        self._free: deque[int] = deque()
+        os.register_at_fork(after_in_child=self._forget)
+
+    def call(self, label: str, limit_s: float) -> WatchedCall:
+        """Return a call to be watched. The program ends if it keeps the interpreter for `limit_s`."""
+        if self._memory is None:
+            with self._lock:
+                if self._memory is None:
+                    self._start()
+        assert self._memory is not None
+        return WatchedCall(self._memory, self._free, label, limit_s)
+
+    def _start(self) -> None:
+        with tempfile.TemporaryFile(prefix="trueturn-watchdog-") as shared:
+            shared.truncate(SIZE)
+            memory = mmap.mmap(shared.fileno(), SIZE)
+            self._free = deque(range(NUM_CALLS))
+            if hasattr(faulthandler, "register"):
+                self._traces = tempfile.NamedTemporaryFile(prefix="trueturn-traces-")  # noqa: SIM115 - open to the end
+                faulthandler.register(SIGNAL, file=self._traces, all_threads=True)
+                program = Path(__file__).with_name("watchdog_process.py")
+                numbers = (os.getpid(), shared.fileno(), int(SIGNAL))
+                command = [sys.executable, "-I", "-S", str(program), *map(str, numbers), self._traces.name]
+                self._process = subprocess.Popen(command, pass_fds=[shared.fileno()], stdin=subprocess.DEVNULL)
+        threading.Thread(target=_beat, args=(memory,), daemon=True, name="watchdog").start()
+        self._memory = memory
+
+    def _forget(self) -> None:
+        """Start anew in a forked process: it has neither the thread nor a watching process of its own."""
+        self._lock, self._memory = threading.Lock(), None
+
+
+class WatchedCall:
+    """A call under way; `begin` and `end` may run on different threads."""
+
+    __slots__ = ("_free", "_is_over", "_label", "_limit_s", "_memory", "_slots")
+
+    def __init__(self, memory: mmap.mmap, free: deque[int], label: str, limit_s: float) -> None:
+        self._memory, self._free, self._label, self._limit_s = memory, free, label, limit_s
+        self._slots: list[int] = []  # none or one
+        self._is_over = False
+
+    def begin(self) -> None:
+        """Write down that this thread runs the call; beyond `NUM_CALLS` at a time a call is not watched."""
+        if self._is_over:  # it waited for a thread until nobody waited for it
+            return
+        try:
+            slot = self._free.popleft()
+        except IndexError:
+            return
+        label = self._label.encode("utf-8", "replace")[:LABEL_SIZE]
+        ids = threading.get_native_id(), threading.get_ident()
+        CALL.pack_into(self._memory, slot * SLOT_SIZE + BEAT.size, self._limit_s, *ids, label)
+        self._slots.append(slot)
+
+    def end(self) -> None:
+        """Clear the entry. The thread and the event loop may both end a call; the second of them does nothing."""
+        self._is_over = True
+        try:
+            slot = self._slots.pop() if self._slots else None
+        except IndexError:  # the other one was quicker
+            return
+        if slot is not None:
+            CALL.pack_into(self._memory, slot * SLOT_SIZE + BEAT.size, 0.0, 0, 0, b"")
+            self._free.append(slot)
+
+
+def _beat(memory: mmap.mmap) -> None:
+    """Count up for as long as this thread gets the interpreter."""
+    number = 0
+    while True:
+        number += 1
+        BEAT.pack_into(memory, 0, number)
+        time.sleep(BEAT_S)
+
+
+WATCHDOG = Watchdog()
