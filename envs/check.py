@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -30,6 +30,7 @@ from envs.checking.messages import (
     schema_problem,
 )
 from envs.config.cli import exit_code, parse
+from envs.config.settings import Section
 from envs.execution.load import load_env
 from envs.problems import ProblemsConfig, open_problems, read_sample
 from envs.registry import get_spec
@@ -54,10 +55,8 @@ CHECKS: tuple[Callable[[Evidence], Finding], ...] = (
 )
 
 
-class CheckConfig(BaseModel):
+class CheckConfig(Section):
     """The options of `python -m envs.check`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     id: str = Field(description="environment id in the registry")
     registry: tuple[Path, ...] = Field(default=(), description="more registry files; later ones win")
@@ -181,7 +180,7 @@ def report(spec: EnvSpec, findings: Sequence[Finding], console: Console) -> int:
     return 1 if count[False] else 0
 
 
-def run(argv: Sequence[str] | None) -> int:
+def run(argv: Sequence[str] | None = None) -> int:
     """Parse, check, report."""
     config = parse(CheckConfig, argv, "python -m envs.check", "Check an environment without a model.")
     spec = get_spec(config.id, *config.registry)
@@ -198,10 +197,5 @@ def run(argv: Sequence[str] | None) -> int:
     return report(spec, findings, console)
 
 
-def main() -> int:
-    """Run the command line."""
-    return exit_code(lambda: run(None))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(run))

@@ -203,7 +203,7 @@ def table(findings: Sequence[Finding]) -> Table:
     return shown
 
 
-def run(argv: Sequence[str] | None) -> int:
+def run(argv: Sequence[str] | None = None) -> int:
     """Parse the flags, run the checks and print their findings; return 1 if there is a fault."""
     from trainer.metrics.console import quiet_libraries
 
@@ -223,10 +223,5 @@ def run(argv: Sequence[str] | None) -> int:
     return int(any(finding.status == "fault" for finding in findings))
 
 
-def main() -> int:
-    """Run the command line."""
-    return exit_code(lambda: run(None))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(run))

@@ -14,7 +14,7 @@ from envs.config.cli import exit_code, parse
 from trainer.config.evaluation import SOURCES, EvaluateConfig
 
 
-def run(argv: Sequence[str] | None) -> int:
+def run(argv: Sequence[str] | None = None) -> int:
     """Parse the flags, check them, play the problems and print the report."""
     description = "Measure how good a policy is in an environment."
     config = parse(EvaluateConfig, argv, "python -m trainer.evaluate", description, SOURCES)
@@ -50,10 +50,5 @@ def run(argv: Sequence[str] | None) -> int:
     return 130 if evaluator.report.is_interrupted else code
 
 
-def main() -> int:
-    """Run the command line."""
-    return exit_code(lambda: run(None))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(run))

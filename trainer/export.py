@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from agents.recording.run_files import CONFIG
 from agents.rendering.renderer import Renderer
 from agents.types import SamplingParams
 from envs.config.cli import exit_code, parse
 from envs.config.files import parse_yaml, read_file
-from envs.config.settings import validate
+from envs.config.settings import Section, validate
 from envs.errors import UserError
 from trainer.checkpoint.checkpointer import Checkpoint, damage, found_steps, newest_whole
 from trainer.checkpoint.run_dir import CHECKPOINTS, found_folder
@@ -32,10 +32,8 @@ from trainer.setup.model_source import resolve_model, template_options
 from trainer.setup.run_context import write_model
 
 
-class ExportConfig(BaseModel):
+class ExportConfig(Section):
     """Which checkpoint to export, and where to."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     run: Path = Field(description="run folder")
     step: int | None = Field(default=None, ge=0, description="checkpoint of this step; empty: the newest whole one")
@@ -95,17 +93,12 @@ def _chosen(folder: Path, step: int | None) -> Checkpoint:
     return chosen
 
 
-def run(argv: Sequence[str] | None) -> int:
+def run(argv: Sequence[str] | None = None) -> int:
     """Parse the flags, write the model and print its folder."""
     config = parse(ExportConfig, argv, "python -m trainer.export", "Write the model of a checkpoint.")
     print(export(config))
     return 0
 
 
-def main() -> int:
-    """Run the command line."""
-    return exit_code(lambda: run(None))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(run))

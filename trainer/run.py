@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from trainer.setup.run_context import RunContext
 
 
-def run(argv: Sequence[str] | None) -> int:
+def run(argv: Sequence[str] | None = None) -> int:
     """Parse, check, train, report."""
     description = "Train a policy by reinforcement in an environment."
     config = with_whole_paths(parse(RunConfig, argv, "python -m trainer.run", description, SOURCES))
@@ -103,10 +103,5 @@ def train(context: RunContext, rollouts: Rollouts, console: Console) -> int:
     return 130 if summary["interrupted"] else 0
 
 
-def main() -> int:
-    """Run the command line."""
-    return exit_code(lambda: run(None))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(run))

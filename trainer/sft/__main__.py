@@ -23,7 +23,7 @@ SOURCES = Sources(ready=RECIPES / "sft", resume=RESUME, shared=RunConfig)
 SFT_FIXED = (*FIXED, ("batch_size",), ("registry",))
 
 
-def run(argv: Sequence[str] | None) -> int:
+def run(argv: Sequence[str] | None = None) -> int:
     """Parse, check, train, report."""
     description = "Fine-tune a model on conversations: it learns what the assistant says in them."
     config = with_whole_paths(parse(SftConfig, argv, "python -m trainer.sft", description, SOURCES))
@@ -82,10 +82,5 @@ def run(argv: Sequence[str] | None) -> int:
     return 130 if summary["interrupted"] else 0
 
 
-def main() -> int:
-    """Run the command line."""
-    return exit_code(lambda: run(None))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(run))

@@ -15,7 +15,7 @@ from envs.errors import UserError, did_you_mean
 from trainer.starter.recipe import RECIPES, train
 
 
-def run(argv: Sequence[str] | None) -> int:
+def run(argv: Sequence[str] | None = None) -> int:
     """Parse the flags, train and print a summary."""
     parser = argparse.ArgumentParser(prog="python -m trainer.starter", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--recipe", default="starter", help=f"one of: {', '.join(RECIPES)}")
@@ -37,10 +37,5 @@ def run(argv: Sequence[str] | None) -> int:
     return 0
 
 
-def main() -> int:
-    """Run the command line."""
-    return exit_code(lambda: run(None))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(run))
