@@ -33,7 +33,7 @@ from trainer.config.learner import LearnerConfig, LearnerPlan, OptimConfig
 from trainer.data.packing import balanced_bins, collate, filler_row, pack_rows
 from trainer.learner.collectives import ensure_process_group, reduce_over_ranks
 from trainer.learner.dcp_state import StateWriter, restore, trained_state
-from trainer.learner.lora import ALL_LINEAR, LoraOptions, add_lora, disabled, merged_weights
+from trainer.learner.lora import add_lora, disabled, merged_weights
 from trainer.learner.offload import OffloadedState
 from trainer.learner.sharding import freeze_vision, keep_gathered, reshard, shard, trainable_parameters
 from trainer.learner.step_sums import StepSums
@@ -80,8 +80,7 @@ class FSDPLearner:
         if config.freeze_vision:
             freeze_vision(model, dtype)
         if config.lora_rank:
-            targets = config.lora_targets or (ALL_LINEAR,)
-            add_lora(model, LoraOptions(config.lora_rank, config.lora_alpha, targets), seed)
+            add_lora(model, config, seed)
         self.model = self._sharded(model, path, seed)
         self._reference = self._build_reference(path)
         self.optimizer = torch.optim.AdamW(

@@ -12,7 +12,7 @@ from torch import Tensor
 from agents.model.linear_logprobs import CHUNK_VALUES
 from agents.model.policy import PolicyModel
 from trainer.config.learner import LearnerConfig, Offload, Reshard
-from trainer.learner.lora import ALL_LINEAR, LoraOptions, add_lora
+from trainer.learner.lora import add_lora
 from trainer.learner.sharding import freeze_vision, trainable_parameters
 from trainer.learner.weights_io import meta_model
 
@@ -71,8 +71,7 @@ class MetaNetworks:
             if learner.freeze_vision and model.architecture.vision:
                 freeze_vision(model)
             if learner.lora_rank:
-                targets = learner.lora_targets or (ALL_LINEAR,)
-                add_lora(model, LoraOptions(learner.lora_rank, learner.lora_alpha, targets))
+                add_lora(model, learner)
         return self._made[key]
 
 

@@ -6,7 +6,7 @@ A conversation that breaks a rule is left out, and counted under that rule.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -69,11 +69,7 @@ class ConversationSet:
 
 
 def check_conversations(
-    source: ConversationSource,
-    renderer: ConversationRenderer,
-    facts: ModelFacts,
-    max_bad_frac: float = 0.0,
-    on_checked: Callable[[], None] = lambda: None,
+    source: ConversationSource, renderer: ConversationRenderer, facts: ModelFacts, max_bad_frac: float = 0.0
 ) -> ConversationSet:
     """Read all conversations once, pictures included, and return the set of the good ones.
 
@@ -95,7 +91,6 @@ def check_conversations(
         for start in range(0, len(source), READ_AT_ONCE):
             indices = range(start, min(start + READ_AT_ONCE, len(source)))
             for index, found in zip(indices, pool.map(read, indices), strict=True):
-                on_checked()
                 try:
                     if isinstance(found, UserError):
                         raise found

@@ -60,7 +60,7 @@ class SftContext:
     cleanup: ExitStack
 
 
-def load_data(config: SftConfig, on_checked: Callable[[], None] = lambda: None) -> SftData:
+def load_data(config: SftConfig) -> SftData:
     """Read tokenizer, template and conversations, and check them all.
 
     Raises:
@@ -78,7 +78,7 @@ def load_data(config: SftConfig, on_checked: Callable[[], None] = lambda: None) 
     conversations = ConversationRenderer(renderer, config.model.context_length, tool_format)
 
     def checked(source: ConversationSource) -> ConversationSet:
-        return check_conversations(source, conversations, facts, config.data.max_bad_frac, on_checked)
+        return check_conversations(source, conversations, facts, config.data.max_bad_frac)
 
     return SftData(model_path, facts, renderer, checked(train), checked(evaluation) if evaluation else None)
 
@@ -94,14 +94,12 @@ def prepare(config: SftConfig, data: SftData, say: Callable[[str], None]) -> Sft
         rule = f"must be at most the {count} conversations that there are"
         raise UserError("--batch-size", rule, config.batch_size, "give less, or more conversations")
     num_steps = config.num_steps(count)
-    plan = config.plan(num_steps)
     check_learner(config.cluster, config.model)
     # No token is suppressed, as an engine would: the model learns not to write it.
     sampling = SamplingParams(stop_ids=data.renderer.stop_ids)
     with ExitStack() as cleanup:
-        label = f"sft-seed{config.seed}"
-        path = data.model_path
-        learner, folder, checkpoint = begin_or_resume(config, plan, label, path, sampling, cleanup, say)
+        plan, label = config.plan(num_steps), f"sft-seed{config.seed}"
+        learner, folder, checkpoint = begin_or_resume(config, plan, label, data.model_path, sampling, cleanup, say)
         return SftContext(config, folder, data, num_steps, learner.learner, checkpoint, cleanup.pop_all())
 
 

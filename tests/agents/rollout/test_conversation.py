@@ -25,7 +25,7 @@ from envs.geo3k.env import build_env
 from envs.spec import EnvLimits
 from envs.tool_calls import ToolCall, detect_format, find_tool_calls
 from envs.types import Message, Sample
-from tests.agents.rendering.template_cases import OWN_TEMPLATES, QWEN_TEMPLATES, TEXT_ONLY, renderer_for
+from tests.agents.rendering.template_cases import OWN_TEMPLATES, QWEN_TEMPLATES, TEXT_ONLY, renderer_for, whole_ids
 from tests.prompts import picture
 
 EVERY = pytest.mark.parametrize("name", OWN_TEMPLATES + QWEN_TEMPLATES)
@@ -125,7 +125,7 @@ def test_the_stream_is_the_templates_own_rendering_of_the_whole(name: str) -> No
     asked: Message = {"role": "user", "content": [*shown, {"type": "text", "text": "Find x."}] if shown else "Find x."}
     messages = (system, asked, calls("So 70."), RESULT, calls("", tool_calls=[call("68"), call("9")]), RESULT, ANSWER)
     found = stream(renderer, *messages)
-    whole = renderer.full_ids(messages, TOOLS)
+    whole = whole_ids(renderer, messages, TOOLS)
     assert found.ids_T.tolist() == list(whole[: len(found.ids_T)])
     assert renderer.encoder.decode(whole[len(found.ids_T) :]) == "\n"  # what stands behind the last closing token
 

@@ -21,7 +21,8 @@ from agents.model.policy import PolicyModel
 from agents.types import ProcessedImage
 from envs.config.cli import exit_code
 from tests.tiny_models import MODEL_TYPES, tiny_config, write_tiny_model
-from trainer.learner.lora import LoraOptions, add_lora
+from trainer.config.learner import LearnerConfig
+from trainer.learner.lora import add_lora
 from trainer.learner.sharding import freeze_vision
 from trainer.learner.weights_io import meta_model
 from trainer.memory import run
@@ -113,7 +114,7 @@ def test_frozen_weights_have_no_gradient_and_no_moments() -> None:
 def test_adapters_are_all_that_is_trained_with_lora() -> None:
     model = tiny()
     base = Parameters.of(model)
-    add_lora(model, LoraOptions(rank=8))
+    add_lora(model, LearnerConfig(lora_rank=8))
     count, found = Parameters.of(model), estimate(model, Plan(frozen_bytes=2))
     in_and_out = 2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 96)
     assert count.trained == 3 * 8 * in_and_out and count.frozen == base.trained
