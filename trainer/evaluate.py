@@ -10,8 +10,11 @@ import asyncio
 import sys
 from collections.abc import Sequence
 
+from rich.console import Console
+
 from envs.config.cli import exit_code, parse
 from trainer.config.evaluation import SOURCES, EvaluateConfig
+from trainer.metrics.console import Display, quiet_libraries
 
 
 def run(argv: Sequence[str] | None = None) -> int:
@@ -19,13 +22,10 @@ def run(argv: Sequence[str] | None = None) -> int:
     description = "Measure how good a policy is in an environment."
     config = parse(EvaluateConfig, argv, "python -m trainer.evaluate", description, SOURCES)
     # Imported late, so that --help and a mistyped flag answer at once.
-    from rich.console import Console
-
     from agents.engines.sglang.servers import EngineDown
     from agents.rollout.garbage_collection import tune_garbage_collection
     from trainer.evaluation.evaluator import Evaluator, prepare
     from trainer.evaluation.tables import print_report
-    from trainer.metrics.console import Display, quiet_libraries
 
     quiet_libraries()
     console = Console(highlight=False)

@@ -38,6 +38,12 @@ class TrainingSample:
     weight: float
     key: tuple[int, int, int] = (0, 0, 0)
 
+    @property
+    def prompt_key(self) -> tuple[bytes, tuple[str, ...]]:
+        """The prompt as a key of mappings: its ids, and the digests of its images."""
+        shown = self.images[: self.num_prefix_images]
+        return self.ids_T[: self.prefix_length].tobytes(), tuple(image.digest for image in shown)
+
 
 @dataclass(frozen=True, eq=False)
 class Row:

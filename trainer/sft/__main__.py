@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Sequence
+
+from rich.console import Console
+from rich.text import Text
 
 from agents.recording.run_files import CONFIG
 from envs.config.cli import exit_code, parse
@@ -12,10 +14,10 @@ from envs.config.files import read_file
 from envs.config.settings import validate
 from envs.config.sources import Sources
 from envs.errors import UserError
-from trainer.checkpoint.run_dir import is_disk_fault
 from trainer.config.run import RunConfig
 from trainer.config.sft import SftConfig
 from trainer.config.sources import FIXED, RECIPES, RESUME, check_resumable, with_whole_paths
+from trainer.metrics.console import Display, quiet_libraries
 
 #: What the command reads besides flags.
 SOURCES = Sources(ready=RECIPES / "sft", resume=RESUME, shared=RunConfig)
@@ -32,11 +34,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         base = validate(SftConfig, read_file(SftConfig, config.checkpoint.resume / CONFIG))
         check_resumable(config, base, SFT_FIXED)
     # Imported late, so that --help and a mistyped flag answer at once.
-    from rich.console import Console
-    from rich.text import Text
-
-    from trainer.learner.protocol import LearnerLost
-    from trainer.metrics.console import Display, quiet_libraries
+    from trainer.checkpoint.session import run_to_end
     from trainer.sft.loop import run_sft
     from trainer.sft.setup import load_data, prepare
 
@@ -70,13 +68,9 @@ def run(argv: Sequence[str] | None = None) -> int:
         soft_wrap=True,
     )
     with Display(console) as display:
-        try:
-            summary = asyncio.run(run_sft(context, display))
-        except (LearnerLost, OSError) as error:
-            if not (isinstance(error, LearnerLost) or is_disk_fault(error)):
-                raise
-            print(f"error: {error}; resume with: python -m trainer.sft --resume {context.folder}", file=sys.stderr)
-            return 1
+        summary = run_to_end(run_sft(context, display), f"python -m trainer.sft --resume {context.folder}")
+    if summary is None:
+        return 1
     console.print(f"{summary['seconds']:.0f} s, peak memory {summary['peak_memory_gib']:.2f} GiB")
     console.print(f"everything is in {context.folder}", soft_wrap=True)
     return 130 if summary["interrupted"] else 0
