@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from agents.model.policy import PolicyModel
 from agents.model.stream_logprobs import stream_logprobs
 from agents.types import ProcessedImage, SamplingParams
-from trainer.algorithms.objective import ModelTokens, objective
+from trainer.algorithms.objective import objective
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.learner import LearnerConfig, LearnerPlan, OptimConfig
 from trainer.data.packing import balanced_bins, collate, filler_row, pack_rows
@@ -38,7 +38,7 @@ from trainer.learner.offload import OffloadedState
 from trainer.learner.sharding import freeze_vision, keep_gathered, reshard, shard, trainable_parameters
 from trainer.learner.step_sums import StepSums
 from trainer.learner.weights_io import empty_model, load_weights
-from trainer.types import MicroBatch, Row, StepStats, TrainingSample
+from trainer.types import MicroBatch, ModelTokens, Row, StepStats, TrainingSample
 
 #: The log-probs (N,) of the model tokens of each sample.
 SampleLogprobs = Mapping[TrainingSample, Tensor]

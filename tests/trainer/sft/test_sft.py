@@ -245,7 +245,7 @@ def tuned(checkpoint: Path, demos: Path, tmp_path_factory: pytest.TempPathFactor
 
     def begin_update(self: SftSession) -> None:
         if self.step == 7:
-            self.checkpoints.wait()
+            self.checkpoints.finish()
             shutil.copytree(folder, folder.with_name("killed"))
         original(self)
 
