@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from pydantic import Field
 from rich import box
@@ -117,7 +116,8 @@ class _CheckRun:
             others = [sample.label for sample in samples if sample.label is not None]
             scripts = answer_scripts(found, others, self.args)
             episodes += await self._play((found.sample, script) for script in scripts)
-        hostile = [hostile_scripts(_usable(found.tools), self.args.tool_format) for found in opened]
+        usable = [[tool for tool in found.tools if schema_problem(tool) is None] for found in opened]
+        hostile = [hostile_scripts(tools, self.args.tool_format) for tools in usable]
         for number in range(max(map(len, hostile), default=0)):  # each text once; the samples take turns
             turn = number % len(opened)
             episodes += await self._play((opened[turn].sample, script) for script in hostile[turn][number : number + 1])
@@ -157,10 +157,6 @@ class _CheckRun:
             episodes.append(await play_episode(make, sample, prompt, script, limits, self.args.max_turns, options))
             self.has_hung = episodes[-1].fault is not None and episodes[-1].fault.timed_out
         return episodes
-
-
-def _usable(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [tool for tool in tools if schema_problem(tool) is None]
 
 
 def report(spec: EnvSpec, findings: Sequence[Finding], console: Console) -> int:

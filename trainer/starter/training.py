@@ -218,7 +218,8 @@ def train(
     write_parts(folder, tokenizer, model.config)
     model.to(device)
     if device.type == "cuda":
-        compile_blocks(model)
+        for block in model.blocks:  # each on its own: blocks of the same kind share one graph
+            block.compile(dynamic=False)
     history = json.loads((init / "recipe.json").read_text(encoding="utf-8"))["stages"][:first_stage] if init else []
     for number in range(first_stage, len(recipe.stages)):
         stage_started = time.perf_counter()
@@ -237,9 +238,3 @@ def train(
     }
     (folder / "recipe.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return report
-
-
-def compile_blocks(model: PolicyModel) -> None:
-    """Compile every transformer block separately: blocks of the same kind share one graph."""
-    for block in model.blocks:
-        block.compile(dynamic=False)
