@@ -41,7 +41,6 @@ class SftData:
     """
 
     model_path: Path | str
-    facts: ModelFacts
     renderer: Renderer
     train: ConversationSet
     evaluation: ConversationSet | None
@@ -80,7 +79,7 @@ def load_data(config: SftConfig) -> SftData:
     def checked(source: ConversationSource) -> ConversationSet:
         return check_conversations(source, conversations, facts, config.data.max_bad_frac)
 
-    return SftData(model_path, facts, renderer, checked(train), checked(evaluation) if evaluation else None)
+    return SftData(model_path, renderer, checked(train), checked(evaluation) if evaluation else None)
 
 
 def prepare(config: SftConfig, data: SftData, say: Callable[[str], None]) -> SftContext:
