@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from agents.cli.terminal import (
     HELP,
@@ -31,6 +31,7 @@ from agents.rendering.tokenizer_files import model_folder
 from agents.rollout.episode import Episode, Limits
 from agents.types import SamplingParams
 from envs.config.cli import exit_code, parse
+from envs.config.settings import Section
 from envs.errors import UserError
 from envs.execution.load import load_env
 from envs.problems import ProblemsConfig, open_problems, read_sample
@@ -40,10 +41,8 @@ from envs.tool_calls import detect_format
 from envs.types import message_images
 
 
-class PlayConfig(BaseModel):
+class PlayConfig(Section):
     """The flags of `python -m agents.play`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     env: str = Field(default="geo3k", description="environment id in the registry")
     registry: tuple[Path, ...] = Field(default=(), description="more registry files; later ones win")
@@ -61,7 +60,7 @@ class PlayConfig(BaseModel):
     problems: ProblemsConfig = ProblemsConfig()
 
 
-def run(argv: Sequence[str] | None) -> int:
+def run(argv: Sequence[str] | None = None) -> int:
     """Parse, play, report."""
     config = parse(PlayConfig, argv, "python -m agents.play", "Play an environment in the terminal.")
     spec = get_spec(config.env, *config.registry)
@@ -106,10 +105,5 @@ def run(argv: Sequence[str] | None) -> int:
     return print_summary(trajectory, terminal, gallery)
 
 
-def main() -> int:
-    """Run the command line."""
-    return exit_code(lambda: run(None))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(run))

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from rich.console import Console
 
 from agents.recording import EPISODES, Recording
@@ -41,6 +41,7 @@ from agents.replaying.slime import DumpConfig, DumpReplayer, open_dumps
 from agents.replaying.slime_dump import dump_files
 from agents.replaying.stream_replayer import StreamReplayer, token_texts
 from envs.config.cli import exit_code, parse
+from envs.config.settings import Section
 from envs.errors import UserError
 from envs.grading import GraderName
 from envs.registry import get_spec
@@ -50,10 +51,8 @@ from envs.spec import EnvSpec
 RECORDED = "recorded"
 
 
-class ReplayConfig(BaseModel):
+class ReplayConfig(Section):
     """The settings of `python -m agents.replay`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     run: str = Field(description="run folder, recording folder, or slime's dumps: a .pt file or a folder of them")
     env: str = Field(default="", description="environment to replay through; empty: the recorded one")
@@ -235,7 +234,7 @@ def check_any(summary: ReplaySummary, config: ReplayConfig) -> None:
         raise UserError(config.run, rule, f"{summary.num_episodes} that cannot", "see the reasons above")
 
 
-def run(argv: Sequence[str] | None) -> int:
+def run(argv: Sequence[str] | None = None) -> int:
     """Parse the flags, replay, report."""
     config = parse(ReplayConfig, argv, "python -m agents.replay", "Replay recorded episodes through an environment.")
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -252,10 +251,5 @@ def run(argv: Sequence[str] | None) -> int:
     return compare(config, inputs, console)
 
 
-def main() -> int:
-    """Run the command line."""
-    return exit_code(lambda: run(None))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(run))

@@ -226,15 +226,6 @@ class Trajectory:
         """Tokens that the model sampled."""
         return int(self.mask_T.sum())
 
-    @property
-    def versions_T(self) -> NDArray[np.int32]:
-        """The version of the weights that wrote each token; -1 on tokens that the model did not write."""
-        versions_T = np.full(len(self.ids_T), -1, dtype=np.int32)
-        for turn in self.turns:
-            runs = np.array(turn.versions, dtype=np.int32).reshape(-1, 2)
-            versions_T[turn.start : turn.end] = np.repeat(runs[:, 0], runs[:, 1])
-        return versions_T
-
 
 @dataclass(frozen=True, eq=False)
 class TrajectoryGroup:

@@ -12,7 +12,7 @@ import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from agents.cli.text import counted
 from agents.recording.selection import SelectionConfig
@@ -20,13 +20,12 @@ from agents.viewer.export import export
 from agents.viewer.server import ViewServer
 from agents.viewer.source import Source
 from envs.config.cli import exit_code, parse
+from envs.config.settings import Section
 from envs.errors import UserError
 
 
-class ViewConfig(BaseModel):
+class ViewConfig(Section):
     """The settings of `python -m agents.view`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     runs: tuple[Path, ...] = Field(
         min_length=1,
@@ -91,7 +90,7 @@ def has_display() -> bool:
     return sys.platform in ("darwin", "win32") or any(os.environ.get(n) for n in ("DISPLAY", "WAYLAND_DISPLAY"))
 
 
-def run(argv: Sequence[str] | None) -> int:
+def run(argv: Sequence[str] | None = None) -> int:
     """Parse the flags, then write or serve the page."""
     config = parse(ViewConfig, argv, "python -m agents.view", "Show recorded runs in a browser.")
     live = False if config.export else config.live
@@ -99,10 +98,5 @@ def run(argv: Sequence[str] | None) -> int:
     return write(config, sources) if config.export else serve(config, sources)
 
 
-def main() -> int:
-    """Run the command line."""
-    return exit_code(lambda: run(None))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(run))

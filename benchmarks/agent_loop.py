@@ -13,12 +13,12 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from agents.engines.scripted import FixedEngine
+from agents.engines.scripted import ScriptedEngine
 from agents.rendering.renderer import Renderer
 from agents.rollout.episode import Episode, Limits
 from agents.rollout.garbage_collection import tune_garbage_collection
 from agents.rollout.manager import rollout_groups
-from agents.types import EndReason, SamplingParams
+from agents.types import EndReason, GenerateRequest, SamplingParams
 from benchmarks.report import RESULTS, ROOT, commit, markdown, write_result
 from envs.env import EnvArgs
 from envs.spec import EnvLimits
@@ -101,6 +101,18 @@ def measure(play_all: Callable[[], float], num_episodes: int, repeats: int) -> d
                 "episodes_per_s": num_episodes / wall,
             }
     return best
+
+
+class FixedEngine(ScriptedEngine):
+    """Writes the ids `turns[k]` as turn k of every session, stop token included, in no time."""
+
+    def __init__(self, turns: Sequence[tuple[int, ...]]) -> None:
+        super().__init__(None, lambda turn, request: "")
+        self.turns = turns
+
+    def turn(self, number: int, request: GenerateRequest) -> tuple[int, ...]:
+        """Return the ids."""
+        return self.turns[number]
 
 
 def build_episode(renderer: Renderer, isolation: str) -> Episode:

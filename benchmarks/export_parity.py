@@ -30,7 +30,7 @@ from agents.rendering.renderer import Renderer
 from agents.types import ProcessedImage
 from benchmarks.report import RESULTS, commit, markdown, write_result
 from envs.errors import UserError
-from trainer.export import ExportConfig, export
+from trainer.setup.export import export
 
 PACKAGES = ("torch", "transformers", "numpy", "pillow")
 MODEL, STREAMS = "model", "streams.json"
@@ -53,7 +53,7 @@ def recorded(run: Path, count: int) -> list[tuple[list[int], list[str]]]:
 
 def write(run: Path, folder: Path, count: int) -> None:
     """Export, and score here."""
-    path = export(ExportConfig(run=run, to=folder / MODEL))
+    path = export(run, None, folder / MODEL, torch.bfloat16)
     model, renderer = PolicyModel.load(path), Renderer.from_checkpoint(path)
     streams = []
     for ids, names in recorded(run, count):

@@ -272,11 +272,11 @@ async def throughput(bench: Bench) -> dict[str, Any]:
     try:
         await engine.start()
         sent: list[dict[str, Any]] = []
-        ask = engine.ask
+        send = engine.send
 
         async def noted(server: Any, body: dict[str, Any]) -> Any:
             sent.append(body)
-            return await ask(server, body)
+            return await send(server, body)
 
         problems = bench.options.episodes
         await bench.play(engine, "geo3k", problems, 1, 0.0, seed=11)  # kernels, encoded pictures
@@ -285,7 +285,7 @@ async def throughput(bench: Bench) -> dict[str, Any]:
             for round_number in range(bench.options.rounds):
                 await engine.servers.up[0].client.call("flush_cache", {})
                 sent.clear()
-                engine.ask = noted  # type: ignore[method-assign]
+                engine.send = noted  # type: ignore[method-assign]
                 groups, loop_s = await bench.play(
                     engine, "geo3k", problems, 1, 0.0, seed=11, max_concurrent=concurrency
                 )
@@ -366,7 +366,10 @@ async def faults(bench: Bench) -> dict[str, Any]:
             groups, seconds = await bench.play(engine, "geo3k", problems, GROUP_SIZE, 1.0, seed=2, on_episode=count)
             finished = time.perf_counter()
             killed = await killing
-            versions = Counter(v for g in groups for t in g.trajectories for v in t.versions_T[t.mask_T].tolist())
+            turns = (turn for group in groups for t in group.trajectories for turn in t.turns)
+            versions = Counter[int]()
+            for version, num_tokens in (run for turn in turns for run in turn.versions):
+                versions[version] += num_tokens
             rows.append(
                 {
                     "servers": num_servers,

@@ -7,9 +7,8 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -30,6 +29,7 @@ from envs.checking.messages import (
     schema_problem,
 )
 from envs.config.cli import exit_code, parse
+from envs.config.settings import Section
 from envs.execution.load import load_env
 from envs.problems import ProblemsConfig, open_problems, read_sample
 from envs.registry import get_spec
@@ -54,10 +54,8 @@ CHECKS: tuple[Callable[[Evidence], Finding], ...] = (
 )
 
 
-class CheckConfig(BaseModel):
+class CheckConfig(Section):
     """The options of `python -m envs.check`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     id: str = Field(description="environment id in the registry")
     registry: tuple[Path, ...] = Field(default=(), description="more registry files; later ones win")
@@ -118,7 +116,8 @@ class _CheckRun:
             others = [sample.label for sample in samples if sample.label is not None]
             scripts = answer_scripts(found, others, self.args)
             episodes += await self._play((found.sample, script) for script in scripts)
-        hostile = [hostile_scripts(_usable(found.tools), self.args.tool_format) for found in opened]
+        usable = [[tool for tool in found.tools if schema_problem(tool) is None] for found in opened]
+        hostile = [hostile_scripts(tools, self.args.tool_format) for tools in usable]
         for number in range(max(map(len, hostile), default=0)):  # each text once; the samples take turns
             turn = number % len(opened)
             episodes += await self._play((opened[turn].sample, script) for script in hostile[turn][number : number + 1])
@@ -160,10 +159,6 @@ class _CheckRun:
         return episodes
 
 
-def _usable(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [tool for tool in tools if schema_problem(tool) is None]
-
-
 def report(spec: EnvSpec, findings: Sequence[Finding], console: Console) -> int:
     """Print the findings as a table; return the exit code."""
     table = Table(title=f"{spec.id}: {spec.description}", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
@@ -181,7 +176,7 @@ def report(spec: EnvSpec, findings: Sequence[Finding], console: Console) -> int:
     return 1 if count[False] else 0
 
 
-def run(argv: Sequence[str] | None) -> int:
+def run(argv: Sequence[str] | None = None) -> int:
     """Parse, check, report."""
     config = parse(CheckConfig, argv, "python -m envs.check", "Check an environment without a model.")
     spec = get_spec(config.id, *config.registry)
@@ -198,10 +193,5 @@ def run(argv: Sequence[str] | None) -> int:
     return report(spec, findings, console)
 
 
-def main() -> int:
-    """Run the command line."""
-    return exit_code(lambda: run(None))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(run))

@@ -6,13 +6,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from envs.config.cli import exit_code, parse
+from envs.config.settings import Section
 from envs.registry import PACKAGED, load_registry, plugin_files
 from envs.spec import EnvSpec
 
@@ -20,10 +21,8 @@ from envs.spec import EnvSpec
 PIPED_WIDTH = 1000
 
 
-class ListConfig(BaseModel):
+class ListConfig(Section):
     """The options of `python -m envs.list`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     registry: tuple[Path, ...] = Field(default=(), description="more registry files; later ones win")
 
@@ -51,7 +50,7 @@ def list_table(specs: Mapping[str, EnvSpec]) -> Table:
     return table
 
 
-def run(argv: Sequence[str] | None) -> int:
+def run(argv: Sequence[str] | None = None) -> int:
     """Parse and print."""
     config = parse(ListConfig, argv, "python -m envs.list", "List the environments of the registry.")
     table = list_table(load_registry(*config.registry))
@@ -61,10 +60,5 @@ def run(argv: Sequence[str] | None) -> int:
     return 0
 
 
-def main() -> int:
-    """Run the command line."""
-    return exit_code(lambda: run(None))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(run))

@@ -9,10 +9,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from rich.console import Console
 
 from envs.config.cli import exit_code, parse
+from envs.config.settings import Section
 from envs.errors import UserError
 from envs.registry import load_registry
 
@@ -20,10 +21,8 @@ SCAFFOLD = Path(__file__).with_name("scaffold")
 MODULE, TEST, REGISTRY = "my_env.py", "test_my_env.py", "registry.yaml"
 
 
-class NewConfig(BaseModel):
+class NewConfig(Section):
     """The options of `python -m envs.new`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field(description="name of the environment and its module")
     folder: Path = Field(default=Path(), description="folder to write into")
@@ -83,7 +82,7 @@ def _filled(template: str, name: str) -> str:
     return text.replace("my_env", name).replace("MyEnv", class_name)
 
 
-def run(argv: Sequence[str] | None) -> int:
+def run(argv: Sequence[str] | None = None) -> int:
     """Parse, write the files, print the next commands."""
     config = parse(NewConfig, argv, "python -m envs.new", "Start a new environment.")
     paths, entry = write_scaffold(config.name, config.folder)
@@ -102,10 +101,5 @@ def run(argv: Sequence[str] | None) -> int:
     return 0
 
 
-def main() -> int:
-    """Run the command line."""
-    return exit_code(lambda: run(None))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(run))

@@ -5,19 +5,18 @@ from __future__ import annotations
 import traceback
 from dataclasses import dataclass, replace
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from envs.checking.error_location import author_location
+from envs.config.settings import Section
 from envs.datasets.samples import DataKeys, add_system_prompt, load_samples
 from envs.errors import UserError
 from envs.spec import EnvSpec
 from envs.types import Sample, SampleSource
 
 
-class RowsConfig(BaseModel):
+class RowsConfig(Section):
     """The flags that name a file of rows and its columns."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     data: str = Field(
         default="", description="parquet, JSONL or JSON file, folder or hub id; empty: the environment's own problems"

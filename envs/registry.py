@@ -22,12 +22,11 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, get_args
 
-import yaml
 from pydantic import ValidationError
 
-from envs.config.yaml_loader import UniqueKeyLoader
+from envs.config.settings import words_of
+from envs.config.yaml_loader import load_yaml
 from envs.errors import UserError, did_you_mean
 from envs.spec import REFERENCE_FIX, EnvSpec
 
@@ -100,17 +99,11 @@ def get_spec(env_id: str, *overlays: Path) -> EnvSpec:
 
 def _read_file(file: Path) -> list[EnvSpec]:
     try:
-        # A subclass of the safe loader: it builds plain values only.
-        entries = yaml.load(file.read_text(encoding="utf-8"), UniqueKeyLoader)
-    except OSError as error:
-        raise UserError(
-            str(file), "must be a readable registry file", error.strerror, "give an existing file"
-        ) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
-        where = str(file) if mark is None else f"{file} line {mark.line + 1}"
-        got = error.problem if isinstance(error, yaml.MarkedYAMLError) else str(error)
-        raise UserError(where, "must be YAML", got, "fix the line") from error
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        got = error.strerror if isinstance(error, OSError) else str(error)
+        raise UserError(str(file), "must be a readable registry file", got, "give an existing file") from error
+    entries = load_yaml(text, str(file))
     if entries is None:
         return []
     if not isinstance(entries, dict):
@@ -141,13 +134,8 @@ def _parse_entry(file: Path, env_id: object, entry: object) -> EnvSpec:
         field, got = f"{where} {name}", first["input"]
         if first["type"] == "string_pattern_mismatch":
             raise UserError(field, "must name something in a module", got, REFERENCE_FIX) from error
-        if words := _words(EnvSpec.model_fields[name].annotation):
+        if words := words_of(EnvSpec.model_fields[name].annotation):
             raise UserError(field, f"must be one of {', '.join(words)}", got, did_you_mean(str(got), words)) from error
         rule = first["msg"].replace("Input should be", "must be")
         shown = f"the text '{got}'" if isinstance(got, str) else got
         raise UserError(field, rule[:1].lower() + rule[1:], shown, "fix the value") from error
-
-
-def _words(annotation: Any) -> list[str]:
-    """Return the words that a `Literal` annotation allows; empty for other types."""
-    return [word for arg in get_args(annotation) for word in ([arg] if isinstance(arg, str) else _words(arg))]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from agents.engines.hf import HFEngine
@@ -140,3 +141,12 @@ def trajectory(
 
 def group(*trajectories: Trajectory) -> TrajectoryGroup:
     return TrajectoryGroup("sample", trajectories)
+
+
+def versions_of(trajectory: Trajectory) -> NDArray[np.int64]:
+    """Return the version of the weights that wrote each token; -1 on tokens that the model did not write."""
+    versions_T = np.full(len(trajectory.ids_T), -1)
+    for turn in trajectory.turns:
+        runs = np.array(turn.versions, dtype=np.int64).reshape(-1, 2)
+        versions_T[turn.start : turn.end] = np.repeat(runs[:, 0], runs[:, 1])
+    return versions_T

@@ -43,9 +43,7 @@ def test_a_sub_command_is_the_module_that_it_stands_for(
     assert caught.value.code == 0
     module, summary = COMMANDS[name]
     usage, help_text = capsys.readouterr().out.split("\n", 1)
-    with_own_parser = name in ("memory", "starter")
-    assert usage.startswith(f"usage: python -m trainer.{name} [-h]" if with_own_parser else f"usage: trueturn {name} ")
-    assert with_own_parser or summary in help_text
+    assert usage.startswith(f"usage: trueturn {name} ") and summary in help_text
     assert module.removesuffix(".__main__").endswith(f".{name}")
 
 
@@ -76,6 +74,20 @@ def test_environments_in_the_current_folder_are_found(
     assert trueturn("new", "island") == 0
     assert trueturn("check", "island", "--registry", "registry.yaml", "--samples", "1") == 0
     assert "island: " in capsys.readouterr().out
+
+
+def test_help_and_a_mistyped_flag_answer_without_torch_in_every_command() -> None:
+    code = f"""
+import contextlib, importlib, sys
+from envs.errors import UserError
+for module in {[module for module, _ in COMMANDS.values()]}:
+    for flag in ("--help", "--mistyped"):
+        with contextlib.suppress(SystemExit, UserError):
+            importlib.import_module(module).run([flag])
+            raise AssertionError(module, flag)
+    assert "torch" not in sys.modules, module
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
 
 
 def test_the_list_answers_without_loading_any_command() -> None:

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 
 from envs.config.cli import exit_code, parse
 from trainer.config.evaluation import SOURCES, EvaluateConfig
+from trainer.metrics.console import Display, open_console
 
 
-def run(argv: Sequence[str] | None) -> int:
+def run(argv: Sequence[str] | None = None) -> int:
     """Parse the flags, check them, play the problems and print the report."""
     description = "Measure how good a policy is in an environment."
     config = parse(EvaluateConfig, argv, "python -m trainer.evaluate", description, SOURCES)
@@ -23,7 +24,6 @@ def run(argv: Sequence[str] | None) -> int:
     from agents.rollout.garbage_collection import tune_garbage_collection
     from trainer.evaluation.evaluator import Evaluator, prepare
     from trainer.evaluation.tables import print_report
-    from trainer.metrics.console import Display, open_console
 
     console = open_console()
     console.print("loading model and problems ...")
@@ -47,10 +47,5 @@ def run(argv: Sequence[str] | None) -> int:
     return 130 if evaluator.report.is_interrupted else code
 
 
-def main() -> int:
-    """Run the command line."""
-    return exit_code(lambda: run(None))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(run))

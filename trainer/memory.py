@@ -10,84 +10,61 @@ The formulas hold for blocks that are not compiled; compiled blocks keep less.
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from envs.errors import UserError
-from trainer.learner.lora import LoraOptions, add_lora
-from trainer.learner.sharding import freeze_vision
-from trainer.learner.weights_io import empty_model, meta_model
-from trainer.preflight.memory_estimate import GIB, QWEN3_VL, Plan, count_values, estimate, qwen3_vl_config
+from pydantic import Field, ValidationInfo, field_validator
 
-_COLUMNS = ("weights", "gathered", "gradients", "optimizer", "activations", "logits", "total")
+from envs.config.cli import exit_code, parse
+from envs.config.settings import Section
+from trainer.config.learner import Offload, Reshard
+from trainer.preflight.qwen3_vl import QWEN3_VL, qwen3_vl_config
 
 
-def table(config: Any, plan: Plan, lora: LoraOptions, memory_gib: float) -> str:
-    """Return a line in GiB for each choice of what to train and recompute that the network allows."""
-    lines = [f"{'trained':<10} {'recomputed':>10} " + " ".join(f"{name:>11}" for name in _COLUMNS) + "  fits"]
-    for trained in ("all", "no vision", "LoRA"):
-        model = meta_model(config)
-        if trained == "no vision":
-            if not model.architecture.vision:
-                continue
-            freeze_vision(model)
-        elif trained == "LoRA":
-            if not importlib.util.find_spec("peft"):
-                continue
-            add_lora(model, lora)
-        for recompute in (0.0, 0.5, 1.0):
-            found = estimate(model, replace(plan, recompute=recompute))
-            fits = "yes" if found.total <= memory_gib * GIB else "no"
-            cells = " ".join(f"{getattr(found, name) / GIB:>11.1f}" for name in _COLUMNS)
-            lines.append(f"{trained:<10} {recompute:>10.0%} {cells}  {fits}")
-    return "\n".join(lines)
+class MemoryConfig(Section):
+    """A training step, and the GPUs that it runs on."""
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table; a user error is one line and exit code 2."""
-    parser = argparse.ArgumentParser(prog="python -m trainer.memory", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--model", default="2b", help=f"checkpoint folder, hub id, or one of {', '.join(QWEN3_VL)}")
-    parser.add_argument("--gpus", type=int, default=1, help="GPUs that the weights are sharded over")
-    parser.add_argument("--memory-gib", type=float, default=80.0, help="memory of one GPU")
-    parser.add_argument("--tokens", type=int, default=8192, help="tokens of a micro-batch")
-    parser.add_argument("--image-tokens", type=int, default=2048, help="those that belong to images, each shown once")
-    parser.add_argument(
-        "--offload", choices=("none", "optimizer", "all"), default="none", help="--offload of trainer.run"
+    model: str = Field(default="2b", description=f"checkpoint folder, hub id, or one of {', '.join(QWEN3_VL)}")
+    gpus: int = Field(default=1, ge=1, description="GPUs that the weights are sharded over")
+    memory_gib: float = Field(default=80.0, gt=0, description="memory of one GPU")
+    tokens: int = Field(default=8192, ge=1, description="tokens of a micro-batch")
+    image_tokens: int = Field(
+        default=2048, ge=0, validate_default=True, description="those that belong to images, each shown once"
     )
-    parser.add_argument(
-        "--reshard", choices=("auto", "always", "never"), default="auto", help="--reshard of trainer.run"
-    )
-    parser.add_argument("--frozen-bytes", type=int, choices=(2, 4), default=2, help="bytes of a frozen weight")
-    parser.add_argument("--lora-rank", type=int, default=32, help="rank of the adapters")
-    args = parser.parse_args(argv)
-    try:
-        for name, least in (("gpus", 1), ("tokens", 1), ("lora_rank", 1), ("image_tokens", 0)):
-            if getattr(args, name) < least:
-                flag = f"--{name.replace('_', '-')}"
-                raise UserError(flag, f"must be at least {least}", getattr(args, name), f"give {least} or more")
-        if args.image_tokens > args.tokens:
-            raise UserError(
-                "--image-tokens", f"must be among the {args.tokens} --tokens", args.image_tokens, "give less"
-            )
-        is_named = args.model in QWEN3_VL and not Path(args.model).exists()
-        config = qwen3_vl_config(args.model) if is_named else empty_model(args.model).config
-        model = meta_model(config)
-        patches = args.image_tokens * model.merge_size**2
-        plan = Plan(args.gpus, args.tokens, patches, 0.0, args.reshard, args.offload, args.frozen_bytes)
-        total = count_values(model.parameters())
-        print(f"Computed, not measured: GiB on each of {args.gpus} GPUs with {args.memory_gib:g} GiB, {args.model} of")
-        print(f"{total / 1e6:,.0f} M parameters, {args.tokens} tokens a micro-batch, {args.image_tokens} of images.")
-        print(table(config, plan, LoraOptions(rank=args.lora_rank), args.memory_gib))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    offload: Offload = Field(default="none", description="--offload of trainer.run")
+    reshard: Reshard = Field(default="auto", description="--reshard of trainer.run")
+    frozen_bytes: int = Field(default=2, ge=2, le=4, multiple_of=2, description="bytes of a frozen weight, 2 or 4")
+    lora_rank: int = Field(default=32, ge=1, description="rank of the adapters")
+
+    @field_validator("image_tokens")
+    @classmethod
+    def _are_among_the_tokens(cls, value: int, info: ValidationInfo) -> int:
+        tokens = info.data.get("tokens", value)
+        if value > tokens:
+            raise ValueError(f"must be among the {tokens} --tokens")
+        return value
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """Parse the flags and print the table."""
+    description = "Compute how much GPU memory a training step takes."
+    config = parse(MemoryConfig, argv, "python -m trainer.memory", description)
+    # Imported late, so that --help and a mistyped flag answer at once.
+    from trainer.learner.weights_io import empty_model, meta_model
+    from trainer.preflight.memory_estimate import MetaNetworks, Plan, memory_table
+
+    is_named = config.model in QWEN3_VL and not Path(config.model).exists()
+    model = meta_model(qwen3_vl_config(config.model) if is_named else empty_model(config.model).config)
+    networks, patches = MetaNetworks(model), config.image_tokens * model.merge_size**2
+    plan = Plan(config.gpus, config.tokens, patches, 0.0, config.reshard, config.offload, config.frozen_bytes)
+    gpus = f"{config.gpus} GPUs with {config.memory_gib:g} GiB"
+    parameters = f"{networks.num_parameters / 1e6:,.0f} M parameters"
+    print(f"Computed, not measured: GiB on each of {gpus}, {config.model} of")
+    print(f"{parameters}, {config.tokens} tokens a micro-batch, {config.image_tokens} of images.")
+    print(memory_table(networks, plan, config.lora_rank, config.memory_gib))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(run))

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+
 from agents.recording.run_files import CONFIG, METRICS
 from envs.config.cli import exit_code, parse
 from envs.errors import UserError
-from trainer.checkpoint.run_dir import is_disk_fault
 from trainer.config.run import RunConfig
 from trainer.config.sources import FIXED, SOURCES, STAGES, check_resumable, read_config, with_whole_paths
+from trainer.metrics.console import Display, open_console
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from trainer.rollouts.protocol import Rollouts
     from trainer.setup.run_context import RunContext
 
 
-def run(argv: Sequence[str] | None) -> int:
+def run(argv: Sequence[str] | None = None) -> int:
     """Parse, check, train, report."""
     description = "Train a policy by reinforcement in an environment."
     config = with_whole_paths(parse(RunConfig, argv, "python -m trainer.run", description, SOURCES))
@@ -31,7 +30,6 @@ def run(argv: Sequence[str] | None) -> int:
             fix = "begin a new run: nothing was trained, so there is nothing to resume"
             raise UserError("--resume", "must be a run that trains", str(config.checkpoint.resume), fix)
     # Imported late, so that --help and a mistyped flag answer at once.
-    from trainer.metrics.console import open_console
     from trainer.metrics.trackers import check_trackers
     from trainer.preflight.quick import QuickChecks
 
@@ -64,10 +62,9 @@ def prepared(config: RunConfig) -> tuple[RunContext, Rollouts]:
 def train(context: RunContext, rollouts: Rollouts, console: Console) -> int:
     """Run the loop over a prepared run and print how it went."""
     from agents.rollout.garbage_collection import tune_garbage_collection
+    from trainer.checkpoint.session import run_to_end
     from trainer.evaluation.tables import print_training_summary
-    from trainer.learner.protocol import LearnerLost
     from trainer.loop import run_training
-    from trainer.metrics.console import Display
 
     config = context.config
     *notes, last = context.notes()
@@ -76,14 +73,11 @@ def train(context: RunContext, rollouts: Rollouts, console: Console) -> int:
     console.print(f"{last}; run folder {context.folder}", soft_wrap=True)
     tune_garbage_collection()
     with Display(console) as display:
-        try:
-            session, summary = asyncio.run(run_training(context, rollouts, display))
-        except (LearnerLost, OSError) as error:
-            if not (isinstance(error, LearnerLost) or is_disk_fault(error)):
-                raise
-            again = f"; resume with: python -m trainer.run --resume {context.folder}" if config.trains else ""
-            print(f"error: {error}{again}", file=sys.stderr)
-            return 1
+        again = f"python -m trainer.run --resume {context.folder}" if config.trains else ""
+        done = run_to_end(run_training(context, rollouts, display), again)
+    if done is None:
+        return 1
+    session, summary = done
     print_training_summary(console, session.before, session.after, session.ends, context.spec.reward_max_val)
     if config.trains and summary["steps_done"] and not summary["num_updates"]:
         console.print(f"the weights did not change: no step made an update; see num_skipped and reward in {METRICS}")
@@ -102,10 +96,5 @@ def train(context: RunContext, rollouts: Rollouts, console: Console) -> int:
     return 130 if summary["interrupted"] else 0
 
 
-def main() -> int:
-    """Run the command line."""
-    return exit_code(lambda: run(None))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(run))

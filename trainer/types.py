@@ -1,6 +1,6 @@
 """The frozen types between trajectories and an optimizer step.
 
-Legend: T tokens of a stream, N model tokens of a micro-batch in row order.
+Legend: T tokens of a stream, N model tokens of a micro-batch in row order, S samples.
 """
 
 from __future__ import annotations
@@ -37,6 +37,12 @@ class TrainingSample:
     advantage: float
     weight: float
     key: tuple[int, int, int] = (0, 0, 0)
+
+    @property
+    def prompt_key(self) -> tuple[bytes, tuple[str, ...]]:
+        """The prompt as a key of mappings: its ids, and the digests of its images."""
+        shown = self.images[: self.num_prefix_images]
+        return self.ids_T[: self.prefix_length].tobytes(), tuple(image.digest for image in shown)
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +90,35 @@ class MicroBatch:
     rollout_logprobs_N: Tensor
     advantages_N: Tensor
     weights_N: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class ModelTokens:
+    """The inputs of the objective for the model tokens of a micro-batch. Log-probs and entropies: nats, float32.
+
+    `old_logprobs_N` are the trainer's before the step's first update, `rollout_logprobs_N` the engine's, and
+    `ref_logprobs_N` the reference network's, if there is one. `weights_N` comes from `aggregation.token_weights`.
+    `sample_N` (int64, 0 to S - 1, never decreasing) is the number of the token's sample. Only `logprobs_N` and
+    `entropy_N` have gradients.
+
+    Example, two samples of two tokens and one on the first update of a step, with mean over tokens::
+
+        ModelTokens(
+            logprobs_N=lp, entropy_N=h, old_logprobs_N=lp.detach(), rollout_logprobs_N=torch.tensor([-0.7, -2.3, -1.1]),
+            ref_logprobs_N=None, advantages_N=torch.tensor([0.7, 0.7, -0.7]), weights_N=torch.full((3,), 1 / 3),
+            sample_N=torch.tensor([0, 0, 1]), num_samples=2,
+        )
+    """
+
+    logprobs_N: Tensor
+    entropy_N: Tensor
+    old_logprobs_N: Tensor
+    rollout_logprobs_N: Tensor
+    ref_logprobs_N: Tensor | None
+    advantages_N: Tensor
+    weights_N: Tensor
+    sample_N: Tensor
+    num_samples: int
 
 
 @dataclass(frozen=True)

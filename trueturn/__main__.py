@@ -13,7 +13,7 @@ from pathlib import Path
 from envs.config.cli import PROGRAM, exit_code
 from envs.errors import UserError, did_you_mean
 
-#: The module of each command, whose `main` runs it, and what it does.
+#: The module of each command, whose `run` runs it, and what it does.
 COMMANDS = {
     "run": ("trainer.run", "Train a policy by reinforcement in an environment."),
     "sft": ("trainer.sft.__main__", "Fine-tune a model on conversations: it learns what the assistant says in them."),
@@ -52,7 +52,7 @@ def run(argv: Sequence[str]) -> int:
     here = str(Path.cwd())
     if here not in sys.path:  # as `python -m` has it, so that an environment in this folder can be imported
         sys.path.insert(0, here)
-    return importlib.import_module(COMMANDS[name][0]).main()
+    return importlib.import_module(COMMANDS[name][0]).run(None)
 
 
 def main() -> int:

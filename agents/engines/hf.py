@@ -11,7 +11,6 @@ Legend: B rows of a batch, T new tokens, C cached columns, V vocabulary.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -71,7 +70,6 @@ class HFEngine:
         self.context_length, self.max_batch, self.device = context_length, max_batch, torch.device(device)
         self.max_wait_s = max_wait_s
         self.weight_version = 0
-        self.busy_s = 0.0
         self._opened = 0
         self._open: dict[int, _Session] = {}
         self._waiting: list[tuple[_Session, PendingTurn]] = []
@@ -141,9 +139,7 @@ class HFEngine:
 
     async def _run(self, batch: Sequence[tuple[_Session, PendingTurn]]) -> None:
         try:
-            start = time.perf_counter()
             await asyncio.to_thread(self.write, [turn for _, turn in batch])
-            self.busy_s += time.perf_counter() - start
             for session, turn in batch:
                 if turn.is_cancelled:
                     continue

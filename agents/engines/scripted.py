@@ -1,4 +1,4 @@
-"""Engines without a network, for tests, demonstrations and benchmarks."""
+"""An engine without a network, for people, tests, demonstrations and benchmarks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agents.types import Completion, GenerateRequest, ProcessedImage
 class _Session:
     """One episode's turns; it counts them."""
 
-    def __init__(self, engine: _EngineWithoutWeights) -> None:
+    def __init__(self, engine: ScriptedEngine) -> None:
         self._engine, self._turn = engine, 0
 
     async def __aenter__(self) -> _Session:
@@ -35,14 +35,25 @@ class _Session:
         return Completion(ids, (0.0,) * len(ids), finish, len(request.ids), ((0, len(ids)),))
 
 
-class _EngineWithoutWeights:
-    """The parts of an engine that have nothing to do without weights."""
+class ScriptedEngine:
+    """Writes the text `script(k, request)` as turn k of every session, tokenised and closed with the stop token.
+
+    Example::
+
+        engine = ScriptedEngine(tokenizer, lambda turn, request: "\\\\boxed{68}")
+    """
 
     weight_version = 0
 
+    def __init__(
+        self, tokenizer: Any, script: Callable[[int, GenerateRequest], str], context_length: int = 4096
+    ) -> None:
+        self.tokenizer, self.script, self.context_length = tokenizer, script, context_length
+
     def turn(self, number: int, request: GenerateRequest) -> tuple[int, ...]:
         """Return the ids of a session's turn, the stop token included."""
-        raise NotImplementedError
+        text = self.script(number, request)
+        return (*self.tokenizer(text, add_special_tokens=False)["input_ids"], request.sampling.stop_ids[-1])
 
     def session(self) -> _Session:
         """Open a session that starts at turn 0."""
@@ -60,38 +71,3 @@ class _EngineWithoutWeights:
 
     async def close(self) -> None:
         """Do nothing."""
-
-
-class ScriptedEngine(_EngineWithoutWeights):
-    """Writes the text `script(k, request)` as turn k of every session, tokenised and closed with the stop token.
-
-    Example::
-
-        engine = ScriptedEngine(tokenizer, lambda turn, request: "\\\\boxed{68}")
-    """
-
-    def __init__(
-        self, tokenizer: Any, script: Callable[[int, GenerateRequest], str], context_length: int = 4096
-    ) -> None:
-        self.tokenizer, self.script, self.context_length = tokenizer, script, context_length
-
-    def turn(self, number: int, request: GenerateRequest) -> tuple[int, ...]:
-        """Return the script's text as ids."""
-        text = self.script(number, request)
-        return (*self.tokenizer(text, add_special_tokens=False)["input_ids"], request.sampling.stop_ids[-1])
-
-
-class FixedEngine(_EngineWithoutWeights):
-    """Writes the ids `turns[k]` as turn k of every session, stop token included, in no time.
-
-    Example::
-
-        engine = FixedEngine([(31, 32, 2), (33, 2)])
-    """
-
-    def __init__(self, turns: Sequence[Sequence[int]], context_length: int = 4096) -> None:
-        self.turns, self.context_length = tuple(map(tuple, turns)), context_length
-
-    def turn(self, number: int, request: GenerateRequest) -> tuple[int, ...]:
-        """Return the ids."""
-        return self.turns[number]

@@ -94,11 +94,6 @@ class PolicyModel(nn.Module):
         return int(self.config.vision_config.spatial_merge_size) if self.architecture.vision else 1
 
     @property
-    def max_positions(self) -> int:
-        """The number of positions that the network was made for."""
-        return int(self.config.get_text_config().max_position_embeddings)
-
-    @property
     def blocks(self) -> list[nn.Module]:
         """The repeated blocks of decoder and vision tower; each is compiled and recomputed separately."""
         tower = self._vision_tower

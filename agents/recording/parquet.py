@@ -12,20 +12,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from agents.recording.recording import Recording
 from agents.recording.schema import EpisodeRecord, OutcomeRecord, ScoreRecord, picture_names
 from envs.config.cli import exit_code, parse
+from envs.config.settings import Section
 from envs.errors import UserError
 
 ROWS_PER_GROUP = 256
 
 
-class ParquetConfig(BaseModel):
+class ParquetConfig(Section):
     """The flags of `python -m agents.recording.parquet`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     run: Path = Field(description="run folder, or folder of a recording")
     out: Path = Field(default=Path("episodes.parquet"), description="file to write")
@@ -118,7 +117,7 @@ def _picture(recording: Recording, name: str) -> dict[str, Any]:
     return {"bytes": path.read_bytes(), "path": path.name}
 
 
-def run(argv: Sequence[str] | None) -> int:
+def run(argv: Sequence[str] | None = None) -> int:
     """Parse, write, report."""
     config = parse(ParquetConfig, argv, "python -m agents.recording.parquet", "Write a recording as a Parquet file.")
     count = write_parquet(Recording.open(config.run), config.out)
@@ -126,10 +125,5 @@ def run(argv: Sequence[str] | None) -> int:
     return 0
 
 
-def main() -> int:
-    """Run the command line."""
-    return exit_code(lambda: run(None))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(run))

@@ -6,19 +6,18 @@ from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from itertools import islice
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from agents.recording.schema import EpisodeRecord
 from agents.types import EndReason
+from envs.config.settings import Section
 
 
-class SelectionConfig(BaseModel):
+class SelectionConfig(Section):
     """The flags that select recorded episodes; an episode must match all flags that are given.
 
     Example: `SelectionConfig(id=("train-12-*",), max_reward=0.0)` selects the samples of problem 12 without a reward.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     id: tuple[str, ...] = Field(default=(), description="episode, or a pattern such as train-12-*")
     phase: tuple[str, ...] = Field(

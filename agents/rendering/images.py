@@ -55,7 +55,7 @@ class ImageStore:
 
     Example::
 
-        store = ImageStore.from_checkpoint("path/to/model")
+        store = ImageStore.find("path/to/model")
         image = store.process(Image.new("RGB", (160, 128)))    # image.num_tokens == 20
         store.stats()                                          # ImageStats(num_images=1, bytes=307200, misses=1, ...)
 
@@ -74,16 +74,7 @@ class ImageStore:
         self._process_s = 0.0
 
     @classmethod
-    def from_checkpoint(cls, path: str | Path, max_bytes: int = MAX_BYTES) -> ImageStore:
-        """Read `preprocessor_config.json` of a model folder. Raises `UserError` where there is none."""
-        store = cls.find(path, max_bytes)
-        if store is None:
-            rule = "must have preprocessor_config.json"
-            raise UserError("--model", rule, str(path), "add the file from the model's repository")
-        return store
-
-    @classmethod
-    def find(cls, path: str | Path, max_bytes: int = MAX_BYTES) -> ImageStore | None:
+    def find(cls, path: str | Path) -> ImageStore | None:
         """Read the image processor settings of a model folder; None where it has none, as a language model.
 
         Raises:
@@ -101,7 +92,7 @@ class ImageStore:
             rule = "must have the image processor of a Qwen vision-language model"
             raise UserError("--model", rule, kind or "none", "take a Qwen2.5-VL or Qwen3-VL checkpoint")
         processor = Qwen2VLImageProcessorPil.from_pretrained(path)
-        return cls(processor, int(processor.merge_size), max_bytes)
+        return cls(processor, int(processor.merge_size))
 
     def save(self, folder: str | Path) -> None:
         """Write `preprocessor_config.json`."""

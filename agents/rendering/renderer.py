@@ -237,17 +237,6 @@ class Renderer:
             raise UserError("prompt", rule, str(messages[0]["content"]), "put it into the user's message")
         return self.template.render(prepared, tools, opens_turn=messages[-1]["role"] != "assistant")
 
-    def full_ids(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), num_prompt: int | None = None
-    ) -> tuple[int, ...]:
-        """Return the ids of a whole conversation, the text of `text` tokenised at once, images expanded.
-
-        A stream may differ from this where tokenising a model turn's text gives other ids than the sampled ones, or
-        where the template changes that text. `agents.rollout.template_check` compares the two.
-        """
-        ids = self.encoder.encode(self.text(messages, tools, num_prompt))
-        return tuple(self.expand(ids, self._process(messages)))
-
     def _prepare(self, message: Message, is_first: bool = False) -> Message:
         """Return the message with a role that the template knows, and with every control token in its texts broken.
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from agents.cli.text import counted
 from agents.engines.base import Engine
@@ -24,14 +24,13 @@ from agents.replaying.recorded_engine import RecordedEngine, recorded_completion
 from agents.replaying.replayer import ReplayContext
 from agents.rollout.episode import Episode, Limits
 from agents.types import Completion, GenerateRequest, SamplingParams, Trajectory
+from envs.config.settings import Section
 from envs.contract import EpisodeEnv
 from envs.errors import UserError
 
 
-class ForkConfig(BaseModel):
+class ForkConfig(Section):
     """How an episode is continued."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     fork: int | None = Field(
         default=None, ge=0, description="continue the one episode that --id names after this turn; 0: from its start"

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from agents.recording import EpisodeRecord, Manifest, Recorder, Recording, WayRecord
 from agents.recording.manifest import build_manifest
@@ -25,16 +25,15 @@ from agents.replaying.replayer import Replayer
 from agents.replaying.slime_dump import read_dump
 from agents.replaying.slime_samples import Converter
 from agents.types import EndReason, Trajectory
+from envs.config.settings import Section
 from envs.errors import UserError
 from envs.spec import EnvSpec
 
 SLIME = "slime"
 
 
-class DumpConfig(BaseModel):
+class DumpConfig(Section):
     """How slime's dumps are read."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     convert: str = Field(default="", description="folder for a recording made from slime's dumps; empty: none")
     reward_key: str = Field(

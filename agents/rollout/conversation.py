@@ -21,7 +21,7 @@ from agents.rollout.assistant_turn import TurnWriter
 from agents.rollout.invariants import Vocabulary, broken_invariant
 from agents.rollout.stream import Stream
 from agents.rollout.template_check import template_mismatch
-from agents.types import Completion, EndReason, ProcessedImage, Trajectory, Turn
+from agents.types import Completion, EndReason, Trajectory, Turn
 from envs.datasets.conversations import Conversation
 from envs.errors import UserError, first_line
 from envs.tool_calls import ToolFormat, detect_format, find_tool_calls
@@ -52,16 +52,6 @@ class ConversationStream:
     def ids_T(self) -> NDArray[np.int64]:
         """The ids, image placeholders expanded."""
         return self.trajectory.ids_T
-
-    @property
-    def images(self) -> tuple[ProcessedImage, ...]:
-        """The images in order."""
-        return self.trajectory.images
-
-    @property
-    def prompt_length(self) -> int:
-        """Tokens before the first turn."""
-        return self.trajectory.prompt_length
 
     @property
     def num_taught(self) -> int:

@@ -13,11 +13,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice, zip_longest
-from typing import Protocol
 
 import numpy as np
 
-from agents.rendering.renderer import Renderer
+from agents.rendering.renderer import Rendered, Renderer
 from agents.types import Completion, GenerateRequest, Trajectory, Turn
 
 #: Rounding may lift a log-prob this far above 0.
@@ -62,13 +61,6 @@ class Vocabulary:
             return "(no token)"
 
 
-class StreamPiece(Protocol):
-    """Tokens that were appended to the stream at once: a `Rendered`, or a `Completion` of the engine."""
-
-    @property
-    def ids(self) -> tuple[int, ...]: ...
-
-
 def broken_turn(number: int, request: GenerateRequest, completion: Completion) -> str | None:
     """Return the first rule that the completion of a turn breaks; None when all hold.
 
@@ -89,7 +81,9 @@ def broken_turn(number: int, request: GenerateRequest, completion: Completion) -
     return _broken_versions(number, c.versions, num_tokens)
 
 
-def broken_invariant(trajectory: Trajectory, vocabulary: Vocabulary, pieces: Sequence[StreamPiece] = ()) -> str | None:
+def broken_invariant(
+    trajectory: Trajectory, vocabulary: Vocabulary, pieces: Sequence[Rendered | Completion] = ()
+) -> str | None:
     """Return the first rule that a finished trajectory breaks; None when all hold.
 
     Rules: ids, mask and log-probs have one length. Turns follow the prompt in order and are exactly the masked tokens;
@@ -191,7 +185,7 @@ def _broken_logprobs(t: Trajectory) -> str | None:
     return None
 
 
-def _broken_pieces(t: Trajectory, vocabulary: Vocabulary, pieces: Sequence[StreamPiece]) -> str | None:
+def _broken_pieces(t: Trajectory, vocabulary: Vocabulary, pieces: Sequence[Rendered | Completion]) -> str | None:
     """Compare the stream with the pieces that renderer and engine gave."""
     ids: list[int] = []
     written = []
@@ -210,7 +204,7 @@ def _broken_pieces(t: Trajectory, vocabulary: Vocabulary, pieces: Sequence[Strea
     return f"turn {number}: span {start}:{end}, {span[0]}:{span[1]} was written, the engine read {read} tokens"
 
 
-def _different_piece(ids: Sequence[int], vocabulary: Vocabulary, pieces: Sequence[StreamPiece]) -> str:
+def _different_piece(ids: Sequence[int], vocabulary: Vocabulary, pieces: Sequence[Rendered | Completion]) -> str:
     """Return a sentence that says where the stream first differs from its pieces."""
     end, number = 0, 0
     for piece in pieces:

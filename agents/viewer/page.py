@@ -42,7 +42,7 @@ class Page:
 
 def assemble(mode: Mode, runs: int, live: bool = False, folder: Path = FOLDER, scripts: Sequence[str] = ()) -> Page:
     """Return the page; it reads its data from its own file ("file"), or requests them from its server ("server")."""
-    names = scripts or SCRIPTS or sorted(path.name for path in folder.glob("*.js"))
+    names = scripts or SCRIPTS
     style = _read(folder / "style.css")
     script = "\n".join(_read(folder / name) for name in names)
     for text, ends in ((style, r"</style"), (script, r"</script|<!--")):

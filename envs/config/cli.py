@@ -30,7 +30,7 @@ from envs.config.settings import (
     summary_of,
     validate,
 )
-from envs.config.sources import Sources
+from envs.config.sources import PREFIX, Sources
 from envs.errors import UserError, did_you_mean
 
 M = TypeVar("M", bound=BaseModel)
@@ -114,7 +114,7 @@ def _parser(model: type[BaseModel], prog: str, description: str, layers: Sources
             "--config",
             action="append",
             metavar="FILE",
-            help=f"YAML file of settings, or the name of a ready configuration; flags and {layers.prefix}* variables "
+            help=f"YAML file of settings, or the name of a ready configuration; flags and {PREFIX}* variables "
             f"override it (ready: {names}; repeat for more, later files override earlier ones)",
         )
         parser.add_argument(
@@ -124,7 +124,7 @@ def _parser(model: type[BaseModel], prog: str, description: str, layers: Sources
         )
         parser.epilog = (
             "The groups are the sections of a --config file. As an environment variable, --some-flag is "
-            f"{layers.prefix}SOME_FLAG."
+            f"{PREFIX}SOME_FLAG."
         )
     return parser
 

@@ -28,7 +28,7 @@ from envs.config.settings import (
     values_of,
     words_of,
 )
-from envs.config.yaml_loader import UniqueKeyLoader
+from envs.config.yaml_loader import UniqueKeyLoader, load_yaml
 from envs.errors import UserError, did_you_mean
 
 #: Texts that need no quotes in any YAML reader, and words that would not be a text without quotes.
@@ -46,13 +46,7 @@ class _Loader(UniqueKeyLoader):
 
 def parse_yaml(text: str, place: str) -> Any:
     """Return the content of YAML, its scalars as texts. Raises `UserError` if it is no YAML."""
-    try:
-        return yaml.load(text, _Loader)  # a subclass of the safe loader: it builds plain values only
-    except yaml.YAMLError as error:
-        mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
-        where = place if mark is None else f"{place} line {mark.line + 1}"
-        got = error.problem if isinstance(error, yaml.MarkedYAMLError) else str(error)
-        raise UserError(where, "must be YAML", got, "fix the line") from error
+    return load_yaml(text, place, _Loader)
 
 
 def read_file(model: type[BaseModel], file: Path, name: str = "") -> Settings:

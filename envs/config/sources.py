@@ -16,6 +16,9 @@ from envs.config.files import parse_yaml, read_file
 from envs.config.settings import FieldPath, Setting, Settings, is_tuple, is_under, leaves
 from envs.errors import UserError, did_you_mean
 
+#: How the names of environment variables begin.
+PREFIX = "TRUETURN_"
+
 
 @dataclass(frozen=True)
 class Sources:
@@ -29,7 +32,6 @@ class Sources:
         not_inherited: sections and fields that `inherit` leaves out.
         shared: model of another command. Environment variables of its fields are ignored where this command has no such
             field, so a variable that is exported for one command does not stop another.
-        prefix: beginning of the names of environment variables.
 
     Example::
 
@@ -41,7 +43,6 @@ class Sources:
     inherit: FieldPath = ()
     not_inherited: tuple[FieldPath, ...] = ()
     shared: type[BaseModel] | None = None
-    prefix: str = "TRUETURN_"
 
     def find(self, name: str) -> Path:
         """Return the file that `--config` names: a ready configuration, or a path."""
@@ -61,14 +62,14 @@ class Sources:
 
     def read_variables(self, model: type[BaseModel], environ: Mapping[str, str]) -> Settings:
         """Return the settings of the environment variables. Raises `UserError` for a variable that no field has."""
-        fields = {self.prefix + path[-1].upper(): (path, field) for path, field in leaves(model)}
-        known = {self.prefix + path[-1].upper() for path, _ in leaves(self.shared or model)} | fields.keys()
+        fields = {PREFIX + path[-1].upper(): (path, field) for path, field in leaves(model)}
+        known = {PREFIX + path[-1].upper() for path, _ in leaves(self.shared or model)} | fields.keys()
         settings: Settings = {}
         for name, text in sorted(environ.items()):
             if name in fields:
                 path, field = fields[name]
                 settings[path] = Setting(_items(name, text) if is_tuple(field) else text, name)
-            elif name.startswith(self.prefix) and name not in known:
+            elif name.startswith(PREFIX) and name not in known:
                 raise UserError(name, "is no setting of this command", f"{name}={text}", did_you_mean(name, known))
         return settings
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import yaml
 
+from envs.errors import UserError
+
 
 class UniqueKeyLoader(yaml.SafeLoader):
     """Loads YAML. A repeated key in a mapping is an error; in plain YAML the last one would win."""
@@ -18,3 +20,14 @@ class UniqueKeyLoader(yaml.SafeLoader):
                 raise yaml.constructor.ConstructorError(None, None, f"'{key.value}' stands twice", key.start_mark)
             seen.add(str(key.value))
         return super().construct_mapping(node, deep)
+
+
+def load_yaml(text: str, place: str, loader: type[UniqueKeyLoader] = UniqueKeyLoader) -> Any:
+    """Return the content of YAML. Raises `UserError`, which names `place` and the line, if it is none."""
+    try:
+        return yaml.load(text, loader)  # a subclass of the safe loader: it builds plain values only
+    except yaml.YAMLError as error:
+        mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
+        where = place if mark is None else f"{place} line {mark.line + 1}"
+        got = error.problem if isinstance(error, yaml.MarkedYAMLError) else str(error)
+        raise UserError(where, "must be YAML", got, "fix the line") from error

@@ -17,18 +17,16 @@ import torch
 from torch import Tensor
 
 from trainer.config.algorithm import AlgorithmConfig, CorrectionName
+from trainer.types import ModelTokens
 
 
-def none(
-    old_logprobs_N: Tensor, rollout_logprobs_N: Tensor, sample_N: Tensor, num_samples: int, config: AlgorithmConfig
-) -> tuple[Tensor, Tensor]:
+def none(tokens: ModelTokens, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """Return weight 1 for every token, none clipped."""
-    return torch.ones_like(old_logprobs_N), torch.zeros_like(old_logprobs_N, dtype=torch.bool)
+    old_N = tokens.old_logprobs_N
+    return torch.ones_like(old_N), torch.zeros_like(old_N, dtype=torch.bool)
 
 
-def tis(
-    old_logprobs_N: Tensor, rollout_logprobs_N: Tensor, sample_N: Tensor, num_samples: int, config: AlgorithmConfig
-) -> tuple[Tensor, Tensor]:
+def tis(tokens: ModelTokens, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """Return min(r, C) per token, with r = exp(old - rollout log-prob) and C = `correction_cap`, and whether r > C.
 
     Truncated importance sampling: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training"
@@ -36,24 +34,20 @@ def tis(
 
     Example: log-probs -1 (trainer) and -2 (engine) with C = 2 give e = 2.718, so 2, clipped.
     """
-    ratio_N = (old_logprobs_N - rollout_logprobs_N).exp()
+    ratio_N = (tokens.old_logprobs_N - tokens.rollout_logprobs_N).exp()
     clipped_N = ratio_N.isnan() | (ratio_N > config.correction_cap)
     return ratio_N.nan_to_num(nan=0.0, posinf=config.correction_cap).clamp(max=config.correction_cap), clipped_N
 
 
-def icepop(
-    old_logprobs_N: Tensor, rollout_logprobs_N: Tensor, sample_N: Tensor, num_samples: int, config: AlgorithmConfig
-) -> tuple[Tensor, Tensor]:
+def icepop(tokens: ModelTokens, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """Return r per token if `correction_low` <= r <= `correction_high`, else 0, and whether r was out of bounds.
 
     IcePop: Ling team, "Small leak can sink a great ship" (2025), and Ring-1T, arXiv 2510.18855; they use 0.5 to 5.
     """
-    return _within((old_logprobs_N - rollout_logprobs_N).exp(), config)
+    return _within((tokens.old_logprobs_N - tokens.rollout_logprobs_N).exp(), config)
 
 
-def mis(
-    old_logprobs_N: Tensor, rollout_logprobs_N: Tensor, sample_N: Tensor, num_samples: int, config: AlgorithmConfig
-) -> tuple[Tensor, Tensor]:
+def mis(tokens: ModelTokens, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """Return R, the product of a sample's r, for all its tokens, or 0 if R is out of bounds, and whether it was.
 
     The bounds are `correction_low` and `correction_high`. Sequence-level masked importance sampling: Liu, Li et al.,
@@ -63,9 +57,9 @@ def mis(
     Example: a sample of two tokens with r = 2 and 1.5 has R = 3: weight 3 for both up to `correction_high` 5, above
     that 0 for both.
     """
-    gap_N = old_logprobs_N - rollout_logprobs_N
-    gap_S = gap_N.new_zeros(num_samples).index_add_(0, sample_N, gap_N)
-    return _within(gap_S.exp()[sample_N], config)
+    gap_N = tokens.old_logprobs_N - tokens.rollout_logprobs_N
+    gap_S = gap_N.new_zeros(tokens.num_samples).index_add_(0, tokens.sample_N, gap_N)
+    return _within(gap_S.exp()[tokens.sample_N], config)
 
 
 def _within(ratio_N: Tensor, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
@@ -75,11 +69,8 @@ def _within(ratio_N: Tensor, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     return ratio_N.masked_fill(~kept_N, 0.0), ~kept_N
 
 
-#: Every correction, by its value of `--correction`:
-#: (old_logprobs_N, rollout_logprobs_N, sample_N, num_samples, config) -> (weight_N, clipped_N).
-CORRECTIONS: Mapping[
-    CorrectionName, Callable[[Tensor, Tensor, Tensor, int, AlgorithmConfig], tuple[Tensor, Tensor]]
-] = {
+#: Every correction, by its value of `--correction`; each returns weight_N and clipped_N.
+CORRECTIONS: Mapping[CorrectionName, Callable[[ModelTokens, AlgorithmConfig], tuple[Tensor, Tensor]]] = {
     "none": none,
     "tis": tis,
     "icepop": icepop,

@@ -9,7 +9,7 @@ Legend: N model tokens of a micro-batch, S samples, each of them whole.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,35 +17,7 @@ from torch import Tensor
 from trainer.algorithms.importance_sampling import CORRECTIONS
 from trainer.algorithms.policy_loss import POLICY_LOSSES, reference_kl
 from trainer.config.algorithm import AlgorithmConfig
-
-
-@dataclass(frozen=True, eq=False)
-class ModelTokens:
-    """The inputs of the objective for the model tokens of a micro-batch. Log-probs and entropies: nats, float32.
-
-    `old_logprobs_N` are the trainer's before the step's first update, `rollout_logprobs_N` the engine's, and
-    `ref_logprobs_N` the reference network's, if there is one. `weights_N` comes from `aggregation.token_weights`.
-    `sample_N` (int64, 0 to S - 1, never decreasing) is the number of the token's sample. Only `logprobs_N` and
-    `entropy_N` have gradients.
-
-    Example, two samples of two tokens and one on the first update of a step, with mean over tokens::
-
-        ModelTokens(
-            logprobs_N=lp, entropy_N=h, old_logprobs_N=lp.detach(), rollout_logprobs_N=torch.tensor([-0.7, -2.3, -1.1]),
-            ref_logprobs_N=None, advantages_N=torch.tensor([0.7, 0.7, -0.7]), weights_N=torch.full((3,), 1 / 3),
-            sample_N=torch.tensor([0, 0, 1]), num_samples=2,
-        )
-    """
-
-    logprobs_N: Tensor
-    entropy_N: Tensor
-    old_logprobs_N: Tensor
-    rollout_logprobs_N: Tensor
-    ref_logprobs_N: Tensor | None
-    advantages_N: Tensor
-    weights_N: Tensor
-    sample_N: Tensor
-    num_samples: int
+from trainer.types import ModelTokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,11 +44,11 @@ def objective(tokens: ModelTokens, config: AlgorithmConfig) -> Objective:
     A regulariser with coefficient 0 is not in the graph: its gradient costs nothing and cannot be NaN.
     """
     assert tokens.ref_logprobs_N is not None or not config.kl_coef, f"kl_coef {config.kl_coef} without a reference"
-    numbers = (tokens.sample_N, tokens.num_samples, config)
     # On the first update the old log-probs are the current ones: if not detached, the ratio would have no gradient.
     old_N, rollout_N = tokens.old_logprobs_N.detach(), tokens.rollout_logprobs_N.detach()
-    correction_N, cut_N = CORRECTIONS[config.correction](old_N, rollout_N, *numbers)
-    policy = POLICY_LOSSES[config.policy_loss](tokens.logprobs_N, old_N, tokens.advantages_N, *numbers)
+    tokens = replace(tokens, old_logprobs_N=old_N, rollout_logprobs_N=rollout_N)
+    correction_N, cut_N = CORRECTIONS[config.correction](tokens, config)
+    policy = POLICY_LOSSES[config.policy_loss](tokens, config)
     per_token_N = correction_N * policy.loss_N
     means = {
         "clip_frac": policy.clipped_N,

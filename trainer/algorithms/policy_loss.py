@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from trainer.config.algorithm import AlgorithmConfig, KLEstimatorName, PolicyLossName
+from trainer.types import ModelTokens
 
 #: Differences of log-probs are clamped to this many nats before they become exponents: e^20 is 5e8, far above every
 #: clip, and its square still fits float32.
@@ -43,14 +44,7 @@ def log_ratio(logprobs_N: Tensor, other_logprobs_N: Tensor) -> Tensor:
     return (logprobs_N - other_logprobs_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def ppo(
-    logprobs_N: Tensor,
-    old_logprobs_N: Tensor,
-    advantages_N: Tensor,
-    sample_N: Tensor,
-    num_samples: int,
-    config: AlgorithmConfig,
-) -> PolicyTerms:
+def ppo(tokens: ModelTokens, config: AlgorithmConfig) -> PolicyTerms:
     """Return max(-rho A, -clip(rho, 1 - clip_low, 1 + clip_high) A) per token, rho = exp(logprob - old logprob).
 
     PPO, arXiv 1707.06347, equation 7. A higher upper bound: DAPO, arXiv 2503.14476, equation 10. With `dual_clip` c,
@@ -58,39 +52,26 @@ def ppo(
 
     Example: rho = 1.5, A = 1, bounds 0.2 / 0.28 give a loss of -1.28, clipped; rho = 4, A = -2, c = 3 give 6, clipped.
     """
-    return _clipped(log_ratio(logprobs_N, old_logprobs_N).exp(), advantages_N, config)
+    return _clipped(log_ratio(tokens.logprobs_N, tokens.old_logprobs_N).exp(), tokens.advantages_N, config)
 
 
-def gspo(
-    logprobs_N: Tensor,
-    old_logprobs_N: Tensor,
-    advantages_N: Tensor,
-    sample_N: Tensor,
-    num_samples: int,
-    config: AlgorithmConfig,
-) -> PolicyTerms:
+def gspo(tokens: ModelTokens, config: AlgorithmConfig) -> PolicyTerms:
     """Return PPO's loss per token with the ratio of its sample: s = exp(mean over the sample's tokens of log rho).
 
     GSPO, arXiv 2507.18071, equations 5 and 7. Token t has the ratio sg[s] rho_t / sg[rho_t] of equation 14, where sg is
     stop-gradient: its value is s, and its derivative by the token's log-prob is s. Summed with equal weights within a
     sample, that is the gradient of s itself. Every sample must be whole. The authors clip at 3e-4 and 4e-4.
     """
-    log_ratio_N = log_ratio(logprobs_N, old_logprobs_N)
+    log_ratio_N, sample_N = log_ratio(tokens.logprobs_N, tokens.old_logprobs_N), tokens.sample_N
     detached_N = log_ratio_N.detach()
-    total_S = detached_N.new_zeros(num_samples).index_add_(0, sample_N, detached_N)
-    length_S = detached_N.new_zeros(num_samples).index_add_(0, sample_N, torch.ones_like(detached_N))
+    zeros_S = detached_N.new_zeros(tokens.num_samples)
+    total_S = zeros_S.index_add(0, sample_N, detached_N)
+    length_S = zeros_S.index_add(0, sample_N, torch.ones_like(detached_N))
     mean_N = (total_S / length_S.clamp(min=1.0))[sample_N]
-    return _clipped((mean_N + log_ratio_N - detached_N).exp(), advantages_N, config)
+    return _clipped((mean_N + log_ratio_N - detached_N).exp(), tokens.advantages_N, config)
 
 
-def likelihood(
-    logprobs_N: Tensor,
-    old_logprobs_N: Tensor,
-    advantages_N: Tensor,
-    sample_N: Tensor,
-    num_samples: int,
-    config: AlgorithmConfig,
-) -> PolicyTerms:
+def likelihood(tokens: ModelTokens, config: AlgorithmConfig) -> PolicyTerms:
     """Return -A logprob per token; nothing is clipped.
 
     With advantages from rewards this is REINFORCE (Williams 1992, doi 10.1007/BF00992696): on the first update of a
@@ -99,8 +80,8 @@ def likelihood(
 
     Example: log-prob -0.7, A = 2 give a loss of 1.4, whose derivative by the log-prob is -2.
     """
-    ratio_N = log_ratio(logprobs_N.detach(), old_logprobs_N).exp()
-    return PolicyTerms(-advantages_N * logprobs_N, torch.zeros_like(ratio_N, dtype=torch.bool), ratio_N)
+    ratio_N = log_ratio(tokens.logprobs_N.detach(), tokens.old_logprobs_N).exp()
+    return PolicyTerms(-tokens.advantages_N * tokens.logprobs_N, torch.zeros_like(ratio_N, dtype=torch.bool), ratio_N)
 
 
 def _clipped(ratio_N: Tensor, advantages_N: Tensor, config: AlgorithmConfig) -> PolicyTerms:
@@ -115,11 +96,8 @@ def _clipped(ratio_N: Tensor, advantages_N: Tensor, config: AlgorithmConfig) -> 
     return PolicyTerms(loss_N, clipped_N, ratio_N.detach())
 
 
-#: Every policy loss, by its value of `--policy-loss`:
-#: (logprobs_N, old_logprobs_N, advantages_N, sample_N, num_samples, config) -> PolicyTerms.
-POLICY_LOSSES: Mapping[
-    PolicyLossName, Callable[[Tensor, Tensor, Tensor, Tensor, int, AlgorithmConfig], PolicyTerms]
-] = {
+#: Every policy loss, by its value of `--policy-loss`.
+POLICY_LOSSES: Mapping[PolicyLossName, Callable[[ModelTokens, AlgorithmConfig], PolicyTerms]] = {
     "ppo": ppo,
     "gspo": gspo,
     "likelihood": likelihood,

@@ -89,7 +89,7 @@ class Checkpoints:
     def on_step_end(self, step: int, files: Files, is_last: bool = False) -> None:
         """Note that a step is done, and begin a checkpoint if one is due."""
         self._stands, every = (step, files), self.config.save_every
-        self.poll()
+        self.finish(wait=False)
         if every and (step % every == 0 or is_last):
             self.begin(step, files())
 
@@ -98,15 +98,15 @@ class Checkpoints:
 
         After an interrupt in the middle of a step nothing is written: the weights may be ahead of the files.
         """
-        self.wait()
+        self.finish()
         if self._stands and self.config.save_every and self._stands[0] != self.newest_step:
             step, files = self._stands
             self.begin(step, files())
-            self.wait()
+            self.finish()
 
     def begin(self, step: int, files: Mapping[str, bytes]) -> None:
         """Begin to write the current state as that of `step`, once the checkpoint before it is finished."""
-        self.wait()
+        self.finish()
         part = self._part(step)
         try:
             part.mkdir(parents=True)
@@ -118,15 +118,8 @@ class Checkpoints:
         else:
             self._writing = step
 
-    def poll(self) -> None:
-        """Finish the checkpoint being written if all ranks have written their part."""
-        self._finish(wait=False)
-
-    def wait(self) -> None:
-        """Wait for the checkpoint being written, and finish it."""
-        self._finish(wait=True)
-
-    def _finish(self, wait: bool) -> None:
+    def finish(self, wait: bool = True) -> None:
+        """Finish the checkpoint being written, once all ranks have written their part; without `wait`, if they have."""
         step = self._writing
         if step is None:
             return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import time
@@ -19,15 +18,6 @@ ENVIRONMENT, EPISODES, CHECKPOINTS, MODEL = "environment.json", "episodes", "che
 _LOCK = ".lock"
 #: How long to wait for a run folder that another process holds.
 WAIT_S = 10.0
-
-
-#: Errors of a full or broken disk: the run can be resumed later, or elsewhere.
-_DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
-
-
-def is_disk_fault(error: Exception) -> bool:
-    """Return whether an error says that a disk is full or broken."""
-    return isinstance(error, OSError) and error.errno in _DISK_FAULTS
 
 
 def make_folder(config: RunDirConfig, label: str, can_resume: bool = True) -> Path:

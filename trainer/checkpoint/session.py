@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import logging
 import signal
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
@@ -28,6 +30,8 @@ from trainer.metrics.log import MetricsLog, peak_memory_gib
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+#: Errors of a full or broken disk: the run can be resumed later, or elsewhere.
+_DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
 class RunState(Protocol):
@@ -184,6 +188,17 @@ class RunSession(ABC, Generic[S]):
         if has_weights:
             self.save_model()
         return summary
+
+
+def run_to_end(training: Coroutine[Any, Any, T], resume: str) -> T | None:
+    """Run a training; if the learner or the disk fails, print the error with the command `resume` and return None."""
+    try:
+        return asyncio.run(training)
+    except (LearnerLost, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in _DISK_FAULTS:
+            raise
+        print(f"error: {error}{f'; resume with: {resume}' if resume else ''}", file=sys.stderr)
+        return None
 
 
 def cancel_on_sigterm() -> None:

@@ -10,6 +10,9 @@ from envs.config.settings import Section
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.inputs import ModelConfig
 
+Offload = Literal["none", "optimizer", "all"]
+Reshard = Literal["auto", "always", "never"]
+
 
 class ClusterConfig(Section):
     """Learner processes. By default training runs in the process of the command, without Ray."""
@@ -85,12 +88,12 @@ class LearnerConfig(Section):
     recompute: float = Field(
         default=0.0, ge=0, le=1, description="share of the blocks whose activations are recomputed in the backward pass"
     )
-    reshard: Literal["auto", "always", "never"] = Field(
+    reshard: Reshard = Field(
         default="auto",
         description="when to free gathered weights. always: after each forward and backward pass; never: only after an "
         "update, with one gradient reduction for it (fastest, most memory); auto: always with several ranks",
     )
-    offload: Literal["none", "optimizer", "all"] = Field(
+    offload: Offload = Field(
         default="none",
         description="what to keep in CPU memory. optimizer: its state, between steps; all: weights and optimizer, "
         "always",

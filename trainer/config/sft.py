@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -13,8 +12,8 @@ from envs.datasets.conversations import ANSWER, ANSWER_FORMAT, ConversationOptio
 from envs.problems import RowsConfig
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.inputs import ModelConfig
-from trainer.config.learner import AdamWConfig, ClusterConfig, LearnerConfig, OptimConfig
-from trainer.config.run import CheckpointConfig, RunDirConfig
+from trainer.config.learner import AdamWConfig, ClusterConfig, LearnerConfig, LearnerPlan, OptimConfig
+from trainer.config.run import CheckpointConfig, RunConfig, RunDirConfig
 
 #: With advantage 1, this is the negative log-likelihood, averaged over the tokens of an update.
 LIKELIHOOD = AlgorithmConfig(policy_loss="likelihood", aggregation="token-mean", correction="none")
@@ -110,9 +109,9 @@ class SftConfig(Section):
         """
         return self.steps or -(-self.epochs * num_conversations // self.batch_size)
 
-    def plan(self, num_steps: int) -> SftPlan:
-        """Return the settings that start the learner."""
-        return SftPlan(
+    def plan(self, num_steps: int) -> LearnerPlan:
+        """Return the settings that start the learner: those of a run with one update per step."""
+        return RunConfig(
             steps=num_steps,
             seed=self.seed,
             model=self.model,
@@ -121,16 +120,3 @@ class SftConfig(Section):
             learner=self.learner,
             algorithm=LIKELIHOOD,
         )
-
-
-@dataclass(frozen=True)
-class SftPlan:
-    """A `LearnerPlan` with one update per step. The loss is the mean negative log-likelihood of its tokens."""
-
-    steps: int
-    seed: int
-    model: ModelConfig
-    cluster: ClusterConfig
-    optim: OptimConfig
-    learner: LearnerConfig
-    algorithm: AlgorithmConfig

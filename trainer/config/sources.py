@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from envs.config.files import dump, read_file
 from envs.config.settings import FieldPath, changed, flag_of, is_under, leaves, validate
-from envs.config.sources import Sources
+from envs.config.sources import PREFIX, Sources
 from envs.errors import UserError
 from trainer.config.run import RunConfig
 
@@ -92,7 +92,7 @@ def check_resumable(config: C, base: C, fixed: Sequence[FieldPath] = FIXED) -> N
     for path, (old, new) in changed(config, base).items():
         if is_under(path, fixed):
             rule = f"must stay as in the run, which has {_shown(old)}"
-            fix = f"leave it out of flags, files and {SOURCES.prefix}{path[-1].upper()}, or begin a new run"
+            fix = f"leave it out of flags, files and {PREFIX}{path[-1].upper()}, or begin a new run"
             raise UserError(flag_of(path[-1], fields[path]), rule, _shown(new), fix)
 
 

@@ -68,26 +68,37 @@ def training_samples(
                 chosen.append((trajectory, advantage))
     lengths = [trajectory.num_model_tokens for trajectory, _ in chosen]
     weights_S = token_weights(lengths, config.aggregation, config.loss_constant or max_new_tokens)
-    samples = []
-    for (trajectory, advantage), weight in zip(chosen, weights_S.tolist(), strict=True):
-        grids = [image.grid_thw for image in trajectory.images]
-        prompt = trajectory.ids_T[: trajectory.prompt_length]
-        samples.append(
-            TrainingSample(
-                ids_T=trajectory.ids_T,
-                mask_T=trajectory.mask_T,
-                turns_T=_turn_numbers(trajectory),
-                logprobs_T=trajectory.logprobs_T,
-                positions_3T=mrope_positions(trajectory.ids_T, grids, image_token_id, merge_size),
-                images=trajectory.images,
-                prefix_length=trajectory.prompt_length,
-                num_prefix_images=num_images_within(prompt, trajectory.images, image_token_id),
-                advantage=advantage,
-                weight=weight,
-                key=trajectory.key,
-            )
-        )
-    return samples
+    return [
+        training_sample(t, t.mask_T, _turn_numbers(t), advantage, weight, image_token_id, merge_size)
+        for (t, advantage), weight in zip(chosen, weights_S.tolist(), strict=True)
+    ]
+
+
+def training_sample(
+    trajectory: Trajectory,
+    mask_T: NDArray[np.bool_],
+    turns_T: NDArray[np.int64],
+    advantage: float,
+    weight: float,
+    image_token_id: int,
+    merge_size: int,
+) -> TrainingSample:
+    """Return the training sample of a trajectory that learns the tokens of `mask_T`, whose turns are in `turns_T`."""
+    prompt = trajectory.ids_T[: trajectory.prompt_length]
+    grids = [image.grid_thw for image in trajectory.images]
+    return TrainingSample(
+        ids_T=trajectory.ids_T,
+        mask_T=mask_T,
+        turns_T=turns_T,
+        logprobs_T=trajectory.logprobs_T,
+        positions_3T=mrope_positions(trajectory.ids_T, grids, image_token_id, merge_size),
+        images=trajectory.images,
+        prefix_length=trajectory.prompt_length,
+        num_prefix_images=num_images_within(prompt, trajectory.images, image_token_id),
+        advantage=advantage,
+        weight=weight,
+        key=trajectory.key,
+    )
 
 
 def split_evenly(items: Sequence[T], parts: int) -> list[Sequence[T]]:
@@ -114,11 +125,9 @@ def pack_rows(samples: Sequence[TrainingSample], max_tokens: int) -> list[Row]:
     rows: list[list[TrainingSample]] = []
     open_row: dict[object, list[TrainingSample]] = {}
     for sample in samples:
-        prefix = sample.ids_T[: sample.prefix_length].tobytes()
-        key = (prefix, tuple(image.digest for image in sample.images[: sample.num_prefix_images]))
-        row = open_row.get(key)
+        row = open_row.get(sample.prompt_key)
         if row is None or Row((*row, sample)).num_tokens > max_tokens:
-            row = open_row[key] = []
+            row = open_row[sample.prompt_key] = []
             rows.append(row)
         row.append(sample)
     return [Row(tuple(row)) for row in rows]

@@ -27,18 +27,18 @@ from torch.distributed.tensor import DTensor
 from agents.model.policy import PolicyModel
 from agents.model.stream_logprobs import stream_logprobs
 from agents.types import ProcessedImage, SamplingParams
-from trainer.algorithms.objective import ModelTokens, objective
+from trainer.algorithms.objective import objective
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.learner import LearnerConfig, LearnerPlan, OptimConfig
 from trainer.data.packing import balanced_bins, collate, filler_row, pack_rows
 from trainer.learner.collectives import ensure_process_group, reduce_over_ranks
 from trainer.learner.dcp_state import StateWriter, restore, trained_state
-from trainer.learner.lora import ALL_LINEAR, LoraOptions, add_lora, disabled, merged_weights
+from trainer.learner.lora import add_lora, disabled, merged_weights
 from trainer.learner.offload import OffloadedState
 from trainer.learner.sharding import freeze_vision, keep_gathered, reshard, shard, trainable_parameters
 from trainer.learner.step_sums import StepSums
 from trainer.learner.weights_io import empty_model, load_weights
-from trainer.types import MicroBatch, Row, StepStats, TrainingSample
+from trainer.types import MicroBatch, ModelTokens, Row, StepStats, TrainingSample
 
 #: The log-probs (N,) of the model tokens of each sample.
 SampleLogprobs = Mapping[TrainingSample, Tensor]
@@ -80,8 +80,7 @@ class FSDPLearner:
         if config.freeze_vision:
             freeze_vision(model, dtype)
         if config.lora_rank:
-            targets = config.lora_targets or (ALL_LINEAR,)
-            add_lora(model, LoraOptions(config.lora_rank, config.lora_alpha, targets), seed)
+            add_lora(model, config, seed)
         self.model = self._sharded(model, path, seed)
         self._reference = self._build_reference(path)
         self.optimizer = torch.optim.AdamW(

@@ -12,7 +12,6 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from agents.model.policy import PolicyModel
 from envs.errors import UserError, did_you_mean
+from trainer.config.learner import LearnerConfig
 
 #: peft's name for all linear layers.
 ALL_LINEAR = "all-linear"
@@ -27,39 +27,25 @@ _ADAPTER = "default"
 _BASE = ".base_layer."
 
 
-@dataclass(frozen=True)
-class LoraOptions:
-    """Which layers get an adapter, and its size.
-
-    `targets` are endings of module names, or "all-linear". They are matched in the decoder and, with `vision`, in the
-    vision tower too. Only linear layers get adapters: the fused experts of a mixture, its router, the embedding and the
-    output layer stay as they are.
-
-    Example: `LoraOptions(rank=16, alpha=32, targets=("q_proj", "v_proj"))` adds 2 B A to each of these layers.
-    """
-
-    rank: int = 32
-    alpha: float = 32.0
-    targets: tuple[str, ...] = (ALL_LINEAR,)
-    vision: bool = False
-
-
-def add_lora(model: PolicyModel, options: LoraOptions, seed: int = 0) -> None:
+def add_lora(model: PolicyModel, config: LearnerConfig, seed: int = 0) -> None:
     """Add trainable float32 adapters to the network and freeze all other weights; its outputs stay the same.
+
+    Only linear layers of the decoder get adapters: the vision tower, the fused experts of a mixture, its router, the
+    embedding and the output layer stay as they are.
 
     The network may be on the meta device (`load_weights` then fills the adapters, from its own seed), but not sharded.
 
     Raises:
-        UserError: peft is missing, a target matches no linear layer, or there is no vision tower.
+        UserError: peft is missing, or a target matches no linear layer.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise UserError("--lora-rank", "needs the package peft", str(error), "pip install 'trueturn[lora]'") from error
-    names = _target_modules(model, options)
+    names = _target_modules(model, config.lora_targets or (ALL_LINEAR,))
     # peft declares an integer, but uses only alpha / rank.
-    config = LoraConfig(r=options.rank, lora_alpha=options.alpha, target_modules=names)  # type: ignore[arg-type]
-    inject_adapter_in_model(config, model.backbone, adapter_name=_ADAPTER)
+    options = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=names)  # type: ignore[arg-type]
+    inject_adapter_in_model(options, model.backbone, adapter_name=_ADAPTER)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(is_adapter(name))
@@ -142,19 +128,13 @@ def _enable(layers: Sequence[Any], enabled: bool) -> None:
             parameter.requires_grad_(flag)
 
 
-def _target_modules(model: PolicyModel, options: LoraOptions) -> list[str]:
-    """Return the names of the linear layers that get an adapter."""
-    parts = [model.architecture.decoder(model.backbone)]
-    if options.vision:
-        tower = model.architecture.vision_tower(model.backbone)
-        if tower is None:
-            rule = "needs a network that takes images"
-            raise UserError("LoraOptions.vision", rule, model.config.model_type, "leave it out")
-        parts.append(tower)
-    inside = {module for part in parts for module in part.modules() if isinstance(module, nn.Linear)}
+def _target_modules(model: PolicyModel, targets: Sequence[str]) -> list[str]:
+    """Return the names of the decoder's linear layers that end with one of the targets, or all for "all-linear"."""
+    decoder = model.architecture.decoder(model.backbone)
+    inside = {module for module in decoder.modules() if isinstance(module, nn.Linear)}
     linear = [name for name, module in model.backbone.named_modules() if module in inside]
     chosen: set[str] = set()
-    for target in options.targets:
+    for target in targets:
         matched = [name for name in linear if target == ALL_LINEAR or f".{name}".endswith(f".{target}")]
         if not matched:
             known = {name.rsplit(".", 1)[-1] for name in linear}

@@ -22,8 +22,7 @@ def split_samples(samples: Sequence[TrainingSample], num_ranks: int) -> list[lis
     """
     groups: dict[object, list[int]] = {}
     for index, sample in enumerate(samples):
-        shown = tuple(image.digest for image in sample.images[: sample.num_prefix_images])
-        groups.setdefault((sample.ids_T[: sample.prefix_length].tobytes(), shown), []).append(index)
+        groups.setdefault(sample.prompt_key, []).append(index)
     loads, dealt = [0] * num_ranks, [list[int]() for _ in range(num_ranks)]
     sizes = [(Row(tuple(samples[index] for index in group)).num_tokens, group) for group in groups.values()]
     for size, group in sorted(sizes, key=lambda entry: -entry[0]):

@@ -207,9 +207,11 @@ class _ConvertedTensors:
         return name in self._tensors
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor in the checkpoint."""
         return self._other_shapes.get(name, tuple(self._tensors[name].shape))
 
     def rows(self, name: str, start: int, end: int) -> Tensor:
+        """Return rows of a tensor; a scalar is returned whole."""
         tensor = self._tensors[name]
         return tensor[start:end] if tensor.dim() else tensor
 

@@ -5,6 +5,6 @@
 engine runs, and `RecordedChecks` on a run that replays rollouts. `FindingLog` makes a finding of each verdict.
 
 To add a check: write `checks/NAME.py` with a function that returns a `Verdict`; call it in a method of the class that
-has what the check needs; add its name to `report.CHECKS`; call the method in `trainer.doctor` and, if it takes less
+has what the check needs; add its name to `report.CHECKS`; call the method in `diagnosis` and, if it takes less
 than a second and needs no engine, in `quick.QuickChecks`; add a line to the table in `docs/doctor.md`.
 """

@@ -14,11 +14,11 @@ from trainer.config.run import RunConfig
 from trainer.learner.weights_io import meta_model
 from trainer.preflight.checks.chat_template import check_conventions, check_tokens
 from trainer.preflight.checks.free_memory import FreeMemory
-from trainer.preflight.checks.memory import MetaNetworks, check_memory, on_gpu
+from trainer.preflight.checks.memory import check_memory, on_gpu
 from trainer.preflight.checks.storage import DiskNeed, check_folder
 from trainer.preflight.checks.versions import Uses, check_versions, read_versions
 from trainer.preflight.finding import Verdict, combine
-from trainer.preflight.memory_estimate import Parameters
+from trainer.preflight.memory_estimate import MetaNetworks, Parameters
 from trainer.setup.model_source import resolve_model, template_options
 
 _LOCAL = ("127.0.0.1", "localhost", "::1")

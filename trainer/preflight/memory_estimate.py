@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
 from agents.model.linear_logprobs import CHUNK_VALUES
 from agents.model.policy import PolicyModel
-from trainer.learner.sharding import trainable_parameters
+from trainer.config.learner import LearnerConfig, Offload, Reshard
+from trainer.learner.lora import add_lora
+from trainer.learner.sharding import freeze_vision, trainable_parameters
+from trainer.learner.weights_io import meta_model
 
 GIB = 2**30
-Offload = Literal["none", "optimizer", "all"]
-Reshard = Literal["auto", "always", "never"]
-
-#: Qwen3-VL: hidden size, layers, heads, MLP, tied embedding; tower's hidden size, layers, MLP, DeepStack layers.
-#: From the config.json of the Instruct checkpoints.
-QWEN3_VL: dict[str, tuple[int, int, int, int, bool, int, int, int, tuple[int, int, int]]] = {
-    "2b": (2048, 28, 16, 6144, True, 1024, 24, 4096, (5, 11, 17)),
-    "4b": (2560, 36, 32, 9728, True, 1024, 24, 4096, (5, 11, 17)),
-    "8b": (4096, 36, 32, 12288, False, 1152, 27, 4304, (8, 16, 24)),
-    "32b": (5120, 64, 64, 25600, False, 1152, 27, 4304, (8, 16, 24)),
-}
+_COLUMNS = ("weights", "gathered", "gradients", "optimizer", "activations", "logits", "total")
 
 
 @dataclass(frozen=True)
@@ -59,6 +53,26 @@ class Parameters:
             root=total - sum(every),
             trained_root=total_trained - sum(trained),
         )
+
+
+class MetaNetworks:
+    """A checkpoint's network on the meta device, as each learner configuration trains it; each is made once."""
+
+    def __init__(self, network: PolicyModel) -> None:
+        self.network = network
+        self.num_parameters = count_values(network.parameters())
+        self._made: dict[object, PolicyModel] = {(False, 0, ()): network}
+
+    def trained(self, learner: LearnerConfig) -> PolicyModel:
+        """Return the network as this configuration trains it: `requires_grad` is set, adapters are added."""
+        key = (learner.freeze_vision, learner.lora_rank, learner.lora_targets)
+        if key not in self._made:
+            model = self._made[key] = meta_model(self.network.config)
+            if learner.freeze_vision and model.architecture.vision:
+                freeze_vision(model)
+            if learner.lora_rank:
+                add_lora(model, learner)
+        return self._made[key]
 
 
 @dataclass(frozen=True)
@@ -129,6 +143,23 @@ def estimate(model: PolicyModel, plan: Plan) -> MemoryEstimate:
     return MemoryEstimate(weights, gathered, sharded_gradients + whole, optimizer, activations, logits)
 
 
+def memory_table(networks: MetaNetworks, plan: Plan, lora_rank: int, memory_gib: float) -> str:
+    """Return a line in GiB for each choice of what to train and recompute that the network allows."""
+    choices = {"all": LearnerConfig()}
+    if networks.network.architecture.vision:
+        choices["no vision"] = LearnerConfig(freeze_vision=True)
+    if importlib.util.find_spec("peft"):
+        choices["LoRA"] = LearnerConfig(lora_rank=lora_rank)
+    lines = [f"{'trained':<10} {'recomputed':>10} " + " ".join(f"{name:>11}" for name in _COLUMNS) + "  fits"]
+    for trained, learner in choices.items():
+        for recompute in (0.0, 0.5, 1.0):
+            found = estimate(networks.trained(learner), replace(plan, recompute=recompute))
+            fits = "yes" if found.total <= memory_gib * GIB else "no"
+            cells = " ".join(f"{getattr(found, name) / GIB:>11.1f}" for name in _COLUMNS)
+            lines.append(f"{trained:<10} {recompute:>10.0%} {cells}  {fits}")
+    return "\n".join(lines)
+
+
 def decoder_block_bytes(config: Any) -> int:
     """Return the bytes that a decoder block keeps per token for the gradient, with the sizes of a text configuration.
 
@@ -192,29 +223,3 @@ def count_values(parameters: Iterable[Tensor]) -> int:
 
 def _split(size: int, num_gpus: int) -> int:
     return -(-size // num_gpus)
-
-
-def qwen3_vl_config(name: str) -> Any:
-    """Return the Transformers configuration of a dense Qwen3-VL: "2b", "4b", "8b" or "32b"."""
-    from transformers import AutoConfig
-
-    hidden, layers, heads, mlp, tied, vision_hidden, vision_layers, vision_mlp, deepstack = QWEN3_VL[name]
-    text = {
-        "vocab_size": 151_936,
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": mlp,
-        "tie_word_embeddings": tied,
-    }
-    vision = {
-        "hidden_size": vision_hidden,
-        "depth": vision_layers,
-        "num_heads": 16,
-        "intermediate_size": vision_mlp,
-        "out_hidden_size": hidden,
-        "deepstack_visual_indexes": list(deepstack),
-    }
-    return AutoConfig.for_model("qwen3_vl", text_config=text, vision_config=vision, tie_word_embeddings=tied)

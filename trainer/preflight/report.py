@@ -1,10 +1,15 @@
-"""The names of all checks, and the log that collects their findings."""
+"""The names of all checks, the settings that choose among them, and the log that collects their findings."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 
+from pydantic import Field
+
+from envs.config.settings import Section
 from envs.errors import UserError, did_you_mean
+from trainer.config.run import RunConfig
 from trainer.preflight.finding import Finding, Verdict, run_check, run_check_async, skipped
 
 #: Checks that need only the configuration (`ConfigChecks`).
@@ -30,6 +35,23 @@ ENGINE_CHECKS = (
     "caches after new weights",
 )
 CHECKS = (*CONFIG_CHECKS, *PREPARED_CHECKS, *ENGINE_CHECKS)
+
+
+class CheckupConfig(Section):
+    """Which checks run, and on how many problems."""
+
+    only: tuple[str, ...] = Field(
+        default=(), description=f"checks to run, by a part of their name; {', '.join(CHECKS)}"
+    )
+    problems: int = Field(default=4, ge=1, description="problems on which the engine generates two episodes each")
+    answers: int = Field(default=32, ge=1, description="problems whose right and wrong answers are graded")
+    report: Path | None = Field(default=None, description="file to write the findings to, as JSON")
+
+
+class DoctorConfig(RunConfig):
+    """The run to check, and how."""
+
+    checkup: CheckupConfig = CheckupConfig()
 
 
 class FindingLog:

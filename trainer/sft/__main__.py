@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Sequence
+
+from rich.text import Text
 
 from agents.recording.run_files import CONFIG
 from envs.config.cli import exit_code, parse
@@ -12,10 +13,10 @@ from envs.config.files import read_file
 from envs.config.settings import validate
 from envs.config.sources import Sources
 from envs.errors import UserError
-from trainer.checkpoint.run_dir import is_disk_fault
 from trainer.config.run import RunConfig
 from trainer.config.sft import SftConfig
 from trainer.config.sources import FIXED, RECIPES, RESUME, check_resumable, with_whole_paths
+from trainer.metrics.console import Display, open_console
 
 #: What the command reads besides flags.
 SOURCES = Sources(ready=RECIPES / "sft", resume=RESUME, shared=RunConfig)
@@ -23,7 +24,7 @@ SOURCES = Sources(ready=RECIPES / "sft", resume=RESUME, shared=RunConfig)
 SFT_FIXED = (*FIXED, ("batch_size",), ("registry",))
 
 
-def run(argv: Sequence[str] | None) -> int:
+def run(argv: Sequence[str] | None = None) -> int:
     """Parse, check, train, report."""
     description = "Fine-tune a model on conversations: it learns what the assistant says in them."
     config = with_whole_paths(parse(SftConfig, argv, "python -m trainer.sft", description, SOURCES))
@@ -32,10 +33,7 @@ def run(argv: Sequence[str] | None) -> int:
         base = validate(SftConfig, read_file(SftConfig, config.checkpoint.resume / CONFIG))
         check_resumable(config, base, SFT_FIXED)
     # Imported late, so that --help and a mistyped flag answer at once.
-    from rich.text import Text
-
-    from trainer.learner.protocol import LearnerLost
-    from trainer.metrics.console import Display, open_console
+    from trainer.checkpoint.session import run_to_end
     from trainer.sft.loop import run_sft
     from trainer.sft.setup import load_data, prepare
 
@@ -68,22 +66,13 @@ def run(argv: Sequence[str] | None) -> int:
         soft_wrap=True,
     )
     with Display(console) as display:
-        try:
-            summary = asyncio.run(run_sft(context, display))
-        except (LearnerLost, OSError) as error:
-            if not (isinstance(error, LearnerLost) or is_disk_fault(error)):
-                raise
-            print(f"error: {error}; resume with: python -m trainer.sft --resume {context.folder}", file=sys.stderr)
-            return 1
+        summary = run_to_end(run_sft(context, display), f"python -m trainer.sft --resume {context.folder}")
+    if summary is None:
+        return 1
     console.print(f"{summary['seconds']:.0f} s, peak memory {summary['peak_memory_gib']:.2f} GiB")
     console.print(f"everything is in {context.folder}", soft_wrap=True)
     return 130 if summary["interrupted"] else 0
 
 
-def main() -> int:
-    """Run the command line."""
-    return exit_code(lambda: run(None))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(run))

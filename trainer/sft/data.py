@@ -6,17 +6,17 @@ A conversation that breaks a rule is left out, and counted under that rule.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from agents.model.architectures import ModelFacts
-from agents.model.mrope import mrope_positions, num_images_within
 from agents.rollout.conversation import ConversationRenderer, ConversationStream
 from envs.datasets.conversations import Conversation, ConversationSource
 from envs.errors import UserError
 from trainer.algorithms.aggregation import token_weights
 from trainer.config.sft import LIKELIHOOD
+from trainer.data.packing import training_sample
 from trainer.types import TrainingSample
 
 #: Conversations read at once, by several threads: bounds the decoded pictures that wait.
@@ -69,11 +69,7 @@ class ConversationSet:
 
 
 def check_conversations(
-    source: ConversationSource,
-    renderer: ConversationRenderer,
-    facts: ModelFacts,
-    max_bad_frac: float = 0.0,
-    on_checked: Callable[[], None] = lambda: None,
+    source: ConversationSource, renderer: ConversationRenderer, facts: ModelFacts, max_bad_frac: float = 0.0
 ) -> ConversationSet:
     """Read all conversations once, pictures included, and return the set of the good ones.
 
@@ -95,7 +91,6 @@ def check_conversations(
         for start in range(0, len(source), READ_AT_ONCE):
             indices = range(start, min(start + READ_AT_ONCE, len(source)))
             for index, found in zip(indices, pool.map(read, indices), strict=True):
-                on_checked()
                 try:
                     if isinstance(found, UserError):
                         raise found
@@ -123,23 +118,7 @@ def training_samples(
     There was no rollout: rollout log-probs are 0 and not used.
     """
     weights_S = token_weights([stream.num_taught for stream in streams], LIKELIHOOD.aggregation, 0)
-    samples = []
-    for stream, weight in zip(streams, weights_S.tolist(), strict=True):
-        grids = [image.grid_thw for image in stream.images]
-        samples.append(
-            TrainingSample(
-                ids_T=stream.ids_T,
-                mask_T=stream.mask_T,
-                turns_T=stream.turns_T,
-                logprobs_T=stream.trajectory.logprobs_T,
-                positions_3T=mrope_positions(stream.ids_T, grids, image_token_id, merge_size),
-                images=stream.images,
-                prefix_length=stream.prompt_length,
-                num_prefix_images=num_images_within(
-                    stream.ids_T[: stream.prompt_length], stream.images, image_token_id
-                ),
-                advantage=1.0,
-                weight=weight,
-            )
-        )
-    return samples
+    return [
+        training_sample(stream.trajectory, stream.mask_T, stream.turns_T, 1.0, weight, image_token_id, merge_size)
+        for stream, weight in zip(streams, weights_S.tolist(), strict=True)
+    ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,7 +41,6 @@ class SftData:
     """
 
     model_path: Path | str
-    facts: ModelFacts
     renderer: Renderer
     train: ConversationSet
     evaluation: ConversationSet | None
@@ -60,7 +59,7 @@ class SftContext:
     cleanup: ExitStack
 
 
-def load_data(config: SftConfig, on_checked: Callable[[], None] = lambda: None) -> SftData:
+def load_data(config: SftConfig) -> SftData:
     """Read tokenizer, template and conversations, and check them all.
 
     Raises:
@@ -78,9 +77,9 @@ def load_data(config: SftConfig, on_checked: Callable[[], None] = lambda: None) 
     conversations = ConversationRenderer(renderer, config.model.context_length, tool_format)
 
     def checked(source: ConversationSource) -> ConversationSet:
-        return check_conversations(source, conversations, facts, config.data.max_bad_frac, on_checked)
+        return check_conversations(source, conversations, facts, config.data.max_bad_frac)
 
-    return SftData(model_path, facts, renderer, checked(train), checked(evaluation) if evaluation else None)
+    return SftData(model_path, renderer, checked(train), checked(evaluation) if evaluation else None)
 
 
 def prepare(config: SftConfig, data: SftData) -> SftContext:
@@ -94,14 +93,12 @@ def prepare(config: SftConfig, data: SftData) -> SftContext:
         rule = f"must be at most the {count} conversations that there are"
         raise UserError("--batch-size", rule, config.batch_size, "give less, or more conversations")
     num_steps = config.num_steps(count)
-    plan = config.plan(num_steps)
     check_learner(config.cluster, config.model)
     # No token is suppressed, as an engine would: the model learns not to write it.
     sampling = SamplingParams(stop_ids=data.renderer.stop_ids)
     with ExitStack() as cleanup:
-        label = f"sft-seed{config.seed}"
-        path = data.model_path
-        learner, folder, checkpoint = begin_or_resume(config, plan, label, path, sampling, cleanup)
+        plan, label = config.plan(num_steps), f"sft-seed{config.seed}"
+        learner, folder, checkpoint = begin_or_resume(config, plan, label, data.model_path, sampling, cleanup)
         return SftContext(config, folder, data, num_steps, learner.learner, checkpoint, cleanup.pop_all())
 
 

@@ -2,45 +2,50 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
+from pydantic import Field
 
-from envs.config.cli import exit_code
+from envs.config.cli import exit_code, parse
+from envs.config.settings import Section
 from envs.errors import UserError, did_you_mean
-from trainer.starter.recipe import RECIPES, train
+from trainer.starter.recipes import RECIPES
 
 
-def run(argv: Sequence[str] | None) -> int:
+class StarterConfig(Section):
+    """The starter to make."""
+
+    recipe: str = Field(default="starter", description=f"one of: {', '.join(RECIPES)}")
+    out: Path = Field(default=Path("runs/starter"), description="checkpoint folder to write")
+    device: str = Field(default="", description="torch device; empty: cuda, or cpu where there is none")
+    num_workers: int = Field(default=0, ge=0, description="processes that make demonstrations; 0: none")
+    init: Path | None = Field(default=None, description="checkpoint to continue from, with --first-stage; empty: none")
+    first_stage: int = Field(default=1, description="stage to begin with, counted from 1")
+
+
+def run(argv: Sequence[str] | None = None) -> int:
     """Parse the flags, train and print a summary."""
-    parser = argparse.ArgumentParser(prog="python -m trainer.starter", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--recipe", default="starter", help=f"one of: {', '.join(RECIPES)}")
-    parser.add_argument("--out", type=Path, default=Path("runs/starter"), help="checkpoint folder to write")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="torch device")
-    parser.add_argument("--num-workers", type=int, default=0, help="processes that make demonstrations; 0: none")
-    parser.add_argument("--init", type=Path, help="checkpoint to continue from, with --first-stage")
-    parser.add_argument("--first-stage", type=int, default=1, help="stage to begin with, counted from 1")
-    args = parser.parse_args(argv)
-    if args.recipe not in RECIPES:
-        raise UserError("--recipe", "must be a known recipe", args.recipe, did_you_mean(args.recipe, RECIPES))
-    recipe = RECIPES[args.recipe]
-    if not 1 <= args.first_stage <= len(recipe.stages):
-        raise UserError("--first-stage", f"must be 1 to {len(recipe.stages)}", args.first_stage, "leave it out for all")
-    if (args.init is None) != (args.first_stage == 1):
-        raise UserError("--init", "goes with --first-stage 2 or later", str(args.init), "give both or neither")
-    report = train(recipe, args.out, torch.device(args.device), args.num_workers, args.init, args.first_stage - 1)
+    config = parse(StarterConfig, argv, "python -m trainer.starter", "Make the starter model.")
+    if config.recipe not in RECIPES:
+        raise UserError("--recipe", "must be a known recipe", config.recipe, did_you_mean(config.recipe, RECIPES))
+    recipe, first = RECIPES[config.recipe], config.first_stage
+    if not 1 <= first <= len(recipe.stages):
+        raise UserError("--first-stage", f"must be 1 to {len(recipe.stages)}", first, "leave it out for all")
+    if (config.init is None) != (first == 1):
+        raise UserError("--init", "goes with --first-stage 2 or later", str(config.init), "give both or neither")
+    # Imported late, so that --help and a mistyped flag answer at once.
+    import torch
+
+    from trainer.starter.training import train
+
+    device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    report = train(recipe, config.out, device, config.num_workers, config.init, first - 1)
     print(json.dumps({key: report[key] for key in ("parameters", "seconds", "sha256")}))
     return 0
 
 
-def main() -> int:
-    """Run the command line."""
-    return exit_code(lambda: run(None))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(run))

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from agents.engines.scripted import ScriptedEngine
 from agents.model import STARTER_PATH
@@ -32,6 +32,7 @@ from agents.rendering.renderer import Renderer
 from agents.rollout.episode import Episode, Limits
 from agents.types import EndReason, ProcessedImage, SamplingParams, Trajectory
 from envs.config.cli import exit_code, parse
+from envs.config.settings import Section
 from envs.env import EnvArgs
 from envs.errors import UserError
 from envs.geo3k.env import SYSTEM_PROMPT, build_env
@@ -184,10 +185,8 @@ def corpus(size: int, seed: int) -> list[str]:
     return texts
 
 
-class DemonstrationsConfig(BaseModel):
+class DemonstrationsConfig(Section):
     """How many demonstrations to write, of what kind, and where to."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     num: int = Field(default=256, ge=1, description="how many")
     seed: int = Field(default=0, ge=0, description="seed of problems and habits")
@@ -205,7 +204,7 @@ class DemonstrationsConfig(BaseModel):
         return Mixture(**self.model_dump(exclude={"num", "seed", "out"}))
 
 
-def run(argv: Sequence[str] | None) -> int:
+def run(argv: Sequence[str] | None = None) -> int:
     """Parse the flags and write the demonstrations."""
     prog, description = "python -m trainer.starter.demonstrations", "Write conversations that solve geo3k's problems."
     config = parse(DemonstrationsConfig, argv, prog, description)
@@ -226,10 +225,5 @@ def run(argv: Sequence[str] | None) -> int:
     return 0
 
 
-def main() -> int:
-    """Run the command line."""
-    return exit_code(lambda: run(None))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(run))

@@ -285,9 +285,9 @@ def find(name, package=None, find_spec=importlib.util.find_spec):
 
 sys.meta_path.insert(0, Hidden)
 importlib.util.find_spec = find
-from agents.play import main
+from agents.play import run
 sys.argv[1:] = ["--env", "calculator"]
-code = main()
+code = run()
 print(code, "torch" in sys.modules)
 """
 

@@ -35,7 +35,7 @@ from agents.types import Completion, EndReason, GenerateRequest, SamplingLaw, Sa
 from envs.env import Env
 from envs.errors import UserError
 from envs.spec import EnvLimits
-from tests.builders import sampling
+from tests.builders import sampling, versions_of
 from tests.prompts import picture, question, sample
 
 Answer = tuple[dict[str, Any], bool, dict[str, Any]]
@@ -203,7 +203,7 @@ def test_episodes_on_a_server_have_the_networks_own_logprobs_and_our_prompt_leng
     for trajectory in trajectories:
         assert trajectory.end_reason.is_valid, trajectory
         assert wrong(model, trajectory, renderer.suppressed_ids) < 1e-4
-        assert set(trajectory.versions_T[trajectory.mask_T].tolist()) == {0}
+        assert set(versions_of(trajectory)[trajectory.mask_T].tolist()) == {0}
 
 
 def changed(model: PolicyModel, folder: Path, renderer: Renderer) -> PolicyModel:
@@ -250,7 +250,7 @@ def test_a_server_killed_in_mid_step_costs_and_doubles_no_episode_and_comes_back
     assert set(ended.values()) == {1}
     assert {(t.sample_id, t.sample_index) for t in trajectories} == set(ended)
     assert all(t.end_reason.is_valid for t in trajectories), Counter(t.end_reason for t in trajectories)
-    assert {version for t in trajectories for version in t.versions_T[t.mask_T].tolist()} == {1}
+    assert {version for t in trajectories for version in versions_of(t)[t.mask_T].tolist()} == {1}
     right = stream_logprobs(new, rendered.ids, rendered.images, "cpu")
     assert [np.abs(each - right).max() < 1e-4 for each in scores] == [True, True]
 
@@ -666,13 +666,13 @@ def test_steps_with_partial_rollouts_have_the_versions_that_wrote_them(
     played = with_engine(external(url, url), renderer, play)
     assert max(Counter((t.sample_id, t.sample_index) for t in played).values()) == 1
     assert {t.end_reason for t in played if not t.end_reason.is_valid} <= {EndReason.ABORTED}
-    found = [t.versions_T[t.mask_T].tolist() for t in played]
+    found = [versions_of(t)[t.mask_T].tolist() for t in played]
     assert all(versions == sorted(versions) for versions in found)
     assert {version for versions in found for version in versions} == {0, 1, 2}
     assert any(len(set(versions)) > 1 for versions in found)
     for trajectory in played:
-        for version in set(trajectory.versions_T[trajectory.mask_T].tolist()):
-            only = replace(trajectory, mask_T=trajectory.versions_T == version)
+        for version in set(versions_of(trajectory)[trajectory.mask_T].tolist()):
+            only = replace(trajectory, mask_T=versions_of(trajectory) == version)
             assert wrong(networks[version], only, renderer.suppressed_ids) < 1e-4
 
 

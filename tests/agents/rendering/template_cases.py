@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from transformers import AutoTokenizer
 from agents.model import STARTER_PATH
 from agents.rendering.images import ImageStore
 from agents.rendering.renderer import Renderer
+from envs.types import Message, message_images
 from tests.paths import SHARED
 from trainer.starter.architecture import build_image_processor
 
@@ -51,3 +53,14 @@ def renderer_for(name: str, **template_kwargs: Any) -> Renderer:
     tokenizer = AutoTokenizer.from_pretrained(QWEN)
     tokenizer.chat_template = template.read_text(encoding="utf-8")
     return Renderer(tokenizer, store, template_kwargs=template_kwargs)
+
+
+def whole_ids(
+    renderer: Renderer,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] = (),
+    num_prompt: int | None = None,
+) -> tuple[int, ...]:
+    """Return the ids of a whole conversation: the text of `Renderer.text` tokenised at once, images expanded."""
+    images = [renderer.images.process(picture) for picture in message_images(messages)] if renderer.images else []
+    return tuple(renderer.expand(renderer.encoder.encode(renderer.text(messages, tools, num_prompt)), images))

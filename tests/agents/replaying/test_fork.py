@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from agents.engines.base import Engine
-from agents.engines.scripted import FixedEngine, ScriptedEngine
+from agents.engines.scripted import ScriptedEngine
 from agents.recording import EpisodeRecord, Recorder, Recording
 from agents.recording.manifest import build_manifest
 from agents.rendering.renderer import Renderer
@@ -115,8 +115,16 @@ def test_a_recorded_turn_that_does_not_fit_is_cut_with_its_log_probs_and_version
     assert answer == Completion((3, 4), (-1.0, -2.0), "length", 1, ((6, 2),))
 
 
+class Writes59(ScriptedEngine):
+    def turn(self, number: int, request: GenerateRequest) -> tuple[int, ...]:
+        return (5, 9)
+
+
+WRITES_5_9 = Writes59(None, lambda turn, request: "")
+
+
 def test_after_the_recorded_turns_the_other_engine_writes_or_the_episode_is_aborted() -> None:
-    on = session_of(RecordedEngine([[TURN]], 64, after=FixedEngine([(5, 9)])), asked(1), asked(1, 3, 4, 9, 2))
+    on = session_of(RecordedEngine([[TURN]], 64, after=WRITES_5_9), asked(1), asked(1, 3, 4, 9, 2))
     assert [answer.ids for answer in on] == [(3, 4, 9), (5, 9)]
     (_, stopped) = session_of(RecordedEngine([[TURN]], 64), asked(1), asked(1, 3, 4, 9, 2))
     assert (stopped.ids, stopped.finish, stopped.prompt_length) == ((), "abort", 5)
@@ -126,7 +134,10 @@ def test_every_session_has_its_own_turns_and_tells_what_it_was_asked() -> None:
     seen: list[tuple[int, int, int]] = []
     other = replace(TURN, ids=(8, 8, 9))
     engine = RecordedEngine(
-        [[TURN], [other]], 64, FixedEngine([(5, 9)]), lambda n, k, request: seen.append((n, k, len(request.ids)))
+        [[TURN], [other]],
+        64,
+        WRITES_5_9,
+        lambda n, k, request: seen.append((n, k, len(request.ids))),
     )
     assert [session_of(engine, asked(1))[0].ids, session_of(engine, asked(1), asked(1, 2))[0].ids] == [
         (3, 4, 9),

@@ -25,7 +25,7 @@ from envs.geo3k.env import build_env
 from envs.spec import EnvLimits
 from envs.tool_calls import ToolCall, detect_format, find_tool_calls
 from envs.types import Message, Sample
-from tests.agents.rendering.template_cases import OWN_TEMPLATES, QWEN_TEMPLATES, TEXT_ONLY, renderer_for
+from tests.agents.rendering.template_cases import OWN_TEMPLATES, QWEN_TEMPLATES, TEXT_ONLY, renderer_for, whole_ids
 from tests.prompts import picture
 
 EVERY = pytest.mark.parametrize("name", OWN_TEMPLATES + QWEN_TEMPLATES)
@@ -106,7 +106,7 @@ def test_masks_and_turns_token_by_token() -> None:
     renderer = renderer_for("starter")
     found = stream(renderer, QUESTION, {"role": "assistant", "content": "7."}, {"role": "user", "content": "?"}, ANSWER)
     tokens = [renderer.encoder.decode([index]) for index in found.ids_T.tolist()]
-    start = found.prompt_length
+    start = found.trajectory.prompt_length
     assert tokens[start:][:12] == [
         "7", ".", "<|im_end|>", "\n", "<|im_start|>", *tokens[start + 5 : start + 9], "<|im_end|>", "\n", "<|im_start|>"
     ]  # fmt: skip
@@ -125,7 +125,7 @@ def test_the_stream_is_the_templates_own_rendering_of_the_whole(name: str) -> No
     asked: Message = {"role": "user", "content": [*shown, {"type": "text", "text": "Find x."}] if shown else "Find x."}
     messages = (system, asked, calls("So 70."), RESULT, calls("", tool_calls=[call("68"), call("9")]), RESULT, ANSWER)
     found = stream(renderer, *messages)
-    whole = renderer.full_ids(messages, TOOLS)
+    whole = whole_ids(renderer, messages, TOOLS)
     assert found.ids_T.tolist() == list(whole[: len(found.ids_T)])
     assert renderer.encoder.decode(whole[len(found.ids_T) :]) == "\n"  # what stands behind the last closing token
 
@@ -172,8 +172,8 @@ def test_a_conversation_is_the_stream_of_an_episode_that_said_the_same(name: str
     found = ConversationRenderer(renderer, 4096, check_template_every=1).stream(conversation)
     assert found.ids_T.tolist() == played.ids_T.tolist()
     assert found.mask_T.tolist() == played.mask_T.tolist()
-    assert found.prompt_length == played.prompt_length
-    assert [image.digest for image in found.images] == [image.digest for image in played.images]
+    assert found.trajectory.prompt_length == played.prompt_length
+    assert [image.digest for image in found.trajectory.images] == [image.digest for image in played.images]
     assert [(t.start, t.end, t.text) for t in found.trajectory.turns] == [
         (t.start, t.end, t.text) for t in played.turns
     ]
@@ -222,9 +222,11 @@ def test_pictures_of_user_and_tool_stand_in_order_as_often_as_they_have_tokens()
     asked = {"role": "user", "content": [{"type": "image", "image": shown}, {"type": "text", "text": "Find x."}]}
     result = {"role": "tool", "content": [{"type": "text", "text": "Here:"}, {"type": "image", "image": zoomed}]}
     found = stream(renderer, asked, calls(), result, ANSWER)
-    assert [image.digest for image in found.images] == [renderer.images.process(p).digest for p in (shown, zoomed)]
+    assert [image.digest for image in found.trajectory.images] == [
+        renderer.images.process(p).digest for p in (shown, zoomed)
+    ]
     places = (found.ids_T == renderer.image_token_id).nonzero()[0]
-    assert (places < found.prompt_length).sum() == 4 and len(places) == 4 + 6
+    assert (places < found.trajectory.prompt_length).sum() == 4 and len(places) == 4 + 6
     assert not found.mask_T[places].any()
 
 

@@ -26,7 +26,7 @@ from envs.contract import EnvFault
 from envs.env import Env, EnvArgs
 from envs.spec import EnvLimits
 from envs.types import Message, Sample
-from tests.builders import sampling
+from tests.builders import sampling, versions_of
 from tests.prompts import picture, sample
 
 Step = tuple[dict[str, Any], bool, dict[str, Any]]
@@ -126,7 +126,7 @@ def test_the_stream_is_prompt_then_sampled_ids_then_suffix_with_mask_and_logprob
     assert trajectory.logprobs_T.tolist() == pytest.approx([0.0] * p + [-0.1, -0.2, -0.3] + [0.0] * s + [-0.4, -0.5])
     assert [(t.start, t.end) for t in trajectory.turns] == [(p, p + 3), (p + 3 + s, p + 5 + s)]
     assert [t.text for t in trajectory.turns] == [renderer.decode([31, 32]), renderer.decode([33])] == env.texts
-    assert trajectory.versions_T[trajectory.mask_T].tolist() == [3] * trajectory.num_model_tokens
+    assert versions_of(trajectory)[trajectory.mask_T].tolist() == [3] * trajectory.num_model_tokens
     assert (trajectory.prompt_length, trajectory.num_model_tokens) == (p, 5)
     assert (trajectory.end_reason, trajectory.reward, trajectory.error) == (EndReason.COMPLETED, 0.5, None)
     # The engine was asked with exactly what is in the record, each turn with a seed of its own.
@@ -281,7 +281,7 @@ def test_a_broken_answer_of_the_engine_is_a_recorded_turn_that_does_not_train(
     assert trajectory.error == rule.replace("{P}", str(start)).replace("{P+1}", str(start + 1))
     (turn,) = trajectory.turns
     assert trajectory.ids_T.tolist()[turn.start :] == list(answer[0]) and turn.start == start
-    assert len(trajectory.ids_T) == len(trajectory.mask_T) == len(trajectory.logprobs_T) == len(trajectory.versions_T)
+    assert len(trajectory.ids_T) == len(trajectory.mask_T) == len(trajectory.logprobs_T) == len(versions_of(trajectory))
 
 
 def test_a_broken_answer_ends_the_episode_before_the_environment_sees_it(renderer: Renderer) -> None:

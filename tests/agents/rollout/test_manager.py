@@ -27,7 +27,7 @@ from agents.types import Completion, EndReason, GenerateRequest, SamplingParams,
 from envs.env import Env
 from envs.types import Sample
 from tests.budget import examples
-from tests.builders import sampling
+from tests.builders import sampling, versions_of
 from tests.prompts import sample
 
 SEED, COPIES = 7, 4
@@ -570,8 +570,8 @@ def test_episodes_carried_over_a_change_of_weights_have_tokens_of_both(checkpoin
     rollouts = finish(story())
     assert_each_once(manager, *rollouts)
     assert [numbers(r.groups) for r in rollouts[:2]] == [[0, 1], [2, 3]]
-    assert {int(v) for t in rollouts[0].played for v in t.versions_T} == {-1, 0}
-    carried = [t.versions_T[t.mask_T].tolist() for t in rollouts[1].played]
+    assert {int(v) for t in rollouts[0].played for v in versions_of(t)} == {-1, 0}
+    carried = [versions_of(t)[t.mask_T].tolist() for t in rollouts[1].played]
     assert all(versions == sorted(versions) for versions in carried)
     assert [0, 1] in [sorted(set(versions)) for versions in carried]
     assert all(t.end_reason.is_valid for r in rollouts[:2] for t in r.played)

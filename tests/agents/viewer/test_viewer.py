@@ -656,8 +656,9 @@ LIGHT = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may have switched it off
 sys.modules["torch"] = sys.modules["transformers"] = None
-from agents.{name} import main
-sys.exit(main())
+from agents.{name} import run
+from envs.config.cli import exit_code
+sys.exit(exit_code(lambda: run(None)))
 """
 
 

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from trainer.algorithms.aggregation import token_weights
-from trainer.algorithms.objective import ModelTokens
 from trainer.config.algorithm import AlgorithmConfig
+from trainer.types import ModelTokens
 
 LENGTHS = (2, 3)
 LN2 = math.log(2)

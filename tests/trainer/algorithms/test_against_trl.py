@@ -142,9 +142,7 @@ def test_a_token_that_the_engine_could_not_score_teaches_nothing_here_and_counts
     pair = next(pair for pair in PAIRS if pair.name == "tis")
     theirs = TrlPeer(folder, "GRPO", correct=True, **pair.theirs).score(streams)["importance_sampling_ratio"]
     tokens = model_tokens(streams, pair.config)
-    ours, _ = CORRECTIONS["tis"](
-        tokens.old_logprobs_N, tokens.rollout_logprobs_N, tokens.sample_N, tokens.num_samples, pair.config
-    )
+    ours, _ = CORRECTIONS["tis"](tokens, pair.config)
     assert theirs[0, 0].item() == 1.0 and ours[0].item() == 0.0
     total = objective(tokens, pair.config).loss
     (gradient_N,) = gradients(total, tokens.logprobs_N)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trainer.algorithms.importance_sampling import CORRECTIONS
 from trainer.config.algorithm import AlgorithmConfig
+from trainer.types import ModelTokens
 
 INF, NAN = math.inf, math.nan
 SAMPLE_N = (0, 0, 1, 1, 1)
@@ -26,7 +27,9 @@ def correct(
     rollout_N = torch.full((len(gaps),), -1.5, dtype=torch.float64)
     samples = torch.tensor(sample_N, dtype=torch.int64)
     old_N = rollout_N + torch.tensor(gaps, dtype=torch.float64)
-    return CORRECTIONS[config.correction](old_N, rollout_N, samples, int(samples.max()) + 1 if sample_N else 0, config)
+    nothing, num_samples = torch.zeros_like(old_N), int(samples.max()) + 1 if sample_N else 0
+    tokens = ModelTokens(nothing, nothing, old_N, rollout_N, None, nothing, nothing, samples, num_samples)
+    return CORRECTIONS[config.correction](tokens, config)
 
 
 @pytest.mark.parametrize(

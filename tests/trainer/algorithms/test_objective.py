@@ -20,10 +20,11 @@ from tests.trainer.algorithms.algorithm_cases import CASES, Case, hand_tokens
 from trainer.algorithms.advantages import ADVANTAGES
 from trainer.algorithms.aggregation import AGGREGATIONS
 from trainer.algorithms.importance_sampling import CORRECTIONS
-from trainer.algorithms.objective import ModelTokens, objective
+from trainer.algorithms.objective import objective
 from trainer.algorithms.policy_loss import POLICY_LOSSES
 from trainer.config.algorithm import AdvantageName, AggregationName, AlgorithmConfig, CorrectionName, PolicyLossName
 from trainer.config.run import RunConfig
+from trainer.types import ModelTokens
 
 CONFIGS = {case.name: case.config for case in CASES} | {
     "all at once": AlgorithmConfig(dual_clip=2, kl_coef=0.3, entropy_coef=0.2, kl_estimator="k2"),

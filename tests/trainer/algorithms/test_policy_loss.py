@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -22,14 +23,22 @@ from trainer.algorithms.policy_loss import (
     reference_kl,
 )
 from trainer.config.algorithm import AlgorithmConfig, KLEstimatorName, PolicyLossName
+from trainer.types import ModelTokens
 
 
 def tensor(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
+def tokens_of(logprobs_N: Tensor, old_N: Tensor, advantages_N: Tensor, sample_N: Sequence[int] = ()) -> ModelTokens:
+    """Return tokens of one sample, or of those in `sample_N`, with what a policy loss reads."""
+    nothing, samples = torch.zeros_like(old_N), torch.tensor(sample_N or [0] * len(old_N))
+    num_samples = int(samples.max()) + 1
+    return ModelTokens(logprobs_N, nothing, old_N, nothing, None, advantages_N, nothing, samples, num_samples)
+
+
 def ppo_of_one(logprob: Tensor, old: Tensor, advantage: float, config: AlgorithmConfig) -> PolicyTerms:
-    return ppo(logprob, old, tensor(advantage), torch.zeros(1, dtype=torch.int64), 1, config)
+    return ppo(tokens_of(logprob, old, tensor(advantage)), config)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +102,7 @@ def test_a_bad_token_whose_loss_is_exactly_the_most_is_not_clipped() -> None:
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_clipped_tokens_are_told_as_booleans(name: PolicyLossName) -> None:
     zero = torch.zeros(1)
-    terms = POLICY_LOSSES[name](zero, zero, zero, torch.zeros(1, dtype=torch.int64), 1, AlgorithmConfig())
+    terms = POLICY_LOSSES[name](tokens_of(zero, zero, zero), AlgorithmConfig())
     assert (terms.clipped_N.dtype, terms.clipped_N.tolist()) == (torch.bool, [False])
 
 
@@ -120,7 +129,7 @@ def test_gspo_clips_the_geometric_mean_of_a_samples_ratios(
     """With another sample of one token before it, which must not matter."""
     new = tensor(-0.4, -0.7, -1.9).requires_grad_()
     old = new.detach() - tensor(7.0, *ratios).log()
-    terms = gspo(new, old, tensor(1, advantage, advantage), torch.tensor([0, 1, 1]), 2, AlgorithmConfig())
+    terms = gspo(tokens_of(new, old, tensor(1, advantage, advantage), [0, 1, 1]), AlgorithmConfig())
     terms.loss_N[1:].sum().backward()
     assert terms.loss_N.tolist() == pytest.approx([-1.28, loss, loss], abs=1e-12)
     assert new.grad is not None and new.grad.tolist() == pytest.approx([0, gradient, gradient], abs=1e-12)
@@ -130,7 +139,7 @@ def test_gspo_clips_the_geometric_mean_of_a_samples_ratios(
 def test_the_likelihood_is_weighed_by_the_advantage_and_never_clipped() -> None:
     new = tensor(-0.7, -0.7, -2.5, -3.0).requires_grad_()
     old = new.detach() - tensor(1.0, 9.0, 0.1, 1.0).log()
-    terms = likelihood(new, old, tensor(2, 1, -1, 0), torch.zeros(4, dtype=torch.int64), 1, AlgorithmConfig())
+    terms = likelihood(tokens_of(new, old, tensor(2, 1, -1, 0)), AlgorithmConfig())
     terms.loss_N.sum().backward()
     assert terms.loss_N.tolist() == pytest.approx([1.4, 0.7, -2.5, 0.0])
     assert new.grad is not None and new.grad.tolist() == [-2, -1, 1, 0]
@@ -143,8 +152,7 @@ def test_likelihood_and_ppo_have_one_gradient_on_the_first_update_of_a_step() ->
 
     def gradient(loss: PolicyLossName) -> list[float]:
         new = tensor(-0.4, -1.7, -0.1).requires_grad_()
-        number = torch.zeros(3, dtype=torch.int64)
-        POLICY_LOSSES[loss](new, new.detach(), advantages, number, 1, AlgorithmConfig()).loss_N.sum().backward()
+        POLICY_LOSSES[loss](tokens_of(new, new.detach(), advantages), AlgorithmConfig()).loss_N.sum().backward()
         assert new.grad is not None
         return new.grad.tolist()
 
@@ -158,7 +166,7 @@ def test_log_ratios_are_held_within_20_nats() -> None:
     assert bounded.tolist() == [20.0, -20.0, 0.5]
     assert now.grad is not None and now.grad.tolist() == [0.0, 0.0, 1.0]
     for loss in POLICY_LOSSES.values():
-        far = loss(now, now.detach() - 500, -torch.ones(3), torch.zeros(3, dtype=torch.int64), 1, AlgorithmConfig())
+        far = loss(tokens_of(now, now.detach() - 500, -torch.ones(3)), AlgorithmConfig())
         assert far.loss_N.isfinite().all() and far.ratio_N.tolist() == pytest.approx([math.exp(20)] * 3)
 
 
@@ -261,12 +269,10 @@ def test_the_gradient_by_the_logits_equals_its_finite_difference() -> None:
     old_N = logprobs(logits_NV).detach() - ratios.log()
 
     def terms(logits: Tensor) -> PolicyTerms:
-        number = torch.zeros(6, dtype=torch.int64)
-        return ppo(logprobs(logits), old_N, advantages_N, number, 1, AlgorithmConfig())
+        return ppo(tokens_of(logprobs(logits), old_N, advantages_N), AlgorithmConfig())
 
     def likelihoods(logits: Tensor) -> Tensor:
-        number = torch.zeros(6, dtype=torch.int64)
-        return likelihood(logprobs(logits), old_N, advantages_N, number, 1, AlgorithmConfig()).loss_N
+        return likelihood(tokens_of(logprobs(logits), old_N, advantages_N), AlgorithmConfig()).loss_N
 
     assert terms(logits_NV).clipped_N.tolist() == [False, True, True, False, False, False]
     assert torch.autograd.gradcheck(lambda logits: terms(logits).loss_N, logits_NV)

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from trainer.algorithms.aggregation import token_weights
-from trainer.algorithms.objective import ModelTokens, objective
+from trainer.algorithms.objective import objective
 from trainer.config.algorithm import AlgorithmConfig
+from trainer.types import ModelTokens
 
 #: TRL's constant of `dr_grpo`, and the longest completion there is here.
 MAX_TOKENS = 12

@@ -33,7 +33,7 @@ def written(folder: Path, learner: FSDPLearner, steps: range, keep: int = 2) -> 
     checkpoints = Checkpoints(folder, learner, CheckpointConfig(keep_checkpoints=keep))
     for step in steps:
         checkpoints.begin(step, {"progress.json": json.dumps({"step": step}).encode()})
-    checkpoints.wait()
+    checkpoints.finish()
     return checkpoints
 
 
@@ -58,7 +58,7 @@ def test_a_checkpoint_has_its_name_only_when_it_is_whole(
     checkpoints = Checkpoints(tmp_path, learner, CheckpointConfig())
     checkpoints.begin(3, {"progress.json": b"{}"})
     assert names(tmp_path) == ["step-3.writing"] and newest_whole(tmp_path) is None
-    checkpoints.wait()
+    checkpoints.finish()
     found = newest_whole(tmp_path)
     assert found is not None and found.step == 3 and found.read("progress.json") == b"{}"
     assert names(tmp_path) == ["step-3"] and checkpoints.newest_step == 3 and not said(caplog)
@@ -104,7 +104,7 @@ def test_a_full_disk_is_said_and_costs_only_the_checkpoint_at_hand(
     checkpoints = written(tmp_path, learner, range(1, 2))
     with largest_file(10_000):
         checkpoints.begin(2, {"progress.json": b"{}"})
-        checkpoints.wait()
+        checkpoints.finish()
     [line] = said(caplog)
     assert "step 2 could not be written" in line and "newest is that of step 1" in line and "too large" in line.lower()
     assert names(tmp_path) == ["step-1"] and checkpoints.num_failed == 1
@@ -112,7 +112,7 @@ def test_a_full_disk_is_said_and_costs_only_the_checkpoint_at_hand(
         checkpoints.begin(3, {"progress.json": b"{}"})
     assert len(said(caplog)) == 2 and names(tmp_path) == ["step-1"]
     checkpoints.begin(4, {"progress.json": b"{}"})
-    checkpoints.wait()
+    checkpoints.finish()
     assert names(tmp_path) == ["step-1", "step-4"] and damage(found_steps(tmp_path)[0]) is None
 
 

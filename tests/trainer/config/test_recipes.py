@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 from envs.config.cli import parse
 from envs.config.files import text_of
 from envs.config.settings import FieldPath, changed, flag_of, is_tuple, leaves, words_of
+from envs.config.sources import PREFIX
 from envs.errors import UserError
 from tests.paths import ROOT
 from tests.recordings import lines_of
@@ -77,7 +78,7 @@ def nested(settings: dict[FieldPath, Any]) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith(SOURCES.prefix)]:
+    for name in [name for name in os.environ if name.startswith(PREFIX)]:
         monkeypatch.delenv(name)
 
 

@@ -17,8 +17,9 @@ from tests.builders import fresh_model
 from tests.processes import run_ranks
 from tests.tiny_models import MODEL_TYPES, write_tiny_model
 from tests.trainer.networks import assert_same_tensors, logits, parameters, shard
+from trainer.config.learner import LearnerConfig
 from trainer.learner.collectives import ensure_process_group
-from trainer.learner.lora import LoraOptions, add_lora, disabled, is_adapter, merged_weights, plain_name
+from trainer.learner.lora import add_lora, disabled, is_adapter, merged_weights, plain_name
 from trainer.learner.sharding import trainable_parameters
 from trainer.learner.weights_io import empty_model, load_weights
 
@@ -33,10 +34,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {path.name: path for path in folder.iterdir()}
 
 
-SMALL = LoraOptions(rank=4, alpha=8.0)
+SMALL = LearnerConfig(lora_rank=4, lora_alpha=8.0)
 
 
-def trained(path: Path, options: LoraOptions = SMALL) -> PolicyModel:
+def trained(path: Path, options: LearnerConfig = SMALL) -> PolicyModel:
     """Return a network whose adapters are no longer zero."""
     model = fresh_model(path)
     add_lora(model, options)
@@ -52,7 +53,7 @@ def trained(path: Path, options: LoraOptions = SMALL) -> PolicyModel:
 def test_adapters_change_nothing_before_the_first_step(checkpoints: dict[str, Path], model_type: str) -> None:
     base = fresh_model(checkpoints[model_type])
     model = fresh_model(checkpoints[model_type])
-    add_lora(model, LoraOptions(rank=4))
+    add_lora(model, LearnerConfig(lora_rank=4))
     assert torch.equal(logits(model), logits(base))
     assert_same_tensors(dict(merged_weights(model)), parameters(base))
     assert list(dict(merged_weights(model))) == list(parameters(base))
@@ -77,7 +78,7 @@ def test_merged_weights_compute_what_the_adapters_compute(
 
 
 def test_a_merged_weight_is_the_formula_by_hand(checkpoints: dict[str, Path]) -> None:
-    model = trained(checkpoints["qwen3"], LoraOptions(rank=4, alpha=6.0, targets=("v_proj",)))
+    model = trained(checkpoints["qwen3"], LearnerConfig(lora_rank=4, lora_alpha=6.0, lora_targets=("v_proj",)))
     tensors, merged = dict(model.named_parameters()), dict(merged_weights(model))
     layer = "backbone.model.layers.1.self_attn.v_proj"
     a_RH, b_OR = tensors[f"{layer}.lora_A.default.weight"], tensors[f"{layer}.lora_B.default.weight"]
@@ -108,24 +109,18 @@ def adapted(model: PolicyModel) -> set[str]:
 ATTENTION = {f"backbone.model.language_model.layers.self_attn.{side}_proj" for side in "qkvo"}
 MLP = {f"backbone.model.language_model.layers.mlp.{side}_proj" for side in ("gate", "up", "down")}
 QUERY, DOWN = {name for name in ATTENTION if "q_proj" in name}, {name for name in MLP if "down_proj" in name}
-BLOCK = {
-    f"backbone.model.visual.blocks.{name}" for name in ("attn.qkv", "attn.proj", "mlp.linear_fc1", "mlp.linear_fc2")
-}
-MERGERS = {f"backbone.model.visual.{m}.linear_fc{n}" for m in ("merger", "deepstack_merger_list") for n in (1, 2)}
 
 
 @pytest.mark.parametrize(
     ("model_type", "options", "expected"),
     [
-        ("qwen3_vl", LoraOptions(), ATTENTION | MLP),
-        ("qwen3_vl", LoraOptions(vision=True), ATTENTION | MLP | BLOCK | MERGERS),
-        ("qwen3_vl", LoraOptions(targets=("self_attn.q_proj", "down_proj")), QUERY | DOWN),
-        ("qwen3_vl", LoraOptions(targets=("attn.proj",), vision=True), {"backbone.model.visual.blocks.attn.proj"}),
-        ("qwen3_vl_moe", LoraOptions(), ATTENTION),  # fused experts and router are not linear layers
+        ("qwen3_vl", LearnerConfig(lora_rank=4), ATTENTION | MLP),
+        ("qwen3_vl", LearnerConfig(lora_rank=4, lora_targets=("self_attn.q_proj", "down_proj")), QUERY | DOWN),
+        ("qwen3_vl_moe", LearnerConfig(lora_rank=4), ATTENTION),  # fused experts and router are not linear layers
     ],
 )
-def test_targets_are_layers_of_the_decoder_unless_asked(
-    checkpoints: dict[str, Path], model_type: str, options: LoraOptions, expected: set[str]
+def test_targets_are_linear_layers_of_the_decoder(
+    checkpoints: dict[str, Path], model_type: str, options: LearnerConfig, expected: set[str]
 ) -> None:
     model = fresh_model(checkpoints[model_type])
     add_lora(model, options)
@@ -136,20 +131,18 @@ def test_a_target_that_is_no_linear_layer_is_a_user_error(checkpoints: dict[str,
     model = fresh_model(checkpoints["qwen3_vl"])
     before = list(dict(model.named_parameters()))
     with pytest.raises(UserError, match=r"must end a linear layer's name, got q_prj; did you mean 'q_proj'\?"):
-        add_lora(model, LoraOptions(targets=("v_proj", "q_prj")))
+        add_lora(model, LearnerConfig(lora_rank=4, lora_targets=("v_proj", "q_prj")))
     with pytest.raises(UserError, match="got lm_head"):
-        add_lora(model, LoraOptions(targets=("lm_head",)))
+        add_lora(model, LearnerConfig(lora_rank=4, lora_targets=("lm_head",)))
     with pytest.raises(UserError, match="got linear_fc1"):
-        add_lora(model, LoraOptions(targets=("linear_fc1",)))
-    with pytest.raises(UserError, match="needs a network that takes images, got llama"):
-        add_lora(fresh_model(checkpoints["llama"]), LoraOptions(vision=True))
+        add_lora(model, LearnerConfig(lora_rank=4, lora_targets=("linear_fc1",)))
     assert list(dict(model.named_parameters())) == before
 
 
 def test_without_peft_the_way_to_get_it_is_named(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(UserError, match=r"needs the package peft, .*pip install 'trueturn\[lora\]'"):
-        add_lora(fresh_model(checkpoints["qwen3"]), LoraOptions())
+        add_lora(fresh_model(checkpoints["qwen3"]), LearnerConfig(lora_rank=4))
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen3_vl_moe"])
@@ -190,7 +183,7 @@ def frozen_bf16(path: Path, compute: torch.dtype) -> PolicyModel:
     """Return a sharded network with a frozen bfloat16 base and float32 adapters, loaded from the meta device."""
     ensure_process_group(torch.device("cpu"))
     model = empty_model(path, torch.bfloat16)
-    add_lora(model, LoraOptions(rank=4))
+    add_lora(model, LearnerConfig(lora_rank=4))
     shard(model, compute)
     load_weights(model, path, "cpu")
     return model
@@ -215,7 +208,7 @@ def test_fsdp_trains_float32_adapters_of_a_frozen_bfloat16_base(
         with torch.no_grad():
             for parameter in plain.parameters():
                 parameter.copy_(parameter.bfloat16())
-        add_lora(plain, LoraOptions(rank=4))
+        add_lora(plain, LearnerConfig(lora_rank=4))
         assert losses == pytest.approx(adam_steps(plain, 4), rel=1e-5)
         merged = dict(merged_weights(model, whole))
         expected = dict(merged_weights(plain))

@@ -19,8 +19,9 @@ from envs.errors import UserError
 from tests.processes import run_ranks
 from tests.tiny_models import MODEL_TYPES, write_tiny_model
 from tests.trainer.networks import assert_same_tensors, logits, parameters, shard
+from trainer.config.learner import LearnerConfig
 from trainer.learner import weights_io as loading
-from trainer.learner.lora import LoraOptions, add_lora, is_adapter, plain_name
+from trainer.learner.lora import add_lora, is_adapter, plain_name
 from trainer.learner.sharding import freeze_vision, trainable_parameters
 from trainer.learner.weights_io import empty_model, load_weights
 
@@ -183,7 +184,7 @@ class CountingSlice:
 def load_sharded(path: Path, adapters: bool, policy: OffloadPolicy) -> PolicyModel:
     model = empty_model(path)
     if adapters:
-        add_lora(model, LoraOptions(rank=3))
+        add_lora(model, LearnerConfig(lora_rank=3))
     shard(model, offload=policy)
     load_weights(model, path, "cpu", seed=5)
     return model
@@ -247,7 +248,7 @@ def test_adapters_start_from_the_same_values_on_every_number_of_ranks(
 ) -> None:
     model = PolicyModel.load(checkpoints["qwen3_vl"])
     base = parameters(model)
-    add_lora(model, LoraOptions(rank=3), seed=5)
+    add_lora(model, LearnerConfig(lora_rank=3), seed=5)
     for rank in ranks:
         assert_same_tensors(rank["adapters"], parameters(model))
     for name, tensor in ranks[0]["adapters"].items():

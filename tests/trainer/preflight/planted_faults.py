@@ -34,10 +34,11 @@ from tests.trainer.preflight.faulty_engines import (
     UnnormalisedEngine,
     swap,
 )
-from trainer.doctor import DoctorConfig, diagnose
 from trainer.learner.fsdp_learner import FSDPLearner, build_learner
+from trainer.preflight.diagnosis import diagnose
 from trainer.preflight.finding import Finding
-from trainer.preflight.memory_estimate import qwen3_vl_config
+from trainer.preflight.qwen3_vl import qwen3_vl_config
+from trainer.preflight.report import DoctorConfig
 
 #: The run that is examined.
 FLAGS = ("--train-size", "64", "--eval-size", "0", "--max-new-tokens", "128", "--problems", "2", "--answers", "8")

@@ -35,7 +35,6 @@ from trainer.config.inputs import ModelConfig
 from trainer.config.learner import ClusterConfig, LearnerConfig
 from trainer.config.rollout import EngineConfig
 from trainer.config.run import RunConfig
-from trainer.doctor import DoctorConfig
 from trainer.doctor import run as run_doctor
 from trainer.learner.weights_io import meta_model
 from trainer.preflight.checks.chat_template import check_conventions
@@ -44,16 +43,17 @@ from trainer.preflight.checks.free_memory import FreeMemory, host_free
 from trainer.preflight.checks.gold_answers import AnswerRewards, check_answers
 from trainer.preflight.checks.image_processing import check_settings
 from trainer.preflight.checks.image_sensitivity import check_image_sensitivity
-from trainer.preflight.checks.memory import MetaNetworks, check_memory, memory_need
+from trainer.preflight.checks.memory import check_memory, memory_need
 from trainer.preflight.checks.prompt_lengths import check_lengths
 from trainer.preflight.checks.stale_cache import CacheGaps, check_caches
 from trainer.preflight.checks.storage import DiskNeed, check_folder, file_system
 from trainer.preflight.checks.versions import RANGES, Uses, Versions, check_versions, read_driver
 from trainer.preflight.checks.weights import check_same, check_tower, rows_of
 from trainer.preflight.finding import Finding, Verdict, combine, fault, ok, run_check, skipped, warning
-from trainer.preflight.memory_estimate import GIB, qwen3_vl_config
+from trainer.preflight.memory_estimate import GIB, MetaNetworks
 from trainer.preflight.quick import RunRefused
-from trainer.preflight.report import CHECKS, FindingLog, summary_line
+from trainer.preflight.qwen3_vl import qwen3_vl_config
+from trainer.preflight.report import CHECKS, DoctorConfig, FindingLog, summary_line
 from trainer.run import run as run_training
 from trainer.types import StepStats
 

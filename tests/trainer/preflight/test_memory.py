@@ -19,20 +19,22 @@ from agents.model.mrope import mrope_positions
 from agents.model.packed import PackedStreams
 from agents.model.policy import PolicyModel
 from agents.types import ProcessedImage
+from envs.config.cli import exit_code
 from tests.tiny_models import MODEL_TYPES, tiny_config, write_tiny_model
-from trainer.learner.lora import LoraOptions, add_lora
+from trainer.config.learner import LearnerConfig
+from trainer.learner.lora import add_lora
 from trainer.learner.sharding import freeze_vision
 from trainer.learner.weights_io import meta_model
-from trainer.memory import main
+from trainer.memory import run
 from trainer.preflight.memory_estimate import (
     GIB,
     Parameters,
     Plan,
     decoder_block_bytes,
     estimate,
-    qwen3_vl_config,
     vision_block_bytes,
 )
+from trainer.preflight.qwen3_vl import qwen3_vl_config
 
 
 @pytest.mark.parametrize(
@@ -112,7 +114,7 @@ def test_frozen_weights_have_no_gradient_and_no_moments() -> None:
 def test_adapters_are_all_that_is_trained_with_lora() -> None:
     model = tiny()
     base = Parameters.of(model)
-    add_lora(model, LoraOptions(rank=8))
+    add_lora(model, LearnerConfig(lora_rank=8))
     count, found = Parameters.of(model), estimate(model, Plan(frozen_bytes=2))
     in_and_out = 2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 96)
     assert count.trained == 3 * 8 * in_and_out and count.frozen == base.trained
@@ -200,15 +202,15 @@ def test_blocks_keep_what_the_formulas_say(model_type: str) -> None:
 def test_the_command_prints_a_table_that_says_it_is_computed(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert main(["--model", "4b", "--gpus", "2", "--memory-gib", "80"]) == 0
+    assert run(["--model", "4b", "--gpus", "2", "--memory-gib", "80"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("Computed, not measured: GiB on each of 2 GPUs with 80 GiB")
     assert len(lines) == 3 + 9 and lines[3].startswith("all") and lines[-1].startswith("LoRA")
     weights = 4 * 4_437_815_808 / 2 / GIB
     assert f"{weights:.1f}" in lines[3].split() and {line.split()[-1] for line in lines[3:]} == {"yes", "no"}
     write_tiny_model(tmp_path / "llama", "llama")
-    assert main(["--model", str(tmp_path / "llama")]) == 0
+    assert run(["--model", str(tmp_path / "llama")]) == 0
     assert "no vision" not in capsys.readouterr().out
-    assert main(["--model", str(tmp_path)]) == 2
-    assert main(["--gpus", "0"]) == main(["--tokens", "10", "--image-tokens", "11"]) == 2
+    for argv in (["--gpus", "0"], ["--tokens", "10", "--image-tokens", "11"], ["--model", str(tmp_path)]):
+        assert exit_code(lambda argv=argv: run(argv)) == 2
     assert "must be a model folder or hub id" in capsys.readouterr().err

@@ -32,12 +32,12 @@ from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.inputs import ModelConfig
 from trainer.config.run import RunConfig, StagesConfig
 from trainer.config.sources import SOURCES, read_config
-from trainer.doctor import trial
 from trainer.export import run as export
 from trainer.learner.fsdp_learner import FSDPLearner, build_learner
 from trainer.preflight.checks.memory import memory_need
 from trainer.preflight.checks.storage import DiskNeed
 from trainer.preflight.config_only import ConfigChecks
+from trainer.preflight.diagnosis import trial
 from trainer.rollouts.compare_runs import compare, other_settings, training_metrics
 from trainer.rollouts.live import plan_to_read
 from trainer.rollouts.recorded_groups import RecordedSteps

@@ -22,7 +22,8 @@ from trainer.starter.__main__ import run
 from trainer.starter.architecture import build_image_processor
 from trainer.starter.demonstrations import Demonstration, Demonstrator
 from trainer.starter.plans import MIXED_HABITS, Mixture
-from trainer.starter.recipe import RECIPES, Collator, lr_at, patchify, sft_loss
+from trainer.starter.recipes import RECIPES
+from trainer.starter.training import Collator, lr_at, patchify, sft_loss
 
 
 @pytest.fixture(scope="module")

@@ -10,15 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agents.model.policy import PolicyModel
-from trainer.config.learner import LearnerConfig
 from trainer.config.run import RunConfig
-from trainer.learner.lora import ALL_LINEAR, LoraOptions, add_lora
-from trainer.learner.sharding import freeze_vision
-from trainer.learner.weights_io import meta_model
 from trainer.preflight.checks.free_memory import FreeMemory
 from trainer.preflight.finding import Verdict, combine, fault, ok, skipped, warning
-from trainer.preflight.memory_estimate import GIB, Parameters, Plan, count_values, estimate
+from trainer.preflight.memory_estimate import GIB, MetaNetworks, Parameters, Plan, estimate
 from trainer.setup.components import first_server_gpu
 
 #: Memory of a process for torch's libraries, a CUDA context and the allocator's gaps.
@@ -85,27 +80,6 @@ class MemoryNeed:
     engine: int
     cache: int
     offloaded: int
-
-
-class MetaNetworks:
-    """A checkpoint's network on the meta device, as each learner configuration trains it; each is made once."""
-
-    def __init__(self, network: PolicyModel) -> None:
-        self.network = network
-        self.num_parameters = count_values(network.parameters())
-        self._made: dict[object, PolicyModel] = {(False, 0, ()): network}
-
-    def trained(self, learner: LearnerConfig) -> PolicyModel:
-        """Return the network as this configuration trains it: `requires_grad` is set, adapters are added."""
-        key = (learner.freeze_vision, learner.lora_rank, learner.lora_targets)
-        if key not in self._made:
-            model = self._made[key] = meta_model(self.network.config)
-            if learner.freeze_vision and model.architecture.vision:
-                freeze_vision(model)
-            if learner.lora_rank:
-                targets = learner.lora_targets or (ALL_LINEAR,)
-                add_lora(model, LoraOptions(learner.lora_rank, learner.lora_alpha, targets))
-        return self._made[key]
 
 
 def check_memory(config: RunConfig, networks: MetaNetworks, free: FreeMemory) -> Verdict:

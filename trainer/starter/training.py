@@ -1,4 +1,4 @@
-"""Trains the starter's weights by a recipe: `python -m trainer.starter --recipe starter`.
+"""Trains the starter's weights by a recipe.
 
 It writes a checkpoint folder with weights in bfloat16, tokenizer, chat template, image processor settings and
 `recipe.json` (settings, seed, seconds, losses, SHA-256 of the weights).
@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -26,52 +26,7 @@ from agents.model.policy import PolicyModel
 from agents.rendering.renderer import Renderer
 from trainer.starter.architecture import SHAPES, build_config, build_tokenizer, write_parts
 from trainer.starter.demonstrations import Demonstration, Demonstrator, corpus
-from trainer.starter.plans import MIXED_HABITS, Mixture
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A learning-rate schedule over one mixture of demonstrations."""
-
-    steps: int
-    batch_size: int
-    lr: float
-    warmup_steps: int
-    mixture: Mixture = field(default_factory=Mixture)
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """All settings that decide a starter's weights; besides these, only the hardware matters."""
-
-    shape: str
-    stages: tuple[Stage, ...]
-    weight_decay: float = 0.05
-    max_grad_norm: float = 1.0
-    seed: int = 17
-    levels: tuple[int, ...] = (1, 2, 3)
-    corpus_size: int = 20_000
-
-
-RECIPES = {
-    "starter": Recipe(
-        "starter",
-        stages=(
-            Stage(steps=14_946, batch_size=384, lr=1.2e-3, warmup_steps=400),
-            Stage(steps=5_000, batch_size=384, lr=4e-4, warmup_steps=100, mixture=MIXED_HABITS),
-            Stage(steps=160, batch_size=64, lr=1e-4, warmup_steps=20, mixture=replace(MIXED_HABITS, checks=0.65)),
-        ),
-    ),
-    "smoke": Recipe(
-        "smoke",
-        stages=(
-            Stage(steps=36, batch_size=8, lr=4e-3, warmup_steps=4),
-            Stage(steps=12, batch_size=8, lr=2e-3, warmup_steps=2, mixture=MIXED_HABITS),
-        ),
-        levels=(1,),
-        corpus_size=300,
-    ),
-}
+from trainer.starter.recipes import Recipe, Stage
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,7 +218,8 @@ def train(
     write_parts(folder, tokenizer, model.config)
     model.to(device)
     if device.type == "cuda":
-        compile_blocks(model)
+        for block in model.blocks:  # each on its own: blocks of the same kind share one graph
+            block.compile(dynamic=False)
     history = json.loads((init / "recipe.json").read_text(encoding="utf-8"))["stages"][:first_stage] if init else []
     for number in range(first_stage, len(recipe.stages)):
         stage_started = time.perf_counter()
@@ -282,9 +238,3 @@ def train(
     }
     (folder / "recipe.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return report
-
-
-def compile_blocks(model: PolicyModel) -> None:
-    """Compile every transformer block separately: blocks of the same kind share one graph."""
-    for block in model.blocks:
-        block.compile(dynamic=False)
