@@ -289,7 +289,7 @@ async def throughput(bench: Bench) -> dict[str, Any]:
                 groups, loop_s = await bench.play(
                     engine, "geo3k", problems, 1, 0.0, seed=11, max_concurrent=concurrency
                 )
-                engine.ask = ask  # type: ignore[method-assign]
+                engine.send = send  # type: ignore[method-assign]
                 tokens = sum(t.num_model_tokens for group in groups for t in group.trajectories)
                 await engine.servers.up[0].client.call("flush_cache", {})
                 bare_tokens, bare_s = await bare_client(url, list(sent), concurrency)
