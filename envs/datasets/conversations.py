@@ -76,13 +76,14 @@ class ConversationRows:
         len(rows), rows[0].where                    # (256, "demos.jsonl row 0")
     """
 
-    def __init__(self, source: RowSource, options: ConversationOptions) -> None:
+    def __init__(self, source: RowSource, options: ConversationOptions, limit: int | None = None) -> None:
         self._source, self._options = source, options
+        self._size = len(source.rows) if limit is None else min(limit, len(source.rows))
         prompt = options.system_prompt or options.default_system_prompt or None
-        self._problems = RowSamples(source, options.keys, prompt, options.allow_outside_images, len(source.rows))
+        self._problems = RowSamples(source, options.keys, prompt, options.allow_outside_images, self._size)
 
     def __len__(self) -> int:
-        return len(self._source.rows)
+        return self._size
 
     def __getitem__(self, index: int, /) -> Conversation:
         row, where, options = self._source.rows[index], f"{self._source.name} row {index}", self._options
@@ -137,13 +138,13 @@ def answered(sample: Sample, answer_format: str) -> tuple[Message, ...]:
     return (*sample.prompt, {"role": "assistant", "content": answer})
 
 
-def open_conversations(source: str, options: ConversationOptions, split: str = "train") -> ConversationRows:
+def open_conversations(source: str, options: ConversationOptions, limit: int | None = None) -> ConversationRows:
     """Open a data set, as `envs.datasets.samples.load_samples` does; rows are checked when they are read.
 
     Raises:
         UserError: the source is missing, empty, or not readable in the format that its name says.
     """
-    return ConversationRows(open_rows(source, split), options)
+    return ConversationRows(open_rows(source, "train"), options, limit)
 
 
 def _read_tools(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:

@@ -11,7 +11,7 @@ from envs.config.settings import Section
 from envs.datasets.conversations import ANSWER, ANSWER_FORMAT, ConversationOptions
 from envs.problems import RowsConfig
 from trainer.config.algorithm import AlgorithmConfig
-from trainer.config.inputs import ModelConfig
+from trainer.config.inputs import NUM_HELD_OUT, NUM_TRAIN, ModelConfig
 from trainer.config.learner import AdamWConfig, ClusterConfig, LearnerConfig, LearnerPlan, OptimConfig
 from trainer.config.run import CheckpointConfig, RunConfig, RunDirConfig
 
@@ -39,8 +39,18 @@ class ConversationsConfig(RowsConfig):
         le=1,
         description="largest share of invalid conversations to leave out; more of them are an error",
     )
-    train_size: int = Field(default=1024, ge=1, description="number of the environment's own training problems to use")
-    eval_size: int = Field(default=256, ge=0, description="number of its held-out problems to use; 0: none")
+    train_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="number of conversations to learn from, the first ones of --data; empty: all of them, or "
+        f"{NUM_TRAIN} of the environment's own problems",
+    )
+    eval_size: int | None = Field(
+        default=None,
+        ge=0,
+        description="number of held-out conversations, the first ones of --eval-data; empty: all of them, or "
+        f"{NUM_HELD_OUT} of the environment's own problems; 0: none",
+    )
 
     @field_validator("answer_format")
     @classmethod

@@ -23,7 +23,7 @@ from envs.spec import EnvSpec
 from envs.tool_calls import ToolFormat, detect_format
 from envs.types import SampleSource
 from trainer.checkpoint.checkpointer import Checkpoint
-from trainer.config.inputs import EnvConfig
+from trainer.config.inputs import NUM_HELD_OUT, NUM_TRAIN, EnvConfig
 from trainer.config.sft import SftConfig
 from trainer.learner.protocol import Learner
 from trainer.setup.components import check_learner
@@ -120,13 +120,16 @@ def _sources(
         samples = with_system_prompt(spec.load_dataset(split, size, seed), data.system_prompt or prompt)
         return AnsweredSamples(samples, data.answer_format, options.default_tools)
 
-    held_out: ConversationSource | None = None
+    if data.data:
+        train: ConversationSource = open_conversations(data.data, options, data.train_size)
+    else:
+        train = own("train", data.train_size or NUM_TRAIN, config.seed)
+    if data.eval_size == 0:
+        return train, None
     if data.eval_data:
-        held_out = open_conversations(data.eval_data, options)
-    elif data.eval_size and not data.data:
-        held_out = own("heldout", data.eval_size, 0)  # the same for every seed, so that runs can be compared
-    train = open_conversations(data.data, options) if data.data else own("train", data.train_size, config.seed)
-    return train, held_out
+        return train, open_conversations(data.eval_data, options, data.eval_size)
+    # Seed 0 for every run, so that runs can be compared.
+    return train, None if data.data else own("heldout", data.eval_size or NUM_HELD_OUT, 0)
 
 
 def _tools(config: SftConfig, spec: EnvSpec, tool_format: ToolFormat) -> tuple[Mapping[str, Any], ...]:

@@ -254,6 +254,15 @@ def tuned(checkpoint: Path, demos: Path, tmp_path_factory: pytest.TempPathFactor
         return folder, tune(checkpoint, demos, folder, *argv)
 
 
+def test_sizes_count_the_first_conversations_of_files(
+    checkpoint: Path, demos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["--eval-data", str(demos), "--train-size", "8", "--eval-size", "3"]
+    tune(checkpoint, demos, tmp_path / "run", *sizes, "--steps", "1")
+    shown = capsys.readouterr().out
+    assert "\n8 conversations of" in shown and "; 3 held out; 1 steps" in shown
+
+
 def test_the_command_lowers_the_loss_and_leaves_everything_behind(tuned: tuple[Path, dict[str, Any]]) -> None:
     folder, summary = tuned
     rows = lines_of(folder / "metrics.jsonl")
