@@ -1,8 +1,8 @@
 r"""Which answers graders take for right: `python -m benchmarks.graders`.
 
-Grades the pairs of `benchmarks/graded_pairs.txt` with our grader `math`, with math-verify as its README calls it, and
-with mathruler if it is installed. Prints false accepts, false rejects and the slowest pair of each class, and writes
-`benchmarks/results/graders.json` with every wrong verdict.
+Grades the pairs of `tests/envs/grading/graded_pairs.txt` with our grader `math`, with math-verify as its README calls
+it, and with mathruler if it is installed. Prints false accepts, false rejects and the slowest pair of each class, and
+writes `benchmarks/results/graders.json` with every wrong verdict.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.graded_pairs import Pair, graders, read_pairs
 from benchmarks.report import RESULTS, commit, write_result
 from envs.workers.worker import Worker, WorkerDied, WorkerError, WorkerTimeout
+from tests.envs.grading.graded_pairs import Pair, graders, read_pairs
 
 #: A grader that takes longer for a pair is stopped; the pair counts as not equal.
 LIMIT_S = 10.0

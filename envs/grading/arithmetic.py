@@ -169,7 +169,7 @@ class _Evaluator:
         return whole
 
     def _function(self, function: Callable[[float], float]) -> Number:
-        r"""Read ``\sin ( 2 )``, ``\sin ^ 2 { 3 }`` or ``\sin \frac { 1 } { 2 }``, not ``\sin 2 \pi``: where that ends is unclear."""
+        r"""Read ``\sin ( 2 )``, ``\sin ^ 2 { 3 }``, not ``\sin 2 \pi``, of which it is unclear where it ends."""
         self.index += 1
         power = self._argument() if self._take("^") else Fraction(1)
         is_bare = self._peek() not in ("(", "{", "\\frac")

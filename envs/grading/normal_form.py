@@ -63,7 +63,7 @@ _UNICODE = str.maketrans(
         **{chr(0xFF01 + place): chr(0x21 + place) for place in range(94)},  # full width
         "π": r"\pi ", "√": r"\sqrt ", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": r"\div ", "±": r"\pm ",
         "≤": r"\leq ", "≥": r"\geq ", "≠": r"\neq ", "≈": r"\approx ", "∞": r"\infty ", "∪": r"\cup ", "∩": r"\cap ",
-        "∅": r"\emptyset ", "∠": r"\angle ", "△": r"\triangle ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ",
+        "∈": r"\in ", "∅": r"\emptyset ", "∠": r"\angle ", "△": r"\triangle ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ",
         "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
     }
 )  # fmt: skip
