@@ -15,7 +15,7 @@ from envs.grading.arithmetic import Number
 from envs.grading.normal_form import Reading, read
 from envs.grading.screening import are_comparable, is_readable, is_tower
 
-#: Of a number that is rounded to this many digits or more, against an irrational one.
+#: Of a decimal with this many digits or more, which was rounded, against an irrational number.
 RELATIVE_TOLERANCE = 1e-6
 MIN_ROUNDED_DIGITS = 6
 #: Of two ways to compute one number with floats.
@@ -25,7 +25,7 @@ FLOAT_TOLERANCE = 1e-9
 def same_value(answer: Reading, label: Reading) -> bool:
     r"""Return whether both mean the same, such as ``\sqrt{50}`` and ``5\sqrt{2}``, or ``x+1`` and ``1+x``.
 
-    Two rationals must be exactly equal; where one side is irrational, a number of six digits or more may differ by a
+    Two rationals must be exactly equal; where one side is irrational, a decimal of six digits or more may differ by a
     relative 1e-6, because it was rounded. Matrices are equal cell by cell. The letter of a choice equals the choice
     with its text, but the text alone does not equal the letter.
     """
@@ -100,4 +100,5 @@ def _same_number(a: Number, b: Number, is_rounded: bool) -> bool:
 
 
 def _has_long_decimal(reading: Reading) -> bool:
-    return any("." in token and len(token.strip("0.")) > MIN_ROUNDED_DIGITS for token in reading.tokens)
+    decimals = (token.replace(".", "") for token in reading.tokens if "." in token)
+    return any(len(digits.strip("0")) >= MIN_ROUNDED_DIGITS for digits in decimals)

@@ -56,14 +56,15 @@ class Reading:
 _SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n", strict=True))
 _UNICODE = str.maketrans(
     {
-        **dict.fromkeys("‐‑‒–−", "-"),  # hyphens, dashes and the minus
+        **dict.fromkeys("\u2010\u2011\u2012\u2013\u2212", "-"),  # hyphens, dashes and the minus
         **dict.fromkeys("°º˚", r"^\circ"),
         **dict.fromkeys("“”„‟", '"'),
         **dict.fromkeys("‘’‚‛", "'"),
         **{chr(0xFF01 + place): chr(0x21 + place) for place in range(94)},  # full width
         "π": r"\pi ", "√": r"\sqrt ", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": r"\div ", "±": r"\pm ",
         "≤": r"\leq ", "≥": r"\geq ", "≠": r"\neq ", "≈": r"\approx ", "∞": r"\infty ", "∪": r"\cup ", "∩": r"\cap ",
-        "∈": r"\in ", "∅": r"\emptyset ", "∠": r"\angle ", "△": r"\triangle ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ",
+        "∈": r"\in ", "∅": r"\emptyset ", "∠": r"\angle ", "△": r"\triangle ",
+        "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ",
         "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
     }
 )  # fmt: skip
