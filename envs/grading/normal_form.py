@@ -116,6 +116,7 @@ _REWRITES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], .
             ),
         ),
         (r"\\log\s*_\s*\{?\s*e\s*\}?(?![A-Za-z])", r"\\ln "),
+        (r"_\{\s*(\w)\s*\}", r"_\1"),
         (r"\\(angle|triangle)\s*\{\s*([A-Z]+)\s*\}", r"\\\1 \2"),
         (r"\^?\s*\{?\s*\\circ(?![A-Za-z])\s*\}?|\\deg(?:rees?)?(?![A-Za-z])", " "),
         (r"[\s.]+$", ""),
