@@ -94,9 +94,13 @@ def _with_short_floats(value: Any, kind: pyarrow.DataType) -> Any:
         return float(str(narrow(value)))
     if pyarrow.types.is_struct(kind):
         return {field.name: _with_short_floats(value[field.name], field.type) for field in kind}
+    if isinstance(kind, pyarrow.BaseExtensionType):
+        return _with_short_floats(value, kind.storage_type)
     if pyarrow.types.is_dictionary(kind):
         return _with_short_floats(value, kind.value_type)
-    if isinstance(value, list) and not pyarrow.types.is_map(kind):
+    if pyarrow.types.is_map(kind):
+        return [(key, _with_short_floats(item, kind.item_type)) for key, item in value]
+    if isinstance(value, list):
         return [_with_short_floats(item, kind.value_type) for item in value]
     return value
 

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from envs.datasets.rows import ArrowRows
 from envs.datasets.samples import DataKeys, RowSamples, Subset, epoch_order, filter_overlong, load_samples
 from envs.errors import UserError
 from envs.grading import score_text
@@ -203,6 +204,25 @@ def test_a_number_is_read_as_the_shortest_text_of_its_own_type(kind: str, value:
     assert sample.label == label
     assert sample.metadata == {"sizes": [18.8, None]}
     assert score_text(f"\\boxed{{{label}}}", str(sample.label)) == 1.0
+
+
+def test_every_nested_column_is_read_with_short_floats() -> None:
+    import pyarrow as pa
+
+    single, tensor = pa.float32(), pa.fixed_shape_tensor(pa.float32(), [2])
+    columns = {
+        "list": (pa.array([[18.8]], pa.list_(single)), [18.8]),
+        "large_list": (pa.array([[18.8]], pa.large_list(single)), [18.8]),
+        "struct": (
+            pa.array([{"x": 18.8, "y": "a"}], pa.struct({"x": single, "y": pa.string()})),
+            {"x": 18.8, "y": "a"},
+        ),
+        "map": (pa.array([[("a", 18.8)]], pa.map_(pa.string(), single)), [("a", 18.8)]),
+        "tensor": (pa.ExtensionArray.from_storage(tensor, pa.array([[18.8, 0.1]], pa.list_(single, 2))), [18.8, 0.1]),
+        "null": (pa.array([None], single), None),
+    }
+    table = pa.table({name: array for name, (array, _) in columns.items()})
+    assert ArrowRows(lambda index: table.slice(index, 1), 1)[0] == {name: read for name, (_, read) in columns.items()}
 
 
 def test_every_file_format_gives_the_same_samples(folder: Path) -> None:
