@@ -1,5 +1,5 @@
 """The environment contract for callers: `EpisodeEnv` (the methods that an episode needs), `EnvFault` (a broken
-environment) and `checked_messages` (validates what an environment shows)."""
+environment), and the checks of what an environment shows."""
 
 from __future__ import annotations
 
@@ -33,8 +33,33 @@ class EnvFault(Exception):
 
 
 def checked_messages(value: object) -> tuple[Message, ...]:
-    """Validate the result of `format_observation` and return it as messages with decoded pictures."""
+    """Validate messages, or a single one, and return them with decoded pictures."""
     return tuple(_message(each) for each in (value if isinstance(value, (list, tuple)) else [value]))
+
+
+def checked_opening(value: object) -> tuple[Message, ...]:
+    """Validate the first observation's messages, which are a part of the prompt: they may show turns of an example."""
+    messages = checked_messages(value)
+    if messages and messages[-1]["role"] == "assistant":
+        raise EnvFault('the first observation must not end with the role "assistant": the model has to write next')
+    return messages
+
+
+def checked_answer(value: object) -> tuple[Message, ...]:
+    """Validate the messages that answer a turn: none may pass for a turn of the model."""
+    messages = checked_messages(value)
+    if any(message["role"] == "assistant" for message in messages):
+        fix = 'give the message the role "tool" or "user"'
+        raise EnvFault(f'an observation must not have the role "assistant", in which only the model writes; {fix}')
+    return messages
+
+
+def checked_tools(value: object) -> tuple[dict[str, Any], ...]:
+    """Validate the tools of an environment: schemas in a list, none for None."""
+    tools = () if value is None else value
+    if not isinstance(tools, (list, tuple)) or not all(isinstance(tool, dict) for tool in tools):
+        raise EnvFault(f"tools must be a list of schemas, each a dict, got {value!r:.200}")
+    return tuple(tools)
 
 
 def _message(value: object) -> Message:

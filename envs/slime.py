@@ -15,6 +15,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from envs import types
+from envs.datasets.rows import read_tools
 from envs.env import EnvArgs, observation_message
 from envs.grading import extract_boxed, score_text
 from envs.types import Message
@@ -52,8 +53,8 @@ class BaseInteractionEnv:
 
 
 def show(observation: dict[str, Any]) -> Message:
-    """Return the message that slime makes of an observation; the default role is "user"."""
-    return observation_message(observation, "user")
+    """Return the message that slime makes of an observation: always a user's, whatever role the observation names."""
+    return {**observation_message(observation, "user"), "role": "user"}
 
 
 class SlimeEnv(Wrapper):
@@ -69,7 +70,8 @@ class SlimeEnv(Wrapper):
     @property
     def tools(self) -> Sequence[dict[str, Any]]:  # type: ignore[override]
         """The tools in the metadata of the sample, as in slime, else those of the environment."""
-        return self.sample.metadata.get("tools") or getattr(self.env, "tools", ())
+        of_row = read_tools(self.sample.metadata.get("tools"), f"sample {self.sample.id} metadata.tools")
+        return of_row or getattr(self.env, "tools", ())
 
     def format_observation(self, observation: dict[str, Any]) -> Message:
         """Return the message as the module itself makes it."""

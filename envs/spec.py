@@ -62,7 +62,10 @@ class EnvSpec(BaseModel):
     dataset_options: Mapping[str, Any] = Field(default={}, description="keywords for the built-in data set")
     system_prompt: str | None = Field(default=None, pattern=_REFERENCE, description="module:ATTRIBUTE of a string")
     options: Mapping[str, Any] = Field(default={}, description="build_env gets them as args.options")
-    grader: GraderName = Field(default="math", description="how an answer is compared with the label, see envs.grading")
+    grader: GraderName | Literal["none"] = Field(
+        default="math",
+        description="how an answer is compared with the label, see envs.grading; none: the label is no answer",
+    )
     reward_max_val: float = Field(default=1.0, strict=False, description="reward of a right answer")
     reward_min_val: float = Field(default=0.0, strict=False, description="reward of a wrong answer")
     tool_format: ToolFormat | Literal["auto"] = Field(

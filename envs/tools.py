@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import cmath
 import functools
 import inspect
 import json
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, TypeVar, overload
 
 import docstring_parser
@@ -143,7 +145,11 @@ class Tool:
     def _validated(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         model = self.arguments.model_validate(dict(arguments))
         fields = self.arguments.model_fields
-        return {fields[field].alias or field: getattr(model, field) for field in model.model_fields_set}
+        names = {field: fields[field].alias or field for field in model.model_fields_set}
+        for field, value in model.model_dump(include=set(names)).items():
+            if not _is_finite(value):
+                raise BadArgumentsError(f'"{names[field]}" must hold no NaN and no infinity.')
+        return {name: getattr(model, field) for field, name in names.items()}
 
     def _explain(self, error: ValidationError) -> str:
         known = self.schema["function"]["parameters"]["properties"]
@@ -160,6 +166,15 @@ class Tool:
                 rule = problem["msg"].replace("Input should be", "must be").replace("Value error, ", "")
                 problems.append(f"{place} {rule[0].lower()}{rule[1:]}.")
         return " ".join(problems)
+
+
+def _is_finite(value: Any) -> bool:
+    """Return whether a value, and every value in it, is no NaN or infinity: a text such as "1e999" becomes one."""
+    if isinstance(value, dict):
+        return all(_is_finite(item) for item in value.values())
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(map(_is_finite, value))
+    return not isinstance(value, float | complex | Decimal) or cmath.isfinite(value)
 
 
 def _json_or_text(text: str) -> Any:

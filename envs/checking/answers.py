@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import struct
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
@@ -19,6 +21,8 @@ NO_ANSWER = "That is all."
 #: How a model may write its final answer.
 FORMS = {"\\boxed{label}": "\\boxed{%s}", "Answer: label": "Answer: %s", "label": "%s"}
 MAX_TOOLS = 6
+#: A number with fewer digits was written by a person.
+MIN_ROUNDED_DIGITS = 15
 
 
 def answer_scripts(survey: PlayedEpisode, labels: Sequence[str], args: EnvArgs) -> list[Script]:
@@ -26,7 +30,7 @@ def answer_scripts(survey: PlayedEpisode, labels: Sequence[str], args: EnvArgs) 
 
     `labels` are those of the samples; one with another meaning becomes a wrong answer.
     """
-    label = survey.sample.label
+    label = survey.sample.label if args.grader != "none" else None
     scripts = [Script("plain", "a plain answer", ("The answer is 7.",))]
     tools = [tool for tool in survey.tools if schema_problem(tool) is None][:MAX_TOOLS]
     for name, arguments in ((tool["function"]["name"], example_arguments(tool)) for tool in tools):
@@ -34,7 +38,8 @@ def answer_scripts(survey: PlayedEpisode, labels: Sequence[str], args: EnvArgs) 
     if survey.solution:
         scripts.append(Script("gold", "solution()", survey.solution))
     elif label is not None:
-        scripts += [Script("gold", name, (form.replace("%s", label),)) for name, form in FORMS.items()]
+        answer = as_written(label)
+        scripts += [Script("gold", name, (form.replace("%s", answer),)) for name, form in FORMS.items()]
     if not survey.solution and label is None:
         return scripts
     wrong = {"empty text": "", "no answer": "I do not know.", "a wrong answer": f"\\boxed{{{_near(label)}}}"}
@@ -44,6 +49,31 @@ def answer_scripts(survey: PlayedEpisode, labels: Sequence[str], args: EnvArgs) 
     scripts += [Script("wrong", name, (text,)) for name, text in wrong.items()]
     revealing = list(_revealing(survey, tools, args)) if label is not None else []
     return scripts + [script for script in revealing if len(script.texts) <= args.max_turns]
+
+
+def as_written(label: str) -> str:
+    """Return a label as a person would write it; a computer's rounding may have made a number long.
+
+    >>> as_written("0.30000000000000004"), as_written("18.799999237060547"), as_written("0.3333333333333333")
+    ('0.3', '18.8', '1/3')
+    """
+    try:
+        value = float(label)
+        is_single = _single(value) == value  # a number of 32 bits that was stored in 64
+    except (ValueError, OverflowError):
+        return label
+    if not math.isfinite(value) or "." not in label or sum(map(str.isdecimal, label)) < MIN_ROUNDED_DIGITS:
+        return label
+    short = f"{value:.7g}" if is_single else f"{value:.15g}"
+    if len(short) <= len(label) - 4 and not (is_single and _single(float(short)) != value):
+        return short
+    near, exact = Fraction(value).limit_denominator(100), Fraction(value)
+    return str(near) if abs(near - exact) <= abs(exact) / 2 ** (24 if is_single else 52) else label
+
+
+def _single(value: float) -> float:
+    """Return the nearest number of 32 bits."""
+    return struct.unpack("f", struct.pack("f", value))[0]
 
 
 def _revealing(survey: PlayedEpisode, tools: Sequence[dict[str, Any]], args: EnvArgs) -> Iterator[Script]:
@@ -81,7 +111,7 @@ def check_gold(evidence: Evidence) -> Finding:
     for episode in evidence.of("gold"):
         by_sample[episode.sample.id].append(episode)
     if not by_sample:
-        unknown = "no solution() and no label, so the right answer is unknown"
+        unknown = "no solution() and no label that is an answer, so the right answer is unknown"
         return Finding(name, None, unknown if evidence.is_opened else NOT_REACHED)
     problems = []
     for episodes in by_sample.values():
@@ -91,8 +121,10 @@ def check_gold(evidence: Evidence) -> Finding:
             turns = len(too_long[0].script.texts)
             problems.append(f"{where(episodes[0])}: takes {turns} turns, max_turns is {evidence.args.max_turns}")
         elif scores and all(episode.reward != best for episode in episodes if episode.reward is not None):
-            sample = episodes[0].sample
-            problems.append(f"sample {sample.id} (label {sample.label!r:.40}): {', '.join(scores)}; best is {best:g}")
+            sample, answer = episodes[0].sample, as_written(episodes[0].sample.label or "")
+            form = f", as a person writes it {answer!r}" if answer != (sample.label or "") else ""
+            rule = f"{', '.join(scores)}; best is {best:g}"
+            problems.append(f"sample {sample.id} (label {sample.label!r:.40}{form}): {rule}")
     if problems:
         return Finding(name, False, listed(problems))
     judged = [episode for episode in evidence.of("gold") if episode.reward is not None]

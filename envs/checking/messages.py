@@ -41,6 +41,8 @@ def check_prompts(evidence: Evidence) -> Finding:
             continue  # the first observation, not known here, may hold all messages
         if not messages:
             problems.append(f"sample {sample.id}: neither prompt nor first observation holds a message")
+        elif messages[-1]["role"] == "assistant" and sample.id in openings:
+            problems.append(f"sample {sample.id}: the last message is an assistant's, so no turn of the model begins")
         if unknown := [message["role"] for message in messages if message["role"] not in ROLES]:
             problems.append(f"sample {sample.id}: role '{unknown[0]}' is not one of {', '.join(ROLES)}")
         if any("<image>" in text for text in texts(messages)):

@@ -6,12 +6,11 @@ becomes a question and one answer. A row is checked when it is read.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from envs.datasets.rows import ArrowRows, RowSource, open_rows
+from envs.datasets.rows import RowSource, open_rows, read_tools
 from envs.datasets.samples import DEFAULT_KEYS, DataKeys, RowSamples, add_system_prompt, read_messages, with_images
 from envs.errors import UserError
 from envs.images import decode_image
@@ -87,7 +86,8 @@ class ConversationRows:
 
     def __getitem__(self, index: int, /) -> Conversation:
         row, where, options = self._source.rows[index], f"{self._source.name} row {index}", self._options
-        tools = _read_tools(row.get(options.tools_key), f"{where} {options.tools_key}") or options.default_tools
+        given = self._source.as_given(row.get(options.tools_key))
+        tools = read_tools(given, f"{where} {options.tools_key}") or options.default_tools
         if row.get(options.messages_key) is None:
             if options.keys.prompt not in row:
                 rule = f"must hold messages under '{options.messages_key}', or a problem under '{options.keys.prompt}'"
@@ -97,8 +97,7 @@ class ConversationRows:
         keys = replace(options.keys, prompt=options.messages_key)
         row = _with_gathered_images(row, keys, where)
         messages, images, fields = read_messages(row, keys, where, self._source.root, options.allow_outside_images)
-        if isinstance(self._source.rows, ArrowRows):  # Arrow gives every call the arguments of all calls
-            messages = [_without_none(message) for message in messages]
+        messages = self._source.as_given(messages)
         pictures = [decode_image(image, field) for image, field in zip(images, fields, strict=True)]
         return Conversation(where, tuple(self._prompted(with_images(messages, pictures))), tools)
 
@@ -147,22 +146,6 @@ def open_conversations(source: str, options: ConversationOptions, limit: int | N
     return ConversationRows(open_rows(source, "train"), options, limit)
 
 
-def _read_tools(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
-    """Return a row's tool schemas, from a list or its JSON."""
-    if isinstance(value, str) and value.strip():
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            reason = f"{error.msg} at column {error.colno}"
-            raise UserError(where, "must be a list of tool schemas, or its JSON", reason, "fix the JSON") from error
-    if not value:
-        return ()
-    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        fix = 'give [{"type": "function", "function": {"name": ...}}]'
-        raise UserError(where, "must be a list of tool schemas, or its JSON", value, fix)
-    return tuple(value)
-
-
 def _with_gathered_images(row: Mapping[str, Any], keys: DataKeys, where: str) -> Mapping[str, Any]:
     """Return the row with the pictures in its messages' parts moved to its images column and placeholders left."""
     given = row[keys.prompt]
@@ -187,9 +170,3 @@ def _with_gathered_images(row: Mapping[str, Any], keys: DataKeys, where: str) ->
         rule = f"must have its pictures in the messages or under '{keys.images}'"
         raise UserError(where, rule, "both", "remove one of the two")
     return {**row, keys.prompt: messages, keys.images: pictures} if pictures else {**row, keys.prompt: messages}
-
-
-def _without_none(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _without_none(item) for name, item in value.items() if item is not None}
-    return [_without_none(item) for item in value] if isinstance(value, list) else value

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
 from envs.errors import UserError, did_you_mean, first_line
 
 if TYPE_CHECKING:
@@ -54,10 +56,18 @@ class RowSource:
     #: Image paths are relative to this folder and must stay in it.
     root: Path
 
+    def as_given(self, value: Any) -> Any:
+        """Return a nested value of a row without what Arrow adds: each dict of a column gets the keys of all dicts."""
+        return _without_none(value) if isinstance(self.rows, ArrowRows) else value
+
 
 @dataclass(frozen=True)
 class ArrowRows:
-    """Rows of an Arrow table; `read` returns the one-row table at an index."""
+    """Rows of an Arrow table; `read` returns the one-row table at an index.
+
+    A float of less than 64 bits is read as the shortest decimal that its own type rounds to the same value: 18.8, where
+    Arrow gives 18.799999237060547.
+    """
 
     read: Callable[[int], pyarrow.Table]
     size: int
@@ -66,7 +76,59 @@ class ArrowRows:
         return self.size
 
     def __getitem__(self, index: int, /) -> Mapping[str, Any]:
-        return self.read(index).to_pylist()[0]
+        table = self.read(index)
+        row = table.to_pylist()[0]
+        return {field.name: _with_short_floats(row[field.name], field.type) for field in table.schema}
+
+
+_NARROW_FLOATS = {"halffloat": np.float16, "float": np.float32}
+
+
+def _with_short_floats(value: Any, kind: pyarrow.DataType) -> Any:
+    """Return the Python form of an Arrow value with the short form of every narrow float in it."""
+    import pyarrow.types
+
+    if value is None:
+        return None
+    if narrow := _NARROW_FLOATS.get(str(kind)):
+        return float(str(narrow(value)))
+    if pyarrow.types.is_struct(kind):
+        return {field.name: _with_short_floats(value[field.name], field.type) for field in kind}
+    if isinstance(kind, pyarrow.BaseExtensionType):
+        return _with_short_floats(value, kind.storage_type)
+    if pyarrow.types.is_dictionary(kind):
+        return _with_short_floats(value, kind.value_type)
+    if pyarrow.types.is_map(kind):
+        return [(key, _with_short_floats(item, kind.item_type)) for key, item in value]
+    if isinstance(value, list):
+        return [_with_short_floats(item, kind.value_type) for item in value]
+    return value
+
+
+def read_tools(value: Any, where: str) -> tuple[dict[str, Any], ...]:
+    """Return tool schemas that are given as a list or as its JSON; none for an empty value.
+
+    Raises:
+        UserError: it is anything else.
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else ()
+        except json.JSONDecodeError as error:
+            reason = f"{error.msg} at column {error.colno}"
+            raise UserError(where, "must be a list of tool schemas, or its JSON", reason, "fix the JSON") from error
+    if not value:
+        return ()
+    if not isinstance(value, list | tuple) or not all(isinstance(tool, dict) for tool in value):
+        fix = 'give [{"type": "function", "function": {"name": ...}}]'
+        raise UserError(where, "must be a list of tool schemas, or its JSON", value, fix)
+    return tuple(value)
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_none(item) for name, item in value.items() if item is not None}
+    return [_without_none(item) for item in value] if isinstance(value, list) else value
 
 
 def open_rows(source: str, split: str) -> RowSource:

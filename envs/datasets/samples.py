@@ -18,7 +18,7 @@ from typing import Any
 
 from PIL import Image
 
-from envs.datasets.rows import RowSource, open_rows
+from envs.datasets.rows import RowSource, open_rows, read_tools
 from envs.errors import UserError, did_you_mean
 from envs.images import ImageSource, decode_image, find_image
 from envs.types import Message, Sample, SampleSource, content_parts
@@ -100,7 +100,7 @@ class RowSamples:
             images=images,
             image_fields=fields,
             label=_parse_answer(row, self._keys.answer, where),
-            metadata=_metadata(row, self._keys),
+            metadata=_metadata(row, self._keys, self._source, where),
         )
 
     def check(self) -> None:
@@ -144,7 +144,7 @@ def load_samples(
     or a set; `limit` takes only the first rows. The prompt is a text or a list of chat messages. Each ``<image>`` in it
     is the placeholder of the next picture; without any, the pictures come first in the first user message.
     `system_prompt` precedes the row's own. Other columns with plain values or lists of them become the sample's
-    metadata.
+    metadata, with the entries of a column `metadata`; `tools`, a list of schemas or its JSON, becomes a list.
 
     Example::
 
@@ -348,20 +348,25 @@ def _parse_answer(row: Mapping[str, Any], key: str, where: str) -> str:
         raise UserError(where, f"must hold an answer under '{key}'", f"keys {', '.join(row)}", did_you_mean(key, row))
     answer = row[key]
     # A table of floats turns a missing value into NaN.
-    if answer is None or (isinstance(answer, str) and not answer.strip()) or _is_nan(answer):
+    is_number = isinstance(answer, int | float | Decimal)
+    if answer is None or (isinstance(answer, str) and not answer.strip()) or (is_number and math.isnan(answer)):
         raise UserError(f"{where} {key}", "must not be empty", answer, "fill the answer in or drop the row")
-    if not isinstance(answer, str | int | float | Decimal):
-        raise UserError(f"{where} {key}", "must be a text or a number", answer, "give one answer as text")
+    if not isinstance(answer, str) and not (is_number and math.isfinite(answer)):
+        raise UserError(f"{where} {key}", "must be a text or a finite number", answer, "give one answer as text")
     return str(answer)
 
 
-def _is_nan(value: object) -> bool:
-    return isinstance(value, float | Decimal) and math.isnan(value)
-
-
-def _metadata(row: Mapping[str, Any], keys: DataKeys) -> dict[str, Any]:
+def _metadata(row: Mapping[str, Any], keys: DataKeys, source: RowSource, where: str) -> dict[str, Any]:
+    """Return the other columns with plain values, the entries of a column `metadata`, and the row's tools."""
     used = (keys.prompt, keys.answer, keys.images, "id")
-    return {name: value for name, value in row.items() if name not in used and _is_plain(value)}
+    found = {name: value for name, value in row.items() if name not in used and _is_plain(value)}
+    if isinstance(own := row.get("metadata"), dict):
+        found |= source.as_given(own)
+    tools = row.get("tools") or found.get("tools")
+    is_json = isinstance(tools, str) and tools.lstrip().startswith("[")
+    if is_json or (isinstance(tools, list) and not _is_plain(tools)):
+        found["tools"] = [*read_tools(source.as_given(tools), f"{where} tools")]
+    return found
 
 
 def _is_plain(value: object) -> bool:

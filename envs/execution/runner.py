@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, TypeVar
 
-from envs.contract import EnvFault, EpisodeEnv, checked_messages
+from envs.contract import EnvFault, EpisodeEnv, checked_answer, checked_opening, checked_tools
 from envs.execution.threads import CallTimeout, call_on_thread
 from envs.execution.watchdog import WATCHDOG, WatchedCall
 from envs.spec import EnvLimits
@@ -106,14 +106,14 @@ class EnvRunner:
             rule = f"building must return an environment with {', '.join(_METHODS)}"
             raise EnvFault(f"{rule}, got {env!r:.200}: {reasons}{fix}")
         observation = _checked_reset(env.reset())
-        return env.tools, checked_messages(env.format_observation(observation)) if observation else ()
+        messages = checked_opening(env.format_observation(observation)) if observation else ()
+        return checked_tools(env.tools), messages
 
     @staticmethod
     def _step(env: EpisodeEnv, response_text: str) -> StepResult:
         observation, done, info = _checked_step(env.step(response_text))
-        messages = checked_messages(env.format_observation(observation)) if observation else ()
-        # Copied, because an environment may keep changing a list in its info.
-        return StepResult(messages, done, {key: copy.copy(value) for key, value in info.items()})
+        messages = checked_answer(env.format_observation(observation)) if observation else ()
+        return StepResult(messages, done, {key: _snapshot(value) for key, value in info.items()})
 
     @staticmethod
     def _reward(env: EpisodeEnv, final_text: str) -> float:
@@ -223,6 +223,16 @@ def _kind(env: object) -> str:
 def _close(env: EpisodeEnv) -> None:
     if hasattr(env, "close"):
         env.close()
+
+
+def _snapshot(value: Any) -> Any:
+    """Return a copy that later changes of the environment do not reach; what cannot be copied stays itself."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # an info may hold anything, such as a lock
+        return value
 
 
 def last_line(text: str | None) -> str:

@@ -1,20 +1,34 @@
-r"""Evaluates short LaTeX arithmetic exactly, to rationals; roots and pi give floats."""
+r"""Evaluates short LaTeX arithmetic exactly, to rationals; roots, pi and sines give floats, i complex numbers."""
 
 from __future__ import annotations
 
+import cmath
 import math
+from collections.abc import Callable
 from fractions import Fraction
 
-Number = Fraction | float
+Number = Fraction | float | complex
 
 MAX_DEPTH = 24
 BRACKETS = {"(": ")", "[": "]", "\\{": "\\}"}
+#: Of an angle in radians.
+FUNCTIONS: dict[str, Callable[[float], float]] = {
+    "\\sin": math.sin,
+    "\\cos": math.cos,
+    "\\tan": math.tan,
+    "\\cot": lambda angle: math.cos(angle) / math.sin(angle),
+    "\\sec": lambda angle: 1 / math.cos(angle),
+    "\\csc": lambda angle: 1 / math.sin(angle),
+}
+#: A function that is larger has no value: tan 90 degrees is 1.6e16 in floats.
+MAX_FUNCTION = 1e12
 
 
 def evaluate(tokens: tuple[str, ...]) -> tuple[tuple[Number, ...] | None, str]:
     r"""Return (values, shape) of a number or of a list of numbers; (None, "") for anything else.
 
     The shape is a list's brackets, or "," for a set or a list without brackets (sorted, because order has no meaning).
+    A number with a plus-minus sign is the list of both numbers.
 
     >>> evaluate(("1", "/", "2"))
     ((Fraction(1, 2),), '')
@@ -26,11 +40,13 @@ def evaluate(tokens: tuple[str, ...]) -> tuple[tuple[Number, ...] | None, str]:
             if tokens[-1] in BRACKETS.values() and tokens[0] in BRACKETS:
                 inner, shape = tokens[1:-1], tokens[0] + tokens[-1]
             items = _split(inner)
+        elif tokens.count("\\pm") == 1:
+            items = [tuple(sign if token == "\\pm" else token for token in tokens) for sign in "+-"]
         values = [_Evaluator(item).value() for item in items]
     except (ArithmeticError, ValueError):
         return None, ""
     if len(values) > 1 and shape in ("", "\\{\\}"):
-        values, shape = sorted(values), ","
+        values, shape = sorted(values, key=lambda value: (value.real, value.imag)), ","
     return tuple(values), shape
 
 
@@ -45,7 +61,7 @@ def _split(tokens: tuple[str, ...]) -> list[tuple[str, ...]]:
 
 
 class _Evaluator:
-    r"""Recursive descent over tokens: numbers, + - * / ^, brackets, `\frac`, `\sqrt`, `\pi`, mixed numbers.
+    r"""Recursive descent over tokens: numbers, + - * / ^, brackets, `\frac`, `\sqrt`, `\pi`, `i`, `\sin`.
 
     ``_Evaluator(("8", "\\sqrt", "{", "2", "}")).value()`` is 11.3137...; rationals stay exact. Raises ValueError for
     unknown syntax, ArithmeticError for division by zero and overflow.
@@ -60,7 +76,9 @@ class _Evaluator:
         result = self._sum()
         if self._peek():
             raise ValueError(f"trailing {self._peek()!r}")
-        return result if isinstance(result, Fraction) or math.isfinite(result) else self._fail()
+        if isinstance(result, complex) and abs(result.imag) <= 1e-12 * abs(result):
+            result = result.real
+        return result if isinstance(result, Fraction) or cmath.isfinite(result) else self._fail()
 
     def _fail(self) -> Number:
         raise ValueError(f"cannot read {self._peek()!r}")
@@ -100,13 +118,13 @@ class _Evaluator:
                 result = result * self._signed_power()
             elif self._take("/", "\\div"):
                 result = result / self._signed_power()
-            elif self._peek() in ("(", "{", "\\frac", "\\sqrt", "\\pi") or self._starts_number_after_bracket():
+            elif self._peek() in _FACTORS or self._starts_number_after_bracket():
                 result = result * self._power()
             else:
                 return sign * result
 
     def _starts_number_after_bracket(self) -> bool:
-        return self._peek()[:1].isdecimal() and self.tokens[self.index - 1] in (")", "}", "\\pi")
+        return self._peek()[:1].isdecimal() and self.tokens[self.index - 1] in (")", "}", "\\pi", "i")
 
     def _signed_power(self) -> Number:
         return -self._power() if self._take("-") else self._power()
@@ -121,7 +139,7 @@ class _Evaluator:
             if isinstance(base, Fraction):
                 bits = (base.numerator.bit_length() + base.denominator.bit_length()) * abs(int(exponent))
             return base ** int(exponent) if abs(exponent) <= 512 and bits <= 4096 else self._fail()
-        return float(base) ** float(exponent) if base > 0 else self._fail()
+        return _real(base) ** _real(exponent) if _real(base) > 0 else self._fail()
 
     def _atom(self) -> Number:
         token = self._peek()
@@ -130,6 +148,10 @@ class _Evaluator:
             return self._mixed(Fraction(token))
         if self._take("\\pi"):
             return math.pi
+        if self._take("i"):
+            return 1j
+        if function := FUNCTIONS.get(token):
+            return self._function(function)
         if self._take("\\frac"):
             numerator = self._argument()
             return numerator / self._argument()
@@ -146,13 +168,24 @@ class _Evaluator:
             return whole + Fraction(int(top), int(bottom))
         return whole
 
+    def _function(self, function: Callable[[float], float]) -> Number:
+        r"""Read ``\sin ( 2 )``, ``\sin ^ 2 { 3 }``, not ``\sin 2 \pi``, of which it is unclear where it ends."""
+        self.index += 1
+        power = self._argument() if self._take("^") else Fraction(1)
+        is_bare = self._peek() not in ("(", "{", "\\frac")
+        angle = self._atom()
+        if is_bare and (self._peek() in (*_FACTORS, "/", "^") or self._peek().isalnum()):
+            return self._fail()
+        value = function(_real(angle))
+        return value ** int(_real(power)) if power in (1, 2, 3) and abs(value) < MAX_FUNCTION else self._fail()
+
     def _root(self) -> Number:
-        degree = Fraction(2)
+        degree: Number = Fraction(2)
         if self._take("["):
             degree = self._sum()
             self._expect("]")
         radicand = self._argument()
-        if radicand < 0 or degree <= 0:
+        if isinstance(radicand, complex) or isinstance(degree, complex) or radicand < 0 or degree <= 0:
             return self._fail()
         if degree == 2 and isinstance(radicand, Fraction):
             exact = Fraction(math.isqrt(radicand.numerator), math.isqrt(radicand.denominator))
@@ -177,3 +210,12 @@ class _Evaluator:
         result = self._sum()
         self._expect("}" if bracket == "{" else ")")
         return result
+
+
+_FACTORS = frozenset({"(", "{", "\\frac", "\\sqrt", "\\pi", "i", *FUNCTIONS})
+
+
+def _real(value: Number) -> float:
+    if isinstance(value, complex):
+        raise ValueError("a complex number")
+    return float(value)

@@ -1,18 +1,21 @@
 r"""Parses an answer in LaTeX or plain text into a normal form, `Reading`, that can be compared.
 
-The normal form drops what carries no value: spacing, `$`, the signs of degrees, percent and dollars, units of length
-and area, thousands commas, and a name before a single equals sign (``x = 5``, ``m\angle A = 40``).
+The normal form drops what carries no value: spacing, quotes, `$` and other delimiters, the signs of degrees, percent
+and dollars, units of length and area, thousands commas, and a name before a single equals sign (``x = 5``,
+``(x,y)=(1,2)``).
 """
 
 from __future__ import annotations
 
 import re
 import string
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from envs.grading.arithmetic import Number, evaluate
 
+_MATRIX_FORM = re.compile(r"\\begin\{pmatrix\}((?:(?!\\begin|\\end).)*)\\end\{pmatrix\}")
 _TOKEN = re.compile(r"\\[A-Za-z]+|\\.|\d+(?:\.\d+)?|\.\d+|\S")
 
 
@@ -37,6 +40,12 @@ class Reading:
         """The value of a single number; None for a list or a text."""
         return self.values[0] if self.values is not None and not self.shape else None
 
+    @property
+    def matrix(self) -> list[list[str]] | None:
+        """The texts of the cells, row by row; None where it is no matrix."""
+        inner = _MATRIX_FORM.fullmatch(self.form)
+        return [row.split("&") for row in inner[1].removesuffix("\\\\").split("\\\\")] if inner else None
+
     def in_full(self) -> Reading:
         """Return the reading of the full form, as an expression."""
         if self.form == self.full_form:
@@ -44,23 +53,71 @@ class Reading:
         return replace(self, form=self.full_form, tokens=tuple(_TOKEN.findall(self.full_form)), values=None, shape="")
 
 
+_SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n", strict=True))
 _UNICODE = str.maketrans(
-    {"π": r"\pi ", "√": r"\sqrt ", "×": r"\times ", "·": r"\cdot ", "−": "-", "°": r"^\circ", "²": "^2"}
-)
+    {
+        **dict.fromkeys("\u2010\u2011\u2012\u2013\u2212", "-"),  # hyphens, dashes and the minus
+        **dict.fromkeys("°º˚", r"^\circ"),
+        **dict.fromkeys("“”„‟", '"'),
+        **dict.fromkeys("‘’‚‛", "'"),
+        **{chr(0xFF01 + place): chr(0x21 + place) for place in range(94)},  # full width
+        "π": r"\pi ", "√": r"\sqrt ", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": r"\div ", "±": r"\pm ",
+        "≤": r"\leq ", "≥": r"\geq ", "≠": r"\neq ", "≈": r"\approx ", "∞": r"\infty ", "∪": r"\cup ", "∩": r"\cap ",
+        "∈": r"\in ", "∅": r"\emptyset ", "∠": r"\angle ", "△": r"\triangle ",
+        "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ",
+        "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
+    }
+)  # fmt: skip
 _UNITS = (
     r"units?|cm|mm|km|in|inch(?:es)?|ft|foot|feet|yd|yards?|mi|miles?|m|(?:centi|milli|kilo)?met(?:er|re)s?"
-    r"|deg(?:rees?)?"
+    r"|deg(?:rees?)?|dollars?"
 )
-_REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+_FUNCTIONS = "sin|cos|tan|cot|sec|csc"
+_NUMBER = re.compile(r"\d+(?:\.\d+)?")
+_DEGREES = _NUMBER.pattern + r"\s*(?:\^\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\})|\\degree(?![A-Za-z]))"
+_MATRIX = r"\\begin{pmatrix}\1\\end{pmatrix}"
+
+
+def _superscript(match: re.Match[str]) -> str:
+    digits = "".join(_SUPERSCRIPTS[sign] for sign in match.group())
+    return f"^{digits}" if len(digits) == 1 else f"^{{{digits}}}"
+
+
+_REWRITES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
+        (f"[{''.join(_SUPERSCRIPTS)}]+", _superscript),
         (r"(?<=\d)\\[,;:! ]\s*(?=\d{3}(?!\d))", ""),
-        (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|q?quad)(?![A-Za-z])|\\[,;:!$ ]|[$~]|\\?%", " "),
+        (
+            r"(?:(?:\\left\s*)?[(\[]\s*)?\\begin\{array\}\{[lcr| ]*\}(.*)\\end\{array\}(?:\s*(?:\\right\s*)?[)\]])?",
+            _MATRIX,
+        ),
+        (r"\\begin\{[pb]matrix\}(.*)\\end\{[pb]matrix\}", _MATRIX),
+        (
+            r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|q?quad)(?![A-Za-z])|(?<!\\)\\[,;:!$ ]|[$~]|\\?%",
+            " ",
+        ),
+        (r"(?:\\\\)+\s*$", ""),
         (r"\\[lr]vert(?![A-Za-z])", "|"),
-        (r"\\([lg]eq)slant(?![A-Za-z])", r"\\\1"),
+        (r"\\([lg]eq)slant(?![A-Za-z])|\\([lgn]e)(?![A-Za-z])", lambda match: f"\\{match[1] or match[2] + 'q'}"),
+        (r"([<>])=", lambda match: r"\leq " if match[1] == "<" else r"\geq "),
+        (r"\\([lg])t(?![A-Za-z])", lambda match: "<" if match[1] == "l" else ">"),
         (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
-        (r"\\[dt](frac|binom)(?![A-Za-z])", r"\\\1"),
-        (r"\\(?:text|mathrm|textrm|textbf|mathbf|textit|mbox)\s*\{([^{}]*)\}", r" \1 "),
+        (r"\\[cdt](frac|binom)(?![A-Za-z])", r"\\\1"),
+        (r"\{\s*(\w+)\s*\\choose\s*(\w+)\s*\}", r"\\binom{\1}{\2}"),
+        (r"\\(?:(?:text|math)(?:rm|bf|it|sf)?|mbox|boxed)\s*\{([^{}]*)\}", r" \1 "),
+        (r"^\s*(\"|'+|`+|\*\*)(.*?)(?:\"|'+|`+|\*\*)\s*\.?\s*$", r"\2"),
+        (rf"(?<![\\A-Za-z])({_FUNCTIONS})(?![A-Za-z])", r"\\\1 "),
+        (
+            rf"(\\(?:{_FUNCTIONS})\s*(?:\^\s*\{{?\s*\d\s*\}}?)?)\s*"
+            rf"(?:\(\s*({_DEGREES})\s*\)|\{{\s*({_DEGREES})\s*\}}|({_DEGREES}))",
+            lambda match: (
+                f"{match[1]}({_NUMBER.findall(match[2] or match[3] or match[4])[0]}\\cdot\\frac{{\\pi}}{{180}})"
+            ),
+        ),
+        (r"\\log\s*_\s*\{?\s*e\s*\}?(?![A-Za-z])", r"\\ln "),
+        (r"_\{\s*(\w)\s*\}", r"_\1"),
+        (r"\\(angle|triangle)\s*\{\s*([A-Z]+)\s*\}", r"\\\1 \2"),
         (r"\^?\s*\{?\s*\\circ(?![A-Za-z])\s*\}?|\\deg(?:rees?)?(?![A-Za-z])", " "),
         (r"[\s.]+$", ""),
         (
@@ -78,10 +135,16 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 )
 _THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:(?:,|\{,\})\s?\d{3})+(?![\d,])")
 _NAME_BEFORE_EQUALS = re.compile(
-    r"^(?=[^=]*[A-Za-z])(?:m?\\(?!frac)[A-Za-z]+ ?)?\{?[A-Za-z]{0,4}\d?\}?(?:_\{?\w{1,3}\}?)?(?:\([a-z]\))?"
-    r"(?:=|\\approx)"
+    r"^(?:(?=[^=]*[A-Za-z])(?:m?\\(?!frac)[A-Za-z]+ ?)?\{?[A-Za-z]{0,4}\d?\}?(?:_\{?\w{1,3}\}?)?(?:\([a-z\d]\))?"
+    r"|\((?:x,y(?:,z)?|a,b(?:,c)?|m,n|p,q|u,v)\)|)(?:=|\\approx)"
 )
 _SAME_NAME = re.compile(r"^(?P<name>[A-Za-z])=[^=,]+(?:,(?P=name)=[^=,]+)+$")
+# The items of a list that is written in words: numbers, each perhaps with the same name before it.
+_WORD = re.compile(r"\s*,?\s*(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])\s*")
+_ITEM = re.compile(
+    r"(?=.*(?:\d|\\pi))(?:(?P<name>[A-Za-z])\s*=)?(?:[\d\s.,+\-*/^(){}i]|\\(?:frac|sqrt|pi|cdot|times)(?![A-Za-z]))+"
+)
+_MATH_DELIMITER = re.compile(r"(?<!\\)\\[()\[\]]")
 _LONE_CHOICE = re.compile(r"^\s*(?:([A-Z])\s*[.):]*|\(\s*([A-Z])\s*\)[.:]*)\s*$")
 # One marker, then a text without an operator on it or a second letter: not `(A) + 1`, not `(A) or (B)`.
 _CHOICE_WITH_TEXT = re.compile(
@@ -93,12 +156,15 @@ _CHOICE_WITH_TEXT = re.compile(
 @lru_cache(maxsize=16_384)
 def read(text: str) -> Reading:
     """Return the reading of a text. The time is quadratic in the length, so callers limit the length."""
-    text = " ".join(text.translate(_UNICODE).split())
+    text = _MATH_DELIMITER.sub(" ", " ".join(text.translate(_UNICODE).split()))
     # "(1,234)" is a pair, "1,234" a number, and a list has a space after its comma
     if "," in text and not any(bracket in text for bracket in "([") and "\\{" not in text:
         text = _THOUSANDS.sub(lambda match: re.sub(r",|[{}]", "", match.group()), text.replace("\\!", ""))
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
+    items = [_ITEM.fullmatch(item) for item in _WORD.split(text)]
+    if len(items) > 1 and all(items) and len({item["name"] for item in items if item} - {None}) <= 1:
+        text = _WORD.sub(", ", text)
     text = _LONE_CHOICE.sub(r"\1\2", text)
     form = full_form = _join(_TOKEN.findall(text))
     if form.count("=") + form.count("\\approx") == 1:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 
 from envs.grading.normal_form import Reading
 
 MAX_DEPTH = 8
 
 _GREEK = "alpha|beta|gamma|delta|epsilon|theta|lambda|mu|nu|rho|sigma|tau|phi|psi|omega"
+_GREEK_LETTERS = frozenset(f"\\{name}" for name in _GREEK.split("|"))
 _COMMAND = re.compile(
     r"\\(?:frac|sqrt|binom|pi|cdot|times|div|pm|mp|infty|emptyset|cup|cap|setminus|in|leq?|geq?|neq?|mathbb"
     rf"|(?:arc)?(?:sin|cos|tan)|cot|sec|csc|sinh|cosh|tanh|exp|log|ln|lfloor|rfloor|lceil|rceil|{_GREEK}|[{{}}])"
@@ -47,7 +49,7 @@ def is_readable(reading: Reading) -> bool:
 def are_comparable(left: Reading, right: Reading) -> bool:
     """Return whether the two can be equal: both are a number, a list, an equation, or neither is."""
     for number, other in ((left, right), (right, left)):
-        if number.number is not None and _has_unknown_or_relation(other):
+        if number.number is not None and _has_unknown_or_relation(other) and not _may_be_constant(other):
             return False
     if ("=" in left.tokens) != ("=" in right.tokens):
         return False
@@ -65,6 +67,14 @@ def _has_unknown_or_relation(reading: Reading) -> bool:
         return True
     pairs = zip(("", *reading.tokens), reading.tokens, strict=False)
     return any(token == "_" and before != "\\log" for before, token in pairs)
+
+
+def _may_be_constant(reading: Reading) -> bool:
+    r"""Return whether the unknowns may cancel: a sum in which each stands twice or more, as in ``\sin^2x+\cos^2x``."""
+    if not {"=", "<", ">", ",", "_"}.isdisjoint(reading.tokens) or {"+", "-"}.isdisjoint(reading.tokens):
+        return False
+    unknowns = Counter(token for token in reading.tokens if token.isalpha() or token in _GREEK_LETTERS)
+    return bool(unknowns) and min(unknowns.values()) >= 2
 
 
 def _letters(reading: Reading) -> set[str]:

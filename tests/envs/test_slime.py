@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -113,7 +114,8 @@ def test_a_slime_module_runs_unmodified(open_env: Any, isolation: str) -> None:
     results, reward = play(open_env(entry), CALL % "5", CALL % "\\\\sqrt{12}", "So \\boxed{2\\sqrt{3}}.")
     assert [r.info.get("tool_score") for r in results] == [0.0, 1.0, None]
     assert [r.done for r in results] == [False, False, True]
-    assert results[0].messages == ({"role": "tool", "content": "calc_score result: 0.0"},)
+    # As under slime, whose base class shows everything as the user's, whatever role the observation names.
+    assert results[0].messages == ({"role": "user", "content": "calc_score result: 0.0"},)
     assert reward == 1.0
 
 
@@ -129,11 +131,16 @@ def test_the_final_text_is_graded_by_the_entrys_grader(open_env: Any) -> None:
     assert play(open_env(ENTRY + "  reward_min_val: -1\n"), "no answer")[1] == -1.0
 
 
-def test_tools_come_from_the_rows_metadata(open_env: Any) -> None:
-    tools = [{"type": "function", "function": {"name": "calc_score"}}]
-    runner = open_env(tools=tools)
-    asyncio.run(runner.open())
-    assert runner.tools == tools
+TOOLS = [{"type": "function", "function": {"name": "calc_score", "parameters": {"properties": {"answer": {}}}}}]
+
+
+def test_tools_come_from_the_rows_metadata_as_a_list_or_its_json(open_env: Any) -> None:
+    for given in (TOOLS, json.dumps(TOOLS)):
+        runner = open_env(tools=given)
+        asyncio.run(runner.open())
+        assert [*runner.tools] == TOOLS
+    with pytest.raises(EnvFault, match=r"sample 0 metadata\.tools: must be a list of tool schemas, or its JSON"):
+        asyncio.run(open_env(tools=["calc_score"]).open())
 
 
 def test_a_function_of_the_module_may_format_observations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

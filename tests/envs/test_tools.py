@@ -153,6 +153,38 @@ def test_a_wrong_place_inside_an_argument_is_named() -> None:
         Tool.of(f).check({"at": {"y": 1}})
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"a": "NaN"},
+        {"a": "1e999"},
+        {"a": "-inf"},
+        {"a": "1" + "0" * 400},
+        {"b": ["1", "nan"]},
+        {"b": "[1, Infinity]"},
+        {"c": {"x": "inf"}},
+        {"c": '{"x": NaN}'},
+        {"d": '{"x": {"y": [NaN]}}'},
+        {"e": "Infinity"},
+        {"f": "nan"},
+    ],
+)
+def test_no_text_becomes_a_number_that_is_not_finite(given: dict[str, Any]) -> None:
+    def g(
+        a: float = 0, b: list[float] | None = None, c: Point | None = None, d: dict[str, Any] | None = None,
+        e: int | float = 0, f: complex = 0,
+    ) -> None: ...  # fmt: skip
+
+    with pytest.raises(BadArgumentsError, match=f'^"{next(iter(given))}" must hold no NaN and no infinity.$'):
+        Tool.of(g).check(given)
+
+
+def test_the_word_nan_stays_a_word_where_text_is_asked_for() -> None:
+    def f(a: str, b: float | str) -> None: ...
+
+    assert Tool.of(f).check({"a": "NaN", "b": "inf"}) == {"a": "NaN", "b": "inf"}
+
+
 def test_no_more_than_three_problems_are_named() -> None:
     with pytest.raises(BadArgumentsError) as caught:
         Tool.of(price).check({"fruit": "a"} | {f"x{k}": 1 for k in range(50)})

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from PIL import Image
 
 from envs import Env, Sample, ToolEnv, ToolError, tool
 from envs.check import CHECKS, check_env, run
+from envs.checking.answers import as_written
 from envs.checking.chat_template import ChatTemplate
 from envs.checking.error_location import author_location
 from envs.checking.findings import Finding
@@ -108,6 +110,57 @@ def test_without_a_solution_the_forms_of_the_label_are_tried_and_counted() -> No
     assert found(findings, "gold answer") == Finding(
         "gold answer", True, "\\boxed{label} 3/3, Answer: label 3/3, label 0/3"
     )
+
+
+class Labels(Labelled):
+    """Pays for the label's text, as the grader compares it."""
+
+
+def rounded(split: str, size: int, seed: int) -> list[Sample]:
+    labels = ["0.30000000000000004", "18.799999237060547", "0.3333333333333333"]
+    return [replace(sample, label=label) for sample, label in zip(samples(split, 3, seed), labels, strict=True)]
+
+
+def test_a_label_that_no_person_would_write_fails_the_gold_answer_and_is_named_with_what_they_write() -> None:
+    found = failed(Labels, "rounded")
+    assert list(found) == ["gold answer"]
+    for written in ("0.3", "18.8", "1/3"):
+        assert f", as a person writes it {written!r}): \\boxed{{label}} 0, Answer: label 0" in found["gold answer"]
+
+
+@pytest.mark.parametrize(
+    ("label", "written"),
+    [
+        ("0.1", "0.1"),
+        ("3.141592653589793", "3.141592653589793"),
+        ("11.313708498984761", "11.313708498984761"),
+        ("100000000000000000", "100000000000000000"),
+        ("1234.56005859375", "1234.56"),
+        ("267.49999999999994", "267.5"),
+        ("-0.6666666666666666", "-2/3"),
+        ("3.1415927410125732", "3.1415927410125732"),
+        ("a label of 15.000000000000002 words", "a label of 15.000000000000002 words"),
+        ("nan", "nan"),
+        ("9" * 400 + ".5", "9" * 400 + ".5"),
+    ],
+)
+def test_only_what_rounding_has_made_long_is_written_in_a_shorter_form(label: str, written: str) -> None:
+    assert as_written(label) == written
+
+
+class Game(Labelled):
+    """Rewards the state that the tools reach; its label is the fruit to find, which no text could hold."""
+
+    def reward(self, final_text: str) -> float:
+        return float(self.info.get("tool_calls", 0) == 99)
+
+
+def test_where_the_entry_says_that_the_label_is_no_answer_no_gold_answer_is_tried() -> None:
+    assert list(failed(Game)) == ["gold answer"]
+    findings = check_env(spec_of(Game, grader="none"), num_samples=3)
+    assert [finding for finding in findings if finding.passed is False] == []
+    detail = "no solution() and no label that is an answer, so the right answer is unknown"
+    assert found(findings, "gold answer") == Finding("gold answer", None, detail)
 
 
 class Wanderer(Env):

@@ -6,17 +6,21 @@ import json
 import os
 import subprocess
 import sys
+from decimal import Decimal
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from envs.datasets.rows import ArrowRows
 from envs.datasets.samples import DataKeys, RowSamples, Subset, epoch_order, filter_overlong, load_samples
 from envs.errors import UserError
+from envs.grading import score_text
 from envs.types import Sample, message_images
 from tests.paths import SHARED
 
@@ -138,6 +142,89 @@ def test_ids_labels_and_metadata(folder: Path) -> None:
     assert samples[0].metadata == {"choices": ["1", "2"], "level": 3, "note": None}
 
 
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "string"}}}}}
+OTHER = {"type": "function", "function": {"name": "g", "parameters": {"properties": {"b": {"enum": ["x"]}}}}}
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_tools_of_a_row_reach_its_metadata_wherever_and_however_they_are_written(folder: Path, suffix: str) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    columns: list[dict[str, Any]] = [
+        {"tools": [TOOL, OTHER]},
+        {"tools": json.dumps([TOOL, OTHER])},
+        {"metadata": {"tools": [TOOL, OTHER], "seed": 7}},
+        {"metadata": {"tools": json.dumps([TOOL, OTHER]), "seed": 7}},
+    ]
+    for number, column in enumerate(columns):
+        name = f"{number}.{suffix}"
+        rows = [row(images=None, problem="Find x.", **column)]
+        if suffix == "parquet":  # gives each schema the keys of all, as None
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / name)
+            source = str(folder / name)
+        else:
+            source = write(folder, *rows, name=name)
+        metadata = load_samples(source)[0].metadata
+        assert metadata["tools"] == [TOOL, OTHER]
+        assert metadata.get("seed") == (7 if "metadata" in column else None)
+
+
+def test_tools_that_are_names_and_no_schemas_stay_what_they_are(folder: Path) -> None:
+    samples = load(folder, row(tools=["zoom"]), row(tools="zoom"), row(tools=None))
+    assert [sample.metadata["tools"] for sample in samples] == [["zoom"], "zoom", None]
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "label"),
+    [
+        ("float16", 18.8, "18.8"),
+        ("float32", 18.8, "18.8"),
+        ("float32", 1 / 3, "0.33333334"),
+        ("float32", 1e-7, "1e-07"),
+        ("float32", 16777216.0, "16777216.0"),
+        ("float64", 18.8, "18.8"),
+        ("float64", 0.1 + 0.2, "0.30000000000000004"),  # another number than 0.3: `envs.check` says so
+        ("decimal128(6, 2)", "18.80", "18.80"),
+        ("int8", 18, "18"),
+        ("dictionary", 18.8, "18.8"),
+    ],
+)
+def test_a_number_is_read_as_the_shortest_text_of_its_own_type(kind: str, value: Any, label: str, folder: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    given = Decimal(value) if kind.startswith("decimal") else np.float16(value) if kind == "float16" else value
+    types = {"decimal128(6, 2)": pyarrow.decimal128(6, 2), "dictionary": pyarrow.float32()}
+    column = pyarrow.array([given], types.get(kind) or getattr(pyarrow, kind)())
+    column = column.dictionary_encode() if kind == "dictionary" else column
+    others = {"problem": ["Find x."], "sizes": pyarrow.array([[18.8, None]], pyarrow.list_(pyarrow.float32()))}
+    pyarrow.parquet.write_table(pyarrow.table({"answer": column, **others}), folder / "rows.parquet")
+    (sample,) = load_samples(str(folder / "rows.parquet"))
+    assert sample.label == label
+    assert sample.metadata == {"sizes": [18.8, None]}
+    assert score_text(f"\\boxed{{{label}}}", str(sample.label)) == 1.0
+
+
+def test_every_nested_column_is_read_with_short_floats() -> None:
+    import pyarrow as pa
+
+    single, tensor = pa.float32(), pa.fixed_shape_tensor(pa.float32(), [2])
+    columns = {
+        "list": (pa.array([[18.8]], pa.list_(single)), [18.8]),
+        "large_list": (pa.array([[18.8]], pa.large_list(single)), [18.8]),
+        "struct": (
+            pa.array([{"x": 18.8, "y": "a"}], pa.struct({"x": single, "y": pa.string()})),
+            {"x": 18.8, "y": "a"},
+        ),
+        "map": (pa.array([[("a", 18.8)]], pa.map_(pa.string(), single)), [("a", 18.8)]),
+        "tensor": (pa.ExtensionArray.from_storage(tensor, pa.array([[18.8, 0.1]], pa.list_(single, 2))), [18.8, 0.1]),
+        "null": (pa.array([None], single), None),
+    }
+    table = pa.table({name: array for name, (array, _) in columns.items()})
+    assert ArrowRows(lambda index: table.slice(index, 1), 1)[0] == {name: read for name, (_, read) in columns.items()}
+
+
 def test_every_file_format_gives_the_same_samples(folder: Path) -> None:
     import pyarrow
     import pyarrow.parquet
@@ -224,7 +311,8 @@ def test_a_hugging_face_id_without_network_is_one_line(folder: Path) -> None:
         (row(answer=None), "row 1 answer: must not be empty"),
         (row(answer=" "), "row 1 answer: must not be empty"),
         (row(answer=float("nan")), "row 1 answer: must not be empty, got nan"),
-        (row(answer=["1", "2"]), "row 1 answer: must be a text or a number"),
+        (row(answer=["1", "2"]), "row 1 answer: must be a text or a finite number"),
+        (row(answer=float("inf")), "row 1 answer: must be a text or a finite number, got inf"),
         (
             {"problem": "a", "anser": "1"},
             "row 1: must hold an answer under 'answer', got keys problem, anser; did you mean",

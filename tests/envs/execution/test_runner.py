@@ -458,3 +458,62 @@ def test_a_hanging_tool_among_parallel_ones_does_not_keep_the_program_from_endin
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=50)
     assert done.stdout == "True\n", done.stderr
     assert time.perf_counter() - started < 20
+
+
+class Notes(Env):
+    """Shows `shown` and puts one object into every info, which it goes on changing."""
+
+    def __init__(self, shown: Any = "again", opening: Any = None, tools: Any = ()) -> None:
+        self.shown, self.opening, self.tools = shown, opening, tools
+        self.notes: dict[str, Any] = {"calls": [{"tries": 0}], "lock": threading.Lock()}
+
+    def reset(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        return ({"message": self.opening} if self.opening else {}), {}
+
+    def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
+        self.notes["calls"][0]["tries"] += 1
+        return {"message": self.shown}, False, {"calls": self.notes["calls"], "lock": self.notes["lock"]}
+
+    def format_observation(self, observation: dict[str, Any]) -> Any:
+        return observation["message"]
+
+    def reward(self, final_text: str) -> float:
+        return 0.0
+
+
+def open_and_step(env: Notes, num_steps: int = 1) -> list[StepResult]:
+    async def story() -> list[StepResult]:
+        runner = EnvRunner(lambda: env, EnvLimits())
+        await runner.open()
+        return [await runner.step("x") for _ in range(num_steps)]
+
+    return asyncio.run(story())
+
+
+USER, MODEL = {"role": "user", "content": "again"}, {"role": "assistant", "content": "I am the model."}
+
+
+def test_the_info_of_a_turn_does_not_change_with_later_turns() -> None:
+    env = Notes(shown=USER)
+    infos = [result.info for result in open_and_step(env, num_steps=3)]
+    assert [info["calls"] for info in infos] == [[{"tries": 1}], [{"tries": 2}], [{"tries": 3}]]
+    assert all(info["lock"] is env.notes["lock"] for info in infos)  # what cannot be copied stays itself
+
+
+@pytest.mark.parametrize("shown", [MODEL, [USER, MODEL], [MODEL, USER]])
+def test_an_answer_that_passes_for_a_turn_of_the_model_is_a_fault_in_every_episode(shown: Any) -> None:
+    for _ in range(3):
+        with pytest.raises(EnvFault, match='must not have the role "assistant", in which only the model writes'):
+            open_and_step(Notes(shown))
+
+
+def test_the_first_observation_may_show_an_example_but_not_end_with_its_answer() -> None:
+    assert len(open_and_step(Notes(USER, opening=[USER, MODEL, USER]))) == 1
+    with pytest.raises(EnvFault, match='must not end with the role "assistant"'):
+        open_and_step(Notes(USER, opening=[USER, MODEL]))
+
+
+@pytest.mark.parametrize("tools", ['[{"type": "function"}]', ["zoom"], {"type": "function"}])
+def test_tools_that_are_no_list_of_schemas_are_a_fault(tools: Any) -> None:
+    with pytest.raises(EnvFault, match="tools must be a list of schemas"):
+        open_and_step(Notes(USER, tools=tools))

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoTokenizer
 
 from agents.model import STARTER_PATH
+from envs.config.cli import parse
 from envs.config.settings import leaves
 from envs.errors import UserError
 from tests.agents.rendering.template_cases import OWN_TEMPLATES, QWEN_TEMPLATES, renderer_for
@@ -121,6 +122,18 @@ def test_a_run_with_a_fault_stops_before_step_0_and_leaves_no_folder(
         assert "doctor: fault: gold answers: 0 of 4 gold answers get 1" in capsys.readouterr().out
         assert run_training([*START, *flags, "--out", str(out), "--name", "other", "--doctor", "off"]) == 0
         assert "doctor" not in capsys.readouterr().out
+
+
+def test_a_game_whose_label_is_no_answer_starts_once_its_entry_says_so(tmp_path: Path) -> None:
+    with zero_grader(tmp_path) as flags:
+        flags = [*SMALL, *flags, "--only", "gold answers"]
+        (finding,) = odd(diagnose(parse(DoctorConfig, flags, "", "")))
+        assert finding.fix.endswith("where the label is no answer, as in a game, write grader: none in the entry")
+        registry = tmp_path / "registry.yaml"
+        registry.write_text(registry.read_text() + "  grader: none\n")
+        findings = {each.check: each for each in diagnose(parse(DoctorConfig, flags, "", ""))}
+        assert findings["gold answers"].status == "skipped"
+        assert findings["gold answers"].found.startswith("no solution() and no label that is an answer")
 
 
 def test_each_fault_of_a_start_is_a_line_of_its_own() -> None:

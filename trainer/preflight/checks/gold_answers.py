@@ -89,7 +89,7 @@ def check_answers(rewards: Sequence[AnswerRewards], best: float, worst: float = 
     """
     known = [each for each in rewards if each.gold is not None or each.error]
     if not known:
-        return skipped("no solution() and no label, so no right answer is known")
+        return skipped("no solution() and no label that is an answer, so no right answer is known")
     right = [each for each in known if each.gold is not None and each.gold >= best - SLACK]
     wrong = [each for each in known if each not in right]
     # A shaped reward, for instance with a cost for length, may never reach the best; but it is above the worst.
@@ -99,7 +99,10 @@ def check_answers(rewards: Sequence[AnswerRewards], best: float, worst: float = 
         first = wrong[0]
         got = first.error if first.gold is None else f"gets {first.gold:g}"
         found += f"; the first that does not: sample {first.sample_id} (label {first.label!r:.60}) {got}"
-        fix = "fix the grader, --grader or the rows: python -m envs.check shows each episode"
+        fix = (
+            "fix the grader, --grader or the rows: python -m envs.check shows each episode; "
+            "where the label is no answer, as in a game, write grader: none in the entry"
+        )
         return fault(found, fix) if 2 * len(worthless) > len(known) else warning(found, fix)
     tried = [each for each in known if each.wrong is not None]
     fooled = [each for each in tried if each.wrong is not None and each.wrong >= best]
