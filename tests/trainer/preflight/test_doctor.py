@@ -50,6 +50,7 @@ from trainer.preflight.checks.stale_cache import CacheGaps, check_caches
 from trainer.preflight.checks.storage import DiskNeed, check_folder, file_system
 from trainer.preflight.checks.versions import RANGES, Uses, Versions, check_versions, read_driver
 from trainer.preflight.checks.weights import check_same, check_tower, rows_of
+from trainer.preflight.diagnosis import diagnose
 from trainer.preflight.finding import Finding, Verdict, combine, fault, ok, run_check, skipped, warning
 from trainer.preflight.memory_estimate import GIB, MetaNetworks
 from trainer.preflight.quick import RunRefused
