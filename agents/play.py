@@ -56,13 +56,14 @@ class PlayConfig(Section):
         default="starter", description="model folder, for its tokenizer and template; 'starter': the one in the package"
     )
     pictures: Path = Field(default=Path("play"), description="folder that pictures are saved in")
-    record: str = Field(default="", description="folder to record the episode in; empty: none")
+    record: Path | None = Field(default=None, description="folder to record the episode in; empty: none")
     problems: ProblemsConfig = ProblemsConfig()
 
 
 def run(argv: Sequence[str] | None = None) -> int:
     """Parse, play, report."""
-    config = parse(PlayConfig, argv, "python -m agents.play", "Play an environment in the terminal.")
+    description = "Play an environment in the terminal."
+    config = parse(PlayConfig, argv, "python -m agents.play", description)
     spec = get_spec(config.env, *config.registry)
     build_env = load_env(spec)
     source = open_problems(spec, config.problems, config.index + 1)
@@ -83,8 +84,9 @@ def run(argv: Sequence[str] | None = None) -> int:
         SamplingParams(stop_ids=renderer.stop_ids, suppressed_ids=renderer.suppressed_ids),
     )
     manifest = build_manifest(spec, renderer, config.model, {PLAY: episode})
-    if config.record:
-        check_record_folder(Path(config.record), manifest)
+    record = config.record and config.record.absolute()
+    if record:
+        check_record_folder(record, manifest)
     terminal.say(f"{spec.id}: {spec.description}\nsample {sample.id}, {counted(args.max_turns, 'turn')}\n{HELP}\n---")
     gallery.save(list(message_images(sample.prompt)), "prompt")
     try:
@@ -99,8 +101,8 @@ def run(argv: Sequence[str] | None = None) -> int:
     except PlayerQuit:
         terminal.say("--- quit")
         return 0
-    if config.record:
-        record_attempts(Path(config.record), [trajectory], manifest, renderer)
+    if record:
+        record_attempts(record, [trajectory], manifest, renderer)
         terminal.say(f"recorded in {config.record}")
     return print_summary(trajectory, terminal, gallery)
 

@@ -41,7 +41,7 @@ from agents.replaying.slime import DumpConfig, DumpReplayer, open_dumps
 from agents.replaying.slime_dump import dump_files
 from agents.replaying.stream_replayer import StreamReplayer, token_texts
 from envs.config.cli import exit_code, parse
-from envs.config.settings import Section
+from envs.config.settings import Section, with_absolute_paths
 from envs.errors import UserError
 from envs.grading import GraderName
 from envs.registry import get_spec
@@ -70,7 +70,7 @@ class ReplayConfig(Section):
     )
     max_concurrent: int = Field(default=64, ge=1, description="episodes to replay at the same time")
     show: int = Field(default=10, ge=0, description="how many differing episodes to list")
-    report: str = Field(default="", description="JSON file for the full report; empty: none")
+    report: Path | None = Field(default=None, description="JSON file for the full report; empty: none")
     selection: SelectionConfig = SelectionConfig()
     fork: ForkConfig = ForkConfig()
     dumps: DumpConfig = DumpConfig()
@@ -181,7 +181,7 @@ def compare(config: ReplayConfig, inputs: ReplayInputs, console: Console) -> int
     header = inputs.header(config, began)
     print_report(header, summary, config.show, console)
     if config.report:
-        write_report(Path(config.report), as_json(header, summary))
+        write_report(config.report, as_json(header, summary))
     check_any(summary, config)
     return 1 if summary.differing else 0
 
@@ -195,7 +195,7 @@ def regrade(config: ReplayConfig, inputs: ReplayInputs, grader: GraderName, cons
     header = inputs.header(config, began)
     print_rescoring(header, rescoring, grader, config.show, console)
     if config.report:
-        write_report(Path(config.report), rescoring_as_json(header, rescoring, grader))
+        write_report(config.report, rescoring_as_json(header, rescoring, grader))
     check_any(rescoring.summary, config)
     return 0
 
@@ -236,7 +236,8 @@ def check_any(summary: ReplaySummary, config: ReplayConfig) -> None:
 
 def run(argv: Sequence[str] | None = None) -> int:
     """Parse the flags, replay, report."""
-    config = parse(ReplayConfig, argv, "python -m agents.replay", "Replay recorded episodes through an environment.")
+    description = "Replay recorded episodes through an environment."
+    config = parse(ReplayConfig, argv, "python -m agents.replay", description)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     has_stream = config.model and not dump_files(Path(config.run))
@@ -246,6 +247,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     if config.fork.fork is not None:
         return fork(config)
     console, inputs = Console(highlight=False), open_all(config)
+    config = with_absolute_paths(config)
     if config.rescore is not None:
         return regrade(config, inputs, config.rescore, console)
     return compare(config, inputs, console)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from agents.cli.text import counted
+from agents.cli.text import counted, path_text
 from agents.recording.selection import SelectionConfig
 from agents.viewer.export import export
 from agents.viewer.server import ViewServer
@@ -32,7 +32,9 @@ class ViewConfig(Section):
         max_length=2,
         description="run folder or recording folder; a second one is compared with the first",
     )
-    export: str = Field(default="", description="HTML file to write, with all data inside; empty: serve the page")
+    export: Path | None = Field(
+        default=None, description="HTML file to write, with all data inside; empty: serve the page"
+    )
     max_episodes: int = Field(default=20_000, ge=1, description="largest number of episodes to export")
     port: int = Field(default=0, ge=0, le=65535, description="port of the server; 0: a free one")
     live: bool | None = Field(
@@ -57,7 +59,7 @@ def open_source(run: Path, live: bool | None, selection: SelectionConfig) -> Sou
         raise UserError(error.field, error.rule, error.got, f"{error.fix}, or wait for it with --live") from None
 
 
-def write(config: ViewConfig, sources: Sequence[Source]) -> int:
+def write(path: Path, config: ViewConfig, sources: Sequence[Source]) -> int:
     """Write the page to a file and print its size."""
     for source in sources:
         if not len(source):
@@ -67,9 +69,9 @@ def write(config: ViewConfig, sources: Sequence[Source]) -> int:
         if len(source) > config.max_episodes:
             fix = "choose some (--max-reward 0, --step 10, --limit 1000), or raise --max-episodes"
             raise UserError("--export", f"must hold at most {config.max_episodes} episodes", len(source), fix)
-    size = export(Path(config.export), sources)
-    counts = " and ".join(f"{counted(len(source), 'episode')} of {source.path}" for source in sources)
-    print(f"{config.export}: {counts}, {size / 1e6:.1f} MB")
+    size = export(path, sources)
+    counts = " and ".join(f"{counted(len(source), 'episode')} of {path_text(source.path)}" for source in sources)
+    print(f"{path_text(path)}: {counts}, {size / 1e6:.1f} MB")
     return 0
 
 
@@ -77,7 +79,7 @@ def serve(config: ViewConfig, sources: Sequence[Source]) -> int:
     """Serve the page until Ctrl-C."""
     with contextlib.suppress(KeyboardInterrupt), ViewServer(sources, config.port) as server:
         for source in sources:
-            print(f"{source.path}: {counted(len(source), 'episode')}{', live' if source.is_live else ''}")
+            print(f"{path_text(source.path)}: {counted(len(source), 'episode')}{', live' if source.is_live else ''}")
         print(f"{server.url}\nOnly this machine can open it; Ctrl-C ends it.", flush=True)
         if config.browser and has_display():
             webbrowser.open(server.url)
@@ -95,7 +97,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     config = parse(ViewConfig, argv, "python -m agents.view", "Show recorded runs in a browser.")
     live = False if config.export else config.live
     sources = [open_source(path, live, config.selection) for path in config.runs]
-    return write(config, sources) if config.export else serve(config, sources)
+    return write(config.export, config, sources) if config.export else serve(config, sources)
 
 
 if __name__ == "__main__":

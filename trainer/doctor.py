@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from envs.config.cli import exit_code, parse
+from envs.config.settings import with_absolute_paths
 from trainer.config.sources import SOURCES
 from trainer.metrics.console import open_console
 from trainer.preflight.finding import Finding
@@ -46,7 +47,7 @@ def table(findings: Sequence[Finding]) -> Table:
 def run(argv: Sequence[str] | None = None) -> int:
     """Parse the flags, run the checks and print their findings; return 1 if there is a fault."""
     description = "Find what is wrong with a run before step 0. Takes the flags of trainer.run."
-    config = parse(DoctorConfig, argv, "python -m trainer.doctor", description, SOURCES)
+    config = with_absolute_paths(parse(DoctorConfig, argv, "python -m trainer.doctor", description, SOURCES))
     # Imported late, so that --help and a mistyped flag answer at once.
     from trainer.preflight.diagnosis import diagnose
 

@@ -10,7 +10,9 @@ import asyncio
 import sys
 from collections.abc import Sequence
 
+from agents.cli.text import path_text
 from envs.config.cli import exit_code, parse
+from envs.config.settings import with_absolute_paths
 from trainer.config.evaluation import SOURCES, EvaluateConfig
 from trainer.metrics.console import Display, open_console
 
@@ -18,7 +20,7 @@ from trainer.metrics.console import Display, open_console
 def run(argv: Sequence[str] | None = None) -> int:
     """Parse the flags, check them, play the problems and print the report."""
     description = "Measure how good a policy is in an environment."
-    config = parse(EvaluateConfig, argv, "python -m trainer.evaluate", description, SOURCES)
+    config = with_absolute_paths(parse(EvaluateConfig, argv, "python -m trainer.evaluate", description, SOURCES))
     # Imported late, so that --help and a mistyped flag answer at once.
     from agents.engines.sglang.servers import EngineDown
     from agents.rollout.garbage_collection import tune_garbage_collection
@@ -43,7 +45,7 @@ def run(argv: Sequence[str] | None = None) -> int:
             print(f"error: {error}", file=sys.stderr)
             code = 1
     print_report(console, evaluator.report)
-    console.print(f"{evaluator.report.seconds:.0f} s; everything is in {context.folder}", soft_wrap=True)
+    console.print(f"{evaluator.report.seconds:.0f} s; everything is in {path_text(context.folder)}", soft_wrap=True)
     return 130 if evaluator.report.is_interrupted else code
 
 

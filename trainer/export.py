@@ -31,9 +31,10 @@ def run(argv: Sequence[str] | None = None) -> int:
     # Imported late, so that --help and a mistyped flag answer at once.
     import torch
 
+    from agents.cli.text import path_text
     from trainer.setup.export import export
 
-    print(export(config.run, config.step, config.to, getattr(torch, config.dtype)))
+    print(path_text(export(config.run, config.step, config.to, getattr(torch, config.dtype))))
     return 0
 
 

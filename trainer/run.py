@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from agents.cli.text import path_text
 from agents.recording.run_files import CONFIG, METRICS
 from envs.config.cli import exit_code, parse
 from envs.errors import UserError
@@ -70,10 +71,10 @@ def train(context: RunContext, rollouts: Rollouts, console: Console) -> int:
     *notes, last = context.notes()
     for note in notes:
         console.print(note, soft_wrap=True)
-    console.print(f"{last}; run folder {context.folder}", soft_wrap=True)
+    console.print(f"{last}; run folder {path_text(context.folder)}", soft_wrap=True)
     tune_garbage_collection()
     with Display(console) as display:
-        again = f"python -m trainer.run --resume {context.folder}" if config.trains else ""
+        again = f"python -m trainer.run --resume {path_text(context.folder)}" if config.trains else ""
         done = run_to_end(run_training(context, rollouts, display), again)
     if done is None:
         return 1
@@ -92,7 +93,7 @@ def train(context: RunContext, rollouts: Rollouts, console: Console) -> int:
     console.print(f"{summary['seconds']:.0f} s, peak memory {summary['peak_memory_gib']:.2f} GiB{largest}")
     for note in context.closing_notes(session.log.rows):
         console.print(note, soft_wrap=True, markup=False)
-    console.print(f"everything is in {context.folder}", soft_wrap=True)
+    console.print(f"everything is in {path_text(context.folder)}", soft_wrap=True)
     return 130 if summary["interrupted"] else 0
 
 

@@ -127,6 +127,10 @@ class Gallery:
     stem: str
     saved: list[str] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        """Remember where the folder is: code of the environment may change the working directory."""
+        self._place = self.folder.absolute()
+
     @classmethod
     def named(cls, folder: Path, name: str) -> Gallery:
         """Return a gallery for an episode; characters of its name that a file name must not have become "_"."""
@@ -135,14 +139,14 @@ class Gallery:
     def save(self, images: Sequence[Image.Image], where: str) -> None:
         """Save the pictures of one place in order, as `play/geo3k-0-prompt-1.png`."""
         for number, image in enumerate(images, start=1):
-            path = self.folder / f"{self.stem}-{where}-{number}.png"
+            name = f"{self.stem}-{where}-{number}.png"
             try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                image.save(path)
+                self._place.mkdir(parents=True, exist_ok=True)
+                image.save(self._place / name)
             except OSError as error:
                 fix = f"give another folder ({error.strerror})"
                 raise UserError("--pictures", "must be writable", str(self.folder), fix) from error
-            self.saved.append(f"{path} {image.width}x{image.height}")
+            self.saved.append(f"{self.folder / name} {image.width}x{image.height}")
 
 
 class _ObservedEnv(Wrapper):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 from agents.rollout.stream import first_difference
@@ -16,6 +17,8 @@ _UNSAFE = re.compile(
 _LINE = re.compile(r"[^\n\t]+")
 #: A longer text is cut in the middle; `MAX_END` characters of its end stay.
 MAX_SHOWN, MAX_END = 4000, 1000
+#: Code of an environment may change the working directory later.
+_BEGUN_IN = Path.cwd()
 
 
 def escape_controls(text: str) -> str:
@@ -75,3 +78,8 @@ def _text(value: Any) -> str:
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun: "1 turn", "2 turns"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def path_text(path: Path) -> str:
+    """Return a path as people read it: from the directory where the program began, if it is below that."""
+    return str(path.relative_to(_BEGUN_IN) if path.is_relative_to(_BEGUN_IN) else path)

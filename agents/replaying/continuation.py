@@ -9,7 +9,6 @@ import io
 import json
 from collections.abc import Sequence
 from itertools import islice
-from pathlib import Path
 from typing import TextIO
 
 from agents.cli.terminal import (
@@ -102,8 +101,9 @@ def run_fork(
     terminal = _terminal(config)
     renderer = Renderer.from_checkpoint(folder, recording.manifest.template_options)
     check_tokenizer(episode, turn, renderer)
-    if config.record:
-        check_record_folder(Path(config.record), build_manifest(spec, renderer, model or folder, {}))
+    record = config.record and config.record.absolute()
+    if record:
+        check_record_folder(record, build_manifest(spec, renderer, model or folder, {}))
     fork = Fork(
         recording, episode, turn, context, renderer, way, lambda text: terminal.say(f"--- not as recorded: {text}")
     )
@@ -123,10 +123,8 @@ def run_fork(
     except PlayerQuit:
         terminal.say("--- quit" if config.by == "hand" else "--- the script ends here, the episode does not")
         return 0 if config.by == "hand" else 1
-    if config.record:
-        record_attempts(
-            Path(config.record), trajectories, build_manifest(spec, renderer, model or folder, {PLAY: loop}), renderer
-        )
+    if record:
+        record_attempts(record, trajectories, build_manifest(spec, renderer, model or folder, {PLAY: loop}), renderer)
         terminal.say(f"recorded in {config.record}")
     code = _report_one(fork, trajectories[0], terminal, gallery, config) if len(trajectories) == 1 else None
     return _tabulate(fork, trajectories, terminal) if code is None else code

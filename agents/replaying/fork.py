@@ -58,7 +58,7 @@ class ForkConfig(Section):
         default=None, ge=2, description="with --fork, longest stream in tokens; empty: as recorded"
     )
     pictures: Path = Field(default=Path("play"), description="with --fork, folder to save pictures in")
-    record: str = Field(default="", description="with --fork, folder to record the episodes in; empty: none")
+    record: Path | None = Field(default=None, description="with --fork, folder to record the episodes in; empty: none")
 
 
 @dataclass(eq=False)

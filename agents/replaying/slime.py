@@ -35,7 +35,9 @@ SLIME = "slime"
 class DumpConfig(Section):
     """How slime's dumps are read."""
 
-    convert: str = Field(default="", description="folder for a recording made from slime's dumps; empty: none")
+    convert: Path | None = Field(
+        default=None, description="folder for a recording made from slime's dumps; empty: none"
+    )
     reward_key: str = Field(
         default="",
         description="name of the reward in slime's dumps, as in slime's --reward-key; empty: the only one",
@@ -115,7 +117,7 @@ def open_dumps(
     if not model:
         raise UserError("--model", "must name the model of a dump, for its tokenizer", "none", "give its folder")
     if config.convert:
-        folder = Path(config.convert)
+        folder = config.convert
         if (folder / MANIFEST).exists():
             raise UserError("--convert", "must name a folder without a recording", str(folder), "give another one")
         if not folder.name or (folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -140,6 +141,20 @@ def validate(model: type[M], settings: Settings) -> M:
         place = settings.get(path, Setting(None, flag)).place
         fix = f"see --help ({fields[path].description})"
         raise UserError(place, rule[:1].lower() + rule[1:], got, fix) from None
+
+
+def with_absolute_paths(config: M) -> M:
+    """Return the configuration with absolute paths: code of an environment may change the working directory."""
+
+    def absolute(value: Any) -> Any:
+        if isinstance(value, BaseModel):
+            return with_absolute_paths(value)
+        if isinstance(value, tuple):
+            return tuple(map(absolute, value))
+        return value.absolute() if isinstance(value, Path) else value
+
+    changes = {name: new for name, value in config if (new := absolute(value)) != value}
+    return config.model_copy(update=changes)  # the other fields stay as set or not set as they were
 
 
 def _emptied(field: FieldInfo, value: Any) -> Any:

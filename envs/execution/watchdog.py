@@ -51,17 +51,17 @@ class Watchdog:
         return WatchedCall(self._memory, self._free, label, limit_s)
 
     def _start(self) -> None:
-        with tempfile.TemporaryFile(prefix="trueturn-watchdog-") as shared:
+        with tempfile.TemporaryFile() as shared:
             shared.truncate(SIZE)
             memory = mmap.mmap(shared.fileno(), SIZE)
             self._free = deque(range(NUM_CALLS))
             if hasattr(faulthandler, "register"):
-                self._traces = tempfile.NamedTemporaryFile(prefix="trueturn-traces-")  # noqa: SIM115 - open to the end
+                self._traces = tempfile.TemporaryFile()  # noqa: SIM115 - open to the end
                 faulthandler.register(SIGNAL, file=self._traces, all_threads=True)
                 program = Path(__file__).with_name("watchdog_process.py")
-                numbers = (os.getpid(), shared.fileno(), int(SIGNAL))
-                command = [sys.executable, "-I", "-S", str(program), *map(str, numbers), self._traces.name]
-                self._process = subprocess.Popen(command, pass_fds=[shared.fileno()], stdin=subprocess.DEVNULL)
+                files = [shared.fileno(), self._traces.fileno()]
+                command = [sys.executable, "-I", "-S", str(program), *map(str, (os.getpid(), int(SIGNAL), *files))]
+                self._process = subprocess.Popen(command, pass_fds=files, stdin=subprocess.DEVNULL)
         threading.Thread(target=_beat, args=(memory,), daemon=True, name="watchdog").start()
         self._memory = memory
 

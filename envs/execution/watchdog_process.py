@@ -1,4 +1,4 @@
-"""The process that `watchdog` starts: `python watchdog_process.py PID MEMORY SIGNAL TRACES`. Imports nothing of ours.
+"""The process that `watchdog` starts: `python watchdog_process.py PID SIGNAL MEMORY TRACES`. Imports nothing of ours.
 
 If the watched process stops counting for as long as a call under way may take, it is asked for the traceback of its
 threads, which needs no interpreter. The message names the call and where it stands, then the process is killed. What it
@@ -27,7 +27,7 @@ SLOT_SIZE = CALL.size
 SIZE = BEAT.size + NUM_CALLS * SLOT_SIZE
 
 
-def main(pid: int, memory: mmap.mmap, number: int, traces: Path) -> None:
+def main(pid: int, number: int, memory: mmap.mmap, traces: int) -> None:
     """Watch until the process has ended, or has to be killed."""
     for ignored in (signal.SIGINT, signal.SIGTERM):  # the run answers to them, and this process ends with it
         signal.signal(ignored, signal.SIG_IGN)
@@ -45,13 +45,13 @@ def main(pid: int, memory: mmap.mmap, number: int, traces: Path) -> None:
             return
 
 
-def report(pid: int, calls: list[tuple[float, int, int, bytes]], number: int, traces: Path) -> None:
+def report(pid: int, calls: list[tuple[float, int, int, bytes]], number: int, traces: int) -> None:
     """Print which call keeps the interpreter, and where it stands."""
     before = {call[1]: used(pid, call[1]) for call in calls}
     os.kill(pid, number)
     time.sleep(1.0)
     limit_s, _, thread, label = max(calls, key=lambda call: used(pid, call[1]) - before[call[1]])
-    blocks = re.split(r"\n(?=(?:Current thread|Thread) 0x)", traces.read_text(errors="replace"))
+    blocks = re.split(r"\n(?=(?:Current thread|Thread) 0x)", os.pread(traces, 1 << 20, 0).decode(errors="replace"))
     stack = next((block for block in blocks if int((block.split("0x")[-1] + " ").split()[0], 16) == thread), "")
     lines = [line for line in stack.splitlines()[1:] if "envs/execution/" not in line and "/threading.py" not in line]
     print(
@@ -76,4 +76,4 @@ def used(pid: int, thread: int) -> int:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), mmap.mmap(int(sys.argv[2]), SIZE), int(sys.argv[3]), Path(sys.argv[4]))
+    main(int(sys.argv[1]), int(sys.argv[2]), mmap.mmap(int(sys.argv[3]), SIZE), int(sys.argv[4]))

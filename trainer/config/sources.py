@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from envs.config.files import dump, read_file
-from envs.config.settings import FieldPath, changed, flag_of, is_under, leaves, validate
+from envs.config.settings import FieldPath, changed, flag_of, is_under, leaves, validate, with_absolute_paths
 from envs.config.sources import PREFIX, Sources
 from envs.errors import UserError
 from trainer.config.run import RunConfig
@@ -20,7 +20,7 @@ RESUME: FieldPath = ("checkpoint", "resume")
 STAGES: FieldPath = ("stages",)
 REPLAY: FieldPath = (*STAGES, "replay_rollouts")
 #: Fields whose value may be a file or folder, or a hub id.
-_PATHS = ("model", "data", "eval_data", "registry", "replay_rollouts")
+_PATHS = ("model", "data", "eval_data")
 
 #: Ready configurations that `--config` finds by name.
 RECIPES = Path(__file__).with_name("recipes")
@@ -52,17 +52,17 @@ FIXED: tuple[FieldPath, ...] = (
 
 
 def with_whole_paths(config: C) -> C:
-    """Return the configuration with absolute paths where model, data and registries are files or folders here.
+    """Return the configuration with absolute paths, also where model and data are files or folders here.
 
     So a run can be resumed, and its model exported, from another folder.
     """
-    changes: dict[str, Any] = {}
+    config, changes = with_absolute_paths(config), dict[str, Any]()
     for name in type(config).model_fields:
         value = getattr(config, name)
         if isinstance(value, BaseModel):
             changes[name] = with_whole_paths(value)
         elif name in _PATHS and value:
-            changes[name] = tuple(map(_whole, value)) if isinstance(value, tuple) else _whole(value)
+            changes[name] = _whole(value)
     return config.model_copy(update={name: value for name, value in changes.items() if value != getattr(config, name)})
 
 

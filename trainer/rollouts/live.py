@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from agents.cli.text import path_text
 from agents.engines.base import Engine
 from agents.model.architectures import ModelFacts
 from agents.recording import Recorder
@@ -92,7 +93,7 @@ class LiveContext(RunContext):
         """Return the messages to print at the end: how to train on what was only rolled out."""
         if self.config.trains or not rows or self.config.log.record < 1:
             return []
-        return [f"train on them: python -m trainer.run --replay-rollouts {self.folder} --steps {len(rows)}"]
+        return [f"train on them: python -m trainer.run --replay-rollouts {path_text(self.folder)} --steps {len(rows)}"]
 
     def close(self) -> None:
         """Stop learner processes, and delete the weights written for servers."""

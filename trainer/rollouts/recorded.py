@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from agents.cli.text import path_text
 from agents.model.architectures import ModelFacts
 from agents.model.architectures import read_config as read_network
 from agents.recording import Recording
@@ -53,7 +54,7 @@ class RecordedContext(RunContext):
 
     def notes(self) -> list[str]:
         """Return the messages to print before the first step."""
-        other, steps = _shown(self.recorded.run), len(self.recorded.steps)
+        other, steps = path_text(self.recorded.run), len(self.recorded.steps)
         settings = other_settings(self.config, self.base)
         recorded = self.recorded.recording.manifest.versions
         here = {name: version(name) for name in COMPUTING}
@@ -66,16 +67,11 @@ class RecordedContext(RunContext):
 
     def closing_notes(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         """Return how the steps compare with those of the recorded run."""
-        return self.compared(rows).lines(_shown(self.recorded.run))
+        return self.compared(rows).lines(path_text(self.recorded.run))
 
     def compared(self, rows: Sequence[Mapping[str, Any]]) -> Comparison:
         """Return how the metrics of this run compare with those of the recorded one."""
         return compare(self.recorded.rows, rows)
-
-
-def _shown(folder: Path) -> str:
-    here = Path.cwd()
-    return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
 
 
 def prepare_replay(config: RunConfig) -> RecordedContext:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError
 
+from agents.cli.text import path_text
 from agents.model.architectures import ModelFacts
 from agents.recording import Recorder
 from agents.recording.run_files import CONFIG
@@ -133,5 +134,5 @@ def found_checkpoint(folder: Path) -> Checkpoint | None:
     """Return the newest whole checkpoint of a run folder, None where there is none."""
     checkpoint = newest_whole(folder / CHECKPOINTS)
     start = f"resumes after step {checkpoint.step}" if checkpoint else "starts over: it has no whole checkpoint"
-    logger.info(f"the run in {folder} {start}")
+    logger.info(f"the run in {path_text(folder)} {start}")
     return checkpoint

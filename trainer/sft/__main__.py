@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
+from agents.cli.text import path_text
 from agents.recording.run_files import CONFIG
 from envs.config.cli import exit_code, parse
 from envs.config.files import read_file
@@ -62,15 +63,16 @@ def run(argv: Sequence[str] | None = None) -> int:
     context = prepare(config, data)
     console.print(
         f"{len(train)} conversations of {train.num_tokens} tokens, {train.num_taught} of them learnt; "
-        f"{len(held_out) if held_out else 0} held out; {context.num_steps} steps; run folder {context.folder}",
+        f"{len(held_out) if held_out else 0} held out; {context.num_steps} steps; "
+        f"run folder {path_text(context.folder)}",
         soft_wrap=True,
     )
     with Display(console) as display:
-        summary = run_to_end(run_sft(context, display), f"python -m trainer.sft --resume {context.folder}")
+        summary = run_to_end(run_sft(context, display), f"python -m trainer.sft --resume {path_text(context.folder)}")
     if summary is None:
         return 1
     console.print(f"{summary['seconds']:.0f} s, peak memory {summary['peak_memory_gib']:.2f} GiB")
-    console.print(f"everything is in {context.folder}", soft_wrap=True)
+    console.print(f"everything is in {path_text(context.folder)}", soft_wrap=True)
     return 130 if summary["interrupted"] else 0
 
 
