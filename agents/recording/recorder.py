@@ -21,6 +21,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 from PIL import Image
+from pydantic import ValidationError
 
 from agents.recording.append_log import rewind
 from agents.recording.gzip_lines import GzipLines
@@ -35,6 +36,7 @@ from agents.recording.schema import (
     TOKENS,
     TRAIN,
     Manifest,
+    TokenRecord,
     episode_id,
 )
 from agents.types import Trajectory, Turn
@@ -77,6 +79,8 @@ class Recorder:
         self._episodes, self._outcomes, self._scores = (
             GzipLines(folder / name) for name in (EPISODES, OUTCOMES, SCORES)
         )
+        #: What was wrong with the files before, in a sentence each.
+        self.notes = [note for file in (self._episodes, self._outcomes, self._scores) for note in file.notes]
         self._spell, self._known_V = spell, _known_tokens(folder / TOKENS)
         self._tokens = (folder / TOKENS).open("ab")
         self._saved: set[str] = set()
@@ -281,15 +285,22 @@ def _token_line(token_id: int, spelled: bytes) -> bytes:
 
 
 def _known_tokens(path: Path) -> NDArray[np.bool_]:
-    """Return which ids a file has, and cut off the part of a line that a killed writer has left."""
+    """Return which ids a file has in whole lines, and cut off the part of a line that a killed writer has left."""
     content = path.read_bytes() if path.exists() else b""
     whole = content.rfind(b"\n") + 1
     if whole < len(content):
         rewind(path, whole)
-    known = [orjson.loads(line)["id"] for line in content[:whole].splitlines()]
+    known = [record.id for line in content[:whole].splitlines() if (record := _token(line)) and record.id < MAX_ID]
     known_V = np.zeros(max(known, default=0) + 1, dtype=np.bool_)
     known_V[known] = True
     return known_V
+
+
+def _token(line: bytes) -> TokenRecord | None:
+    try:
+        return TokenRecord.read(line)
+    except ValidationError:  # damaged: the token is written again
+        return None
 
 
 def _floats(values_N: NDArray[np.float32]) -> NDArray[np.float32]:

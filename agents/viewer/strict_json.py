@@ -18,9 +18,9 @@ def read_object(line: bytes) -> JSON | None:
     """Return a JSON object with NaN and infinity replaced by None; None if the line is not a JSON object."""
     try:
         found = json.loads(line)
-    except ValueError:  # half-written or damaged
+        return _finite(found) if isinstance(found, dict) else None
+    except (ValueError, RecursionError):  # half-written, damaged, or nested too deeply to be shown
         return None
-    return _finite(found) if isinstance(found, dict) else None
 
 
 def _finite(value: Any) -> Any:

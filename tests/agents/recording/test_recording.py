@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from agents.recording import EPISODES, Manifest, Recorder, Recording, WayRecord
-from agents.recording.gzip_lines import GzipLines, is_damaged, read_gzip_lines
+from agents.recording.gzip_lines import GzipLines, num_skipped, read_gzip_lines
 from agents.recording.parquet import write_parquet
 from agents.recording.recorder import rewind_recording
 from agents.replay import run as replay
