@@ -101,8 +101,11 @@ def run(argv: Sequence[str] | None) -> int:
         terminal.say("--- quit")
         return 0
     if config.record:
-        record_attempts(Path(config.record), [trajectory], manifest, renderer)
-        terminal.say(f"recorded in {config.record}")
+        for note in (
+            *record_attempts(Path(config.record), [trajectory], manifest, renderer),
+            f"recorded in {config.record}",
+        ):
+            terminal.say(note)
     return print_summary(trajectory, terminal, gallery)
 
 

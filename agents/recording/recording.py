@@ -97,8 +97,10 @@ class Recording:
         is_converted = bool(self.manifest.converted_from)
         for end, episode in self._records_from(EpisodeRecord, EPISODES, place):
             _check_schema(f"{self.folder / EPISODES} {episode.id}", episode.schema_version)
-            if rule := broken_record(episode, is_converted):
-                raise UserError(f"{self.folder / EPISODES} {episode.id}", "must have a whole token stream", rule, _FIX)
+            if rule := broken_record(episode, is_converted=is_converted):
+                raise UserError(
+                    f"{self.folder / EPISODES} {episode.id}", "must keep the rules of a token stream", rule, _FIX
+                )
             yield end, episode
 
     def episode(self, end: int, start: int) -> EpisodeRecord:

@@ -63,11 +63,10 @@ def read_regular(path: Path, most: int = MAX_FILE) -> bytes:
         OSError: there is no such file, or it cannot be read.
     """
     with open_regular(path) as file:
-        content = file.read(most + 1)
-    if len(content) > most:
-        size = f"{path.stat().st_size} bytes"
-        raise UserError(str(path), f"must have at most {most} bytes", size, "take a recording as it was written")
-    return content
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise UserError(str(path), f"must have at most {most} bytes", size, "take a recording as it was written")
+        return file.read(size)
 
 
 def read_lines(path: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:

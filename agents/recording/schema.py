@@ -22,12 +22,14 @@ from typing import Annotated, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator
 
 from agents.types import EndReason, Trajectory
 from envs.spec import EnvSpec
 
 SCHEMA_VERSION = 4
+#: The most turns that an environment's entry may allow.
+MAX_TURNS = 100_000
 
 MANIFEST = "recording.json"
 EPISODES = "episodes.jsonl.gz"
@@ -104,6 +106,13 @@ class Manifest(_Record):
     versions: dict[str, str] = {}
     converted_from: str = ""
 
+    @field_validator("env")
+    @classmethod
+    def _ends(cls, env: EnvSpec) -> EnvSpec:
+        if env.max_turns > MAX_TURNS:  # each has a metric
+            raise ValueError(f"max_turns must be at most {MAX_TURNS}")
+        return env
+
 
 class TurnRecord(_Record):
     """One model turn, `[start, end)` of the stream, and the environment's answer.
@@ -132,6 +141,11 @@ class ImageRecord(_Record):
     digest: Name
     grid: tuple[Count, Count, Count]
     num_tokens: Count
+
+    @property
+    def grid_thw(self) -> tuple[int, int, int]:
+        """The grid, under the name that a `ProcessedImage` has for it."""
+        return self.grid
 
 
 class EpisodeRecord(_Record):

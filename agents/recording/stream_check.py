@@ -6,18 +6,21 @@ Legend: T tokens of one stream.
 from __future__ import annotations
 
 from agents.recording.schema import EpisodeRecord
-from agents.rollout.invariants import broken_spans, broken_stream
+from agents.rollout.invariants import Vocabulary, broken_invariant, broken_spans, broken_stream
 from agents.types import EndReason
 
 
-def broken_record(episode: EpisodeRecord, is_converted: bool = False) -> str | None:
+def broken_record(
+    episode: EpisodeRecord, vocabulary: Vocabulary | None = None, is_converted: bool = False
+) -> str | None:
     """Return the first rule of `agents.rollout.invariants` that a recorded stream breaks; None when all hold.
 
-    Rules that need a vocabulary are the model's to check (`trainer.rollouts.recording_check`). An episode that ended as
-    `invalid_stream`, or was converted from another framework, keeps only those that readers rely on.
+    Without a vocabulary, the rules that need one are left out. An episode that ended as `invalid_stream`, or was
+    converted from another framework, must keep only those that readers rely on.
     """
     num_written = sum(episode.mask)
     if len(episode.logprobs) != num_written:
         return f"{len(episode.logprobs)} log-probs for {num_written} masked tokens"
-    keeps_all = not is_converted and episode.end_reason is not EndReason.INVALID_STREAM
-    return (broken_stream if keeps_all else broken_spans)(episode)
+    if is_converted or episode.end_reason is EndReason.INVALID_STREAM:
+        return broken_spans(episode)
+    return broken_invariant(episode, vocabulary) if vocabulary else broken_stream(episode)

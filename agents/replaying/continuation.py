@@ -124,10 +124,10 @@ def run_fork(
         terminal.say("--- quit" if config.by == "hand" else "--- the script ends here, the episode does not")
         return 0 if config.by == "hand" else 1
     if config.record:
-        record_attempts(
-            Path(config.record), trajectories, build_manifest(spec, renderer, model or folder, {PLAY: loop}), renderer
-        )
-        terminal.say(f"recorded in {config.record}")
+        manifest = build_manifest(spec, renderer, model or folder, {PLAY: loop})
+        notes = record_attempts(Path(config.record), trajectories, manifest, renderer)
+        for note in (*notes, f"recorded in {config.record}"):
+            terminal.say(note)
     code = _report_one(fork, trajectories[0], terminal, gallery, config) if len(trajectories) == 1 else None
     return _tabulate(fork, trajectories, terminal) if code is None else code
 

@@ -172,9 +172,7 @@ async def run_concurrently(
         raise errors.exceptions[0] from failed
 
 
-def shuffled(
-    episodes: Iterable[tuple[int, EpisodeRecord]], max_window: int
-) -> Iterator[tuple[int, EpisodeRecord]]:
+def shuffled(episodes: Iterable[tuple[int, EpisodeRecord]], max_window: int) -> Iterator[tuple[int, EpisodeRecord]]:
     """Yield the episodes in an order that is shuffled within windows, and always the same."""
     for window in _windows(episodes, max_window):
         yield from sorted(window, key=lambda each: hashlib.blake2b(each[1].id.encode()).digest())

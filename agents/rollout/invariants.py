@@ -10,7 +10,7 @@ Legend: T tokens of one stream.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice, zip_longest
 from typing import Protocol
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agents.rendering.renderer import Renderer
-from agents.types import Completion, GenerateRequest, Trajectory
+from agents.types import Completion, GenerateRequest
 
 #: Rounding may lift a log-prob this far above 0.
 MAX_LOGPROB = 1e-4
@@ -101,11 +101,20 @@ class TokenSpan(Protocol):
     def versions(self) -> Sequence[tuple[int, int]]: ...
 
 
-class TokenStream(Protocol):
-    """The part of a trajectory that the rules without a vocabulary read; a recorded episode has it too."""
+class ImagePatches(Protocol):
+    """The grid of an image (time, rows, columns), and its number of placeholders."""
 
     @property
-    def ids_T(self) -> Sized: ...
+    def grid_thw(self) -> tuple[int, int, int]: ...
+    @property
+    def num_tokens(self) -> int: ...
+
+
+class TokenStream(Protocol):
+    """The part of a trajectory that the rules read; a recorded episode has it too."""
+
+    @property
+    def ids_T(self) -> NDArray[np.int64]: ...
     @property
     def mask_T(self) -> NDArray[np.bool_]: ...
     @property
@@ -113,10 +122,12 @@ class TokenStream(Protocol):
     @property
     def turns(self) -> Sequence[TokenSpan]: ...
     @property
+    def images(self) -> Sequence[ImagePatches]: ...
+    @property
     def prompt_length(self) -> int: ...
 
 
-def broken_invariant(trajectory: Trajectory, vocabulary: Vocabulary, pieces: Sequence[StreamPiece] = ()) -> str | None:
+def broken_invariant(stream: TokenStream, vocabulary: Vocabulary, pieces: Sequence[StreamPiece] = ()) -> str | None:
     """Return the first rule that a finished trajectory breaks; None when all hold.
 
     Rules: those of `broken_stream`. The model sampled no suppressed id. Each image has one unbroken run of
@@ -126,10 +137,10 @@ def broken_invariant(trajectory: Trajectory, vocabulary: Vocabulary, pieces: Seq
     and nothing else, and each turn begins where the engine's own count of its prompt ends.
     """
     return (
-        broken_stream(trajectory)
-        or _broken_samples(trajectory, vocabulary)
-        or _broken_images(trajectory, vocabulary)
-        or (_broken_pieces(trajectory, vocabulary, pieces) if pieces else None)
+        broken_stream(stream)
+        or _broken_samples(stream, vocabulary)
+        or _broken_images(stream, vocabulary)
+        or (_broken_pieces(stream, vocabulary, pieces) if pieces else None)
     )
 
 
@@ -189,7 +200,7 @@ def _broken_versions(number: int, versions: Sequence[tuple[int, int]], num_token
     return f"turn {number}: versions {tuple(versions)} do not add up to the {num_tokens} tokens of the turn"
 
 
-def _broken_samples(t: Trajectory, vocabulary: Vocabulary) -> str | None:
+def _broken_samples(t: TokenStream, vocabulary: Vocabulary) -> str | None:
     if vocabulary.suppressed_ids.isdisjoint(t.ids_T[t.mask_T].tolist()):
         return None
     places = np.flatnonzero(t.mask_T & np.isin(t.ids_T, list(vocabulary.suppressed_ids)))
@@ -198,7 +209,7 @@ def _broken_samples(t: Trajectory, vocabulary: Vocabulary) -> str | None:
     return f"turn {number}: the model sampled suppressed ids: {ids} at {places[:MAX_SHOWN].tolist()}"
 
 
-def _broken_images(t: Trajectory, vocabulary: Vocabulary) -> str | None:
+def _broken_images(t: TokenStream, vocabulary: Vocabulary) -> str | None:
     if vocabulary.image_token_id is None and not t.images:
         return None
     is_image = t.ids_T == vocabulary.image_token_id
@@ -239,7 +250,7 @@ def _broken_logprobs(t: TokenStream) -> str | None:
     return None
 
 
-def _broken_pieces(t: Trajectory, vocabulary: Vocabulary, pieces: Sequence[StreamPiece]) -> str | None:
+def _broken_pieces(t: TokenStream, vocabulary: Vocabulary, pieces: Sequence[StreamPiece]) -> str | None:
     """Compare the stream with the pieces that renderer and engine gave."""
     ids: list[int] = []
     written = []

@@ -31,6 +31,8 @@ from envs.config.settings import (
 from envs.config.yaml_loader import UniqueKeyLoader
 from envs.errors import UserError, did_you_mean
 
+#: The largest file of settings: reading one takes seconds.
+MAX_BYTES = 2**20
 #: Texts that need no quotes in any YAML reader, and words that would not be a text without quotes.
 PLAIN = re.compile(r"[A-Za-z_/][\w./-]*", re.ASCII)
 OTHER_THAN_TEXT = {"null", "true", "false", "yes", "no", "on", "off", "y", "n"}
@@ -48,6 +50,8 @@ def parse_yaml(text: str, place: str) -> Any:
     """Return the content of YAML, its scalars as texts. Raises `UserError` if it is no YAML."""
     try:
         return yaml.load(text, _Loader)  # a subclass of the safe loader: it builds plain values only
+    except RecursionError:
+        raise UserError(place, "must be YAML", "lists that nest too deeply", "flatten them") from None
     except yaml.YAMLError as error:
         mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
         where = place if mark is None else f"{place} line {mark.line + 1}"
@@ -64,6 +68,8 @@ def read_file(model: type[BaseModel], file: Path, name: str = "") -> Settings:
         UserError: the file cannot be read, or a key is unknown or in the wrong section.
     """
     try:
+        if (size := file.stat().st_size) > MAX_BYTES:
+            raise UserError(name or str(file), f"must have at most {MAX_BYTES} bytes", size, "give a file of settings")
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)

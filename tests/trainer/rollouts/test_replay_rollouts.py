@@ -78,7 +78,8 @@ def recorded(uneven: list[str], tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 def replayed(folder: Path, recorded: Path, *argv: str, code: int = 0) -> Path:
-    return started(folder, "--replay-rollouts", str(recorded), "--tracker=", *argv, code=code)
+    model = () if "--model" in argv else ("--model", read_config(recorded / "config.yaml").model.model)
+    return started(folder, "--replay-rollouts", str(recorded), "--tracker=", *model, *argv, code=code)
 
 
 @pytest.fixture
@@ -329,7 +330,7 @@ def test_flags_that_cannot_be_are_refused(
 
     monkeypatch.chdir(tmp_path)
 
-    replay = ["--replay-rollouts", str(recorded)]
+    replay = ["--replay-rollouts", str(recorded), "--model", read_config(recorded / "config.yaml").model.model]
     refused("--replay-rollouts: cannot be given together with --rollout-only", *replay, "--rollout-only")
     refused("--steps: must be at most the 4 steps that .* has recorded, got 9; give --steps 4", *replay, "--steps", "9")
     refused("--group-size: must stay as in the recorded run, which has 4, got 8", *replay, "--group-size", "8")
