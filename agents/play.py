@@ -15,6 +15,7 @@ from agents.cli.terminal import (
     HELP,
     Gallery,
     PlayerInterrupted,
+    InputEnded,
     PlayerQuit,
     Terminal,
     TerminalPlayer,
@@ -97,6 +98,9 @@ def run(argv: Sequence[str] | None) -> int:
     except (PlayerInterrupted, KeyboardInterrupt):
         terminal.say("--- interrupted")
         return 130
+    except InputEnded:
+        terminal.say("--- end: the input ends here, the episode does not: no reward")
+        return 1
     except PlayerQuit:
         terminal.say("--- quit")
         return 0

@@ -6,7 +6,8 @@ It reads the run's settings, its checkpoint and the model that the run started f
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -47,11 +48,13 @@ def export(config: ExportConfig) -> Path:
     """Write the model; return its folder.
 
     Raises:
-        UserError: there is no such run or checkpoint, or the checkpoint is damaged.
+        UserError: there is no such run or checkpoint, the checkpoint is damaged, or the folder cannot be written.
     """
-    folder = found_folder(config.run)
+    folder = found_folder(config.run, "RUN")
     checkpoint = _chosen(folder, config.step)
     target = config.to or folder / f"model-step-{checkpoint.step}"
+    with _writing(target):  # before anything is loaded
+        target.mkdir(parents=True, exist_ok=True)
     run = _settings(folder / CONFIG)
     path = resolve_model(run.model.model)
     # Only the settings that decide the network's parameters matter; it runs in this process, whatever the run used.
@@ -67,8 +70,19 @@ def export(config: ExportConfig) -> Path:
     )
     learner.restore(checkpoint.learner, with_optimizer=False)
     renderer = Renderer.from_checkpoint(path, template_options(run.model))
-    write_model(learner, renderer, target, getattr(torch, config.dtype))
+    with _writing(target):
+        write_model(learner, renderer, target, getattr(torch, config.dtype))
     return target
+
+
+@contextmanager
+def _writing(target: Path) -> Iterator[None]:
+    """Turn the system's errors into the user's."""
+    try:
+        yield
+    except OSError as error:
+        fix = f"give another folder, with room ({error.strerror or error})"
+        raise UserError("--to", "must be a folder that can be written", target, fix) from error
 
 
 def _settings(file: Path) -> RunConfig | SftConfig:
