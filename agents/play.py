@@ -14,8 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from agents.cli.terminal import (
     HELP,
     Gallery,
-    PlayerInterrupted,
     InputEnded,
+    PlayerInterrupted,
     PlayerQuit,
     Terminal,
     TerminalPlayer,

@@ -79,7 +79,7 @@ def read_gzip_lines(path: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:
 
 
 def num_skipped(path: Path) -> int:
-    """Return at how many places readers skip damage, which a killed writer does not leave, or a line that is too long."""
+    """Return at how many places readers skip damage, which no killed writer leaves, or a line that is too long."""
     return sum(line.num_skipped for line in _scan(path, 0))
 
 

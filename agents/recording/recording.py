@@ -187,8 +187,10 @@ class Recording:
 
     def _message(self, record: Mapping[str, Any]) -> Message:
         content = record.get("content")
-        if not isinstance(content, list):
+        if content is None or isinstance(content, str):
             return dict(record)
+        if not isinstance(content, list):
+            raise UserError(f"{self.folder} message", "must have a text or a list of parts", content, _FIX)
         return {**record, "content": [self._part(part) for part in content]}
 
     def _part(self, part: object) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from agents.recording.schema import TRAIN
 from agents.viewer.columns import UNKNOWN, Cell, Row, gap_cells, outcome_cells, row_of
 from agents.viewer.logprob_cache import LogprobCache
 from agents.viewer.positions import Cursor, FilePosition
-from agents.viewer.strict_json import JSON, read_object
+from agents.viewer.strict_json import JSON, finite, read_object
 from envs.errors import UserError
 
 FORMAT = 1
@@ -234,7 +234,7 @@ class Source:
                 "folder": str(self.folder),
                 "env": self.recording.manifest.env.id if self.recording else "",
                 "live": live,
-                "manifest": self.recording.manifest.model_dump(mode="json") if self.recording else None,
+                "manifest": finite(self.recording.manifest.model_dump(mode="json")) if self.recording else None,
                 "metrics": self.metrics[seen.metrics :],
                 "first_metric": seen.metrics,
                 "summary": self._summary(),
