@@ -123,6 +123,17 @@ def test_a_flipped_byte_in_the_recording_is_said_and_sets_nothing_aside(
     assert metrics_of(folder) == metrics_of(unbroken)
 
 
+@pytest.mark.parametrize("target", ["/proc/model", "/dev/null", "/dev/null/model"])
+def test_an_export_to_a_place_that_cannot_be_written_is_an_error_in_one_line(unbroken: Path, target: str) -> None:
+    with pytest.raises(UserError, match=f"--to: must be a folder that can be written, got {target}; .*[(]"):
+        export([str(unbroken), "--to", target])
+
+
+def test_an_export_onto_a_full_disk_is_an_error_in_one_line(unbroken: Path, tmp_path: Path) -> None:
+    with largest_file(20_000), pytest.raises(UserError, match=r"--to: .*File too large"):
+        export([str(unbroken), "--to", str(tmp_path / "model")])
+
+
 def test_a_damaged_checkpoint_is_said_and_the_one_before_it_used(
     checkpoint: Path, often: list[str], unbroken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
