@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
 
@@ -77,7 +77,7 @@ def find_image(value: object, field: str, root: Path | None, allow_outside: bool
 
 
 def decode_image(
-    source: ImageSource, field: str, max_pixels: int = MAX_PIXELS, formats: Sequence[str] = FORMATS
+    source: ImageSource, field: str, max_pixels: int = MAX_PIXELS, formats: tuple[str, ...] = FORMATS
 ) -> Image.Image:
     """Read the picture as RGB; check format and limits before decoding pixels (see `load_image` for errors)."""
     shown = source.name if isinstance(source, Path) else f"{type(source).__name__} of an image"

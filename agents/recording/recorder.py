@@ -26,6 +26,7 @@ from pydantic import ValidationError
 from agents.recording.append_log import rewind
 from agents.recording.gzip_lines import GzipLines
 from agents.recording.json_values import is_json, message_to_json, to_json
+from agents.recording.safe_files import check_real_folder, read_lines, read_regular
 from agents.recording.schema import (
     EPISODES,
     IMAGES,
@@ -74,6 +75,7 @@ class Recorder:
             UserError: the folder holds a recording of another schema or environment.
         """
         self.folder, self.manifest, self.share = folder, manifest, share
+        check_real_folder(folder / IMAGES)
         (folder / IMAGES).mkdir(parents=True, exist_ok=True)
         self._write_manifest()
         self._episodes, self._outcomes, self._scores = (
@@ -91,7 +93,7 @@ class Recorder:
         """Write the manifest, or add its ways to the one in the folder."""
         path = self.folder / MANIFEST
         if path.exists():
-            before = json.loads(path.read_text(encoding="utf-8"))
+            before = json.loads(read_regular(path))
             found = before.get("schema_version"), before.get("env", {}).get("id")
             if found != (SCHEMA_VERSION, self.manifest.env.id):
                 rule = f"must hold a recording of schema {SCHEMA_VERSION} of '{self.manifest.env.id}', or none"
@@ -286,11 +288,9 @@ def _token_line(token_id: int, spelled: bytes) -> bytes:
 
 def _known_tokens(path: Path) -> NDArray[np.bool_]:
     """Return which ids a file has in whole lines, and cut off the part of a line that a killed writer has left."""
-    content = path.read_bytes() if path.exists() else b""
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        rewind(path, whole)
-    known = [record.id for line in content[:whole].splitlines() if (record := _token(line)) and record.id < MAX_ID]
+    lines = list(read_lines(path))
+    rewind(path, lines[-1][0] if lines else 0)
+    known = [record.id for _, line in lines if (record := _token(line)) and record.id < MAX_ID]
     known_V = np.zeros(max(known, default=0) + 1, dtype=np.bool_)
     known_V[known] = True
     return known_V

@@ -139,6 +139,17 @@ def test_a_file_that_is_no_regular_one_is_refused_at_once(name: str, kind: str, 
         Source(folder).overview()
 
 
+@pytest.mark.parametrize("name", [EPISODES, OUTCOMES, SCORES, TOKENS, "images"])
+def test_recording_into_a_strangers_folder_writes_nowhere_else(name: str, folder: Path, tmp_path: Path) -> None:
+    manifest, mine = Recording.open(folder).manifest, tmp_path / "mine"
+    mine.write_bytes(b"mine\n")
+    shutil.rmtree(folder / name) if (folder / name).is_dir() else (folder / name).unlink()
+    (folder / name).symlink_to(mine)
+    with pytest.raises(UserError, match="symbolic link"):
+        Recorder(folder, manifest)
+    assert mine.read_bytes() == b"mine\n"
+
+
 def test_a_recording_elsewhere_that_a_run_folder_links_to_is_not_opened(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "episodes").symlink_to(folder)
