@@ -15,6 +15,8 @@ from agents.rollout.invariants import Vocabulary
 from envs.errors import UserError
 
 _FIX = "give the model that the recording was made with"
+#: The squares of larger rewards may be no float64 numbers, and the advantages of their groups would be 0 or infinite.
+MAX_REWARD = 1e100
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +58,8 @@ class RecordingCheck:
         for each in (max(episode.ids, default=0), min(episode.ids, default=0)):
             if not 0 <= each < self.vocabulary_size:
                 raise UserError(place, f"must have ids below the model's {self.vocabulary_size}", each, _FIX)
+        if abs(episode.reward) > MAX_REWARD:
+            raise UserError(place, f"must have a reward within {MAX_REWARD:g}", episode.reward, "leave the episode out")
         if len(episode.ids) > self.facts.max_positions:
             raise UserError(place, f"must have at most {self.facts.max_positions} tokens", len(episode.ids), _FIX)
         shown, wanted = episode.ids.count(self.facts.image_token_id), sum(image.num_tokens for image in episode.images)

@@ -425,8 +425,16 @@ def test_streams_are_checked_with_the_models_vocabulary(recorded: Path, tmp_path
     def negative(line: dict[str, Any]) -> None:
         line["ids"][0] = -1
 
+    def rich(line: dict[str, Any]) -> None:
+        line["reward"] = 1e200
+
     for number, (change, words) in enumerate(
-        ((moved, "a run of"), (sampled, "sampled suppressed ids"), (negative, "must have ids below"))
+        (
+            (moved, "a run of"),
+            (sampled, "sampled suppressed ids"),
+            (negative, "must have ids below"),
+            (rich, "must have a reward within"),
+        )
     ):
         run_folder = copied(recorded, tmp_path / str(number))
         path = run_folder / "episodes" / "episodes.jsonl.gz"
