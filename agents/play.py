@@ -14,6 +14,7 @@ from pydantic import Field
 from agents.cli.terminal import (
     HELP,
     Gallery,
+    InputEnded,
     PlayerInterrupted,
     PlayerQuit,
     Terminal,
@@ -98,12 +99,15 @@ def run(argv: Sequence[str] | None = None) -> int:
     except (PlayerInterrupted, KeyboardInterrupt):
         terminal.say("--- interrupted")
         return 130
+    except InputEnded:
+        terminal.say("--- end: the input ends here, the episode does not: no reward")
+        return 1
     except PlayerQuit:
         terminal.say("--- quit")
         return 0
     if record:
-        record_attempts(record, [trajectory], manifest, renderer)
-        terminal.say(f"recorded in {config.record}")
+        for note in (*record_attempts(record, [trajectory], manifest, renderer), f"recorded in {config.record}"):
+            terminal.say(note)
     return print_summary(trajectory, terminal, gallery)
 
 

@@ -18,8 +18,7 @@ from pathlib import Path
 from pydantic import Field
 from rich.console import Console
 
-from agents.recording import EPISODES, Recording
-from agents.recording.gzip_lines import is_damaged
+from agents.recording import Recording
 from agents.recording.selection import SelectionConfig, select_episodes
 from agents.rendering.renderer import Renderer
 from agents.rendering.tokenizer_files import model_folder
@@ -95,8 +94,8 @@ def open_source(config: ReplayConfig) -> tuple[Recording, EnvSpec, list[str]]:
         source = Recording.open(config.run)
         spec, notes = find_spec(source.manifest, config.env, config.registry)
         notes += env_notes(source.manifest, spec)
-        if not config.selection.limit and is_damaged(source.folder / EPISODES):
-            notes.append(f"{source.folder / EPISODES} is damaged: only the episodes before the damage are replayed")
+        if not config.selection.limit:
+            notes += source.damage()
     if framework := source.manifest.converted_from:
         notes.insert(0, f"converted from {framework}: observations and infos were not recorded and are not compared")
     return source, spec, notes

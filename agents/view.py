@@ -97,6 +97,8 @@ def run(argv: Sequence[str] | None = None) -> int:
     config = parse(ViewConfig, argv, "python -m agents.view", "Show recorded runs in a browser.")
     live = False if config.export else config.live
     sources = [open_source(path, live, config.selection) for path in config.runs]
+    for note in (note for source in sources if source.recording for note in source.recording.damage()):
+        print(f"note: {note}")
     return write(config.export, config, sources) if config.export else serve(config, sources)
 
 

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Iterable
+from pathlib import PurePath
+
+#: Writes out values whose whole text could be endless, such as lists that hold each other.
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxtuple, _SHORT.maxdict, _SHORT.maxset = 4, 20, 20, 20, 20
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 400
 
 
 class UserError(Exception):
@@ -17,13 +24,18 @@ class UserError(Exception):
 
     def __init__(self, field: str, rule: str, got: object, fix: str) -> None:
         self.field, self.rule, self.got, self.fix = field, rule, got, fix
-        shown = str(got) if isinstance(got, int | float | str) else repr(got)
+        shown = str(got) if isinstance(got, int | float | str | PurePath) else _SHORT.repr(got)
         shown = shown if len(shown) <= 200 else shown[:197] + "..."
-        super().__init__(" ".join(f"{field}: {rule}, got {shown}; {fix}".split()))
+        super().__init__(_printable(" ".join(f"{field}: {rule}, got {shown}; {fix}".split())))
 
     def __reduce__(self) -> tuple[type[UserError], tuple[str, str, object, str]]:
         """Keep all fields when pickled; by default an exception keeps only its message."""
         return type(self), (self.field, self.rule, self.got, self.fix)
+
+
+def _printable(text: str) -> str:
+    """Return the text with escapes for characters that could control a terminal: it may quote a stranger's file."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def first_line(error: BaseException) -> str:

@@ -24,7 +24,6 @@ MAX_PIXELS = 50_000_000
 MAX_BYTES = 64 * 2**20
 
 _LONGEST_PATH = 4096
-_FORMATS_FIX = f"give one of {', '.join(FORMATS)}"
 
 
 def image_digest(image: Image.Image) -> str:
@@ -77,24 +76,27 @@ def find_image(value: object, field: str, root: Path | None, allow_outside: bool
     raise UserError(field, "must be an image", got, "give a path, base64 text, bytes or {'bytes': ..., 'path': ...}")
 
 
-def decode_image(source: ImageSource, field: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """Read the picture as RGB; check the limits before decoding pixels (see `load_image` for errors)."""
+def decode_image(
+    source: ImageSource, field: str, max_pixels: int = MAX_PIXELS, formats: tuple[str, ...] = FORMATS
+) -> Image.Image:
+    """Read the picture as RGB; check format and limits before decoding pixels (see `load_image` for errors)."""
     shown = source.name if isinstance(source, Path) else f"{type(source).__name__} of an image"
     try:
         if isinstance(source, Image.Image):
             _check_pixels(source, field, max_pixels)
             return _to_rgb(source)
         data = _read(source, field)
-        with Image.open(BytesIO(data), formats=FORMATS) as header:
+        with Image.open(BytesIO(data), formats=formats) as header:
             _check_pixels(header, field, max_pixels)
             # verify() alone sees a wrong checksum, load() alone sees missing pixels.
             header.verify()
-        with Image.open(BytesIO(data), formats=FORMATS) as image:
+        with Image.open(BytesIO(data), formats=formats) as image:
             return _to_rgb(image)
     except UserError:
         raise
     except UnidentifiedImageError as error:
-        raise UserError(field, "must be a picture of a known format", shown, _FORMATS_FIX) from error
+        fix = f"give one of {', '.join(formats)}"
+        raise UserError(field, "must be a picture of a known format", shown, fix) from error
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise UserError(
             field, f"must have at most {max_pixels} pixels", f"{shown}: {error}", "scale it down"

@@ -69,9 +69,8 @@ def train(context: RunContext, rollouts: Rollouts, console: Console) -> int:
 
     config = context.config
     *notes, last = context.notes()
-    for note in notes:
-        console.print(note, soft_wrap=True)
-    console.print(f"{last}; run folder {path_text(context.folder)}", soft_wrap=True)
+    for note in (*notes, f"{last}; run folder {path_text(context.folder)}"):
+        console.print(note, soft_wrap=True, markup=False)
     tune_garbage_collection()
     with Display(console) as display:
         again = f"python -m trainer.run --resume {path_text(context.folder)}" if config.trains else ""

@@ -37,6 +37,10 @@ class PlayerQuit(Exception):
     """The person has quit."""
 
 
+class InputEnded(PlayerQuit):
+    """A pipe or a file of turns has ended before the episode."""
+
+
 class PlayerInterrupted(PlayerQuit):
     """The person has pressed Ctrl-C. Unlike KeyboardInterrupt, this passes through an event loop."""
 
@@ -62,12 +66,17 @@ class Terminal:
         print(text.replace("\x1b", "\\x1b"), file=self.target, flush=True)
 
     def ask(self, tool_format: ToolFormat) -> str:
-        """Return a turn that the person wrote. Raises `PlayerQuit` at `:quit`, Ctrl-C and the end of the input."""
+        """Return a turn that the person wrote.
+
+        Raises:
+            PlayerQuit: at `:quit`, Ctrl-D and Ctrl-C.
+            InputEnded: at the end of a pipe or a file.
+        """
         lines: list[str] = []
         while True:
             line = self._read()
             if not line and not lines:
-                raise PlayerQuit
+                raise PlayerQuit if self.source.isatty() else InputEnded
             if not line:
                 break
             line = line.removesuffix("\n").removesuffix("\r")

@@ -39,8 +39,10 @@ def check_record_folder(folder: Path, manifest: Manifest) -> None:
         raise UserError("--record", rule, before.template, _FIX)
 
 
-def record_attempts(folder: Path, trajectories: Sequence[Trajectory], manifest: Manifest, renderer: Renderer) -> None:
-    """Append episodes of one problem to a recording, as the next attempt at it.
+def record_attempts(
+    folder: Path, trajectories: Sequence[Trajectory], manifest: Manifest, renderer: Renderer
+) -> list[str]:
+    """Append episodes of one problem to a recording, as the next attempt at it; return what was wrong with its files.
 
     `manifest` has their limits as the way "play". Where the recording has a way of that name with other limits, the new
     one is called "play2".
@@ -57,3 +59,4 @@ def record_attempts(folder: Path, trajectories: Sequence[Trajectory], manifest: 
         for trajectory in trajectories:
             again = replace(trajectory, attempt=max(attempts, default=-1) + 1)
             recorder.write(again, step=0, phase=PLAY, way=way)
+    return recorder.notes

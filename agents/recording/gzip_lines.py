@@ -1,28 +1,38 @@
 """Files of compressed lines: each line is a gzip member of its own (RFC 1952) and is appended whole.
 
 Any program that reads gzip reads such a file as JSON lines (`zcat episodes.jsonl.gz`). A writer that is killed leaves
-part of a line at the end: readers skip it, and the next writer moves it aside.
+part of a line at the end: readers skip it, and the next writer moves it aside. Readers also skip bytes in the middle
+that are no gzip, and continue at the next whole line; `num_skipped` counts these places.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gzip
+import math
 import os
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import BinaryIO
 
 from agents.recording.append_log import rewind
+from agents.recording.safe_files import MAX_LINE, open_regular
 
 #: Compression level. Higher ones take three times as long for at most 7 % fewer bytes.
 LEVEL = 2
-_BLOCK = 1 << 20
+_BLOCK = 1 << 16
 _GZIP = 31  # zlib's number for a gzip header with the largest window
+_HEADER = b"\x1f\x8b\x08"
+#: How many places behind damage to try, in all, for the next line: each may unpack to `MAX_LINE`.
+MAX_TRIES = 1000
 
 
 class GzipLines:
     """A file to append lines to; each has left this process when `append` returns.
+
+    `notes` says in a sentence each what was wrong with the file before.
 
     Example::
 
@@ -32,9 +42,17 @@ class GzipLines:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        if path.exists() and path.stat().st_size > (whole := complete_size(path)):
-            rewind(path, whole)
+        self.path, self.notes = path, list[str]()
+        whole, num_lines, num_damaged = 0, 0, 0
+        for line in _scan(path, 0):
+            whole = line.end
+            num_lines += not line.is_only_damage
+            num_damaged += line.follows_damage
+        if num_damaged:
+            places = f"{num_damaged} place{'s' * (num_damaged > 1)}"
+            self.notes.append(f"{path} is damaged at {places}; its {num_lines} whole lines are kept")
+        if moved := rewind(path, whole):
+            self.notes.append(f"{path} did not end with a whole line; the {moved.stat().st_size} bytes are in {moved}")
         self._file = path.open("ab")
 
     def append(self, line: bytes) -> None:
@@ -55,37 +73,95 @@ class GzipLines:
 def read_gzip_lines(path: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:
     """Yield (place in the file behind it, text) of each whole line, beginning at the place `start`.
 
-    Stops at part of a line, and at bytes that are not gzip.
+    Skips damaged bytes, part of a line at the end, and lines over `MAX_LINE`, which are never unpacked as a whole.
     """
+    return ((line.end, line.text) for line in _scan(path, start) if line.text is not None)
+
+
+def num_skipped(path: Path) -> int:
+    """Return at how many places readers skip damage, which no killed writer leaves, or a line that is too long."""
+    return sum(line.num_skipped for line in _scan(path, 0))
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A whole line up to the place `end`, without `text` if it is too long; or the damage that follows that place."""
+
+    end: int
+    text: bytes | None
+    follows_damage: bool = False
+    is_only_damage: bool = False
+
+    @property
+    def num_skipped(self) -> int:
+        return self.follows_damage + (self.text is None)
+
+
+def _scan(path: Path, start: int) -> Iterator[_Line]:
+    with contextlib.suppress(FileNotFoundError), open_regular(path) as file:
+        blocks, place, tries = _Blocks(file), start, iter(range(MAX_TRIES))
+        while blocks.at(place):
+            try:
+                line, is_damaged = _line(blocks, place), False
+            except zlib.error:
+                line, is_damaged = None, True
+            if line is None:  # the next line, if there is one, or part of a line at the end
+                headers = (header for header, _ in zip(_headers(blocks, place + 1), tries, strict=False))
+                line = next(filter(None, (_line_after_damage(blocks, header) for header in headers)), None)
+            if line is None:
+                if is_damaged:
+                    yield _Line(place, None, is_only_damage=True)
+                return
+            yield line
+            place = line.end
+
+
+class _Blocks:
+    """A file that is read in blocks, from any place."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._start, self._block = file, 0, memoryview(b"")
+
+    def at(self, place: int, least: int = 1) -> memoryview:
+        """Return at least so many bytes from a place on; fewer at the end of the file."""
+        if not self._start <= place <= self._start + len(self._block) - least:
+            self._start, self._block = place, memoryview(os.pread(self._file.fileno(), _BLOCK, place))
+        return self._block[place - self._start :]
+
+
+def _line(blocks: _Blocks, place: int, most: float = math.inf) -> _Line | None:
+    """Return the line that begins at a place; None where the file ends within it, or it is over `most` bytes.
+
+    Raises:
+        zlib.error: the bytes are no gzip.
+    """
+    reader, pieces, size = zlib.decompressobj(_GZIP), list[bytes](), 0
+    while not reader.eof:
+        block = blocks.at(place)
+        piece = reader.decompress(block, _BLOCK)
+        if (not block and not piece) or size > most:
+            return None
+        place += len(block) - len(reader.unconsumed_tail) - len(reader.unused_data)
+        size += len(piece)
+        if size <= MAX_LINE:
+            pieces.append(piece)
+        else:
+            pieces.clear()
+    return _Line(place, b"".join(pieces) if size <= MAX_LINE else None)
+
+
+def _line_after_damage(blocks: _Blocks, place: int) -> _Line | None:
+    """Return the line that begins at a place, None where none does."""
     with contextlib.suppress(zlib.error):
-        yield from _lines(path, start)
+        line = _line(blocks, place, most=MAX_LINE)
+        return line and replace(line, follows_damage=True)
+    return None
 
 
-def is_damaged(path: Path) -> bool:
-    """Return whether the file holds bytes that are not gzip, which a killed writer does not leave."""
-    try:
-        for _ in _lines(path, 0):
-            pass
-    except zlib.error:
-        return True
-    return False
-
-
-def _lines(path: Path, start: int) -> Iterator[tuple[int, bytes]]:
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        file.seek(start)
-        reader, pieces, end, rest = zlib.decompressobj(_GZIP), [], start, b""
-        while block := rest or file.read(_BLOCK):
-            pieces.append(reader.decompress(block))
-            rest = reader.unused_data
-            if reader.eof:
-                end = file.tell() - len(rest)
-                yield end, b"".join(pieces)
-                reader, pieces = zlib.decompressobj(_GZIP), []
-
-
-def complete_size(path: Path) -> int:
-    """Return the place behind the last whole line."""
-    return max((end for end, _ in read_gzip_lines(path)), default=0)
+def _headers(blocks: _Blocks, place: int) -> Iterator[int]:
+    """Yield each place, from one on, where a gzip member may begin."""
+    while len(block := bytes(blocks.at(place, len(_HEADER)))) >= len(_HEADER):
+        found = block.find(_HEADER)
+        if found >= 0:
+            yield place + found
+        place += found + 1 if found >= 0 else len(block) - len(_HEADER) + 1

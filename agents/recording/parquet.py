@@ -20,7 +20,9 @@ from envs.config.cli import exit_code, parse
 from envs.config.settings import Section
 from envs.errors import UserError
 
+#: Rows are written in groups of so many, or fewer large ones.
 ROWS_PER_GROUP = 256
+MAX_GROUP_BYTES = 2**28
 
 
 class ParquetConfig(Section):
@@ -37,21 +39,22 @@ def write_parquet(recording: Recording, out: Path) -> int:
     are PNG files in a column that Hugging Face datasets shows as images.
 
     Raises:
-        UserError: a picture is missing, or the file cannot be written.
+        UserError: a picture is missing or another one, or the file cannot be written.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    outcomes, scores = recording.outcomes(), recording.scores()
-    schema, count, rows = _schema(), 0, list[dict[str, Any]]()
+    outcomes, scores = recording.outcomes(), _ScorePlaces(recording)
+    schema, count, rows, num_bytes = _schema(), 0, list[dict[str, Any]](), 0
     part = Path(f"{out}.part")  # renamed when complete: a killed writer leaves no half a file under the name
     try:
         with pq.ParquetWriter(part, schema, compression="zstd") as writer:
             for episode in recording.episodes():
-                rows.append(_row(recording, episode, outcomes.get(episode.id), scores.get(episode.id)))
-                if len(rows) == ROWS_PER_GROUP:
+                rows.append(_row(recording, episode, outcomes.get(episode.id), scores.find(episode.id)))
+                num_bytes += episode.num_bytes + sum(len(picture["bytes"]) for picture in rows[-1]["images"])
+                if len(rows) == ROWS_PER_GROUP or num_bytes >= MAX_GROUP_BYTES:
                     writer.write_table(pa.Table.from_pylist(rows, schema))
-                    count, rows = count + len(rows), []
+                    count, rows, num_bytes = count + len(rows), [], 0
             if rows:
                 writer.write_table(pa.Table.from_pylist(rows, schema))
         part.replace(out)
@@ -111,16 +114,30 @@ def _row(
 
 
 def _picture(recording: Recording, name: str) -> dict[str, Any]:
-    path = recording.picture_path(name)
-    if not path.is_file():
-        raise UserError(str(path), "must be there", "no such file", "take a copy of the whole folder")
-    return {"bytes": path.read_bytes(), "path": path.name}
+    return {"bytes": recording.picture_file(name), "path": recording.picture_path(name).name}
+
+
+class _ScorePlaces:
+    """Finds scores by their place in the file: all of them may not fit into memory."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording, self._places, start = recording, dict[str, int](), 0
+        for end, score in recording.scores_from(0):
+            self._places[score.id] = start
+            start = end
+
+    def find(self, id: str) -> ScoreRecord | None:
+        place = self._places.get(id)
+        return None if place is None else next(self._recording.scores_from(place))[1]
 
 
 def run(argv: Sequence[str] | None = None) -> int:
     """Parse, write, report."""
     config = parse(ParquetConfig, argv, "python -m agents.recording.parquet", "Write a recording as a Parquet file.")
-    count = write_parquet(Recording.open(config.run), config.out)
+    recording = Recording.open(config.run)
+    count = write_parquet(recording, config.out)
+    for note in recording.damage():
+        print(f"note: {note}")
     print(f"{count} episodes, {config.out.stat().st_size / 2**20:.2f} MiB in {config.out}")
     return 0
 

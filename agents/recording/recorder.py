@@ -21,10 +21,12 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 from PIL import Image
+from pydantic import ValidationError
 
 from agents.recording.append_log import rewind
 from agents.recording.gzip_lines import GzipLines
 from agents.recording.json_values import is_json, message_to_json, to_json
+from agents.recording.safe_files import check_real_folder, read_lines, read_regular
 from agents.recording.schema import (
     EPISODES,
     IMAGES,
@@ -35,6 +37,7 @@ from agents.recording.schema import (
     TOKENS,
     TRAIN,
     Manifest,
+    TokenRecord,
     episode_id,
 )
 from agents.types import Trajectory, Turn
@@ -72,11 +75,14 @@ class Recorder:
             UserError: the folder holds a recording of another schema or environment.
         """
         self.folder, self.manifest, self.share = folder, manifest, share
+        check_real_folder(folder / IMAGES)
         (folder / IMAGES).mkdir(parents=True, exist_ok=True)
         self._write_manifest()
         self._episodes, self._outcomes, self._scores = (
             GzipLines(folder / name) for name in (EPISODES, OUTCOMES, SCORES)
         )
+        #: What was wrong with the files before, in a sentence each.
+        self.notes = [note for file in (self._episodes, self._outcomes, self._scores) for note in file.notes]
         self._spell, self._known_V = spell, _known_tokens(folder / TOKENS)
         self._tokens = (folder / TOKENS).open("ab")
         self._saved: set[str] = set()
@@ -87,7 +93,7 @@ class Recorder:
         """Write the manifest, or add its ways to the one in the folder."""
         path = self.folder / MANIFEST
         if path.exists():
-            before = json.loads(path.read_text(encoding="utf-8"))
+            before = json.loads(read_regular(path))
             found = before.get("schema_version"), before.get("env", {}).get("id")
             if found != (SCHEMA_VERSION, self.manifest.env.id):
                 rule = f"must hold a recording of schema {SCHEMA_VERSION} of '{self.manifest.env.id}', or none"
@@ -281,15 +287,20 @@ def _token_line(token_id: int, spelled: bytes) -> bytes:
 
 
 def _known_tokens(path: Path) -> NDArray[np.bool_]:
-    """Return which ids a file has, and cut off the part of a line that a killed writer has left."""
-    content = path.read_bytes() if path.exists() else b""
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        rewind(path, whole)
-    known = [orjson.loads(line)["id"] for line in content[:whole].splitlines()]
+    """Return which ids a file has in whole lines, and cut off the part of a line that a killed writer has left."""
+    lines = list(read_lines(path))
+    rewind(path, lines[-1][0] if lines else 0)
+    known = [record.id for _, line in lines if (record := _token(line)) and record.id < MAX_ID]
     known_V = np.zeros(max(known, default=0) + 1, dtype=np.bool_)
     known_V[known] = True
     return known_V
+
+
+def _token(line: bytes) -> TokenRecord | None:
+    try:
+        return TokenRecord.read(line)
+    except ValidationError:  # damaged: the token is written again
+        return None
 
 
 def _floats(values_N: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -1,23 +1,26 @@
 """Reads a recording as records, samples and trajectories.
 
-It skips lines that are half written, so a recording can be read while a run writes it.
+It skips lines that are half written, so a recording can be read while a run writes it, and damaged ones, which
+`Recording.damage` counts. A recording may be a stranger's: everything in it is checked, and nothing is opened but the
+regular files of its folder.
 """
 
 from __future__ import annotations
 
-import functools
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 from PIL import Image
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from agents.recording.gzip_lines import read_gzip_lines
+from agents.recording.gzip_lines import num_skipped, read_gzip_lines
+from agents.recording.pictures import PictureStore, read_picture
+from agents.recording.safe_files import MAX_LINE, check_real_folder, read_lines, read_regular
 from agents.recording.schema import (
     EPISODES,
     MANIFEST,
@@ -32,16 +35,15 @@ from agents.recording.schema import (
     TokenRecord,
     TurnRecord,
 )
+from agents.recording.stream_check import broken_record
 from agents.rendering.images import ImageStore
 from agents.types import ProcessedImage, Timing, Trajectory, Turn
 from envs.errors import UserError, first_line
-from envs.images import image_digest
 from envs.types import Message, Sample, message_images
 
-R = TypeVar("R", bound=BaseModel)
+R = TypeVar("R", EpisodeRecord, OutcomeRecord, ScoreRecord, TokenRecord)
 _PICTURE = re.compile(r"images/[0-9a-f]{8,64}\.png")
-#: Decoded pictures to keep: a gigabyte of large ones.
-MAX_PICTURES = 256
+_FIX = "take a copy of the whole folder"
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class Recording:
 
     folder: Path
     manifest: Manifest
+    _pictures: PictureStore = field(default_factory=PictureStore, repr=False, compare=False)
 
     @classmethod
     def open(cls, path: Path | str) -> Recording:
@@ -67,21 +70,18 @@ class Recording:
             UserError: there is none, or it has another schema.
         """
         path = Path(path)
-        found = [folder for folder in (path, path / "episodes") if (folder / MANIFEST).is_file()]
+        check_real_folder(path / "episodes")
+        found = [folder for folder in (path, path / "episodes") if os.path.lexists(folder / MANIFEST)]
         if not found:
             old = [folder for folder in (path, path / "episodes") if (folder / "episodes.jsonl").is_file()]
             got = "episodes of an earlier version" if old else "none" if path.exists() else "no such folder"
             raise UserError(str(path), f"must hold a recording ({MANIFEST})", got, "give a run folder that recorded")
         try:
-            text = (found[0] / MANIFEST).read_text(encoding="utf-8")
-            version = json.loads(text).get("schema_version")
-            if version != SCHEMA_VERSION:
-                fix = "read it with the version of TrueTurn that wrote it"
-                raise UserError(str(found[0]), f"must be a recording of schema {SCHEMA_VERSION}", version, fix)
+            text = read_regular(found[0] / MANIFEST).decode("utf-8")
+            _check_schema(str(found[0]), json.loads(text).get("schema_version"))
             return cls(found[0], Manifest.model_validate_json(text))
-        except (ValidationError, ValueError, AttributeError) as error:
-            rule, fix = f"must hold a whole {MANIFEST}", "take a copy of the whole folder"
-            raise UserError(str(found[0]), rule, first_line(error), fix) from error
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
+            raise UserError(str(found[0]), f"must hold a whole {MANIFEST}", first_line(error), _FIX) from error
 
     def episodes(self) -> Iterator[EpisodeRecord]:
         """Yield the episodes in the order in which they ended."""
@@ -89,8 +89,19 @@ class Recording:
             yield episode
 
     def episodes_from(self, place: int) -> Iterator[tuple[int, EpisodeRecord]]:
-        """Yield (place behind it, episode) for each episode, beginning at a place in the file; 0 is the first."""
-        return self._records_from(EpisodeRecord, EPISODES, place)
+        """Yield (place behind it, episode) for each episode, beginning at a place in the file; 0 is the first.
+
+        Raises:
+            UserError: a line is no episode of this schema, or its token stream breaks a rule.
+        """
+        is_converted = bool(self.manifest.converted_from)
+        for end, episode in self._records_from(EpisodeRecord, EPISODES, place):
+            _check_schema(f"{self.folder / EPISODES} {episode.id}", episode.schema_version)
+            if rule := broken_record(episode, is_converted=is_converted):
+                raise UserError(
+                    f"{self.folder / EPISODES} {episode.id}", "must keep the rules of a token stream", rule, _FIX
+                )
+            yield end, episode
 
     def episode(self, end: int, start: int) -> EpisodeRecord:
         """Return the episode between two places of the file."""
@@ -117,11 +128,22 @@ class Recording:
 
     def tokens(self) -> dict[int, bytes]:
         """Return the bytes of every token id in the recording."""
-        path = self.folder / TOKENS
-        content = path.read_bytes() if path.exists() else b""
-        whole = content[: content.rfind(b"\n") + 1]
-        records = (self._record(TokenRecord, TOKENS, line) for line in whole.splitlines())
-        return {r.id: bytes.fromhex(r.hex) if r.hex else r.text.encode() for r in records}
+        return {record.id: record.spelled for _, record in self.tokens_from(0)}
+
+    def tokens_from(self, place: int) -> Iterator[tuple[int, TokenRecord]]:
+        """Yield (place behind it, token) for each token, beginning at a place in the file."""
+        for end, line in read_lines(self.folder / TOKENS, place):
+            yield end, self._record(TokenRecord, TOKENS, line)
+
+    def damage(self) -> list[str]:
+        """Return a sentence for each file of lines of which readers skip a part."""
+        counts = {name: num_skipped(self.folder / name) for name in (EPISODES, OUTCOMES, SCORES)}
+        return [
+            f"{self.folder / name} is damaged, or has a line over {MAX_LINE} bytes, at {count} "
+            f"place{'s' * (count > 1)}: what stands there is left out"
+            for name, count in counts.items()
+            if count
+        ]
 
     def _records_from(self, kind: type[R], name: str, place: int) -> Iterator[tuple[int, R]]:
         for end, line in read_gzip_lines(self.folder / name, place):
@@ -129,10 +151,12 @@ class Recording:
 
     def _record(self, kind: type[R], name: str, line: bytes) -> R:
         try:
-            return kind.model_validate_json(line)
+            return kind.read(line)
         except ValidationError as error:
-            got, fix = " ".join(str(error).splitlines()[:2])[:200], "take a copy of the whole folder"
-            raise UserError(str(self.folder / name), "must be a whole recording", got, fix) from error
+            first, count = error.errors(include_url=False, include_input=False)[0], error.error_count()
+            place = ".".join(map(str, first["loc"]))
+            got = f"{count} validation error{'s' * (count > 1)} for {kind.__name__}, first {place}: {first['msg']}"
+            raise UserError(str(self.folder / name), "must be a whole recording", got, _FIX) from error
 
     def picture_path(self, name: str) -> Path:
         """Return the path of a picture that a message names.
@@ -146,12 +170,16 @@ class Recording:
         return self.folder / name
 
     def picture(self, name: str) -> Image.Image:
-        """Return a decoded picture; the last `MAX_PICTURES` are kept.
+        """Return a decoded picture; those read last are kept.
 
         Raises:
-            UserError: there is no such picture, or it is damaged.
+            UserError: there is no such picture, or it is damaged or another one.
         """
-        return _read_picture(self.picture_path(name))
+        return self._pictures.read(self.picture_path(name))
+
+    def picture_file(self, name: str) -> bytes:
+        """Return the PNG file of a picture, after a check of its pixels. Raises `UserError` like `picture`."""
+        return read_picture(self.picture_path(name))[0]
 
     def messages(self, records: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
         """Return messages with pictures instead of their names."""
@@ -159,13 +187,18 @@ class Recording:
 
     def _message(self, record: Mapping[str, Any]) -> Message:
         content = record.get("content")
-        if not isinstance(content, list):
+        if content is None or isinstance(content, str):
             return dict(record)
-        parts = [
-            {**part, "image": self.picture(part["image"])} if part.get("type") == "image" else dict(part)
-            for part in content
-        ]
-        return {**record, "content": parts}
+        if not isinstance(content, list):
+            raise UserError(f"{self.folder} message", "must have a text or a list of parts", content, _FIX)
+        return {**record, "content": [self._part(part) for part in content]}
+
+    def _part(self, part: object) -> dict[str, Any]:
+        if not isinstance(part, Mapping):
+            raise UserError(f"{self.folder} message", "must have parts that are objects", part, _FIX)
+        if part.get("type") != "image":
+            return dict(part)
+        return {**part, "image": self.picture(str(part.get("image")))}
 
     def sample(self, episode: EpisodeRecord) -> Sample:
         """Return the problem of an episode."""
@@ -184,8 +217,8 @@ class Recording:
             sample_id=episode.sample_id,
             sample_index=episode.sample_index,
             seed=episode.seed,
-            ids_T=np.array(episode.ids, dtype=np.int64),
-            mask_T=np.array(episode.mask, dtype=np.bool_),
+            ids_T=episode.ids_T,
+            mask_T=episode.mask_T,
             logprobs_T=episode.logprobs_T,
             images=processed,
             turns=tuple(self._turn(turn) for turn in episode.turns),
@@ -220,15 +253,7 @@ class Recording:
         return Turn(**{**dict(turn), "observations": self.messages(turn.observations)})
 
 
-@functools.lru_cache(MAX_PICTURES)
-def _read_picture(path: Path) -> Image.Image:
-    try:
-        with Image.open(path) as file:
-            image = file.convert("RGB")
-    except Exception as error:  # Pillow raises what it likes
-        fix = "take a copy of the whole folder"
-        raise UserError(str(path), "must be a whole picture", first_line(error), fix) from error
-    if (digest := image_digest(image)) != path.stem:
-        fix = "take a copy of the whole folder"
-        raise UserError(str(path), "must be the picture that was recorded", f"pixels of hash {digest}", fix)
-    return image
+def _check_schema(place: str, version: object) -> None:
+    if version != SCHEMA_VERSION:
+        fix = "read it with the version of TrueTurn that wrote it"
+        raise UserError(place, f"must be a recording of schema {SCHEMA_VERSION}", version, fix)

@@ -18,16 +18,18 @@ Legend: T tokens of one stream, N those of them that the model wrote.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Annotated, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator
 
 from agents.types import EndReason, Trajectory
 from envs.spec import EnvSpec
 
 SCHEMA_VERSION = 4
+#: The most turns that an environment's entry may allow.
+MAX_TURNS = 100_000
 
 MANIFEST = "recording.json"
 EPISODES = "episodes.jsonl.gz"
@@ -41,8 +43,31 @@ IMAGES = "images"
 TRAIN, PLAY, EVALUATE = "train", "play", "evaluate"
 
 
+#: What a name, a whole number, a count, a weight version (-1: unknown) and a bit of the mask may be. Longer or larger
+#: ones are no recorder's.
+Name = Annotated[str, Field(max_length=1000)]
+Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Version = Annotated[int, Field(ge=-1, lt=2**31)]
+Bit = Annotated[int, Field(ge=0, le=1)]
+
+
 class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="null")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, ser_json_inf_nan="null")
+
+    _num_bytes: int = PrivateAttr(0)
+
+    @property
+    def num_bytes(self) -> int:
+        """The length of the line that the record was read from; 0 where there is none."""
+        return self._num_bytes
+
+    @classmethod
+    def read(cls, line: bytes) -> Self:
+        """Return the record of a line. Raises `pydantic.ValidationError`."""
+        record = cls.model_validate_json(line)
+        record._num_bytes = len(line)
+        return record
 
 
 class WayRecord(_Record):
@@ -51,10 +76,10 @@ class WayRecord(_Record):
     Example: `WayRecord(max_turns=1, use_tools=False, max_new_tokens=256, context_length=4096, temperature=0.0)`.
     """
 
-    max_turns: int
+    max_turns: Count
     use_tools: bool
-    max_new_tokens: int
-    context_length: int
+    max_new_tokens: Count
+    context_length: Count
     temperature: float
 
 
@@ -81,6 +106,13 @@ class Manifest(_Record):
     versions: dict[str, str] = {}
     converted_from: str = ""
 
+    @field_validator("env")
+    @classmethod
+    def _ends(cls, env: EnvSpec) -> EnvSpec:
+        if env.max_turns > MAX_TURNS:  # each has a metric
+            raise ValueError(f"max_turns must be at most {MAX_TURNS}")
+        return env
+
 
 class TurnRecord(_Record):
     """One model turn, `[start, end)` of the stream, and the environment's answer.
@@ -90,13 +122,13 @@ class TurnRecord(_Record):
     `num_cached` of the tokens before the turn in its cache. Times are seconds.
     """
 
-    start: int
-    end: int
+    start: Count
+    end: Count
     text: str
     finish: str
     done: bool
-    versions: tuple[tuple[int, int], ...]
-    num_cached: int
+    versions: tuple[tuple[Version, Count], ...]
+    num_cached: Count
     observations: tuple[dict[str, Any], ...]
     info: dict[str, Any]
     engine_s: float
@@ -106,9 +138,14 @@ class TurnRecord(_Record):
 class ImageRecord(_Record):
     """A picture of the stream: the hash of its pixels, and its grid of patches (time, rows, columns)."""
 
-    digest: str
-    grid: tuple[int, int, int]
-    num_tokens: int
+    digest: Name
+    grid: tuple[Count, Count, Count]
+    num_tokens: Count
+
+    @property
+    def grid_thw(self) -> tuple[int, int, int]:
+        """The grid, under the name that a `ProcessedImage` has for it."""
+        return self.grid
 
 
 class EpisodeRecord(_Record):
@@ -124,30 +161,30 @@ class EpisodeRecord(_Record):
     """
 
     schema_version: int = SCHEMA_VERSION
-    id: str
-    phase: str
-    way: str
-    step: int
-    group: int
-    sample_index: int
-    attempt: int
-    env: str
-    env_version: str
+    id: Name
+    phase: Name
+    way: Name
+    step: Count
+    group: Count
+    sample_index: Count
+    attempt: Count
+    env: Name
+    env_version: Name
     sample_id: str
     label: str | None
     metadata: dict[str, Any]
     is_exact: bool
-    num_prompt_messages: int
-    seed: int
+    num_prompt_messages: Count
+    seed: Integer
     reward: float
     end_reason: EndReason
     error: str | None
     messages: tuple[dict[str, Any], ...]
     turns: tuple[TurnRecord, ...]
-    tools: str
-    prompt_length: int
-    ids: tuple[int, ...]
-    mask: tuple[int, ...]
+    tools: Name
+    prompt_length: Count
+    ids: tuple[Integer, ...]
+    mask: tuple[Bit, ...]
     logprobs: tuple[float | None, ...]
     images: tuple[ImageRecord, ...]
     began: float
@@ -157,11 +194,22 @@ class EpisodeRecord(_Record):
     check_s: float
 
     @property
+    def ids_T(self) -> NDArray[np.int64]:
+        """The token ids as an array."""
+        return np.array(self.ids, dtype=np.int64)
+
+    @property
+    def mask_T(self) -> NDArray[np.bool_]:
+        """The mask as an array."""
+        return np.frombuffer(bytearray(self.mask), dtype=np.bool_)
+
+    @property
     def logprobs_T(self) -> NDArray[np.float32]:
         """The engine's log-prob of every token: 0 where the model did not write, NaN where the engine gave none."""
-        mask_T = np.asarray(self.mask, dtype=np.bool_)
+        mask_T = self.mask_T
         logprobs_T = np.zeros(len(mask_T), dtype=np.float32)
-        logprobs_T[mask_T] = [np.nan if x is None else x for x in self.logprobs]
+        with np.errstate(over="ignore"):  # a number beyond float32 becomes infinite, which breaks a rule
+            logprobs_T[mask_T] = [np.nan if x is None else x for x in self.logprobs]
         return logprobs_T
 
 
@@ -172,26 +220,31 @@ class OutcomeRecord(_Record):
     played again. "filtered", "surplus" and "aborted" are those of `agents.rollout.groups.StepRollout`.
     """
 
-    id: str
-    step: int
-    fate: str
+    id: Name
+    step: Count
+    fate: Name
     advantage: float | None
 
 
 class ScoreRecord(_Record):
     """The trainer's own log-probs of the N tokens that the model wrote, before the step's first update."""
 
-    id: str
-    step: int
+    id: Name
+    step: Count
     logprobs: tuple[float | None, ...]
 
 
 class TokenRecord(_Record):
     """The text of a token id; `hex` are its bytes where they are not valid text, such as part of a character."""
 
-    id: int
+    id: Count
     text: str
-    hex: str = Field(default="")
+    hex: str = Field(default="", pattern="^([0-9a-f]{2})*$")
+
+    @property
+    def spelled(self) -> bytes:
+        """The bytes of the token."""
+        return bytes.fromhex(self.hex) if self.hex else self.text.encode()
 
 
 def episode_id(phase: str, way: str, trajectory: Trajectory) -> str:

@@ -25,14 +25,21 @@ def find_spec(manifest: Manifest, env_id: str, registry: tuple[Path, ...]) -> tu
     Raises:
         UserError: there is no such environment, or a registry is invalid.
     """
-    file = Path(manifest.registry)
-    overlays = registry or ((file,) if manifest.registry and file.is_file() else ())
+    overlays = registry or _recorded_registry(manifest)
     entries, wanted = load_registry(*overlays), env_id or manifest.env.id
     if wanted in entries:
         return entries[wanted], []
     if wanted != manifest.env.id:
         raise UserError("--env", "must be in the registry", wanted, did_you_mean(wanted, entries))
     return manifest.env, [f"'{wanted}' is in no registry: its entry is taken from the recording (or give --registry)"]
+
+
+def _recorded_registry(manifest: Manifest) -> tuple[Path, ...]:
+    file = Path(manifest.registry)
+    try:
+        return (file,) if manifest.registry and file.is_file() else ()
+    except OSError:  # such as a name that is too long
+        return ()
 
 
 def env_notes(manifest: Manifest, spec: EnvSpec) -> list[str]:

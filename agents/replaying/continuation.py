@@ -14,6 +14,7 @@ from typing import TextIO
 from agents.cli.terminal import (
     HELP,
     Gallery,
+    InputEnded,
     PlayerInterrupted,
     PlayerQuit,
     Terminal,
@@ -62,7 +63,7 @@ class ScriptedTerminal(Terminal):
         """Return the next turn, and print it."""
         turn = next(self._turns, None)
         if turn is None:
-            raise PlayerQuit
+            raise InputEnded
         self.say("\n".join(self.mark + line for line in turn.split("\n")))
         return turn
 
@@ -120,12 +121,16 @@ def run_fork(
     except (PlayerInterrupted, KeyboardInterrupt):
         terminal.say("--- interrupted")
         return 130
+    except InputEnded:
+        terminal.say("--- end: the input ends here, the episode does not: no reward")
+        return 1
     except PlayerQuit:
-        terminal.say("--- quit" if config.by == "hand" else "--- the script ends here, the episode does not")
+        terminal.say("--- quit")
         return 0 if config.by == "hand" else 1
     if record:
-        record_attempts(record, trajectories, build_manifest(spec, renderer, model or folder, {PLAY: loop}), renderer)
-        terminal.say(f"recorded in {config.record}")
+        manifest = build_manifest(spec, renderer, model or folder, {PLAY: loop})
+        for note in (*record_attempts(record, trajectories, manifest, renderer), f"recorded in {config.record}"):
+            terminal.say(note)
     code = _report_one(fork, trajectories[0], terminal, gallery, config) if len(trajectories) == 1 else None
     return _tabulate(fork, trajectories, terminal) if code is None else code
 

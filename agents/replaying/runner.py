@@ -11,7 +11,6 @@ import hashlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 from agents.recording.schema import EpisodeRecord
@@ -21,8 +20,9 @@ from agents.replaying.replayer import Replayer
 from agents.types import EndReason
 from envs.errors import UserError
 
-#: Episodes are reordered within windows of `WINDOW * max_concurrent`.
+#: Episodes are reordered within windows of `WINDOW * max_concurrent`, or fewer large ones.
 WINDOW = 4
+MAX_WINDOW_BYTES = 2**26
 #: How many episodes are replayed once more, alone.
 MAX_ALONE = 16
 #: Calls that reached a time limit still run on their threads. Before episodes are replayed alone, they get this time.
@@ -156,11 +156,7 @@ async def run_concurrently(
         UserError: a line of the recording cannot be read.
     """
 
-    def shuffled() -> Iterator[tuple[int, EpisodeRecord]]:
-        while window := list(islice(episodes, WINDOW * max_concurrent)):
-            yield from sorted(window, key=lambda each: hashlib.blake2b(each[1].id.encode()).digest())
-
-    waiting = shuffled()
+    waiting = shuffled(episodes, WINDOW * max_concurrent)
 
     async def work() -> None:
         for place, episode in waiting:
@@ -174,6 +170,26 @@ async def run_concurrently(
         if (errors := failed.subgroup(UserError)) is None:
             raise
         raise errors.exceptions[0] from failed
+
+
+def shuffled(episodes: Iterable[tuple[int, EpisodeRecord]], max_window: int) -> Iterator[tuple[int, EpisodeRecord]]:
+    """Yield the episodes in an order that is shuffled within windows, and always the same."""
+    for window in _windows(episodes, max_window):
+        yield from sorted(window, key=lambda each: hashlib.blake2b(each[1].id.encode()).digest())
+
+
+def _windows(
+    episodes: Iterable[tuple[int, EpisodeRecord]], max_window: int
+) -> Iterator[list[tuple[int, EpisodeRecord]]]:
+    """Yield the episodes in lists of at most `max_window`, and of few bytes: they are all in memory."""
+    window, num_bytes = list[tuple[int, EpisodeRecord]](), 0
+    for place, episode in episodes:
+        window.append((place, episode))
+        num_bytes += episode.num_bytes
+        if len(window) == max_window or num_bytes >= MAX_WINDOW_BYTES:
+            yield window
+            window, num_bytes = [], 0
+    yield window
 
 
 async def _play(

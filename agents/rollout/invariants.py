@@ -2,7 +2,7 @@
 
 A function here returns the first broken rule as one sentence with the turn, the tokens and both numbers, or None. It
 never raises and changes nothing. The agent loop checks every trajectory, after each turn (`broken_turn`) and at the end
-(`broken_invariant`).
+(`broken_invariant`). Whoever reads a recorded stream checks it again: it may be a stranger's.
 
 Legend: T tokens of one stream.
 """
@@ -13,11 +13,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice, zip_longest
+from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from agents.rendering.renderer import Rendered, Renderer
-from agents.types import Completion, GenerateRequest, Trajectory, Turn
+from agents.types import Completion, GenerateRequest
 
 #: Rounding may lift a log-prob this far above 0.
 MAX_LOGPROB = 1e-4
@@ -81,38 +83,96 @@ def broken_turn(number: int, request: GenerateRequest, completion: Completion) -
     return _broken_versions(number, c.versions, num_tokens)
 
 
+class TokenSpan(Protocol):
+    """A model turn `[start, end)` and its runs of (weight version, tokens)."""
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+    @property
+    def versions(self) -> Sequence[tuple[int, int]]: ...
+
+
+class ImagePatches(Protocol):
+    """The grid of an image (time, rows, columns), and its number of placeholders."""
+
+    @property
+    def grid_thw(self) -> tuple[int, int, int]: ...
+    @property
+    def num_tokens(self) -> int: ...
+
+
+class TokenStream(Protocol):
+    """The part of a trajectory that the rules read; a recorded episode has it too."""
+
+    @property
+    def ids_T(self) -> NDArray[np.int64]: ...
+    @property
+    def mask_T(self) -> NDArray[np.bool_]: ...
+    @property
+    def logprobs_T(self) -> NDArray[np.float32]: ...
+    @property
+    def turns(self) -> Sequence[TokenSpan]: ...
+    @property
+    def images(self) -> Sequence[ImagePatches]: ...
+    @property
+    def prompt_length(self) -> int: ...
+
+
 def broken_invariant(
-    trajectory: Trajectory, vocabulary: Vocabulary, pieces: Sequence[Rendered | Completion] = ()
+    stream: TokenStream, vocabulary: Vocabulary, pieces: Sequence[Rendered | Completion] = ()
 ) -> str | None:
     """Return the first rule that a finished trajectory breaks; None when all hold.
 
-    Rules: ids, mask and log-probs have one length. Turns follow the prompt in order and are exactly the masked tokens;
-    the runs of versions add up to each turn. The model sampled no suppressed id. Each image has one unbroken run of
-    placeholders, as long as its grid says, in order. Log-probs are finite, at most 0, and 0 outside the mask.
+    Rules: those of `broken_stream`. The model sampled no suppressed id. Each image has one unbroken run of
+    placeholders, as long as its grid says, in order.
 
     `pieces` are all tokens that were read and written, in order. With them, two more rules: the stream is these pieces
     and nothing else, and each turn begins where the engine's own count of its prompt ends.
     """
     return (
-        _broken_lengths(trajectory)
-        or _broken_spans(trajectory)
-        or _broken_samples(trajectory, vocabulary)
-        or _broken_images(trajectory, vocabulary)
-        or _broken_logprobs(trajectory)
-        or (_broken_pieces(trajectory, vocabulary, pieces) if pieces else None)
+        broken_stream(stream)
+        or _broken_samples(stream, vocabulary)
+        or _broken_images(stream, vocabulary)
+        or (_broken_pieces(stream, vocabulary, pieces) if pieces else None)
     )
 
 
-def _broken_lengths(t: Trajectory) -> str | None:
+def broken_stream(stream: TokenStream) -> str | None:
+    """Return the first rule that a stream breaks, of those that need no vocabulary; None when all hold.
+
+    Rules: those of `broken_spans`. The first turn follows the prompt. Log-probs are finite, at most 0, and 0 outside
+    the mask.
+    """
+    return _broken_lengths(stream) or _broken_start(stream) or _broken_turns(stream) or _broken_logprobs(stream)
+
+
+def broken_spans(stream: TokenStream) -> str | None:
+    """Return the rule that the places of turns and mask break; None when all hold.
+
+    Rules: ids, mask and log-probs have one length. Turns follow the prompt in order and are exactly the masked tokens;
+    the runs of versions add up to each turn. These hold of every stream, also of one that ended as `invalid_stream`.
+    """
+    return _broken_lengths(stream) or _broken_turns(stream)
+
+
+def _broken_lengths(t: TokenStream) -> str | None:
     if len(t.ids_T) == len(t.mask_T) == len(t.logprobs_T):
         return None
     return f"lengths differ: {len(t.ids_T)} ids, {len(t.mask_T)} mask, {len(t.logprobs_T)} logprobs"
 
 
-def _broken_spans(t: Trajectory) -> str | None:
+def _broken_start(t: TokenStream) -> str | None:
+    if t.turns and t.turns[0].start != t.prompt_length:
+        return f"turn 1: begins at {t.turns[0].start}, the prompt ends at {t.prompt_length}"
+    return None
+
+
+def _broken_turns(t: TokenStream) -> str | None:
     length, cursor = len(t.ids_T), t.prompt_length
-    if t.turns and t.turns[0].start != cursor:
-        return f"turn 1: begins at {t.turns[0].start}, the prompt ends at {cursor}"
+    if not 0 <= cursor <= length:
+        return f"a prompt of {cursor} tokens in a stream of {length}"
     spans = np.zeros(length, dtype=np.bool_)
     for number, turn in enumerate(t.turns, 1):
         if not cursor <= turn.start <= turn.end <= length:  # an aborted turn may be empty
@@ -135,7 +195,7 @@ def _broken_versions(number: int, versions: Sequence[tuple[int, int]], num_token
     return f"turn {number}: versions {tuple(versions)} do not add up to the {num_tokens} tokens of the turn"
 
 
-def _broken_samples(t: Trajectory, vocabulary: Vocabulary) -> str | None:
+def _broken_samples(t: TokenStream, vocabulary: Vocabulary) -> str | None:
     if vocabulary.suppressed_ids.isdisjoint(t.ids_T[t.mask_T].tolist()):
         return None
     places = np.flatnonzero(t.mask_T & np.isin(t.ids_T, list(vocabulary.suppressed_ids)))
@@ -144,7 +204,7 @@ def _broken_samples(t: Trajectory, vocabulary: Vocabulary) -> str | None:
     return f"turn {number}: the model sampled suppressed ids: {ids} at {places[:MAX_SHOWN].tolist()}"
 
 
-def _broken_images(t: Trajectory, vocabulary: Vocabulary) -> str | None:
+def _broken_images(t: TokenStream, vocabulary: Vocabulary) -> str | None:
     if vocabulary.image_token_id is None and not t.images:
         return None
     is_image = t.ids_T == vocabulary.image_token_id
@@ -170,7 +230,7 @@ def _broken_images(t: Trajectory, vocabulary: Vocabulary) -> str | None:
     return None
 
 
-def _broken_logprobs(t: Trajectory) -> str | None:
+def _broken_logprobs(t: TokenStream) -> str | None:
     logprobs = t.logprobs_T
     if not len(logprobs):
         return None
@@ -185,7 +245,7 @@ def _broken_logprobs(t: Trajectory) -> str | None:
     return None
 
 
-def _broken_pieces(t: Trajectory, vocabulary: Vocabulary, pieces: Sequence[Rendered | Completion]) -> str | None:
+def _broken_pieces(t: TokenStream, vocabulary: Vocabulary, pieces: Sequence[Rendered | Completion]) -> str | None:
     """Compare the stream with the pieces that renderer and engine gave."""
     ids: list[int] = []
     written = []
@@ -219,6 +279,6 @@ def _different_piece(ids: Sequence[int], vocabulary: Vocabulary, pieces: Sequenc
     return f"{len(ids)} tokens in the stream, {end} were read and written"
 
 
-def _turn_of(turns: Sequence[Turn], place: int) -> int:
+def _turn_of(turns: Sequence[TokenSpan], place: int) -> int:
     """Return the number of the turn that a token is in; 0 where it is in none."""
     return next((number for number, turn in enumerate(turns, 1) if turn.start <= place < turn.end), 0)

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from agents.cli.text import counted, one_line, shorten_middle
 from agents.recording import EpisodeRecord, OutcomeRecord, Recording, ScoreRecord, TurnRecord
+from agents.recording.safe_files import check_real_folder, open_regular
 from agents.recording.schema import picture_names
 from agents.viewer.columns import gap_cells, text_of
 from envs.errors import UserError
@@ -113,8 +114,11 @@ def _picture(recording: Recording, name: str) -> str:
 
 def _size(path: Path) -> str:
     try:
-        with path.open("rb") as file:
+        check_real_folder(path.parent)
+        with open_regular(path) as file:
             head = file.read(24)
+    except UserError as error:
+        return f"is not shown: it {error.rule}, got {error.got}"
     except OSError:
         return "missing"
     if len(head) < 24 or not head.startswith(_PNG):

@@ -17,6 +17,8 @@ from agents.viewer.strict_json import JSON, dump
 from envs.errors import UserError
 
 LEVEL = 6
+#: Bytes of the episodes of a block, which the browser unpacks at once.
+MAX_BLOCK = 2**28
 _RAW = -15  # zlib's value for deflate without a header, which browsers call "deflate-raw"
 
 
@@ -50,6 +52,9 @@ def elements(source: Source) -> Iterator[tuple[str, bytes]]:
     yield "overview", deflate(dump(without_paths({**source.overview(), "live": False})))
     seen: set[str] = set()
     for first in range(0, len(source), BLOCK):
+        if (size := sum(source.sizes[first : first + BLOCK])) > MAX_BLOCK:
+            rule, fix = f"must hold blocks of {BLOCK} episodes of at most {MAX_BLOCK} bytes", "choose some with --id"
+            raise UserError("--export", rule, size, fix)
         block = [source.episode(index) for index in range(first, min(first + BLOCK, len(source)))]
         yield f"block-{first // BLOCK}", deflate(dump(block))
         answers = (message for episode in block for turn in episode["turns"] for message in turn["observations"])
@@ -75,10 +80,10 @@ def without_paths(overview: JSON) -> JSON:
 
 
 def read_picture(source: Source, name: str) -> bytes | None:
-    """Return a picture's file; None if it is missing, or if the name is not that of a picture."""
+    """Return a picture's file; None if it is missing, or not the picture that was recorded."""
     try:
-        return source.picture(name).read_bytes()
-    except (UserError, OSError):
+        return source.picture(name)
+    except UserError:
         return None
 
 

@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
+from agents.recording.safe_files import open_regular
+
 _NUM_BYTES = 64
 
 
@@ -37,22 +39,14 @@ class FilePosition:
 
 def _bytes_before(path: Path, offset: int) -> bytes:
     """Return up to 64 bytes before an offset; fewer if the file is shorter."""
-    if offset == 0 or not path.exists():
+    if offset == 0:
         return b""
-    with path.open("rb") as file:
-        file.seek(max(0, offset - _NUM_BYTES))
-        return file.read(min(offset, _NUM_BYTES))
-
-
-def read_lines(path: Path, offset: int) -> tuple[list[bytes], int]:
-    """Return the complete lines after an offset, and the offset after them."""
-    if not path.exists():
-        return [], offset
-    with path.open("rb") as file:
-        file.seek(offset)
-        content = file.read()
-    end = content.rfind(b"\n") + 1
-    return content[:end].splitlines(), offset + end
+    try:
+        with open_regular(path) as file:
+            file.seek(max(0, offset - _NUM_BYTES))
+            return file.read(min(offset, _NUM_BYTES))
+    except FileNotFoundError:
+        return b""
 
 
 @dataclass(frozen=True)

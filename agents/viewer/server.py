@@ -111,8 +111,8 @@ class ViewServer(ThreadingHTTPServer):
                 return Response(HTTPStatus.OK, DATA, dump(source.overview(after)))
             if route[3]:
                 return Response(HTTPStatus.OK, DATA, dump(source.episode(int(route[3]))))
-            return Response(HTTPStatus.OK, PNG, source.picture(route[4]).read_bytes())
-        except (LookupError, OSError):
+            return Response(HTTPStatus.OK, PNG, source.picture(route[4]))
+        except (LookupError, OSError, UserError):
             return _refusal(HTTPStatus.NOT_FOUND)
 
 

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
-
-from pydantic import ValidationError
 
 from agents.recording import (
     EPISODES,
@@ -27,12 +25,13 @@ from agents.recording import (
 )
 from agents.recording.gzip_lines import read_gzip_lines
 from agents.recording.run_files import CONFIG, METRICS, SUMMARY
+from agents.recording.safe_files import read_lines, read_regular
 from agents.recording.schema import TRAIN
 from agents.viewer.columns import UNKNOWN, Cell, Row, gap_cells, outcome_cells, row_of
 from agents.viewer.logprob_cache import LogprobCache
-from agents.viewer.positions import Cursor, FilePosition, read_lines
-from agents.viewer.strict_json import JSON, read_object
-from envs.errors import UserError, first_line
+from agents.viewer.positions import Cursor, FilePosition
+from agents.viewer.strict_json import JSON, finite, read_object
+from envs.errors import UserError
 
 FORMAT = 1
 R = TypeVar("R", OutcomeRecord, ScoreRecord)
@@ -76,6 +75,8 @@ class Source:
         self.columns: dict[str, list[Cell]] = {}
         #: Start and end of each episode in its file.
         self.spans: list[tuple[int, int]] = []
+        #: Bytes of each episode, unpacked.
+        self.sizes: list[int] = []
         self.tokens: list[TokenRecord] = []
         self.metrics: list[JSON] = []
         self._indices: dict[str, int] = {}
@@ -117,11 +118,7 @@ class Source:
                 self._clear()
                 with contextlib.suppress(UserError):  # the manifest may be another run's now
                     self.recording = Recording.open(self.path)
-            try:
-                self._read()
-            except ValidationError as error:
-                got, fix = first_line(error), "take a copy of the whole folder"
-                raise UserError(str(self.folder), "must be a whole recording", got, fix) from error
+            self._read()
 
     def _read(self) -> None:
         # An outcome or score is written after its episode. With sizes taken first, its episode is always known.
@@ -129,8 +126,12 @@ class Source:
         self._read_episodes()
         self._read_later(OUTCOMES, ends[OUTCOMES], self._opened().outcomes_from, self._outcomes, self._outcome_cells)
         self._read_later(SCORES, ends[SCORES], self._opened().scores_from, self._scores, self._score_cells)
-        self.tokens += map(TokenRecord.model_validate_json, self._read_lines(TOKENS))
-        self.metrics += filter(None, map(read_object, self._read_lines(METRICS)))
+        tokens = list(self._opened().tokens_from(self._positions[TOKENS].offset))
+        self.tokens += [token for _, token in tokens]
+        self._advance_behind(TOKENS, tokens)
+        rows = list(read_lines(self._file(METRICS), self._positions[METRICS].offset))
+        self.metrics += filter(None, [read_object(line) for _, line in rows])
+        self._advance_behind(METRICS, rows)
 
     def _open(self) -> bool:
         is_there = any((folder / MANIFEST).is_file() for folder in (self.path, self.path / "episodes"))
@@ -145,14 +146,13 @@ class Source:
     def _file(self, name: str) -> Path:
         return self.folder / name if name == METRICS else self._opened().folder / name
 
-    def _read_lines(self, name: str) -> list[bytes]:
-        lines, end = read_lines(self._file(name), self._positions[name].offset)
-        self._advance(name, end)
-        return lines
-
     def _advance(self, name: str, offset: int) -> None:
         if offset != self._positions[name].offset:
             self._positions[name] = FilePosition.at(self._file(name), offset)
+
+    def _advance_behind(self, name: str, lines: Sequence[tuple[int, object]]) -> None:
+        if lines:
+            self._advance(name, lines[-1][0])
 
     def _read_episodes(self) -> None:
         start = self._positions[EPISODES].offset
@@ -170,10 +170,11 @@ class Source:
                 return
             index = self._indices[episode.id] = len(self.spans)
             self.spans.append(span)
+            self.sizes.append(episode.num_bytes)
             for name, cell in row.items():
                 self.columns.setdefault(name, []).append(cell)
         else:
-            self.spans[index] = span
+            self.spans[index], self.sizes[index] = span, episode.num_bytes
             self._set(index, {name: cell for name, cell in row.items() if name not in UNKNOWN})
         self._unscored.pop(index)
         if index in self._scores:
@@ -227,17 +228,16 @@ class Source:
             if not seen.is_behind(now):
                 seen = Cursor(now.state)
             new = self.tokens[seen.tokens :]
-            summary = self.folder / SUMMARY
             return {
                 "format": FORMAT,
                 "name": self.folder.absolute().name,
                 "folder": str(self.folder),
                 "env": self.recording.manifest.env.id if self.recording else "",
                 "live": live,
-                "manifest": self.recording.manifest.model_dump(mode="json") if self.recording else None,
+                "manifest": finite(self.recording.manifest.model_dump(mode="json")) if self.recording else None,
                 "metrics": self.metrics[seen.metrics :],
                 "first_metric": seen.metrics,
-                "summary": read_object(summary.read_bytes()) if summary.is_file() else None,
+                "summary": self._summary(),
                 "num_episodes": len(self),
                 "first": seen.episodes,
                 "columns": {name: cells[seen.episodes :] for name, cells in self.columns.items()},
@@ -246,6 +246,12 @@ class Source:
                 "updates": self._updates(seen),
                 "cursor": str(now),
             }
+
+    def _summary(self) -> JSON | None:
+        try:
+            return read_object(read_regular(self.folder / SUMMARY))
+        except FileNotFoundError:
+            return None
 
     def _now(self) -> Cursor:
         return Cursor(self._state, len(self), len(self._changes), len(self.tokens), len(self.metrics))
@@ -297,9 +303,9 @@ class Source:
             dumped = {name: record and record.model_dump(mode="json") for name, record in later.items()}
             return {**self.line(index), **dumped, "index": index}
 
-    def picture(self, name: str) -> Path:
-        """Return the file of a picture by its recorded name. Raises `UserError` if the name is not valid."""
-        return self._opened().picture_path(name)
+    def picture(self, name: str) -> bytes:
+        """Return the PNG file of a picture by its recorded name. Raises `UserError` if it is not what was recorded."""
+        return self._opened().picture_file(name)
 
 
 def _size(path: Path) -> int:

@@ -18,14 +18,15 @@ def read_object(line: bytes) -> JSON | None:
     """Return a JSON object with NaN and infinity replaced by None; None if the line is not a JSON object."""
     try:
         found = json.loads(line)
-    except ValueError:  # half-written or damaged
+        return finite(found) if isinstance(found, dict) else None
+    except (ValueError, RecursionError):  # half-written, damaged, or nested too deeply to be shown
         return None
-    return _finite(found) if isinstance(found, dict) else None
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Return a JSON value with NaN and infinity replaced by None."""
     if isinstance(value, dict):
-        return {name: _finite(part) for name, part in value.items()}
+        return {name: finite(part) for name, part in value.items()}
     if isinstance(value, list):
-        return [_finite(part) for part in value]
+        return [finite(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -88,7 +88,7 @@ def _values(episode: EpisodeRecord, score: ScoreRecord | None, by: Colouring) ->
     """Return each token's probability or gap; None if it has none."""
     found: list[float | None] = [None] * len(episode.logprobs)
     if by == "probability":
-        found = [None if x is None else math.exp(x) for x in episode.logprobs]
+        found = [None if x is None else math.exp(min(x, 0.0)) for x in episode.logprobs]
     elif by == "gap" and score is not None and len(score.logprobs) == len(episode.logprobs):
         pairs = zip(score.logprobs, episode.logprobs, strict=True)
         found = [None if x is None or y is None else abs(x - y) for x, y in pairs]

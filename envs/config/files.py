@@ -31,6 +31,8 @@ from envs.config.settings import (
 from envs.config.yaml_loader import UniqueKeyLoader, load_yaml
 from envs.errors import UserError, did_you_mean
 
+#: The largest file of settings: reading one takes seconds.
+MAX_BYTES = 2**20
 #: Texts that need no quotes in any YAML reader, and words that would not be a text without quotes.
 PLAIN = re.compile(r"[A-Za-z_/][\w./-]*", re.ASCII)
 OTHER_THAN_TEXT = {"null", "true", "false", "yes", "no", "on", "off", "y", "n"}
@@ -58,6 +60,8 @@ def read_file(model: type[BaseModel], file: Path, name: str = "") -> Settings:
         UserError: the file cannot be read, or a key is unknown or in the wrong section.
     """
     try:
+        if (size := file.stat().st_size) > MAX_BYTES:
+            raise UserError(name or str(file), f"must have at most {MAX_BYTES} bytes", size, "give a file of settings")
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)

@@ -27,9 +27,9 @@ class Sources:
     Args:
         ready: folder of the ready configurations, a NAME.yaml each, for `--config NAME`.
         resume: field that names a run folder to resume; its `config.yaml` is then the lowest layer.
-        inherit: field that names a run folder from which a new run inherits settings: without a run to resume, its
-            `config.yaml` is the lowest layer, if it has one.
-        not_inherited: sections and fields that `inherit` leaves out.
+        inherit: field that names a run folder, perhaps a stranger's, from which a new run inherits settings: without a
+            run to resume, its `config.yaml` is the lowest layer, if it has one.
+        inherited: sections and fields that `inherit` takes; it leaves out all others.
         shared: model of another command. Environment variables of its fields are ignored where this command has no such
             field, so a variable that is exported for one command does not stop another.
 
@@ -41,7 +41,7 @@ class Sources:
     ready: Path
     resume: FieldPath = ()
     inherit: FieldPath = ()
-    not_inherited: tuple[FieldPath, ...] = ()
+    inherited: tuple[FieldPath, ...] = ()
     shared: type[BaseModel] | None = None
 
     def find(self, name: str) -> Path:
@@ -84,7 +84,7 @@ class Sources:
         if (setting := above.get(self.inherit)) and setting.value:
             file = Path(setting.value) / "config.yaml"
             found = read_file(model, file) if file.is_file() else {}
-            return {path: value for path, value in found.items() if not is_under(path, self.not_inherited)}
+            return {path: value for path, value in found.items() if is_under(path, self.inherited)}
         return {}
 
 

@@ -13,9 +13,11 @@ class UniqueKeyLoader(yaml.SafeLoader):
     """Loads YAML. A repeated key in a mapping is an error; in plain YAML the last one would win."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Return the mapping. Raises `yaml.constructor.ConstructorError` for a repeated key."""
+        """Return the mapping. Raises `yaml.constructor.ConstructorError` for a repeated key, or one that is a list."""
         seen: set[str] = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(None, None, "a key must be one value", key.start_mark)
             if str(key.value) in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"'{key.value}' stands twice", key.start_mark)
             seen.add(str(key.value))
@@ -26,6 +28,8 @@ def load_yaml(text: str, place: str, loader: type[UniqueKeyLoader] = UniqueKeyLo
     """Return the content of YAML. Raises `UserError`, which names `place` and the line, if it is none."""
     try:
         return yaml.load(text, loader)  # a subclass of the safe loader: it builds plain values only
+    except RecursionError:
+        raise UserError(place, "must be YAML", "lists that nest too deeply", "flatten them") from None
     except yaml.YAMLError as error:
         mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
         where = place if mark is None else f"{place} line {mark.line + 1}"

@@ -15,6 +15,10 @@ from PIL import Image
 
 from agents.model import STARTER_PATH
 from envs.config.cli import exit_code
+from envs.errors import UserError
+from trainer.checkpoint.run_dir import make_folder
+from trainer.config.run import RunDirConfig
+from trainer.export import run as export
 from trainer.run import run
 
 ROW = {"problem": "<image>Find x.", "answer": "5", "images": ["a.png"]}
@@ -135,6 +139,19 @@ def test_an_environment_whose_every_reward_is_wrong_is_found_before_step_0(
     assert "environment 'unpaid': must play a turn and give a reward" in line
     assert "reward must be a finite number, got None; does it return?" in line
     assert f"python -m envs.check unpaid --registry {registry} --data {data}" in line
+
+
+@pytest.mark.parametrize("name", ["../x", "a/../../x", "..", ".", "/somewhere"])
+def test_a_name_that_leaves_the_folder_of_runs_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"--name: must name a folder in --out {tmp_path}/runs, got"):
+        make_folder(RunDirConfig(out=tmp_path / "runs", name=name), "label")
+    assert not list(tmp_path.iterdir())
+    assert make_folder(RunDirConfig(out=tmp_path / "runs", name="group/x"), "label") == tmp_path / "runs/group/x"
+
+
+def test_a_folder_that_is_no_run_is_named_as_the_export_was_given_it(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"^RUN: must be a run folder, with config.yaml, got {tmp_path};"):
+        export([str(tmp_path)])
 
 
 @pytest.mark.parametrize(

@@ -26,10 +26,13 @@ def make_folder(config: RunDirConfig, label: str, can_resume: bool = True) -> Pa
     Example: without `--name` and with the label "geo3k-seed0" it is `runs/geo3k-seed0-20260102-030405-4711`.
 
     Raises:
-        UserError: it is there already, or cannot be made.
+        UserError: it is there already, cannot be made, or is not in `--out`.
     """
     name = config.name or f"{label}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     folder = (config.out / name).absolute()  # an environment may change the working directory
+    if config.out.absolute() not in Path(os.path.normpath(folder)).parents:
+        fix = "give a name without '..', and the folder as --out"
+        raise UserError("--name", f"must name a folder in --out {config.out}", config.name, fix)
     try:
         folder.mkdir(parents=True, exist_ok=False)
     except FileExistsError:
@@ -40,15 +43,15 @@ def make_folder(config: RunDirConfig, label: str, can_resume: bool = True) -> Pa
     return folder
 
 
-def found_folder(folder: Path) -> Path:
-    """Return the absolute path of a run folder.
+def found_folder(folder: Path, flag: str = "--resume") -> Path:
+    """Return the absolute path of the run folder that a flag names.
 
     Raises:
         UserError: the folder is not that of a run.
     """
     if not (folder / CONFIG).exists():
         rule = f"must be a run folder, with {CONFIG}"
-        raise UserError("--resume", rule, str(folder), "give the folder that the run has printed")
+        raise UserError(flag, rule, folder, "give the folder that the run has printed")
     return folder.absolute()
 
 

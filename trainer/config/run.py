@@ -29,8 +29,8 @@ class StagesConfig(Section):
     )
     replay_rollouts: Path | None = Field(
         default=None,
-        description="run folder whose recorded episodes to train on, step by step, without playing; its settings are "
-        "the defaults",
+        description="run folder whose recorded episodes to train on, step by step, without playing; its settings of "
+        "learner and algorithm are the defaults",
     )
 
     @field_validator("replay_rollouts")

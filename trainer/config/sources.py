@@ -25,12 +25,26 @@ _PATHS = ("model", "data", "eval_data")
 #: Ready configurations that `--config` finds by name.
 RECIPES = Path(__file__).with_name("recipes")
 
+#: What training on a recorded run takes from its settings: numbers and words that the learner computes with, and names
+#: of its layers. Never a path, an address, a command or a module: the run may be a stranger's.
+INHERITED: tuple[FieldPath, ...] = (
+    ("steps",),
+    ("seed",),
+    ("env", "max_new_tokens"),
+    ("model", "dtype"),
+    ("model", "context_length"),
+    ("rollout",),
+    ("optim",),
+    ("learner",),
+    ("algorithm",),
+)
+
 #: What `python -m trainer.*` reads besides flags.
 SOURCES = Sources(
     ready=RECIPES,
     resume=RESUME,
     inherit=REPLAY,
-    not_inherited=(STAGES, ("log",), RESUME),
+    inherited=INHERITED,
     shared=RunConfig,
 )
 

@@ -148,6 +148,8 @@ def reason(error: BaseException) -> str:
         return next((reason(cause) for cause, _ in error.failures.values()), type(error).__name__)
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
+    if "unexpected pos" in str(error):  # what torch.save says where its file could not be written to the end
+        return "the file could not be written to its end: the disk is full, or files have a largest size"
     lines = str(error).strip().splitlines()
     return next((line for line in reversed(lines) if "No space left" in line), lines[-1] if lines else repr(error))
 

@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from envs.config.settings import FieldPath, changed, flag_of, leaves
+from agents.cli.text import one_line
+from envs.config.settings import FieldPath, changed, flag_of, is_under, leaves
 from trainer.config.run import RunConfig
+from trainer.config.sources import INHERITED
 from trainer.types import StepStats
 
 #: Metrics of the objective, besides the fields of `StepStats`.
@@ -17,8 +19,8 @@ _METRICS = (*(f.name for f in fields(StepStats) if f.name not in ("kl_by_turn", 
 #: Named first in a message; the others are counted.
 _FIRST = ("loss", "grad_norm", "rollout_train_kl", "entropy")
 MAX_SHOWN = 6
-#: Sections that do not change what a step computes from its groups.
-_UNRELATED = ("log", "stages", "checkpoint", "doctor", "engine")
+#: Settings that change what a step computes from its groups.
+_RELATED = (*INHERITED, ("model", "model"), ("model", "device"), ("cluster", "num_gpus"), ("cluster", "num_learners"))
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ def other_settings(config: RunConfig, base: RunConfig) -> list[str]:
     Example: `["--lr 0.0001 (there 5e-05)", "--no-scale-by-std"]`.
     """
     by_path: dict[FieldPath, Any] = dict(leaves(RunConfig))
-    related = {path: pair for path, pair in changed(config, base).items() if path[0] not in _UNRELATED}
+    related = {path: pair for path, pair in changed(config, base).items() if is_under(path, _RELATED)}
     if config.optim.schedule == base.optim.schedule == "constant":
         related.pop(("steps",), None)
     return [_flag(flag_of(path[-1], by_path[path]), old, new) for path, (old, new) in related.items()]
@@ -90,7 +92,7 @@ def _flag(flag: str, old: object, new: object) -> str:
     """Return a flag as it is given here, with the other run's value."""
     if isinstance(new, bool):
         return flag if new else f"--no-{flag.removeprefix('--')}"
-    return f"{flag} {new} (there {old})"
+    return f"{flag} {new} (there {one_line(str(old), 200)})"
 
 
 def _is_same(one: float | None, other: float | None) -> bool:

@@ -93,7 +93,9 @@ class LiveContext(RunContext):
         """Return the messages to print at the end: how to train on what was only rolled out."""
         if self.config.trains or not rows or self.config.log.record < 1:
             return []
-        return [f"train on them: python -m trainer.run --replay-rollouts {path_text(self.folder)} --steps {len(rows)}"]
+        model = f" --model {self.config.model.model}" if self.config.model.model != "starter" else ""
+        flags = f"--replay-rollouts {path_text(self.folder)} --steps {len(rows)}{model}"
+        return [f"train on them: python -m trainer.run {flags}"]
 
     def close(self) -> None:
         """Stop learner processes, and delete the weights written for servers."""

@@ -18,11 +18,11 @@ from agents.recording.run_files import CONFIG
 from agents.rendering.renderer import Renderer
 from agents.rollout.groups import ManagerState, StepRollout
 from agents.types import TrajectoryGroup
-from envs.config.settings import FieldPath, changed, flag_of, leaves
+from envs.config.settings import FieldPath, changed, flag_of, is_under, leaves
 from envs.errors import UserError
 from trainer.checkpoint.run_dir import ENVIRONMENT
 from trainer.config.run import RunConfig
-from trainer.config.sources import read_config
+from trainer.config.sources import INHERITED, read_config
 from trainer.evaluation.results import Evaluation
 from trainer.metrics.console import Display
 from trainer.rollouts.compare_runs import Comparison, compare, other_settings
@@ -88,6 +88,7 @@ def prepare_replay(config: RunConfig) -> RecordedContext:
     base = recorded_settings(run)
     check_read(config, base)
     check_updates(config.optim, config.rollout.problems_per_step)
+    check_model_given(config, base)
     model_path = resolve_model(config.model.model)
     facts = ModelFacts.load(model_path)
     check_reach(config.model, facts)
@@ -126,16 +127,24 @@ def recorded_settings(run: Path) -> RunConfig:
 
 
 def check_read(config: RunConfig, base: RunConfig) -> None:
-    """Raise `UserError` where a setting differs from the recorded run's that only live rollouts read.
+    """Raise `UserError` where a setting was given that only live rollouts read, and the recorded run has another one.
 
     Example: `--group-size 4` cannot change groups that were played with 8.
     """
     by_path = dict(leaves(RunConfig))
     for path, (old, new) in changed(config, base).items():
-        if path[0] in _PLAYED and path not in _READ:
+        is_given = is_under(path, INHERITED) or new != by_path[path].get_default()
+        if path[0] in _PLAYED and path not in _READ and is_given:
             rule = f"must stay as in the recorded run, which has {'nothing' if old in (None, '', ()) else old}"
             fix = "leave it out: groups are those that were played"
             raise UserError(flag_of(path[-1], by_path[path]), rule, new, fix)
+
+
+def check_model_given(config: RunConfig, base: RunConfig) -> None:
+    """Raise `UserError` where no model is given, and the recorded run had one of its own: a path is never taken."""
+    if base.model.model != "starter" and "model" not in config.model.model_fields_set:
+        rule = "must be given: no path is taken from a recording"
+        raise UserError("--model", rule, "nothing", f"the recorded run had {base.model.model}")
 
 
 class RecordedRollouts:

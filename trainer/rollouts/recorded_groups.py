@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from agents.recording import EpisodeRecord, Recording
 from agents.recording.run_files import METRICS
+from agents.recording.safe_files import read_lines
 from agents.recording.schema import TRAIN
 from agents.rendering.images import ImageStore
 from agents.rollout.groups import StepRollout
 from agents.types import Trajectory, TrajectoryGroup
-from envs.errors import UserError
+from envs.errors import UserError, first_line
 
 DISCARDED = "discarded"
+_ROW = TypeAdapter(dict[str, float | None])
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class RecordedSteps:
 
     run: Path
     recording: Recording
-    rows: Sequence[Mapping[str, Any]]
+    rows: Sequence[Mapping[str, float | None]]
     steps: Mapping[int, Sequence[RecordedEpisode]]
 
     @classmethod
@@ -65,7 +67,7 @@ class RecordedSteps:
             there = f"the {len(rows)} steps" if len(rows) != 1 else "the only step"
             fix = f"give --steps {len(rows)}" if rows else "give a run that has taken a step"
             raise UserError("--steps", f"must be at most {there} that {run} has recorded", num_steps, fix)
-        outcomes = {id: outcome for id, outcome in recording.outcomes().items() if outcome.step <= num_steps}
+        outcomes = {id: outcome for id, outcome in recording.outcomes().items() if 1 <= outcome.step <= num_steps}
         found: dict[str, RecordedEpisode] = {}
         start = 0
         for end, episode in recording.episodes_from(0):
@@ -88,10 +90,10 @@ class RecordedSteps:
             sizes: dict[int, int] = defaultdict(int)
             for episode in episodes:
                 sizes[episode.group] += episode.fate == TRAIN
-            num_whole, wanted = sum(size == group_size for size in sizes.values()), int(row["groups_trained"])
+            num_whole, wanted = sum(size == group_size for size in sizes.values()), row.get("groups_trained")
             if num_whole != wanted:
                 fix = "record all of them (--record 1)" + (f", or give --steps {step - 1}" if step > 1 else "")
-                got = f"{num_whole} of {wanted} in step {step}"
+                got = f"{num_whole} of {wanted:g} in step {step}" if wanted is not None else f"no count in step {step}"
                 raise UserError(str(self.run), "must have recorded every group that was trained on", got, fix)
 
     @property
@@ -141,8 +143,16 @@ def _unused(groups: Mapping[int, Sequence[Trajectory]]) -> tuple[TrajectoryGroup
     return tuple(found)
 
 
-def read_rows(run: Path) -> list[dict[str, Any]]:
-    """Return the metrics of every complete step of a run."""
-    path = run / METRICS
-    content = path.read_bytes() if path.exists() else b""
-    return [json.loads(line) for line in content[: content.rfind(b"\n") + 1].splitlines()]
+def read_rows(run: Path) -> list[dict[str, float | None]]:
+    """Return the metrics of every complete step of a run. Raises `UserError` where a line has anything but numbers."""
+    return [
+        _row(f"{run / METRICS} line {number}", line) for number, (_, line) in enumerate(read_lines(run / METRICS), 1)
+    ]
+
+
+def _row(place: str, line: bytes) -> dict[str, float | None]:
+    try:
+        return _ROW.validate_json(line)
+    except ValidationError as error:
+        got, fix = first_line(error), "take a copy of the whole folder"
+        raise UserError(place, "must be an object of numbers", got, fix) from error

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from agents.model.architectures import ModelFacts
 from agents.recording import EpisodeRecord, Recording
 from agents.recording.manifest import template_digest
 from agents.recording.schema import picture_names
+from agents.recording.stream_check import broken_record
 from agents.rendering.renderer import Renderer
+from agents.rollout.invariants import Vocabulary
 from envs.errors import UserError
 
 _FIX = "give the model that the recording was made with"
+#: The squares of larger rewards may be no float64 numbers, and the advantages of their groups would be 0 or infinite.
+MAX_REWARD = 1e100
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +36,10 @@ class RecordingCheck:
     vocabulary_size: int
     _grids: dict[str, tuple[int, int, int]] = field(default_factory=dict)
 
+    @cached_property
+    def _vocabulary(self) -> Vocabulary:
+        return Vocabulary.of(self.renderer)
+
     def model(self) -> None:
         """Raise `UserError` where the model has another chat template, or its ids stand for something else."""
         own, recorded = template_digest(self.renderer), self.recording.manifest.template
@@ -44,15 +53,21 @@ class RecordingCheck:
                 raise UserError("--model", rule, got, _FIX)
 
     def episode(self, episode: EpisodeRecord) -> None:
-        """Raise `UserError` where an episode has ids that the model lacks, or images that are damaged."""
+        """Raise `UserError` where the model cannot have written an episode, or its images are damaged."""
         place = f"episode {episode.id} of {self.recording.folder}"
-        largest = max(episode.ids, default=0)
-        if largest >= self.vocabulary_size:
-            raise UserError(place, f"must have ids below the model's {self.vocabulary_size}", largest, _FIX)
+        for each in (max(episode.ids, default=0), min(episode.ids, default=0)):
+            if not 0 <= each < self.vocabulary_size:
+                raise UserError(place, f"must have ids below the model's {self.vocabulary_size}", each, _FIX)
+        if abs(episode.reward) > MAX_REWARD:
+            raise UserError(place, f"must have a reward within {MAX_REWARD:g}", episode.reward, "leave the episode out")
+        if len(episode.ids) > self.facts.max_positions:
+            raise UserError(place, f"must have at most {self.facts.max_positions} tokens", len(episode.ids), _FIX)
         shown, wanted = episode.ids.count(self.facts.image_token_id), sum(image.num_tokens for image in episode.images)
         if shown != wanted:
             rule = f"must have {wanted} image tokens, of id {self.facts.image_token_id}, for its pictures"
             raise UserError(place, rule, shown, _FIX)
+        if rule := broken_record(episode, self._vocabulary):
+            raise UserError(place, "must keep the rules of a token stream", rule, _FIX)
         answers = (message for turn in episode.turns for message in turn.observations)
         names = [*picture_names(episode.messages), *picture_names(answers)]
         for name in dict.fromkeys(names):

@@ -58,6 +58,8 @@ class TrainingSession(RunSession[LoopState]):
         self.recorder = context.recorder()
         if self.recorder:
             self.open_files.callback(self.recorder.close)
+            for note in self.recorder.notes:
+                logger.warning(note)
         self.before: dict[str, Evaluation] = dict(state.before)
         self.after: dict[str, Evaluation] = {}
         self.ends = Counter(state.ends)

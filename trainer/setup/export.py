@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -30,11 +32,13 @@ def export(run_folder: Path, step: int | None, to: Path | None, dtype: torch.dty
     The folder is `to`, or `model-step-N` in the run folder.
 
     Raises:
-        UserError: there is no such run or checkpoint, or the checkpoint is damaged.
+        UserError: there is no such run or checkpoint, the checkpoint is damaged, or the folder cannot be written.
     """
-    folder = found_folder(run_folder)
+    folder = found_folder(run_folder, "RUN")
     checkpoint = _chosen(folder, step)
     target = to or folder / f"model-step-{checkpoint.step}"
+    with _writing(target):  # before anything is loaded
+        target.mkdir(parents=True, exist_ok=True)
     run = _settings(folder / CONFIG)
     path = resolve_model(run.model.model)
     # Only the settings that decide the network's parameters matter; it runs in this process, whatever the run used.
@@ -50,8 +54,19 @@ def export(run_folder: Path, step: int | None, to: Path | None, dtype: torch.dty
     )
     learner.restore(checkpoint.learner, with_optimizer=False)
     renderer = Renderer.from_checkpoint(path, template_options(run.model))
-    write_model(learner, renderer, target, dtype)
+    with _writing(target):
+        write_model(learner, renderer, target, dtype)
     return target
+
+
+@contextmanager
+def _writing(target: Path) -> Iterator[None]:
+    """Turn the system's errors into the user's."""
+    try:
+        yield
+    except OSError as error:
+        fix = f"give another folder, with room ({error.strerror or error})"
+        raise UserError("--to", "must be a folder that can be written", target, fix) from error
 
 
 def _settings(file: Path) -> RunConfig | SftConfig:

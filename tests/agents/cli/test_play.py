@@ -214,9 +214,15 @@ def test_quitting_and_the_end_of_the_input_close_the_environment(
         "closing: {entry_point: 'closing_env:Closing', dataset: 'closing_env:samples', description: x, max_turns: 3}\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    for text in ("", ":quit\n", "3\n.\n:quit\n"):
+    ended = "--- end: the input ends here, the episode does not: no reward"
+    for text, expected, end in (
+        ("", 1, ended),
+        ("3\n.\n", 1, ended),
+        (":quit\n", 0, "--- quit"),
+        ("3\n.\n:quit\n", 0, "--- quit"),
+    ):
         code, shown = play(text, "--env", "closing", "--registry", "registry.yaml")
-        assert code == 0 and shown.splitlines()[-2:] == ["closed", "--- quit"]
+        assert (code, shown.splitlines()[-2:]) == (expected, ["closed", end])
     sys.modules.pop("closing_env")
 
 

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from agents.recording import EPISODES, Manifest, Recorder, Recording, WayRecord
-from agents.recording.gzip_lines import GzipLines, is_damaged, read_gzip_lines
+from agents.recording.gzip_lines import GzipLines, num_skipped, read_gzip_lines
 from agents.recording.parquet import write_parquet
 from agents.recording.recorder import rewind_recording
 from agents.replay import run as replay
@@ -85,7 +85,7 @@ def test_a_recorded_episode_becomes_the_trajectory_that_it_was(tmp_path: Path) -
 def test_log_probs_keep_every_bit_and_what_is_not_finite_is_null(tmp_path: Path) -> None:
     values = np.random.default_rng(1).normal(-3, 5, 1000).astype(np.float32)
     with recorder_in(tmp_path) as recorder:
-        recorder.write(trajectory(logprobs=[0, 0, np.nan, -1]), step=1)
+        recorder.write(trajectory(logprobs=[0, 0, np.nan, -1], end_reason=EndReason.INVALID_STREAM), step=1)
         recorder.write_scores(trajectory(), 1, values)
         recorder.write_scores(replace(trajectory(), group=1), 1, np.array([np.nan, -np.inf, -0.1], dtype=np.float32))
     (episode,) = Recording.open(tmp_path).episodes()
@@ -142,7 +142,7 @@ def test_a_damaged_file_is_told_from_one_that_was_cut_off(tmp_path: Path, capsys
         (whole + bytes(100), True),
     ):
         path.write_bytes(content)
-        assert is_damaged(path) is damaged
+        assert num_skipped(path) == damaged
         assert replay([str(tmp_path / "x")]) == 0
         assert ("episodes.jsonl.gz is damaged" in " ".join(capsys.readouterr().out.split())) is damaged
 
@@ -244,7 +244,7 @@ def test_a_parquet_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
         recorder.write(replace(trajectory(), messages=question("Find x.", picture(8, 8, seed=1))), step=1)
     next((tmp_path / "images").iterdir()).unlink()
     (tmp_path / "x.parquet").write_text("an older one")
-    with pytest.raises(UserError, match="must be there"):
+    with pytest.raises(UserError, match="must be a readable picture, got No such file"):
         write_parquet(Recording.open(tmp_path), tmp_path / "x.parquet")
     assert (tmp_path / "x.parquet").read_text() == "an older one" and not (tmp_path / "x.parquet.part").exists()
 

@@ -389,7 +389,7 @@ def test_a_script_plays_on_as_a_person_would(command, tmp_path: Path, text: str)
 def test_a_script_that_is_too_short_ends_there(command, tmp_path: Path, text: str) -> None:
     (tmp_path / "script").write_text(text)
     code, shown = command("--id", "train-1-0", "--fork", "1", "--by", "script", "--script", "script")
-    assert (code, shown.splitlines()[-1]) == (1, "--- the script ends here, the episode does not")
+    assert (code, shown.splitlines()[-1]) == (1, "--- end: the input ends here, the episode does not: no reward")
 
 
 def test_a_turn_of_a_json_script_is_text_and_no_command(command, tmp_path: Path) -> None:

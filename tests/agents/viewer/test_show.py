@@ -126,8 +126,10 @@ def test_filters_hold_for_the_overview_and_the_episodes(tmp_path: Path, capsys: 
     write(tmp_path, *(played(k, reward=k / 4) for k in range(4)))
     out = shown(capsys, str(tmp_path), "--min-reward", "0.25", "--worst", "1")
     assert "3 episodes" in out and re.findall(r"^ train-\d-0 ", out, re.MULTILINE) == [" train-1-0 "]
-    assert "No episode matches the flags" in shown(capsys, str(tmp_path), "--step", "7", "--worst", "1")
     assert "scored none of these" in shown(capsys, str(tmp_path), "--gap", "1")
+    for flags in (["--step", "7", "--worst", "1"], ["--id", "zzz*"]):
+        with pytest.raises(UserError, match="must hold an episode that the flags select, got none"):
+            show([str(tmp_path), *flags])
     with pytest.raises(UserError, match="no such folder"):
         show([str(tmp_path / "none")])
 
@@ -217,7 +219,8 @@ def test_tokens_are_marked_by_who_wrote_them_and_by_their_figures(
 def test_a_run_of_one_token_is_folded_where_it_was_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ids_T, mask_T = np.array([4] * 5 + [1] * 4 + [4] * 5), np.array([False] * 9 + [True] * 5)
     logprobs_T = np.where(mask_T, -0.01, 0).astype(np.float32)
-    write(tmp_path, played(0, ids_T=ids_T, mask_T=mask_T, logprobs_T=logprobs_T))
+    turns = (replace(played().turns[0], start=9, end=14, versions=((0, 5),)),)
+    write(tmp_path, played(0, ids_T=ids_T, mask_T=mask_T, logprobs_T=logprobs_T, turns=turns, prompt_length=9))
     out = shown(capsys, str(tmp_path), "--worst", "1", "--tokens")
     assert f"\n  <|im_end|>×5{'So ' * 4}⟦{'<|im_end|>' * 5}⟧\n" in out
 

@@ -438,10 +438,12 @@ def test_an_export_holds_the_recording_whatever_is_said_in_it(tmp_path: Path) ->
 def test_numbers_that_json_does_not_know_are_none_in_an_export(tmp_path: Path) -> None:
     write(tmp_path, played(0))
     path = tmp_path / "episodes" / EPISODES
-    path.write_bytes(gzip.compress(re.sub(rb'"reward":[^,]+', b'"reward":NaN', gzip.decompress(path.read_bytes()))))
-    assert Source(tmp_path).episode(0)["reward"] is None
+    odd = gzip.decompress(path.read_bytes()).replace(b'"metadata":{}', b'"metadata":{"x":[NaN,-Infinity]}')
+    path.write_bytes(gzip.compress(odd))
+    assert Source(tmp_path).episode(0)["metadata"] == {"x": [None, None]}
     view([str(tmp_path), "--export", str(tmp_path / "page.html")])
-    assert inflated(exported(tmp_path / "page.html")["run-0-overview"])["columns"]["reward"] == [None]
+    (block,) = inflated(exported(tmp_path / "page.html")["run-0-block-0"])
+    assert block["metadata"] == {"x": [None, None]}
 
 
 def test_a_page_runs_its_own_script_and_nothing_else(tmp_path: Path) -> None:

@@ -559,7 +559,7 @@ def test_letters_without_a_look_are_named(visit: Open) -> None:
 
 def test_a_broken_picture_leaves_a_word(visit: Open) -> None:
     page = visit("hostile", "#/episode/train-22-0").page
-    expect(page.locator(".message.user .no-picture")).to_have_text("broken picture")
+    expect(page.locator(".message.user .no-picture")).to_have_text("no picture")
 
 
 def test_a_turn_of_a_million_characters_is_drawn_in_pieces(visit: Open) -> None:

@@ -251,3 +251,17 @@ def test_a_command_prints_a_users_error_as_one_line_and_returns_two(capsys: pyte
     )
     assert captured.out == ""
     assert exit_code(lambda: 0) == 0
+
+
+def test_an_error_is_one_readable_line_whatever_it_quotes() -> None:
+    bomb: list[object] = ["x"]
+    for _ in range(60):
+        bomb = [bomb] * 9  # its whole text would never end
+    for got, shown in (
+        (Path("runs") / "x", "got runs/x;"),
+        ("\x1b]0;own\x07 \u202egnp.exe", "got \\x1b]0;own\\x07 \\u202egnp.exe;"),
+        ("a\nb", "got a b;"),
+        ([1, 2, 3], "got [1, 2, 3];"),
+        (bomb, "got [[[["),
+    ):
+        assert shown in str(UserError("--x", "must be y", got, "fix")), got

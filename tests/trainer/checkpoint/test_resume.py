@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from agents.recording.gzip_lines import read_gzip_lines
 from envs.errors import UserError
 from tests.environments import lucky_geometry
 from tests.processes import Command
@@ -103,6 +104,34 @@ def test_a_finished_run_goes_on_when_more_steps_are_asked_for(
     assert summary["steps_done"] == STEPS
     assert_same_run(folder, unbroken)
     assert [checkpoint.step for checkpoint in found_steps(folder / "checkpoints")] == [5, 4]
+
+
+def test_a_flipped_byte_in_the_recording_is_said_and_sets_nothing_aside(
+    checkpoint: Path, often: list[str], unbroken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    train(checkpoint, folder, *often, steps=3)
+    path = folder / "episodes" / "episodes.jsonl.gz"
+    num_before = sum(episode["phase"] != "after" for episode in lines_of(path))  # that evaluation is made again
+    whole, (start, *_) = path.read_bytes(), [end for end, _ in read_gzip_lines(path)]
+    path.write_bytes(whole[: start + 99] + bytes([whole[start + 99] ^ 4]) + whole[start + 100 :])
+    capsys.readouterr()
+    go_on(folder, "--steps", str(STEPS))
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"episodes.jsonl.gz is damaged at 1 place; its {num_before - 1} whole lines are kept" in said
+    assert len(episodes_of(folder)) == len(episodes_of(unbroken)) - 1
+    assert metrics_of(folder) == metrics_of(unbroken)
+
+
+@pytest.mark.parametrize("target", ["/proc/model", "/dev/null", "/dev/null/model"])
+def test_an_export_to_a_place_that_cannot_be_written_is_an_error_in_one_line(unbroken: Path, target: str) -> None:
+    with pytest.raises(UserError, match=f"--to: must be a folder that can be written, got {target}; .*[(]"):
+        export([str(unbroken), "--to", target])
+
+
+def test_an_export_onto_a_full_disk_is_an_error_in_one_line(unbroken: Path, tmp_path: Path) -> None:
+    with largest_file(20_000), pytest.raises(UserError, match=r"--to: .*File too large"):
+        export([str(unbroken), "--to", str(tmp_path / "model")])
 
 
 def test_a_damaged_checkpoint_is_said_and_the_one_before_it_used(

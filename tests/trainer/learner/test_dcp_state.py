@@ -15,8 +15,10 @@ from torch import Tensor
 from agents.types import SamplingParams
 from envs.errors import UserError
 from tests.processes import run_ranks
+from tests.trainer.checkpoint.test_checkpointer import largest_file
 from tests.trainer.steps import random_samples, split, whole
 from trainer.config.learner import LearnerConfig, OptimConfig
+from trainer.learner.dcp_state import reason
 from trainer.learner.fsdp_learner import FSDPLearner
 from trainer.learner.protocol import CheckpointFailed
 from trainer.learner.weights_io import empty_model
@@ -165,6 +167,12 @@ def test_a_place_that_cannot_be_written_is_said_and_the_learner_goes_on(checkpoi
         save(learner, tmp_path / "file" / "state")
     trained(learner, 1)
     save(learner, tmp_path / "state")
+
+
+def test_a_write_that_stops_half_way_is_said_in_words(tmp_path: Path) -> None:
+    with largest_file(300), pytest.raises(RuntimeError, match="unexpected pos") as raised:
+        torch.save(torch.zeros(999), tmp_path / "x.pt")
+    assert "unexpected pos" not in reason(raised.value) and "the disk is full" in reason(raised.value)
 
 
 def on_rank(rank: int, checkpoint: Path, shares: Sequence[Sequence[TrainingSample]], written: Path, read: Path) -> None:

@@ -3,27 +3,31 @@ nothing is trained on are those of its first step."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_origin
 
 import pytest
 import torch
+import yaml
 from PIL import Image
 from safetensors.torch import load_file
 
 from agents.recording import Recording
+from agents.recording.gzip_lines import GzipLines
 from agents.rendering.renderer import Renderer
 from agents.types import SamplingParams
 from envs.config.cli import parse
+from envs.config.settings import is_under, leaves, values_of
 from envs.errors import UserError
 from envs.images import image_digest
 from tests.environments import lucky_geometry
-from tests.recordings import episodes_in
+from tests.recordings import episodes_in, lines_of
 from tests.servers import serving
 from tests.tiny_models import write_tiny_model
 from tests.trainer.checkpoint.test_checkpointer import largest_file
@@ -31,7 +35,7 @@ from tests.trainer.runs import metrics_of, state_of
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.inputs import ModelConfig
 from trainer.config.run import RunConfig, StagesConfig
-from trainer.config.sources import SOURCES, read_config
+from trainer.config.sources import INHERITED, REPLAY, SOURCES, read_config
 from trainer.export import run as export
 from trainer.learner.fsdp_learner import FSDPLearner, build_learner
 from trainer.preflight.checks.memory import memory_need
@@ -78,7 +82,8 @@ def recorded(uneven: list[str], tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 def replayed(folder: Path, recorded: Path, *argv: str, code: int = 0) -> Path:
-    return started(folder, "--replay-rollouts", str(recorded), "--tracker=", *argv, code=code)
+    model = () if "--model" in argv else ("--model", read_config(recorded / "config.yaml").model.model)
+    return started(folder, "--replay-rollouts", str(recorded), "--tracker=", *model, *argv, code=code)
 
 
 @pytest.fixture
@@ -329,13 +334,119 @@ def test_flags_that_cannot_be_are_refused(
 
     monkeypatch.chdir(tmp_path)
 
-    replay = ["--replay-rollouts", str(recorded)]
+    replay = ["--replay-rollouts", str(recorded), "--model", read_config(recorded / "config.yaml").model.model]
     refused("--replay-rollouts: cannot be given together with --rollout-only", *replay, "--rollout-only")
     refused("--steps: must be at most the 4 steps that .* has recorded, got 9; give --steps 4", *replay, "--steps", "9")
     refused("--group-size: must stay as in the recorded run, which has 4, got 8", *replay, "--group-size", "8")
     refused("must hold a recording .*, got no such folder", "--replay-rollouts", str(tmp_path / "none"))
     refused("must be a run folder, with config.yaml", "--replay-rollouts", str(recorded / "episodes"))
     refused("--resume: must be a run that trains", "--resume", str(rollouts))
+
+
+def test_what_is_taken_of_recorded_settings_is_numbers_and_words_alone() -> None:
+    for path, field in leaves(RunConfig):
+        if is_under(path, INHERITED) and path != ("learner", "lora_targets"):
+            assert field.annotation in (int, float, bool) or get_origin(field.annotation) is Literal, path
+
+
+HOSTILE = {
+    ("cluster", "num_learners"): 2,
+    ("cluster", "ray_address"): "198.51.100.7:6379",
+    ("engine", "engine"): "sglang",
+    ("engine", "engine_url"): ["http://198.51.100.7:30000"],
+    ("engine", "engine_args"): "--model-path evil",
+    ("env", "env"): "evil",
+    ("env", "registry"): ["evil.yaml"],
+    ("env", "isolation"): "inline",
+    ("data", "data"): "evil/data",
+    ("model", "model"): "evil/model",
+    ("model", "template_options"): '{"evil": 1}',
+    ("log", "out"): "/evil",
+    ("log", "tracker"): ["wandb"],
+    ("log", "project"): "evil",
+    ("doctor",): "off",
+    ("checkpoint", "keep_checkpoints"): 9,
+}
+
+
+def test_a_strangers_settings_choose_no_place_and_start_nothing(
+    recorded: Path, nothing_plays: None, tmp_path: Path
+) -> None:
+    run_folder = copied(recorded, tmp_path / "run")
+    tree = yaml.safe_load((run_folder / "config.yaml").read_text())
+    for (*sections, name), value in HOSTILE.items():
+        functools.reduce(dict.__getitem__, sections, tree)[name] = value
+    (run_folder / "config.yaml").write_text(yaml.safe_dump(tree))
+    argv = ("--replay-rollouts", str(run_folder))
+    config, mine = parse(RunConfig, argv, "python -m trainer.run", "Train.", SOURCES), values_of(RunConfig())
+    taken = {path for path, value in values_of(config).items() if value != mine[path]}
+    assert taken > {("optim", "minibatches")} and all(is_under(path, (*INHERITED, REPLAY)) for path in taken)
+    with pytest.raises(UserError, match=r"--model: must be given: .* the recorded run had evil/model"):
+        started(tmp_path / "replay", *argv)
+    own = read_config(recorded / "config.yaml").model.model
+    replay = started(tmp_path / "replay", *argv, "--model", own, "--tracker=", "--steps", "1")
+    assert metrics_of(replay)[0] == metrics_of(recorded)[0]
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "words"),
+    [
+        ("metrics.jsonl", b"{", "metrics.jsonl line 1: must be an object of numbers"),
+        ("metrics.jsonl", b'{"loss": "x"}', "metrics.jsonl line 1: must be an object of numbers"),
+        ("metrics.jsonl", b"[" * 100_000, "metrics.jsonl line 1: must be an object of numbers"),
+        ("metrics.jsonl", b'{"step": 1}', "must have recorded every group .*, got no count in step 1"),
+        ("config.yaml", b"steps: " + b"[" * 100_000, "must be YAML, got lists that nest too deeply"),
+        ("config.yaml", b"a: &a [x,x,x,x]\n" + b"".join(b"%c: &%c [*%c,*%c,*%c,*%c]\n" % (c, c, *[c - 1] * 4)
+                        for c in range(98, 123)) + b"optim: *z", "config.yaml a: is not a section"),
+        ("config.yaml", b"optim: &a [x,x]\nsteps: [" + b"*a," * 9 + b"]", "must be a section with settings"),
+        ("config.yaml", b"#" * 2**20 + b"\n", "must have at most 1048576 bytes"),
+    ],
+)  # fmt: skip
+def test_a_damaged_or_hostile_file_of_a_run_is_an_error_in_one_line(
+    file: str, line: bytes, words: str, recorded: Path, tmp_path: Path
+) -> None:
+    run_folder = copied(recorded, tmp_path / "run")
+    own = read_config(recorded / "config.yaml").model.model
+    (run_folder / file).write_bytes(line + b"\n")
+    with pytest.raises(UserError, match=words):
+        replayed(tmp_path / "replay", run_folder, "--model", own, "--steps", "1")
+
+
+def test_streams_are_checked_with_the_models_vocabulary(recorded: Path, tmp_path: Path, renderer: Renderer) -> None:
+    image = renderer.image_token_id
+
+    def moved(line: dict[str, Any]) -> None:  # a placeholder changes places with the token before the first
+        place = line["ids"].index(image)
+        line["ids"][place - 1], line["ids"][place + 5] = image, line["ids"][place - 1]
+
+    def sampled(line: dict[str, Any]) -> None:
+        line["ids"][line["turns"][0]["start"]] = renderer.suppressed_ids[0]
+
+    def negative(line: dict[str, Any]) -> None:
+        line["ids"][0] = -1
+
+    def rich(line: dict[str, Any]) -> None:
+        line["reward"] = 1e200
+
+    for number, (change, words) in enumerate(
+        (
+            (moved, "a run of"),
+            (sampled, "sampled suppressed ids"),
+            (negative, "must have ids below"),
+            (rich, "must have a reward within"),
+        )
+    ):
+        run_folder = copied(recorded, tmp_path / str(number))
+        path = run_folder / "episodes" / "episodes.jsonl.gz"
+        lines = lines_of(path)
+        trained = {e["id"] for e in episodes_in(recorded) if e["fate"] == "train" and e["step"] == 1}
+        change(next(e for e in lines if e["id"] in trained and e["turns"]))
+        path.unlink()
+        file = GzipLines(path)
+        for each in lines:
+            file.append(json.dumps(each).encode())
+        with pytest.raises(UserError, match=words):
+            replayed(tmp_path / "replay", run_folder, "--steps", "1")
 
 
 def copied(recorded: Path, folder: Path) -> Path:

@@ -1,0 +1,26 @@
+"""Checks the token stream of a recorded episode, which may be a stranger's, before anything indexes by it.
+
+Legend: T tokens of one stream.
+"""
+
+from __future__ import annotations
+
+from agents.recording.schema import EpisodeRecord
+from agents.rollout.invariants import Vocabulary, broken_invariant, broken_spans, broken_stream
+from agents.types import EndReason
+
+
+def broken_record(
+    episode: EpisodeRecord, vocabulary: Vocabulary | None = None, is_converted: bool = False
+) -> str | None:
+    """Return the first rule of `agents.rollout.invariants` that a recorded stream breaks; None when all hold.
+
+    Without a vocabulary, the rules that need one are left out. An episode that ended as `invalid_stream`, or was
+    converted from another framework, must keep only those that readers rely on.
+    """
+    num_written = sum(episode.mask)
+    if len(episode.logprobs) != num_written:
+        return f"{len(episode.logprobs)} log-probs for {num_written} masked tokens"
+    if is_converted or episode.end_reason is EndReason.INVALID_STREAM:
+        return broken_spans(episode)
+    return broken_invariant(episode, vocabulary) if vocabulary else broken_stream(episode)
