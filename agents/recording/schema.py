@@ -26,6 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from agents.types import EndReason, Trajectory
 from envs.spec import EnvSpec
+from envs.thinking import Thinking
 
 SCHEMA_VERSION = 4
 
@@ -46,7 +47,8 @@ class _Record(BaseModel):
 
 
 class WayRecord(_Record):
-    """One way in which the environment was played: the limits of the agent loop, and the sampling temperature.
+    """One way in which the environment was played: the limits of the agent loop, the sampling temperature, and the
+    thinking that the environment did not get (None: it got each turn as it is).
 
     Example: `WayRecord(max_turns=1, use_tools=False, max_new_tokens=256, context_length=4096, temperature=0.0)`.
     """
@@ -56,6 +58,7 @@ class WayRecord(_Record):
     max_new_tokens: int
     context_length: int
     temperature: float
+    thinking: Thinking | None = None
 
 
 class Manifest(_Record):
