@@ -31,7 +31,7 @@ plain = st.lists(words, max_size=6).map("".join).filter(lambda text: "think>" no
         (THINK, "It is 8. <think>Or 7?", "It is 8. "),
         (THINK, f"<think>a</think>{CALL}<think>b</think>c", f"{CALL}\nc"),
         (THINK, "<think>a<think>b</think>c</think>d", "d"),  # nested
-        (THINK, "<think></think></think>d", "d"),
+        (THINK, "8 <think></think></think>d", "d"),
         (THINK, "hm</think>8", "8"),  # the opening was forgotten
         (THINK, "<thi<think>x</think>nk>8", "<thi\nnk>8"),
         (THINK, "Write `<think>` first.", "Write `"),  # a tag in code is a tag

@@ -15,6 +15,7 @@ from agents.recording.manifest import build_manifest
 from agents.recording.schema import MANIFEST, TRAIN
 from agents.rendering.renderer import Renderer
 from agents.rendering.thinking import find_thinking
+from agents.replaying.fork import Fork
 from agents.replaying.replayer import EnvReplayer, ReplayContext
 from agents.replaying.runner import replay
 from agents.replaying.stream_replayer import StreamReplayer
@@ -135,6 +136,9 @@ def test_a_replay_applies_the_recorded_rule_and_an_old_recording_keeps_all(tmp_p
         for replayer in (EnvReplayer(context), StreamReplayer(context, renderer)):
             summary = asyncio.run(replay(replayer, recording.episodes()))
             assert (summary.num_replayed, summary.differing) == (1, [])
+        fork = Fork(recording, recorded, 1, context, renderer, context.way(recorded))
+        ends = fork.loop(ScriptedEngine(renderer.tokenizer, lambda turn, _: texts[1]), 1, 1.0)
+        assert [t.reward for t in asyncio.run(fork.play(ends, (7,)))] == [recorded.reward]
 
 
 def test_the_doctor_speaks_outside_of_a_thought_that_the_template_opens() -> None:
