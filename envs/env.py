@@ -71,7 +71,7 @@ class Env(ABC):
 
     @abstractmethod
     def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
-        """Process what the model says in a turn; return the observation, whether the task ended, and a step info dict."""
+        """Process what the model says; return the observation, whether the task ended, and a step info dict."""
 
     def format_observation(self, observation: dict[str, Any]) -> Message | Sequence[Message]:
         """Return the chat message that shows an observation to the model, or several in order.

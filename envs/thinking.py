@@ -54,6 +54,10 @@ class Thinking:
             done = end
         return [part for part in (*parts, (True, text[done:])) if part[1]]
 
+    def is_open_after(self, text: str) -> bool:
+        """Return whether a text ends inside a thought that it opens."""
+        return text.rfind(self.opening) > text.rfind(self.closing)
+
     def without_thought(self, text: str) -> str:
         r"""Return the turn of a model that says a text at once; a text with a closing tag has its thought already.
 

@@ -3,32 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from agents.rendering.template import MARK, ModelTemplate
 from envs.thinking import TAGS, Thinking, ThinkingSetting
 from envs.types import Message
 
 _QUESTION: Message = {"role": "user", "content": "?"}
-#: The fields in which messages carry a thought: of Qwen3 and DeepSeek, of vLLM's API, of gpt-oss.
+#: The fields in which messages carry a thought, as templates name them.
 _FIELDS = ("reasoning_content", "reasoning", "thinking")
 
 
 def find_thinking(template: ModelTemplate, setting: ThinkingSetting = "auto") -> Thinking | None:
     """Return how turns are separated into thinking and what is said; None: environments get turns as they are.
 
-    `auto` finds the tags that the template puts around a thought, or with which it opens a turn.
+    `auto` finds the tags that the template puts around a thought, or with which it opens a turn. A template that opens
+    a thought after some messages only, such as a user's, counts as one that opens none.
 
-    Example: Qwen3-VL-Thinking gives `Thinking("<think>", "</think>", is_opened=True)`, Qwen3-VL-Instruct None.
+    Example: the template of Qwen3 gives `Thinking("<think>", "</think>")`, that of Qwen3-VL-Instruct None.
     """
     if setting == "keep":
         return None
-    opened = template.render([{"role": "user", "content": MARK}]).rpartition(MARK)[2]
+    openings = _turn_openings(template)
     for name in TAGS if setting == "auto" else (setting,):
         opening, closing = TAGS[name]
-        is_opened = opened.rfind(opening) > opened.rfind(closing)
-        if is_opened or setting == name or _treats_thoughts(template, opening, closing):
-            return Thinking(opening, closing, is_opened)
+        thinking = Thinking(opening, closing)
+        opens = [thinking.is_open_after(text) for text in openings]
+        if setting == name or any(opens) or _treats_thoughts(template, opening, closing):
+            return replace(thinking, is_opened=all(opens))
     return None
+
+
+def _turn_openings(template: ModelTemplate) -> list[str]:
+    """Return what the template writes after the content of a message, up to where the model begins to write."""
+    asked: Message = {"role": "user", "content": MARK}
+    answered: Message = {"role": template.role("tool"), "content": MARK}
+    texts = [template.render([asked]), template.after_turn([asked]), template.after_turn([answered])]
+    return [text.rpartition(MARK)[2] for text in texts]
 
 
 def _treats_thoughts(template: ModelTemplate, opening: str, closing: str) -> bool:

@@ -49,6 +49,7 @@ class TurnWriter:
         self._ending = template.closing()[0]
         self._begun = self._opening[len(self._header) :]
         self._thinking = find_thinking(template)
+        self._opens_thought = self._thinking is not None and self._thinking.is_open_after(self._begun)
 
     def text(self, message: Message, where: str) -> str:
         """Return the text of a turn, without the closing token.
@@ -95,7 +96,7 @@ class TurnWriter:
         start = len(self._opening if whole.startswith(self._opening) else self._header)
         text = whole[start : len(whole) - len(self._ending)]
         thinking = self._thinking
-        if start < len(self._opening) and thinking and thinking.is_opened and thinking.closing not in text:
+        if start < len(self._opening) and thinking and self._opens_thought and thinking.closing not in text:
             rule = f"must continue {self._begun!r}, with which the model's template opens a turn"
             tags = f"{thinking.opening}...{thinking.closing}"
             fix = f"write the thought too, {tags}, or switch it off with --template-options"

@@ -38,12 +38,13 @@ function turnBox(run, turn, number, href) {
 /* What the model wrote; its thoughts are folded. */
 function writtenParts(turn) {
   const parts = turn.parts || [[false, turn.text]];
-  const nodes = parts.map(([isThought, text]) =>
-    isThought
-      ? make("details.thought", make("summary", { text: `thinking, ${plural(text.length, "character")}` }), textBlock(text))
-      : textBlock(text),
-  );
+  const nodes = parts.map(([isThought, text]) => (isThought ? thoughtBox(text) : textBlock(text)));
   return [nodes, parts.every(([isThought]) => isThought) && make("p.none", { text: "nothing said" })];
+}
+
+function thoughtBox(text) {
+  const length = plural(text.length, "character");
+  return make("details.thought", make("summary", { text: `thinking, ${length}` }), textBlock(text));
 }
 
 function turnFacts(turn) {

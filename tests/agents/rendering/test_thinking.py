@@ -54,6 +54,16 @@ def test_the_tags_around_a_part_that_is_a_thought_are_found() -> None:
     assert channel_of(template) == Thinking("[THINK]", "[/THINK]")
 
 
+def test_a_template_that_opens_a_thought_only_for_a_user_opens_none() -> None:
+    opening = "{{- '' if messages[-1].role == 'tool' else '<think>\\n' -}}"
+    template = CHATML.replace("THOUGHT", "").replace(
+        "assistant\\n' -}}{%- endif", f"assistant\\n' -}}}}{opening}{{%- endif"
+    )
+    assert channel_of(template) == THINK
+    always = template.replace("messages[-1].role == 'tool'", "false")
+    assert channel_of(always) == Thinking("<think>", "</think>", is_opened=True)
+
+
 def test_a_field_that_is_written_without_tags_is_no_channel() -> None:
     assert channel_of(CHATML.replace("THOUGHT", "{{- message.reasoning_content or '' -}}")) is None
 

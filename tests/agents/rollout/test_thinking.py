@@ -31,7 +31,8 @@ from trainer.preflight.probe_streams import open_problems
 from trainer.setup.components import build_episode
 
 SPEC = get_spec("calculator")
-SAMPLE = SPEC.load_dataset("train", 1, 0)[0]
+SAMPLES = SPEC.load_dataset("train", 1, 0)
+SAMPLE = SAMPLES[0]
 RIGHT = f"\\boxed{{{SAMPLE.label}}}"
 CALL = '<tool_call>{"name": "calculate", "arguments": {"expression": "2 + 3"}}</tool_call>'
 OPENED, PLAIN = "chatml_thinking", "starter"
@@ -57,8 +58,8 @@ def loop(
     return build_episode(written, renderer, spec, len(texts), max_new_tokens, 1.0)
 
 
-def played(name: str, *texts: str, thinking: ThinkingSetting = "auto", **options: int) -> Trajectory:
-    return play(loop(renderer_for(name), texts, thinking, **options))
+def played(name: str, *texts: str, thinking: ThinkingSetting = "auto", max_new_tokens: int = 2048) -> Trajectory:
+    return play(loop(renderer_for(name), texts, thinking, max_new_tokens=max_new_tokens))
 
 
 def play(episode: Episode) -> Trajectory:
@@ -146,7 +147,7 @@ def test_the_doctor_speaks_outside_of_a_thought_that_the_template_opens() -> Non
     limits = Limits().env
 
     async def scripted() -> Trajectory:
-        (problem,) = await open_problems([SAMPLE], build, args, limits, renderer, 1)
+        (problem,) = await open_problems(SAMPLES, build, args, limits, renderer, 1)
         return await play_scripted(problem, renderer, build, args, limits, find_thinking(renderer.template))
 
     trajectory = asyncio.run(scripted())
