@@ -28,6 +28,7 @@ from agents.recording.attempts import check_record_folder, record_attempts
 from agents.recording.manifest import build_manifest
 from agents.recording.schema import PLAY
 from agents.rendering.renderer import Renderer
+from agents.rendering.thinking import find_thinking
 from agents.rendering.tokenizer_files import model_folder
 from agents.rollout.episode import Episode, Limits
 from agents.types import SamplingParams
@@ -77,12 +78,14 @@ def run(argv: Sequence[str] | None = None) -> int:
     args = spec.args(config.max_turns, tool_format)
     terminal = Terminal.standard()
     gallery = Gallery.named(config.pictures, f"{spec.id}-{config.index}")
-    player = TerminalPlayer(terminal, gallery, renderer, args.tool_format)
+    thinking = find_thinking(renderer.template, spec.thinking)
+    player = TerminalPlayer(terminal, gallery, renderer, args.tool_format, thinking)
     episode = Episode(
         ScriptedEngine(renderer.tokenizer, player.take_turn, config.context_length),
         renderer,
         Limits(args.max_turns, config.max_new_tokens, EnvLimits.of(spec)),
         SamplingParams(stop_ids=renderer.stop_ids, suppressed_ids=renderer.suppressed_ids),
+        thinking=thinking,
     )
     manifest = build_manifest(spec, renderer, config.model, {PLAY: episode})
     record = config.record and config.record.absolute()

@@ -57,6 +57,9 @@ class Env(ABC):
         env.close()
 
     The reward of the episode is ``env.reward(final_text)``, computed from the final model text.
+
+    `step` and `reward` get what the model says. What it thinks, such as ``<think>...</think>``, is taken out before,
+    and an unfinished thought leaves an empty text (`thinking` of the registry entry, `envs.thinking`).
     """
 
     #: JSON schemas of the tools for the chat template's `tools`; read after `reset`.
@@ -68,7 +71,7 @@ class Env(ABC):
 
     @abstractmethod
     def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
-        """Process the model's text; return the observation, whether the task ended, and a step info dict."""
+        """Process what the model says; return the observation, whether the task ended, and a step info dict."""
 
     def format_observation(self, observation: dict[str, Any]) -> Message | Sequence[Message]:
         """Return the chat message that shows an observation to the model, or several in order.
@@ -86,7 +89,7 @@ class Env(ABC):
 
     @abstractmethod
     def reward(self, final_text: str) -> float:
-        """Return the episode's reward, a finite number, from the last text that the model wrote."""
+        """Return the episode's reward, a finite number, from what the model says in its last turn."""
 
     def solution(self) -> Sequence[str]:
         """Return model texts that solve the episode, one per turn; empty if they are not known.

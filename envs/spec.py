@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from envs.env import CallPolicy, Env, EnvArgs
 from envs.errors import UserError, did_you_mean
 from envs.grading import GraderName
+from envs.thinking import ThinkingSetting
 from envs.tool_calls import ToolFormat
 from envs.types import Sample, SampleSource
 
@@ -70,6 +71,11 @@ class EnvSpec(BaseModel):
     reward_min_val: float = Field(default=0.0, strict=False, description="reward of a wrong answer")
     tool_format: ToolFormat | Literal["auto"] = Field(
         default="auto", description="how a model writes a call; auto: as its chat template says"
+    )
+    thinking: ThinkingSetting = Field(
+        default="auto",
+        description="tags around the thoughts that environments do not get; auto: those of the model's chat template; "
+        "keep: they get thoughts too",
     )
     tool_calls: CallPolicy = Field(default="sequential", description="which calls of one turn run, and how")
     isolation: Literal["inline", "thread", "process"] = Field(

@@ -25,6 +25,7 @@ from envs.checking.hostile import write_call
 from envs.contract import EpisodeEnv, checked_messages
 from envs.env import ToolFormat
 from envs.errors import UserError
+from envs.thinking import Thinking
 from envs.types import Message, content_parts, message_images
 from envs.wrapper import Wrapper, can_be_wrapped
 
@@ -191,8 +192,16 @@ class TerminalPlayer:
         Episode(engine, ...).run(sample, player.watch(make_env), seed=0)
     """
 
-    def __init__(self, terminal: Terminal, gallery: Gallery, renderer: Renderer, tool_format: ToolFormat) -> None:
-        self.terminal, self.gallery, self.renderer = terminal, gallery, renderer
+    def __init__(
+        self,
+        terminal: Terminal,
+        gallery: Gallery,
+        renderer: Renderer,
+        tool_format: ToolFormat,
+        thinking: Thinking | None = None,
+    ) -> None:
+        """`thinking` is that of the agent loop: where the template opens a thought, the person's turn closes it."""
+        self.terminal, self.gallery, self.renderer, self.thinking = terminal, gallery, renderer, thinking
         self.tool_format: ToolFormat = tool_format
         self.env: _ObservedEnv | None = None
         self._num_read = 0
@@ -216,6 +225,8 @@ class TerminalPlayer:
         self.terminal.say(self._new_text(request))
         self.terminal.say(f"--- turn {turn + 1}, {request.max_new_tokens} tokens left")
         text = self.terminal.ask(self.tool_format)
+        if self.thinking:
+            text = self.thinking.without_thought(text)
         written = self.renderer.tokenizer(text, add_special_tokens=False)["input_ids"]
         self._num_read = len(request.ids) + len(written) + 1  # the engine adds the stop token
         return text

@@ -37,13 +37,14 @@ def build_manifest(spec: EnvSpec, renderer: Renderer, model: str, ways: Mapping[
 
 
 def way_record(episode: Episode) -> WayRecord:
-    """Return the record of an agent loop's limits and temperature."""
+    """Return the record of an agent loop's limits, temperature and thinking."""
     return WayRecord(
         max_turns=episode.limits.max_turns,
         use_tools=episode.use_tools,
         max_new_tokens=episode.limits.max_new_tokens,
         context_length=episode.engine.context_length,
         temperature=episode.sampling.temperature,
+        thinking=episode.thinking,
     )
 
 

@@ -26,6 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator
 
 from agents.types import EndReason, Trajectory
 from envs.spec import EnvSpec
+from envs.thinking import Thinking
 
 SCHEMA_VERSION = 4
 #: The most turns that an environment's entry may allow.
@@ -71,7 +72,8 @@ class _Record(BaseModel):
 
 
 class WayRecord(_Record):
-    """One way in which the environment was played: the limits of the agent loop, and the sampling temperature.
+    """One way in which the environment was played: the limits of the agent loop, the sampling temperature, and the
+    thinking that the environment did not get (None: it got each turn as it is).
 
     Example: `WayRecord(max_turns=1, use_tools=False, max_new_tokens=256, context_length=4096, temperature=0.0)`.
     """
@@ -81,6 +83,7 @@ class WayRecord(_Record):
     max_new_tokens: Count
     context_length: Count
     temperature: float
+    thinking: Thinking | None = None
 
 
 class Manifest(_Record):

@@ -12,8 +12,8 @@ from envs.errors import UserError, did_you_mean
 from envs.registry import load_registry
 from envs.spec import EnvSpec
 
-#: Keys of an entry that have no effect on a recorded episode.
-_IGNORED = ("id", "description", "dataset", "dataset_options", "system_prompt")
+#: Keys of an entry that have no effect on a recorded episode; its thinking is that of its way.
+_IGNORED = ("id", "description", "dataset", "dataset_options", "system_prompt", "thinking")
 
 
 def find_spec(manifest: Manifest, env_id: str, registry: tuple[Path, ...]) -> tuple[EnvSpec, list[str]]:

@@ -165,7 +165,7 @@ def _by_hand(fork: Fork, terminal: Terminal, gallery: Gallery, config: ForkConfi
     """Let a person or a script continue."""
     renderer = fork.renderer
     tool_format = fork.context.spec.args(tool_format=detect_format(renderer.chat_template)).tool_format
-    player = TerminalPlayer(terminal, gallery, renderer, tool_format)
+    player = TerminalPlayer(terminal, gallery, renderer, tool_format, fork.way.thinking)
     engine = ScriptedEngine(renderer.tokenizer, lambda turn, request: player.take_turn(fork.turn + turn, request))
     loop = fork.loop(engine, 1, fork.way.temperature)
     terminal.say(f"{HELP}\n---" if config.by == "hand" else "---")

@@ -104,6 +104,7 @@ class Fork:
             Limits(self.way.max_turns, self.way.max_new_tokens, self.context.limits),
             SamplingParams(temperature, self.renderer.stop_ids, self.renderer.suppressed_ids),
             self.way.use_tools,
+            self.way.thinking,
         )
 
     def _report(self, differences: Sequence[str]) -> None:

@@ -101,7 +101,7 @@ class EnvReplayer:
     async def play(self, episode: EpisodeRecord, num_turns: int | None = None) -> EpisodeResult:
         """Return the environment's result today. Raises `UserError` if a picture of the problem is damaged."""
         way, sample = self.context.way(episode), self.context.source.sample(episode)
-        env = EnvRunner(lambda: self.context.make_env(sample, way), self.context.limits, sample.id)
+        env = EnvRunner(lambda: self.context.make_env(sample, way), self.context.limits, sample.id, way.thinking)
         first: tuple[Message, ...] | None = None
         results: list[StepResult | None] = []
         reward, end, error = None, None, None

@@ -69,6 +69,7 @@ class StreamReplayer:
             Limits(way.max_turns, way.max_new_tokens, self.context.limits, every),
             self._sampling,
             way.use_tools,
+            way.thinking,
         )
         trajectory = await loop.run(sample, lambda: self.context.make_env(sample, way), episode.seed)
         return stream_result(trajectory, len(answers))

@@ -13,6 +13,7 @@ from typing import Any
 
 from agents.rendering.renderer import Renderer
 from agents.rendering.template import MARK
+from agents.rendering.thinking import find_thinking
 from agents.rollout.stream import first_difference
 from envs.errors import UserError, first_line
 from envs.tool_calls import ToolCall, ToolCallError, ToolFormat, find_tool_calls, write_tool_call
@@ -47,7 +48,8 @@ class TurnWriter:
         self._header = self._opening[: first_difference(self._opening, marked)]
         self._ending = template.closing()[0]
         self._begun = self._opening[len(self._header) :]
-        self._opens_thought = self._begun.rfind("<think>") > self._begun.rfind("</think>")
+        self._thinking = find_thinking(template)
+        self._opens_thought = self._thinking is not None and self._thinking.is_open_after(self._begun)
 
     def text(self, message: Message, where: str) -> str:
         """Return the text of a turn, without the closing token.
@@ -93,15 +95,17 @@ class TurnWriter:
             raise UserError(where, rule, whole[-80:], "fix the message")
         start = len(self._opening if whole.startswith(self._opening) else self._header)
         text = whole[start : len(whole) - len(self._ending)]
-        if start < len(self._opening) and self._opens_thought and "</think>" not in text:
+        thinking = self._thinking
+        if start < len(self._opening) and thinking and self._opens_thought and thinking.closing not in text:
             rule = f"must continue {self._begun!r}, with which the model's template opens a turn"
-            fix = "write the thought too, <think>...</think>, or switch it off with --template-options"
+            tags = f"{thinking.opening}...{thinking.closing}"
+            fix = f"write the thought too, {tags}, or switch it off with --template-options"
             raise UserError(where, rule, text[:80], fix)
         return text
 
     def _parses_to(self, text: str, calls: Sequence[ToolCall]) -> bool:
         """Return whether an environment parses exactly these calls from the text."""
-        found = find_tool_calls(text, self.tool_format)
+        found = find_tool_calls(self._thinking.said(text) if self._thinking else text, self.tool_format)
         if self.tool_format == "hermes":
             return found == list(calls)
         # In the other formats every value is plain text.

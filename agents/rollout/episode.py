@@ -24,6 +24,7 @@ from agents.types import Completion, EndReason, GenerateRequest, SamplingParams,
 from envs.contract import EnvFault, EpisodeEnv
 from envs.execution.runner import EnvRunner, StepResult
 from envs.spec import EnvLimits
+from envs.thinking import Thinking
 from envs.types import Message, Sample, content_parts
 
 #: `task.cancel(ABORT)` ends an episode as `aborted` and keeps what it has so far. Any other cancellation is raised.
@@ -72,6 +73,9 @@ class _EpisodeState:
 class Episode:
     """What all episodes of a run share; `run` plays one.
 
+    The environment gets only what the model says outside of `thinking` (None: each turn as it is); the stream and the
+    turns of the trajectory hold all of it.
+
     Example::
 
         episode = Episode(engine, renderer, Limits(max_turns=3), SamplingParams(stop_ids=renderer.stop_ids))
@@ -80,10 +84,16 @@ class Episode:
     """
 
     def __init__(
-        self, engine: Engine, renderer: Renderer, limits: Limits, sampling: SamplingParams, use_tools: bool = True
+        self,
+        engine: Engine,
+        renderer: Renderer,
+        limits: Limits,
+        sampling: SamplingParams,
+        use_tools: bool = True,
+        thinking: Thinking | None = None,
     ) -> None:
         self.engine, self.renderer, self.limits, self.sampling = engine, renderer, limits, sampling
-        self.use_tools = use_tools
+        self.use_tools, self.thinking = use_tools, thinking
         self._numbers = count()
         self._vocabulary = Vocabulary.of(renderer)
 
@@ -108,7 +118,7 @@ class Episode:
         started = time.perf_counter()
         every = self.limits.check_template_every
         checks_template = every > 0 and next(self._numbers) % every == 0
-        env = EnvRunner(make_env, self.limits.env, sample.id)
+        env = EnvRunner(make_env, self.limits.env, sample.id, self.thinking)
         state = _EpisodeState(env, seed, list(sample.prompt), on_completion, checks_template)
         reward, end_reason, error = await self._play(state)
         stream = state.stream

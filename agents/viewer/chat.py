@@ -20,6 +20,7 @@ from agents.recording.schema import picture_names
 from agents.viewer.columns import gap_cells, text_of
 from envs.errors import UserError
 from envs.execution.runner import last_line
+from envs.thinking import Thinking
 
 MAX_LINE = 1000
 _PNG = b"\x89PNG\r\n\x1a\n"
@@ -46,8 +47,9 @@ def chat_lines(
     yield _note(f"problem {episode.sample_id}, label {episode.label}, seed {episode.seed}")
     for message in episode.messages[: episode.num_prompt_messages]:
         yield from message_lines(recording, message, full)
+    way = recording.manifest.ways.get(episode.way)
     for number, turn in enumerate(episode.turns, start=1):
-        yield from _turn_lines(recording, number, turn, full)
+        yield from _turn_lines(recording, number, turn, way.thinking if way else None, full)
     if episode.error:
         yield ChatLine(Text("error", _BAD))
         yield ChatLine(Text(shorten_middle(last_line(episode.error), full)), is_data=True)
@@ -80,11 +82,16 @@ def message_lines(recording: Recording, message: Mapping[str, Any], full: bool) 
         yield ChatLine(Text(shorten_middle(text, full)), is_data=True)
 
 
-def _turn_lines(recording: Recording, number: int, turn: TurnRecord, full: bool) -> Iterator[ChatLine]:
+def _turn_lines(
+    recording: Recording, number: int, turn: TurnRecord, thinking: Thinking | None, full: bool
+) -> Iterator[ChatLine]:
     seconds = f"{turn.engine_s:.2f} s, then {turn.env_s:.2f} s of the environment"
     head = f"{counted(turn.end - turn.start, 'token')}, {one_line(turn.finish, 20)}, {seconds}"
     yield ChatLine(Text.assemble((f"turn {number}", _ROLE), (f"  {head}", _NOTE)))
-    yield ChatLine(Text(shorten_middle(turn.text, full)), is_data=True)
+    for is_thought, text in thinking.parts(turn.text) if thinking else [(False, turn.text)]:
+        if is_thought:
+            yield _note(f"thinking, {counted(len(text), 'character')}")
+        yield ChatLine(Text(shorten_middle(text, full), _NOTE if is_thought else ""), is_data=True)
     calls = turn.info.get("tool_calls")
     for call in calls if isinstance(calls, list) else ():
         if isinstance(call, Mapping):

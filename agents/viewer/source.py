@@ -297,11 +297,17 @@ class Source:
             return None if offset is None else next(self._opened().scores_from(offset))[1]
 
     def episode(self, index: int) -> JSON:
-        """Return an episode with its outcome, its score and its index. Raises LookupError like `line`."""
+        """Return an episode with its outcome, its score and its index. Raises LookupError like `line`.
+
+        Where thinking was separated, each turn has `parts`: pairs of whether it is a thought, and the text.
+        """
         with self._lock:
+            line, ways = self.line(index), self._opened().manifest.ways
+            if (way := ways.get(line["way"])) and way.thinking:
+                line["turns"] = [{**turn, "parts": way.thinking.parts(turn["text"])} for turn in line["turns"]]
             later = {"outcome": self.outcome(index), "score": self.score(index)}
             dumped = {name: record and record.model_dump(mode="json") for name, record in later.items()}
-            return {**self.line(index), **dumped, "index": index}
+            return {**line, **dumped, "index": index}
 
     def picture(self, name: str) -> bytes:
         """Return the PNG file of a picture by its recorded name. Raises `UserError` if it is not what was recorded."""

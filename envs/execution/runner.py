@@ -21,6 +21,7 @@ from envs.contract import EnvFault, EpisodeEnv, checked_answer, checked_opening,
 from envs.execution.threads import CallTimeout, call_on_thread
 from envs.execution.watchdog import WATCHDOG, WatchedCall
 from envs.spec import EnvLimits
+from envs.thinking import Thinking
 from envs.types import Message
 from envs.wrapper import Wrapper
 
@@ -50,9 +51,15 @@ class EnvRunner:
             close_error = await runner.close()             # None, or what went wrong
     """
 
-    def __init__(self, make_env: Callable[[], EpisodeEnv], limits: EnvLimits, sample_id: str = "") -> None:
-        """`sample_id` is for messages."""
-        self._make_env, self.limits, self._sample_id = make_env, limits, sample_id
+    def __init__(
+        self,
+        make_env: Callable[[], EpisodeEnv],
+        limits: EnvLimits,
+        sample_id: str = "",
+        thinking: Thinking | None = None,
+    ) -> None:
+        """`sample_id` is for messages. The environment gets only what a turn says outside of `thinking`."""
+        self._make_env, self.limits, self._sample_id, self._thinking = make_env, limits, sample_id, thinking
         self.tools: Sequence[dict[str, Any]] = ()
         #: Duration of all calls so far, with the time spent waiting for a thread.
         self.seconds = 0.0
@@ -73,12 +80,15 @@ class EnvRunner:
         raise AssertionError("the last attempt returns or raises")
 
     async def step(self, response_text: str) -> StepResult:
-        """Give the environment the model's text of one turn."""
-        return await self._call(self.limits.step_timeout_s, self._step, self._slot.env, response_text)
+        """Give the environment what the model says in one turn."""
+        return await self._call(self.limits.step_timeout_s, self._step, self._slot.env, self._said(response_text))
 
     async def reward(self, final_text: str) -> float:
         """Return the episode's reward."""
-        return await self._call(self.limits.step_timeout_s, self._reward, self._slot.env, final_text)
+        return await self._call(self.limits.step_timeout_s, self._reward, self._slot.env, self._said(final_text))
+
+    def _said(self, text: str) -> str:
+        return self._thinking.said(text) if self._thinking else text
 
     async def close(self) -> str | None:
         """Close the environment, now or as soon as it is built; return the fault of closing, if any."""

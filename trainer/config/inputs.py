@@ -13,6 +13,7 @@ from envs.grading import GraderName
 from envs.problems import RowsConfig
 from envs.registry import get_spec
 from envs.spec import EnvSpec
+from envs.thinking import ThinkingSetting
 
 #: How many of an environment's own problems are used if no number is given.
 NUM_TRAIN, NUM_HELD_OUT = 1024, 256
@@ -32,6 +33,11 @@ class EnvConfig(Section):
     isolation: Literal["inline", "thread", "process"] | None = Field(default=None, description="where environments run")
     tool_format: Literal["auto", "hermes", "qwen_xml"] | None = Field(
         default=None, description="format of a tool call in the model's text; auto: the one of its chat template"
+    )
+    thinking: ThinkingSetting | None = Field(
+        default=None,
+        description="tags around the thoughts that environments do not get; auto: those of the model's chat template; "
+        "keep: they get thoughts too",
     )
     grader: GraderName | None = Field(default=None, description="how an answer is compared with the label")
     reward_max_val: float | None = Field(default=None, description="reward of a right answer")

@@ -168,7 +168,7 @@ class ProblemPlayer:
         """Return whether a new environment of a problem rewards a first turn as a right answer."""
         sample = self.samples[number]
         make_env = lambda: self._build_env(private(sample), deepcopy(self._args))  # noqa: E731
-        runner = EnvRunner(make_env, self.episode.limits.env, sample.id)
+        runner = EnvRunner(make_env, self.episode.limits.env, sample.id, self.episode.thinking)
         try:
             await runner.open()
             await runner.step(text)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from agents.model.policy import PolicyModel
 from agents.rendering.renderer import Rendered
+from agents.rendering.thinking import find_thinking
 from agents.types import ProcessedImage
 from envs.env import EnvArgs
 from envs.spec import EnvLimits
@@ -127,7 +128,8 @@ class PreparedChecks:
         if not self.problems:
             return skipped("no problem could be opened")
         problem, context = self.problems[0], self.context
-        played = await play_scripted(problem, context.renderer, context.build_env, self.args, self.limits)
+        thinking = find_thinking(context.renderer.template, context.spec.thinking)
+        played = await play_scripted(problem, context.renderer, context.build_env, self.args, self.limits, thinking)
         format_verdicts = check_format(context.renderer, self.args, bool(problem.tools))
         return combine([check_scripted_episode(played), *format_verdicts])
 

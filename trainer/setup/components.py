@@ -26,6 +26,7 @@ from agents.engines.sglang import SGLangEngine, SGLangSettings
 from agents.model.architectures import ModelFacts
 from agents.model.policy import PolicyModel
 from agents.rendering.renderer import Renderer
+from agents.rendering.thinking import find_thinking
 from agents.rollout.episode import Episode, Limits
 from agents.types import SamplingParams
 from envs.errors import UserError
@@ -271,4 +272,5 @@ def build_episode(
 ) -> Episode:
     """Return the agent loop that plays an environment with these limits."""
     limits = Limits(max_turns, max_new_tokens, EnvLimits.of(spec))
-    return Episode(engine, renderer, limits, sampling_params(renderer, temperature), use_tools)
+    thinking = find_thinking(renderer.template, spec.thinking)
+    return Episode(engine, renderer, limits, sampling_params(renderer, temperature), use_tools, thinking)

@@ -22,7 +22,7 @@ function turnBox(run, turn, number, href) {
   const written = make(
     ".message.model",
     make(".role", { text: "model" }),
-    turn.text ? textBlock(turn.text) : make("p.none", { text: "no text" }),
+    turn.text ? writtenParts(turn) : make("p.none", { text: "no text" }),
   );
   return make(
     "section.turn",
@@ -33,6 +33,18 @@ function turnBox(run, turn, number, href) {
     (turn.observations || []).map((message) => messageBox(run, message)),
     rest.length > 0 && infoLine(rest),
   );
+}
+
+/* What the model wrote; its thoughts are folded. */
+function writtenParts(turn) {
+  const parts = turn.parts || [[false, turn.text]];
+  const nodes = parts.map(([isThought, text]) => (isThought ? thoughtBox(text) : textBlock(text)));
+  return [nodes, parts.every(([isThought]) => isThought) && make("p.none", { text: "nothing said" })];
+}
+
+function thoughtBox(text) {
+  const length = plural(text.length, "character");
+  return make("details.thought", make("summary", { text: `thinking, ${length}` }), textBlock(text));
 }
 
 function turnFacts(turn) {

@@ -20,6 +20,7 @@ from agents.rollout.invariants import broken_invariant
 from envs.config.cli import exit_code
 from envs.registry import get_spec
 from envs.tool_calls import ToolCall, find_tool_calls
+from tests.agents.rendering.template_cases import renderer_for
 from tests.paths import ROOT
 from tests.processes import Command
 from tests.recordings import lines_of
@@ -114,6 +115,17 @@ def test_a_transcript_reads_the_same_typed_or_piped() -> None:
     assert piped.getvalue() == "> one\n> two\\x1b\n> .\n"
     Terminal(Typed("one\ntwo\x1b\n.\n"), typed).ask("hermes")  # the terminal itself shows what is typed
     assert typed.getvalue() == "> > > "
+
+
+def test_a_person_need_not_close_the_thought_that_a_template_opens(play, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    renderer_for("chatml_thinking").save(model)
+    thought = f"\\boxed{{0}}?</think>\\boxed{{{LABEL}}}"
+    for text in (f"\\boxed{{{LABEL}}}", thought):
+        code, shown = play(text, "--env", "geo3k", "--model", str(model), "--record", "kept")
+        assert code == 0 and "--- end: completed, reward 1, 1 turn," in shown
+    said = [episode.turns[0].text for episode in Recording.open(tmp_path / "kept").episodes()]
+    assert said == [f"\n</think>\n\n\\boxed{{{LABEL}}}", thought]
 
 
 def test_the_person_sees_prompt_tools_pictures_answers_and_how_it_ended(play, tmp_path: Path) -> None:

@@ -246,6 +246,15 @@ def test_a_thought_goes_on_from_what_the_template_opens_a_turn_with() -> None:
     assert [text for is_taught, text in both if is_taught] == ["Hm.\n</think>\n\n68<|im_end|>"] * 2
 
 
+def test_a_thought_may_speak_of_a_call_that_the_turn_does_not_make() -> None:
+    renderer = renderer_for("qwen3")
+    thinks = calls(reasoning_content="Write <tool_call>{...}</tool_call>.", tool_calls=[call()])
+    (_, taught), *_ = [span for span in spans(renderer, stream(renderer, QUESTION, thinks, RESULT, ANSWER)) if span[0]]
+    assert taught.count("<tool_call>") == 2 and taught.startswith(
+        "<think>\nWrite <tool_call>{...}</tool_call>.\n</think>"
+    )
+
+
 def test_an_empty_thought_is_learnt_where_the_template_writes_one() -> None:
     renderer = renderer_for("qwen3")
     assert spans(renderer, stream(renderer, QUESTION, ANSWER))[-1] == (

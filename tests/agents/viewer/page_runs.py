@@ -13,10 +13,11 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from agents.recording import Manifest, Recorder
+from agents.recording import Manifest, Recorder, WayRecord
 from agents.types import EndReason, ProcessedImage, Timing, Trajectory, Turn
 from envs.images import image_digest
 from envs.spec import EnvSpec
+from envs.thinking import Thinking
 from tests.prompts import picture
 
 #: The trainer's log-prob of this token of `train-2-1` is lower than the engine's by so many nats.
@@ -171,6 +172,16 @@ def write_small(folder: Path, groups: Sequence[int] = range(6), better: float = 
     summary = {"accuracy_before": {"greedy": 0.5}, "accuracy_after": {"greedy": 0.75}, "seconds": 12.5}
     (folder / "summary.json").write_text(json.dumps(summary))
     return words
+
+
+def write_thinking(folder: Path) -> None:
+    """Write an episode of two turns whose template opens each with `<think>`; the second never closes its thought."""
+    words, thinking = Words(), Thinking("<think>", "</think>", is_opened=True)
+    way = WayRecord(
+        max_turns=2, use_tools=True, max_new_tokens=99, context_length=99, temperature=1.0, thinking=thinking
+    )
+    with Recorder(folder, manifest().model_copy(update={"ways": {"train": way}}), words.spell) as recorder:
+        recorder.write(episode(words, ["Is it 67?</think>\n\nTry 67.", "Then <b>68</b>"], ["No."]), 1)
 
 
 def scores(played: Trajectory, words: Words, is_planted: bool) -> np.ndarray:

@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from agents.recording import Recorder
+from agents.recording.schema import WayRecord
 from agents.recording.selection import SelectionConfig
 from agents.show import Printer, ShowConfig, chosen, print_run
 from agents.show import run as show
@@ -21,6 +22,7 @@ from agents.types import EndReason, Trajectory
 from agents.viewer.source import Source
 from agents.viewer.token_stream import level_of, texts_of
 from envs.errors import UserError
+from envs.thinking import Thinking
 from tests.agents.viewer.test_viewer import LIGHT, MANIFEST, ROOT, played
 
 SPELLED = {1: b"So ", 2: b"\xe4\xbd", 3: b"\xa0", 4: b"<|im_end|>"}
@@ -100,6 +102,28 @@ def test_an_episode_is_shown_as_a_chat(tmp_path: Path, capsys: pytest.CaptureFix
             "--- env_error, reward 0.25",
         ]
     )
+
+
+def test_a_turn_is_shown_in_parts_with_its_thinking_dimmed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = played()
+    episode = replace(base, turns=(replace(base.turns[0], text="Is it 5?</think>\n\nIt is 5."),))
+    limits = {"max_turns": 1, "use_tools": True, "max_new_tokens": 9, "context_length": 9, "temperature": 1.0}
+    for thinking, spoken in (
+        (
+            Thinking("<think>", "</think>", True),
+            ["thinking, 18 characters", "  Is it 5?</think>", "  ", "  ", "  It is 5."],
+        ),
+        (None, ["  Is it 5?</think>", "  ", "  It is 5."]),
+    ):
+        run = tmp_path / str(thinking is None)
+        ways = {"train": WayRecord.model_validate({**limits, "thinking": thinking})}
+        with Recorder(run / "episodes", MANIFEST.model_copy(update={"ways": ways}), SPELLED.__getitem__) as recorder:
+            recorder.write(episode, 1)
+        lines = shown(capsys, str(run), "--id", "train-0-0").splitlines()
+        first = next(place for place, line in enumerate(lines) if line.startswith("turn 1")) + 1
+        assert lines[first : first + len(spoken)] == spoken
+        is_dim = "\x1b[2mIs it 5?" in coloured(run, selection=SelectionConfig(id=("train-0-0",)))
+        assert is_dim == (thinking is not None)
 
 
 def test_the_worst_the_best_and_those_of_the_largest_gap_are_chosen(tmp_path: Path) -> None:

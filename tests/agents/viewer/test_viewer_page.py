@@ -25,6 +25,7 @@ from tests.agents.viewer.page_runs import (
     write_hostile,
     write_long,
     write_small,
+    write_thinking,
 )
 
 pytestmark = pytest.mark.alone  # a browser beside other tests is slower than its waits
@@ -89,10 +90,11 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     write_small(folder / "other", groups=range(2, 5), better=0.5)
     write_hostile(folder / "hostile")
     write_long(folder / "long", num_characters=1_000_000, num_tokens=12_000)
-    for name in ("small", "hostile", "long"):
+    write_thinking(folder / "thinking")
+    for name in ("small", "hostile", "long", "thinking"):
         export(folder / f"{name}.html", [Source(folder / name)])
     export(folder / "two.html", [Source(folder / "small"), Source(folder / "other")])
-    return {name: folder / f"{name}.html" for name in ("small", "hostile", "long", "two")}
+    return {name: folder / f"{name}.html" for name in ("small", "hostile", "long", "thinking", "two")}
 
 
 @pytest.fixture
@@ -242,6 +244,20 @@ def test_a_row_leads_to_its_episode_and_back_to_the_same_place(visit: Open) -> N
 
 
 # An episode -----------------------------------------------------------------------------------------------------------
+
+
+def test_thinking_is_folded_and_what_is_said_stands_beside_it(visit: Open) -> None:
+    page = visit("thinking", "#/episode/train-0-0").page
+    first, second = (turn.locator(".message.model") for turn in page.locator(".turn").all())
+    expect(first.locator("details summary")).to_have_text("thinking, 19 characters")
+    expect(first.locator("details .text")).not_to_be_visible()
+    expect(first.locator("> .text")).to_have_text("Try 67.")
+    first.locator("summary").click()
+    expect(first.locator("details .text")).to_have_text("Is it 67?</think>")
+    expect(second.locator("> .text")).to_have_count(0)
+    expect(second.get_by_text("nothing said")).to_be_visible()
+    second.locator("summary").click()
+    expect(second.locator("details .text")).to_have_text("Then <b>68</b>")
 
 
 def test_an_episode_is_shown_as_turns_with_pictures_calls_results_and_facts(visit: Open) -> None:

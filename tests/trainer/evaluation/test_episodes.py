@@ -15,6 +15,7 @@ from agents.types import Completion, GenerateRequest
 from envs.env import Env, EnvArgs
 from envs.geo3k.env import build_env
 from envs.spec import EnvLimits
+from envs.thinking import Thinking
 from envs.types import Sample
 from tests.builders import sampling
 from tests.prompts import question
@@ -114,6 +115,17 @@ def test_a_first_turn_that_only_the_environment_can_judge_is_replayed_in_a_fresh
     make = counting()
     (e,) = played(renderer, lambda *_: "go", problems(1), make=make)
     assert (e.is_right, e.is_first_turn_right, e.num_turns, make.built) == (False, True, 2, 2)
+
+
+@pytest.mark.parametrize(("thinking", "first"), [(Thinking("<think>", "</think>"), False), (None, True)])
+def test_a_replayed_first_turn_is_worth_what_it_says_outside_of_its_thinking(
+    renderer: Renderer, thinking: Thinking | None, first: bool
+) -> None:
+    thinks = "<think>\\boxed{5}?</think> <tool_call>{</tool_call>"
+    play = play_of(renderer, lambda _, turn: (thinks, "\\boxed{6}")[turn], problems(1))
+    play.episode.thinking = thinking
+    asyncio.run(play.run())
+    assert play.results[0].episodes[0].is_first_turn_right is first
 
 
 def test_nothing_is_replayed_unless_asked(renderer: Renderer) -> None:

@@ -19,6 +19,7 @@ from envs.checking.hostile import example_arguments, write_call
 from envs.env import EnvArgs
 from envs.execution.runner import last_line
 from envs.spec import BuildEnv, EnvLimits
+from envs.thinking import Thinking
 from envs.tool_calls import detect_format
 from trainer.preflight.finding import Verdict, fault, ok, warning
 from trainer.preflight.probe_streams import OpenedProblem
@@ -116,17 +117,25 @@ def check_format(renderer: Renderer, args: EnvArgs, has_tools: bool) -> list[Ver
 
 
 async def play_scripted(
-    problem: OpenedProblem, renderer: Renderer, build_env: BuildEnv, args: EnvArgs, limits: EnvLimits
+    problem: OpenedProblem,
+    renderer: Renderer,
+    build_env: BuildEnv,
+    args: EnvArgs,
+    limits: EnvLimits,
+    thinking: Thinking | None = None,
 ) -> Trajectory:
     """Play two scripted turns, a tool call and an answer; the agent loop compares each boundary with the template."""
     texts = scripted_texts(problem.tools, args, problem.sample.label)
+    if thinking:
+        texts = [thinking.without_thought(text) for text in texts]
 
     def script(turn: int, request: GenerateRequest) -> str:
         return texts[min(turn, len(texts) - 1)]
 
     engine = ScriptedEngine(renderer.tokenizer, script, context_length=len(problem.prompt.ids) + 8192)
     loop_limits = Limits(min(len(texts), args.max_turns), 8000, limits, check_template_every=1)
-    episode = Episode(engine, renderer, loop_limits, SamplingParams(stop_ids=renderer.stop_ids))
+    sampling = SamplingParams(stop_ids=renderer.stop_ids)
+    episode = Episode(engine, renderer, loop_limits, sampling, thinking=thinking)
     return await episode.run(problem.sample, lambda: build_env(problem.sample, args), seed=0)
 
 
