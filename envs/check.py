@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +17,19 @@ from rich.table import Table
 from rich.text import Text
 
 from envs.checking.answers import answer_scripts, check_gold, check_reward_source, check_wrong
-from envs.checking.behaviour import check_calls, check_closing, check_contract, check_deterministic, check_timing
+from envs.checking.behaviour import (
+    check_calls,
+    check_closing,
+    check_contract,
+    check_deterministic,
+    check_leftovers,
+    check_timing,
+)
 from envs.checking.chat_template import ChatTemplate
 from envs.checking.episodes import PlayedEpisode, PlayOptions, Script, checked_prompt, play_episode
 from envs.checking.findings import Evidence, Finding
 from envs.checking.hostile import hostile_scripts
+from envs.checking.leftovers import ProcessState
 from envs.checking.messages import (
     check_control_tokens,
     check_images,
@@ -51,6 +61,7 @@ CHECKS: tuple[Callable[[Evidence], Finding], ...] = (
     check_control_tokens,
     check_images,
     check_closing,
+    check_leftovers,
 )
 
 
@@ -62,6 +73,9 @@ class CheckConfig(Section):
     samples: int = Field(default=8, ge=1, description="how many problems to try")
     chat_template: str = Field(default="", description="Jinja file to render with; empty: a general ChatML template")
     model: str = Field(default="", description="checkpoint folder whose chat template to render with")
+    max_seconds: float = Field(
+        default=120, gt=0, description="no episode begins later; the check takes at most the limits of one more"
+    )
     problems: ProblemsConfig = ProblemsConfig()
 
 
@@ -71,8 +85,11 @@ def check_env(
     num_samples: int = 8,
     template: ChatTemplate | None = None,
     on_script: Callable[[Script], None] = lambda script: None,
+    max_seconds: float = 120,
 ) -> list[Finding]:
     """Play scripted episodes in an environment and return what each check found, in the order of `CHECKS`.
+
+    No episode begins after `max_seconds`, or after a call that ran into its time limit.
 
     Example, as a test::
 
@@ -88,26 +105,33 @@ def check_env(
     source = open_problems(spec, problems, num_samples)
     samples = [read_sample(spec, source, index) for index in range(max(1, min(num_samples, len(source))))]
     again = source if problems.data else open_problems(spec, problems, num_samples)
-    check_run = _CheckRun(spec, build_env, template, on_script)
+    check_run = _CheckRun(spec, build_env, template, on_script, max_seconds)
     evidence = asyncio.run(check_run.play_all(samples))
     evidence = replace(evidence, samples_again=tuple(read_sample(spec, again, k) for k in range(len(samples))))
     return [check(evidence) for check in CHECKS]
 
 
 class _CheckRun:
-    """Plays the scripted episodes of one environment. It stops after the first call that ran into its time limit."""
+    """Plays the scripted episodes of one environment, until a call runs into its time limit or the time is up."""
 
     def __init__(
-        self, spec: EnvSpec, build_env: BuildEnv, template: ChatTemplate, on_script: Callable[[Script], None]
+        self,
+        spec: EnvSpec,
+        build_env: BuildEnv,
+        template: ChatTemplate,
+        on_script: Callable[[Script], None],
+        max_seconds: float,
     ) -> None:
         self.spec, self.build_env, self.template, self.on_script = spec, build_env, template, on_script
         self.args = spec.args(tool_format=detect_format(template.source))
         self.limits = EnvLimits.of(spec)
-        self.has_hung = False
+        self.max_seconds, self.end = max_seconds, time.monotonic() + max_seconds
+        self.has_hung = self.is_late = False
         self._prompts: dict[int, tuple[Message, ...]] = {}
 
     async def play_all(self, samples: Sequence[Sample]) -> Evidence:
         """Play every script, some of them twice."""
+        states = [ProcessState.now()]
         survey = Script("survey", "no turn at all")
         surveys = await self._play(((sample, survey) for sample in samples), PlayOptions(read_solution=True))
         opened = [found for found in surveys if found.reset_s is not None]
@@ -122,11 +146,14 @@ class _CheckRun:
             turn = number % len(opened)
             episodes += await self._play((opened[turn].sample, script) for script in hostile[turn][number : number + 1])
         repeated = [first for first in episodes if first.script.kind in ("gold", "plain", "hostile")]
+        states.append(ProcessState.now())
         repeats = await self._play((first.sample, first.script) for first in repeated)
+        states.append(ProcessState.now())
         closing = Script("closing", "closed after a fault", ("Let me see.",))
         for fails_in in ("reset", "step"):
             options = PlayOptions(fail_in=fails_in, close_twice=True)
             episodes += await self._play(((found.sample, closing) for found in surveys[:1]), options)
+        os.chdir(states[0].directory)
         return Evidence(
             spec=self.spec,
             args=self.args,
@@ -135,6 +162,8 @@ class _CheckRun:
             samples_again=(),
             episodes=tuple(episodes),
             repeats=tuple(zip(repeated, repeats, strict=False)),
+            states=tuple(states),
+            stopped_after_s=self.max_seconds if self.is_late else None,
         )
 
     async def _play(
@@ -144,7 +173,8 @@ class _CheckRun:
         episodes: list[PlayedEpisode] = []
         limits = replace(self.limits, retries=0) if options and options.fail_in else self.limits
         for sample, script in scripts:
-            if self.has_hung:
+            self.is_late = self.is_late or time.monotonic() > self.end
+            if self.has_hung or self.is_late:
                 break
             self.on_script(script)
             if id(sample) not in self._prompts:  # decode once, not for every episode
@@ -155,7 +185,7 @@ class _CheckRun:
                 return self.build_env(sample, self.args)
 
             episodes.append(await play_episode(make, sample, prompt, script, limits, self.args.max_turns, options))
-            self.has_hung = episodes[-1].fault is not None and episodes[-1].fault.timed_out
+            self.has_hung = episodes[-1].has_hung
         return episodes
 
 
@@ -189,6 +219,7 @@ def run(argv: Sequence[str] | None = None) -> int:
             config.samples,
             template,
             on_script=lambda script: status.update(f"{spec.id}: playing {script.kind}, {script.name}"),
+            max_seconds=config.max_seconds,
         )
     return report(spec, findings, console)
 

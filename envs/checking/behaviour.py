@@ -122,7 +122,8 @@ def check_timing(evidence: Evidence) -> Finding:
         share = f"{100 * max(times) / limit_s:.2g} % of the limit of {limit_s:g} s"
         return f"{what} {duration(statistics.median(times))}, at most {duration(max(times))} ({share})"
 
-    detail = f"{figures('reset', resets, spec.reset_timeout_s)}; {figures('step', steps, spec.step_timeout_s)}"
+    stopped = f"stopped after {evidence.stopped_after_s:g} s (--max-seconds); " if evidence.stopped_after_s else ""
+    detail = f"{stopped}{figures('reset', resets, spec.reset_timeout_s)}; {figures('step', steps, spec.step_timeout_s)}"
     return Finding(name, max(resets) <= spec.reset_timeout_s and max(steps) <= spec.step_timeout_s, detail)
 
 
@@ -140,3 +141,28 @@ def check_closing(evidence: Evidence) -> Finding:
         return Finding(name, None, "the check stopped before it")
     detail = f"after {len(evidence.episodes)} episodes, before the first reset, after a fault, and twice"
     return Finding(name, True, detail)
+
+
+def check_leftovers(evidence: Evidence) -> Finding:
+    """Episodes leave no process, thread or open file behind, and the program's directory and modules as they were."""
+    name, states = "leftovers", evidence.states
+    if evidence.spec.isolation == "process":
+        return Finding(name, None, "a worker process ends what an episode leaves")
+    if len(states) < 3 or not evidence.repeats:
+        return Finding(name, None, "the check stopped before it")
+    first, middle, last = states
+    num_episodes = len(evidence.repeats)
+    found = []
+    for field, nouns in (("num_children", "processes"), ("num_threads", "threads"), ("num_files", "open files")):
+        more = getattr(last, field) - getattr(middle, field)
+        if more >= max(2, num_episodes // 2):  # what is made once and kept is no leak
+            found.append(f"{num_episodes} episodes have left {more} {nouns}")
+    if last.directory != first.directory:
+        found.append(f"the working directory is now {last.directory}")
+    if changed := sorted({name for name, _ in first.variables ^ last.variables}):
+        found.append(f"environment variables are changed: {listed(changed)}")
+    if patched := sorted({name for name, _ in first.functions - last.functions}):
+        found.append(f"functions of Python are replaced: {listed(patched)}")
+    if found:
+        return Finding(name, False, "; ".join(found) + "; end it in close, or write `isolation: process`")
+    return Finding(name, True, f"nothing after {num_episodes} episodes played again")

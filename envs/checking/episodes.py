@@ -65,7 +65,8 @@ class Fault:
 class PlayedEpisode:
     """The record of one episode; `steps` and `steps_s` have one item per turn, times are in seconds.
 
-    `prompt` is the sample's prompt with its pictures decoded; it is empty if they cannot be decoded.
+    `prompt` is the sample's prompt with its pictures decoded; it is empty if they cannot be decoded. `has_hung` tells
+    that a call, perhaps `close`, ran into its time limit.
     """
 
     sample: Sample
@@ -80,6 +81,7 @@ class PlayedEpisode:
     close_error: str | None
     reset_s: float | None
     steps_s: tuple[float, ...]
+    has_hung: bool
 
     @property
     def observations(self) -> list[Message]:
@@ -189,7 +191,9 @@ async def play_episode(
             call = "solution"
         fault = Fault(call, str(caught), caught.timed_out)
     finally:
+        started = time.perf_counter()
         close_error = await runner.close()
+        close_s = time.perf_counter() - started
     return PlayedEpisode(
         sample=sample,
         prompt=prompt,
@@ -203,4 +207,5 @@ async def play_episode(
         close_error=close_error,
         reset_s=reset_s,
         steps_s=tuple(steps_s),
+        has_hung=(fault is not None and fault.timed_out) or close_s >= limits.step_timeout_s,
     )

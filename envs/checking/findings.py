@@ -12,6 +12,7 @@ from PIL import Image
 
 from envs.checking.chat_template import ChatTemplate
 from envs.checking.episodes import Fault, Kind, PlayedEpisode
+from envs.checking.leftovers import ProcessState
 from envs.env import EnvArgs
 from envs.execution.runner import StepResult
 from envs.images import image_digest
@@ -42,7 +43,8 @@ class Evidence:
     """Everything that the checks read.
 
     `samples_again` are the same indices of a data set that was created again; `repeats` are pairs of episodes that must
-    be equal.
+    be equal. `states` are those of the program at the start, before the repeats and after them. `stopped_after_s` is
+    the time after which no more episodes began; None if all were played.
     """
 
     spec: EnvSpec
@@ -52,6 +54,8 @@ class Evidence:
     samples_again: tuple[Sample, ...]
     episodes: tuple[PlayedEpisode, ...]
     repeats: tuple[tuple[PlayedEpisode, PlayedEpisode], ...]
+    states: tuple[ProcessState, ...] = ()
+    stopped_after_s: float | None = None
 
     def of(self, *kinds: Kind) -> list[PlayedEpisode]:
         """Return the episodes of these kinds."""

@@ -17,10 +17,12 @@ from envs.env import Env, EnvArgs
 from envs.errors import UserError
 from envs.spec import EnvSpec
 from envs.types import Message, Sample
+from envs.workers.process_info import children, num_files
 from envs.workers.worker import WorkerDied, WorkerError, WorkerPool, WorkerTimeout
 
 CLOSE_LIMIT_S = 5.0
 IMPORT_LIMIT_S = 120.0
+MAX_MORE_FILES = 32
 
 _POOL = WorkerPool()
 
@@ -122,6 +124,7 @@ class ProcessEnv(Env):
 
 _env: Env | None = None
 _state_before: tuple[object, ...] = ()
+_files_at_start = 0
 
 
 def _import_error(spec: EnvSpec, path: list[str]) -> UserError | None:
@@ -134,8 +137,9 @@ def _import_error(spec: EnvSpec, path: list[str]) -> UserError | None:
 
 
 def _build(spec: EnvSpec, sample: Sample, args: EnvArgs, path: list[str]) -> None:
-    global _env, _state_before
+    global _env, _state_before, _files_at_start
     _set_path(path)
+    _files_at_start = _files_at_start or num_files()
     _limit_memory(spec.memory_limit_gib)
     build = spec.load_here()
     _state_before = _process_state()
@@ -145,7 +149,7 @@ def _build(spec: EnvSpec, sample: Sample, args: EnvArgs, path: list[str]) -> Non
 def _process_state() -> tuple[object, ...]:
     """Return the process state that an episode could leave changed for the next one."""
     alarms = tuple(signal.getitimer(kind)[0] > 0 for kind in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL))
-    return Path.cwd(), dict(os.environ), threading.active_count(), alarms
+    return Path.cwd(), dict(os.environ), threading.active_count(), alarms, children()
 
 
 def _use(name: str, args: Sequence[object]) -> Any:
@@ -156,12 +160,15 @@ def _use(name: str, args: Sequence[object]) -> Any:
 
 
 def _close() -> bool:
-    """Close the environment; return whether the process state is the same as before the build."""
+    """Close the environment; return whether the process state is the same as before the build.
+
+    A few more open files are no reason to end the worker: a module may keep a connection or a log.
+    """
     global _env
     env, _env = _env, None
     if env is not None:
         env.close()
-    return _process_state() == _state_before
+    return _process_state() == _state_before and num_files() <= _files_at_start + MAX_MORE_FILES
 
 
 def _set_path(path: list[str]) -> None:

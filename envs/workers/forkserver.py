@@ -24,6 +24,8 @@ import traceback
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
+from envs.workers.process_info import descendants
+
 GRACE_S = 0.5
 
 
@@ -72,10 +74,14 @@ def _fork(requests: socket.socket, descriptor: int, path: list[str]) -> int:
 
 
 def kill_with_children(pid: int) -> None:
-    """Kill a worker and the processes that it started."""
+    """Kill a worker and the processes that it started, also those in sessions of their own."""
+    below = descendants(pid)
     for kill in (os.killpg, os.kill):  # a worker that was just forked has no group yet
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)
+    for child in below:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(child, signal.SIGKILL)
 
 
 def _wait(pid: int) -> int:

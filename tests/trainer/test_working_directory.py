@@ -36,7 +36,9 @@ def test_every_file_of_a_command_is_where_the_command_was_started(
     here.mkdir()
     elsewhere.mkdir()
     (here / "wanderer_env.py").write_text(MODULE)
-    (here / "wanderer.yaml").write_text("wanderer: {entry_point: 'wanderer_env:build_env', description: walks, max_turns: 1}")
+    (here / "wanderer.yaml").write_text(
+        "wanderer: {entry_point: 'wanderer_env:build_env', description: walks, max_turns: 1}"
+    )
     (here / "rows.jsonl").write_text("".join(json.dumps({"problem": f"Find {n}.", "answer": "1"}) + "\n" for n in "12"))
     monkeypatch.syspath_prepend(here)
     monkeypatch.setenv("ELSEWHERE", str(elsewhere))
