@@ -101,8 +101,9 @@ class _CheckRun:
         self, spec: EnvSpec, build_env: BuildEnv, template: ChatTemplate, on_script: Callable[[Script], None]
     ) -> None:
         self.spec, self.build_env, self.template, self.on_script = spec, build_env, template, on_script
-        self.args = spec.args(tool_format=detect_format(template.source))
-        self.limits = EnvLimits.of(spec)
+        # With "drop" a fault of a tool is reported with its line, whatever it is worth in training.
+        self.args = replace(spec.args(tool_format=detect_format(template.source)), on_tool_fault="drop")
+        self.limits = replace(EnvLimits.of(spec), on_tool_fault="drop")
         self.has_hung = False
         self._prompts: dict[int, tuple[Message, ...]] = {}
 

@@ -66,6 +66,7 @@ class PlayedEpisode:
     """The record of one episode; `steps` and `steps_s` have one item per turn, times are in seconds.
 
     `prompt` is the sample's prompt with its pictures decoded; it is empty if they cannot be decoded.
+    `runs_tools` says whether the steps are made of tool calls.
     """
 
     sample: Sample
@@ -80,6 +81,7 @@ class PlayedEpisode:
     close_error: str | None
     reset_s: float | None
     steps_s: tuple[float, ...]
+    runs_tools: bool
 
     @property
     def observations(self) -> list[Message]:
@@ -167,11 +169,13 @@ async def play_episode(
     reset_s: float | None = None
     reward: float | None = None
     fault: Fault | None = None
+    runs_tools = False
     call, text = "reset", ""
     try:
         started = time.perf_counter()
         opening = await runner.open()
         reset_s = time.perf_counter() - started
+        runs_tools = runner.runs_tools
         for number, text in enumerate(script.texts[:max_turns], start=1):
             call, started = f"step {number}", time.perf_counter()
             try:
@@ -203,4 +207,5 @@ async def play_episode(
         close_error=close_error,
         reset_s=reset_s,
         steps_s=tuple(steps_s),
+        runs_tools=runs_tools,
     )
