@@ -192,10 +192,10 @@ class ToolEnv(Env):
             results = []
             for call in chosen:
                 results.append(self._run(self._call(call)) if self._is_async(call) else _finish(self._call(call)))
-                if self.done or (results[-1].error and on_fault != "observe"):  # skip calls after the end
+                if self.done or (results[-1].error is not None and on_fault != "observe"):  # skip calls after the end
                     break
         records = [_record(call, result) for call, result in zip(chosen, results, strict=False)]
-        error = next((result.error for result in results if result.error), None)
+        error = next((result.error for result in results if result.error is not None), None)
         if error is not None and on_fault == "drop":
             raise error
         if error is not None and on_fault == "reward_min":
@@ -310,5 +310,5 @@ def _finish(coroutine: Any) -> Any:
 def _record(call: ToolCall | ToolCallError, result: _CallResult) -> dict[str, Any]:
     if isinstance(call, ToolCallError):
         return {"name": None, "arguments": None, "outcome": result.outcome, "reason": call.reason}
-    reason = {"reason": fault_line(result.error)} if result.error else {}
+    reason = {"reason": fault_line(result.error)} if result.error is not None else {}
     return {"name": call.name, "arguments": call.arguments, "outcome": result.outcome, **reason}
