@@ -258,8 +258,9 @@ class ToolEnv(Env):
         """Cancel an async tool in time for its error to be shown, before the whole step is over its limit."""
         limit_s = self.args.tools_timeout_s if self.args.on_tool_fault == "observe" else None
         left_s = None if limit_s is None else max(0.0, self._step_began + limit_s - time.monotonic())
+        limit = asyncio.timeout(left_s)
         try:
-            async with asyncio.timeout(left_s) as limit:
+            async with limit:
                 return await attempts
         except TimeoutError as error:
             if limit.expired():

@@ -52,7 +52,7 @@ class Plain(Env):
             {},
         )
 
-    def format_observation(self, observation: dict[str, Any]) -> dict[str, Any]:
+    def format_observation(self, observation: dict[str, Any]) -> Any:
         act(observation["obs_str"].removeprefix("later "))
         return super().format_observation(observation)
 

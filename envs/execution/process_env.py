@@ -19,6 +19,7 @@ from envs.spec import EnvSpec
 from envs.tool_calls import ToolCall, find_tool_calls
 from envs.types import Message, Sample
 from envs.workers.worker import WorkerDied, WorkerError, WorkerPool, WorkerTimeout
+from envs.wrapper import Wrapper
 
 CLOSE_LIMIT_S = 5.0
 IMPORT_LIMIT_S = 120.0
@@ -145,14 +146,17 @@ def _import_error(spec: EnvSpec, path: list[str]) -> UserError | None:
 
 
 def _build(spec: EnvSpec, sample: Sample, args: EnvArgs, path: list[str]) -> bool:
-    """Build the environment; return whether its steps are made of tool calls."""
+    """Build the environment; return whether its steps are made of tool calls, as those of a `ToolEnv`."""
     global _env, _state_before
     _set_path(path)
     _limit_memory(spec.memory_limit_gib)
     build = spec.load_here()
     _state_before = _process_state()
     _env = build(sample, args)
-    return isinstance(_env, Env) and _env.called_tools("") is not None
+    inner: object = _env
+    while isinstance(inner, Wrapper):
+        inner = inner.env
+    return isinstance(inner, Env) and type(inner).called_tools is not Env.called_tools
 
 
 def _process_state() -> tuple[object, ...]:
