@@ -220,8 +220,10 @@ def test_a_fault_that_counts_replays_and_is_a_difference_where_it_is_worth_somet
     for reader in (None, renderer):
         for num_turns in (None, 1):
             assert replayed(recording, counts, reader, num_turns).found == []
-        (found,) = replayed(recording, spec, reader).differing
-        assert str(found.differences[0].replayed).startswith(f"{SCENES[name].end.value}: ")
+        for other in (spec, spec.model_copy(update={"options": {"mended": True}})):
+            (found,) = replayed(recording, other, reader).differing
+            assert {each.kind for each in found.differences} == {"end reason"}
+            assert found.differences[0].recorded.startswith("tool_fault: ")
         (found,) = replayed(recording, counts.model_copy(update={"reward_min_val": -2.0}), reader).differing
         assert {each.kind for each in found.differences} == {"reward"}
 
