@@ -19,12 +19,16 @@ from PIL import Image
 
 
 class EndReason(StrEnum):
-    """Why an episode ended. Only the environment decides `completed`; the limits belong to the agent loop."""
+    """Why an episode ended. Only the environment decides `completed`; the limits belong to the agent loop.
+
+    `tool_fault`: the model's own action broke a tool, and the entry gives such an episode the lowest reward.
+    """
 
     COMPLETED = "completed"
     MAX_TURNS = "max_turns"
     TOKEN_BUDGET = "token_budget"
     CONTEXT_FULL = "context_full"
+    TOOL_FAULT = "tool_fault"
     PARSE_ERROR = "parse_error"
     ENV_ERROR = "env_error"
     ENV_TIMEOUT = "env_timeout"
@@ -34,7 +38,7 @@ class EndReason(StrEnum):
     @property
     def is_valid(self) -> bool:
         """Whether the reward says something about the policy; other episodes are in no statistics and no loss."""
-        return self is EndReason.COMPLETED or self.is_truncated
+        return self in (EndReason.COMPLETED, EndReason.TOOL_FAULT) or self.is_truncated
 
     @property
     def is_truncated(self) -> bool:

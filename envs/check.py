@@ -123,8 +123,9 @@ class _CheckRun:
         max_seconds: float,
     ) -> None:
         self.spec, self.build_env, self.template, self.on_script = spec, build_env, template, on_script
-        self.args = spec.args(tool_format=detect_format(template.source))
-        self.limits = EnvLimits.of(spec)
+        # With "drop" a fault of a tool is reported with its line, whatever it is worth in training.
+        self.args = replace(spec.args(tool_format=detect_format(template.source)), on_tool_fault="drop")
+        self.limits = replace(EnvLimits.of(spec), on_tool_fault="drop")
         self.max_seconds, self.end = max_seconds, time.monotonic() + max_seconds
         self.has_hung = self.is_late = False
         self._prompts: dict[int, tuple[Message, ...]] = {}

@@ -1,15 +1,17 @@
-"""The environment contract for callers: `EpisodeEnv` (the methods that an episode needs), `EnvFault` (a broken
-environment), and the checks of what an environment shows."""
+"""The environment contract for callers: `EpisodeEnv` (the methods that an episode needs), `EnvFault` and `ToolFault`
+(what went wrong in one), and the checks of what an environment shows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from envs.images import load_image
 from envs.types import Message
 
 MAX_IMAGE_PIXELS = 16_000_000
+#: The outcome of a tool call that raised, hung or ended the process.
+TOOL_FAULT = "tool_fault"
 
 
 class EpisodeEnv(Protocol):
@@ -27,9 +29,20 @@ class EpisodeEnv(Protocol):
 class EnvFault(Exception):
     """The environment raised, hung or returned a value that breaks the contract; the message says which."""
 
-    def __init__(self, detail: str, timed_out: bool = False) -> None:
+    def __init__(self, detail: str, timed_out: bool = False, process_ended: bool = False) -> None:
         super().__init__(detail)
-        self.timed_out = timed_out
+        self.timed_out, self.process_ended = timed_out, process_ended
+
+
+class ToolFault(EnvFault):
+    """A fault that the model's own action caused: the episode counts, with the lowest reward.
+
+    `info` is the step's info; the outcome of the call in its `tool_calls` is `TOOL_FAULT`.
+    """
+
+    def __init__(self, detail: str, info: Mapping[str, Any] | None = None, timed_out: bool = False) -> None:
+        super().__init__(detail, timed_out)
+        self.info = info or {}
 
 
 def checked_messages(value: object) -> tuple[Message, ...]:

@@ -13,11 +13,16 @@ from envs.types import Message
 
 #: Which calls of a turn run: the last, the first, all in order, all at once, or one (more than one is an error).
 CallPolicy = Literal["last", "first", "sequential", "parallel", "single"]
+#: What a fault that the model's own action caused is worth: the model reads the error and the episode goes on, the
+#: episode is dropped, or it ends with the lowest reward.
+ToolFaultPolicy = Literal["observe", "drop", "reward_min"]
 
 
 @dataclass(frozen=True)
 class EnvArgs:
     """The settings that `build_env` gets with its sample: the turn limit and the settings of the registry entry.
+
+    With `on_tool_fault` "observe", the async tools of a turn are cancelled after `tools_timeout_s`.
 
     Example::
 
@@ -30,6 +35,8 @@ class EnvArgs:
     grader: str = "math"
     reward_max_val: float = 1.0
     reward_min_val: float = 0.0
+    on_tool_fault: ToolFaultPolicy = "observe"
+    tools_timeout_s: float | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EnvArgs:
@@ -90,6 +97,10 @@ class Env(ABC):
     @abstractmethod
     def reward(self, final_text: str) -> float:
         """Return the episode's reward, a finite number, from what the model says in its last turn."""
+
+    def called_tools(self, response_text: str) -> Sequence[str] | None:
+        """Return the names of the tools that a text calls; None, the default, if `step` is not made of tool calls."""
+        return None
 
     def solution(self) -> Sequence[str]:
         """Return model texts that solve the episode, one per turn; empty if they are not known.

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from envs.env import CallPolicy, Env, EnvArgs
+from envs.env import CallPolicy, Env, EnvArgs, ToolFaultPolicy
 from envs.errors import UserError, did_you_mean
 from envs.grading import GraderName
 from envs.thinking import ThinkingSetting
@@ -21,6 +21,9 @@ from envs.tool_calls import ToolFormat
 from envs.types import Sample, SampleSource
 
 REFERENCE_FIX = "write module:ATTRIBUTE, such as my_env:build_env"
+
+#: The share of a step's time for its async tools; the rest is for their answers.
+TOOLS_TIME_FRAC = 0.9
 
 _REFERENCE = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
 _ENTRY_POINT = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(:[A-Za-z_]\w*)?$"
@@ -78,6 +81,11 @@ class EnvSpec(BaseModel):
         "keep: they get thoughts too",
     )
     tool_calls: CallPolicy = Field(default="sequential", description="which calls of one turn run, and how")
+    on_tool_fault: ToolFaultPolicy = Field(
+        default="observe",
+        description="what becomes of an episode whose tool fails at the model's call. observe: the model reads the "
+        "error; drop: no training on it; reward_min: it ends with reward_min_val",
+    )
     isolation: Literal["inline", "thread", "process"] = Field(
         default="thread",
         description="where the environment runs: inline on the event loop (it must be fast and never block), on a "
@@ -130,8 +138,16 @@ class EnvSpec(BaseModel):
             grader=self.grader,
             reward_max_val=self.reward_max_val,
             reward_min_val=self.reward_min_val,
+            on_tool_fault=self.on_tool_fault,
+            tools_timeout_s=None if self.isolation == "inline" else TOOLS_TIME_FRAC * self.step_timeout_s,
             options=self.options,
         )
+
+    def check_tool_faults(self, runs_tools: bool) -> None:
+        """Raise `UserError` if the entry itself asks for `observe`, and the environment's step is no `ToolEnv`'s."""
+        if not runs_tools and self.on_tool_fault == "observe" and "on_tool_fault" in self.model_fields_set:
+            rule, fix = "needs a ToolEnv, because no other step can go on after a fault", "write reward_min or drop"
+            raise UserError(f"environment '{self.id}' on_tool_fault", rule, "observe", fix)
 
     def source_digest(self) -> str:
         """Return a hash of the entry point's code without running it; empty if the code cannot be found.
@@ -249,11 +265,12 @@ def _import_fix(error: Exception, module_name: str) -> str:
 
 @dataclass(frozen=True)
 class EnvLimits:
-    """The limits of one environment, in seconds.
+    """The limits of one environment, in seconds, and what a fault in a step is worth.
 
     `reset_timeout_s` bounds building and resetting together. `step_timeout_s` bounds a step with the formatting of its
     observation, the reward, and closing. After a fault, building and resetting are repeated up to `retries` times,
     after `retry_backoff_s`, then twice that, and so on. `inline` runs calls on the event loop, without time limits.
+    An episode that ends with a `ToolFault` gets `reward_min_val`.
     """
 
     reset_timeout_s: float = 60.0
@@ -261,6 +278,8 @@ class EnvLimits:
     retries: int = 0
     retry_backoff_s: float = 1.0
     inline: bool = False
+    on_tool_fault: ToolFaultPolicy = "observe"
+    reward_min_val: float = 0.0
 
     @classmethod
     def of(cls, spec: EnvSpec) -> EnvLimits:
@@ -271,4 +290,6 @@ class EnvLimits:
             retries=spec.retries,
             retry_backoff_s=spec.retry_backoff_s,
             inline=spec.isolation == "inline",
+            on_tool_fault=spec.on_tool_fault,
+            reward_min_val=spec.reward_min_val,
         )

@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from envs.contract import TOOL_FAULT, ToolFault
 from envs.env import Env, EnvArgs
 from envs.errors import did_you_mean
 from envs.execution.threads import call_on_thread
 from envs.grading import extract_boxed, score_text
 from envs.tool_calls import ToolCall, ToolCallError, call_example, find_tool_calls, outside_tool_calls
-from envs.tools import BadArgumentsError, Tool, ToolError, ToolOptions, marked_methods, to_content
+from envs.tools import BadArgumentsError, Tool, ToolError, ToolOptions, fault_line, marked_methods, to_content
 from envs.types import Content, Message, Sample, plain_text
 
 MAX_CALLS_PER_TURN = 16
+
+logger = logging.getLogger(__name__)
+_reported: set[tuple[str, ...]] = set()
+
+
+@dataclass(frozen=True)
+class _CallResult:
+    """The result of a call: the content for the model, the outcome, and the exception of a tool that failed."""
+
+    content: Content
+    outcome: str
+    error: BaseException | None = None
 
 
 class ToolEnv(Env):
@@ -41,8 +58,9 @@ class ToolEnv(Env):
     The class itself is the entry point of its registry entry. A broken call gets an answer that names the error and
     shows a correct call. A tool may set `self.done` (the task has ended) and put facts for the recording into
     `self.info`. A step's info also holds `tool_calls`, a list with name, arguments and outcome of each call. The
-    outcome is "ok", "malformed", "truncated", "unknown_tool", "bad_arguments", "too_many_calls" or that of a
-    `ToolError`.
+    outcome is "ok", "malformed", "truncated", "unknown_tool", "bad_arguments", "too_many_calls", that of a `ToolError`,
+    or "tool_fault" for any other exception. With `args.on_tool_fault` "observe" the model reads such an exception in
+    one line, with "drop" `step` raises it, with "reward_min" `step` raises a `ToolFault`.
     """
 
     #: Maps hidden names, which the model may also call, to names of tools.
@@ -61,6 +79,7 @@ class ToolEnv(Env):
         self.done = False
         self.info: dict[str, Any] = {}
         self._runner: asyncio.Runner | None = None
+        self._step_began = 0.0
         self._tools: dict[str, Tool] = {}
         for name, options in marked_methods(type(self)).items():
             self.add_tool(getattr(self, name), options)
@@ -93,6 +112,7 @@ class ToolEnv(Env):
         """Run the calls of one model turn by the policy `args.tool_calls`, and return their results."""
         self.turn += 1
         self.info = {}
+        self._step_began = time.monotonic()
         found = self._find_calls(response_text)
         if not found:
             answer = self.no_call(response_text)
@@ -109,6 +129,10 @@ class ToolEnv(Env):
     def format_observation(self, observation: dict[str, Any]) -> Sequence[Message]:
         """Return a message for the result of each call."""
         return observation["messages"]
+
+    def called_tools(self, response_text: str) -> Sequence[str]:
+        """Return the names of the tools that a text calls."""
+        return [call.name for call in self._find_calls(response_text) if isinstance(call, ToolCall)]
 
     def no_call(self, response_text: str) -> str | None:
         """Return the answer to a turn without a call; None, the default, ends the episode."""
@@ -155,10 +179,10 @@ class ToolEnv(Env):
 
     def _make(self, found: Sequence[ToolCall | ToolCallError]) -> tuple[list[Content], list[dict[str, Any]]]:
         """Run the calls that the policy allows; return the content and the record of each."""
-        policy = self.args.tool_calls
+        policy, on_fault = self.args.tool_calls, self.args.on_tool_fault
         if policy == "single" and len(found) > 1:
             text = self.explain(found[0], f"One call a turn, got {len(found)}.")
-            return [text], [_record(call, "too_many_calls") for call in found]
+            return [text], [_record(call, _CallResult(text, "too_many_calls")) for call in found]
         if policy in ("last", "first"):
             found = [found[-1 if policy == "last" else 0]]
         chosen = found[:MAX_CALLS_PER_TURN]
@@ -168,48 +192,91 @@ class ToolEnv(Env):
             results = []
             for call in chosen:
                 results.append(self._run(self._call(call)) if self._is_async(call) else _finish(self._call(call)))
-                if self.done:  # skip calls after the one that ended the task
+                if self.done or (results[-1].error is not None and on_fault != "observe"):  # skip calls after the end
                     break
-        contents = [content for content, _ in results]
-        records = [_record(call, outcome) for call, (_, outcome) in zip(chosen, results, strict=False)]
-        return contents, records
+        records = [_record(call, result) for call, result in zip(chosen, results, strict=False)]
+        error = next((result.error for result in results if result.error is not None), None)
+        if error is not None and on_fault == "drop":
+            raise error
+        if error is not None and on_fault == "reward_min":
+            trace = "".join(traceback.format_exception(error)).strip()
+            raise ToolFault(f"a tool raised: {trace}", {"tool_calls": records, **self.info}) from error
+        return [result.content for result in results], records
 
     def _is_async(self, call: ToolCall | ToolCallError) -> bool:
         return isinstance(call, ToolCall) and (named := self._tool(call.name)) is not None and named.is_async
 
-    async def _call_all(self, calls: Sequence[ToolCall | ToolCallError]) -> list[tuple[Content, str]]:
-        async def one(call: ToolCall | ToolCallError) -> tuple[Content, str]:
+    async def _call_all(self, calls: Sequence[ToolCall | ToolCallError]) -> list[_CallResult]:
+        async def one(call: ToolCall | ToolCallError) -> _CallResult:
             if self._is_async(call):
                 return await self._call(call)
             return await call_on_thread(_finish, self._call(call))
 
         return list(await asyncio.gather(*(one(call) for call in calls)))
 
-    async def _call(self, call: ToolCall | ToolCallError) -> tuple[Content, str]:
-        """Run one call; return the content for the model and the outcome. Awaits nothing unless the tool is async."""
+    async def _call(self, call: ToolCall | ToolCallError) -> _CallResult:
+        """Run one call, whatever the tool raises. Awaits nothing unless the tool is async."""
         if isinstance(call, ToolCallError):
-            return self.explain(call, call.reason), call.kind
+            return _CallResult(self.explain(call, call.reason), call.kind)
         chosen = self._tool(call.name)
         if chosen is None:
             fix = did_you_mean(call.name, self._tools)
             hint = f" {fix[0].upper()}{fix[1:]}" if fix.startswith("did") else ""
-            return self.explain(call, f"Unknown tool.{hint}"), "unknown_tool"
+            return _CallResult(self.explain(call, f"Unknown tool.{hint}"), "unknown_tool")
         try:
             arguments = chosen.check(call.arguments)
         except BadArgumentsError as error:
-            return self.explain(call, str(error)), "bad_arguments"
+            return _CallResult(self.explain(call, str(error)), "bad_arguments")
+        try:
+            attempts = self._attempts(chosen, arguments)
+            return _CallResult(await (self._in_time(attempts) if chosen.is_async else attempts), "ok")
+        except ToolError as error:
+            return _CallResult(str(error), error.outcome)
+        except (KeyboardInterrupt, GeneratorExit, asyncio.CancelledError):
+            raise
+        except BaseException as error:  # SystemExit, and what native code raises, too
+            if self.args.on_tool_fault == "observe":
+                self._report(chosen, error)
+            return _CallResult(f"{chosen.name} failed. {fault_line(error)}", TOOL_FAULT, error)
+
+    async def _attempts(self, chosen: Tool, arguments: Mapping[str, Any]) -> Content:
+        """Run a tool, again after an exception if it has retries, and return the content for the model."""
         for left in reversed(range(chosen.options.retries + 1)):
             try:
                 value = chosen.function(**arguments)
-                return to_content(await value if chosen.is_async else value), "ok"
-            except ToolError as error:
-                return str(error), error.outcome
+                return to_content(await value if chosen.is_async else value)
+            except ToolError:
+                raise
             except Exception:
                 if not left:
                     raise
                 wait_s = chosen.options.backoff_s * 2 ** (chosen.options.retries - left)
                 await asyncio.sleep(wait_s) if chosen.is_async else time.sleep(wait_s)
         raise AssertionError("the last try returns or raises")
+
+    async def _in_time(self, attempts: Awaitable[Content]) -> Content:
+        """Cancel an async tool in time for its error to be shown, before the whole step is over its limit."""
+        limit_s = self.args.tools_timeout_s if self.args.on_tool_fault == "observe" else None
+        left_s = None if limit_s is None else max(0.0, self._step_began + limit_s - time.monotonic())
+        limit = asyncio.timeout(left_s)
+        try:
+            async with limit:
+                return await attempts
+        except TimeoutError as error:
+            if limit.expired():
+                raise TimeoutError(f"the calls of a turn may take {limit_s:g} s") from error
+            raise
+
+    def _report(self, chosen: Tool, error: BaseException) -> None:
+        """Log a fault that the model reads, once for each line of a tool."""
+        frames = traceback.extract_tb(error.__traceback__)
+        frame = next((each for each in frames if each.filename != __file__), frames[-1])
+        place = f"{Path(frame.filename).name}:{frame.lineno}"
+        if (key := (type(self).__qualname__, chosen.name, place)) not in _reported:
+            _reported.add(key)
+            logger.warning(
+                "tool %s of %s failed, the model is told: %s (%s)", chosen.name, key[0], fault_line(error), place
+            )
 
     def _run(self, coroutine: Awaitable[Any]) -> Any:
         """Run on this environment's own event loop, so that tools can keep connections between turns."""
@@ -241,7 +308,8 @@ def _finish(coroutine: Any) -> Any:
     raise AssertionError("a tool that is not async must not wait")
 
 
-def _record(call: ToolCall | ToolCallError, outcome: str) -> dict[str, Any]:
+def _record(call: ToolCall | ToolCallError, result: _CallResult) -> dict[str, Any]:
     if isinstance(call, ToolCallError):
-        return {"name": None, "arguments": None, "outcome": outcome, "reason": call.reason}
-    return {"name": call.name, "arguments": call.arguments, "outcome": outcome}
+        return {"name": None, "arguments": None, "outcome": result.outcome, "reason": call.reason}
+    reason = {"reason": fault_line(result.error)} if result.error is not None else {}
+    return {"name": call.name, "arguments": call.arguments, "outcome": result.outcome, **reason}

@@ -6,6 +6,7 @@ import cmath
 import functools
 import inspect
 import json
+import traceback
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,10 +22,11 @@ from envs.types import Content, content_parts
 
 F = TypeVar("F", bound=Callable[..., Any])
 MAX_PROBLEMS_SHOWN = 3
+MAX_FAULT_CHARS = 200
 
 
 class ToolError(Exception):
-    """A tool's error text for the model. Any other exception is a fault of the environment.
+    """A tool's error text for the model. Any other exception is a fault; the entry's `on_tool_fault` says its worth.
 
     Example: ``raise ToolError("There is no room 7.")``; the metrics count it under `outcome`.
     """
@@ -240,6 +242,17 @@ def _example(schema: Mapping[str, Any]) -> Any:
         return schema["enum"][0]
     examples = {"integer": 1, "number": 0.5, "boolean": True, "array": [], "object": {}}
     return examples.get(str(schema.get("type")), "...")
+
+
+def fault_line(error: BaseException) -> str:
+    """Return an exception as one short line, which the model reads.
+
+    >>> fault_line(ValueError("no digits\\nat line 3"))
+    'ValueError: no digits at line 3'
+    """
+    shown = "".join(traceback.format_exception_only(error))[: 10 * MAX_FAULT_CHARS]
+    line = " ".join(shown.split())
+    return line if len(line) <= MAX_FAULT_CHARS else f"{line[: MAX_FAULT_CHARS - 3]}..."
 
 
 def to_content(value: object) -> Content:

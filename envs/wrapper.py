@@ -52,6 +52,10 @@ class Wrapper(Env):
         """Return the reward."""
         return self.env.reward(final_text)
 
+    def called_tools(self, response_text: str) -> Sequence[str] | None:
+        """Return the names of the tools that a text calls."""
+        return self.env.called_tools(response_text) if isinstance(self.env, Env) else None
+
     def solution(self) -> Sequence[str]:
         """Return the texts that solve the episode."""
         return self.env.solution() if isinstance(self.env, Env) else ()

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeVar
 
 from agents.recording.schema import EpisodeRecord
 from agents.replaying.episode_result import CONTINUES, EpisodeResult, recorded_result
 from agents.replaying.stream_replayer import StreamResult
 from agents.types import EndReason
 from envs.execution.runner import last_line
+
+R = TypeVar("R", bound=EpisodeResult)
 
 TOOLS, FIRST, OBSERVATION, PICTURE = "tools", "first observation", "observation", "picture"
 OUTCOME, INFO, DONE, REWARD, END, ERROR = "tool outcome", "info", "done", "reward", "end reason", "error"
@@ -26,7 +28,7 @@ KINDS = (TOOLS, FIRST, OBSERVATION, PICTURE, OUTCOME, INFO, DONE, REWARD, END, E
 TOLERANCE = 1e-9
 MAX_TOKENS = 8
 
-_FAULTS = (EndReason.ENV_ERROR.value, EndReason.ENV_TIMEOUT.value)
+_FAULTS = (EndReason.ENV_ERROR.value, EndReason.ENV_TIMEOUT.value, EndReason.TOOL_FAULT.value)
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}")
 
 
@@ -60,8 +62,8 @@ def differences(
 
     Example: `differences(episode, result)[0]` is `Difference("reward", None, "", 1.0, 0.0)`.
     """
-    has_stream = isinstance(result, StreamResult)
-    recorded = recorded_result(episode, num_turns, has_stream)
+    recorded = recorded_result(episode, num_turns, has_stream=isinstance(result, StreamResult))
+    recorded, result = _without_fault(recorded, result.end), _without_fault(result, recorded.end)
     found = [*_whole(recorded, result)]
     for number, (old, new) in enumerate(zip(recorded.turns, result.turns, strict=False), 1):
         if old is None or new is None:
@@ -72,9 +74,16 @@ def differences(
         found += _info(number, old.info, new.info)
         if old.done != new.done:
             found.append(Difference(DONE, number, "", old.done, new.done))
-    if has_stream:
+    if isinstance(result, StreamResult):
         found += _stream(episode, result, recorded.end == result.end, token_texts)
     return tuple(sorted(found, key=lambda each: KINDS.index(each.kind)))
+
+
+def _without_fault(result: R, other_end: str | None) -> R:
+    """Return a result without the info and the reward that a tool fault left, if the other one ends in another way."""
+    if result.end != EndReason.TOOL_FAULT.value or other_end == result.end:
+        return result
+    return replace(result, turns=(*result.turns[:-1], None), reward=None)
 
 
 def _whole(old: EpisodeResult, new: EpisodeResult) -> Iterator[Difference]:

@@ -22,7 +22,7 @@ from agents.replaying.episode_result import (
     plain_info,
 )
 from agents.types import EndReason
-from envs.contract import EnvFault
+from envs.contract import EnvFault, ToolFault
 from envs.env import Env
 from envs.errors import UserError
 from envs.execution.load import load_env
@@ -110,6 +110,9 @@ class EnvReplayer:
             end = await self._step_all(env, episode, way, num_turns, results)
             if end is not None and asks_reward(episode) and (end != CONTINUES or is_faulty(episode)):
                 reward = await env.reward(episode.turns[len(results) - 1].text if results else "")
+        except ToolFault as fault:
+            results.append(StepResult((), False, fault.info))
+            reward, end, error = self.context.limits.reward_min_val, EndReason.TOOL_FAULT.value, str(fault)
         except EnvFault as fault:
             end, error = _fault_end(fault), str(fault)
         finally:

@@ -246,4 +246,5 @@ class _Candidates:
 
 
 def _timed_out(difference: Difference) -> bool:
-    return difference.kind == END and str(difference.replayed).startswith(EndReason.ENV_TIMEOUT.value)
+    late = (EndReason.ENV_TIMEOUT.value, f"{EndReason.TOOL_FAULT.value}: step took longer")
+    return difference.kind == END and str(difference.replayed).startswith(late)

@@ -21,7 +21,7 @@ from agents.rollout.invariants import Vocabulary, broken_invariant, broken_turn
 from agents.rollout.stream import Stream
 from agents.rollout.template_check import template_mismatch
 from agents.types import Completion, EndReason, GenerateRequest, SamplingParams, Timing, Trajectory, Turn
-from envs.contract import EnvFault, EpisodeEnv
+from envs.contract import EnvFault, EpisodeEnv, ToolFault
 from envs.execution.runner import EnvRunner, StepResult
 from envs.spec import EnvLimits
 from envs.thinking import Thinking
@@ -156,6 +156,8 @@ class Episode:
                 self._read_prompt(state)
                 end_reason = await self._alternate(session, state)
             reward = await env.reward(state.turns[-1].text if state.turns else "")
+        except ToolFault as fault:  # whatever the environment's own `reward` would say
+            reward, end_reason, error = self.limits.env.reward_min_val, EndReason.TOOL_FAULT, str(fault)
         except EnvFault as fault:
             end_reason, error = EndReason.ENV_TIMEOUT if fault.timed_out else EndReason.ENV_ERROR, str(fault)
         except _BrokenStream as broken:
@@ -236,6 +238,8 @@ class Episode:
                 result = await env.step(text)
             except (EnvFault, asyncio.CancelledError) as caught:
                 fault = caught
+                if isinstance(caught, ToolFault):
+                    result = StepResult((), False, caught.info)
         state.turns.append(
             Turn(
                 start=start,

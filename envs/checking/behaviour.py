@@ -21,17 +21,30 @@ from envs.checking.findings import (
     unlike,
     where,
 )
+from envs.errors import UserError
 from envs.execution.runner import StepResult
 
 
 def check_contract(evidence: Evidence) -> Finding:
     """Every call returns what the contract says, and none raises or hangs."""
     name = "contract"
-    faults = [(episode, fault) for episode, fault in evidence.ordinary_faults if not fault.too_large]
+    faults = [
+        (episode, fault.call, fault.summary) for episode, fault in evidence.ordinary_faults if not fault.too_large
+    ]
     if faults:
-        return Finding(name, False, listed(grouped((episode, fault.call, fault.summary) for episode, fault in faults)))
+        return Finding(name, False, listed(grouped(faults)) + _worth(evidence, faults))
+    try:
+        evidence.spec.check_tool_faults(any(episode.runs_tools for episode in evidence.episodes))
+    except UserError as error:
+        return Finding(name, False, str(error))
     count = len(evidence.of("survey", "gold", "wrong", "plain"))
     return Finding(name, True, f"{count} episodes of reset, step, format_observation, reward and close")
+
+
+def _worth(evidence: Evidence, faults: Sequence[tuple[PlayedEpisode, str, str]]) -> str:
+    """Name the setting that says what becomes of an episode whose step fails, if a step failed."""
+    is_of_step = any(call.startswith("step") for _, call, _ in faults)
+    return f"; in training: on_tool_fault: {evidence.spec.on_tool_fault}" if is_of_step else ""
 
 
 def check_deterministic(evidence: Evidence) -> Finding:
@@ -93,7 +106,7 @@ def check_calls(evidence: Evidence) -> Finding:
         ):
             problems.append(f"{where(episode)}: the call cannot be made, and the model is not told ({outcome})")
     if faults or problems:
-        return Finding(name, False, listed([*grouped(faults), *problems]))
+        return Finding(name, False, listed([*grouped(faults), *problems]) + _worth(evidence, faults))
     if not outcomes:
         return Finding(name, None, NOT_REACHED)
     groups = (f"{outcome}: {', '.join(dict.fromkeys(names))}" for outcome, names in outcomes.items())

@@ -66,7 +66,7 @@ class PlayedEpisode:
     """The record of one episode; `steps` and `steps_s` have one item per turn, times are in seconds.
 
     `prompt` is the sample's prompt with its pictures decoded; it is empty if they cannot be decoded. `has_hung` tells
-    that a call, perhaps `close`, ran into its time limit.
+    that a call, perhaps `close`, ran into its time limit, `runs_tools` that the steps are made of tool calls.
     """
 
     sample: Sample
@@ -82,6 +82,7 @@ class PlayedEpisode:
     reset_s: float | None
     steps_s: tuple[float, ...]
     has_hung: bool
+    runs_tools: bool
 
     @property
     def observations(self) -> list[Message]:
@@ -169,11 +170,13 @@ async def play_episode(
     reset_s: float | None = None
     reward: float | None = None
     fault: Fault | None = None
+    runs_tools = False
     call, text = "reset", ""
     try:
         started = time.perf_counter()
         opening = await runner.open()
         reset_s = time.perf_counter() - started
+        runs_tools = runner.runs_tools
         for number, text in enumerate(script.texts[:max_turns], start=1):
             call, started = f"step {number}", time.perf_counter()
             try:
@@ -208,4 +211,5 @@ async def play_episode(
         reset_s=reset_s,
         steps_s=tuple(steps_s),
         has_hung=(fault is not None and fault.timed_out) or close_s >= limits.step_timeout_s,
+        runs_tools=runs_tools,
     )

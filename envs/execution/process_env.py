@@ -12,13 +12,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from envs.contract import EnvFault, checked_messages
+from envs.contract import EnvFault, ToolFault, checked_messages
 from envs.env import Env, EnvArgs
 from envs.errors import UserError
 from envs.spec import EnvSpec
+from envs.tool_calls import ToolCall, find_tool_calls
 from envs.types import Message, Sample
 from envs.workers.process_info import children, num_files
 from envs.workers.worker import WorkerDied, WorkerError, WorkerPool, WorkerTimeout
+from envs.wrapper import Wrapper
 
 CLOSE_LIMIT_S = 5.0
 IMPORT_LIMIT_S = 120.0
@@ -43,7 +45,7 @@ class ProcessEnv(Env):
         """Take a worker; the first call builds the environment in it."""
         self._build = (spec, sample, args)
         self._worker = _POOL.acquire()
-        self._is_built = self._is_closed = False
+        self._is_built = self._is_closed = self._runs_tools = False
         self._lock, self._num_running = threading.Lock(), 0
 
     @staticmethod
@@ -79,6 +81,13 @@ class ProcessEnv(Env):
         """Return the reward."""
         return self._call("reward", final_text)
 
+    def called_tools(self, response_text: str) -> Sequence[str] | None:
+        """Return the names of the tools that a text calls; this works while a call hangs and after a crash."""
+        if not self._runs_tools:
+            return None
+        found = find_tool_calls(response_text, self._build[2].tool_format)
+        return [call.name for call in found if isinstance(call, ToolCall)]
+
     def solution(self) -> Sequence[str]:
         """Return the texts that solve the episode."""
         return self._call("solution")
@@ -108,16 +117,19 @@ class ProcessEnv(Env):
             self._num_running += 1
         try:
             if not self._is_built:
-                self._worker.call(_build, *self._build, sys.path)
+                self._runs_tools = self._worker.call(_build, *self._build, sys.path)
                 self._is_built = True
-            return self._worker.call(_use, name, args)
+            value = self._worker.call(_use, name, args)
         except WorkerError as error:
             raise EnvFault(f"the environment raised: {error}") from error
         except WorkerDied as error:
-            raise EnvFault(f"the environment's process ended: {error}") from error
+            raise EnvFault(f"the environment's process ended: {error}", process_ended=True) from error
         finally:
             with self._lock:
                 self._num_running -= 1
+        if isinstance(value, ToolFault):
+            raise value
+        return value
 
 
 # In the worker --------------------------------------------------------------------------------------------------------
@@ -136,7 +148,8 @@ def _import_error(spec: EnvSpec, path: list[str]) -> UserError | None:
     return None
 
 
-def _build(spec: EnvSpec, sample: Sample, args: EnvArgs, path: list[str]) -> None:
+def _build(spec: EnvSpec, sample: Sample, args: EnvArgs, path: list[str]) -> bool:
+    """Build the environment; return whether its steps are made of tool calls, as those of a `ToolEnv`."""
     global _env, _state_before, _files_at_start
     _set_path(path)
     _files_at_start = _files_at_start or num_files()
@@ -144,6 +157,10 @@ def _build(spec: EnvSpec, sample: Sample, args: EnvArgs, path: list[str]) -> Non
     build = spec.load_here()
     _state_before = _process_state()
     _env = build(sample, args)
+    inner: object = _env
+    while isinstance(inner, Wrapper):
+        inner = inner.env
+    return isinstance(inner, Env) and type(inner).called_tools is not Env.called_tools
 
 
 def _process_state() -> tuple[object, ...]:
@@ -154,7 +171,10 @@ def _process_state() -> tuple[object, ...]:
 
 def _use(name: str, args: Sequence[object]) -> Any:
     attribute = getattr(_env, name)
-    value = attribute(*args) if callable(attribute) else attribute
+    try:
+        value = attribute(*args) if callable(attribute) else attribute
+    except ToolFault as fault:  # as a value, because an exception arrives as text only
+        return fault
     # Check pictures before they are sent: a header may claim more pixels than memory can hold.
     return checked_messages(value) if name == "format_observation" else value
 

@@ -1,6 +1,7 @@
 """Calls one episode's environment within its limits and checks the results; the event loop never waits.
 
-Every fault of an environment (it raises, hangs, returns a wrong value or ends its process) becomes an `EnvFault`.
+Every fault of an environment (it raises, hangs, returns a wrong value or ends its process) becomes an `EnvFault`; one
+that the model's action caused becomes a `ToolFault`, as the entry's `on_tool_fault` says.
 `close` always runs: after a fault, after a call that never returned, and for an environment that was built too late.
 """
 
@@ -17,7 +18,16 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, TypeVar
 
-from envs.contract import EnvFault, EpisodeEnv, checked_answer, checked_opening, checked_tools
+from envs.contract import (
+    TOOL_FAULT,
+    EnvFault,
+    EpisodeEnv,
+    ToolFault,
+    checked_answer,
+    checked_opening,
+    checked_tools,
+)
+from envs.env import Env
 from envs.execution.threads import CallTimeout, call_on_thread
 from envs.execution.watchdog import WATCHDOG, WatchedCall
 from envs.spec import EnvLimits
@@ -35,6 +45,13 @@ class StepResult:
     messages: tuple[Message, ...]
     done: bool
     info: Mapping[str, Any]
+
+
+@dataclass
+class _StepProgress:
+    """Whether the environment's own `step` runs or has raised; its thread may still run after the time limit."""
+
+    is_stepping: bool = False
 
 
 class EnvRunner:
@@ -80,8 +97,47 @@ class EnvRunner:
         raise AssertionError("the last attempt returns or raises")
 
     async def step(self, response_text: str) -> StepResult:
-        """Give the environment what the model says in one turn."""
-        return await self._call(self.limits.step_timeout_s, self._step, self._slot.env, self._said(response_text))
+        """Give the environment what the model says in one turn.
+
+        Raises:
+            ToolFault: the text made the step fail, and the entry says that the episode counts.
+            EnvFault: any other fault.
+        """
+        progress, said = _StepProgress(), self._said(response_text)
+        try:
+            return await self._call(self.limits.step_timeout_s, self._step, self._slot.env, said, progress)
+        except ToolFault:
+            raise
+        except EnvFault as fault:
+            if not (progress.is_stepping and self._is_of_action(fault)):
+                raise
+            info = {"tool_calls": [self._lost_call(said, fault)]}
+            raise ToolFault(str(fault), info, fault.timed_out) from fault
+
+    @property
+    def runs_tools(self) -> bool:
+        """Whether the environment's steps are made of tool calls, as those of a `ToolEnv`."""
+        return self._called_tools("") is not None
+
+    def _called_tools(self, response_text: str) -> Sequence[str] | None:
+        env = self._slot.env
+        return env.called_tools(response_text) if isinstance(env, Env) else None
+
+    def _is_of_action(self, fault: EnvFault) -> bool:
+        """Return whether a fault in `step` counts against the model.
+
+        With "observe", a `ToolEnv` shows what its tools raise. A tool that hangs or ends the process leaves no
+        environment that could go on. The episode counts all the same, because dropping it would favour breaking things.
+        """
+        if self.limits.on_tool_fault == "observe":
+            return self.runs_tools and (fault.timed_out or fault.process_ended)
+        return self.limits.on_tool_fault == "reward_min"
+
+    def _lost_call(self, response_text: str, fault: EnvFault) -> dict[str, Any]:
+        """Return the record of a call that never returned; which one is known if all calls are of one tool."""
+        names = set(self._called_tools(response_text) or ())
+        name = names.pop() if len(names) == 1 else None
+        return {"name": name, "arguments": None, "outcome": TOOL_FAULT, "reason": last_line(str(fault))}
 
     async def reward(self, final_text: str) -> float:
         """Return the episode's reward."""
@@ -120,8 +176,11 @@ class EnvRunner:
         return checked_tools(env.tools), messages
 
     @staticmethod
-    def _step(env: EpisodeEnv, response_text: str) -> StepResult:
-        observation, done, info = _checked_step(env.step(response_text))
+    def _step(env: EpisodeEnv, response_text: str, progress: _StepProgress) -> StepResult:
+        progress.is_stepping = True
+        result = env.step(response_text)
+        progress.is_stepping = False
+        observation, done, info = _checked_step(result)
         messages = checked_answer(env.format_observation(observation)) if observation else ()
         return StepResult(messages, done, {key: _snapshot(value) for key, value in info.items()})
 

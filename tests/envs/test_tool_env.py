@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import pickle
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
-from envs.contract import EnvFault
+from envs.contract import EnvFault, ToolFault
 from envs.env import EnvArgs
 from envs.execution.runner import EnvRunner
 from envs.spec import EnvLimits
 from envs.tool_env import ToolEnv
-from envs.tools import ToolError, tool
+from envs.tools import MAX_FAULT_CHARS, ToolError, tool
 from envs.types import Sample
 
 SAMPLE = Sample(id="0", prompt=(), label="3")
@@ -117,15 +119,149 @@ def test_a_tool_may_end_the_task_and_leave_facts() -> None:
     assert "bought" not in env.step(call("price", fruit="pear"))[2]
 
 
-def test_a_tool_error_is_told_to_the_model_and_any_other_exception_is_the_environments() -> None:
+def test_a_tool_error_is_told_to_the_model_and_so_is_any_other_exception_unless_it_is_worth_something_else() -> None:
     observation, done, info = Shop().step(call("price", fruit="stone"))
     assert (observation["obs_str"], done, info["tool_calls"][0]["outcome"]) == (
         "A stone is no fruit.",
         False,
         "tool_error",
     )
+    observation, done, info = Shop().step(call("explode") + call("price", fruit="fig"))
+    assert (observation["obs_str"], done) == ("explode failed. OSError: boom\n3", False)
+    faulty = {"name": "explode", "arguments": {}, "outcome": "tool_fault", "reason": "OSError: boom"}
+    assert info["tool_calls"] == [faulty, {"name": "price", "arguments": {"fruit": "fig"}, "outcome": "ok"}]
     with pytest.raises(OSError, match="boom"):
-        Shop().step(call("explode"))
+        shop(on_tool_fault="drop").step(call("explode"))
+    with pytest.raises(ToolFault, match="OSError: boom") as caught:
+        shop(on_tool_fault="reward_min").step(call("explode") + call("price", fruit="fig"))
+    assert caught.value.info == {"tool_calls": [faulty]}
+    again = pickle.loads(pickle.dumps(caught.value))  # as a worker process sends it
+    assert (str(again), again.info) == (str(caught.value), caught.value.info)
+
+
+class Odd(ToolEnv):
+    """Raises what the model writes."""
+
+    @tool
+    def fail(self, text: str) -> Any:
+        """Fail."""
+        if text == "value":
+            return object()
+        raise SystemExit(text) if text == "quit" else Empty(text)
+
+
+class Empty(Exception):
+    """An exception that counts as false."""
+
+    def __len__(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("no\n  such\r\n\tthing", "fail failed. tests.envs.test_tool_env.Empty: no such thing"),
+        ("x" * 100_000, f"fail failed. tests.envs.test_tool_env.Empty: {'x' * 160}"),
+        ("quit", "fail failed. SystemExit: quit"),
+        ("value", "fail failed. TypeError: a tool must return text, numbers, images, or lists and dicts of text"),
+    ],
+)
+def test_the_model_reads_an_exception_in_one_short_line_without_its_traceback(text: str, line: str) -> None:
+    shown = Odd(SAMPLE).step(call("fail", text=text))[0]["obs_str"]
+    assert shown.startswith(line) and len(shown) <= len("fail failed. ") + MAX_FAULT_CHARS
+    assert "\n" not in shown and "Traceback" not in shown and ".py" not in shown
+
+
+def test_a_fault_that_the_model_reads_is_logged_once_with_its_line(caplog: pytest.LogCaptureFixture) -> None:
+    class Loud(Shop):
+        pass
+
+    for _ in range(3):
+        Loud().step(call("explode"))
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith("tool explode of ")
+    assert message.endswith(f"the model is told: OSError: boom (test_tool_env.py:{line_of('boom')})")
+
+
+def line_of(word: str) -> int:
+    """Return the first line of this file that raises an error with this text."""
+    lines = Path(__file__).read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if f'raise OSError("{word}")' in line)
+
+
+@pytest.mark.parametrize("policy", ["observe", "drop", "reward_min"])
+def test_no_call_of_a_turn_still_runs_when_another_one_has_failed(policy: Any) -> None:
+    done: list[str] = []
+
+    class Two(ToolEnv):
+        @tool
+        def slow(self) -> str:
+            """Change the state late."""
+            time.sleep(0.3)
+            done.append("slow")
+            return "slow"
+
+        @tool
+        async def later(self) -> str:
+            """Change the state later."""
+            await asyncio.sleep(0.4)
+            done.append("later")
+            return "later"
+
+        @tool
+        def fail(self) -> None:
+            """Fail at once."""
+            raise OSError("boom")
+
+    env = Two(SAMPLE, EnvArgs(max_turns=2, tool_calls="parallel", on_tool_fault=policy))
+    text = call("fail") + call("slow") + call("later")
+    if policy == "observe":
+        assert env.step(text)[0]["obs_str"] == "fail failed. OSError: boom\nslow\nlater"
+    else:
+        with pytest.raises((OSError, ToolFault)):
+            env.step(text)
+    assert done == ["slow", "later"]
+    env.close()
+
+
+@pytest.mark.parametrize("policy", ["sequential", "parallel"])
+def test_an_async_tool_that_hangs_is_cancelled_in_time_and_the_episode_goes_on(policy: Any) -> None:
+    cancelled: list[str] = []
+
+    class Slow(Shop):
+        @tool(retries=3)
+        async def hang(self) -> None:
+            """Never return."""
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                cancelled.append("hang")
+                raise
+
+    args = EnvArgs(max_turns=3, tool_calls=policy, tools_timeout_s=0.3)
+    runner = EnvRunner(lambda: Slow(SAMPLE, args), EnvLimits(step_timeout_s=20))
+
+    async def play() -> list[str]:
+        await runner.open()
+        first = await runner.step(call("hang") + call("price", fruit="fig"))
+        second = await runner.step(call("wait", s=0.01))
+        await runner.close()
+        return [str(message["content"]) for message in (*first.messages, *second.messages)]
+
+    assert asyncio.run(play()) == ["hang failed. TimeoutError: the calls of a turn may take 0.3 s", "3", "0.01 s"]
+    assert cancelled == ["hang"]
+
+
+def test_a_timeout_of_a_tools_own_keeps_its_text() -> None:
+    class Remote(ToolEnv):
+        @tool
+        async def ask(self) -> None:
+            """Ask a server."""
+            raise TimeoutError("no answer")
+
+    env = Remote(SAMPLE, EnvArgs(max_turns=1, tools_timeout_s=20))
+    assert env.step(call("ask"))[0]["obs_str"] == "ask failed. TimeoutError: no answer"
+    env.close()
 
 
 @pytest.mark.parametrize(
@@ -268,8 +404,7 @@ def test_a_tool_with_retries_is_tried_again_with_growing_waits(kind: str) -> Non
     waits = [later - earlier for earlier, later in itertools.pairwise(times)]
     assert len(waits) == 2 and waits[0] >= 0.05 and waits[1] >= 0.1
     times.clear()
-    with pytest.raises(OSError, match="not yet"):
-        env.step(call(kind, ends_at=9))
+    assert env.step(call(kind, ends_at=9))[0]["obs_str"] == f"{kind} failed. OSError: not yet"
     assert len(times) == 3
 
 

@@ -53,7 +53,7 @@ class EnvConfig(Section):
         shared = EnvSpec.model_fields.keys() & EnvConfig.model_fields.keys()
         given = {name: value for name in shared if (value := getattr(self, name)) is not None}
         try:
-            return EnvSpec.model_validate({**spec.model_dump(), "origin": spec.origin, **given})
+            return EnvSpec.model_validate({**spec.model_dump(exclude_unset=True), "origin": spec.origin, **given})
         except ValidationError as error:
             rule = error.errors()[0]["msg"]
             raise UserError(f"environment '{spec.id}'", rule, given, "change the flag or the entry") from error

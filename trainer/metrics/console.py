@@ -19,7 +19,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from agents.types import Trajectory
+from agents.types import EndReason, Trajectory
 from envs.execution.runner import last_line
 
 logger = logging.getLogger(__name__)
@@ -59,8 +59,9 @@ class Display:
         self._progress.stop()
 
     def fault(self, trajectory: Trajectory, seen: set[str]) -> None:
-        """Log what broke an episode, once for each message; `seen` holds the messages printed so far."""
-        if trajectory.end_reason.is_valid or trajectory.error is None:
+        """Log what broke an episode or a tool, once for each message; `seen` holds the messages printed so far."""
+        is_faultless = trajectory.end_reason.is_valid and trajectory.end_reason is not EndReason.TOOL_FAULT
+        if is_faultless or trajectory.error is None:
             return
         line = last_line(trajectory.error)
         if line not in seen and len(seen) < MAX_FAULTS_SHOWN:

@@ -17,6 +17,7 @@ import numpy as np
 from agents.recording.run_files import METRICS
 from agents.rollout.groups import StepRollout
 from agents.types import Trajectory, Turn
+from envs.contract import TOOL_FAULT
 from trainer.config.run import TrackerName
 from trainer.metrics.trackers import TrackedRun, Tracker, open_trackers
 from trainer.types import StepStats
@@ -31,7 +32,8 @@ def rollout_metrics(rollout: StepRollout, max_turns: int, seconds: float) -> dic
     - `groups_used_frac`: the share of groups whose rewards differ, so that something can be learnt from them.
     - `groups_resampled`, `groups_dropped`: groups with fewer than two valid episodes, played again or given up.
     - `end/REASON`: the share of all episodes, aborted and discarded ones included.
-    - `tool/OUTCOME`: tool calls per turn of complete groups.
+    - `tool/OUTCOME`: tool calls per turn of complete groups. `tool_fault/TOOL`: those that raised, hung or ended the
+      process, tool by tool.
     """
     groups = (*rollout.groups, *rollout.filtered, *rollout.surplus)
     trajectories = [t for group in groups for t in group.trajectories]
@@ -39,6 +41,7 @@ def rollout_metrics(rollout: StepRollout, max_turns: int, seconds: float) -> dic
     turns = [turn for t in trajectories for turn in t.turns]
     ends = Counter(t.end_reason.value for t in rollout.played)
     outcomes = Counter(outcome for turn in turns for outcome in tool_outcomes(turn))
+    faults = Counter(name for turn in turns for name in faulty_tools(turn))
     count, rewards = max(1, len(trajectories)), [t.reward for t in valid]
     metrics = {
         "reward": sum(rewards) / max(1, len(rewards)),
@@ -54,6 +57,7 @@ def rollout_metrics(rollout: StepRollout, max_turns: int, seconds: float) -> dic
     }
     metrics |= {f"end/{reason}": number / max(1, len(rollout.played)) for reason, number in sorted(ends.items())}
     metrics |= {f"tool/{outcome}": number / max(1, len(turns)) for outcome, number in sorted(outcomes.items())}
+    metrics |= {f"tool_fault/{name}": number / max(1, len(turns)) for name, number in sorted(faults.items())}
     metrics |= {
         f"reward_after_turn/{n}": sum(t.reward for t in valid if len(t.turns) == n) / max(1, len(valid))
         for n in range(1, max_turns + 1)
@@ -121,11 +125,20 @@ def tool_outcomes(turn: Turn) -> list[str]:
 
     The list is empty if the environment does not report its calls; a `ToolEnv` reports them.
     """
-    calls = turn.info.get("tool_calls")
-    if not isinstance(calls, list):
+    if not isinstance(turn.info.get("tool_calls"), list):
         return []
-    outcomes = [call.get("outcome") for call in calls if isinstance(call, dict)]
+    outcomes = [call.get("outcome") for call in _calls(turn)]
     return [outcome for outcome in outcomes if isinstance(outcome, str)] or ["none"]
+
+
+def faulty_tools(turn: Turn) -> list[str]:
+    """Return the tool of each call of a turn that was a fault, "unknown" if it cannot be told."""
+    return [str(call.get("name") or "unknown") for call in _calls(turn) if call.get("outcome") == TOOL_FAULT]
+
+
+def _calls(turn: Turn) -> list[dict[str, Any]]:
+    calls = turn.info.get("tool_calls")
+    return [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
 
 
 class MetricsLog:

@@ -72,13 +72,14 @@ def probe_tools(
     `check` is the command that shows more; an error names it.
 
     Raises:
-        UserError: the environment fails on all of these samples; says why.
+        UserError: the environment fails on all of these samples (says why), or cannot do what `on_tool_fault` asks.
     """
 
     async def probe(sample: Sample) -> Sequence[dict[str, Any]]:
         runner = EnvRunner(lambda: build_env(sample, spec.args(tool_format=tool_format)), EnvLimits.of(spec), sample.id)
         try:
             await runner.open()
+            spec.check_tool_faults(runner.runs_tools)
             await runner.step("")
             await runner.reward("")
             return runner.tools

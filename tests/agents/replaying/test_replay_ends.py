@@ -210,6 +210,37 @@ def test_a_fault_that_does_not_come_back_is_a_difference(
         assert found.differences[0].recorded.startswith(f"{SCENES[name].end.value}: ")
 
 
+@pytest.mark.parametrize("name", ["a step that raises", "a first step that raises", "a step that hangs"])
+def test_a_fault_that_counts_replays_and_is_a_difference_where_it_is_worth_something_else(
+    name: str, spec: EnvSpec, renderer: Renderer, tmp_path: Path
+) -> None:
+    counts = spec.model_copy(update={"on_tool_fault": "reward_min", "reward_min_val": -1.0})
+    recording = recorded(tmp_path, replace(SCENES[name], end=EndReason.TOOL_FAULT), counts, renderer)
+    assert [(episode.reward, episode.end_reason) for episode in recording.episodes()] == [(-1.0, "tool_fault")]
+    for reader in (None, renderer):
+        for num_turns in (None, 1):
+            assert replayed(recording, counts, reader, num_turns).found == []
+        for other in (spec, spec.model_copy(update={"options": {"mended": True}})):
+            (found,) = replayed(recording, other, reader).differing
+            assert {each.kind for each in found.differences} == {"end reason"}
+            assert found.differences[0].recorded.startswith("tool_fault: ")
+        (found,) = replayed(recording, counts.model_copy(update={"reward_min_val": -2.0}), reader).differing
+        assert {each.kind for each in found.differences} == {"reward"}
+
+
+def test_a_fault_that_the_model_read_replays(renderer: Renderer, tmp_path: Path) -> None:
+    entry = {"entry_point": "tests.faulty_tools:Tools", "description": "x", "max_turns": 3}
+    spec = EnvSpec(id="tools", **entry)  # type: ignore[arg-type]
+    call = '<tool_call>{"name": "do", "arguments": {"deed": "raise"}}</tool_call>'
+    recording = recorded(tmp_path, Scene(EndReason.COMPLETED, says=((call, "stop"), ("two", "stop"))), spec, renderer)
+    (episode,) = recording.episodes()
+    assert episode.turns[0].info["tool_calls"][0]["outcome"] == "tool_fault"
+    for reader in (None, renderer):
+        assert replayed(recording, spec, reader).found == []
+        (found,) = replayed(recording, spec.model_copy(update={"on_tool_fault": "drop"}), reader).differing
+        assert found.differences[0].kind == "end reason"
+
+
 def test_an_episode_that_was_never_begun_is_counted_and_said(spec: EnvSpec, renderer: Renderer, tmp_path: Path) -> None:
     episode, played = play(SCENES["completed"], spec, renderer)
     nothing = np.zeros(0)

@@ -606,6 +606,37 @@ def test_a_broken_call_that_breaks_the_environment_fails_malformed_calls_alone(
     assert list(found) == ["malformed calls"] and detail in found["malformed calls"]
 
 
+class FewPrices(ToolEnv):
+    @tool
+    def price(self, fruit: str) -> int:
+        """Return a price."""
+        return PRICES[fruit]  # fails
+
+    def solution(self) -> Sequence[str]:
+        return Shop.solution(self)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+@pytest.mark.parametrize("worth", ["observe", "reward_min"])
+def test_a_tool_that_fails_is_named_with_its_line_and_what_this_is_worth_in_training(
+    isolation: str, worth: str
+) -> None:
+    found = failed(FewPrices, isolation=isolation, on_tool_fault=worth)
+    (line,) = (n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if text.endswith("# fails"))
+    place = f"(test_check.py:{line}); in training: on_tool_fault: {worth}"
+    assert f"a call of price, step 1: KeyError: '...' {place}" in found["contract"]
+    assert found["malformed calls"].endswith(f"; in training: on_tool_fault: {worth}")
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_an_entry_that_asks_to_observe_the_faults_of_a_step_without_tools_fails_the_contract(isolation: str) -> None:
+    rule = "environment 'guess' on_tool_fault: needs a ToolEnv, because no other step can go on after a fault, got"
+    spec = get_spec("guess").model_copy(update={"on_tool_fault": "observe", "isolation": isolation})
+    assert found(check_env(spec, num_samples=1), "contract").detail.startswith(f"{rule} observe; write reward_min")
+    for fine in (get_spec("guess"), spec.model_copy(update={"on_tool_fault": "reward_min"})):
+        assert found(check_env(fine, num_samples=1), "contract").passed
+
+
 class SlowStart(Shop):
     def reset(self) -> tuple[dict[str, Any], dict[str, Any]]:
         time.sleep(0.01)

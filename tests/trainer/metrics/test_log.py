@@ -59,6 +59,25 @@ def test_several_calls_of_a_turn_are_counted_each_and_other_environments_not_at_
     assert {k: v for k, v in metrics.items() if k.startswith("tool/")} == {"tool/ok": 1.0, "tool/truncated": 0.5}
 
 
+def test_faults_of_tools_are_counted_tool_by_tool() -> None:
+    calls = [
+        {"name": "price", "outcome": "tool_fault"},
+        {"name": "buy", "outcome": "ok"},
+        {"name": None, "outcome": "tool_fault"},
+    ]
+    faulty = replace(turn(1, 2), info={"tool_calls": calls})
+    fine = replace(turn(3, 4), info={"tool_calls": [{"name": "price", "outcome": "ok"}]})
+    metrics = metrics_of(group(replace(trajectory(), turns=(faulty, fine))), max_turns=2)
+    faults = {name: share for name, share in metrics.items() if name.startswith("tool_fault/")}
+    assert faults == {"tool_fault/price": 0.5, "tool_fault/unknown": 0.5} and metrics["tool/tool_fault"] == 1.0
+
+
+def test_an_episode_that_a_fault_of_a_tool_ended_counts_with_its_reward() -> None:
+    metrics = metrics_of(group(trajectory(), trajectory(reward=-1.0, end_reason=EndReason.TOOL_FAULT)))
+    assert (metrics["reward"], metrics["valid_frac"], metrics["groups_used_frac"]) == (0.0, 1.0, 1.0)
+    assert metrics["end/tool_fault"] == 0.5
+
+
 def test_discarded_episodes_count_in_the_end_reasons_and_nowhere_else() -> None:
     broken = trajectory(reward=9.0, end_reason=EndReason.ENV_TIMEOUT)
     saved = replace(group(trajectory(reward=1.0), trajectory(reward=0.0)), discarded=(broken, broken))

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from envs.errors import UserError
+from envs.execution.load import load_env
 from envs.registry import get_spec
-from trainer.config.inputs import DataConfig
-from trainer.setup.problems import load_problems
+from trainer.config.inputs import DataConfig, EnvConfig
+from trainer.setup.problems import load_problems, probe_tools
 
 
 @pytest.fixture
@@ -45,3 +47,20 @@ def test_sizes_count_the_first_rows_of_files_and_the_environments_own_problems(
 def test_held_out_problems_that_are_not_wanted_are_not_read(tmp_path: Path, rows: str) -> None:
     data = DataConfig(data=rows, eval_data=str(tmp_path / "nowhere.jsonl"))
     assert load_problems(get_spec("geo3k"), data, seed=0, with_held_out=False)[1] is None
+
+
+@pytest.mark.parametrize(
+    ("key", "refused"), [("", False), ("on_tool_fault: drop", False), ("on_tool_fault: observe", True)]
+)
+def test_only_an_entry_that_asks_to_observe_the_faults_of_a_step_without_tools_is_refused_before_a_run(
+    key: str, refused: bool, tmp_path: Path
+) -> None:
+    fields = f"entry_point: envs.guess:GuessEnv, dataset: envs.guess:samples, description: x, max_turns: 3, {key}"
+    (tmp_path / "registry.yaml").write_text(f"game: {{{fields}}}")
+    spec = EnvConfig(env="game", registry=(tmp_path / "registry.yaml",), max_turns=2).resolve()
+    samples = spec.load_dataset("train", 1, 0)
+    if not refused:
+        assert probe_tools(spec, load_env(spec), "hermes", samples, "") == ()
+        return
+    with pytest.raises(UserError, match=r"environment 'game' on_tool_fault: needs a ToolEnv, .*, got observe; write"):
+        probe_tools(spec, load_env(spec), "hermes", samples, "")
