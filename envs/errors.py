@@ -37,11 +37,11 @@ def first_line(error: BaseException) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return the fix for an unknown name: the nearest known name, or all known names.
+    """Return the fix for an unknown name: the nearest known name, or all known names. Leading dashes do not count.
 
     >>> did_you_mean("geo3", ["geo3k", "calculator"])
     "did you mean 'geo3k'?"
     """
-    known = sorted(known)
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean '{near[0]}'?" if near else f"known: {', '.join(known)}"
+    bare = {word.lstrip("-"): word for word in sorted(known)}
+    near = difflib.get_close_matches(name.lstrip("-"), bare, n=1)
+    return f"did you mean '{bare[near[0]]}'?" if near else f"known: {', '.join(bare.values())}"

@@ -12,6 +12,7 @@ from envs.config.files import dump, read_file
 from envs.config.settings import FieldPath, changed, flag_of, is_under, leaves, validate
 from envs.config.sources import PREFIX, Sources
 from envs.errors import UserError
+from trainer.config.other_trainers import OTHER_TRAINERS
 from trainer.config.run import RunConfig
 
 C = TypeVar("C", bound=BaseModel)
@@ -32,6 +33,7 @@ SOURCES = Sources(
     inherit=REPLAY,
     not_inherited=(STAGES, ("log",), RESUME),
     shared=RunConfig,
+    other_names=OTHER_TRAINERS,
 )
 
 #: Sections and fields that must stay the same when a run is resumed. All others may change.
