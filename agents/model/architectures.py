@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from envs.datasets.hub import hub_problem
 from envs.errors import UserError, first_line
 
 
@@ -70,6 +71,12 @@ def _checkpoint_errors(path: Any) -> Iterator[None]:
         raise UserError("--model", "must be a model folder or hub id", str(path), first_line(error)) from error
 
 
+def check_is_there(path: str | Path) -> None:
+    """Raise `UserError` if a model is neither a folder nor on the hub, where the libraries would ask for a minute."""
+    if not Path(path).is_dir() and (problem := hub_problem(str(path), "model")):
+        raise UserError("--model", "must be a model folder or hub id", str(path), problem)
+
+
 #: By the `model_type` of config.json.
 ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3_vl": Architecture("Qwen3VLForConditionalGeneration", "Qwen3VLProcessor", vision=True, deepstack=True),
@@ -89,6 +96,7 @@ def read_config(path: str | Path) -> Any:
     """Return the Transformers configuration of a checkpoint folder or hub id. Raises `UserError` if there is none."""
     from transformers import AutoConfig
 
+    check_is_there(path)
     with _checkpoint_errors(path):
         return AutoConfig.from_pretrained(path)
 

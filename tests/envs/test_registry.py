@@ -339,3 +339,23 @@ def test_a_data_set_that_gives_no_samples_is_told_how_it_is_called(code: str, me
         spec.load_dataset("train", size=2, seed=0)
     assert str(caught.value).startswith("environment 'mine' dataset: samples(split='train', size=2, seed=0")
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("body", "missing"), [("pass", "reset, step"), ("def step(self, text): pass", "reset, format")]
+)
+def test_an_entry_point_that_is_a_class_without_episodes_is_told_what_it_lacks(
+    body: str, missing: str, write_module
+) -> None:
+    write_module("no_env", f"class StepEnv:\n    {body}\n")
+    spec = EnvSpec(id="mine", entry_point="no_env:StepEnv", description="", max_turns=1)
+    with pytest.raises(UserError) as caught:
+        load_env(spec)
+    assert "environment 'mine' entry_point: 'no_env:StepEnv' must be an environment with reset" in str(caught.value)
+    assert f"got a class without {missing}" in str(caught.value)
+
+
+def test_a_class_whose_objects_make_up_their_methods_may_be_an_entry_point(write_module) -> None:
+    write_module("wrapping_env", "class Wrapping:\n    def __getattr__(self, name): return None\n")
+    spec = EnvSpec(id="mine", entry_point="wrapping_env:Wrapping", description="", max_turns=1)
+    assert load_env(spec).__name__ == "Wrapping"  # type: ignore[attr-defined]

@@ -97,7 +97,8 @@ def check_device(name: str) -> None:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).split("\n")[0]
-        raise UserError("--device", "must be usable by torch", name, f"give cpu or cuda ({reason})") from error
+        usable = "cpu or cuda" if torch.cuda.is_available() else "cpu: torch sees no GPU here"
+        raise UserError("--device", "must be usable by torch", name, f"give {usable} ({reason})") from error
 
 
 def check_engine(engine: ServersConfig, num_gpus: int = 0) -> Literal["hf", "sglang"]:
