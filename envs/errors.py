@@ -18,12 +18,20 @@ class UserError(Exception):
     def __init__(self, field: str, rule: str, got: object, fix: str) -> None:
         self.field, self.rule, self.got, self.fix = field, rule, got, fix
         shown = str(got) if isinstance(got, int | float | str) else repr(got)
-        shown = shown if len(shown) <= 200 else shown[:197] + "..."
-        super().__init__(" ".join(f"{field}: {rule}, got {shown}; {fix}".split()))
+        super().__init__(" ".join(f"{field}: {rule}, got {shortened(shown, 200)}; {fix}".split()))
 
     def __reduce__(self) -> tuple[type[UserError], tuple[str, str, object, str]]:
         """Keep all fields when pickled; by default an exception keeps only its message."""
         return type(self), (self.field, self.rule, self.got, self.fix)
+
+
+def shortened(text: str, limit: int) -> str:
+    """Return the text with at most `limit` characters.
+
+    >>> shortened("a very long name", 9)
+    'a very...'
+    """
+    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def first_line(error: BaseException) -> str:

@@ -75,7 +75,7 @@ def overlay(folder: Path, text: str, name: str = "mine.yaml") -> Path:
 
 def error_of(file: Path) -> str:
     with pytest.raises(UserError) as caught:
-        load_registry(file)
+        raise next(iter(load_registry(file).faults.values()))
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -157,6 +157,16 @@ def test_a_wrong_entry_is_one_line_that_names_file_and_entry(
     error = error_of(file)
     assert error.startswith(str(file))
     assert message in error
+
+
+def test_a_broken_entry_is_an_error_for_whoever_uses_it_and_for_nobody_else(tmp_path: Path) -> None:
+    file = overlay(tmp_path, "one: {max_turn: 1}\ngeo3k: 3\n" + ENTRY.format(module="m"))
+    registry = load_registry(file)
+    assert "counter" in registry and registry["counter"].max_turns == 2
+    assert {"one", "geo3k"}.isdisjoint(list(registry)) and len(registry) == len(load_registry())
+    for env_id in ("one", "geo3k"):  # the packaged geo3k does not take the place of the broken one
+        with pytest.raises(UserError, match=f"entry '{env_id}': must"):
+            get_spec(env_id, file)
 
 
 def test_a_missing_overlay_is_a_user_error(tmp_path: Path) -> None:
@@ -260,7 +270,7 @@ def test_an_installed_package_brings_environments_and_is_not_imported(
 @pytest.mark.parametrize(
     ("registry", "value", "said"),
     [
-        ("theirs: {max_turns: none}", None, "left out the environments of the installed package 'their_envs'"),
+        ("theirs: {", None, "left out the environments of the installed package 'their_envs'"),
         (None, None, "left out the environments of the installed package 'their_envs'"),
         ("", "no_such_package", "names no package: no_such_package"),
         ("", "their_envs:build_env", "names no package: their_envs:build_env"),
