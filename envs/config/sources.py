@@ -34,6 +34,7 @@ class Sources:
             field, so a variable that is exported for one command does not stop another.
         other_names: what other programs call the fields, such as `{"TRL": {"beta": "kl_coef"}}`, to answer a flag or
             variable of theirs.
+        secrets: variables that are no settings, because their values must not be written; other code reads them.
 
     Example::
 
@@ -46,6 +47,7 @@ class Sources:
     not_inherited: tuple[FieldPath, ...] = ()
     shared: type[BaseModel] | None = None
     other_names: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    secrets: tuple[str, ...] = ()
 
     def find(self, name: str) -> Path:
         """Return the file that `--config` names: a ready configuration, or a path."""
@@ -66,7 +68,9 @@ class Sources:
     def read_variables(self, model: type[BaseModel], environ: Mapping[str, str]) -> Settings:
         """Return the settings of the environment variables. Raises `UserError` for a variable that no field has."""
         fields = {PREFIX + path[-1].upper(): (path, field) for path, field in leaves(model)}
-        known = {PREFIX + path[-1].upper() for path, _ in leaves(self.shared or model)} | fields.keys()
+        known = (
+            {PREFIX + path[-1].upper() for path, _ in leaves(self.shared or model)} | fields.keys() | {*self.secrets}
+        )
         settings: Settings = {}
         for name, text in sorted(environ.items()):
             if name in fields:

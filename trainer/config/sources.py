@@ -13,6 +13,7 @@ from envs.config.settings import FieldPath, changed, flag_of, is_under, leaves, 
 from envs.config.sources import PREFIX, Sources
 from envs.errors import UserError
 from trainer.config.other_trainers import OTHER_TRAINERS
+from trainer.config.rollout import API_KEY_VARIABLE
 from trainer.config.run import RunConfig
 
 C = TypeVar("C", bound=BaseModel)
@@ -21,7 +22,7 @@ RESUME: FieldPath = ("checkpoint", "resume")
 STAGES: FieldPath = ("stages",)
 REPLAY: FieldPath = (*STAGES, "replay_rollouts")
 #: Fields whose value may be a file or folder, or a hub id.
-_PATHS = ("model", "data", "eval_data", "registry", "replay_rollouts")
+_PATHS = ("model", "data", "eval_data", "registry", "replay_rollouts", "engine_api_key_file")
 
 #: Ready configurations that `--config` finds by name.
 RECIPES = Path(__file__).with_name("recipes")
@@ -34,6 +35,7 @@ SOURCES = Sources(
     not_inherited=(STAGES, ("log",), RESUME),
     shared=RunConfig,
     other_names=OTHER_TRAINERS,
+    secrets=(API_KEY_VARIABLE,),
 )
 
 #: Sections and fields that must stay the same when a run is resumed. All others may change.
