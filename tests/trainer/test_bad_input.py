@@ -18,7 +18,10 @@ from PIL import Image
 
 from agents.model import STARTER_PATH
 from envs.config.cli import exit_code
+from envs.errors import UserError
+from trainer.config.rollout import API_KEY_VARIABLE, ServersConfig
 from trainer.run import run
+from trainer.setup.components import engine_api_key
 
 ROW = {"problem": "<image>Find x.", "answer": "5", "images": ["a.png"]}
 
@@ -70,6 +73,7 @@ def complaint(argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--engine-url", "http://127.0.0.1:9"], ["--engine-url", "http://127.0.0.1:9", "SGLang server"]),
         (["--engine-url", "127.0.0.1:9"], ["--engine-url", "127.0.0.1:9"]),
         (["--engine-url", "http://127.0.0.1:9", "--engine", "hf"], ["--engine-url", "hf"]),
+        (["--engine-api-key-file", "nowhere.key"], ["--engine-api-key-file", "must be readable", "nowhere.key"]),
         (["--template-options", "[1]"], ["--template-options", "JSON object", "[1]"]),
         (["--template-options", "{"], ["--template-options", "JSON object"]),
         (["--context-length", "100000"], ["--context-length", "4096"]),
@@ -157,6 +161,24 @@ def test_an_engine_url_where_something_else_answers_is_found_before_step_0(
         threading.Thread(target=answer, daemon=True).start()
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
         assert "must be a running SGLang server" in complaint(["--engine-url", url], tmp_path, capsys)
+
+
+def test_a_key_comes_from_its_file_or_variable_and_stands_in_no_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "key"
+    file.write_text("from-file\n")
+    monkeypatch.setenv(API_KEY_VARIABLE, "from-variable")
+    assert engine_api_key(ServersConfig()) == "from-variable"
+    assert engine_api_key(ServersConfig(engine_api_key_file=file)) == "from-file"
+    with pytest.raises(SystemExit):
+        run(["--engine-api-key-file", str(file), "--print-config"])
+    shown = capsys.readouterr().out
+    assert f"engine_api_key_file: {file}" in shown and "from-" not in shown
+    file.write_text("two words")
+    with pytest.raises(UserError, match="--engine-api-key-file: must hold a key, one word") as caught:
+        engine_api_key(ServersConfig(engine_api_key_file=file))
+    assert "two words" not in str(caught.value)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPU")
