@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from envs.datasets.hub import hub_problem
+from envs.datasets.hub import check_is_there
 from envs.errors import UserError, first_line
 
 
@@ -69,12 +69,6 @@ def _checkpoint_errors(path: Any) -> Iterator[None]:
         yield
     except (OSError, ValueError) as error:
         raise UserError("--model", "must be a model folder or hub id", str(path), first_line(error)) from error
-
-
-def check_is_there(path: str | Path) -> None:
-    """Raise `UserError` if a model is neither a folder nor on the hub, where the libraries would ask for a minute."""
-    if not Path(path).is_dir() and (problem := hub_problem(str(path), "model")):
-        raise UserError("--model", "must be a model folder or hub id", str(path), problem)
 
 
 #: By the `model_type` of config.json.

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from agents.model import STARTER_PATH
-from agents.model.architectures import check_is_there
 from agents.rendering.images import ImageStore
+from envs.datasets.hub import check_is_there
 from envs.errors import UserError, first_line
 
 

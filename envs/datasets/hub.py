@@ -6,7 +6,7 @@ import functools
 from pathlib import Path
 from typing import Literal
 
-from envs.errors import first_line
+from envs.errors import UserError, first_line
 
 #: The longest wait for the hub, in seconds.
 ASK_S = 10.0
@@ -37,3 +37,9 @@ def hub_problem(name: str, kind: Literal["model", "dataset"]) -> str:
     except Exception as error:  # the HTTP packages have many errors
         return f"there is no such folder here, and the hub gives no answer ({first_line(error)})"
     return ""
+
+
+def check_is_there(path: str | Path) -> None:
+    """Raise `UserError` if a model is neither a folder nor on the hub, where the libraries would ask for a minute."""
+    if not Path(path).is_dir() and (problem := hub_problem(str(path), "model")):
+        raise UserError("--model", "must be a model folder or hub id", str(path), problem)
