@@ -25,8 +25,7 @@ class UserError(Exception):
     def __init__(self, field: str, rule: str, got: object, fix: str) -> None:
         self.field, self.rule, self.got, self.fix = field, rule, got, fix
         shown = str(got) if isinstance(got, int | float | str | PurePath) else _SHORT.repr(got)
-        shown = shown if len(shown) <= 200 else shown[:197] + "..."
-        super().__init__(_printable(" ".join(f"{field}: {rule}, got {shown}; {fix}".split())))
+        super().__init__(_printable(" ".join(f"{field}: {rule}, got {shortened(shown, 200)}; {fix}".split())))
 
     def __reduce__(self) -> tuple[type[UserError], tuple[str, str, object, str]]:
         """Keep all fields when pickled; by default an exception keeps only its message."""
@@ -36,6 +35,15 @@ class UserError(Exception):
 def _printable(text: str) -> str:
     """Return the text with escapes for characters that could control a terminal: it may quote a stranger's file."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def shortened(text: str, limit: int) -> str:
+    """Return the text with at most `limit` characters.
+
+    >>> shortened("a very long name", 9)
+    'a very...'
+    """
+    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def first_line(error: BaseException) -> str:
@@ -49,11 +57,11 @@ def first_line(error: BaseException) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return the fix for an unknown name: the nearest known name, or all known names.
+    """Return the fix for an unknown name: the nearest known name, or all known names. Leading dashes do not count.
 
     >>> did_you_mean("geo3", ["geo3k", "calculator"])
     "did you mean 'geo3k'?"
     """
-    known = sorted(known)
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean '{near[0]}'?" if near else f"known: {', '.join(known)}"
+    bare = {word.lstrip("-"): word for word in sorted(known)}
+    near = difflib.get_close_matches(name.lstrip("-"), bare, n=1)
+    return f"did you mean '{bare[near[0]]}'?" if near else f"known: {', '.join(bare.values())}"

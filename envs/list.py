@@ -53,10 +53,12 @@ def list_table(specs: Mapping[str, EnvSpec]) -> Table:
 def run(argv: Sequence[str] | None = None) -> int:
     """Parse and print."""
     config = parse(ListConfig, argv, "python -m envs.list", "List the environments of the registry.")
-    table = list_table(load_registry(*config.registry))
+    registry = load_registry(*config.registry)
     console = Console(highlight=False)
     console = console if console.is_terminal else Console(highlight=False, width=PIPED_WIDTH)
-    console.print(table)
+    console.print(list_table(registry))
+    for error in registry.faults.values():
+        console.print(f"broken: {error}", markup=False, soft_wrap=True)
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from pydantic import Field
@@ -55,11 +56,61 @@ class Prompted:
 
     def __getitem__(self, index: int) -> Sample:
         sample = self.source[index]
-        if not isinstance(sample, Sample):  # `read_sample` reports it
-            return sample
         if not sample.prompt:  # such an episode shows only its first observation
             return replace(sample, prompt=({"role": "system", "content": self.system_prompt},))
         return replace(sample, prompt=tuple(add_system_prompt(sample.prompt, self.system_prompt)))
+
+
+@dataclass(frozen=True)
+class CheckedSamples:
+    """An environment's own samples, each checked when it is read, because its author's code makes them.
+
+    Prompts are checked too, unless the caller reports on them itself.
+    """
+
+    env_id: str
+    source: SampleSource
+    with_prompts: bool = True
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> Sample:
+        """Return a sample. Raises `UserError` if the author's code raises or returns something else."""
+        index = range(len(self))[index]
+        try:
+            sample = self.source[index]
+        except UserError:
+            raise
+        except Exception as error:
+            raise self._error(f"sample {index} must be created", _cause(error), "fix the data set") from error
+        if not isinstance(sample, Sample):
+            raise self._error(f"sample {index} must be an envs.Sample", type(sample).__name__, "return Sample(...)")
+        if not (sample.label is None or isinstance(sample.label, str)):
+            rule = f"the label of sample {index} must be a text or None"
+            raise self._error(rule, type(sample.label).__name__, "write label=str(...)")
+        if self.with_prompts and not _are_messages(sample.prompt):
+            rule = f"the prompt of sample {index} must be a tuple of chat messages"
+            raise self._error(rule, sample.prompt, 'write prompt=({"role": "user", "content": "..."},)')
+        return sample
+
+    def _error(self, rule: str, got: object, fix: str) -> UserError:
+        return UserError(f"environment '{self.env_id}' data", rule, got, fix)
+
+
+def _are_messages(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(
+        isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in value
+    )
+
+
+def checked_problems(spec: EnvSpec, split: str, size: int, seed: int, system_prompt: str | None = None) -> SampleSource:
+    """Return samples of the environment's own data set, each checked when it is read.
+
+    Raises:
+        UserError: there is no data set; see `EnvSpec.load_dataset`.
+    """
+    return with_system_prompt(CheckedSamples(spec.id, spec.load_dataset(split, size, seed)), system_prompt)
 
 
 def open_problems(spec: EnvSpec, config: ProblemsConfig, size: int) -> SampleSource:
@@ -75,33 +126,16 @@ def open_problems(spec: EnvSpec, config: ProblemsConfig, size: int) -> SampleSou
     system_prompt = spec.load_system_prompt()
     if config.data:
         return load_samples(config.data, keys=config.keys, system_prompt=system_prompt, limit=size, split=config.split)
-    return with_system_prompt(spec.load_dataset(config.split, size, config.seed), system_prompt)
+    samples = CheckedSamples(spec.id, spec.load_dataset(config.split, size, config.seed), with_prompts=False)
+    return with_system_prompt(samples, system_prompt)
 
 
 def read_sample(spec: EnvSpec, source: SampleSource, index: int) -> Sample:
-    """Return a sample of an environment's data set.
-
-    Raises:
-        UserError: the data set has too few samples, raises, or returns something else.
-    """
+    """Return a sample of an environment's problems. Raises `UserError` if there are too few, or it is none."""
     if index >= len(source):
         rule = f"must have more than {index} samples"
         raise UserError(f"environment '{spec.id}' data", rule, len(source), "ask for fewer, or give more")
-    try:
-        sample = source[index]
-    except UserError:
-        raise
-    except Exception as error:  # code of the environment's author
-        raise UserError(
-            f"environment '{spec.id}' data", f"sample {index} must be created", _cause(error), "fix the data set"
-        ) from error
-    if not isinstance(sample, Sample):
-        rule = f"sample {index} must be an envs.Sample"
-        raise UserError(f"environment '{spec.id}' data", rule, type(sample).__name__, "return Sample(...)")
-    if not (sample.label is None or isinstance(sample.label, str)):
-        rule = f"the label of sample {index} must be a text or None"
-        raise UserError(f"environment '{spec.id}' data", rule, type(sample.label).__name__, "write label=str(...)")
-    return sample
+    return source[index]
 
 
 def _cause(error: Exception) -> str:

@@ -11,7 +11,7 @@ An entry names Python objects as "module:ATTRIBUTE". The `load` methods of `EnvS
       isolation: process                      # optional; `EnvSpec` lists every key
 
 Entries come from three places: this package, installed packages (see `plugin_files`), and the overlay files of a call.
-A later entry replaces an earlier one with the same id.
+A later entry replaces an earlier one with the same id. A broken entry is an error only for whoever uses it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import logging
 from collections.abc import Iterator, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
-from types import MappingProxyType
 
 from pydantic import ValidationError
 
@@ -41,7 +40,39 @@ ENTRY_POINT_GROUP = "trueturn.envs"
 logger = logging.getLogger(__name__)
 
 
-def load_registry(*overlays: Path) -> Mapping[str, EnvSpec]:
+class Registry(Mapping[str, EnvSpec]):
+    """Environments by id. Reading a broken entry raises its error; only the sound ones are counted and iterated over.
+
+    Example::
+
+        registry = load_registry(Path("mine.yaml"))
+        list(registry), list(registry.faults)       # ["geo3k", "calculator", ..., "mine"], ["misspelt"]
+        registry["misspelt"]                        # raises UserError: mine.yaml entry 'misspelt' ...
+    """
+
+    def __init__(self, entries: Mapping[str, EnvSpec | UserError]) -> None:
+        self._specs = {name: entry for name, entry in entries.items() if isinstance(entry, EnvSpec)}
+        #: The error of each broken entry.
+        self.faults = {name: entry for name, entry in entries.items() if isinstance(entry, UserError)}
+
+    def __getitem__(self, env_id: str) -> EnvSpec:
+        """Return an environment. Raises `UserError` if its entry is broken, and `KeyError` if there is none."""
+        if env_id in self.faults:
+            raise self.faults[env_id]
+        return self._specs[env_id]
+
+    def __contains__(self, env_id: object) -> bool:
+        """Return whether there is an entry of this id, sound or broken."""
+        return env_id in self._specs or env_id in self.faults
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._specs)
+
+    def __len__(self) -> int:
+        return len(self._specs)
+
+
+def load_registry(*overlays: Path) -> Registry:
     """Return all environments by id: packaged, installed, and from the overlay files.
 
     Example::
@@ -49,20 +80,20 @@ def load_registry(*overlays: Path) -> Mapping[str, EnvSpec]:
         load_registry(Path("registry.yaml"))["my_env"].max_turns      # 3
 
     Raises:
-        UserError: a file is missing or not YAML, or an entry has an unknown key, a missing key or a wrong value.
+        UserError: a file is missing or not YAML.
     """
-    specs = {spec.id: spec for spec in _read_file(PACKAGED)}
+    entries = _read_file(PACKAGED)
     for name, file in plugin_files():
         try:
-            added = {spec.id: spec for spec in _read_file(file)}
-            if replaced := sorted(specs.keys() & added.keys()):
+            added = _read_file(file)
+            if replaced := sorted(entries.keys() & added.keys()):
                 logger.warning("the installed package '%s' replaces the environments %s", name, ", ".join(replaced))
-            specs |= added
+            entries |= added
         except UserError as error:  # a broken installed package must not stop every command
             logger.warning("left out the environments of the installed package '%s': %s", name, error)
     for file in overlays:
-        specs |= {spec.id: spec for spec in _read_file(file)}
-    return MappingProxyType(specs)
+        entries |= _read_file(file)
+    return Registry(entries)
 
 
 def plugin_files() -> Iterator[tuple[str, Path]]:
@@ -89,7 +120,7 @@ def get_spec(env_id: str, *overlays: Path) -> EnvSpec:
     """Return the environment of that id.
 
     Raises:
-        UserError: there is no such id, or a registry file is wrong (see `load_registry`).
+        UserError: there is no such id, its entry is broken, or a registry file cannot be read.
     """
     registry = load_registry(*overlays)
     if env_id not in registry:
@@ -97,7 +128,8 @@ def get_spec(env_id: str, *overlays: Path) -> EnvSpec:
     return registry[env_id]
 
 
-def _read_file(file: Path) -> list[EnvSpec]:
+def _read_file(file: Path) -> dict[str, EnvSpec | UserError]:
+    """Return the entries of a file; of a broken one its error."""
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -105,10 +137,17 @@ def _read_file(file: Path) -> list[EnvSpec]:
         raise UserError(str(file), "must be a readable registry file", got, "give an existing file") from error
     entries = load_yaml(text, str(file))
     if entries is None:
-        return []
+        return {}
     if not isinstance(entries, dict):
         raise UserError(str(file), "must map environment ids to entries", type(entries).__name__, "write my_env: {...}")
-    return [_parse_entry(file, env_id, entry) for env_id, entry in entries.items()]
+    return {str(env_id): _spec_or_error(file, env_id, entry) for env_id, entry in entries.items()}
+
+
+def _spec_or_error(file: Path, env_id: object, entry: object) -> EnvSpec | UserError:
+    try:
+        return _parse_entry(file, env_id, entry)
+    except UserError as error:
+        return error
 
 
 def _parse_entry(file: Path, env_id: object, entry: object) -> EnvSpec:

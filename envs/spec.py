@@ -29,6 +29,10 @@ _REFERENCE = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
 _ENTRY_POINT = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(:[A-Za-z_]\w*)?$"
 
 
+#: The methods that an episode calls.
+_METHODS = ("reset", "step", "format_observation", "reward", "close")
+
+
 class BuildEnv(Protocol):
     """The entry point of an environment: it builds the environment of one episode."""
 
@@ -184,7 +188,21 @@ class EnvSpec(BaseModel):
 
             install_stand_ins()
             return adapt(self._resolve_callable("entry_point", reference))
-        return self._resolve_callable("entry_point", reference)
+        found = self._resolve_callable("entry_point", reference)
+        self._check_class(reference, found)
+        return found
+
+    def _check_class(self, reference: str, found: Any) -> None:
+        """Raise `UserError` if an entry point is a class that is no environment.
+
+        A class with `__getattr__`, such as a wrapper, may have methods that only its objects show.
+        """
+        field = f"environment '{self.id}' entry_point"
+        missing = [name for name in _METHODS if not hasattr(found, name)]
+        if isinstance(found, type) and missing and not hasattr(found, "__getattr__"):
+            rule = f"'{reference}' must be an environment with {', '.join(_METHODS)}"
+            fix = "derive the class from envs.Env or envs.ToolEnv, or add `compat: slime` if it was written for slime"
+            raise UserError(field, rule, f"a class without {', '.join(missing)}", fix)
 
     def load_dataset(self, split: str, size: int, seed: int) -> SampleSource:
         """Return `size` samples of the built-in data set.

@@ -17,12 +17,14 @@ import docstring_parser
 from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from envs.errors import did_you_mean
+from envs.errors import did_you_mean, shortened
 from envs.types import Content, content_parts
 
 F = TypeVar("F", bound=Callable[..., Any])
 MAX_PROBLEMS_SHOWN = 3
 MAX_FAULT_CHARS = 200
+#: The most characters of an argument's name that a feedback repeats; the model may have written any number.
+MAX_NAME_SHOWN = 60
 
 
 class ToolError(Exception):
@@ -158,7 +160,7 @@ class Tool:
         problems = []
         for problem in error.errors()[:MAX_PROBLEMS_SHOWN]:
             key, *inner = (str(part) for part in problem["loc"])
-            place = f'"{".".join([key, *inner])}"'
+            place = f'"{shortened(".".join([key, *inner]), MAX_NAME_SHOWN)}"'
             if problem["type"] == "missing":
                 problems.append(f"{place} is missing.")
             elif problem["type"] == "extra_forbidden" and not inner:

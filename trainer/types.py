@@ -126,7 +126,8 @@ class StepStats:
     """Statistics of one training step, over all model tokens of the step on all ranks.
 
     - `loss`, `grad_norm`: means over the updates that the step took; 0 if it took none, because no minibatch had an
-      advantage other than 0. `objective`: the objective's own metrics, means over the tokens of all minibatches.
+      advantage other than 0. `objective`: the objective's own metrics, means over the tokens of all minibatches,
+      and `ref_kl_max`, that of the token with the largest.
     - `num_skipped`: updates that were skipped because their gradient was not finite.
     - `rollout_train_kl`: the k3 estimate, mean(rho - 1 - log rho) with log rho = trainer - rollout log-prob, under the
       weights that the step starts from. `kl_by_turn[k - 1]` is the same over the tokens of turn k alone.

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from envs.datasets.hub import check_is_there
 from envs.errors import UserError, first_line
 
 
@@ -89,6 +90,7 @@ def read_config(path: str | Path) -> Any:
     """Return the Transformers configuration of a checkpoint folder or hub id. Raises `UserError` if there is none."""
     from transformers import AutoConfig
 
+    check_is_there(path)
     with _checkpoint_errors(path):
         return AutoConfig.from_pretrained(path)
 

@@ -23,7 +23,9 @@ class SelectionConfig(Section):
     phase: tuple[str, ...] = Field(
         default=(), description="what it was played for: train, before, after, evaluate or play"
     )
-    way: tuple[str, ...] = Field(default=(), description="how it was played: train, with_tool, without_tool or play")
+    way: tuple[str, ...] = Field(
+        default=(), description="how it was played: train, with_tool, without_tool, no_tools or play"
+    )
     step: tuple[int, ...] = Field(default=(), description="training step during which it ended")
     end_reason: tuple[EndReason, ...] = Field(default=(), description="why it ended")
     min_reward: float | None = Field(default=None, description="lowest reward; empty: any")

@@ -10,6 +10,7 @@ from typing import Any
 
 from agents.model import STARTER_PATH
 from agents.rendering.images import ImageStore
+from envs.datasets.hub import check_is_there
 from envs.errors import UserError, first_line
 
 
@@ -47,10 +48,12 @@ def read_tokenizer_files(path: str | Path) -> TokenizerFiles:
     over the template of its tokenizer.
 
     Raises:
-        UserError: there is no tokenizer, no chat template, or no image processor though the model has a vision part.
+        UserError: there is no such model, no tokenizer, no chat template, or no image processor though the model has a
+            vision part.
     """
     from transformers import AutoTokenizer
 
+    check_is_there(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except Exception as error:  # Transformers raises OSError, ValueError, KeyError or TypeError for a missing file

@@ -38,6 +38,9 @@ M = TypeVar("M", bound=BaseModel)
 #: How `trueturn` starts a sub-command: as `sys.argv[0]` of it, such as "trueturn run".
 PROGRAM = "trueturn "
 
+#: The most flags that an error lists; with more of them it points to --help.
+MAX_LISTED = 20
+
 
 class _Parser(argparse.ArgumentParser):
     """Raises `UserError` where argparse would print usage and exit."""
@@ -70,7 +73,9 @@ def parse(model: type[M], argv: Sequence[str] | None, prog: str, description: st
     if unknown:
         flag = unknown[0].split("=")[0]
         others = ("--config", "--print-config") if layers else ()
-        raise UserError(flag, "is no flag of this command", unknown[0], _instead(model, flag, (*flags, *others), known))
+        fix = layers.translated(model, flag) if layers else ""
+        fix = fix or _instead(model, flag, (*flags, *others), known)
+        raise UserError(flag, "is no flag of this command", unknown[0], fix)
     settings: Settings = {
         path: Setting(value, flag) for flag, path in flags.items() if (value := known[path[-1]]) not in (None, [])
     }
@@ -88,9 +93,9 @@ def parse(model: type[M], argv: Sequence[str] | None, prog: str, description: st
 def _instead(model: type[BaseModel], word: str, flags: Collection[str], given: Mapping[str, Any]) -> str:
     """Return the fix for a word that is no flag and belongs to none."""
     fields = [(path[-1], field) for path, field in leaves(model)]
-    fix = did_you_mean(word, flags)
-    if fix.startswith("did"):
+    if (fix := did_you_mean(word, flags)).startswith("did"):
         return fix
+    fix = fix if len(flags) <= MAX_LISTED else "--help lists all flags"
     if word.startswith("-"):  # argparse may have read the value of an unknown flag as the argument
         value = next((given[name] for name, field in fields if field.is_required()), None)
         return f"write {value} without {word}" if value is not None else fix

@@ -7,13 +7,13 @@ order, environment variables, flags.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import BaseModel
 
 from envs.config.files import parse_yaml, read_file
-from envs.config.settings import FieldPath, Setting, Settings, is_tuple, is_under, leaves
+from envs.config.settings import FieldPath, Setting, Settings, flag_of, is_tuple, is_under, leaves
 from envs.errors import UserError, did_you_mean
 
 #: How the names of environment variables begin.
@@ -32,6 +32,9 @@ class Sources:
         inherited: sections and fields that `inherit` takes; it leaves out all others.
         shared: model of another command. Environment variables of its fields are ignored where this command has no such
             field, so a variable that is exported for one command does not stop another.
+        other_names: what other programs call the fields, such as `{"TRL": {"beta": "kl_coef"}}`, to answer a flag or
+            variable of theirs.
+        secrets: variables that are no settings, because their values must not be written; other code reads them.
 
     Example::
 
@@ -43,6 +46,8 @@ class Sources:
     inherit: FieldPath = ()
     inherited: tuple[FieldPath, ...] = ()
     shared: type[BaseModel] | None = None
+    other_names: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    secrets: tuple[str, ...] = ()
 
     def find(self, name: str) -> Path:
         """Return the file that `--config` names: a ready configuration, or a path."""
@@ -63,15 +68,31 @@ class Sources:
     def read_variables(self, model: type[BaseModel], environ: Mapping[str, str]) -> Settings:
         """Return the settings of the environment variables. Raises `UserError` for a variable that no field has."""
         fields = {PREFIX + path[-1].upper(): (path, field) for path, field in leaves(model)}
-        known = {PREFIX + path[-1].upper() for path, _ in leaves(self.shared or model)} | fields.keys()
+        known = (
+            {PREFIX + path[-1].upper() for path, _ in leaves(self.shared or model)} | fields.keys() | {*self.secrets}
+        )
         settings: Settings = {}
         for name, text in sorted(environ.items()):
             if name in fields:
                 path, field = fields[name]
                 settings[path] = Setting(_items(name, text) if is_tuple(field) else text, name)
             elif name.startswith(PREFIX) and name not in known:
-                raise UserError(name, "is no setting of this command", f"{name}={text}", did_you_mean(name, known))
+                fix = self.translated(model, name.removeprefix(PREFIX)) or did_you_mean(name, known)
+                raise UserError(name, "is no setting of this command", f"{name}={text}", fix)
         return settings
+
+    def translated(self, model: type[BaseModel], flag: str) -> str:
+        """Return which flag of ours an unknown one of another program is; empty if it is of none, or not of `model`.
+
+        Example: "--beta of TRL is --kl-coef here: weight of the KL to the reference network in the loss".
+        """
+        name, fields = flag.lstrip("-+~").replace("-", "_").lower(), {path[-1]: field for path, field in leaves(model)}
+        for own in dict.fromkeys(names[name] for names in self.other_names.values() if name in names):
+            if own in fields:
+                users = [user for user, names in self.other_names.items() if names.get(name) == own]
+                described = f"{flag_of(own, fields[own])} here: {fields[own].description}"
+                return f"{flag} of {' and '.join(users)} is {described}"
+        return ""
 
     def read_base(self, model: type[BaseModel], above: Settings) -> Settings:
         """Return the settings of the run folder to resume or to inherit from, if the layers above name one."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from envs.datasets.hub import hub_problem
 from envs.errors import UserError, did_you_mean, first_line
 
 if TYPE_CHECKING:
@@ -281,6 +282,8 @@ def _load_saved(folder: Path, split: str) -> Rows:
 def _open_hub(name: str, split: str) -> RowSource:
     from datasets import config
 
+    if problem := hub_problem(name, "dataset"):
+        raise UserError(name, "must be a data set of the hub, or a file or folder here", name, problem)
     rows = _load_hugging_face(name, split, name)
     # The library's own paths point into its cache; a row must not name any other file.
     return RowSource(rows, f"{name}[{split}]", f"{name.split('/')[-1]}-{split}", Path(config.HF_CACHE_HOME))

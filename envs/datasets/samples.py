@@ -191,14 +191,15 @@ def filter_overlong(
     """Return the samples with at most `max_prompt_tokens` tokens by `length`, and the number of dropped samples.
 
     Raises:
-        UserError: no sample is short enough.
+        UserError: there is no sample, or none is short enough.
     """
+    if not len(samples):
+        raise UserError("problems", "must be at least one", 0, "give --data, or fix the environment's data set")
     lengths = [length(samples[index]) for index in range(len(samples))]
     kept = tuple(index for index, tokens in enumerate(lengths) if tokens <= max_prompt_tokens)
     if not kept:
         rule = f"must leave at least one of {len(lengths)} samples"
-        fix = f"the shortest prompt has {min(lengths)} tokens" if lengths else "the source is empty"
-        raise UserError("max_prompt_tokens", rule, max_prompt_tokens, fix)
+        raise UserError("max_prompt_tokens", rule, max_prompt_tokens, f"the shortest prompt has {min(lengths)} tokens")
     return Subset(samples, kept), len(lengths) - len(kept)
 
 

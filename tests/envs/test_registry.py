@@ -75,7 +75,7 @@ def overlay(folder: Path, text: str, name: str = "mine.yaml") -> Path:
 
 def error_of(file: Path) -> str:
     with pytest.raises(UserError) as caught:
-        load_registry(file)
+        raise next(iter(load_registry(file).faults.values()))
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -157,6 +157,16 @@ def test_a_wrong_entry_is_one_line_that_names_file_and_entry(
     error = error_of(file)
     assert error.startswith(str(file))
     assert message in error
+
+
+def test_a_broken_entry_is_an_error_for_whoever_uses_it_and_for_nobody_else(tmp_path: Path) -> None:
+    file = overlay(tmp_path, "one: {max_turn: 1}\ngeo3k: 3\n" + ENTRY.format(module="m"))
+    registry = load_registry(file)
+    assert "counter" in registry and registry["counter"].max_turns == 2
+    assert {"one", "geo3k"}.isdisjoint(list(registry)) and len(registry) == len(load_registry())
+    for env_id in ("one", "geo3k"):  # the packaged geo3k does not take the place of the broken one
+        with pytest.raises(UserError, match=f"entry '{env_id}': must"):
+            get_spec(env_id, file)
 
 
 def test_a_missing_overlay_is_a_user_error(tmp_path: Path) -> None:
@@ -260,7 +270,7 @@ def test_an_installed_package_brings_environments_and_is_not_imported(
 @pytest.mark.parametrize(
     ("registry", "value", "said"),
     [
-        ("theirs: {max_turns: none}", None, "left out the environments of the installed package 'their_envs'"),
+        ("theirs: {", None, "left out the environments of the installed package 'their_envs'"),
         (None, None, "left out the environments of the installed package 'their_envs'"),
         ("", "no_such_package", "names no package: no_such_package"),
         ("", "their_envs:build_env", "names no package: their_envs:build_env"),
@@ -339,3 +349,23 @@ def test_a_data_set_that_gives_no_samples_is_told_how_it_is_called(code: str, me
         spec.load_dataset("train", size=2, seed=0)
     assert str(caught.value).startswith("environment 'mine' dataset: samples(split='train', size=2, seed=0")
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("body", "missing"), [("pass", "reset, step"), ("def step(self, text): pass", "reset, format")]
+)
+def test_an_entry_point_that_is_a_class_without_episodes_is_told_what_it_lacks(
+    body: str, missing: str, write_module
+) -> None:
+    write_module("no_env", f"class StepEnv:\n    {body}\n")
+    spec = EnvSpec(id="mine", entry_point="no_env:StepEnv", description="", max_turns=1)
+    with pytest.raises(UserError) as caught:
+        load_env(spec)
+    assert "environment 'mine' entry_point: 'no_env:StepEnv' must be an environment with reset" in str(caught.value)
+    assert f"got a class without {missing}" in str(caught.value)
+
+
+def test_a_class_whose_objects_make_up_their_methods_may_be_an_entry_point(write_module) -> None:
+    write_module("wrapping_env", "class Wrapping:\n    def __getattr__(self, name): return None\n")
+    spec = EnvSpec(id="mine", entry_point="wrapping_env:Wrapping", description="", max_turns=1)
+    assert load_env(spec).__name__ == "Wrapping"  # type: ignore[attr-defined]

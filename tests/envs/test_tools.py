@@ -291,3 +291,12 @@ def test_a_description_in_the_type_is_shown_too() -> None:
 def test_the_member_of_an_enumeration_of_texts_is_its_text() -> None:
     content = to_content(Colour.RED)
     assert (content, type(content)) == ("red", str)
+
+
+@pytest.mark.parametrize("name", ["x" * 50_000, "\n".join("y" * 5_000)])
+def test_feedback_repeats_no_endless_name_of_an_argument(name: str) -> None:
+    def price(fruit: str, pieces: int = 1) -> float: ...
+
+    with pytest.raises(BadArgumentsError) as caught:
+        Tool.of(price).check({"fruit": "apple", name: 1})
+    assert len(str(caught.value)) < 200 and f'"{name[:57]}..." is no argument of price' in str(caught.value)

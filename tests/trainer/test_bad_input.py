@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import subprocess
 import sys
 import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
 from agents.model import STARTER_PATH
 from envs.config.cli import exit_code
 from envs.errors import UserError
 from trainer.checkpoint.run_dir import make_folder
+from trainer.config.rollout import API_KEY_VARIABLE, ServersConfig
 from trainer.config.run import RunDirConfig
 from trainer.export import run as export
 from trainer.run import run
+from trainer.setup.components import engine_api_key
 
 ROW = {"problem": "<image>Find x.", "answer": "5", "images": ["a.png"]}
 
@@ -65,11 +70,13 @@ def complaint(argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--device", "abacus"], ["--device", "abacus"]),
         (["--device", "cuda:1"], ["--device", "CUDA_VISIBLE_DEVICES=1"]),
         (["--lr", "inf"], ["--lr", "finite"]),
+        (["--lora-rank", "4", "--lora-targets", "nope"], ["error: --lora-targets: must end", "nope", "q_proj"]),
         (["--lora-alpha", "8"], ["--lora-alpha", "--lora-rank"]),
         (["--engine", "vllm"], ["--engine", "sglang", "vllm"]),
         (["--engine-url", "http://127.0.0.1:9"], ["--engine-url", "http://127.0.0.1:9", "SGLang server"]),
         (["--engine-url", "127.0.0.1:9"], ["--engine-url", "127.0.0.1:9"]),
         (["--engine-url", "http://127.0.0.1:9", "--engine", "hf"], ["--engine-url", "hf"]),
+        (["--engine-api-key-file", "nowhere.key"], ["--engine-api-key-file", "must be readable", "nowhere.key"]),
         (["--template-options", "[1]"], ["--template-options", "JSON object", "[1]"]),
         (["--template-options", "{"], ["--template-options", "JSON object"]),
         (["--context-length", "100000"], ["--context-length", "4096"]),
@@ -170,3 +177,100 @@ def test_an_engine_url_where_something_else_answers_is_found_before_step_0(
         threading.Thread(target=answer, daemon=True).start()
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
         assert "must be a running SGLang server" in complaint(["--engine-url", url], tmp_path, capsys)
+
+
+def test_a_key_comes_from_its_file_or_variable_and_stands_in_no_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "key"
+    file.write_text("from-file\n")
+    monkeypatch.setenv(API_KEY_VARIABLE, "from-variable")
+    assert engine_api_key(ServersConfig()) == "from-variable"
+    assert engine_api_key(ServersConfig(engine_api_key_file=file)) == "from-file"
+    with pytest.raises(SystemExit):
+        run(["--engine-api-key-file", str(file), "--print-config"])
+    shown = capsys.readouterr().out
+    assert f"engine_api_key_file: {file}" in shown and "from-" not in shown
+    file.write_text("two words")
+    with pytest.raises(UserError, match="--engine-api-key-file: must hold a key, one word") as caught:
+        engine_api_key(ServersConfig(engine_api_key_file=file))
+    assert "two words" not in str(caught.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPU")
+def test_a_gpu_that_is_not_there_is_not_offered_as_the_fix(tmp_path: Path, capsys) -> None:
+    line = complaint(["--device", "cuda"], tmp_path, capsys)
+    assert "--device" in line and "give cpu: torch sees no GPU here" in line
+
+
+@pytest.mark.parametrize(
+    ("samples", "words"),
+    [
+        ("[{'problem': 'a', 'answer': 'b'}] * size", "sample 0 must be an envs.Sample, got dict"),
+        ("[Sample('a', TURN, {'x': 1})] * size", "the label of sample 0 must be a text or None, got dict"),
+        (
+            "[Sample('a', {'q': 1}, '1')] * size",
+            "the prompt of sample 0 must be a tuple of chat messages, got {'q': 1}",
+        ),
+        ("[Sample('a', ('Find x.',), '1')] * size", "the prompt of sample 0 must be a tuple of chat messages"),
+        ("[]", "problems: must be at least one, got 0; give --data"),
+    ],
+)
+def test_an_environments_own_data_that_is_none_is_one_line(
+    samples: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = (
+        f"from envs import Sample\nTURN = ({{'role': 'user', 'content': 'q'}},)\ndef samples(**_): return {samples}\n"
+    )
+    code = code.replace("**_", "split, size, seed")
+    (tmp_path / "oddly_filled.py").write_text(code)
+    registry = tmp_path / "odd.yaml"
+    entry = "entry_point: envs.calculator:CalculatorEnv, description: d, max_turns: 1, dataset: oddly_filled:samples"
+    registry.write_text(f"odd: {{{entry}}}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "oddly_filled", raising=False)
+    assert words in complaint(["--env", "odd", "--registry", str(registry)], tmp_path, capsys)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--model", "some/modle"], "--model: must be a model folder or hub id, got some/modle; "),
+        (
+            ["--data", "some/rows"],
+            "some/rows: must be a data set of the hub, or a file or folder here, got some/rows; ",
+        ),
+    ],
+)
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_mistyped_id_asks_the_hub_once_and_is_one_line(
+    flags: list[str], words: str, answers: bool, tmp_path: Path
+) -> None:
+    asked: list[str] = []
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(404)
+            self.send_header("X-Error-Code", "RepoNotFound")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+        do_HEAD = do_GET
+
+    server = HTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    if not answers:
+        server.shutdown()
+        server.server_close()
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    environment = {**os.environ, "HF_ENDPOINT": url, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+    command = [sys.executable, "-m", "trainer.run", "--env", "calculator", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if answers:
+        server.shutdown()
+        server.server_close()
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert words in done.stderr and ("the hub has no such" if answers else "the hub gives no answer") in done.stderr
+    assert sum("/some/" in path for path in asked) == answers

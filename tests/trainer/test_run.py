@@ -155,7 +155,7 @@ def test_every_bundled_environment_trains(env_id: str, checkpoint: Path, tmp_pat
     assert not {"env_error", "env_timeout", "invalid_stream"} & summary["end_reasons"].keys()
     spec = json.loads((tmp_path / "run" / "environment.json").read_text())
     assert (spec["id"], spec["max_turns"]) == (env_id, load_registry()[env_id].max_turns)
-    expected = {"with_tool"} if env_id in ("geo3k_single", "guess") else {"with_tool", "without_tool"}
+    expected = {"no_tools"} if env_id in ("geo3k_single", "guess") else {"with_tool", "without_tool"}
     assert set(summary["accuracy_after"]) == expected
 
 

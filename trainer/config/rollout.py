@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
 from envs.config.settings import Section
+
+#: Holds the API key of the servers. It is no setting: a key must not stand in config.yaml.
+API_KEY_VARIABLE = "TRUETURN_ENGINE_API_KEY"
 
 
 class ServersConfig(Section):
@@ -18,6 +22,11 @@ class ServersConfig(Section):
     )
     engine_url: tuple[str, ...] = Field(
         default=(), description="running SGLang server, such as http://gpu1:30000; empty: start servers on this host"
+    )
+    engine_api_key_file: Path | None = Field(
+        default=None,
+        description="file with the API key of the servers; empty: the variable TRUETURN_ENGINE_API_KEY, or without it "
+        "a random key for started servers and none for running ones",
     )
     num_servers: int = Field(default=1, ge=1, description="SGLang servers to start")
     tensor_parallel: int = Field(default=1, ge=1, description="GPUs of one started server")

@@ -12,6 +12,8 @@ from envs.config.files import dump, read_file
 from envs.config.settings import FieldPath, changed, flag_of, is_under, leaves, validate, with_absolute_paths
 from envs.config.sources import PREFIX, Sources
 from envs.errors import UserError
+from trainer.config.other_trainers import OTHER_TRAINERS
+from trainer.config.rollout import API_KEY_VARIABLE
 from trainer.config.run import RunConfig
 
 C = TypeVar("C", bound=BaseModel)
@@ -46,6 +48,8 @@ SOURCES = Sources(
     inherit=REPLAY,
     inherited=INHERITED,
     shared=RunConfig,
+    other_names=OTHER_TRAINERS,
+    secrets=(API_KEY_VARIABLE,),
 )
 
 #: Sections and fields that must stay the same when a run is resumed. All others may change.

@@ -23,7 +23,7 @@ from trainer.metrics.log import tool_outcomes
 #: The key in a step's info for the score, from 0 to 1, of an answer that the model gave in that turn.
 TOOL_SCORE = "tool_score"
 TAGS = ("family", "level")
-WITH_TOOL, WITHOUT_TOOL = "with_tool", "without_tool"
+WITH_TOOL, WITHOUT_TOOL, NO_TOOLS = "with_tool", "without_tool", "no_tools"
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,12 @@ def ways(max_turns: int, has_tools: bool) -> tuple[Way, ...]:
 
     >>> [way.name for way in ways(3, has_tools=True)]
     ['with_tool', 'without_tool']
+    >>> [way.name for way in ways(3, has_tools=False)]
+    ['no_tools']
     """
-    every = Way(WITH_TOOL, max_turns, True), Way(WITHOUT_TOOL, 1, False)
-    return every if has_tools else every[:1]
+    if not has_tools:
+        return (Way(NO_TOOLS, max_turns, True),)
+    return Way(WITH_TOOL, max_turns, True), Way(WITHOUT_TOOL, 1, False)
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ from trainer.setup.components import (
     build_episode,
     check_device,
     check_engine,
-    check_server,
+    check_servers,
     place_servers,
 )
 from trainer.setup.model_source import check_fit, resolve_model, template_options
@@ -113,8 +113,7 @@ def prepare(config: EvaluateConfig) -> EvaluationContext:
     check_fit(config.model, data.max_prompt_tokens, facts)
     check_device(config.model.device)
     chosen = check_engine(config.engine)
-    for url in config.engine.engine_url:
-        check_server(url, facts)
+    check_servers(config.engine, facts)
     renderer = Renderer.from_checkpoint(model_path, template_options(config.model))
     if data.data:
         samples = load_rows(spec, data, data.data, data.split or "train", data.size)

@@ -5,6 +5,7 @@ Legend: N model tokens of a micro-batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -40,6 +41,7 @@ class StepSums:
     entropy: Tensor
     loss: Tensor
     objective: dict[str, Tensor] = field(default_factory=dict)
+    ref_kl_max: Tensor | None = None
     num_tokens_seen: int = 0
     grad_norms: list[float] = field(default_factory=list)
     num_skipped: int = 0
@@ -61,6 +63,9 @@ class StepSums:
         """Add the loss and the objective's own sums of a micro-batch of `num_tokens` model tokens."""
         self.num_tokens_seen += num_tokens
         self.loss = self.loss + result.loss.detach()
+        if result.ref_kl_max is not None:
+            largest = result.ref_kl_max
+            self.ref_kl_max = largest if self.ref_kl_max is None else torch.maximum(self.ref_kl_max, largest)
         for name, value in result.sums.items():
             self.objective[name] = self.objective.get(name, 0.0) + value
 
@@ -75,7 +80,8 @@ class StepSums:
         mine = torch.stack([self.loss, self.entropy, *self.objective.values()]).tolist()
         values = [*mine[:2], float(self.num_tokens_seen), *mine[2:], *self.logprob_sums.sums]
         loss, entropy, seen, *rest = reduce_over_ranks(values, dist.ReduceOp.SUM, self.device)
-        [largest] = reduce_over_ranks([self.logprob_sums.largest], dist.ReduceOp.MAX, self.device)
+        kl_max = -math.inf if self.ref_kl_max is None else self.ref_kl_max.item()
+        largest, kl_max = reduce_over_ranks([self.logprob_sums.largest, kl_max], dist.ReduceOp.MAX, self.device)
         gap = self.logprob_sums.stats(rest[len(names) :], largest)
         return StepStats(
             loss=loss / max(1, len(self.grad_norms)),
@@ -90,7 +96,8 @@ class StepSums:
             logprob_gap_p99=gap.p99,
             logprob_gap_max=gap.max,
             entropy=entropy / max(1, gap.num_tokens),
-            objective={name: value / max(1.0, seen) for name, value in zip(names, rest, strict=False)},
+            objective={name: value / max(1.0, seen) for name, value in zip(names, rest, strict=False)}
+            | ({} if kl_max == -math.inf else {"ref_kl_max": kl_max}),
             logprobs=_by_key(self.logprobs),
         )
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from agents.engines.sglang.client import LOCAL_HOSTS
 from agents.model.architectures import architecture_of, read_config
 from agents.model.policy import PolicyModel
 from agents.rendering.renderer import Renderer
@@ -20,8 +21,6 @@ from trainer.preflight.checks.versions import Uses, check_versions, read_version
 from trainer.preflight.finding import Verdict, combine
 from trainer.preflight.memory_estimate import MetaNetworks, Parameters
 from trainer.setup.model_source import resolve_model, template_options
-
-_LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 class ConfigChecks:
@@ -88,7 +87,7 @@ class ConfigChecks:
         need = DiskNeed.of(config, self.networks.num_parameters, num_trained, self.uses_servers)
         urls = config.engine.engine_url if config.plays else ()
         others = [urlsplit(url).hostname or url for url in urls]
-        others = [host for host in others if host not in _LOCAL]
+        others = [host for host in others if host not in LOCAL_HOSTS]
         others += [f"the cluster at {config.cluster.ray_address}"] if config.cluster.ray_address else []
         return check_folder(config.log.out, need, tuple(dict.fromkeys(others)))
 

@@ -57,6 +57,7 @@ class QuickChecks:
         """Run the checks that need no loaded network.
 
         Raises:
+            UserError: the adapters cannot be made as configured.
             RunRefused: a check found a fault, and `--doctor` is stop.
         """
         if self._mode == "off":
@@ -66,6 +67,7 @@ class QuickChecks:
             checks.network  # noqa: B018 - the code that loads the checkpoint says what is wrong with it
         except UserError:
             return
+        checks.networks.trained(checks.config.learner)  # a wrong flag of the adapters is no finding of a check
         self._log.add("versions", checks.versions)
         self._log.add("run folder", checks.run_folder)
         self._log.add("memory", checks.memory)

@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 KL = "rollout_train_kl"
 MAX_REWARDS_SHOWN = 4
+#: A KL of one token to the reference that is over this can rule the loss of a step.
+LARGE_KL = 10.0
 
 
 class InvalidStreams(RuntimeError):
@@ -166,6 +168,8 @@ class TrainingSession(RunSession[LoopState]):
             logger.warning(f"nothing to learn from: no group has two valid episodes; see {see}")
         elif stats and not stats.num_updates:
             logger.warning(f"step {self.step} made no update: {why_no_update(rollout, stats)}")
+        if stats and (note := large_kl(stats)):
+            logger.warning(f"step {self.step}: {note}")
         self.end_step()
 
     def state_now(self) -> LoopState:
@@ -222,6 +226,17 @@ class TrainingSession(RunSession[LoopState]):
             await self.rollouts.close()
         finally:
             self.context.close()
+
+
+def large_kl(stats: StepStats) -> str:
+    """Return what is wrong if one token has a KL to the reference that can rule the loss; empty if none has."""
+    largest = stats.objective.get("ref_kl_max", 0.0)
+    if not largest > LARGE_KL:
+        return ""
+    return (
+        f"one token has a KL to the reference of {largest:.3g}, which can rule the loss: k3 grows as e^gap without "
+        "bound; give --kl-estimator k2, which grows as gap^2, or a smaller --kl-coef or --lr"
+    )
 
 
 def why_no_update(rollout: StepRollout, stats: StepStats) -> str:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import http.client
 import importlib.util
 import json
+import os
 import shlex
+import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -23,17 +25,18 @@ import torch
 from agents.engines.base import Engine
 from agents.engines.hf import HFEngine
 from agents.engines.sglang import SGLangEngine, SGLangSettings
+from agents.engines.sglang.client import authorization, uses_proxy
 from agents.model.architectures import ModelFacts
 from agents.model.policy import PolicyModel
 from agents.rendering.renderer import Renderer
 from agents.rendering.thinking import find_thinking
 from agents.rollout.episode import Episode, Limits
 from agents.types import SamplingParams
-from envs.errors import UserError
+from envs.errors import UserError, first_line
 from envs.spec import EnvLimits, EnvSpec
 from trainer.config.inputs import ModelConfig
 from trainer.config.learner import ClusterConfig, LearnerPlan, OptimConfig
-from trainer.config.rollout import EngineConfig, ServersConfig
+from trainer.config.rollout import API_KEY_VARIABLE, EngineConfig, ServersConfig
 from trainer.learner.cuda_ipc import lend_weights
 from trainer.learner.fsdp_learner import build_learner
 from trainer.learner.protocol import Learner
@@ -58,8 +61,7 @@ def check_processes(engine: ServersConfig, cluster: ClusterConfig, model: ModelC
     check_learner(cluster, model)
     if check_engine(engine, cluster.num_gpus) == "hf" and cluster.num_gpus:
         check_device("cuda")
-    for url in engine.engine_url:
-        check_server(url, facts)
+    check_servers(engine, facts)
 
 
 def check_learner(cluster: ClusterConfig, model: ModelConfig) -> None:
@@ -98,7 +100,8 @@ def check_device(name: str) -> None:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).split("\n")[0]
-        raise UserError("--device", "must be usable by torch", name, f"give cpu or cuda ({reason})") from error
+        usable = "cpu or cuda" if torch.cuda.is_available() else "cpu: torch sees no GPU here"
+        raise UserError("--device", "must be usable by torch", name, f"give {usable} ({reason})") from error
 
 
 def check_engine(engine: ServersConfig, num_gpus: int = 0) -> Literal["hf", "sglang"]:
@@ -113,11 +116,46 @@ def check_engine(engine: ServersConfig, num_gpus: int = 0) -> Literal["hf", "sgl
     return "sglang"
 
 
-def check_server(url: str, facts: ModelFacts) -> None:
-    """Raise `UserError` if a server does not answer, or serves another architecture."""
+def engine_api_key(engine: ServersConfig) -> str:
+    """Return the API key of the servers, from its file or variable; empty if there is none.
+
+    Raises:
+        UserError: the file cannot be read, or holds no key.
+    """
+    file = engine.engine_api_key_file
+    if file is None:
+        return os.environ.get(API_KEY_VARIABLE, "").strip()
     try:
-        with urllib.request.urlopen(f"{url.rstrip('/')}/model_info", timeout=10) as answer:
+        api_key = file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        fix = f"give a file that holds the key ({first_line(error)})"
+        raise UserError("--engine-api-key-file", "must be readable", str(file), fix) from error
+    if not api_key.isascii() or len(api_key.split()) != 1:  # never shown: it may be most of a key
+        rule, fix = "must hold a key, one word of ASCII characters", "write the key alone"
+        raise UserError("--engine-api-key-file", rule, str(file), fix)
+    return api_key
+
+
+def check_servers(engine: ServersConfig, facts: ModelFacts) -> None:
+    """Raise `UserError` if the key cannot be read, or a running server cannot be used."""
+    api_key = engine_api_key(engine)
+    for url in engine.engine_url:
+        check_server(url, facts, api_key)
+
+
+def check_server(url: str, facts: ModelFacts, api_key: str = "") -> None:
+    """Raise `UserError` if a server does not answer, refuses the key, or serves another architecture."""
+    handlers = () if uses_proxy(url) else (urllib.request.ProxyHandler({}),)
+    try:
+        request = urllib.request.Request(f"{url.rstrip('/')}/model_info", headers=authorization(api_key))
+        with urllib.request.build_opener(*handlers).open(request, timeout=10) as answer:
             served = tuple(dict(json.load(answer)).get("architectures") or ())
+    except urllib.error.HTTPError as error:
+        if error.code not in (401, 403):
+            raise UserError("--engine-url", "must be a running SGLang server", url, f"start it ({error})") from error
+        got = "another key" if api_key else "none"
+        fix = f"give its key with --engine-api-key-file or {API_KEY_VARIABLE}"
+        raise UserError("--engine-api-key-file", f"must hold the key of {url}", got, fix) from error
     except (OSError, ValueError, TypeError, http.client.HTTPException) as error:
         raise UserError("--engine-url", "must be a running SGLang server", url, f"start it ({error})") from error
     if served and facts.architectures and served != facts.architectures:
@@ -239,6 +277,7 @@ def server_settings(
         dtype=dtype,
         arguments=tuple(shlex.split(engine.engine_args)),
         log_folder=log_folder,
+        api_key=engine_api_key(engine),
         request_timeout_s=engine.request_timeout_s,
     )
 

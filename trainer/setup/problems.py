@@ -10,7 +10,7 @@ from envs.contract import EnvFault
 from envs.datasets.samples import load_samples
 from envs.errors import UserError
 from envs.execution.runner import EnvRunner, last_line
-from envs.problems import RowsConfig, with_system_prompt
+from envs.problems import RowsConfig, checked_problems
 from envs.spec import BuildEnv, EnvLimits, EnvSpec
 from envs.tool_calls import ToolFormat
 from envs.types import Sample, SampleSource
@@ -54,7 +54,7 @@ def load_rows(
 
 def own_problems(spec: EnvSpec, data: PromptsConfig, split: str, size: int, seed: int) -> SampleSource:
     """Return the environment's own problems, with the same system prompt as in `load_rows`."""
-    return with_system_prompt(spec.load_dataset(split, size, seed), data.system_prompt or spec.load_system_prompt())
+    return checked_problems(spec, split, size, seed, data.system_prompt or spec.load_system_prompt())
 
 
 def check_command(env: EnvConfig, data: RowsConfig) -> str:

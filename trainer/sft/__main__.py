@@ -14,13 +14,17 @@ from envs.config.files import read_file
 from envs.config.settings import validate
 from envs.config.sources import Sources
 from envs.errors import UserError
+from trainer.config.other_trainers import OTHER_TRAINERS
+from trainer.config.rollout import API_KEY_VARIABLE
 from trainer.config.run import RunConfig
 from trainer.config.sft import SftConfig
 from trainer.config.sources import FIXED, RECIPES, RESUME, check_resumable, with_whole_paths
 from trainer.metrics.console import Display, open_console
 
 #: What the command reads besides flags.
-SOURCES = Sources(ready=RECIPES / "sft", resume=RESUME, shared=RunConfig)
+SOURCES = Sources(
+    ready=RECIPES / "sft", resume=RESUME, shared=RunConfig, other_names=OTHER_TRAINERS, secrets=(API_KEY_VARIABLE,)
+)
 #: What stays as it is when a run is resumed; the number of steps decides the learning rate and may change.
 SFT_FIXED = (*FIXED, ("batch_size",), ("registry",))
 

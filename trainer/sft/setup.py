@@ -17,7 +17,7 @@ from envs.datasets.rows import open_rows
 from envs.datasets.samples import RowSamples
 from envs.errors import UserError
 from envs.execution.load import load_env
-from envs.problems import with_system_prompt
+from envs.problems import checked_problems
 from envs.registry import get_spec
 from envs.spec import EnvSpec
 from envs.tool_calls import ToolFormat, detect_format
@@ -89,6 +89,8 @@ def prepare(config: SftConfig, data: SftData) -> SftContext:
         UserError: the processes cannot start, device or folder cannot be used, or the network cannot be trained.
     """
     count = len(data.train)
+    if not count:
+        raise UserError("conversations", "must be at least one", 0, "give --data, or fix the environment's data set")
     if config.batch_size > count:
         rule = f"must be at most the {count} conversations that there are"
         raise UserError("--batch-size", rule, config.batch_size, "give less, or more conversations")
@@ -117,7 +119,7 @@ def _sources(
 
     def own(split: str, size: int, seed: int) -> ConversationSource:
         assert spec is not None, "only an environment has problems of its own"
-        samples = with_system_prompt(spec.load_dataset(split, size, seed), data.system_prompt or prompt)
+        samples = checked_problems(spec, split, size, seed, data.system_prompt or prompt)
         return AnsweredSamples(samples, data.answer_format, options.default_tools)
 
     if data.data:
@@ -138,7 +140,7 @@ def _tools(config: SftConfig, spec: EnvSpec, tool_format: ToolFormat) -> tuple[M
     The problem is one of the environment's own, else a row's; without either there are no tools.
     """
     if spec.dataset:
-        samples: SampleSource = spec.load_dataset("train", NUM_PROBED, config.seed)
+        samples: SampleSource = checked_problems(spec, "train", NUM_PROBED, config.seed)
     else:
         rows = open_rows(config.data.data, "train")
         if config.data.prompt_key not in rows.rows[0]:

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 
 #: Time limits: to answer `model_info`, which a busy server does late, and to load weights.
 ALIVE_S, UPDATE_S = 20.0, 600.0
+
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
+
+
+def authorization(api_key: str) -> dict[str, str]:
+    """Return the headers that prove the key; none without a key."""
+    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+
+def uses_proxy(url: str) -> bool:
+    """Return whether `http_proxy` and its like count for a server; they never do for one on this host."""
+    return urlsplit(url).hostname not in LOCAL_HOSTS
 
 
 class ServerLost(Exception):

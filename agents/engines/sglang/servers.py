@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import random
+import secrets
 import shlex
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +26,7 @@ from pathlib import Path
 
 import aiohttp
 
-from agents.engines.sglang.client import SGLangClient
+from agents.engines.sglang.client import SGLangClient, authorization, uses_proxy
 from envs.errors import UserError
 
 POLL_S = 0.5
@@ -36,6 +39,8 @@ class SGLangSettings:
 
     With `urls` the servers there are used and never stopped. Else `num_servers` servers of `model_path` are started,
     server k on GPU `first_gpu + k * tensor_parallel`. `command` starts a server and takes SGLang's arguments.
+    Every call proves `api_key`. Started servers ask for it, and for a random key if there is none and `arguments` give
+    none.
     """
 
     model_path: str = ""
@@ -48,6 +53,7 @@ class SGLangSettings:
     arguments: tuple[str, ...] = ()
     command: tuple[str, ...] = (sys.executable, "-m", "sglang.launch_server")
     log_folder: Path = Path("runs")
+    api_key: str = field(default="", repr=False)
     request_timeout_s: float = 600.0
     start_timeout_s: float = 600.0
     max_restarts: int = 3
@@ -104,7 +110,8 @@ class ServerPool:
         self.settings, self._on_return = settings, on_return
         self.all: list[Server] = []
         self.events: list[str] = []  # messages about servers, in order
-        self._http: aiohttp.ClientSession | None = None
+        self._http: dict[bool, aiohttp.ClientSession] = {}  # by whether proxies count
+        self._key_file: Path | None = None
         self._changed: asyncio.Condition = asyncio.Condition()
 
     @property
@@ -119,11 +126,15 @@ class ServerPool:
             UserError: one does not answer; names its log.
         """
         self._changed = asyncio.Condition()
-        self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3))
         settings = self.settings
         urls: Sequence[str] = settings.urls or [f"http://127.0.0.1:{port}" for port in free_ports(settings.num_servers)]
+        api_key = settings.api_key if settings.urls else self._make_key()
+        for proxied in set(map(uses_proxy, urls)):
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=3)
+            headers = authorization(api_key)
+            self._http[proxied] = aiohttp.ClientSession(connector=connector, trust_env=proxied, headers=headers)
         for number, url in enumerate(urls):
-            self.all.append(Server(SGLangClient(url, self._http, settings.request_timeout_s), number))
+            self.all.append(Server(SGLangClient(url, self._http[uses_proxy(url)], settings.request_timeout_s), number))
         for server in self.all:
             if not settings.urls:
                 self._launch(server)
@@ -165,15 +176,33 @@ class ServerPool:
             task.cancel()
         stopping = [asyncio.to_thread(_stop, server.process) for server in servers if server.process]
         await asyncio.gather(*recoveries, *stopping, return_exceptions=True)
-        if self._http:
-            await self._http.close()
-            self._http = None
+        for http in self._http.values():
+            await http.close()
+        self._http = {}
+        if self._key_file:
+            self._key_file.unlink(missing_ok=True)
+
+    def _make_key(self) -> str:
+        """Return the key of the started servers. They read it from a file of this user, as all users see arguments."""
+        arguments = self.settings.arguments
+        for place, word in enumerate(arguments):
+            name, _, value = word.partition("=")
+            if name == "--api-key":
+                return value or arguments[place + 1]
+        if "--config" in arguments:  # SGLang takes one such file, which may hold the key
+            return self.settings.api_key
+        api_key = self.settings.api_key or secrets.token_hex(32)
+        with tempfile.NamedTemporaryFile("w", prefix="sglang-", suffix=".yaml", delete=False) as file:  # of mode 600
+            json.dump({"api-key": api_key}, file)
+        self._key_file = Path(file.name)
+        return api_key
 
     def _launch(self, server: Server) -> None:
         port = int(server.client.url.rsplit(":", 1)[1])
         self.settings.log_folder.mkdir(parents=True, exist_ok=True)
         server.log_path = self.settings.log_folder / f"sglang-{server.number}.log"
         command = self.settings.launch_command(server.number, port, _count_gpus())
+        command += ["--config", str(self._key_file)] if self._key_file else []
         with server.log_path.open("ab") as log:
             log.write(f"$ {shlex.join(command)}\n".encode())
             log.flush()

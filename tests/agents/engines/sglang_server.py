@@ -20,9 +20,11 @@ import os
 import zlib
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from aiohttp import web
 from PIL import Image
 
@@ -35,7 +37,8 @@ from agents.types import GenerateRequest, ProcessedImage, SamplingParams
 class Emulator:
     """One server's state."""
 
-    def __init__(self, model_path: str, slow_s: float) -> None:
+    def __init__(self, model_path: str, slow_s: float, api_key: str = "") -> None:
+        self.api_key = api_key
         torch.set_num_threads(1)
         self.model_path = model_path
         self.renderer = Renderer.from_checkpoint(model_path)
@@ -48,7 +51,7 @@ class Emulator:
         self.faults: dict[str, list[str]] = {}  # by path: those of the next calls
 
     def routes(self) -> web.Application:
-        app = web.Application(client_max_size=2**30, middlewares=[self.maybe_misbehave])
+        app = web.Application(client_max_size=2**30, middlewares=[self.check_key, self.maybe_misbehave])
         app.router.add_post("/misbehave", self.misbehave)
         app.router.add_post("/reset", self.reset)
         app.router.add_get("/model_info", self.model_info)
@@ -74,6 +77,16 @@ class Emulator:
         async with self.updating:
             self.engine.load_weights(dict(PolicyModel.load(self.model_path).named_parameters()), version=0)
         return web.Response()
+
+    @web.middleware
+    async def check_key(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[Any]]
+    ) -> web.StreamResponse:
+        """Refuse a call without the key, as the real one does; what only tests call needs none."""
+        is_real = request.path not in ("/misbehave", "/reset", "/updates")
+        if self.api_key and is_real and request.headers.get("Authorization") != f"Bearer {self.api_key}":
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        return await handler(request)
 
     @web.middleware
     async def maybe_misbehave(
@@ -243,8 +256,13 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--slow-s", type=float, default=0.0, help="seconds to sleep after every 4 tokens")
+    parser.add_argument("--api-key", default="")
+    parser.add_argument("--config", help="YAML file of further arguments")
     options, _ = parser.parse_known_args()
-    web.run_app(Emulator(options.model_path, options.slow_s).routes(), host=options.host, port=options.port, print=None)
+    api_key = options.api_key or (yaml.safe_load(Path(options.config).read_text())["api-key"] if options.config else "")
+    web.run_app(
+        Emulator(options.model_path, options.slow_s, api_key).routes(), host=options.host, port=options.port, print=None
+    )
 
 
 if __name__ == "__main__":

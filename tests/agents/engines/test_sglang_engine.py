@@ -9,22 +9,27 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
 import pytest
 import torch
 
 from agents.engines.sglang import SGLangEngine, SGLangSettings
+from agents.engines.sglang.client import ServerRefused, SGLangClient
 from agents.engines.sglang.payloads import collapse, salted_hash
 from agents.engines.sglang.servers import EngineDown, free_ports
+from agents.model.architectures import ModelFacts
 from agents.model.policy import PolicyModel
 from agents.model.stream_logprobs import stream_logprobs
 from agents.rendering.renderer import Renderer
@@ -37,6 +42,7 @@ from envs.errors import UserError
 from envs.spec import EnvLimits
 from tests.builders import sampling, versions_of
 from tests.prompts import picture, question, sample
+from trainer.setup.components import check_server
 
 Answer = tuple[dict[str, Any], bool, dict[str, Any]]
 EMULATOR = (sys.executable, "-m", "tests.agents.engines.sglang_server")
@@ -732,3 +738,80 @@ def test_a_turn_in_flight_as_the_engine_closes_fails_and_starts_no_server(render
     results = with_engine(given, renderer, play)
     assert [type(result) for result in results] == [EngineDown] * 3
     assert (tmp_path / "sglang-0.log").read_text().count("$ ") == 1
+
+
+def test_started_servers_ask_for_a_random_key_that_no_process_list_shows(
+    checkpoint: Path, renderer: Renderer, tmp_path: Path
+) -> None:
+    async def play(engine: SGLangEngine) -> Path:
+        server, pool = engine.servers.all[0], engine.servers
+        assert pool._key_file is not None and server.process is not None
+        assert pool._key_file.stat().st_mode & 0o077 == 0
+        key = json.loads(pool._key_file.read_text())["api-key"]
+        assert len(key) == 64 and await server.client.is_alive()
+        assert all(key not in word for word in map(str, server.process.args))  # type: ignore[union-attr]
+        assert server.log_path is not None and key not in server.log_path.read_text()
+        async with aiohttp.ClientSession() as stranger:
+            with pytest.raises(ServerRefused, match="status 401"):
+                await SGLangClient(server.client.url, stranger).call("model_info")
+        return pool._key_file
+
+    key_file = with_engine(settings(checkpoint, tmp_path), renderer, play)
+    assert not key_file.exists()
+
+
+def test_a_key_in_the_arguments_is_the_one_that_is_proved(checkpoint: Path, renderer: Renderer, tmp_path: Path) -> None:
+    given = settings(checkpoint, tmp_path)
+    given = replace(given, arguments=(*given.arguments, "--api-key=mine"))
+
+    async def play(engine: SGLangEngine) -> None:
+        assert engine.servers._key_file is None
+        url = engine.servers.all[0].client.url
+        facts = ModelFacts.load(checkpoint)
+        await asyncio.to_thread(check_server, url, facts, "mine")
+        for key, got in (("", "none"), ("other", "another key")):
+            with pytest.raises(UserError, match=f"--engine-api-key-file: must hold the key of {url}, got {got}"):
+                await asyncio.to_thread(check_server, url, facts, key)
+        other = SGLangEngine(external(url, api_key="mine"), renderer.image_token_id)
+        await other.start()  # would wait in vain without the key
+        await other.close()
+
+    with_engine(given, renderer, play)
+
+
+def test_a_server_on_this_host_is_called_without_the_proxy_by_check_and_client_alike(
+    url: str, checkpoint: Path, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    check_server(url, ModelFacts.load(checkpoint))
+    with_engine(external(url), renderer, lambda engine: engine.servers.pick())
+
+
+def test_a_server_elsewhere_is_called_through_the_proxy_by_check_and_client_alike(
+    checkpoint: Path, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    class Proxy(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            body = b'{"weight_version": "default"}'
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None: ...
+
+    proxy = ThreadingHTTPServer(("127.0.0.1", 0), Proxy)
+    threading.Thread(target=proxy.serve_forever, daemon=True).start()
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.server_address[1]}")
+    monkeypatch.delenv("no_proxy", raising=False)
+    url = "http://gpu7.invalid:30000"
+    check_server(url, ModelFacts.load(checkpoint))
+    with_engine(external(url), renderer, lambda engine: engine.servers.pick())
+    proxy.shutdown()
+    proxy.server_close()
+    assert asked == [f"{url}/model_info"] * 2

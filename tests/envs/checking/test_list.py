@@ -56,6 +56,17 @@ def test_an_entry_of_an_installed_package_names_the_package(
     assert rows(capsys.readouterr().out)["lost"][5] == "package shop"
 
 
+def test_a_broken_entry_is_named_below_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "registry.yaml"
+    file.write_text(f"{ENTRY}\nmisspelt: {{max_turn: 3}}\n")
+    assert run(["--registry", str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert {"lost", "geo3k"} <= rows(shown).keys() and "misspelt" not in rows(shown)
+    assert shown.splitlines()[-1].startswith(
+        f"broken: {file} entry 'misspelt': must have known keys only, got max_turn"
+    )
+
+
 def test_a_registry_that_is_missing_is_a_users_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(lambda: run(["--registry", "none.yaml"])) == 2
     assert "none.yaml: must be a readable registry file" in capsys.readouterr().err

@@ -262,4 +262,4 @@ def test_an_environment_without_tools_is_evaluated_in_one_way() -> None:
         ("with_tool", 3, True),
         ("without_tool", 1, False),
     ]
-    assert [(w.name, w.max_turns) for w in ways(6, False)] == [("with_tool", 6)]
+    assert [(w.name, w.max_turns) for w in ways(6, False)] == [("no_tools", 6)]

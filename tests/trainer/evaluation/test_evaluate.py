@@ -207,7 +207,7 @@ def test_one_way_can_be_asked_for_and_an_environment_without_tools_has_one(check
         assert list(report["ways"]) == expected and report["difference"] is None
     for tools in ("both", "off"):
         report = evaluate(tmp_path / f"guess-{tools}", "--env", "guess", "--tools", tools, *common)
-        assert list(report["ways"]) == ["with_tool"]
+        assert list(report["ways"]) == ["no_tools"]
 
 
 def test_an_environment_that_breaks_is_reported_and_stops_nothing(
@@ -230,7 +230,7 @@ def test_an_environment_that_breaks_is_reported_and_stops_nothing(
     monkeypatch.syspath_prepend(str(tmp_path))
     argv = ["--env", "fragile", "--registry", str(registry), "--data", data, "--model", str(checkpoint)]
     report = evaluate(tmp_path / "run", *argv, "--max-new-tokens", "400")
-    found, shown = report["ways"]["with_tool"], capsys.readouterr().out
+    found, shown = report["ways"]["no_tools"], capsys.readouterr().out
     assert report["partial"] == "" and report["num_problems"] == 4
     # A turn that its budget cuts off never reaches `step`.
     num_raised = sum("no such file" in (e["error"] or "") for e in episodes_in(tmp_path / "run", "evaluate"))

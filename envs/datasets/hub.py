@@ -1,0 +1,45 @@
+"""Asks the Hugging Face hub once whether it has a model or data set, before a library asks many times and waits."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Literal
+
+from envs.errors import UserError, first_line
+
+#: The longest wait for the hub, in seconds.
+ASK_S = 10.0
+
+
+@functools.cache
+def hub_problem(name: str, kind: Literal["model", "dataset"]) -> str:
+    """Return why the hub cannot give a repository, in one line; empty if it can, or if this machine has a copy.
+
+    Example: `hub_problem("Qwen/Qwen3-VL-2B-Instuct", "model")` is "the hub has no such model, or it is private (...)".
+    """
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.file_download import repo_folder_name
+
+    if constants.HF_HUB_OFFLINE:  # then the libraries answer at once
+        return ""
+    try:
+        if Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type=kind), "snapshots").is_dir():
+            return ""
+        HfApi().repo_info(name, repo_type=kind, timeout=ASK_S)
+    except GatedRepoError:
+        return "accept its terms on its page of the hub first, and log in (`hf auth login`)"
+    except RepositoryNotFoundError:
+        return f"the hub has no such {kind}, or it is private (`hf auth login`)"
+    except HFValidationError:
+        return "there is no such folder, and it is no hub id, such as Qwen/Qwen3-VL-2B-Instruct"
+    except Exception as error:  # the HTTP packages have many errors
+        return f"there is no such folder here, and the hub gives no answer ({first_line(error)})"
+    return ""
+
+
+def check_is_there(path: str | Path) -> None:
+    """Raise `UserError` if a model is neither a folder nor on the hub, where the libraries would ask for a minute."""
+    if not Path(path).is_dir() and (problem := hub_problem(str(path), "model")):
+        raise UserError("--model", "must be a model folder or hub id", str(path), problem)
