@@ -17,7 +17,6 @@ from trainer.algorithms.advantages import Advantages
 from trainer.checkpoint.run_dir import EPISODES, MODEL
 from trainer.checkpoint.session import RunSession
 from trainer.config.run import CheckpointConfig
-from trainer.evaluation.episodes import WITH_TOOL
 from trainer.evaluation.results import Evaluation
 from trainer.metrics.clock import StepClock
 from trainer.metrics.console import Display
@@ -211,7 +210,8 @@ class TrainingSession(RunSession[LoopState]):
 
     def draw(self) -> None:
         """Draw reward and KL over the steps."""
-        before, after = (e[WITH_TOOL].accuracy.value if e else None for e in (self.before, self.after))
+        # The first way is the one that is trained: with the tools, if there are any.
+        before, after = (next((e.accuracy.value for e in each.values()), None) for each in (self.before, self.after))
         title = f"{self.config.env.env}, seed {self.config.seed}"
         draw_rewards(self.log.rows, before, after, self.folder / "reward_curve.png", title)
 

@@ -26,6 +26,7 @@ PAGE = (ROOT / "docs" / "replay.md").read_text(encoding="utf-8")
 def lines(text: str) -> list[str]:
     """Return the lines of an output without figures, frames and episodes, which are others on other machines."""
     shapes = (re.sub(r"[\d.]+", "0", line).strip() for line in text.splitlines())
+    shapes = (re.sub(r"(evaluate-\S+-0-0)(, \1)+", r"\1", shape) for shape in shapes)  # however many
     return list(dict.fromkeys(shape for shape in shapes if shape and not shape.startswith(("─", "evaluate-"))))
 
 

@@ -106,7 +106,7 @@ def test_an_episode_is_shown_as_a_chat(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_a_turn_is_shown_in_parts_with_its_thinking_dimmed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = played()
-    episode = replace(base, turns=(replace(base.turns[0], text="Is it 5?</think>\n\nIt is 5."),))
+    episode = replace(base, turns=(replace(base.turns[0], text="Is it 5?</think>\n\nIt is 5."), *base.turns[1:]))
     limits = {"max_turns": 1, "use_tools": True, "max_new_tokens": 9, "context_length": 9, "temperature": 1.0}
     for thinking, spoken in (
         (

@@ -123,7 +123,8 @@ def test_broken_episodes_are_left_out_of_their_groups_statistics() -> None:
 
 @pytest.mark.parametrize("end_reason", list(EndReason))
 def test_only_ends_that_say_something_about_the_policy_are_trained_on(end_reason: EndReason) -> None:
-    valid = {EndReason.COMPLETED, EndReason.MAX_TURNS, EndReason.TOKEN_BUDGET, EndReason.CONTEXT_FULL}
+    limits = {EndReason.MAX_TURNS, EndReason.TOKEN_BUDGET, EndReason.CONTEXT_FULL}
+    valid = {EndReason.COMPLETED, EndReason.TOOL_FAULT, *limits}
     streams = [trajectory(reward=1.0), trajectory(reward=0.0), trajectory(reward=0.5, end_reason=end_reason)]
     samples = samples_of(group(*streams))
     assert len(samples) == (3 if end_reason in valid else 2)

@@ -281,7 +281,16 @@ def test_every_flag_of_the_page_on_clusters_is_one_of_the_command() -> None:
     text = (DOCS / "cluster.md").read_text(encoding="utf-8")
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text))
     known = {"--" + path[-1].replace("_", "-") for path, _ in leaves(RunConfig)}
-    of_others = {"--head", "--address", "--model-path", "--host", "--port", "--enable-fp32-lm-head"}
+    of_others = {
+        "--head",
+        "--address",
+        "--model-path",
+        "--host",
+        "--port",
+        "--enable-fp32-lm-head",
+        "--config",
+        "--api-key",
+    }
     assert len(named) > 12 and named <= known | of_others, sorted(named - known)
 
 
