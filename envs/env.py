@@ -66,7 +66,7 @@ class Env(ABC):
     The reward of the episode is ``env.reward(final_text)``, computed from the final model text.
 
     `step` and `reward` get what the model says. What it thinks, such as ``<think>...</think>``, is taken out before,
-    and an unfinished thought leaves an empty text (`thinking` of the registry entry, `envs.thinking`).
+    and an unfinished thought leaves an empty text (`thinking` of the registry entry, `envs.tool_calls.thinking`).
     """
 
     #: JSON schemas of the tools for the chat template's `tools`; read after `reset`.

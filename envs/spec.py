@@ -16,8 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from envs.env import CallPolicy, Env, EnvArgs, ToolFaultPolicy
 from envs.errors import UserError, did_you_mean
 from envs.grading import GraderName
-from envs.thinking import ThinkingSetting
 from envs.tool_calls import ToolFormat
+from envs.tool_calls.thinking import ThinkingSetting
 from envs.types import Sample, SampleSource
 
 REFERENCE_FIX = "write module:ATTRIBUTE, such as my_env:build_env"

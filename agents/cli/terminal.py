@@ -25,7 +25,7 @@ from envs.checking.hostile import write_call
 from envs.contract import EpisodeEnv, checked_messages
 from envs.env import ToolFormat
 from envs.errors import UserError
-from envs.thinking import Thinking
+from envs.tool_calls.thinking import Thinking
 from envs.types import Message, content_parts, message_images
 from envs.wrapper import Wrapper, can_be_wrapped
 

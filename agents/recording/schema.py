@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator
 
 from agents.types import EndReason, Trajectory
 from envs.spec import EnvSpec
-from envs.thinking import Thinking
+from envs.tool_calls.thinking import Thinking
 
 SCHEMA_VERSION = 4
 #: The most turns that an environment's entry may allow.

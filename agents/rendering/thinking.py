@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from agents.rendering.template import MARK, ModelTemplate
-from envs.thinking import TAGS, Thinking, ThinkingSetting
+from envs.tool_calls.thinking import TAGS, Thinking, ThinkingSetting
 from envs.types import Message
 
 _QUESTION: Message = {"role": "user", "content": "?"}

@@ -24,7 +24,7 @@ from agents.types import Completion, EndReason, GenerateRequest, SamplingParams,
 from envs.contract import EnvFault, EpisodeEnv, ToolFault
 from envs.execution.runner import EnvRunner, StepResult
 from envs.spec import EnvLimits
-from envs.thinking import Thinking
+from envs.tool_calls.thinking import Thinking
 from envs.types import Message, Sample, content_parts
 
 #: `task.cancel(ABORT)` ends an episode as `aborted` and keeps what it has so far. Any other cancellation is raised.

@@ -20,7 +20,7 @@ from agents.recording.schema import picture_names
 from agents.viewer.columns import gap_cells, text_of
 from envs.errors import UserError
 from envs.execution.runner import last_line
-from envs.thinking import Thinking
+from envs.tool_calls.thinking import Thinking
 
 MAX_LINE = 1000
 _PNG = b"\x89PNG\r\n\x1a\n"

@@ -31,7 +31,7 @@ from envs.env import Env
 from envs.execution.threads import CallTimeout, call_on_thread
 from envs.execution.watchdog import WATCHDOG, WatchedCall
 from envs.spec import EnvLimits
-from envs.thinking import Thinking
+from envs.tool_calls.thinking import Thinking
 from envs.types import Message
 from envs.wrapper import Wrapper
 

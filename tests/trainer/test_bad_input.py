@@ -232,6 +232,7 @@ def test_an_environments_own_data_that_is_none_is_one_line(
     assert words in complaint(["--env", "odd", "--registry", str(registry)], tmp_path, capsys)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

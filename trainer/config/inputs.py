@@ -13,7 +13,7 @@ from envs.grading import GraderName
 from envs.problems import RowsConfig
 from envs.registry import get_spec
 from envs.spec import EnvSpec
-from envs.thinking import ThinkingSetting
+from envs.tool_calls.thinking import ThinkingSetting
 
 #: How many of an environment's own problems are used if no number is given.
 NUM_TRAIN, NUM_HELD_OUT = 1024, 256

@@ -325,6 +325,7 @@ def test_the_module_itself_imports_neither_torch_nor_transformers_nor_the_traine
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_episode_while_a_turn_is_waited_for(tmp_path: Path) -> None:
     with Command("agents.play", "--env", "guess", "--pictures", str(tmp_path), written=None) as playing:
         while "\n--- turn 1" not in playing.output("stdout"):
@@ -338,6 +339,7 @@ def test_ctrl_c_ends_the_episode_while_a_turn_is_waited_for(tmp_path: Path) -> N
         assert "Traceback" not in playing.output("stderr")
 
 
+@pytest.mark.slow
 def test_the_command_runs_as_a_module(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "agents.play", "--env", "guess", "--pictures", str(tmp_path)],

@@ -223,6 +223,7 @@ def changed(model: PolicyModel, folder: Path, renderer: Renderer) -> PolicyModel
     return model
 
 
+@pytest.mark.slow
 def test_a_server_killed_in_mid_step_costs_and_doubles_no_episode_and_comes_back_with_the_current_weights(
     checkpoint: Path, renderer: Renderer, model: PolicyModel, tmp_path: Path
 ) -> None:
@@ -740,6 +741,7 @@ def test_a_turn_in_flight_as_the_engine_closes_fails_and_starts_no_server(render
     assert (tmp_path / "sglang-0.log").read_text().count("$ ") == 1
 
 
+@pytest.mark.slow
 def test_started_servers_ask_for_a_random_key_that_no_process_list_shows(
     checkpoint: Path, renderer: Renderer, tmp_path: Path
 ) -> None:
@@ -760,6 +762,7 @@ def test_started_servers_ask_for_a_random_key_that_no_process_list_shows(
     assert not key_file.exists()
 
 
+@pytest.mark.slow
 def test_a_key_in_the_arguments_is_the_one_that_is_proved(checkpoint: Path, renderer: Renderer, tmp_path: Path) -> None:
     given = settings(checkpoint, tmp_path)
     given = replace(given, arguments=(*given.arguments, "--api-key=mine"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -228,7 +229,8 @@ def test_a_message_that_is_none_is_refused_and_not_a_crash(content: object, fold
 
 
 def test_a_flipped_byte_costs_its_own_line_and_no_other(tmp_path: Path) -> None:
-    path, lines = tmp_path / "x.gz", [bytes([97 + n]) * 7 + os.urandom(30).hex().encode() for n in range(6)]
+    noise = random.Random(0)
+    path, lines = tmp_path / "x.gz", [bytes([97 + n]) * 7 + noise.randbytes(30).hex().encode() for n in range(6)]
     file = GzipLines(path)
     for line in lines:
         file.append(line)
@@ -242,7 +244,7 @@ def test_a_flipped_byte_costs_its_own_line_and_no_other(tmp_path: Path) -> None:
             assert read in (lines, [*lines[:hit], *lines[hit + 1 :]]), (place, bit)
             assert num_skipped(path) == (read != lines)
             num_found += read != lines
-    assert num_found > 2 * ends[4] * 0.9  # the others change a time stamp in a header
+    assert num_found > 2 * ends[4] * 0.8  # the others change bytes of a header that say nothing, such as its time
 
 
 def test_a_damaged_file_is_continued_and_nothing_is_set_aside(folder: Path, tmp_path: Path) -> None:
@@ -285,6 +287,7 @@ print(len(list(recording.episodes())), len(recording.damage()), peak() - before)
 """
 
 
+@pytest.mark.slow
 def test_a_line_that_unpacks_to_gigabytes_takes_little_memory_and_is_left_out(folder: Path) -> None:
     path = folder / EPISODES
     num_whole, block = len(list(read_gzip_lines(path))), b"[" * 2**20

@@ -6,7 +6,7 @@ import pytest
 
 from agents.rendering.renderer import Renderer
 from agents.rendering.thinking import find_thinking
-from envs.thinking import TAGS, Thinking, ThinkingSetting
+from envs.tool_calls.thinking import TAGS, Thinking, ThinkingSetting
 from tests.agents.rendering.template_cases import OWN_TEMPLATES, QWEN_TEMPLATES, renderer_for, starter_tokenizer
 
 THINK = Thinking("<think>", "</think>")

@@ -210,7 +210,10 @@ def test_a_fault_that_does_not_come_back_is_a_difference(
         assert found.differences[0].recorded.startswith(f"{SCENES[name].end.value}: ")
 
 
-@pytest.mark.parametrize("name", ["a step that raises", "a first step that raises", "a step that hangs"])
+@pytest.mark.parametrize(
+    "name",
+    ["a step that raises", "a first step that raises", pytest.param("a step that hangs", marks=pytest.mark.slow)],
+)
 def test_a_fault_that_counts_replays_and_is_a_difference_where_it_is_worth_something_else(
     name: str, spec: EnvSpec, renderer: Renderer, tmp_path: Path
 ) -> None:

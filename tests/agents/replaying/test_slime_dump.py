@@ -514,6 +514,7 @@ def test_convert_is_for_dumps(samples: list[dict[str, Any]], tmp_path: Path, com
     assert code == 2 and "--convert: must be given with slime dumps" in shown
 
 
+@pytest.mark.slow
 def test_a_dump_leaves_nothing_behind(samples: list[dict[str, Any]], tmp_path: Path, checkpoint: Path) -> None:
     dump, place = save_dump(tmp_path / "0.pt", samples), tmp_path / "tmp"
     place.mkdir()

@@ -24,7 +24,7 @@ from agents.types import EndReason, GenerateRequest, Trajectory
 from envs.execution.load import load_env
 from envs.registry import get_spec
 from envs.spec import EnvSpec
-from envs.thinking import ThinkingSetting
+from envs.tool_calls.thinking import ThinkingSetting
 from tests.agents.rendering.template_cases import renderer_for
 from trainer.preflight.checks.chat_template import play_scripted
 from trainer.preflight.probe_streams import open_problems

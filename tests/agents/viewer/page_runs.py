@@ -17,7 +17,7 @@ from agents.recording import Manifest, Recorder, WayRecord
 from agents.types import EndReason, ProcessedImage, Timing, Trajectory, Turn
 from envs.images import image_digest
 from envs.spec import EnvSpec
-from envs.thinking import Thinking
+from envs.tool_calls.thinking import Thinking
 from tests.prompts import picture
 
 #: The trainer's log-prob of this token of `train-2-1` is lower than the engine's by so many nats.

@@ -22,7 +22,7 @@ from agents.types import EndReason, Trajectory
 from agents.viewer.source import Source
 from agents.viewer.token_stream import level_of, texts_of
 from envs.errors import UserError
-from envs.thinking import Thinking
+from envs.tool_calls.thinking import Thinking
 from tests.agents.viewer.test_viewer import LIGHT, MANIFEST, ROOT, played
 
 SPELLED = {1: b"So ", 2: b"\xe4\xbd", 3: b"\xa0", 4: b"<|im_end|>"}

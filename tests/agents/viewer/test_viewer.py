@@ -347,6 +347,7 @@ def test_a_line_of_another_form_is_the_users_error(tmp_path: Path) -> None:
         Source(tmp_path)
 
 
+@pytest.mark.slow
 def test_many_episodes_are_kept_as_figures_and_places_alone(tmp_path: Path) -> None:
     num_episodes, num_tokens = 2000, 400
     noise = np.random.default_rng(0)

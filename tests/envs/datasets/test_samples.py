@@ -76,6 +76,7 @@ def shape(sample: Sample) -> list[tuple[str, list[str]]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "size"), [("test", 400), ("train", 514), ("train_rebuilt", 685)])
 def test_every_real_row_loads_with_its_picture_and_answer(name: str, size: int) -> None:
     if not GEO3K.is_dir():

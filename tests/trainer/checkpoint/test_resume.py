@@ -93,6 +93,7 @@ def test_a_killed_run_goes_on_bit_for_bit(
     assert num_members(abandoned) >= 4  # those of the step that was taken again
 
 
+@pytest.mark.slow
 def test_a_finished_run_goes_on_when_more_steps_are_asked_for(
     checkpoint: Path, often: list[str], unbroken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -134,6 +135,7 @@ def test_an_export_onto_a_full_disk_is_an_error_in_one_line(unbroken: Path, tmp_
         export([str(unbroken), "--to", str(tmp_path / "model")])
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_said_and_the_one_before_it_used(
     checkpoint: Path, often: list[str], unbroken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -171,6 +173,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
     assert [found.step for found in found_steps(tmp_path / "run" / "checkpoints")] == [3, 1]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_asked_twice_to_stop_in_an_update_finishes_it_first(
     checkpoint: Path, often: list[str], unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

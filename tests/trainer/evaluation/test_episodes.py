@@ -15,7 +15,7 @@ from agents.types import Completion, GenerateRequest
 from envs.env import Env, EnvArgs
 from envs.geo3k.env import build_env
 from envs.spec import EnvLimits
-from envs.thinking import Thinking
+from envs.tool_calls.thinking import Thinking
 from envs.types import Sample
 from tests.builders import sampling
 from tests.prompts import question

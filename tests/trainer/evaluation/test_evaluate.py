@@ -289,6 +289,7 @@ def server(checkpoint: Path) -> Iterator[str]:
         yield url
 
 
+@pytest.mark.slow
 def test_servers_are_given_the_model_and_write_as_the_embedded_engine_does(
     checkpoint: Path, server: str, tmp_path: Path
 ) -> None:

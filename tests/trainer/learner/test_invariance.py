@@ -103,6 +103,7 @@ def ranks(
     return steps_on_ranks(cases, request.param, tmp_path_factory.mktemp("ranks"), RANKS[request.param])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_ranks_with_uneven_shares_take_the_same_step(
     ranks: dict[str, Stepped], one_batch: dict[str, Stepped], model_type: str

@@ -310,6 +310,7 @@ def test_without_ray_the_command_says_what_to_install(monkeypatch: pytest.Monkey
         run(["--num-learners", "2"])
 
 
+@pytest.mark.slow
 def test_one_process_does_not_load_ray() -> None:
     code = "import sys, trainer.setup.components, trainer.loop, trainer.run; print('ray' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

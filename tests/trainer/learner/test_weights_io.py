@@ -221,6 +221,7 @@ def ranks(
     return [torch.load(out / f"{rank}.pt", weights_only=False) for rank in range(request.param)]
 
 
+@pytest.mark.slow
 def test_every_number_of_ranks_holds_the_whole_together(
     ranks: list[dict[str, Any]], checkpoints: dict[str, Path]
 ) -> None:

@@ -262,6 +262,7 @@ def server(checkpoint: Path) -> Iterator[str]:
         yield url
 
 
+@pytest.mark.slow
 def test_servers_are_probed_and_play_rollouts_alone(
     uneven: list[str], server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,6 +40,7 @@ def taught(tokenizer: Any, demonstration: Demonstration) -> str:
     return tokenizer.decode(demonstration.ids_T[demonstration.loss_mask_T])
 
 
+@pytest.mark.slow
 def test_the_smoke_recipe_trains_a_checkpoint_whose_loss_has_fallen(tmp_path: Path) -> None:
     assert run(["--recipe", "smoke", "--out", str(tmp_path), "--device", "cpu"]) == 0
     report = json.loads((tmp_path / "recipe.json").read_text())

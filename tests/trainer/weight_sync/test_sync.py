@@ -193,6 +193,7 @@ def test_weights_in_several_messages_get_their_name_with_the_last_one() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_servers_are_given_weights_from_disk_in_full_precision_and_again_after_a_restart(
     checkpoint: Path, renderer: Renderer, tmp_path: Path
 ) -> None:

@@ -19,8 +19,8 @@ from envs.checking.hostile import example_arguments, write_call
 from envs.env import EnvArgs
 from envs.execution.runner import last_line
 from envs.spec import BuildEnv, EnvLimits
-from envs.thinking import Thinking
 from envs.tool_calls import detect_format
+from envs.tool_calls.thinking import Thinking
 from trainer.preflight.finding import Verdict, fault, ok, warning
 from trainer.preflight.probe_streams import OpenedProblem
 

@@ -9,8 +9,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from envs.grading.extraction import extract_boxed
-from envs.thinking import TAGS, Thinking
 from envs.tool_calls import find_tool_calls
+from envs.tool_calls.thinking import TAGS, Thinking
 
 THINK, OPENED = Thinking("<think>", "</think>"), Thinking("<think>", "</think>", is_opened=True)
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
