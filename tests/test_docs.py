@@ -83,6 +83,7 @@ def test_the_example_plays_in_the_terminal_as_shown(example: Path) -> None:
     assert {path.name for path in (example / "play").iterdir()} == {"dots-0-prompt-1.png", "dots-0-turn1-1.png"}
 
 
+@pytest.mark.slow
 # Trains: the tiny network of the tests in place of the bundled model, everything else as on the page.
 def test_the_example_trains(example: Path, checkpoint: Path) -> None:
     argv, _ = session(page(), "trainer.run")

@@ -117,6 +117,7 @@ def test_prompts_that_are_all_too_long(rows, tmp_path: Path, capsys: pytest.Capt
     assert "5" in line and "prompt" in line
 
 
+@pytest.mark.slow
 def test_an_existing_run_folder_is_never_written_into(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "kept").mkdir()
     assert exit_code(lambda: run(["--out", str(tmp_path), "--name", "kept"])) == 2

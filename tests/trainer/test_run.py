@@ -188,6 +188,7 @@ def test_a_broken_environment_is_counted_and_stops_nothing(checkpoint: Path, tmp
     assert any("no such file" in e["error"] for e in broken) or any("nan" in e["error"] for e in broken)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_and_sigterm_end_cleanly_with_everything_so_far_saved(
     sent: signal.Signals, checkpoint: Path, tmp_path: Path

@@ -683,6 +683,7 @@ def test_steps_with_partial_rollouts_have_the_versions_that_wrote_them(
             assert wrong(networks[version], only, renderer.suppressed_ids) < 1e-4
 
 
+@pytest.mark.slow
 def test_a_prompt_that_was_misread_before_a_pause_is_still_known_after_it(url: str, renderer: Renderer) -> None:
     tell(url, "reset", slow_s=0.3)
     request = short_turn(renderer, 40)
@@ -711,6 +712,7 @@ def test_a_server_that_never_comes_back_ends_the_run_and_is_named(url: str, rend
         with_engine(given, renderer, play)
 
 
+@pytest.mark.slow
 def test_a_server_whose_restart_fails_is_restarted_again(renderer: Renderer, tmp_path: Path) -> None:
     second_fails = f"starts = open({str(tmp_path / 'starts')!r}, 'a'); assert starts.write('x') and starts.tell() != 2"
     program = f"{second_fails}{SILENT}"

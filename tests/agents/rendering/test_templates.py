@@ -471,6 +471,7 @@ def test_a_template_whose_suffix_depends_on_earlier_turns_is_refused() -> None:
         build(lambda source: source.replace("message.role ~", "message.role ~ loop.index ~"))
 
 
+@pytest.mark.slow
 def test_a_template_that_numbers_pictures_is_refused_where_a_picture_comes_late() -> None:
     renderer = renderer_for("qwen2_5_vl", add_vision_id=True)
     shown: Message = {"role": "user", "content": [{"type": "image", "image": PICTURES[0]}]}

@@ -149,6 +149,7 @@ def test_grading_works_inside_of_a_worker_process() -> None:
     worker.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["sys.exit()", "os._exit(1)", "os.kill(os.getpid(), 9)", "worker.kill()"])
 def test_no_process_is_left_behind_by_a_program_that_ends_amid_hogs(end: str) -> None:
     """Every descendant inherits the pipe of the output, so `run` returns only when all have ended."""

@@ -44,6 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("trl")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.name)
 def test_loss_and_gradient_are_those_of_trl(pair: Pair, folder: Path) -> None:
     peer = TrlPeer(folder, "GRPO", pair.correct, **pair.theirs)

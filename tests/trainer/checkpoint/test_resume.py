@@ -107,6 +107,7 @@ def test_a_finished_run_goes_on_when_more_steps_are_asked_for(
     assert [checkpoint.step for checkpoint in found_steps(folder / "checkpoints")] == [5, 4]
 
 
+@pytest.mark.slow
 def test_a_flipped_byte_in_the_recording_is_said_and_sets_nothing_aside(
     checkpoint: Path, often: list[str], unbroken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -196,6 +197,7 @@ def test_a_run_that_is_asked_twice_to_stop_in_an_update_finishes_it_first(
     assert_same_run(folder, unbroken)
 
 
+@pytest.mark.slow
 def test_what_was_recorded_stays_when_a_stretch_is_not(checkpoint: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     train(checkpoint, folder, *OFTEN, steps=1, eval_size=0)
@@ -204,6 +206,7 @@ def test_what_was_recorded_stays_when_a_stretch_is_not(checkpoint: Path, tmp_pat
     assert {episode["step"] for episode in episodes_in(folder)} == {1, 3}
 
 
+@pytest.mark.slow
 def test_a_run_that_was_started_with_relative_paths_goes_on_from_another_folder(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

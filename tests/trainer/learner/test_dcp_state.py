@@ -183,6 +183,7 @@ def on_rank(rank: int, checkpoint: Path, shares: Sequence[Sequence[TrainingSampl
     save(learner, written)
 
 
+@pytest.mark.slow
 def test_two_ranks_go_on_from_one_and_one_from_two(checkpoint: Path, tmp_path: Path) -> None:
     alone = learner_of(checkpoint)
     trained(alone, 2)

@@ -177,6 +177,7 @@ def two_ranks(
     return {name: torch.load(out / f"{name}.pt", weights_only=False) for name in splits}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", ["uneven", "none on the second", "none on the first", "text here and pictures there"])
 def test_two_ranks_take_the_same_step_as_one(two_ranks: dict[str, Stepped], one_batch: Stepped, split: str) -> None:
     assert_same_step(two_ranks[split], one_batch)

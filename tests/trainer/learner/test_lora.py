@@ -221,6 +221,7 @@ def rank_main(rank: int, path: Path, out: Path) -> None:
         torch.save(losses, out / "losses.pt")
 
 
+@pytest.mark.slow
 def test_two_ranks_train_adapters_as_one_does(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     run_ranks(rank_main, 2, tmp_path / "store", checkpoints["qwen3_vl"], tmp_path)
     for dtype, losses in torch.load(tmp_path / "losses.pt").items():

@@ -162,6 +162,7 @@ for variables in json.loads(sys.argv[1]):
 """
 
 
+@pytest.mark.slow
 def test_wandb_needs_a_login_unless_it_stays_offline(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     login = tmp_path / "login"
@@ -200,6 +201,7 @@ def records(file: Path) -> Iterator[bytes]:
             record = b""
 
 
+@pytest.mark.slow
 def test_wandb_keeps_its_run_offline_and_goes_on_with_it(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportMissingImports] - an extra

@@ -145,6 +145,7 @@ def test_training_on_recorded_rollouts_repeats_the_run_to_the_bit(
     assert read_config(folder / "config.yaml").stages.replay_rollouts == recorded
 
 
+@pytest.mark.slow
 def test_adapters_and_episodes_that_saw_two_versions_repeat_too(
     uneven: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,6 +178,7 @@ def test_another_loss_is_compared_from_the_first_step_that_differs(
     assert [row["num_updates"] for row in ours] == [1, 1]
 
 
+@pytest.mark.slow
 def test_a_replay_that_is_stopped_goes_on_at_its_step(
     recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
