@@ -17,6 +17,13 @@ def can_be_wrapped(env: object) -> bool:
     return all(hasattr(env, name) for name in _CONTRACT)
 
 
+def unwrapped(env: object) -> object:
+    """Return the environment inside all wrappers."""
+    while isinstance(env, Wrapper):
+        env = env.env
+    return env
+
+
 class Wrapper(Env):
     """An environment that forwards every call to another one; a subclass changes some of them.
 

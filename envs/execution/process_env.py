@@ -20,7 +20,7 @@ from envs.tool_calls import ToolCall, find_tool_calls
 from envs.types import Message, Sample
 from envs.workers.process_info import children, num_files
 from envs.workers.worker import WorkerDied, WorkerError, WorkerPool, WorkerTimeout
-from envs.wrapper import Wrapper
+from envs.wrapper import unwrapped
 
 CLOSE_LIMIT_S = 5.0
 IMPORT_LIMIT_S = 120.0
@@ -157,9 +157,7 @@ def _build(spec: EnvSpec, sample: Sample, args: EnvArgs, path: list[str]) -> boo
     build = spec.load_here()
     _state_before = _process_state()
     _env = build(sample, args)
-    inner: object = _env
-    while isinstance(inner, Wrapper):
-        inner = inner.env
+    inner = unwrapped(_env)
     return isinstance(inner, Env) and type(inner).called_tools is not Env.called_tools
 
 

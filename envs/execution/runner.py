@@ -33,7 +33,7 @@ from envs.execution.watchdog import WATCHDOG, WatchedCall
 from envs.spec import EnvLimits
 from envs.tool_calls.thinking import Thinking
 from envs.types import Message
-from envs.wrapper import Wrapper
+from envs.wrapper import unwrapped
 
 R = TypeVar("R")
 
@@ -284,9 +284,7 @@ def _missing(env: object, name: str) -> AttributeError | None:
 
 def _kind(env: object) -> str:
     """Return the name of an environment's class, for messages; before it is built there is none."""
-    while isinstance(env, Wrapper):
-        env = env.env
-    return "an environment" if isinstance(env, _Slot) else type(env).__qualname__
+    return "an environment" if isinstance(env, _Slot) else type(unwrapped(env)).__qualname__
 
 
 def _close(env: EpisodeEnv) -> None:
