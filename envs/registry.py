@@ -24,7 +24,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from envs.config.settings import words_of
+from envs.config.settings import takes_references, words_of
 from envs.config.yaml_loader import load_yaml
 from envs.errors import UserError, did_you_mean
 from envs.spec import REFERENCE_FIX, EnvSpec
@@ -173,8 +173,10 @@ def _parse_entry(file: Path, env_id: object, entry: object) -> EnvSpec:
         field, got = f"{where} {name}", first["input"]
         if first["type"] == "string_pattern_mismatch":
             raise UserError(field, "must name something in a module", got, REFERENCE_FIX) from error
-        if words := words_of(EnvSpec.model_fields[name].annotation):
-            raise UserError(field, f"must be one of {', '.join(words)}", got, did_you_mean(str(got), words)) from error
+        kind = EnvSpec.model_fields[name].annotation
+        if words := words_of(kind):
+            rule = f"must be one of {', '.join(words)}{', or module:NAME' * takes_references(kind)}"
+            raise UserError(field, rule, got, did_you_mean(str(got), words)) from error
         rule = first["msg"].replace("Input should be", "must be")
         shown = f"the text '{got}'" if isinstance(got, str) else got
         raise UserError(field, rule[:1].lower() + rule[1:], shown, "fix the value") from error

@@ -13,7 +13,17 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from envs.config.files import parse_yaml, read_file
-from envs.config.settings import FieldPath, Setting, Settings, flag_of, is_tuple, is_under, leaves
+from envs.config.settings import (
+    FieldPath,
+    Setting,
+    Settings,
+    flag_of,
+    is_tuple,
+    is_under,
+    leaves,
+    takes_references,
+    words_of,
+)
 from envs.errors import UserError, did_you_mean
 
 #: How the names of environment variables begin.
@@ -105,8 +115,21 @@ class Sources:
         if (setting := above.get(self.inherit)) and setting.value:
             file = Path(setting.value) / "config.yaml"
             found = read_file(model, file) if file.is_file() else {}
-            return {path: value for path, value in found.items() if is_under(path, self.inherited)}
+            taken = {p: value for p, value in found.items() if is_under(p, self.inherited) and p not in above}
+            return self._without_code(model, taken)
         return {}
+
+    @staticmethod
+    def _without_code(model: type[BaseModel], found: Settings) -> Settings:
+        """Return inherited settings. Raises `UserError` where one names code: it may be a stranger's."""
+        fields = dict(leaves(model))
+        for path, setting in found.items():
+            kind = fields[path].annotation
+            if setting.value and takes_references(kind) and setting.value not in words_of(kind):
+                flag = flag_of(path[-1], fields[path])
+                rule = "names code, which is not run because a recording says so"
+                raise UserError(setting.place, rule, setting.value, f"give {flag} yourself")
+        return found
 
 
 def _items(name: str, text: str) -> list[object]:

@@ -195,23 +195,34 @@ class EnvRunner:
     async def _call(self, limit_s: float, function: Callable[..., R], *args: object) -> R:
         """Call within the time limit; every exception becomes an `EnvFault`."""
         started = time.perf_counter()
-        inline = self.limits.inline
         label = f"{function.__name__.strip('_')} of {_kind(args[0])}, sample {self._sample_id or 'unknown'}"
-        call = WATCHDOG.call(label, limit_s)
         try:
-            if not inline:
-                return await _on_thread(limit_s, call, function, *args)
-            call.begin()
-            return function(*args)
-        except (EnvFault, KeyboardInterrupt):
-            raise
-        except BaseException as error:  # a fault is data, but a cancelled wait must propagate
-            if not inline and not isinstance(error, Exception):
-                raise
-            raise EnvFault(f"the environment raised: {_trace(error)}") from error
+            return await call_within(limit_s, self.limits.inline, label, "the environment", function, *args)
         finally:
-            call.end()
             self.seconds += time.perf_counter() - started
+
+
+async def call_within(
+    limit_s: float, inline: bool, label: str, who: str, function: Callable[..., R], *args: object
+) -> R:
+    """Call code of a user within a time limit, on a thread or `inline`; every exception becomes an `EnvFault`.
+
+    `label` is how the watchdog names the call, `who` how the fault names the code.
+    """
+    call = WATCHDOG.call(label, limit_s)
+    try:
+        if not inline:
+            return await _on_thread(limit_s, call, function, *args)
+        call.begin()
+        return function(*args)
+    except (EnvFault, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # a fault is data, but a cancelled wait must propagate
+        if not inline and not isinstance(error, Exception):
+            raise
+        raise EnvFault(f"{who} raised: {_trace(error)}") from error
+    finally:
+        call.end()
 
 
 class _Slot:

@@ -35,7 +35,7 @@ INHERITED: tuple[FieldPath, ...] = (
     ("env", "max_new_tokens"),
     ("model", "dtype"),
     ("model", "context_length"),
-    ("rollout",),
+    *(path for path, _ in leaves(RunConfig) if path[0] == "rollout" and path[-1] not in ("sampler", "group_filter")),
     ("optim",),
     ("learner",),
     ("algorithm",),

@@ -24,6 +24,7 @@ from agents.recording.schema import EVALUATE
 from agents.rendering.renderer import Renderer
 from agents.rollout.episode import Episode
 from agents.rollout.groups import derive_seed
+from agents.rollout.rewards import RewardSum
 from agents.types import Trajectory
 from envs.datasets.samples import Subset, filter_overlong
 from envs.errors import UserError, did_you_mean
@@ -108,6 +109,7 @@ def prepare(config: EvaluateConfig) -> EvaluationContext:
     """
     spec = config.env.resolve()
     build_env, data = load_env(spec), config.data
+    RewardSum.load(spec.reward)
     model_path = resolve_model(config.model.model)
     facts = ModelFacts.load(model_path)
     check_fit(config.model, data.max_prompt_tokens, facts)
