@@ -18,10 +18,10 @@ from pydantic.fields import FieldInfo
 
 from envs.config.cli import parse
 from envs.config.files import text_of
+from envs.config.plugins import Plugin
 from envs.config.settings import FieldPath, changed, flag_of, is_tuple, leaves, takes_references, words_of
 from envs.config.sources import PREFIX
 from envs.errors import UserError
-from envs.plugins import Plugin
 from tests.paths import ROOT
 from tests.recordings import lines_of
 from trainer.config.inputs import EnvConfig
