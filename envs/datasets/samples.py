@@ -6,6 +6,7 @@ holds the rows in their stored form; reading a sample decodes its pictures again
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -18,10 +19,14 @@ from typing import Any
 
 from PIL import Image
 
+from envs.datasets.remote_images import remote_images
 from envs.datasets.rows import RowSource, open_rows, read_tools
 from envs.errors import UserError, did_you_mean
-from envs.images import ImageSource, decode_image, find_image
+from envs.grading.extraction import extract_boxed
+from envs.images import ImageAccess, ImageSource, decode_image, find_image, held_image
 from envs.types import Message, Sample, SampleSource, content_parts
+
+logger = logging.getLogger(__name__)
 
 PLACEHOLDER = "<image>"
 
@@ -35,6 +40,8 @@ _KEPT_DECODED = 16
 @dataclass(frozen=True)
 class DataKeys:
     """The columns of a data set: prompt, gold answer, and pictures (optional).
+
+    A dot leads into a column of dicts: `reward_model.ground_truth`.
 
     Example::
 
@@ -75,10 +82,10 @@ class RowSamples:
     """
 
     def __init__(
-        self, source: RowSource, keys: DataKeys, system_prompt: str | None, allow_outside_images: bool, size: int
+        self, source: RowSource, keys: DataKeys, system_prompt: str | None, access: ImageAccess, size: int
     ) -> None:
         self._source, self._keys, self._size = source, keys, size
-        self._system_prompt, self._allow_outside_images = system_prompt, allow_outside_images
+        self._system_prompt, self._access = system_prompt, access
         self._cached_sample = lru_cache(_KEPT_DECODED)(lambda index: self.record(index).to_sample())
 
     def __len__(self) -> int:
@@ -90,7 +97,7 @@ class RowSamples:
     def record(self, index: int) -> Record:
         """Return the checked row at `index`; its pictures are located but not decoded."""
         row, where = self._source.rows[index], f"{self._source.name} row {index}"
-        messages, images, fields = read_messages(row, self._keys, where, self._source.root, self._allow_outside_images)
+        messages, images, fields = read_messages(row, self._keys, where, self._access)
         if self._system_prompt is not None:
             messages = add_system_prompt(messages, self._system_prompt)
         row_id = row.get("id")
@@ -110,10 +117,12 @@ class RowSamples:
         if key != DEFAULT_KEYS.images and not any(key in rows[index] for index in range(self._size)):
             rule, got = f"must hold the images key '{key}' in some row", f"keys {', '.join(rows[0])}"
             raise UserError(self._source.name, rule, got, did_you_mean(key, rows[0]))
-        decoded: set[Path] = set()
+        decoded, boxed = set[Path](), list[int]()
 
         def check_row(index: int) -> None:
             record = self.record(index)
+            if "\\boxed" in str(_value(rows[index], self._keys.answer)) and "\\boxed" not in record.label:
+                boxed.append(index)
             for image, field in zip(record.images, record.image_fields, strict=True):
                 if isinstance(image, Path) and image in decoded:
                     continue
@@ -126,6 +135,9 @@ class RowSamples:
                 stop = min(start + _CHECKED_AT_ONCE, self._size)
                 for _ in pool.map(check_row, range(start, stop)):
                     pass
+        if boxed:
+            name, key = self._source.name, self._keys.answer
+            logger.info(rf"{name}: {len(boxed)} labels under '{key}' are \boxed{{x}}; the label is x")
 
 
 def load_samples(
@@ -134,6 +146,7 @@ def load_samples(
     keys: DataKeys = DEFAULT_KEYS,
     system_prompt: str | None = None,
     allow_outside_images: bool = False,
+    allow_remote_images: bool = False,
     limit: int | None = None,
     split: str = "train",
 ) -> RowSamples:
@@ -155,15 +168,21 @@ def load_samples(
     Raises:
         UserError: a missing source or split, no rows, invalid JSON, or a row without prompt or answer, whose numbers of
             placeholders and pictures differ, or with a picture that is missing, too large, damaged or outside the data
-            set's folder (unless `allow_outside_images`).
+            set's folder (unless `allow_outside_images`) or a URL (unless `allow_remote_images`, which downloads it).
     """
     if limit is not None and limit < 1:
         raise UserError("limit", "must be at least 1", limit, "omit it to take every row")
     rows = open_rows(source, split)
     size = len(rows.rows) if limit is None else min(limit, len(rows.rows))
-    samples = RowSamples(rows, keys, system_prompt, allow_outside_images, size)
+    access = image_access(rows, allow_outside_images, allow_remote_images)
+    samples = RowSamples(rows, keys, system_prompt, access, size)
     samples.check()
     return samples
+
+
+def image_access(source: RowSource, allow_outside: bool, allow_remote: bool) -> ImageAccess:
+    """Return what the pictures of a source's rows may name."""
+    return ImageAccess(source.root, allow_outside, remote_images().fetch if allow_remote else None)
 
 
 @dataclass(frozen=True)
@@ -215,15 +234,23 @@ def epoch_order(size: int, seed: int, epoch: int) -> list[int]:
 
 
 def read_messages(
-    row: Mapping[str, Any], keys: DataKeys, where: str, root: Path, allow_outside: bool
+    row: Mapping[str, Any], keys: DataKeys, where: str, access: ImageAccess
 ) -> tuple[list[Message], tuple[ImageSource, ...], tuple[str, ...]]:
     """Return (messages, images, fields): messages with placeholders, the located pictures, and their names in errors.
 
+    The pictures are those of the images column, or those in the parts of the messages.
+
     Raises:
-        UserError: the row has no messages, or its numbers of placeholders and pictures differ.
+        UserError: the row has no messages, pictures in both places, or fewer or more placeholders than pictures.
     """
-    images, fields = _find_images(row, keys, where, root, allow_outside)
-    return _place_images(_parse_prompt(row, keys.prompt, where), len(images), where), images, fields
+    prompt, shown = _without_images(_value(row, keys.prompt))
+    if shown and row.get(keys.images):
+        rule = f"must have its pictures in the messages or under '{keys.images}'"
+        raise UserError(where, rule, "both", "remove one of the two")
+    values, column = (shown, f"{keys.prompt} image") if shown else (_image_values(row, keys, where), keys.images)
+    fields = tuple(f"{where} {column}[{index}]" for index in range(len(values)))
+    images = tuple(find_image(value, field, access) for value, field in zip(values, fields, strict=True))
+    return _place_images(_parse_prompt(prompt, row, keys.prompt, where), len(images), where), images, fields
 
 
 def with_images(messages: Sequence[Message], images: Sequence[Image.Image]) -> list[Message]:
@@ -239,10 +266,35 @@ def with_images(messages: Sequence[Message], images: Sequence[Image.Image]) -> l
     return [fill(message) for message in messages]
 
 
-def _find_images(
-    row: Mapping[str, Any], keys: DataKeys, where: str, root: Path, allow_outside: bool
-) -> tuple[tuple[ImageSource, ...], tuple[str, ...]]:
-    """Locate the row's pictures; return them with their names in errors."""
+def _value(row: Mapping[str, Any], key: str) -> Any:
+    """Return what a row holds under a key, a dot leading into a dict; None if it holds nothing there."""
+    if key in row or "." not in key:
+        return row.get(key)
+    column, _, rest = key.partition(".")
+    return _value(inner, rest) if isinstance(inner := row.get(column), Mapping) else None
+
+
+def _without_images(prompt: Any) -> tuple[Any, list[Any]]:
+    """Return a prompt whose parts of pictures are placeholders, and the values of those that held a picture."""
+    pictures: list[Any] = []
+
+    def emptied(part: Any) -> Any:
+        if not isinstance(part, dict) or part.get("type") not in ("image", "image_url"):
+            return part
+        if held_image(part):
+            pictures.append(part)
+        return {"type": "image"}
+
+    def cleared(message: Any) -> Any:
+        if not isinstance(message, dict) or not isinstance(message.get("content"), list):
+            return message
+        return {**message, "content": [emptied(part) for part in message["content"]]}
+
+    return ([cleared(message) for message in prompt] if isinstance(prompt, list) else prompt), pictures
+
+
+def _image_values(row: Mapping[str, Any], keys: DataKeys, where: str) -> list[Any]:
+    """Return the values in the row's images column."""
     if keys.images not in row:
         # Without this check, pictures in a column of another name would silently be ignored.
         names = ("image", "images")
@@ -251,10 +303,7 @@ def _find_images(
             fix = f"set the images key to '{others[0]}'"
             raise UserError(where, f"must hold its pictures under the images key '{keys.images}'", ", ".join(row), fix)
     value = row.get(keys.images)
-    values = [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
-    fields = tuple(f"{where} {keys.images}[{index}]" for index in range(len(values)))
-    images = (find_image(value, field, root, allow_outside) for value, field in zip(values, fields, strict=True))
-    return tuple(images), fields
+    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
 
 
 def _is_stored_image(value: object) -> bool:
@@ -262,11 +311,10 @@ def _is_stored_image(value: object) -> bool:
     return all(isinstance(item, dict) and set(item) == {"bytes", "path"} for item in values)
 
 
-def _parse_prompt(row: Mapping[str, Any], key: str, where: str) -> list[Message]:
+def _parse_prompt(prompt: Any, row: Mapping[str, Any], key: str, where: str) -> list[Message]:
     """Return the prompt as messages with placeholders converted to parts of type "image"."""
-    if key not in row:
+    if prompt is None and key not in row:
         raise UserError(where, f"must hold a prompt under '{key}'", f"keys {', '.join(row)}", did_you_mean(key, row))
-    prompt = row[key]
     if isinstance(prompt, str) and prompt.strip():
         return [{"role": "user", "content": _split_placeholders(prompt)}]
     if not isinstance(prompt, list) or not prompt:
@@ -345,16 +393,26 @@ def add_system_prompt(messages: Sequence[Message], system_prompt: str) -> list[M
 
 
 def _parse_answer(row: Mapping[str, Any], key: str, where: str) -> str:
-    if key not in row:
+    answer = _value(row, key)
+    if answer is None and key not in row:
         raise UserError(where, f"must hold an answer under '{key}'", f"keys {', '.join(row)}", did_you_mean(key, row))
-    answer = row[key]
     # A table of floats turns a missing value into NaN.
     is_number = isinstance(answer, int | float | Decimal)
     if answer is None or (isinstance(answer, str) and not answer.strip()) or (is_number and math.isnan(answer)):
         raise UserError(f"{where} {key}", "must not be empty", answer, "fill the answer in or drop the row")
     if not isinstance(answer, str) and not (is_number and math.isfinite(answer)):
         raise UserError(f"{where} {key}", "must be a text or a finite number", answer, "give one answer as text")
-    return str(answer)
+    return unboxed(str(answer))
+
+
+def unboxed(label: str) -> str:
+    r"""Return a label without the `\boxed{}` that is all of it; other labels as they are.
+
+    >>> unboxed(r"\boxed{\frac{1}{2}}"), unboxed(r"Answer: \boxed{5}")
+    ('\\frac{1}{2}', 'Answer: \\boxed{5}')
+    """
+    inner = extract_boxed(label)
+    return inner if inner and "".join(label.split()) == f"\\boxed{{{''.join(inner.split())}}}" else label
 
 
 def _metadata(row: Mapping[str, Any], keys: DataKeys, source: RowSource, where: str) -> dict[str, Any]:
