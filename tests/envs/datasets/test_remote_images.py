@@ -21,6 +21,7 @@ import pytest
 from PIL import Image
 
 from envs import images
+from envs.check import run as check
 from envs.datasets import remote_images
 from envs.datasets.remote_images import RemoteImages, is_public
 from envs.datasets.samples import load_samples
@@ -260,6 +261,18 @@ def test_the_cache_stays_under_its_limit_without_the_pictures_in_use(
     new = now.fetch(f"{server.root}/blue.png", FIELD)
     assert (old[0].exists(), used.exists(), new.exists()) == (False, True, True)
     assert "must have pictures of at most" in refusal(now, f"{server.root}/red.png")
+
+
+def test_the_check_of_an_environment_downloads_the_pictures_of_its_problems(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = tmp_path / "train.jsonl"
+    file.write_text(json.dumps({"problem": "Find x.", "answer": "1", "images": f"{server.root}/red.png"}))
+    with pytest.raises(UserError, match="give --allow-remote-images"):
+        check(["geo3k_single", "--data", str(file)])
+    assert check(["geo3k_single", "--data", str(file), "--allow-remote-images"]) == 0
+    assert server.asked == {"/red.png": 1}
 
 
 def test_rows_with_urls_load_only_with_the_flag_and_name_row_and_url_where_one_fails(
