@@ -33,7 +33,7 @@ FIELD = "train.jsonl row 3 images[0]"
 
 def png(color: str = "red") -> bytes:
     buffer = BytesIO()
-    Image.new("RGB", (8, 8), color).save(buffer, "PNG")
+    Image.new("RGB", (32, 32), color).save(buffer, "PNG")
     return buffer.getvalue()
 
 
