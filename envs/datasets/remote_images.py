@@ -24,6 +24,7 @@ from envs.errors import UserError, first_line
 
 if TYPE_CHECKING:
     import aiohttp
+    from aiohttp.abc import AbstractResolver, ResolveResult
     from yarl import URL
 
 #: The longest wait for one picture in seconds, redirects and repeats included.
@@ -215,14 +216,14 @@ def _check(target: URL, url: str, field: str) -> None:
         raise _refusal(url, field, f"{target.host} is no public address")
 
 
-def _public_resolver(url: str, field: str) -> aiohttp.abc.AbstractResolver:
+def _public_resolver(url: str, field: str) -> AbstractResolver:
     """Return a resolver that refuses hosts with any address that is not public. What it returns is connected to."""
     import aiohttp
 
     class PublicResolver(aiohttp.ThreadedResolver):
         async def resolve(
             self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
-        ) -> list[aiohttp.abc.ResolveResult]:
+        ) -> list[ResolveResult]:
             found = await super().resolve(host, port, family)
             for each in found:
                 if not is_public(each["host"]):

@@ -105,7 +105,7 @@ def test_the_rows_of_the_seeds_data_sets_load_pass_the_check_and_train_a_step(
     env = "geo3k_single" if form == "imgurl" else "geo3k"
     columns = ["--data", source, "--prompt-key", keys.prompt, "--answer-key", keys.answer]
 
-    samples = load_samples(source, keys=keys)
+    samples = [*load_samples(source, keys=keys)]
     assert [sample.label for sample in samples] == [sample.label for sample in PROBLEMS]
     for sample, made in zip(samples, PROBLEMS, strict=True):
         (mine,), (theirs,) = message_images(sample.prompt), message_images(made.prompt)

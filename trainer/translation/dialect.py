@@ -173,6 +173,7 @@ def trackers(value: Value, given: Given) -> Result:
 
 
 SECRET = lost("a secret: log in with `wandb login`")
+RESUME = lost("its checkpoints are not read; a run of ours resumes with --resume RUN")
 EVALUATION = lost("accuracy is measured before and after training with --eval-data, and by python -m trainer.evaluate")
 #: Of servers that share the learners' GPUs, in their trainers.
 SHARED_MEMORY = NoCounterpart("its servers give their memory back while it trains, ours keep it: --mem-fraction 0.4")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -14,7 +14,9 @@ from trainer.translation.dialect import Given, Value
 from trainer.translation.scripts import command_words, downloads
 
 #: The largest file that is read.
-MAX_BYTES = 2**20
+MAX_BYTES = 2**18
+#: The most values of a YAML file, so that one which repeats itself by aliases is left in time.
+MAX_VALUES = 10_000
 
 _OVERRIDE = re.compile(r"[+~]*([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
@@ -34,14 +36,17 @@ def read_settings(source: str) -> Given:
         if file.suffix in (".sh", ".py", ".yaml", ".yml") and " " not in source:
             raise UserError("SOURCE", "must be a file here, or a command in quotes", source, "check the path")
         return _of_command(source.replace("\\\n", " ").replace("\n", " "), Path())
-    text = _text_of(file)
+    text = text_of_file(file)
     if file.suffix in (".yaml", ".yml"):
         return _of_yaml(text, source)
     return _of_command(text, file.parent)
 
 
-def _text_of(file: Path) -> str:
+def text_of_file(file: Path) -> str:
+    """Return the text of a regular file. Raises `UserError` if there is none, or it is too large."""
     try:
+        if not file.is_file():
+            raise UserError(str(file), "must be a file", "none", "give a script or YAML")
         if (size := file.stat().st_size) > MAX_BYTES:
             raise UserError(str(file), f"must have at most {MAX_BYTES} bytes", size, "give a script or YAML")
         return file.read_text(encoding="utf-8")
@@ -56,7 +61,7 @@ def _of_command(text: str, folder: Path) -> Given:
         if found := next((path for path in (folder / file, file) if path.is_file()), None):
             for name in names:
                 del given[name]
-            given = {**_of_yaml(_text_of(found), str(found)), **given}
+            given = {**_of_yaml(text_of_file(found), str(found)), **given}
     if not given:
         raise UserError("SOURCE", "must hold settings", text, "give a script, a command in quotes, or YAML")
     return {name: _from_hub(value, folders) if isinstance(value, str) else value for name, value in given.items()}
@@ -127,7 +132,9 @@ def _of_yaml(text: str, place: str) -> Given:
     tree = parse_yaml(text, place)
     if not isinstance(tree, dict):
         raise UserError(place, "must be YAML with settings", tree, "give the configuration of a run")
-    flat = dict(_flat(tree, ""))
+    flat = dict(islice(_flat(tree, ""), MAX_VALUES + 1))
+    if len(flat) > MAX_VALUES:
+        raise UserError(place, f"must have at most {MAX_VALUES} settings", "more", "give the configuration of a run")
     return {
         name: value for name, value in ((name, _resolved(name, value, flat)) for name, value in flat.items()) if value
     }
@@ -140,7 +147,7 @@ def _flat(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Value]]:
         if isinstance(value, dict):
             yield from _flat(value, f"{name}.")
         elif isinstance(value, list):
-            yield name, [str(item) for item in value]
+            yield name, [item for item in value if isinstance(item, str)]
         elif value is not None:
             yield name, str(value)
 

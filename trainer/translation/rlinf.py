@@ -8,6 +8,7 @@ from trainer.translation.dialect import (
     EPOCHS,
     EVALUATION,
     MICRO_BATCH,
+    RESUME,
     Dialect,
     Given,
     NoCounterpart,
@@ -70,6 +71,11 @@ def _held_out(value: Value, given: Given) -> Result:
     return NoCounterpart("a path to be filled in") if str(path).startswith("/path/to") else {"eval_data": str(path)}
 
 
+def _images(value: Value, given: Given) -> Result:
+    columns = value if isinstance(value, list) else [value]
+    return columns[0] if len(columns) == 1 else NoCounterpart("one column holds all pictures of a row here")
+
+
 def _model(value: Value, given: Given) -> Result:
     return NoCounterpart("a path to be filled in: give --model") if str(value).startswith("/path/to") else value
 
@@ -88,9 +94,7 @@ RLINF = Dialect(
         "runner.max_steps": _steps,
         "runner.max_epochs": _epochs,
         "runner.val_check_interval": EVALUATION,
-        "runner.resume_dir": lambda value, given: (
-            NoCounterpart("a run resumes with --resume RUN") if value == "auto" else value
-        ),
+        "runner.resume_dir": RESUME,
         "runner.logger.logger_backends": trackers,
         "runner.logger.log_path": used,
         "runner.experiment_name": lambda value, given: {"name": value},
@@ -150,11 +154,7 @@ RLINF = Dialect(
         ),
         "data.train_data_paths": _file,
         "data.val_data_paths": _held_out,
-        "data.image_keys": lambda value, given: (
-            {"image_keys": one(value, given)}
-            if isinstance(one(value, given), str)
-            else NoCounterpart("one column holds all pictures of a row here")
-        ),
+        "data.image_keys": _images,
         "data.system_prompt": lambda value, given: {"system_prompt": value},
         "data.use_chat_template": same("prompts always go through the chat template"),
         "data.shuffle": same("problems are shuffled in every epoch"),

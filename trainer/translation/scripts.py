@@ -19,6 +19,8 @@ from envs.errors import UserError
 #: Variables of the environment that scripts are configured with; others may be secrets.
 ENVIRONMENT = ("SLIME_SCRIPT_", "HOME")
 UNKNOWN = "$COMPUTED"
+#: The most characters that the variables of a script may become.
+MAX_CHARS = 2**22
 
 _ARRAY = re.compile(r"\"?\$\{(\w+)\[[@*]\]\}\"?")
 _SCALAR = re.compile(r"\$(?:\{(\w+)(?::?-([^{}]*))?\}|(\w+))")
@@ -37,7 +39,10 @@ def command_words(text: str) -> list[str]:
     Raises:
         UserError: a Python script has a command with open quotation marks.
     """
-    return _python_words(text) if _is_python(text) else _shell_words(text)
+    try:
+        return _python_words(text) if _is_python(text) else _shell_words(text)
+    except RecursionError:
+        raise UserError("SOURCE", "must be a script", "expressions that nest too deeply", "give the command") from None
 
 
 def downloads(text: str) -> dict[str, str]:
@@ -58,6 +63,21 @@ def _is_python(text: str) -> bool:
         return False
 
 
+@dataclass
+class _Budget:
+    """Bounds the characters that variables are replaced by: a script can double a text in every line."""
+
+    left: int = MAX_CHARS
+
+    def take(self, text: str) -> str:
+        self.left -= len(text)
+        if self.left < 0:
+            raise UserError(
+                "SOURCE", f"must expand to at most {MAX_CHARS} characters", "more", "give the command itself"
+            )
+        return text
+
+
 # Shell ----------------------------------------------------------------------------------------------------------------
 
 
@@ -67,6 +87,7 @@ class _ShellScript:
 
     lines: list[str] = field(default_factory=list)
     values: dict[str, str] = field(default_factory=dict)
+    budget: _Budget = field(default_factory=_Budget)
 
     @classmethod
     def read(cls, text: str) -> _ShellScript:
@@ -104,14 +125,16 @@ class _ShellScript:
         if raw is None:
             return match[0]
         single = len(raw) > 1 and raw[0] == raw[-1] == "'"
-        return raw[1:-1] if single else self.expanded(raw.strip('"'), depth + 1)
+        return self.budget.take(raw[1:-1] if single else self.expanded(raw.strip('"'), depth + 1))
 
 
 def _shell_words(text: str) -> list[str]:
     script = _ShellScript.read(text)
     found: list[str] = []
     for line in script.lines:
-        line = _ARRAY.sub(lambda match: script.values.get(match[1], f"--{match[1]}={UNKNOWN}"), line)
+        line = _ARRAY.sub(
+            lambda match: script.budget.take(script.values.get(match[1], f"--{match[1]}={UNKNOWN}")), line
+        )
         try:
             raw = shlex.split(line)
         except ValueError:  # an open quotation mark: no command of one line
@@ -139,6 +162,7 @@ class _PythonScript:
 
     values: dict[str, str] = field(default_factory=dict)
     commands: list[str] = field(default_factory=list)
+    budget: _Budget = field(default_factory=_Budget)
 
     @classmethod
     def read(cls, text: str) -> _PythonScript:
@@ -157,7 +181,7 @@ class _PythonScript:
             case ast.Constant(value=value):
                 return str(value)
             case ast.Name(id=name):
-                return self.values.get(name, UNKNOWN)
+                return self.budget.take(self.values.get(name, UNKNOWN))
             case ast.JoinedStr(values=parts):
                 return "".join(map(self.text_of, parts))
             case ast.FormattedValue(value=value):

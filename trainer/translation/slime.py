@@ -11,6 +11,7 @@ from trainer.translation.dialect import (
     EPOCHS,
     EVALUATION,
     MICRO_BATCH,
+    RESUME,
     SECRET,
     SHARED_MEMORY,
     Dialect,
@@ -31,6 +32,7 @@ from trainer.translation.dialect import (
     whole,
     words,
 )
+from trainer.translation.reading import text_of_file
 
 
 def _gpus(value: Value, given: Given) -> Result:
@@ -97,18 +99,17 @@ def _generate(value: Value, given: Given) -> Result:
 
 
 def _custom_config(value: Value, given: Given) -> Result:
-    file = Path(str(value))
     try:
-        found = parse_yaml(file.read_text(encoding="utf-8"), str(file))
-        return {"max_turns": found["max_turns"]}
-    except (OSError, KeyError, TypeError, UserError):
+        found = parse_yaml(text_of_file(Path(str(value))), str(value))
+        return {"max_turns": str(found["max_turns"])}
+    except (KeyError, TypeError, UserError):
         return NoCounterpart("could not be read: its max_turns is --max-turns here, its environment --env")
 
 
 def _checkpoint(value: Value, given: Given) -> Result:
     if value == given.get("hf_checkpoint"):
         return SameHere("the model itself")
-    return NoCounterpart("a run resumes with --resume RUN, and Megatron's checkpoints are not read")
+    return RESUME(value, given)
 
 
 def _warmup(value: Value, given: Given) -> Result:

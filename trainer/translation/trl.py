@@ -7,6 +7,7 @@ import math
 from trainer.translation.dialect import (
     EPOCHS,
     EVALUATION,
+    RESUME,
     Conversion,
     Dialect,
     Given,
@@ -193,7 +194,7 @@ TRL = Dialect(
         "report_to": trackers,
         "save_steps": _steps,
         "save_strategy": words({"steps": {}, "no": {"save_every": "0"}}),
-        "resume_from_checkpoint": lost("a run resumes with --resume RUN"),
+        "resume_from_checkpoint": RESUME,
         "eval_*": EVALUATION,
         "do_eval": EVALUATION,
         "logging_*": same("metrics are written at every step"),

@@ -60,14 +60,14 @@ class Server(http.server.ThreadingHTTPServer):
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    server: Server
-
     def do_GET(self) -> None:
-        self.server.asked[self.path] += 1
-        self.server.hosts.append(self.headers["Host"])
-        answer = self.server.answers.get(self.path, Answer(status=404))
-        if self.path in self.server.fails:
-            self.server.fails.remove(self.path)
+        server = self.server
+        assert isinstance(server, Server)
+        server.asked[self.path] += 1
+        server.hosts.append(self.headers["Host"])
+        answer = server.answers.get(self.path, Answer(status=404))
+        if self.path in server.fails:
+            server.fails.remove(self.path)
             answer = Answer(status=503)
         self.send_response(answer.status)
         for name, value in answer.headers.items():
@@ -83,7 +83,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         except OSError:  # the client left
             pass
 
-    def log_message(self, *args: Any) -> None:
+    def log_message(self, format: str, *args: Any) -> None:
         pass
 
 

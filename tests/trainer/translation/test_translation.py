@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import subprocess
+import time
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -483,6 +484,30 @@ python train.py --hf-checkpoint 'a; touch {mark}' --lr 1e-6 --prompt-data "$(tou
     (tmp_path / "run.py").write_text(f"import os\nos.system('touch {mark}')\nargs = f'--lr 1 {{os.system(1)}}'\n")
     assert run([str(tmp_path / "run.py")]) == 0
     assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "a.sh",
+            "X0=--lr\n" + "".join(f'X{n + 1}="${{X{n}}} ' + f"${{X{n}}} " * 40 + '"\n' for n in range(8)) + "run $X8",
+        ),
+        ("a.py", "import os\na = '--lr 1 '\n" + "a = a + a\n" * 60),
+        ("b.py", "import os\na = " + " + ".join(["'--lr 1 '"] * 5000)),
+        (
+            "a.yaml",
+            "a0: &a0 {x: 1, y: 2}\n" + "".join(f"a{n + 1}: &a{n + 1} {{x: *a{n}, y: *a{n}}}\n" for n in range(40)),
+        ),
+        ("b.yaml", "a0: &a0 [x, y]\n" + "".join(f"a{n + 1}: &a{n + 1} [*a{n}, *a{n}]\n" for n in range(40))),
+    ],
+)
+def test_a_source_that_grows_without_end_is_left_in_time(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    began = time.monotonic()
+    with pytest.raises(UserError):
+        run([str(tmp_path / name)])
+    assert time.monotonic() - began < 5
 
 
 def test_every_default_of_a_trainer_has_a_name_here_or_a_conversion() -> None:
