@@ -258,7 +258,12 @@ PAGE = (ROOT / "docs" / "configuration.md").read_text()
 
 
 def test_the_page_on_configuration_names_what_there_is() -> None:
-    flags = {flag_of(path[-1], field) for path, field in FIELDS.items()} | {"--config", "--print-config", "--help"}
+    flags = {flag_of(path[-1], field) for path, field in FIELDS.items()} | {
+        "--config",
+        "--print-config",
+        "--help",
+        "--from-slime",
+    }
     others = {"--split", "--logdir", "--no-partial"}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE)) <= flags | others
     assert re.findall(r"^\| `([\w-]+)` \|", PAGE.split("| name | what")[1], re.MULTILINE)[:5] == [

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from envs.config.cli import exit_code, parse
 from envs.config.settings import changed, leaves
 from envs.errors import UserError
+from tests.paths import ROOT
 from trainer.config.other_trainers import OTHER_TRAINERS
 from trainer.config.run import RunConfig
 from trainer.config.sources import SOURCES
@@ -436,6 +437,15 @@ def test_what_has_no_counterpart_is_named_with_its_reason(
     _, text = translated(capsys, f"python train.py {command}", "--trainer", "slime")
     assert line in text
     assert "12345" not in text
+
+
+def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "translation.md").read_text()
+    block = page.split("```console\n")[1].split("```")[0]
+    command, _, shown = block.partition('"\n')
+    _, text = translated(capsys, command.removeprefix('$ python -m trainer.translate "'))
+    lines = text.splitlines()
+    assert [line for line in shown.splitlines() if line not in (*lines, "...")] == []
 
 
 def test_a_command_may_be_broken_over_lines(capsys: pytest.CaptureFixture[str]) -> None:
