@@ -24,6 +24,7 @@ from envs.check import run as check
 from envs.datasets.samples import DataKeys, load_samples
 from envs.geo3k.procedural import ProceduralGeo3k
 from envs.types import message_images, plain_text
+from tests.image_server import Answer, serving_images
 from tests.recordings import episodes_in, lines_of
 from trainer.run import run
 
@@ -96,6 +97,34 @@ def parquet(folder: Path, make: Callable[[int], dict[str, Any]]) -> str:
     return str(folder / "train.parquet")
 
 
+def test_rows_that_name_their_pictures_by_url_train_a_step(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with serving_images(monkeypatch) as server:
+        rows = []
+        for index in range(4):
+            text, label, picture = problem(index)
+            server.answers[f"/{index}.png"] = Answer(picture)
+            rows.append({"problem": text, "answer": label, "images": [f"{server.root}/{index}.png"]})
+        (tmp_path / "train.json").write_text(json.dumps(rows))
+        train("geo3k", checkpoint, tmp_path, "--data", str(tmp_path / "train.json"), "--allow-remote-images")
+        assert sum(server.asked.values()) == 4, "each picture is downloaded once"
+
+
+def train(env: str, checkpoint: Path, folder: Path, *argv: str) -> None:
+    """Train a step of two problems, two episodes each; check what it leaves."""
+    small = ["--steps", "1", "--problems-per-step", "2", "--group-size", "2", "--max-new-tokens", "16"]
+    lengths = ["--max-prompt-tokens", "3000", "--tracker", "", "--doctor", "off"]
+    place = ["--out", str(folder), "--name", "run", "--model", str(checkpoint)]
+    assert run(["--env", env, *argv, *small, *lengths, *place]) == 0
+    (step,) = lines_of(folder / "run" / "metrics.jsonl")
+    assert step["num_tokens"] > 0 and step["rollout_train_kl"] < 1e-6
+    episodes = episodes_in(folder / "run")
+    assert len(episodes) == 4
+    assert {episode["label"] for episode in episodes} <= {sample.label for sample in PROBLEMS}
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_the_rows_of_the_seeds_data_sets_load_pass_the_check_and_train_a_step(
     form: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -113,16 +142,7 @@ def test_the_rows_of_the_seeds_data_sets_load_pass_the_check_and_train_a_step(
         assert plain_text(sample.prompt[-1]).startswith("<image>")
 
     assert check([env, *columns, "--samples", "2"]) == 0, capsys.readouterr().out
-
-    small = ["--steps", "1", "--problems-per-step", "2", "--group-size", "2", "--max-new-tokens", "16"]
-    lengths = ["--max-prompt-tokens", "3000", "--tracker", "", "--doctor", "off"]
-    place = ["--out", str(tmp_path), "--name", "run", "--model", str(checkpoint)]
-    assert run(["--env", env, *columns, *small, *lengths, *place]) == 0
-    (step,) = lines_of(tmp_path / "run" / "metrics.jsonl")
-    assert step["num_tokens"] > 0 and step["rollout_train_kl"] < 1e-6
-    episodes = episodes_in(tmp_path / "run")
-    assert len(episodes) == 4
-    assert {episode["label"] for episode in episodes} <= {sample.label for sample in PROBLEMS}
+    train(env, checkpoint, tmp_path, *columns)
 
 
 def test_tools_in_the_metadata_of_slimes_rows_reach_the_environment_as_a_list(tmp_path: Path) -> None:

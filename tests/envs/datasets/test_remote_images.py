@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import gzip
-import http.server
 import json
 import logging
 import socket
-import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
-from PIL import Image
 
 from envs import images
 from envs.check import run as check
@@ -27,75 +21,15 @@ from envs.datasets.remote_images import RemoteImages, is_public
 from envs.datasets.samples import load_samples
 from envs.errors import UserError
 from envs.types import message_images
+from tests.image_server import Answer, ImageServer, png, serving_images
 
 FIELD = "train.jsonl row 3 images[0]"
 
 
-def png(color: str = "red") -> bytes:
-    buffer = BytesIO()
-    Image.new("RGB", (32, 32), color).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
-@dataclass
-class Answer:
-    """What the server says to one path; `drips` sends the body byte by byte, one in `pause_s`."""
-
-    body: bytes = b""
-    status: int = 200
-    headers: dict[str, str] = field(default_factory=dict)
-    drips: bool = False
-
-
-class Server(http.server.ThreadingHTTPServer):
-    """A server on this host; `answers` by path, `asked` counts the requests. Each path of `fails` first answers 503."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.answers: dict[str, Answer] = {"/red.png": Answer(png())}
-        self.asked: Counter[str] = Counter()
-        self.hosts: list[str] = []
-        self.fails: set[str] = set()
-        self.root = f"http://127.0.0.1:{self.server_port}"
-
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        server = self.server
-        assert isinstance(server, Server)
-        server.asked[self.path] += 1
-        server.hosts.append(self.headers["Host"])
-        answer = server.answers.get(self.path, Answer(status=404))
-        if self.path in server.fails:
-            server.fails.remove(self.path)
-            answer = Answer(status=503)
-        self.send_response(answer.status)
-        for name, value in answer.headers.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if not answer.drips:
-            self.wfile.write(answer.body)
-            return
-        try:
-            for byte in answer.body:
-                self.wfile.write(bytes([byte]))
-                time.sleep(0.05)
-        except OSError:  # the client left
-            pass
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    """A server that counts as public, unlike every other private address."""
-    with Server() as running:
-        threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True).start()
-        monkeypatch.setattr(remote_images, "is_public", lambda address: address == "127.0.0.1" or is_public(address))
-        monkeypatch.setattr(remote_images, "PAUSE_S", 0.01)
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ImageServer]:
+    with serving_images(monkeypatch) as running:
         yield running
-        running.shutdown()
 
 
 @pytest.fixture
@@ -129,7 +63,7 @@ def test_a_public_address_is_public(address: str) -> None:
 
 
 def test_a_url_is_downloaded_once_and_kept_under_the_hash_of_its_bytes(
-    server: Server, cache: RemoteImages, tmp_path: Path
+    server: ImageServer, cache: RemoteImages, tmp_path: Path
 ) -> None:
     server.answers["/copy.png"] = server.answers["/red.png"]
     first = cache.fetch(f"{server.root}/red.png", FIELD)
@@ -139,7 +73,9 @@ def test_a_url_is_downloaded_once_and_kept_under_the_hash_of_its_bytes(
     assert server.asked == {"/red.png": 1, "/copy.png": 1}
 
 
-def test_a_damaged_file_of_the_cache_is_downloaded_again(server: Server, cache: RemoteImages, tmp_path: Path) -> None:
+def test_a_damaged_file_of_the_cache_is_downloaded_again(
+    server: ImageServer, cache: RemoteImages, tmp_path: Path
+) -> None:
     file = cache.fetch(f"{server.root}/red.png", FIELD)
     file.write_bytes(png()[:20])
     assert RemoteImages(tmp_path / "cache").fetch(f"{server.root}/red.png", FIELD).read_bytes() == png()
@@ -149,27 +85,25 @@ def test_a_damaged_file_of_the_cache_is_downloaded_again(server: Server, cache: 
     "host", ["127.0.0.1", "localhost", "2130706433", "0x7f.1", "127.1", "[::1]", "[::ffff:127.0.0.1]", "0"]
 )
 def test_no_spelling_of_a_private_host_is_asked(host: str, cache: RemoteImages) -> None:
-    with Server() as running:
-        threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True).start()
+    with serving_images() as running:
         message = refusal(cache, f"http://{host}:{running.server_port}/red.png")
-        running.shutdown()
     assert running.asked == {}
     assert "must be a URL of a picture that downloads" in message
 
 
 @pytest.mark.parametrize("target", ["http://169.254.169.254/latest", "http://[::1]/", "http://10.0.0.1:8265/"])
-def test_a_redirect_to_a_private_address_is_refused(target: str, server: Server, cache: RemoteImages) -> None:
+def test_a_redirect_to_a_private_address_is_refused(target: str, server: ImageServer, cache: RemoteImages) -> None:
     server.answers["/away"] = Answer(status=302, headers={"Location": target})
     assert "no public address" in refusal(cache, f"{server.root}/away")
     assert server.asked == {"/away": 1}
 
 
-def test_a_redirect_to_another_scheme_is_refused(server: Server, cache: RemoteImages) -> None:
+def test_a_redirect_to_another_scheme_is_refused(server: ImageServer, cache: RemoteImages) -> None:
     server.answers["/away"] = Answer(status=302, headers={"Location": "file:///etc/passwd"})
     assert "a redirect to file" in refusal(cache, f"{server.root}/away")
 
 
-def test_redirects_are_followed_relative_ones_too_but_not_for_ever(server: Server, cache: RemoteImages) -> None:
+def test_redirects_are_followed_relative_ones_too_but_not_for_ever(server: ImageServer, cache: RemoteImages) -> None:
     server.answers["/a/b"] = Answer(status=301, headers={"Location": "../red.png"})
     server.answers["/loop"] = Answer(status=307, headers={"Location": "/loop"})
     assert cache.fetch(f"{server.root}/a/b", FIELD).read_bytes() == png()
@@ -178,7 +112,7 @@ def test_redirects_are_followed_relative_ones_too_but_not_for_ever(server: Serve
 
 
 def test_a_name_is_resolved_once_and_the_checked_address_is_connected_to(
-    server: Server, cache: RemoteImages, monkeypatch: pytest.MonkeyPatch
+    server: ImageServer, cache: RemoteImages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
 
@@ -218,7 +152,12 @@ def test_a_name_with_one_private_address_among_public_ones_is_refused(
     ],
 )
 def test_what_is_no_whole_picture_is_refused_and_not_kept(
-    answer: Answer, reason: str, server: Server, cache: RemoteImages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    answer: Answer,
+    reason: str,
+    server: ImageServer,
+    cache: RemoteImages,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(images, "MAX_BYTES", 2000)
     server.answers["/a"] = answer
@@ -229,7 +168,7 @@ def test_what_is_no_whole_picture_is_refused_and_not_kept(
 
 
 def test_a_server_that_sends_a_byte_now_and_then_is_left_in_time(
-    server: Server, cache: RemoteImages, monkeypatch: pytest.MonkeyPatch
+    server: ImageServer, cache: RemoteImages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote_images, "TIMEOUT_S", 0.5)
     server.answers["/slow"] = Answer(png() * 10, drips=True)
@@ -238,7 +177,7 @@ def test_a_server_that_sends_a_byte_now_and_then_is_left_in_time(
     assert time.monotonic() - began < 3
 
 
-def test_a_busy_server_is_asked_again(server: Server, cache: RemoteImages) -> None:
+def test_a_busy_server_is_asked_again(server: ImageServer, cache: RemoteImages) -> None:
     server.fails = {"/red.png"}
     assert cache.fetch(f"{server.root}/red.png", FIELD).read_bytes() == png()
     assert server.asked["/red.png"] == 2
@@ -249,7 +188,7 @@ def test_a_password_in_a_url_is_refused(cache: RemoteImages) -> None:
 
 
 def test_the_cache_stays_under_its_limit_without_the_pictures_in_use(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: ImageServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     colors = ("red", "green", "blue")
     server.answers |= {f"/{color}.png": Answer(png(color)) for color in colors}
@@ -264,7 +203,7 @@ def test_the_cache_stays_under_its_limit_without_the_pictures_in_use(
 
 
 def test_the_check_of_an_environment_downloads_the_pictures_of_its_problems(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: ImageServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     file = tmp_path / "train.jsonl"
@@ -276,7 +215,7 @@ def test_the_check_of_an_environment_downloads_the_pictures_of_its_problems(
 
 
 def test_rows_with_urls_load_only_with_the_flag_and_name_row_and_url_where_one_fails(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    server: ImageServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     url = f"{server.root}/red.png"
