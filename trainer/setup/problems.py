@@ -52,7 +52,11 @@ def own_problems(spec: EnvSpec, data: PromptsConfig, split: str, size: int, seed
 def check_command(env: EnvConfig, data: RowsConfig) -> str:
     """Return the command that checks this environment without a model."""
     words = [env.env, *(f"--registry {file}" for file in env.registry)]
-    words += [f"--data {data.data}"] if data.data else []
+    rows = {name: getattr(data, name) for name in RowsConfig.model_fields}
+    given = {name: value for name, value in rows.items() if value != RowsConfig.model_fields[name].default}
+    words += [
+        f"--{name.replace('_', '-')}" + (f" {value}" if value is not True else "") for name, value in given.items()
+    ]
     return f"python -m envs.check {' '.join(words)}"
 
 

@@ -57,7 +57,9 @@ def test_an_address_that_is_not_public_is_known_as_such_also_inside_another(addr
     assert not is_public(address)
 
 
-@pytest.mark.parametrize("address", ["1.1.1.1", "8.8.8.8", "2606:4700:4700::1111", "64:ff9b::808:808"])
+@pytest.mark.parametrize(
+    "address", ["1.1.1.1", "8.8.8.8", "2606:4700:4700::1111", "64:ff9b::808:808", "::ffff:1.1.1.1"]
+)
 def test_a_public_address_is_public(address: str) -> None:
     assert is_public(address)
 
