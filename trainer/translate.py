@@ -32,11 +32,9 @@ def run(argv: Sequence[str] | None = None) -> int:
     description = "Translate a command or configuration of slime, verl, TRL or RLinf into ours."
     config = parse(TranslateConfig, argv, "python -m trainer.translate", description)
     found = translate(read_settings(config.source), "" if config.trainer == "auto" else config.trainer)
-    print(f"# from {found.trainer}; the environment and its rewards are code: see --env")
-    print(found.yaml() if config.yaml else found.command())
-    print()
-    for line in found.notes():
-        print(f"# {line}")
+    head = f"# from {found.trainer}; the environment and its rewards are code: see --env"
+    notes = [f"# {line}" for line in found.notes()]
+    print(head, found.yaml() if config.yaml else found.command(), "", *notes, sep="\n")
     return 0
 
 

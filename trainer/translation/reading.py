@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice, pairwise
+from itertools import dropwhile, islice, pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -20,7 +20,8 @@ MAX_VALUES = 10_000
 
 _OVERRIDE = re.compile(r"[+~]*([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
-_LAUNCHER = ("--num_processes", "--num-processes")
+_LAUNCHER = re.compile(r"--(?:num|nproc)[_-](?:processes|per[_-]node)")
+_VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*=.*", re.DOTALL)
 
 
 def read_settings(source: str) -> Given:
@@ -81,10 +82,22 @@ def _named_files(words: Sequence[str], given: Given) -> Iterator[tuple[Path, tup
 
 def _arguments(words: Sequence[str]) -> list[str]:
     """Return the words after the program, with what its launcher says about processes."""
-    starts = [place for place, word in enumerate(words) if word.endswith((".py", ".sh")) or word == "-m"]
-    start = starts[-1] + 1 if starts else 0
-    before = [f"{word}={words[place + 1]}" for place, word in enumerate(words[:start]) if word in _LAUNCHER]
-    return [*before, *words[start:]]
+    words = list(dropwhile(_VARIABLE.fullmatch, words))
+    programs = [place for place, word in enumerate(words) if _is_program(word)]
+    sure = [place for place in programs if words[place] == "-m" or not place or not _takes_value(words[place - 1])]
+    program = next(iter(sure[-1:] or programs), -1)
+    options = (value for name, value in _pairs(words[: max(program, 0)]) if _LAUNCHER.fullmatch(f"--{name}"))
+    return [*(f"--num_processes={value}" for value in options), *words[program + 1 :]]
+
+
+def _is_program(word: str) -> bool:
+    """Return whether a word may be a script, or announces a module."""
+    return word == "-m" or (word.endswith((".py", ".sh")) and "=" not in word)
+
+
+def _takes_value(word: str) -> bool:
+    """Return whether the next word may be the value of a flag."""
+    return word.startswith("--") and "=" not in word and word != "--"
 
 
 def _pairs(words: Sequence[str]) -> Iterator[tuple[str, Value]]:

@@ -25,7 +25,8 @@ MAX_CHARS = 2**22
 _ARRAY = re.compile(r"\"?\$\{(\w+)\[[@*]\]\}\"?")
 _SCALAR = re.compile(r"\$(?:\{(\w+)(?::?-([^{}]*))?\}|(\w+))")
 _BASENAME = re.compile(r"\$\(basename \"?([^()\"]+)\"?\)")
-_ASSIGNMENT = re.compile(r"\s*(?:export\s+)?(\w+)=(.*)", re.DOTALL)
+#: A whole line; a command after variables, `X=1 python train.py`, is none. A list or a text may end on a later line.
+_ASSIGNMENT = re.compile(r"\s*(?:export\s+)?(\w+)=(\(.*|\"[^\"]*\"?|'[^']*'|\$\(.*\)|\S*)\s*", re.DOTALL)
 _COMMENT = re.compile(r"(^|\s)#.*$")
 _SETTING = re.compile(r"--\w|[+~]*\w[\w.]*=")
 _DOWNLOAD = re.compile(r"hf download (?:--repo-type dataset )?(\S+) --local-dir (\S+)")

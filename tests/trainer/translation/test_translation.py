@@ -22,6 +22,7 @@ from trainer.config.run import RunConfig
 from trainer.config.sources import SOURCES
 from trainer.translate import run
 from trainer.translation.dialect import NoCounterpart
+from trainer.translation.reading import read_settings
 from trainer.translation.translation import DIALECTS, Translation, translate
 
 #: The flags of slime's geometry example with several turns, as a script in its form.
@@ -437,6 +438,27 @@ def test_what_has_no_counterpart_is_named_with_its_reason(
     _, text = translated(capsys, f"python train.py {command}", "--trainer", "slime")
     assert line in text
     assert "12345" not in text
+
+
+@pytest.mark.parametrize(
+    ("command", "settings"),
+    [
+        ("X=1 Y=a,b python -u train.py --lr 1", {"lr": "1"}),
+        (
+            "python -m verl.trainer.main_ppo a.b=1 reward.path=/x/my.py c.d=2",
+            {"a.b": "1", "reward.path": "/x/my.py", "c.d": "2"},
+        ),
+        ("python train.py --custom-rm-path my/rm.py --lr 1", {"custom_rm_path": "my/rm.py", "lr": "1"}),
+        ("accelerate launch --num_processes 4 --mixed_precision bf16 x.py --lr 1", {"num_processes": "4", "lr": "1"}),
+        ("torchrun --nproc_per_node=8 x.py --lr 1", {"num_processes": "8", "lr": "1"}),
+        ("accelerate launch --multi_gpu x.py --lr 1", {"lr": "1"}),
+        ("ray job submit --address=http://a -- python3 train.py --lr 1 --colocate", {"lr": "1", "colocate": "true"}),
+        ("trl grpo --report_to wandb tensorboard --beta -1", {"report_to": ["wandb", "tensorboard"], "beta": "-1"}),
+        ("x.py --lr=1 +a.b=[x,y] ++c=null", {"lr": "1", "a.b": ["x", "y"], "c": "null"}),
+    ],
+)
+def test_the_settings_of_a_command_are_those_after_its_program(command: str, settings: dict[str, Any]) -> None:
+    assert read_settings(command) == settings
 
 
 def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
