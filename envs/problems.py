@@ -10,7 +10,8 @@ from pydantic import Field
 
 from envs.checking.error_location import author_location
 from envs.config.settings import Section
-from envs.datasets.samples import DataKeys, add_system_prompt, load_samples
+from envs.datasets.prompts import DataKeys, add_system_prompt
+from envs.datasets.samples import load_samples
 from envs.errors import UserError
 from envs.spec import EnvSpec
 from envs.types import Sample, SampleSource

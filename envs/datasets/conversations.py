@@ -10,16 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from envs.datasets.prompts import DEFAULT_KEYS, DataKeys, add_system_prompt, read_messages, with_images
 from envs.datasets.rows import RowSource, open_rows, read_tools
-from envs.datasets.samples import (
-    DEFAULT_KEYS,
-    DataKeys,
-    RowSamples,
-    add_system_prompt,
-    image_access,
-    read_messages,
-    with_images,
-)
+from envs.datasets.samples import RowSamples, image_access
 from envs.errors import UserError
 from envs.images import decode_image
 from envs.types import Message, Sample, SampleSource

@@ -21,7 +21,8 @@ import pytest
 from PIL import Image
 
 from envs.check import run as check
-from envs.datasets.samples import DataKeys, load_samples
+from envs.datasets.prompts import DataKeys
+from envs.datasets.samples import load_samples
 from envs.geo3k.procedural import ProceduralGeo3k
 from envs.types import message_images, plain_text
 from tests.image_server import Answer, serving_images

@@ -55,6 +55,11 @@ def _clip(value: Value, given: Given) -> Result:
     return {field: value for field, name in names.items() if name not in given}
 
 
+def _offload(value: Value, given: Given) -> Result:
+    is_all = is_true(given.get(f"{_ACTOR}.fsdp_config.param_offload"))
+    return {"offload": "optimizer"} if is_true(value) and not is_all else {}
+
+
 def _warmup(value: Value, given: Given) -> Result:
     steps = float(str(given.get("trainer.total_training_steps", "0")))
     return {"warmup_steps": f"{float(str(value)) * steps:.0f}"} if float(str(value)) else {}
@@ -136,7 +141,7 @@ VERL = Dialect(
             {"constant": {"schedule": "constant"}, "cosine": {"schedule": "cosine"}}
         ),
         f"{_ACTOR}.fsdp_config.param_offload": flag("all", {}),
-        f"{_ACTOR}.fsdp_config.optimizer_offload": flag("optimizer", {}),
+        f"{_ACTOR}.fsdp_config.optimizer_offload": _offload,
         f"{_ACTOR}.fsdp_config.reshard_after_forward": flag("always", "never"),
         f"{_ACTOR}.use_torch_compile": flag({"compile": "auto"}, "off"),
         "actor_rollout_ref.model.enable_gradient_checkpointing": flag("1", "0"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 import time
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envs.config.cli import exit_code, parse
-from envs.config.settings import changed, leaves
+from envs.config.settings import changed, leaves, values_of
 from envs.errors import UserError
 from tests.paths import ROOT
 from trainer.config.other_trainers import OTHER_TRAINERS
@@ -237,6 +238,10 @@ def words_of(command: str) -> list[str]:
     return shlex.split(command.replace("\\\n", " "), comments=True)
 
 
+def value_of(config: RunConfig, field: str) -> object:
+    return next(value for path, value in values_of(config).items() if path[-1] == field)
+
+
 def written(folder: Path, name: str) -> str:
     (folder / name).write_text(SOURCES_OF[name])
     return str(folder / name)
@@ -416,8 +421,33 @@ def test_values_of_slime_are_converted(
     command: str, field: str, value: object, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config, _ = translated(capsys, f"python train.py {command}", "--trainer", "slime")
-    (found,) = [getattr(getattr(config, path[0]), field) for path, _ in leaves(RunConfig) if path[-1] == field]
-    assert found == value
+    assert value_of(config, field) == value
+
+
+@pytest.mark.parametrize(
+    ("trainer", "settings", "field", "value"),
+    [
+        ("verl", "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True", "offload", "optimizer"),
+        ("verl", "a.fsdp_config.param_offload=True a.fsdp_config.optimizer_offload=True", "offload", "all"),
+        ("verl", "algorithm.rollout_correction.rollout_is=token", "correction", "tis"),
+        ("verl", "a.optim.lr_warmup_steps_ratio=0.1 trainer.total_training_steps=200", "warmup_steps", 20),
+        ("verl", "a.loss_agg_mode=seq-mean-token-sum-norm", "aggregation", "constant"),
+        ("verl", "a.clip_ratio_high=0.28", "clip_high", 0.28),
+        ("trl", "--epsilon 0.1", "clip_high", 0.1),
+        ("trl", "--loss_type grpo", "aggregation", "seq-mean-token-mean"),
+        ("trl", "--importance_sampling_level sequence", "policy_loss", "gspo"),
+        ("trl", "--scale_rewards none", "scale_by_std", False),
+        ("trl", "--use_vllm --vllm_importance_sampling_mode token_truncate", "correction_cap", 3.0),
+        ("trl", "--per_device_train_batch_size 16 --num_generations 4", "problems_per_step", 4),
+        ("trl", "--max_steps 100 --num_iterations 2", "steps", 50),
+    ],
+)
+def test_values_of_verl_and_trl_are_converted(
+    trainer: str, settings: str, field: str, value: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = re.sub(r"\ba\.", "actor_rollout_ref.actor.", settings)
+    config, _ = translated(capsys, f"python x.py {settings}", "--trainer", trainer)
+    assert value_of(config, field) == value
 
 
 @pytest.mark.parametrize(
