@@ -6,11 +6,15 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from trainer.checkpoint.cancel import CANCEL
 
 T = TypeVar("T")
+
+
+#: Held by the call that works: models are loaded and signals handled for the whole process.
+_TURN = threading.Lock()
 
 
 def run_blocking(work: Callable[[], T]) -> T:
@@ -22,46 +26,56 @@ def run_blocking(work: Callable[[], T]) -> T:
         asyncio.get_running_loop()
     except RuntimeError:
         return work()
-    future, thread = _start(work)
+    call = _Call(work)
     try:
-        return future.result()
+        return call.future.result()
     except KeyboardInterrupt:
-        _cancel(thread)
-        return future.result()
+        call.cancel()
+        return call.future.result()
 
 
 async def run_beside(work: Callable[[], T]) -> T:
-    """Return what `work` returns, while the event loop goes on. Cancelling the call ends the run in the same way."""
-    future, thread = _start(work)
-    wrapped = asyncio.wrap_future(future)
+    """Return what `work` returns, while the event loop goes on. Calls at the same time take turns.
+
+    Cancelling the call ends the run as Ctrl-C does.
+    """
+    call = _Call(work)
+    wrapped = asyncio.wrap_future(call.future)
     try:
         return await asyncio.shield(wrapped)
     except asyncio.CancelledError:
-        _cancel(thread)
+        await asyncio.to_thread(call.cancel)
         await asyncio.wait([wrapped])
         raise
 
 
-def _start(work: Callable[[], T]) -> tuple[Future[T], threading.Thread]:
-    future: Future[T] = Future()
+class _Call(Generic[T]):
+    """Work on a thread of its own, once it is its turn."""
 
-    def target() -> None:
+    def __init__(self, work: Callable[[], T]) -> None:
+        self.future: Future[T] = Future()
+        self._work, self._is_cancelled = work, threading.Event()
+        self._thread = threading.Thread(target=self._run, name="trueturn", daemon=True)
+        self._thread.start()
+
+    def cancel(self) -> None:
+        """Cancel the run, as soon as it runs."""
+        self._is_cancelled.set()
+        while self._thread.is_alive():
+            if cancel := CANCEL.pop(self._thread.ident or 0, None):
+                cancel()
+                return
+            self._thread.join(0.05)
+
+    def _run(self) -> None:
+        while not _TURN.acquire(timeout=0.05):
+            if self._is_cancelled.is_set():
+                self.future.set_exception(KeyboardInterrupt())
+                return
         try:
-            future.set_result(work())
+            self.future.set_result(self._work())
         except BaseException as error:
-            future.set_exception(error)
-        finally:  # the next thread may have the same number
-            CANCEL.pop(threading.get_ident(), None)
-
-    thread = threading.Thread(target=target, name="trueturn", daemon=True)
-    thread.start()
-    return future, thread
-
-
-def _cancel(thread: threading.Thread) -> None:
-    """Cancel the run of a thread, as soon as it runs."""
-    while thread.is_alive():
-        if cancel := CANCEL.pop(thread.ident or 0, None):
-            cancel()
-            return
-        thread.join(0.05)
+            self.future.set_exception(error)
+        finally:
+            CANCEL.pop(threading.get_ident(), None)  # the next thread may have the same number
+            _TURN.release()

@@ -141,6 +141,8 @@ def view(
 
         tt.view(run, max_reward=0)                             # every token of its failures
     """
+    if not 1 <= len(recorded) <= 2:
+        raise UserError("view", "must have one run, or two to compare", len(recorded), "give a run")
     chosen = config_of(SelectionConfig, None, {"limit": limit, **selection})
     sources = [open_source(Path(folder_of(each)), False, chosen) for each in recorded]
     for source in sources:

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 from pydantic import BaseModel
 
 from envs.config.plugins import give
-from envs.config.settings import Setting, Settings, changed, is_tuple, leaves, validate
+from envs.config.settings import Setting, Settings, changed, is_tuple, leaves, takes_code, validate
 from envs.config.sources import Sources
 from envs.errors import UserError, did_you_mean
 from envs.spec import ENV_REWARD
@@ -17,6 +18,11 @@ from trainer.config.sources import with_whole_paths
 from trueturn import rewards
 
 M = TypeVar("M", bound=BaseModel)
+
+#: A longer list of known names is not shown.
+MAX_FIX = 400
+#: Settings that name a data set, which may be a list of rows.
+_ROWS = ("data", "eval_data")
 
 
 def config_of(model: type[M], sources: Sources | None, settings: Mapping[str, Any], base: M | str | None = None) -> M:
@@ -36,21 +42,29 @@ def config_of(model: type[M], sources: Sources | None, settings: Mapping[str, An
     for name, value in settings.items():
         if name not in fields:
             fix = (sources.translated(model, name) if sources else "") or did_you_mean(name, fields)
+            fix = fix if len(fix) <= MAX_FIX else "see --help of the command: its flags are the settings"
             raise UserError(f"{name}=", "is no setting of this call", value, fix)
         path, field = fields[name]
-        layer[path] = Setting(_plain(value, is_tuple(field)), f"{name}=")
+        takes_objects = takes_code(field) or name in _ROWS
+        layer[path] = Setting(_plain(value, takes_objects, is_tuple(field)), f"{name}=")
     layer = (sources.read_base(model, layer) if sources else {}) | layer
     return with_whole_paths(validate(model, layer))
 
 
-def _plain(value: Any, is_list: bool) -> Any:
-    """Return a value as a file of settings could hold it."""
+def _plain(value: Any, takes_objects: bool, is_list: bool) -> Any:
+    """Return a value as a file of settings could hold it, an object by a reference."""
     if is_list and value is not None:
         items = value if isinstance(value, list | tuple) else [value]
-        return [_plain(item, False) for item in items]
+        return [_plain(item, takes_objects, False) for item in items]
     if hasattr(value, "folder"):  # a run, as a model or to resume
         return str(value.folder)
-    return value if value is None or isinstance(value, str | int | float | Path) else give(value)
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, np.generic):
+        return value.item()
+    if value is None or isinstance(value, str | int | float):
+        return value
+    return give(value) if takes_objects else value
 
 
 def weighted_rewards(functions: Sequence[Any], weights: Sequence[float] | None) -> list[str]:

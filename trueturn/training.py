@@ -23,7 +23,7 @@ class TrainConfig(RunConfig):
 
     Example::
 
-        config = tt.TrainConfig(steps=100, lr=1e-5, group_size=4)
+        config = tt.TrainConfig(steps=1, lr=1e-5, group_size=4, eval_size=0)
         config.optim.lr                                        # 1e-05
         tt.train("geo3k", config=config)
     """

@@ -88,6 +88,11 @@ def takes_references(annotation: Any) -> bool:
     return any(map(takes_references, get_args(annotation)))
 
 
+def takes_code(field: FieldInfo) -> bool:
+    """Return whether a field names an object of the user, or several."""
+    return takes_references(field.annotation) or any(isinstance(rule, Plugin) for rule in field.metadata)
+
+
 def words_of(annotation: Any) -> list[str]:
     """Return the words of a `Literal` or an enum, of a tuple of it, or of a union of it with None or others."""
     if isinstance(annotation, type) and issubclass(annotation, Enum):

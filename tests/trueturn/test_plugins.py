@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from agents.recording import Recording
-from envs.config.settings import takes_references
+from envs.config.settings import flag_of, leaves, takes_code
 from envs.errors import UserError
 from tests.paths import ROOT
 from trainer.config.run import RunConfig
@@ -276,12 +276,5 @@ def test_an_installed_package_brings_every_kind_under_its_short_name(tmp_path: P
 
 
 def test_the_page_has_every_flag_that_takes_code() -> None:
-    from envs.config.plugins import Plugin
-    from envs.config.settings import flag_of, leaves
-
-    own = {
-        flag_of(path[-1], field)
-        for path, field in leaves(RunConfig)
-        if takes_references(field.annotation) or any(isinstance(rule, Plugin) for rule in field.metadata)
-    }
+    own = {flag_of(path[-1], field) for path, field in leaves(RunConfig) if takes_code(field)}
     assert {flag for flag in own if f"`{flag}" not in PAGE} == set()

@@ -273,3 +273,17 @@ def test_the_examples_of_the_docstrings_run() -> None:
 @pytest.mark.parametrize("word", ["tt.evaluate(env", "class Shop"])
 def test_the_code_of_the_page_runs(word: str) -> None:
     exec(code_block((ROOT / "docs/python.md").read_text(), "python", word), {"__name__": "__main__"})
+
+
+def test_calls_at_the_same_time_take_turns() -> None:
+    async def both() -> list[tt.Rollout]:
+        calls = [tt.rollout_async("geo3k", num_problems=2, out=name) for name in ("one", "other")]
+        return list(await asyncio.gather(*calls))
+
+    one, other = asyncio.run(both())
+    assert [t.ids_T.tolist() for t in one] == [t.ids_T.tolist() for t in other]
+
+
+def test_an_environment_in_a_process_must_stand_in_a_file() -> None:
+    with pytest.raises(tt.UserError, match="was given as an object of Python code that does not run here"):
+        tt.train(tt.env(type("Odd", (tt.ToolEnv,), {}), data=[{"problem": "?", "answer": "1"}], isolation="process"))

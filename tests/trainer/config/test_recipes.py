@@ -18,8 +18,7 @@ from pydantic.fields import FieldInfo
 
 from envs.config.cli import parse
 from envs.config.files import text_of
-from envs.config.plugins import Plugin
-from envs.config.settings import FieldPath, changed, flag_of, is_tuple, leaves, takes_references, words_of
+from envs.config.settings import FieldPath, changed, flag_of, is_tuple, leaves, takes_code, words_of
 from envs.config.sources import PREFIX
 from envs.errors import UserError
 from tests.paths import ROOT
@@ -48,7 +47,7 @@ def value_of(path: FieldPath, field: FieldInfo) -> Any:
     default, words = field.get_default(), words_of(field.annotation)
     if path[-1] in VALUES:
         return VALUES[path[-1]]
-    if takes_references(field.annotation) or any(isinstance(rule, Plugin) for rule in field.metadata):
+    if takes_code(field):
         return ("my_module:first", "my_module:second") if is_tuple(field) else "my_module:first"
     if words:
         word = next(word for word in reversed(words) if word != default and (word,) != default)
