@@ -31,10 +31,12 @@ def run(argv: Sequence[str] | None = None) -> int:
             fix = "begin a new run: nothing was trained, so there is nothing to resume"
             raise UserError("--resume", "must be a run that trains", str(config.checkpoint.resume), fix)
     # Imported late, so that --help and a mistyped flag answer at once.
+    from trainer.callbacks import check_callbacks
     from trainer.metrics.trackers import check_trackers
     from trainer.preflight.quick import QuickChecks
 
     check_trackers(config.log.tracker)
+    check_callbacks(config.log.callback)
     console = open_console()
     console.print(f"loading model and {'problems' if config.plays else 'recording'} ...")
     doctor = QuickChecks(config)

@@ -43,6 +43,11 @@ class SftState:
     seconds: float = 0.0
     loss_before: float | None = None
 
+    @property
+    def num_rows(self) -> int:
+        """The rows of the metrics file: one for each step."""
+        return self.step
+
     @classmethod
     def read(cls, checkpoint: Checkpoint | None) -> SftState:
         """Return what a checkpoint holds; without one, the start of a run."""
@@ -129,8 +134,13 @@ class SftSession(RunSession[SftState]):
             "train_tokens_per_s": sum(len(s.ids_T) for s in samples) / train_s,
             **evaluated,
         }
-        row = self.log.write(self.step, metrics)
-        self.end_step()
+        try:
+            metrics |= self.callbacks.on_step_end(self.step, {"step": self.step, **metrics})
+            if evaluated:
+                self.callbacks.on_evaluation(self.step, evaluated)
+        finally:
+            row = self.log.write(self.step, metrics)
+            self.end_step()
         num_done = self.step - self._resumed_at
         left_s = (time.perf_counter() - self._begun) / num_done * (self.num_steps - self.step)
         logger.info(
