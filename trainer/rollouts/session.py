@@ -16,6 +16,7 @@ from agents.rollout.groups import StepRollout, derive_seed
 from agents.types import EndReason, Trajectory, TrajectoryGroup
 from trainer.algorithms.advantages import Advantages
 from trainer.checkpoint.best_model import BestModel
+from trainer.checkpoint.model_card import ending_of, write_card
 from trainer.checkpoint.run_dir import BEST, EPISODES, MODEL
 from trainer.checkpoint.session import RunSession
 from trainer.config.run import CheckpointConfig
@@ -25,6 +26,7 @@ from trainer.metrics.console import Display
 from trainer.metrics.curves import draw_rewards
 from trainer.metrics.log import rollout_metrics
 from trainer.rollouts.protocol import Rollouts
+from trainer.rollouts.run_card import run_card
 from trainer.rollouts.run_state import LoopState, kept_random_state, read_loop_state, seed_random
 from trainer.setup.problems import check_command
 from trainer.setup.run_context import RunContext
@@ -34,6 +36,7 @@ from trainer.weight_sync.sync import WeightPush
 logger = logging.getLogger(__name__)
 
 KL = "rollout_train_kl"
+REWARD_CURVE = "reward_curve.png"
 MAX_REWARDS_SHOWN = 4
 #: A KL of one token to the reference that is over this can rule the loss of a step.
 LARGE_KL = 10.0
@@ -299,12 +302,20 @@ class TrainingSession(RunSession[LoopState]):
         """Draw reward and KL over the steps."""
         points = {step: trained_accuracy(ways) for step, ways in self.curve.items()}
         title = f"{self.config.env.env}, seed {self.config.seed}"
-        draw_rewards(self.log.rows, points, self.folder / "reward_curve.png", title)
+        draw_rewards(self.log.rows, points, self.folder / REWARD_CURVE, title)
 
     def save_model(self) -> None:
-        """Write the weights as a Hugging Face folder, where the run has trained them."""
-        if self.config.trains:
-            self.context.save_model(self.folder / MODEL)
+        """Write the weights as a Hugging Face folder, where the run has trained them, and the cards of its models."""
+        if not self.config.trains:
+            return
+        self.context.save_model(self.folder / MODEL)
+        rows, sees_images = self.log.rows, self.context.renderer.images is not None
+        ending = ending_of(len(rows), self.num_steps, self.stopped_by, self.is_interrupted)
+        for name, step in {MODEL: len(rows), **({BEST: self.best.step} if self.best else {})}.items():
+            card = run_card(
+                self.folder.name, self.config, self.context.spec, self.curve, rows, step, ending, sees_images
+            )
+            write_card(card, self.folder / name, self.folder / REWARD_CURVE)
 
     async def close(self) -> None:
         """Close the rollouts and end learner processes."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from envs.datasets.samples import epoch_order
 from trainer.checkpoint.checkpointer import Checkpoint
+from trainer.checkpoint.model_card import ModelCard, ending_of, write_card
 from trainer.checkpoint.run_dir import MODEL
 from trainer.checkpoint.session import RunSession
 from trainer.config.sft import SftConfig
@@ -28,6 +29,7 @@ from trainer.types import StepStats, TrainingSample
 logger = logging.getLogger(__name__)
 
 STATE = "progress.json"
+LOSS_CURVE = "loss_curve.png"
 
 
 @dataclass(frozen=True)
@@ -171,11 +173,41 @@ class SftSession(RunSession[SftState]):
 
     def draw(self) -> None:
         """Draw the loss over the steps."""
-        draw_losses(self.log.rows, self.loss_before, self.loss_after, self.folder / "loss_curve.png")
+        draw_losses(self.log.rows, self.loss_before, self.loss_after, self.folder / LOSS_CURVE)
 
     def save_model(self) -> None:
-        """Write the weights as a Hugging Face folder."""
+        """Write the weights as a Hugging Face folder, with its card."""
         save_model(self.context.learner, self.context.data.renderer, self.folder / MODEL)
+        write_card(self.card(), self.folder / MODEL, self.folder / LOSS_CURVE)
+
+    def card(self) -> ModelCard:
+        """Return what the model card says."""
+        config, rows = self.config, self.log.rows
+        losses = [["", "nats per token"], *([name, f"{loss:.4f}"] for name, loss in self._losses().items())]
+        return ModelCard(
+            name=self.folder.name,
+            task=f"supervised fine-tuning on {len(self.train)} conversations",
+            tags=("supervised-fine-tuning",),
+            base_model=config.model.model,
+            data=tuple(filter(None, (config.data.data or config.env, config.data.eval_data))),
+            config=config,
+            step=len(rows),
+            ending=ending_of(len(rows), self.num_steps, self.stopped_by, self.is_interrupted),
+            tables=(("Losses", losses),) if len(losses) > 1 else (),
+            results={},
+            sees_images=self.context.data.renderer.images is not None,
+        )
+
+    def _losses(self) -> dict[str, float]:
+        """Return the losses that are known, by what they are."""
+        rows = self.log.rows
+        found = {
+            "held out, before": self.loss_before,
+            "training, first step": rows[0]["loss"] if rows else None,
+            "training, last step": rows[-1]["loss"] if rows else None,
+            "held out, after": self.loss_after,
+        }
+        return {name: loss for name, loss in found.items() if loss is not None}
 
     async def close(self) -> None:
         """Stop reading, and end learner processes."""
