@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from envs.errors import UserError, did_you_mean
-from envs.plugins import import_cause, plugin_name
+from envs.plugins import import_cause
 from trainer.config.run import CALLBACK
 
 logger = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ class Callbacks:
             if isinstance(result, Mapping):
                 added |= _checked(reference, result, row.keys() | added.keys())
             else:
-                self._note(reference, "on_step_end", result)
+                self._note(reference, callback, "on_step_end", result)
         return added
 
     def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -119,7 +119,7 @@ class Callbacks:
         for reference, callback in self._callbacks.items():
             with _watched(reference, "on_evaluation"):
                 result = callback.on_evaluation(step, metrics)
-            self._note(reference, "on_evaluation", result)
+            self._note(reference, callback, "on_evaluation", result)
 
     def on_end(self, summary: Mapping[str, Any]) -> None:
         """Call the method of every callback."""
@@ -127,9 +127,9 @@ class Callbacks:
             with _watched(reference, "on_end"):
                 callback.on_end(summary)
 
-    def _note(self, reference: str, method: str, result: object) -> None:
+    def _note(self, reference: str, callback: Callback, method: str, result: object) -> None:
         if isinstance(result, Stop):
-            self.stop_reason = self.stop_reason or f"{plugin_name(reference)}: {result.reason}"
+            self.stop_reason = self.stop_reason or f"{type(callback).__name__}: {result.reason}"
         elif result is not None:
             rule = f"'{reference}'.{method} must return Stop(reason) or None"
             raise UserError(FLAG, rule, result, "import Stop from trainer.callbacks")

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 STATE = "progress.json"
 LOSS_CURVE = "loss_curve.png"
+EVAL_LOSS = "eval_loss"
 
 
 @dataclass(frozen=True)
@@ -92,11 +93,17 @@ class SftSession(RunSession[SftState]):
         if not self.state.step:
             self.loss_before = await self._evaluate("evaluate before")
             self.state = self.state_now()
+            self._tell(self.loss_before)
         self._begun = time.perf_counter()
 
     async def evaluate_after(self) -> None:
         """Evaluate the model that the run ends with."""
         self.loss_after = await self._evaluate("evaluate after")
+        self._tell(self.loss_after)
+
+    def _tell(self, loss: float | None) -> None:
+        if loss is not None:
+            self.callbacks.on_evaluation(self.step, {EVAL_LOSS: loss})
 
     async def evaluate_in_step(self) -> dict[str, float]:
         """Return the held-out loss as a metric of this step, where one is due."""
@@ -104,7 +111,7 @@ class SftSession(RunSession[SftState]):
         if not every or self.step % every or self.step == self.num_steps:
             return {}
         loss = await self._evaluate(f"evaluate step {self.step}")
-        return {} if loss is None else {"eval_loss": loss}
+        return {} if loss is None else {EVAL_LOSS: loss}
 
     async def _evaluate(self, name: str) -> float | None:
         """Return the mean negative log-likelihood of the held-out assistant's tokens, in nats; None without any."""
@@ -138,8 +145,7 @@ class SftSession(RunSession[SftState]):
         }
         try:
             metrics |= self.callbacks.on_step_end(self.step, {"step": self.step, **metrics})
-            if evaluated:
-                self.callbacks.on_evaluation(self.step, evaluated)
+            self._tell(evaluated.get(EVAL_LOSS))
         finally:
             row = self.log.write(self.step, metrics)
             self.end_step()

@@ -1,6 +1,15 @@
 /* The overview of a run: key figures, curves, distributions, and episodes worth a look. */
 
-const FIRST_METRICS = ["reward", "turns", "rollout_train_kl", "entropy", "grad_norm", "tokens_per_s"];
+const FIRST_METRICS = [
+  "reward",
+  "eval/with_tool/accuracy",
+  "eval/no_tools/accuracy",
+  "turns",
+  "rollout_train_kl",
+  "entropy",
+  "grad_norm",
+  "tokens_per_s",
+];
 
 function showOverview(root, { query }) {
   const run = runOf(query);
