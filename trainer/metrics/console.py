@@ -144,7 +144,7 @@ def open_console() -> Console:
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    console = Console(highlight=False)
+    console = Console(highlight=False, force_jupyter=False)  # lines of text in a notebook, too
     for package in ("envs", "agents", "trainer"):
         logging.getLogger(package).setLevel(logging.INFO)
         logging.getLogger(package).handlers = [ConsoleHandler(console)]

@@ -18,9 +18,10 @@ from pydantic.fields import FieldInfo
 
 from envs.config.cli import parse
 from envs.config.files import text_of
-from envs.config.settings import FieldPath, changed, flag_of, is_tuple, leaves, words_of
+from envs.config.settings import FieldPath, changed, flag_of, is_tuple, leaves, takes_references, words_of
 from envs.config.sources import PREFIX
 from envs.errors import UserError
+from envs.plugins import Plugin
 from tests.paths import ROOT
 from tests.recordings import lines_of
 from trainer.config.inputs import EnvConfig
@@ -38,6 +39,8 @@ NEEDED = {
     "lora_alpha": {("learner", "lora_rank"): 4},
     "lora_targets": {("learner", "lora_rank"): 4},
     "loss_constant": {("algorithm", "aggregation"): "constant"},
+    "stop_at_accuracy": {("evaluation", "eval_every"): 2},
+    "patience": {("evaluation", "eval_every"): 2},
 }
 VALUES = {"dual_clip": 3.0, "oversample": 1.5, "max_oversample": 4.0}
 
@@ -47,6 +50,8 @@ def value_of(path: FieldPath, field: FieldInfo) -> Any:
     default, words = field.get_default(), words_of(field.annotation)
     if path[-1] in VALUES:
         return VALUES[path[-1]]
+    if takes_references(field.annotation) or any(isinstance(rule, Plugin) for rule in field.metadata):
+        return ("my_module:first", "my_module:second") if is_tuple(field) else "my_module:first"
     if words:
         word = next(word for word in reversed(words) if word != default and (word,) != default)
         return (word,) if is_tuple(field) else word
