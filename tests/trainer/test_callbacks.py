@@ -75,7 +75,7 @@ def test_a_callback_of_a_file_ends_a_run_which_can_be_resumed(
     assert summary["stop_reason"] == "Mine: enough" and summary["steps_done"] == 2 and not summary["interrupted"]
     assert "stopped after step 2: Mine: enough\n" in capsys.readouterr().out
     assert [found.step for found in found_steps(tmp_path / "run" / "checkpoints")] == [2]
-    assert "It stopped after step 2 of 4: Mine: enough." in (tmp_path / "run" / "model" / "README.md").read_text()
+    assert "The run stopped after step 2 of 4: Mine: enough." in (tmp_path / "run" / "model" / "README.md").read_text()
     assert run(["--resume", str(tmp_path / "run")]) == 0  # it asks at step 2 alone
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps_done"] == 4
 
@@ -108,7 +108,7 @@ def test_supervised_training_calls_them_too(checkpoint: Path, tmp_path: Path) ->
     rows = lines_of(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3] and rows[1]["last"] == rows[0]["eval_loss"]
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["stop_reason"] == "Mine: low"
-    assert "It stopped after step 3 of 4: Mine: low." in (tmp_path / "run" / "model" / "README.md").read_text()
+    assert "The run stopped after step 3 of 4: Mine: low." in (tmp_path / "run" / "model" / "README.md").read_text()
 
 
 class Silent(Callback):

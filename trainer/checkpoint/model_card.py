@@ -30,7 +30,8 @@ _NOT_LISTED_SECTION = "log"
 class ModelCard:
     """What a card says. `step` is the step of the weights, `ending` how the run ended, `tables` are titles and rows.
 
-    The first row of a table holds its headings. `results` are accuracies of the weights by name, for the hub.
+    The first row of a table holds its headings. `results` are accuracies of the weights by name, for the
+    hub, `measured_on` a data set or environment.
 
     Example: `ModelCard(name="first", task="reinforcement learning in `geo3k`", base_model="starter", ...)`.
     """
@@ -45,6 +46,7 @@ class ModelCard:
     ending: str
     tables: tuple[tuple[str, Sequence[Sequence[str]]], ...]
     results: Mapping[str, float]
+    measured_on: str
     sees_images: bool
 
     def text(self, picture: str = "") -> str:
@@ -73,8 +75,11 @@ class ModelCard:
         public = {"base_model": self.base_model} if is_hub_id(self.base_model) else {}
         datasets = [name for name in dict.fromkeys(self.data) if is_hub_id(name)]
         metrics = [{"type": "accuracy", "name": name, "value": value} for name, value in self.results.items()]
-        data = shared_name(self.data[-1]) if self.data else "its own problems"
-        result = {"task": {"type": task}, "dataset": {"name": data, "type": data}, "metrics": metrics}
+        result = {
+            "task": {"type": task},
+            "dataset": {"name": shared_name(self.measured_on), "type": shared_name(self.measured_on)},
+            "metrics": metrics,
+        }
         return {
             **public,
             "library_name": "transformers",
@@ -113,13 +118,14 @@ def ending_of(num_steps: int, planned: int, stopped_by: str, is_interrupted: boo
     """Return how a run ended, in a sentence.
 
     >>> ending_of(30, 50, "--patience 3 evaluations without a better one", False)
-    'It stopped after step 30 of 50: --patience 3 evaluations without a better one.'
+    'The run stopped after step 30 of 50: --patience 3 evaluations without a better one.'
     """
+    done = f"after step {num_steps} of {planned}"
     if stopped_by:
-        return f"It stopped after step {num_steps} of {planned}: {stopped_by}."
+        return f"The run stopped {done}: {stopped_by}."
     if is_interrupted:
-        return f"It was interrupted after step {num_steps} of {planned}."
-    return f"It took all {planned} steps." if num_steps == planned else f"An error ended it after step {num_steps}."
+        return f"The run was interrupted {done}."
+    return f"The run took all {planned} steps." if num_steps == planned else f"An error ended the run {done}."
 
 
 def is_hub_id(name: str) -> bool:

@@ -41,6 +41,7 @@ def run_card(
         results={
             f"held-out accuracy, {_title(way)}": found.accuracy.value for way, found in curve.get(step, {}).items()
         },
+        measured_on=config.data.eval_data or spec.id,
         sees_images=sees_images,
     )
 

@@ -24,6 +24,7 @@ def card(settings: dict[str, dict[str, object]], base_model: str = "starter", *d
         ending="It took all 30 steps.",
         tables=(("Accuracy", [["", "before"], ["with tool", "0.1 | 0.2"]]),),
         results={"held-out accuracy, with tool": 0.25},
+        measured_on="geo3k",
         sees_images=True,
     ).text()
 
@@ -65,10 +66,10 @@ def test_a_cell_cannot_break_a_table() -> None:
 @pytest.mark.parametrize(
     ("ending", "said"),
     [
-        (ending_of(30, 30, "", False), "It took all 30 steps."),
-        (ending_of(20, 30, "", True), "It was interrupted after step 20 of 30."),
-        (ending_of(20, 30, "Stop: enough", False), "It stopped after step 20 of 30: Stop: enough."),
-        (ending_of(20, 30, "", False), "An error ended it after step 20."),
+        (ending_of(30, 30, "", False), "The run took all 30 steps."),
+        (ending_of(20, 30, "", True), "The run was interrupted after step 20 of 30."),
+        (ending_of(20, 30, "Stop: enough", False), "The run stopped after step 20 of 30: Stop: enough."),
+        (ending_of(20, 30, "", False), "An error ended the run after step 20 of 30."),
     ],
 )
 def test_a_card_says_how_the_run_ended(ending: str, said: str) -> None:
