@@ -110,10 +110,8 @@ def run_prepared(context: RunContext, rollouts: Rollouts, console: Console) -> F
         session, summary = run_to_end(run_training(context, rollouts, display), again)
     print_training_summary(console, session.before, session.after, session.ends, context.spec.reward_max_val)
     if best := session.best:
-        folder = path_text(context.folder / BEST)
-        console.print(
-            f"best held-out accuracy: {best.accuracy:.3f} after step {best.step}, in {folder}", soft_wrap=True
-        )
+        where = f"after step {best.step}, in {path_text(context.folder / BEST)}"
+        console.print(f"best held-out accuracy: {best.accuracy:.3f} {where}", soft_wrap=True)
     if config.trains and summary["steps_done"] and not summary["num_updates"]:
         console.print(f"the weights did not change: no step made an update; see num_skipped and reward in {METRICS}")
     ends = summary["end_reasons"]
