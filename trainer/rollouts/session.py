@@ -113,7 +113,8 @@ class TrainingSession(RunSession[LoopState]):
         if not self.is_evaluated:
             return
         clock, evaluation = StepClock(), self._evaluate(f"eval-{self.step}", f"evaluate step {self.step}")
-        self.evaluations |= await clock.time("eval_s", evaluation)
+        with kept_random_state():
+            self.evaluations |= await clock.time("eval_s", evaluation)
         found = self.evaluations[self.step]
         self.log.add(evaluation_metrics(found) | clock.seconds)
         self.end_step()
@@ -136,8 +137,7 @@ class TrainingSession(RunSession[LoopState]):
                 self.recorder.write(trajectory, self.step, phase, way)
             self.display.fault(trajectory, self._faults)
 
-        with kept_random_state():
-            found = await self.rollouts.evaluate(name, self.display, on_episode)
+        found = await self.rollouts.evaluate(name, self.display, on_episode)
         self._recorded_s = self.recorder.seconds if self.recorder else 0.0
         if found and self.config.evaluation.eval_every:
             await self.complete(asyncio.to_thread(self._keep_best, found))

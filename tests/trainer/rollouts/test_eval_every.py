@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -53,7 +54,7 @@ IN_STEP_2, IN_EVALUATION, IN_STEP_3 = (1, False), (2, False), (2, True)
 
 @pytest.fixture(scope="module")
 def lucky(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
-    """Flags of a run whose steps teach something; its environment draws from the process's random generator.
+    """Flags of a run whose steps teach something; its environment draws from the process's random generator, too.
 
     With SIGNAL_AT, it interrupts the run.
     """
@@ -91,6 +92,8 @@ def assert_same_training(folder: Path, other: Path) -> None:
     ours, theirs = state_of(folder, STEPS), state_of(other, STEPS)
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert of_phase(folder, "train") == of_phase(other, "train")
+    generators = [path / "checkpoints" / f"step-{STEPS}" / "random.pickle" for path in (folder, other)]
+    assert len({pickle.loads(path.read_bytes())["python"] for path in generators}) == 1
 
 
 def test_a_run_with_evaluations_trains_to_the_same_weights_on_the_same_episodes(plain: Path, evaluated: Path) -> None:
