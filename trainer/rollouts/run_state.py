@@ -26,14 +26,19 @@ PROGRESS, RANDOM, GROUPS = "progress.json", "random.pickle", "groups.pickle"
 _EVALUATIONS = TypeAdapter(dict[int, dict[str, Evaluation]])
 
 
+def _random_state() -> dict[str, Any]:
+    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+
+
 @dataclass(frozen=True)
 class LoopState:
     """The state of the loop after `step`.
 
     `metrics_bytes` and `recorded_bytes` (by file) are the lengths of the files at that time: a resumed run cuts off
     what follows, because it takes those steps again. `seconds` is the time spent so far, in all processes of the run.
-    `evaluations` holds those of each way by step. If the evaluation of `step` is still to come, `unfinished_row` has
-    the other metrics of the step, and the metrics file by then lacks it.
+    `generators` are the states of the random generators. `evaluations` holds those of each way by step. If the
+    evaluation of `step` is still to come, `unfinished_row` has the other metrics of the step, and the metrics file by
+    then lacks it.
 
     Example: `LoopState(step=10, metrics_bytes=20_480, recorded_bytes={"episodes.jsonl.gz": 1_048_576}, seconds=55.0)`.
     """
@@ -49,6 +54,7 @@ class LoopState:
     group_outcomes: Mapping[str, int] = field(default_factory=dict)
     unused_groups: Mapping[str, int] = field(default_factory=dict)
     rollout: ManagerState = field(default_factory=ManagerState)
+    generators: Mapping[str, Any] = field(default_factory=_random_state, repr=False, compare=False)
 
     @property
     def num_rows(self) -> int:
@@ -56,11 +62,12 @@ class LoopState:
         return self.step - bool(self.unfinished_row)
 
     def files(self) -> dict[str, bytes]:
-        """Return the files of a checkpoint, with the current state of the random generators."""
-        numbers = asdict(replace(self, rollout=ManagerState(self.rollout.num_begun)))
+        """Return the files of a checkpoint."""
+        numbers = asdict(replace(self, rollout=ManagerState(self.rollout.num_begun), generators={}))
+        del numbers["generators"]
         return {
             PROGRESS: json.dumps(numbers, indent=1).encode(),
-            RANDOM: pickle.dumps(_random_state()),
+            RANDOM: pickle.dumps(self.generators),
             GROUPS: pickle.dumps([_pickled(group) for group in self.rollout.in_flight]),
         }
 
@@ -103,10 +110,6 @@ def _pickled(group: GroupInFlight) -> bytes:
         return content
     except Exception:  # an environment's object may raise anything
         return pickle.dumps(replace(group, played={}, discarded=(), result=None))
-
-
-def _random_state() -> dict[str, Any]:
-    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
 
 
 def _set_random_state(states: Mapping[str, Any]) -> None:

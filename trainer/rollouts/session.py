@@ -266,7 +266,7 @@ class TrainingSession(RunSession[LoopState]):
             metrics_bytes=self.log.size(),
             recorded_bytes=self.recorder.sizes() if self.recorder else self.state.recorded_bytes,
             seconds=self.seconds,
-            evaluations=self.evaluations,
+            evaluations=dict(self.evaluations),
             ends=dict(self.ends),
             faults=tuple(sorted(self._faults)),
             group_outcomes=dict(self._group_outcomes),
