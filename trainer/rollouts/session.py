@@ -300,7 +300,8 @@ class TrainingSession(RunSession[LoopState]):
 
     def draw(self) -> None:
         """Draw reward and KL over the steps."""
-        points = {step: trained_accuracy(ways) for step, ways in self.curve.items()}
+        estimates = {step: trained_accuracy(ways) for step, ways in self.curve.items()}
+        points = {step: (found.value, found.low, found.high) for step, found in estimates.items()}
         title = f"{self.config.env.env}, seed {self.config.seed}"
         draw_rewards(self.log.rows, points, self.folder / REWARD_CURVE, title)
 
