@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from envs.config.plugins import WeightedPlugin, import_cause, import_object
 from envs.env import CallPolicy, Env, EnvArgs, ToolFaultPolicy
 from envs.errors import UserError
 from envs.grading import GraderReference
-from envs.plugins import WeightedPlugin, import_cause, import_object
 from envs.tool_calls import ToolFormat
 from envs.tool_calls.thinking import ThinkingSetting
 from envs.types import Sample, SampleSource

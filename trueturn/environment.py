@@ -9,10 +9,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from envs.config.plugins import give
 from envs.env import Env
 from envs.errors import UserError
 from envs.execution.load import load_env
-from envs.plugins import give
 from envs.registry import register
 from envs.spec import EnvSpec
 from envs.types import Message, Sample, SampleSource

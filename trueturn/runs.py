@@ -9,12 +9,16 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from agents.cli.text import path_text
 from agents.recording import Recording
 from agents.recording.run_files import METRICS, SUMMARY
 from agents.types import Trajectory
 from envs.errors import UserError
+
+if TYPE_CHECKING:
+    import pandas
 
 MODEL, CURVE = "model", "reward_curve.png"
 
@@ -25,9 +29,9 @@ class Run:
 
     Example::
 
-        run = tt.train("geo3k", steps=50)
-        run.metrics["reward"]                  # with pandas a column, else run.rows has dicts
-        run.accuracy                           # {"with_tool": 0.641, "without_tool": 0.586}
+        run = tt.train("geo3k", steps=1, eval_size=8)
+        run.metrics["reward"]                  # a column of a pandas table; run.rows has the same as dicts
+        run.accuracy                           # {"with_tool": 0.125, "without_tool": 0.125}
         run.model_path                         # a model folder for tt.rollout, Transformers or SGLang
     """
 
@@ -38,18 +42,19 @@ class Run:
         if not (self.folder / METRICS).is_file():
             raise UserError("run", f"must be a run folder, with {METRICS}", str(folder), "give a folder of tt.train")
 
+    def __repr__(self) -> str:
+        return f"Run({path_text(self.folder)!r}, {len(self.rows)} steps)"
+
     @property
     def rows(self) -> list[dict[str, float]]:
         """The metrics of each step so far."""
         return [json.loads(line) for line in (self.folder / METRICS).read_text(encoding="utf-8").splitlines()]
 
     @property
-    def metrics(self) -> Any:
-        """The metrics of each step so far: a pandas table with a row a step, or without pandas the list `rows`."""
-        try:
-            import pandas
-        except ImportError:
-            return self.rows
+    def metrics(self) -> pandas.DataFrame:
+        """The metrics of each step so far: a pandas table with a row a step."""
+        import pandas
+
         return pandas.DataFrame(self.rows)
 
     @property

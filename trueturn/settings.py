@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
+from envs.config.plugins import give
 from envs.config.settings import Setting, Settings, changed, is_tuple, leaves, validate
 from envs.config.sources import Sources
 from envs.errors import UserError, did_you_mean
-from envs.plugins import give
 from envs.spec import ENV_REWARD
 from trainer.config.sources import with_whole_paths
 from trueturn import rewards
@@ -35,7 +35,7 @@ def config_of(model: type[M], sources: Sources | None, settings: Mapping[str, An
         layer = {path: Setting(value, "config") for path, (_, value) in changed(base, model()).items()}
     for name, value in settings.items():
         if name not in fields:
-            fix = (sources.translated(model, f"--{name}") if sources else "") or did_you_mean(name, fields)
+            fix = (sources.translated(model, name) if sources else "") or did_you_mean(name, fields)
             raise UserError(f"{name}=", "is no setting of this call", value, fix)
         path, field = fields[name]
         layer[path] = Setting(_plain(value, is_tuple(field)), f"{name}=")

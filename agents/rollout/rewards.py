@@ -16,7 +16,7 @@ from numbers import Real
 from agents.types import EndReason, Trajectory
 from envs.contract import EnvFault
 from envs.errors import UserError
-from envs.execution.runner import call_within
+from envs.execution.runner import CallNames, call_within
 from envs.spec import ENV_REWARD, REWARD, EnvLimits
 
 RewardFunction = Callable[[Trajectory], float]
@@ -68,10 +68,10 @@ class RewardSum:
         try:
             for term in self.terms:
                 if term.function is not None:
-                    label = f"reward {term.name}, sample {trajectory.sample_id}"
                     who = f"the reward function {term.name}"
+                    names = CallNames(f"{who}, sample {trajectory.sample_id}", who, who)
                     values[term.name] = await call_within(
-                        limits.step_timeout_s, limits.inline, label, who, _value, term, trajectory
+                        limits.step_timeout_s, limits.inline, names, _value, term, trajectory
                     )
         except EnvFault as fault:
             end = EndReason.ENV_TIMEOUT if fault.timed_out else EndReason.ENV_ERROR

@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 
+from envs.config.plugins import Plugin
 from envs.errors import UserError
-from envs.plugins import Plugin
 
 M = TypeVar("M", bound=BaseModel)
 

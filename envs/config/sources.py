@@ -1,12 +1,12 @@
 """The sources of a command's settings besides its flags: YAML files and environment variables.
 
 Later sources override earlier ones: defaults, the configuration of a run folder to resume, `--config` files in their
-order, environment variables, flags.
+order, variables of another program, environment variables, flags.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,6 +31,23 @@ PREFIX = "TRUETURN_"
 
 
 @dataclass(frozen=True)
+class ForeignVariables:
+    """Environment variables of another program, which a command reads only if their flag is given.
+
+    `read` returns the settings of each variable by its name, and a line to print about each variable.
+    """
+
+    flag: str
+    description: str
+    read: Callable[[Mapping[str, str]], tuple[Mapping[str, Mapping[FieldPath, str]], Sequence[str]]]
+
+    def settings(self, environ: Mapping[str, str]) -> tuple[Settings, Sequence[str]]:
+        """Return the settings with their sources, and the lines."""
+        found, lines = self.read(environ)
+        return {path: Setting(value, name) for name, part in found.items() for path, value in part.items()}, lines
+
+
+@dataclass(frozen=True)
 class Sources:
     """What a command reads besides its flags.
 
@@ -45,6 +62,7 @@ class Sources:
         other_names: what other programs call the fields, such as `{"TRL": {"beta": "kl_coef"}}`, to answer a flag or
             variable of theirs.
         secrets: variables that are no settings, because their values must not be written; other code reads them.
+        foreign: variables of another program.
 
     Example::
 
@@ -58,6 +76,7 @@ class Sources:
     shared: type[BaseModel] | None = None
     other_names: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     secrets: tuple[str, ...] = ()
+    foreign: ForeignVariables | None = None
 
     def find(self, name: str) -> Path:
         """Return the file that `--config` names: a ready configuration, or a path."""

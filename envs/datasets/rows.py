@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from envs import given
+from envs.config import given
+from envs.config.plugins import import_object
 from envs.datasets.hub import hub_problem
 from envs.errors import UserError, did_you_mean, first_line
-from envs.plugins import import_object
 
 if TYPE_CHECKING:
     import datasets

@@ -195,24 +195,30 @@ class EnvRunner:
     async def _call(self, limit_s: float, function: Callable[..., R], *args: object) -> R:
         """Call within the time limit; every exception becomes an `EnvFault`."""
         started = time.perf_counter()
-        label = f"{function.__name__.strip('_')} of {_kind(args[0])}, sample {self._sample_id or 'unknown'}"
+        name = function.__name__.strip("_")
+        label = f"{name} of {_kind(args[0])}, sample {self._sample_id or 'unknown'}"
+        names = CallNames(label, "the environment", name)
         try:
-            return await call_within(limit_s, self.limits.inline, label, "the environment", function, *args)
+            return await call_within(limit_s, self.limits.inline, names, function, *args)
         finally:
             self.seconds += time.perf_counter() - started
 
 
-async def call_within(
-    limit_s: float, inline: bool, label: str, who: str, function: Callable[..., R], *args: object
-) -> R:
-    """Call code of a user within a time limit, on a thread or `inline`; every exception becomes an `EnvFault`.
+@dataclass(frozen=True)
+class CallNames:
+    """What the watchdog calls a call of a user's code, and who has raised or taken too long in messages of faults."""
 
-    `label` is how the watchdog names the call, `who` how the fault names the code.
-    """
-    call = WATCHDOG.call(label, limit_s)
+    label: str
+    raised: str
+    too_long: str
+
+
+async def call_within(limit_s: float, inline: bool, names: CallNames, function: Callable[..., R], *args: object) -> R:
+    """Call code of a user within a time limit, on a thread or `inline`; every exception becomes an `EnvFault`."""
+    call = WATCHDOG.call(names.label, limit_s)
     try:
         if not inline:
-            return await _on_thread(limit_s, call, function, *args)
+            return await _on_thread(limit_s, call, names.too_long, function, *args)
         call.begin()
         return function(*args)
     except (EnvFault, KeyboardInterrupt):
@@ -220,7 +226,7 @@ async def call_within(
     except BaseException as error:  # a fault is data, but a cancelled wait must propagate
         if not inline and not isinstance(error, Exception):
             raise
-        raise EnvFault(f"{who} raised: {_trace(error)}") from error
+        raise EnvFault(f"{names.raised} raised: {_trace(error)}") from error
     finally:
         call.end()
 
@@ -252,7 +258,7 @@ class _Slot:
             return env
 
 
-async def _on_thread(limit_s: float, call: WatchedCall, function: Callable[..., R], *args: object) -> R:
+async def _on_thread(limit_s: float, call: WatchedCall, name: str, function: Callable[..., R], *args: object) -> R:
     """Run on a thread; raise `EnvFault` after the time limit, even if the thread still runs."""
 
     def watched() -> R:
@@ -265,7 +271,6 @@ async def _on_thread(limit_s: float, call: WatchedCall, function: Callable[..., 
     try:
         return await call_on_thread(watched, limit_s=limit_s)
     except CallTimeout as error:
-        name = function.__name__.strip("_")
         raise EnvFault(f"{name} took longer than {limit_s:g} s", timed_out=True) from error
 
 

@@ -14,11 +14,11 @@ from numbers import Real
 from types import MappingProxyType
 from typing import Annotated, Literal
 
+from envs.config.plugins import Plugin, is_reference
 from envs.errors import UserError, did_you_mean
 from envs.grading.equality import same_text_or_rational, same_value, within_5_percent
 from envs.grading.extraction import extract_answer, extract_boxed
 from envs.grading.normal_form import Reading, read
-from envs.plugins import Plugin, is_reference
 
 GraderName = Literal["math", "geo3k_strict", "geo3k_tolerance"]
 GRADER = Plugin("a grader", "trueturn.graders", ("answer", "label"))

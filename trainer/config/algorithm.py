@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from envs.config.plugins import Plugin
 from envs.config.settings import Section
-from envs.plugins import Plugin
 
 AdvantageName = Literal["grpo", "rloo", "reinforce++"]
 PolicyLossName = Literal["ppo", "gspo", "likelihood"]

@@ -68,7 +68,6 @@ class PromptsConfig(RowsConfig):
     """Content and maximum length of prompts."""
 
     system_prompt: str = Field(default="", description="system prompt; empty: the environment's")
-    allow_outside_images: bool = Field(default=False, description="allow image paths outside the data file's folder")
     max_prompt_tokens: int = Field(
         default=1024, ge=1, description="longest prompt; longer ones are left out and counted, never cut"
     )

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from envs.config.plugins import Plugin
 from envs.config.settings import Section
-from envs.plugins import Plugin
 
 #: Holds the API key of the servers. It is no setting: a key must not stand in config.yaml.
 API_KEY_VARIABLE = "TRUETURN_ENGINE_API_KEY"

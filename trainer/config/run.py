@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from envs.config.plugins import Plugin
 from envs.config.settings import Section
-from envs.plugins import Plugin
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.inputs import DataConfig, EnvConfig, ModelConfig
 from trainer.config.learner import ClusterConfig, LearnerConfig, OptimConfig

@@ -31,11 +31,10 @@ from trainer.config.run import RunConfig
 from trainer.evaluation.episodes import EvaluationOptions, ProblemPlayer, ways
 from trainer.evaluation.results import Evaluation
 from trainer.metrics.console import Display
-from trainer.rollouts.own_code import own_filter, problem_order
 from trainer.rollouts.protocol import OnEpisode, OnEvaluated
 from trainer.setup.components import build_episode, build_transport, check_processes, check_updates, sampling_params
 from trainer.setup.model_source import check_fit, resolve_model, template_options
-from trainer.setup.plugins import check_algorithm, check_rollout
+from trainer.setup.plugins import check_algorithm, check_rollout, own_filter, problem_order
 from trainer.setup.problems import check_command, check_held_out, load_problems, probe_tools
 from trainer.setup.run_context import RunContext, begin_or_resume
 from trainer.weight_sync.sync import WeightSync

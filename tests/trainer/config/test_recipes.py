@@ -18,10 +18,10 @@ from pydantic.fields import FieldInfo
 
 from envs.config.cli import parse
 from envs.config.files import text_of
+from envs.config.plugins import Plugin
 from envs.config.settings import FieldPath, changed, flag_of, is_tuple, leaves, takes_references, words_of
 from envs.config.sources import PREFIX
 from envs.errors import UserError
-from envs.plugins import Plugin
 from tests.paths import ROOT
 from tests.recordings import lines_of
 from trainer.config.inputs import EnvConfig
@@ -183,7 +183,7 @@ def test_adapter_settings_without_adapters_are_refused_unless_they_are_the_defau
 
 
 def test_an_unknown_tracker_is_refused() -> None:
-    with pytest.raises(UserError, match="--tracker: must be 'tensorboard', 'wandb' or 'trackio', got wanb"):
+    with pytest.raises(UserError, match="--tracker: must be 'tensorboard', 'wandb' or 'trackio', or a tracker of an"):
         parsed("--tracker", "wanb")
     assert parsed("--tracker", "").log == LogConfig(tracker=())
 
@@ -263,7 +263,12 @@ PAGE = (ROOT / "docs" / "configuration.md").read_text()
 
 
 def test_the_page_on_configuration_names_what_there_is() -> None:
-    flags = {flag_of(path[-1], field) for path, field in FIELDS.items()} | {"--config", "--print-config", "--help"}
+    flags = {flag_of(path[-1], field) for path, field in FIELDS.items()} | {
+        "--config",
+        "--print-config",
+        "--help",
+        "--from-slime",
+    }
     others = {"--split", "--logdir", "--no-partial"}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE)) <= flags | others
     assert re.findall(r"^\| `([\w-]+)` \|", PAGE.split("| name | what")[1], re.MULTILINE)[:5] == [

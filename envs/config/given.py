@@ -1,6 +1,6 @@
 """Holds the objects that Python code gave to this process, such as a reward function of a notebook.
 
-Settings name them as they name any other object: `envs.given:NAME`.
+Settings name them as they name any other object: `envs.config.given:NAME`.
 """
 
 from __future__ import annotations

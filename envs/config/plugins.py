@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
-from envs import given
+from envs.config import given
 from envs.errors import UserError, did_you_mean
 
 R = TypeVar("R")
@@ -155,7 +155,7 @@ def plugin_name(reference: str) -> str:
 def give(found: object) -> str:
     """Return a reference to an object of this process.
 
-    It names the object's own module where that can be imported. Otherwise `envs.given` keeps it: an object of a
+    It names the object's own module where that can be imported. Otherwise `envs.config.given` keeps it: an object of a
     notebook, a script or a function can be found by this process only.
     """
     module, name = getattr(found, "__module__", None), getattr(found, "__qualname__", "")
