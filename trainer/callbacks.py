@@ -1,8 +1,8 @@
 """Code of the user that is called as a run goes on: it can follow the run, add metrics, and end it.
 
 ``--callback my.py:Plateau`` names a class, a function that returns a callback, or an object; repeat it for more. From
-Python, `envs.plugins.give(Plateau(patience=5))` returns such a name. The methods are called one after the other in the
-process of the training loop, which waits for them.
+Python, `envs.config.plugins.give(Plateau(patience=5))` returns such a name. The methods are called one after the other
+in the process of the training loop, which waits for them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
+from envs.config.plugins import import_cause
 from envs.errors import UserError, did_you_mean
-from envs.plugins import import_cause
 from trainer.config.run import CALLBACK
 
 logger = logging.getLogger(__name__)

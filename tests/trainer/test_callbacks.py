@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from envs.config.plugins import give
 from envs.errors import UserError
-from envs.plugins import give
 from tests.recordings import lines_of
 from tests.trainer.test_run import SMALL, train
 from trainer.callbacks import Callback, Callbacks, RunStart, Stop, check_callbacks
@@ -185,4 +185,4 @@ def test_a_callback_that_takes_long_is_named(monkeypatch: pytest.MonkeyPatch, ca
     monkeypatch.setattr("trainer.callbacks.SLOW_S", 0.05)
     with caplog.at_level(logging.WARNING):
         Callbacks([give(Slow)]).on_end({})
-    assert caplog.messages == ["the run waits for --callback 'envs.given:Slow'.on_end, since 0.05 s"]
+    assert caplog.messages == ["the run waits for --callback 'envs.config.given:Slow'.on_end, since 0.05 s"]

@@ -17,8 +17,8 @@ from pydantic import BaseModel
 
 from agents.recording.manifest import software_versions
 from envs.config.files import text_of
+from envs.config.plugins import plugin_name
 from envs.config.settings import changed, flag_of, leaves, takes_references, words_of
-from envs.plugins import plugin_name
 
 CARD = "README.md"
 #: Settings that the card names elsewhere, and those that say where a run was, not what it was.

@@ -11,7 +11,7 @@ import pytest
 
 from agents.rollout.groups import StepRollout
 from agents.types import EndReason, Timing, Trajectory, TrajectoryGroup
-from envs.plugins import give
+from envs.config.plugins import give
 from tests.builders import group, trajectory, turn
 from tests.recordings import lines_of
 from trainer.metrics.log import MetricsLog, rollout_metrics
