@@ -58,6 +58,7 @@ async def train(context: RunContext, rollouts: Rollouts, session: TrainingSessio
             await session.complete(update(context, session, step, rollout, advantages, clock))
         else:
             session.finish_step(rollout, clock)
+        await session.evaluate_in_step()
 
 
 async def update(

@@ -62,10 +62,12 @@ def train(config: RunConfig, console: Console) -> FinishedRun:
         RunFailed: the learner or the disk failed.
     """
     # Imported late, so that --help and a mistyped flag answer at once.
+    from trainer.callbacks import check_callbacks
     from trainer.metrics.trackers import check_trackers
     from trainer.preflight.quick import QuickChecks
 
     check_trackers(config.log.tracker)
+    check_callbacks(config.log.callback)
     console.print(f"loading model and {'problems' if config.plays else 'recording'} ...")
     doctor = QuickChecks(config)
     doctor.check_config()
@@ -93,6 +95,7 @@ def prepared(config: RunConfig) -> tuple[RunContext, Rollouts]:
 def run_prepared(context: RunContext, rollouts: Rollouts, console: Console) -> FinishedRun:
     """Run the loop over a prepared run and print how it went."""
     from agents.rollout.garbage_collection import tune_garbage_collection
+    from trainer.checkpoint.run_dir import BEST
     from trainer.checkpoint.session import run_to_end
     from trainer.evaluation.tables import print_training_summary
     from trainer.loop import run_training
@@ -106,6 +109,9 @@ def run_prepared(context: RunContext, rollouts: Rollouts, console: Console) -> F
         again = f"python -m trainer.run --resume {path_text(context.folder)}" if config.trains else ""
         session, summary = run_to_end(run_training(context, rollouts, display), again)
     print_training_summary(console, session.before, session.after, session.ends, context.spec.reward_max_val)
+    if best := session.best:
+        where = f"after step {best.step}, in {path_text(context.folder / BEST)}"
+        console.print(f"best held-out accuracy: {best.accuracy:.3f} {where}", soft_wrap=True)
     if config.trains and summary["steps_done"] and not summary["num_updates"]:
         console.print(f"the weights did not change: no step made an update; see num_skipped and reward in {METRICS}")
     ends = summary["end_reasons"]

@@ -32,8 +32,13 @@ def build_manifest(spec: EnvSpec, renderer: Renderer, model: str, ways: Mapping[
         template=template_digest(renderer),
         template_options=dict(renderer.template.options),
         ways={name: way_record(episode) for name, episode in ways.items()},
-        versions={"python": platform.python_version()} | {name: found for name in _NAMED if (found := _version(name))},
+        versions=software_versions(),
     )
+
+
+def software_versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that decide what a run computes."""
+    return {"python": platform.python_version()} | {name: found for name in _NAMED if (found := _version(name))}
 
 
 def way_record(episode: Episode) -> WayRecord:

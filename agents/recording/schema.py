@@ -154,7 +154,8 @@ class ImageRecord(_Record):
 class EpisodeRecord(_Record):
     """One finished episode.
 
-    `phase` says what it was played for: "train"; "before" and "after", the evaluations of a run; "evaluate"; "play".
+    `phase` says what it was played for: "train"; "before", "eval-10" (after step 10) and "after", the evaluations of a
+    run; "evaluate"; "play".
     `way` is one of `Manifest.ways`. `group` is the number of its problem, `sample_index` its number in the group, and
     `attempt` counts how often the group was played again. `step` is the training step during which it ended, 0 before
     the first. The first `num_prompt_messages` of `messages` are the problem; a picture in a message is

@@ -21,7 +21,7 @@ class SelectionConfig(Section):
 
     id: tuple[str, ...] = Field(default=(), description="episode, or a pattern such as train-12-*")
     phase: tuple[str, ...] = Field(
-        default=(), description="what it was played for: train, before, after, evaluate or play"
+        default=(), description="what it was played for: train, before, eval-10 (step 10), after, evaluate or play"
     )
     way: tuple[str, ...] = Field(
         default=(), description="how it was played: train, with_tool, without_tool, no_tools or play"

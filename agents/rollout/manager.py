@@ -72,7 +72,7 @@ class RolloutManager:
         """
         version, options = self.engine.weight_version, self.options
         stale = await self._abort(g for g in self._groups.values() if version - g.begun_version > options.max_staleness)
-        await self._resume()
+        await self.resume()
         try:
             await self._play(num_groups)
         finally:
@@ -92,7 +92,7 @@ class RolloutManager:
     async def close(self) -> tuple[TrajectoryGroup, ...]:
         """Abort the running episodes; return all groups that were begun and never handed out, as they are."""
         left = await self._abort(self._groups.values())
-        await self._resume()
+        await self.resume()
         return tuple(left.values())
 
     async def _play(self, num_groups: int) -> None:
@@ -235,7 +235,8 @@ class RolloutManager:
         groups = {number: self._groups.pop(number) for number in tuple(numbers)}
         return {number: group.result or group.so_far() for number, group in groups.items()}
 
-    async def _resume(self) -> None:
+    async def resume(self) -> None:
+        """Resume the engine if `collect` has paused it. Unfinished episodes continue; none begins before `collect`."""
         if self._is_paused:
             self._is_paused = False
             await self.engine.resume()

@@ -77,14 +77,21 @@ class Plugin:
         Raises:
             UserError: it cannot be imported, or takes other parameters; the error names `field`, such as "--advantage".
         """
-        found = import_object(field, reference if ":" in reference else self.installed()[reference])
+        return self.check(field, reference, self.find(field, reference))
+
+    def find(self, field: str, reference: str) -> object:
+        """Return the object that a reference names. Raises `UserError` if it cannot be imported."""
+        return import_object(field, reference if ":" in reference else self.installed()[reference])
+
+    def check(self, field: str, reference: str, found: object) -> Any:
+        """Return an object if it can be called as this kind of plug-in is. Raises `UserError` if not."""
         if not callable(found):
             fix = "name a function or class"
             raise UserError(field, f"'{reference}' must be callable", type(found).__name__, fix)
         try:
             inspect.signature(found).bind(*self.parameters)
         except TypeError as error:
-            rule = f"'{reference}' must take {', '.join(self.parameters)}"
+            rule = f"'{reference}' must take {', '.join(self.parameters) or 'no arguments'}"
             raise UserError(field, rule, f"{inspect.signature(found)}: {error}", "change its parameters") from error
         except ValueError:  # code in C, which does not tell its parameters
             pass

@@ -86,9 +86,14 @@ class Checkpoints:
         """Note that the weights begin to change: until `on_step_end` no checkpoint can be written."""
         self._stands = None
 
+    def mark_whole(self, step: int, files: Files) -> None:
+        """Note that the weights are those of a step: `close` can write a checkpoint of it."""
+        self._stands = step, files
+
     def on_step_end(self, step: int, files: Files, is_last: bool = False) -> None:
         """Note that a step is done, and begin a checkpoint if one is due."""
-        self._stands, every = (step, files), self.config.save_every
+        self.mark_whole(step, files)
+        every = self.config.save_every
         self.finish(wait=False)
         if every and (step % every == 0 or is_last):
             self.begin(step, files())

@@ -14,8 +14,9 @@ from agents.recording.run_files import CONFIG
 from envs.errors import UserError
 from trainer.config.run import RunDirConfig
 
-#: In it, besides the files of `agents.recording.run_files`: registry entry, episodes, checkpoints, finished model.
-ENVIRONMENT, EPISODES, CHECKPOINTS, MODEL = "environment.json", "episodes", "checkpoints", "model"
+#: In it, besides the files of `agents.recording.run_files`: registry entry, episodes, checkpoints, finished model, the
+#: model with the best held-out accuracy.
+ENVIRONMENT, EPISODES, CHECKPOINTS, MODEL, BEST = "environment.json", "episodes", "checkpoints", "model", "best"
 _LOCK = ".lock"
 #: Tells runs apart that one process begins in one second.
 _numbers = itertools.count()

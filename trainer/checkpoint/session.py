@@ -18,6 +18,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from agents.recording.append_log import rewind
 from agents.recording.run_files import METRICS, SUMMARY
+from trainer.callbacks import Callbacks, RunStart
 from trainer.checkpoint.cancel import cancel_on_request
 from trainer.checkpoint.checkpointer import Checkpoints
 from trainer.checkpoint.run_dir import CHECKPOINTS
@@ -36,13 +37,15 @@ _DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 class RunState(Protocol):
     """Where a run stands after `step`; a checkpoint holds `files`, besides the learner's state.
 
-    `metrics_bytes` is the length of the metrics file by then, `seconds` the time spent so far.
+    `metrics_bytes` is the length of the metrics file by then, with `num_rows` rows, `seconds` the time spent so far.
     """
 
     @property
     def step(self) -> int: ...
     @property
     def metrics_bytes(self) -> int: ...
+    @property
+    def num_rows(self) -> int: ...
     @property
     def seconds(self) -> float: ...
     def files(self) -> Mapping[str, bytes]: ...
@@ -52,7 +55,7 @@ S = TypeVar("S", bound=RunState)
 
 
 class RunSession(ABC, Generic[S]):
-    """Counts steps, logs them, writes checkpoints, stops on a signal, and leaves summary and weights behind.
+    """Counts steps, logs them, writes checkpoints, stops when asked to, and leaves summary and weights behind.
 
     Example::
 
@@ -80,7 +83,9 @@ class RunSession(ABC, Generic[S]):
         """Continue the files in `folder` from `state`; `settings` go to the trackers."""
         self.folder, self.state, self.num_steps, self.display = folder, state, num_steps, display
         rewind(folder / METRICS, state.metrics_bytes)
-        self.log = MetricsLog(folder, settings, log.tracker, log.project, state.step)
+        self._settings = settings
+        self.callbacks = Callbacks(log.callback)
+        self.log = MetricsLog(folder, settings, log.tracker, log.project, state.num_rows)
         self.checkpoints = Checkpoints(folder / CHECKPOINTS, learner, checkpoint)
         #: Closed once the summary is written.
         self.open_files = contextlib.ExitStack()
@@ -88,6 +93,8 @@ class RunSession(ABC, Generic[S]):
         #: The step that runs now, or the last one.
         self.step = state.step
         self.is_interrupted = False
+        #: Why the run has ended before its last step; empty if it has not.
+        self.stopped_by = ""
         self._started = time.perf_counter() - state.seconds
 
     async def run(self, body: Callable[[], Awaitable[None]]) -> dict[str, Any]:
@@ -95,6 +102,7 @@ class RunSession(ABC, Generic[S]):
         is_lost = False
         cancel_on_request()
         try:
+            self.callbacks.on_begin(RunStart(self.folder, self._settings, self.state.step, self.num_steps))
             await body()
         except asyncio.CancelledError:
             self.is_interrupted = True
@@ -107,13 +115,18 @@ class RunSession(ABC, Generic[S]):
                 summary = self._finish(has_weights=not is_lost)
             finally:
                 await self.close()
+        self.callbacks.on_end(summary)
         return summary
 
     def steps(self) -> Iterator[int]:
-        """Yield the number of each step that is left."""
+        """Yield the number of each step that is left, until there is a reason to stop."""
         first = self.state.step
         self.display.begin(self.stage, self.num_steps - first)
         for step in range(first + 1, self.num_steps + 1):
+            if self.stop_reason:
+                self.stopped_by = self.stop_reason
+                logger.info(f"stopped after step {self.step}: {self.stopped_by}")
+                return
             self.step = step
             yield step
             self.display.advance()
@@ -144,6 +157,11 @@ class RunSession(ABC, Generic[S]):
         self.checkpoints.on_step_end(self.step, self.state.files, is_last=self.step == self.num_steps)
 
     @property
+    def stop_reason(self) -> str:
+        """The reason to end the run before its last step; empty where there is none."""
+        return self.callbacks.stop_reason
+
+    @property
     def seconds(self) -> float:
         """Time spent on the run so far, in all processes that it was resumed in."""
         return time.perf_counter() - self._started
@@ -172,6 +190,7 @@ class RunSession(ABC, Generic[S]):
         summary = {
             "steps_done": len(self.log.rows),
             "interrupted": self.is_interrupted,
+            "stop_reason": self.stopped_by,
             "seconds": round(self.seconds, 1),
             "peak_memory_gib": round(peak_memory_gib(), 3),
             **self.summary(),

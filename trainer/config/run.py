@@ -44,6 +44,31 @@ class StagesConfig(Section):
         return value
 
 
+class EvaluationConfig(Section):
+    """Evaluations between the steps, and the end of a run by them."""
+
+    eval_every: int = Field(
+        default=0,
+        ge=0,
+        description="steps between evaluations on the held-out problems; 0: only before and after training",
+    )
+    stop_at_accuracy: float | None = Field(
+        default=None, gt=0, le=1, description="end the run once the held-out accuracy is at least this; empty: never"
+    )
+    patience: int = Field(
+        default=0,
+        ge=0,
+        description="end the run after this many evaluations without a new best held-out accuracy; 0: never",
+    )
+
+    @field_validator("stop_at_accuracy", "patience")
+    @classmethod
+    def _is_measured(cls, value: float | None, info: ValidationInfo) -> float | None:
+        if value and not info.data.get("eval_every"):
+            raise ValueError("needs --eval-every: without it nothing is measured while the run trains")
+        return value
+
+
 class CheckpointConfig(Section):
     """Checkpoints, and the run to resume."""
 
@@ -65,8 +90,8 @@ class RunDirConfig(Section):
     )
     callback: tuple[Annotated[str, CALLBACK], ...] = Field(
         default=(),
-        description="module:NAME or file.py:NAME of a class whose methods are called as the run goes on, see "
-        "trainer.callbacks",
+        description="trainer.callbacks.Callback of your own, whose methods are called as the run goes on: "
+        "module:NAME or file.py:NAME",
     )
     project: str = Field(default="trueturn", min_length=1, description="project of the run at wandb and trackio")
 
@@ -102,6 +127,7 @@ class RunConfig(Section):
     optim: OptimConfig = OptimConfig()
     learner: LearnerConfig = LearnerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
 

@@ -6,7 +6,8 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 
 from rich.console import Console
@@ -81,6 +82,23 @@ class Display:
             self._progress.remove_task(self._task)
         self._task = self._progress.add_task(f"{name:<22}", total=total)
         self._begun = time.monotonic()
+
+    @contextmanager
+    def aside(self, name: str, total: int) -> Iterator[None]:
+        """Show another bar of `total` parts until the block ends."""
+        task, begun = self._task, self._begun
+        if task is not None:
+            self._progress.update(task, visible=False)
+            self._task = None
+        self.begin(name, total)
+        try:
+            yield
+        finally:
+            assert self._task is not None, "begin has made the bar"
+            self._progress.remove_task(self._task)
+            self._task, self._begun = task, begun
+            if task is not None:
+                self._progress.update(task, visible=True)
 
     def advance(self) -> None:
         """Move the bar by one."""

@@ -7,21 +7,27 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 #: The metrics of each step, as `MetricsLog.rows`.
 Rows = Sequence[Mapping[str, float]]
+#: A value, and the bounds of its interval.
+Bounded = tuple[float, float, float]
 
 
-def draw_rewards(rows: Rows, before: float | None, after: float | None, path: Path, title: str) -> None:
-    """Draw reward and KL over the steps, and held-out accuracy before and after if it is known."""
+def draw_rewards(rows: Rows, accuracies: Mapping[int, Bounded], path: Path, title: str) -> None:
+    """Draw reward and KL over the steps, and the held-out accuracy with its intervals where it is known."""
     steps = [row["step"] for row in rows]
     rewards = [row["reward"] for row in rows]
     means = [sum(rewards[max(0, i - 9) : i + 1]) / min(10, i + 1) for i in range(len(rewards))]
     with _axes(path) as axes:
         axes.plot(steps, rewards, color="C0", alpha=0.3, lw=1)
         axes.plot(steps, means, color="C0", label="training reward, mean of 10 steps")
-        if before is not None and after is not None:
-            ends = [0, max([*steps, 1])]
-            axes.plot(ends, [before, after], "o--", color="C2", label="held-out accuracy, before and after")
+        if accuracies:
+            values, lows, highs = zip(*accuracies.values(), strict=True)
+            reach = np.maximum([np.subtract(values, lows), np.subtract(highs, values)], 0)  # a bound may be 1e-17 off
+            label = "held-out accuracy, 95 %"
+            axes.errorbar(list(accuracies), values, reach, fmt="o--", color="C2", capsize=3, label=label)
         axes.set(xlabel="step", ylabel="reward", ylim=(0, 1), title=title)
         other = axes.twinx()
         other.semilogy(steps, [max(row.get("rollout_train_kl", 0.0), 1e-16) for row in rows], ":", color="C3", lw=1)

@@ -147,13 +147,15 @@ def _calls(turn: Turn) -> list[dict[str, Any]]:
 class MetricsLog:
     """Writes the metrics of every step to `metrics.jsonl` and to all trackers.
 
-    For a resumed run, the file already holds the rows of `steps_done` steps, and trackers continue from there. A
-    tracker that fails is logged once and dropped: the file has everything.
+    For a resumed run, the file already holds the rows of `steps_done` steps, and trackers continue from there. What is
+    known only later, such as an evaluation of the step's weights, is added to the row. A tracker that fails is logged
+    once and dropped: the file has everything.
 
     Example::
 
         log = MetricsLog(Path("runs/x"), config={"seed": 0}, trackers=("tensorboard",))
         log.write(1, {"reward": 0.4}, stats)
+        log.add({"eval/with_tool/accuracy": 0.3})
         log.close()
 
     Raises:
@@ -171,6 +173,7 @@ class MetricsLog:
         self.path = folder / METRICS
         self._trackers = open_trackers(trackers, TrackedRun(folder, config, project, steps_done))
         self._file = self.path.open("a", encoding="utf-8")
+        self._last_start = self.path.stat().st_size
         self.rows: list[dict[str, float]] = [json.loads(line) for line in self.path.read_text().splitlines()]
         assert len(self.rows) == steps_done, (len(self.rows), steps_done)
 
@@ -178,10 +181,23 @@ class MetricsLog:
         """Add one step; return the row written."""
         row = {"step": float(step), **metrics, **(stats.row() if stats else {})}
         self.rows.append(row)
-        self._file.write(json.dumps({**row, "step": step}) + "\n")
-        self._file.flush()
+        self._last_start = self.path.stat().st_size
+        self._write_last()
         self._each(lambda tracker: tracker.write(step, row))
         return row
+
+    def add(self, metrics: Mapping[str, float]) -> None:
+        """Add metrics to the row of the last step."""
+        row = self.rows[-1]
+        row |= metrics
+        self._file.truncate(self._last_start)
+        self._write_last()
+        self._each(lambda tracker: tracker.write(int(row["step"]), {"step": row["step"], **metrics}))
+
+    def _write_last(self) -> None:
+        row = self.rows[-1]
+        self._file.write(json.dumps({**row, "step": int(row["step"])}) + "\n")
+        self._file.flush()
 
     def size(self) -> int:
         """Return the size of `metrics.jsonl` in bytes, after it is safely on disk."""

@@ -26,10 +26,7 @@ from envs.execution.load import load_env
 from envs.spec import BuildEnv
 from envs.tool_calls import detect_format
 from envs.types import SampleSource
-from trainer.checkpoint.run_dir import (
-    ENVIRONMENT,
-    EPISODES,
-)
+from trainer.checkpoint.run_dir import ENVIRONMENT, EPISODES
 from trainer.config.run import RunConfig
 from trainer.evaluation.episodes import EvaluationOptions, ProblemPlayer, ways
 from trainer.evaluation.results import Evaluation
@@ -38,7 +35,7 @@ from trainer.rollouts.protocol import OnEpisode, OnEvaluated
 from trainer.setup.components import build_episode, build_transport, check_processes, check_updates, sampling_params
 from trainer.setup.model_source import check_fit, resolve_model, template_options
 from trainer.setup.plugins import check_algorithm, check_rollout, own_filter, problem_order
-from trainer.setup.problems import check_command, load_problems, probe_tools
+from trainer.setup.problems import check_command, check_held_out, load_problems, probe_tools
 from trainer.setup.run_context import RunContext, begin_or_resume
 from trainer.weight_sync.sync import WeightSync
 
@@ -164,30 +161,31 @@ class LiveRollouts:
         step, index = divmod(number, self.config.rollout.problems_per_step)
         return Problem(samples[self._order[1][place]], derive_seed(self.config.seed, "train", step + 1), index)
 
-    async def evaluate(self, phase: str, display: Display, on_episode: OnEvaluated) -> dict[str, Evaluation]:
+    async def evaluate(self, name: str, display: Display, on_episode: OnEvaluated) -> dict[str, Evaluation]:
         """Return the accuracy on held-out problems: over all turns and, if there are tools, in one turn without."""
         source = self.context.eval_samples
         if source is None or not len(source):
             return {}
-        name, all_ways = f"evaluate {phase}", ways(self.context.spec.max_turns, self.context.has_tools)
-        display.begin(name, len(all_ways) * len(source))
+        all_ways = ways(self.context.spec.max_turns, self.context.has_tools)
         options = EvaluationOptions(
             seed=derive_seed(self.config.seed, "evaluate"),
             right_reward=self.context.spec.reward_max_val,
             max_concurrent=self.config.rollout.max_concurrent,
         )
         results = {}
-        for way in all_ways:
-            player = ProblemPlayer(
-                self.context.episode(way.max_turns, self.config.rollout.eval_temperature, way.use_tools),
-                source,
-                self.context.build_env,
-                self.context.env_args(way.max_turns),
-                options,
-                on_episode=functools.partial(on_episode, phase, way.name),
-            )
-            results[way.name] = await player.evaluate()
-            logger.info(f"{name}: {results[way.name].accuracy.value:.3f} {way.title}")
+        await self._started.resume()  # with `partial` it may be paused
+        with display.aside(name, len(all_ways) * len(source)):
+            for way in all_ways:
+                player = ProblemPlayer(
+                    self.context.episode(way.max_turns, self.config.rollout.eval_temperature, way.use_tools),
+                    source,
+                    self.context.build_env,
+                    self.context.env_args(way.max_turns),
+                    options,
+                    on_episode=functools.partial(on_episode, way.name),
+                )
+                results[way.name] = await player.evaluate()
+                logger.info(f"{name}: {results[way.name].accuracy.value:.3f} {way.title}")
         return results
 
     def summary(self, rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -219,6 +217,7 @@ def prepare(config: RunConfig) -> LiveContext:
     train, evaluation = load_problems(spec, config.data, config.seed, with_held_out=config.trains)
     check = check_command(config.env, config.data)
     tools = probe_tools(spec, build_env, detect_format(renderer.chat_template), train, check)
+    check_held_out(config, evaluation)
     train, num_overlong = filter_overlong(
         train, lambda sample: len(renderer.prompt(sample.prompt, tools).ids), config.data.max_prompt_tokens
     )

@@ -11,8 +11,8 @@ from trainer.evaluation.results import Evaluation
 from trainer.metrics.console import Display
 
 OnEpisode = Callable[[Trajectory], None]
-#: Called with each episode of an evaluation: the phase, the way it is played ("with_tool"), and the episode.
-OnEvaluated = Callable[[str, str, Trajectory], None]
+#: Called with each episode of an evaluation: the way it is played ("with_tool"), and the episode.
+OnEvaluated = Callable[[str, Trajectory], None]
 
 
 class Rollouts(Protocol):
@@ -50,8 +50,11 @@ class Rollouts(Protocol):
         """Stop all episodes and return the groups that were begun and never handed out."""
         ...
 
-    async def evaluate(self, phase: str, display: Display, on_episode: OnEvaluated) -> dict[str, Evaluation]:
-        """Return the accuracy on held-out problems by way of playing; nothing where there are none."""
+    async def evaluate(self, name: str, display: Display, on_episode: OnEvaluated) -> dict[str, Evaluation]:
+        """Return the accuracy on held-out problems by way of playing; nothing where there are none.
+
+        `name` is shown while it runs: "evaluate step 10".
+        """
         ...
 
     def summary(self, rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:

@@ -32,6 +32,7 @@ from trainer.rollouts.recording_check import RecordingCheck
 from trainer.setup.components import check_learner, check_updates, sampling_params
 from trainer.setup.model_source import check_reach, resolve_model, template_options
 from trainer.setup.plugins import check_algorithm
+from trainer.setup.problems import check_held_out
 from trainer.setup.run_context import RunContext, begin_or_resume
 from trainer.weight_sync.sync import NoWeightSync
 
@@ -85,6 +86,7 @@ def prepare_replay(config: RunConfig) -> RecordedContext:
     """
     run = config.stages.replay_rollouts
     assert run is not None, "--replay-rollouts names a run"
+    check_held_out(config, None)
     recording = Recording.open(run)
     base = recorded_settings(run)
     check_read(config, base)
@@ -177,7 +179,7 @@ class RecordedRollouts:
         """Return that nothing was begun."""
         return ()
 
-    async def evaluate(self, phase: str, display: Display, on_episode: OnEvaluated) -> dict[str, Evaluation]:
+    async def evaluate(self, name: str, display: Display, on_episode: OnEvaluated) -> dict[str, Evaluation]:
         """Return nothing: nothing is played."""
         return {}
 

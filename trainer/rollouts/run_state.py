@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import pickle
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -22,7 +23,11 @@ from trainer.checkpoint.checkpointer import Checkpoint
 from trainer.evaluation.results import Evaluation
 
 PROGRESS, RANDOM, GROUPS = "progress.json", "random.pickle", "groups.pickle"
-_EVALUATIONS = TypeAdapter(dict[str, Evaluation])
+_EVALUATIONS = TypeAdapter(dict[int, dict[str, Evaluation]])
+
+
+def _random_state() -> dict[str, Any]:
+    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,9 @@ class LoopState:
 
     `metrics_bytes` and `recorded_bytes` (by file) are the lengths of the files at that time: a resumed run cuts off
     what follows, because it takes those steps again. `seconds` is the time spent so far, in all processes of the run.
+    `generators` are the states of the random generators. `evaluations` holds those of each way by step. If the
+    evaluation of `step` is still to come, `unfinished_row` has the other metrics of the step, and the metrics file by
+    then lacks it.
 
     Example: `LoopState(step=10, metrics_bytes=20_480, recorded_bytes={"episodes.jsonl.gz": 1_048_576}, seconds=55.0)`.
     """
@@ -39,19 +47,27 @@ class LoopState:
     metrics_bytes: int = 0
     recorded_bytes: Mapping[str, int] = field(default_factory=dict)
     seconds: float = 0.0
-    before: Mapping[str, Evaluation] = field(default_factory=dict)
+    evaluations: Mapping[int, Mapping[str, Evaluation]] = field(default_factory=dict)
+    unfinished_row: Mapping[str, float] = field(default_factory=dict)
     ends: Mapping[str, int] = field(default_factory=dict)
     faults: tuple[str, ...] = ()
     group_outcomes: Mapping[str, int] = field(default_factory=dict)
     unused_groups: Mapping[str, int] = field(default_factory=dict)
     rollout: ManagerState = field(default_factory=ManagerState)
+    generators: Mapping[str, Any] = field(default_factory=_random_state, repr=False, compare=False)
+
+    @property
+    def num_rows(self) -> int:
+        """The rows of the metrics file by then."""
+        return self.step - bool(self.unfinished_row)
 
     def files(self) -> dict[str, bytes]:
-        """Return the files of a checkpoint, with the current state of the random generators."""
-        numbers = asdict(replace(self, rollout=ManagerState(self.rollout.num_begun)))
+        """Return the files of a checkpoint."""
+        numbers = asdict(replace(self, rollout=ManagerState(self.rollout.num_begun), generators={}))
+        del numbers["generators"]
         return {
             PROGRESS: json.dumps(numbers, indent=1).encode(),
-            RANDOM: pickle.dumps(_random_state()),
+            RANDOM: pickle.dumps(self.generators),
             GROUPS: pickle.dumps([_pickled(group) for group in self.rollout.in_flight]),
         }
 
@@ -62,8 +78,8 @@ def read_loop_state(checkpoint: Checkpoint) -> LoopState:
     groups = [pickle.loads(group) for group in pickle.loads(checkpoint.read(GROUPS))]
     _set_random_state(pickle.loads(checkpoint.read(RANDOM)))
     rollout = ManagerState(numbers.pop("rollout")["num_begun"], tuple(groups))
-    before = _EVALUATIONS.validate_python(numbers.pop("before"))
-    return LoopState(**numbers | {"faults": tuple(numbers["faults"])}, before=before, rollout=rollout)
+    evaluations = _EVALUATIONS.validate_python(numbers.pop("evaluations"))
+    return LoopState(**numbers | {"faults": tuple(numbers["faults"])}, evaluations=evaluations, rollout=rollout)
 
 
 def seed_random(seed: int) -> None:
@@ -76,6 +92,16 @@ def seed_random(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+@contextmanager
+def kept_random_state() -> Iterator[None]:
+    """Set the random generators back when the block ends: environments of an evaluation may draw from them too."""
+    states = _random_state()
+    try:
+        yield
+    finally:
+        _set_random_state(states)
+
+
 def _pickled(group: GroupInFlight) -> bytes:
     """Return a group's pickle; without its episodes, to be played again, where these cannot be pickled."""
     try:
@@ -84,10 +110,6 @@ def _pickled(group: GroupInFlight) -> bytes:
         return content
     except Exception:  # an environment's object may raise anything
         return pickle.dumps(replace(group, played={}, discarded=(), result=None))
-
-
-def _random_state() -> dict[str, Any]:
-    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
 
 
 def _set_random_state(states: Mapping[str, Any]) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from agents.cli.text import counted
@@ -14,16 +15,19 @@ from agents.recording.schema import TRAIN
 from agents.rollout.groups import StepRollout, derive_seed
 from agents.types import EndReason, Trajectory, TrajectoryGroup
 from trainer.algorithms.advantages import Advantages
-from trainer.checkpoint.run_dir import EPISODES, MODEL
+from trainer.checkpoint.best_model import BestModel
+from trainer.checkpoint.model_card import ending_of, write_card
+from trainer.checkpoint.run_dir import BEST, EPISODES, MODEL
 from trainer.checkpoint.session import RunSession
 from trainer.config.run import CheckpointConfig
-from trainer.evaluation.results import Evaluation
+from trainer.evaluation.curve import Curve, Ways, curve_summary, evaluation_metrics, trained_accuracy, why_stop
 from trainer.metrics.clock import StepClock
 from trainer.metrics.console import Display
 from trainer.metrics.curves import draw_rewards
 from trainer.metrics.log import rollout_metrics
 from trainer.rollouts.protocol import Rollouts
-from trainer.rollouts.run_state import LoopState, read_loop_state, seed_random
+from trainer.rollouts.run_card import run_card
+from trainer.rollouts.run_state import LoopState, kept_random_state, read_loop_state, seed_random
 from trainer.setup.problems import check_command
 from trainer.setup.run_context import RunContext
 from trainer.types import StepStats, TrainingSample
@@ -32,6 +36,7 @@ from trainer.weight_sync.sync import WeightPush
 logger = logging.getLogger(__name__)
 
 KL = "rollout_train_kl"
+REWARD_CURVE = "reward_curve.png"
 MAX_REWARDS_SHOWN = 4
 #: A KL of one token to the reference that is over this can rule the loss of a step.
 LARGE_KL = 10.0
@@ -45,7 +50,7 @@ class TrainingSession(RunSession[LoopState]):
     """See `trainer.loop.run_training` for how it is used."""
 
     def __init__(self, context: RunContext, rollouts: Rollouts, display: Display) -> None:
-        """Open the run's files where its checkpoint left them; `before` and `after` hold its evaluations."""
+        """Open the run's files where its checkpoint left them."""
         self.context, self.rollouts, self.config = context, rollouts, context.config
         config, folder = context.config, context.folder
         seed_random(derive_seed(config.seed, "generators"))
@@ -53,6 +58,8 @@ class TrainingSession(RunSession[LoopState]):
         settings = {**config.model_dump(mode="json"), "registry_entry": context.spec.model_dump(mode="json")}
         kept = config.checkpoint if config.trains else CheckpointConfig(save_every=0)
         super().__init__(folder, context.learner, state, config.steps, settings, config.log, kept, display)
+        if state.unfinished_row:
+            self.log.write(state.step, state.unfinished_row)
         for name in rewind_recording(folder / EPISODES, state.recorded_bytes):
             logger.warning(f"{folder / EPISODES / name} is shorter than it was: episodes of earlier steps are missing")
         self.stage = "train" if config.trains else "play"
@@ -61,36 +68,101 @@ class TrainingSession(RunSession[LoopState]):
             self.open_files.callback(self.recorder.close)
             for note in self.recorder.notes:
                 logger.warning(note)
-        self.before: dict[str, Evaluation] = dict(state.before)
-        self.after: dict[str, Evaluation] = {}
+        #: By step; the first is that of the policy at the start.
+        self.evaluations: dict[int, Ways] = dict(state.evaluations)
+        self.after: Ways = {}
+        self.best = BestModel.found(folder / BEST) if config.evaluation.eval_every else None
         self.ends = Counter(state.ends)
         self._faults = set(state.faults)
         self._group_outcomes = Counter(state.group_outcomes)
         self._unused_groups = Counter(state.unused_groups)
         self._recorded_s = 0.0  # spent on recording until the end of the last step
 
+    @property
+    def before(self) -> Ways:
+        """The evaluation of the policy that the run started from; empty where there is none."""
+        return self.evaluations.get(0, {})
+
+    @property
+    def curve(self) -> Curve:
+        """All evaluations by step, the one at the end included."""
+        return {**self.evaluations, **({self.step: self.after} if self.after else {})}
+
+    @property
+    def stop_reason(self) -> str:
+        """The reason to end the run before its last step: what it has measured, or what a callback said."""
+        return why_stop(self.evaluations, self.config.evaluation) or super().stop_reason
+
+    @property
+    def is_evaluated(self) -> bool:
+        """Whether the policy is evaluated after the current step."""
+        every = self.config.evaluation.eval_every
+        return bool(every) and self.step % every == 0
+
     async def evaluate_before(self) -> None:
-        """Evaluate the policy that the run starts from; a resumed run has done so."""
-        if self.state.step:
+        """Evaluate the policy that the run starts from; a resumed run only what it has not finished evaluating."""
+        if self.state.step == 0:
+            self.evaluations |= await self._evaluate("before", "evaluate before")
+            self.state = self.state_now()
+            self._tell(self.before)
+        elif self.state.unfinished_row:
+            await self.evaluate_in_step()
+
+    async def evaluate_in_step(self) -> None:
+        """Evaluate the policy after a step and end the step, where `finish_step` has left that to do."""
+        if not self.is_evaluated:
             return
-        self.before = await self.rollouts.evaluate("before", self.display, self._on_evaluated)
-        self._recorded_s = self.recorder.seconds if self.recorder else 0.0
-        self.state = self.state_now()
+        clock, evaluation = StepClock(), self._evaluate(f"eval-{self.step}", f"evaluate step {self.step}")
+        with kept_random_state():
+            self.evaluations |= await clock.time("eval_s", evaluation)
+        found = self.evaluations[self.step]
+        self.log.add(evaluation_metrics(found) | clock.seconds)
+        self.end_step()
+        self._tell(found)
 
     async def evaluate_after(self) -> None:
-        """Evaluate the policy that the run ends with."""
-        self.after = await self.rollouts.evaluate("after", self.display, self._on_evaluated)
+        """Evaluate the policy that the run ends with, unless its last step has done so."""
+        if self.is_evaluated and self.step in self.evaluations:
+            self.after = self.evaluations[self.step]
+        else:
+            self.after = (await self._evaluate("after", "evaluate after")).get(self.step, {})
+            self._tell(self.after)
+
+    async def _evaluate(self, phase: str, name: str) -> dict[int, Ways]:
+        """Evaluate the policy; return the evaluation by its step, or nothing where there are no held-out problems."""
+
+        def on_episode(way: str, trajectory: Trajectory) -> None:
+            self.display.advance()
+            if self.recorder:
+                self.recorder.write(trajectory, self.step, phase, way)
+            self.display.fault(trajectory, self._faults)
+
+        found = await self.rollouts.evaluate(name, self.display, on_episode)
+        self._recorded_s = self.recorder.seconds if self.recorder else 0.0
+        if found and self.config.evaluation.eval_every:
+            await self.complete(asyncio.to_thread(self._keep_best, found))
+        return {self.step: found} if found else {}
+
+    def _keep_best(self, found: Ways) -> None:
+        """Write the policy as the best one, if its accuracy is above that of all others."""
+        new = BestModel(self.step, next(iter(found)), trained_accuracy(found).value)
+        if self.best and new.accuracy <= self.best.accuracy:
+            return
+        try:
+            self.context.save_model(self.folder / BEST, new.files())
+        except OSError as error:
+            logger.warning(f"the best model so far, of step {self.step}, could not be written: {error}")
+        else:
+            self.best = new
+
+    def _tell(self, found: Ways) -> None:
+        if found:
+            self.callbacks.on_evaluation(self.step, evaluation_metrics(found))
 
     def on_episode(self, trajectory: Trajectory) -> None:
         """Record an episode as it ends; print a fault the first time that it happens."""
         if self.recorder:
             self.recorder.write(trajectory, self.step)
-        self.display.fault(trajectory, self._faults)
-
-    def _on_evaluated(self, phase: str, way: str, trajectory: Trajectory) -> None:
-        self.display.advance()
-        if self.recorder:
-            self.recorder.write(trajectory, self.step, phase, way)
         self.display.fault(trajectory, self._faults)
 
     def record_rollout(self, rollout: StepRollout, advantages: Advantages) -> None:
@@ -143,7 +215,7 @@ class TrainingSession(RunSession[LoopState]):
         stats: StepStats | None = None,
         push: WeightPush | None = None,
     ) -> None:
-        """Log and print the step; begin a checkpoint where one is due."""
+        """Log and print the step, and end it unless an evaluation is due; begin a checkpoint where one is due."""
         metrics = rollout_metrics(rollout, self.context.spec.max_turns, clock.seconds["rollout_s"]) | clock.seconds
         if push:
             # Whole streams, though a prompt that several samples share is read once.
@@ -157,8 +229,25 @@ class TrainingSession(RunSession[LoopState]):
         if images := self.context.renderer.images:
             metrics |= {f"images/{name}": value for name, value in asdict(images.stats()).items()}
         metrics["tokens_per_s"] = sum(t.num_model_tokens for t in rollout.played) / clock.total_s
-        row = self.log.write(self.step, metrics, stats)
-        self.display.step(row, self.num_steps)
+        metrics |= {"step": float(self.step), **(stats.row() if stats else {})}
+        try:
+            metrics |= self.callbacks.on_step_end(self.step, metrics)
+        finally:
+            self._log_step(metrics)
+            self._warn(rollout, stats)
+
+    def _log_step(self, metrics: Mapping[str, float]) -> None:
+        """Log and print a step, and end it; if its evaluation is due, it can be resumed from here."""
+        num_bytes = self.log.size() if self.is_evaluated else 0
+        self.display.step(self.log.write(self.step, metrics), self.num_steps)
+        if self.is_evaluated:
+            self.state = replace(self.state_now(), metrics_bytes=num_bytes, unfinished_row=metrics)
+            self.checkpoints.mark_whole(self.step, self.state.files)
+        else:
+            self.end_step()
+
+    def _warn(self, rollout: StepRollout, stats: StepStats | None) -> None:
+        """Print what was wrong with the step."""
         self.display.events(self.rollouts.events)
         if rollout.shortfall:
             logger.warning(rollout.shortfall)
@@ -169,7 +258,6 @@ class TrainingSession(RunSession[LoopState]):
             logger.warning(f"step {self.step} made no update: {why_no_update(rollout, stats)}")
         if stats and (note := large_kl(stats)):
             logger.warning(f"step {self.step}: {note}")
-        self.end_step()
 
     def state_now(self) -> LoopState:
         """Return where the run stands now, with all files on disk up to here."""
@@ -178,7 +266,7 @@ class TrainingSession(RunSession[LoopState]):
             metrics_bytes=self.log.size(),
             recorded_bytes=self.recorder.sizes() if self.recorder else self.state.recorded_bytes,
             seconds=self.seconds,
-            before=self.before,
+            evaluations=dict(self.evaluations),
             ends=dict(self.ends),
             faults=tuple(sorted(self._faults)),
             group_outcomes=dict(self._group_outcomes),
@@ -198,6 +286,8 @@ class TrainingSession(RunSession[LoopState]):
             "interval_after": {name: [e.accuracy.low, e.accuracy.high] for name, e in self.after.items()},
             "evaluation_before": {name: asdict(e) for name, e in self.before.items()},
             "evaluation_after": {name: asdict(e) for name, e in self.after.items()},
+            "evaluations": curve_summary(self.curve),
+            "best": asdict(self.best) if self.best else None,
             "num_updates": int(sum(row.get("num_updates", 0) for row in rows)),
             "max_rollout_train_kl": max((row[KL] for row in rows if KL in row), default=None),
             "end_reasons": dict(self.ends),
@@ -210,15 +300,23 @@ class TrainingSession(RunSession[LoopState]):
 
     def draw(self) -> None:
         """Draw reward and KL over the steps."""
-        # The first way is the one that is trained: with the tools, if there are any.
-        before, after = (next((e.accuracy.value for e in each.values()), None) for each in (self.before, self.after))
+        estimates = {step: trained_accuracy(ways) for step, ways in self.curve.items()}
+        points = {step: (found.value, found.low, found.high) for step, found in estimates.items()}
         title = f"{self.config.env.env}, seed {self.config.seed}"
-        draw_rewards(self.log.rows, before, after, self.folder / "reward_curve.png", title)
+        draw_rewards(self.log.rows, points, self.folder / REWARD_CURVE, title)
 
     def save_model(self) -> None:
-        """Write the weights as a Hugging Face folder, where the run has trained them."""
-        if self.config.trains:
-            self.context.save_model(self.folder / MODEL)
+        """Write the weights as a Hugging Face folder, where the run has trained them, and the cards of its models."""
+        if not self.config.trains:
+            return
+        self.context.save_model(self.folder / MODEL)
+        rows, sees_images = self.log.rows, self.context.renderer.images is not None
+        ending = ending_of(len(rows), self.num_steps, self.stopped_by, self.is_interrupted)
+        for name, step in {MODEL: len(rows), **({BEST: self.best.step} if self.best else {})}.items():
+            card = run_card(
+                self.folder.name, self.config, self.context.spec, self.curve, rows, step, ending, sees_images
+            )
+            write_card(card, self.folder / name, self.folder / REWARD_CURVE)
 
     async def close(self) -> None:
         """Close the rollouts and end learner processes."""

@@ -14,6 +14,7 @@ from envs.spec import BuildEnv, EnvLimits, EnvSpec
 from envs.tool_calls import ToolFormat
 from envs.types import Sample, SampleSource
 from trainer.config.inputs import NUM_HELD_OUT, NUM_TRAIN, DataConfig, EnvConfig, PromptsConfig
+from trainer.config.run import RunConfig
 
 #: An environment counts as broken if it fails on this many samples.
 NUM_PROBED = 4
@@ -35,6 +36,14 @@ def load_problems(
         # Seed 0 for every run, so that runs can be compared.
         return train, own_problems(spec, data, "heldout", data.eval_size or NUM_HELD_OUT, 0)
     return train, None
+
+
+def check_held_out(config: RunConfig, held_out: SampleSource | None) -> None:
+    """Raise `UserError` if there is nothing that `--eval-every` could evaluate on."""
+    if config.evaluation.eval_every and not held_out:
+        rule = "needs held-out problems, and a run that plays and trains"
+        fix = "give --eval-data, and no --eval-size 0, --rollout-only or --replay-rollouts"
+        raise UserError("--eval-every", rule, config.evaluation.eval_every, fix)
 
 
 def load_rows(

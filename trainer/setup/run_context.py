@@ -65,22 +65,28 @@ class RunContext:
         """Return the messages to print at the end, given the metrics of all steps."""
         return []
 
-    def save_model(self, folder: Path) -> None:
-        """Write weights, tokenizer, template and image processor as a Hugging Face folder."""
-        save_model(self.learner, self.renderer, folder)
+    def save_model(self, folder: Path, notes: Mapping[str, str] = {}) -> None:
+        """Write weights, tokenizer, template and image processor as a Hugging Face folder, with `notes` as files."""
+        save_model(self.learner, self.renderer, folder, notes)
 
     def close(self) -> None:
         """Stop learner processes."""
         self.cleanup.close()
 
 
-def save_model(learner: Learner, renderer: Renderer, folder: Path) -> None:
-    """Replace a model folder by `write_model`'s; at any moment the folder is complete or absent."""
+def save_model(learner: Learner, renderer: Renderer, folder: Path, notes: Mapping[str, str] = {}) -> None:
+    """Replace a model folder by `write_model`'s, with `notes` as further files; it is always complete or absent."""
     part = folder.with_name(f"{folder.name}.writing")  # a killed process leaves no partial model under the final name
-    shutil.rmtree(part, ignore_errors=True)
+    old = folder.with_name(f"{folder.name}.old")
+    for left in (part, old):
+        shutil.rmtree(left, ignore_errors=True)
     write_model(learner, renderer, part)
-    shutil.rmtree(folder, ignore_errors=True)
+    for name, text in notes.items():
+        (part / name).write_text(text, encoding="utf-8")
+    if folder.exists():  # moved away first: to delete it takes time
+        folder.rename(old)
     part.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def write_model(learner: Learner, renderer: Renderer, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:

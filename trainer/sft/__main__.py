@@ -38,10 +38,12 @@ def run(argv: Sequence[str] | None = None) -> int:
         base = validate(SftConfig, read_file(SftConfig, config.checkpoint.resume / CONFIG))
         check_resumable(config, base, SFT_FIXED)
     # Imported late, so that --help and a mistyped flag answer at once.
+    from trainer.callbacks import check_callbacks
     from trainer.checkpoint.session import RunFailed, run_to_end
     from trainer.sft.loop import run_sft
     from trainer.sft.setup import load_data, prepare
 
+    check_callbacks(config.log.callback)
     console = open_console()
     console.print("loading model and conversations ...")
     data = load_data(config)

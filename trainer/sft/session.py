@@ -14,6 +14,7 @@ from typing import Any
 
 from envs.datasets.samples import epoch_order
 from trainer.checkpoint.checkpointer import Checkpoint
+from trainer.checkpoint.model_card import ModelCard, ending_of, write_card
 from trainer.checkpoint.run_dir import MODEL
 from trainer.checkpoint.session import RunSession
 from trainer.config.sft import SftConfig
@@ -28,6 +29,8 @@ from trainer.types import StepStats, TrainingSample
 logger = logging.getLogger(__name__)
 
 STATE = "progress.json"
+LOSS_CURVE = "loss_curve.png"
+EVAL_LOSS = "eval_loss"
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,11 @@ class SftState:
     metrics_bytes: int = 0
     seconds: float = 0.0
     loss_before: float | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """The rows of the metrics file: one for each step."""
+        return self.step
 
     @classmethod
     def read(cls, checkpoint: Checkpoint | None) -> SftState:
@@ -85,11 +93,17 @@ class SftSession(RunSession[SftState]):
         if not self.state.step:
             self.loss_before = await self._evaluate("evaluate before")
             self.state = self.state_now()
+            self._tell(self.loss_before)
         self._begun = time.perf_counter()
 
     async def evaluate_after(self) -> None:
         """Evaluate the model that the run ends with."""
         self.loss_after = await self._evaluate("evaluate after")
+        self._tell(self.loss_after)
+
+    def _tell(self, loss: float | None) -> None:
+        if loss is not None:
+            self.callbacks.on_evaluation(self.step, {EVAL_LOSS: loss})
 
     async def evaluate_in_step(self) -> dict[str, float]:
         """Return the held-out loss as a metric of this step, where one is due."""
@@ -97,7 +111,7 @@ class SftSession(RunSession[SftState]):
         if not every or self.step % every or self.step == self.num_steps:
             return {}
         loss = await self._evaluate(f"evaluate step {self.step}")
-        return {} if loss is None else {"eval_loss": loss}
+        return {} if loss is None else {EVAL_LOSS: loss}
 
     async def _evaluate(self, name: str) -> float | None:
         """Return the mean negative log-likelihood of the held-out assistant's tokens, in nats; None without any."""
@@ -129,8 +143,12 @@ class SftSession(RunSession[SftState]):
             "train_tokens_per_s": sum(len(s.ids_T) for s in samples) / train_s,
             **evaluated,
         }
-        row = self.log.write(self.step, metrics)
-        self.end_step()
+        try:
+            metrics |= self.callbacks.on_step_end(self.step, {"step": self.step, **metrics})
+            self._tell(evaluated.get(EVAL_LOSS))
+        finally:
+            row = self.log.write(self.step, metrics)
+            self.end_step()
         num_done = self.step - self._resumed_at
         left_s = (time.perf_counter() - self._begun) / num_done * (self.num_steps - self.step)
         logger.info(
@@ -161,11 +179,42 @@ class SftSession(RunSession[SftState]):
 
     def draw(self) -> None:
         """Draw the loss over the steps."""
-        draw_losses(self.log.rows, self.loss_before, self.loss_after, self.folder / "loss_curve.png")
+        draw_losses(self.log.rows, self.loss_before, self.loss_after, self.folder / LOSS_CURVE)
 
     def save_model(self) -> None:
-        """Write the weights as a Hugging Face folder."""
+        """Write the weights as a Hugging Face folder, with its card."""
         save_model(self.context.learner, self.context.data.renderer, self.folder / MODEL)
+        write_card(self.card(), self.folder / MODEL, self.folder / LOSS_CURVE)
+
+    def card(self) -> ModelCard:
+        """Return what the model card says."""
+        config, rows = self.config, self.log.rows
+        losses = [["", "nats per token"], *([name, f"{loss:.4f}"] for name, loss in self._losses().items())]
+        return ModelCard(
+            name=self.folder.name,
+            task=f"supervised fine-tuning on {len(self.train)} conversations",
+            tags=("supervised-fine-tuning",),
+            base_model=config.model.model,
+            data=tuple(filter(None, (config.data.data or config.env, config.data.eval_data))),
+            config=config,
+            step=len(rows),
+            ending=ending_of(len(rows), self.num_steps, self.stopped_by, self.is_interrupted),
+            tables=(("Losses", losses),) if len(losses) > 1 else (),
+            results={},
+            measured_on="",
+            sees_images=self.context.data.renderer.images is not None,
+        )
+
+    def _losses(self) -> dict[str, float]:
+        """Return the losses that are known, by what they are."""
+        rows = self.log.rows
+        found = {
+            "held out, before": self.loss_before,
+            "training, first step": rows[0]["loss"] if rows else None,
+            "training, last step": rows[-1]["loss"] if rows else None,
+            "held out, after": self.loss_after,
+        }
+        return {name: loss for name, loss in found.items() if loss is not None}
 
     async def close(self) -> None:
         """Stop reading, and end learner processes."""

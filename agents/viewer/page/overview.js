@@ -1,6 +1,18 @@
 /* The overview of a run: key figures, curves, distributions, and episodes worth a look. */
 
-const FIRST_METRICS = ["reward", "turns", "rollout_train_kl", "entropy", "grad_norm", "tokens_per_s"];
+const FIRST_METRICS = [
+  "reward",
+  "eval/with_tool/accuracy",
+  "eval/no_tools/accuracy",
+  "turns",
+  "rollout_train_kl",
+  "entropy",
+  "grad_norm",
+  "tokens_per_s",
+];
+
+/* More phases than this are chosen from a list. */
+const MAX_BUTTONS = 6;
 
 function showOverview(root, { query }) {
   const run = runOf(query);
@@ -63,6 +75,9 @@ function overviewHead(run) {
 /* [[name, value, note, change], ...] */
 function keyFigures(run) {
   const found = accuracies(run.summary || {});
+  const { accuracy: highest, step: bestStep } = (run.summary && run.summary.best) || {};
+  if (isNumber(highest) && isNumber(bestStep))
+    found.push(["best accuracy", percent(highest), `held out, after step ${count(bestStep)}`]);
   const rewards = metricPoints(run, "reward");
   if (rewards.length > 1)
     found.push([
@@ -139,8 +154,10 @@ function overviewCurves(run, state, changed) {
   const chooser = curveChooser(names, shown, pick);
   const set = [];
   const charts = shown.map((name) => {
-    const open = (step) =>
-      step !== null && goTo(link(["episodes"], runQuery(run.number, { phase: "train", from: step, to: step })));
+    const open = (step) => {
+      const phase = name.startsWith("eval/") ? `eval-${step}` : "train";
+      if (step !== null) goTo(link(["episodes"], runQuery(run.number, { phase, from: step, to: step })));
+    };
     const chart = lineChart(name, [{ run: run.number, points: metricPoints(run, name) }], set, open);
     chart.append(
       button("×", () => pick(shown.filter((each) => each !== name)), {
@@ -180,7 +197,7 @@ function overviewSpread(run, state, changed) {
     tone: endTone(name),
   }));
   const rewards = places.map((place) => run.columns.reward[place]);
-  const switcher = choice(
+  const switcher = (phases.length > MAX_BUTTONS ? select : choice)(
     "phase",
     [["", "all"], ...phases.map((phase) => [phase, visible(phase)])],
     state.phase,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import threading
@@ -152,6 +153,25 @@ def test_a_curve_tells_its_values_and_leads_to_the_episodes_of_a_step(visit: Ope
     made.page.mouse.click(box["x"] + box["width"] / 2, box["y"] + 60)
     expect(made.page.get_by_text("8 of 26 episodes", exact=True)).to_be_visible()
     assert made.fragment == "#/episodes?phase=train&from=2&to=2"
+
+
+def test_the_held_out_curve_leads_to_the_episodes_of_its_evaluation(visit: Open, tmp_path: Path) -> None:
+    words, folder = write_small(tmp_path / "run"), tmp_path / "run"
+    with Recorder(folder / "episodes", manifest(), words.spell) as recorder:
+        recorder.write(episode(words, ["\\boxed{1}"], group=1, reward=1.0), 2, "eval-2", "greedy")
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    evaluated = [{**row, "eval/with_tool/accuracy": 0.25 * row["step"]} for row in rows]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in evaluated))
+    (folder / "summary.json").write_text(json.dumps({"best": {"step": 3, "way": "with_tool", "accuracy": 0.75}}))
+    export(tmp_path / "page.html", [Source(folder)])
+    made = visit(address=f"file://{tmp_path / 'page.html'}")
+    expect(made.page.locator(".key-figures")).to_contain_text("75.0%held out, after step 3")
+    plot = made.page.locator(".chart[data-metric='eval/with_tool/accuracy'] .plot")
+    box = plot.bounding_box()
+    assert box
+    made.page.mouse.click(box["x"] + box["width"] / 2, box["y"] + 60)
+    expect(made.page.get_by_text("1 of 27 episodes", exact=True)).to_be_visible()
+    assert made.fragment == "#/episodes?phase=eval-2&from=2&to=2"
 
 
 def test_any_metric_can_be_drawn_and_the_choice_is_in_the_address(visit: Open) -> None:

@@ -38,6 +38,8 @@ NEEDED = {
     "lora_alpha": {("learner", "lora_rank"): 4},
     "lora_targets": {("learner", "lora_rank"): 4},
     "loss_constant": {("algorithm", "aggregation"): "constant"},
+    "stop_at_accuracy": {("evaluation", "eval_every"): 2},
+    "patience": {("evaluation", "eval_every"): 2},
 }
 VALUES = {"dual_clip": 3.0, "oversample": 1.5, "max_oversample": 4.0}
 

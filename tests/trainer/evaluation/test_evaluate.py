@@ -23,6 +23,7 @@ from tests.processes import Command
 from tests.recordings import episodes_in, lines_of
 from tests.servers import serving
 from trainer.config.evaluation import EvaluateConfig, MeasurementConfig
+from trainer.config.run import RunConfig
 from trainer.evaluate import run
 from trainer.run import run as train
 
@@ -329,8 +330,9 @@ def test_the_ks_of_pass_at_k_double_up_to_the_samples() -> None:
     assert EvaluateConfig().measurement.eval_temperature == 0
 
 
-def test_every_flag_of_the_page_is_one_of_the_command() -> None:
-    text = (DOCS / "evaluation.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"--[a-z][a-z0-9-]+", text))
-    known = {f"--{path[-1].replace('_', '-')}" for path, _ in leaves(EvaluateConfig)} | {"--config", "--print-config"}
-    assert len(named) > 15 and named <= known, named - known
+def test_every_flag_of_the_page_is_one_of_its_command() -> None:
+    page, training = (DOCS / "evaluation.md").read_text(encoding="utf-8").split("## While a run trains")
+    for text, configs, least in ((page, (EvaluateConfig,), 15), (training, (EvaluateConfig, RunConfig), 7)):
+        named = set(re.findall(r"--[a-z][a-z0-9-]+", text))
+        known = {f"--{path[-1].replace('_', '-')}" for config in configs for path, _ in leaves(config)}
+        assert len(named) > least and named <= known | {"--config", "--print-config"}, named - known

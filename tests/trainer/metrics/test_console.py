@@ -37,3 +37,18 @@ def test_what_broke_an_episode_or_a_tool_is_printed_once(capsys: pytest.CaptureF
             episode = trajectory(end_reason=EndReason(end))
             Display(console).fault(replace(episode, error=f"Traceback\n{error}"), seen)
     assert capsys.readouterr().out == "tool_fault in sample: KeyError: 'fig'\nenv_error in sample: ValueError: 3\n"
+
+
+def test_a_bar_shown_aside_gives_way_to_the_one_before() -> None:
+    display = Display()
+
+    def shown() -> list[tuple[str, float, float | None]]:
+        return [(t.description.strip(), t.completed, t.total) for t in display._progress.tasks if t.visible]
+
+    display.begin("train", 5)
+    display.advance()
+    with display.aside("evaluate step 1", 3):
+        display.advance()
+        assert shown() == [("evaluate step 1", 1, 3)]
+    display.advance()
+    assert shown() == [("train", 2, 5)]

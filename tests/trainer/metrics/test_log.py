@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +11,11 @@ import pytest
 
 from agents.rollout.groups import StepRollout
 from agents.types import EndReason, Timing, Trajectory, TrajectoryGroup
+from envs.config.plugins import give
 from tests.builders import group, trajectory, turn
 from tests.recordings import lines_of
 from trainer.metrics.log import MetricsLog, rollout_metrics
+from trainer.metrics.trackers import TrackedRun
 from trainer.types import StepStats
 
 
@@ -165,3 +168,24 @@ def test_a_log_that_goes_on_has_the_rows_so_far_and_adds_to_them(tmp_path: Path)
     again.write(3, {"reward": 1.5})
     again.close()
     assert [row["step"] for row in lines_of(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_what_is_added_to_a_row_replaces_its_line_and_goes_alone_to_trackers(tmp_path: Path) -> None:
+    sent: list[tuple[int, dict[str, float]]] = []
+
+    class Sent:
+        def __init__(self, run: TrackedRun) -> None: ...
+        def write(self, step: int, row: Mapping[str, float]) -> None:
+            sent.append((step, dict(row)))
+
+        def close(self) -> None: ...
+
+    log = MetricsLog(tmp_path, {}, trackers=(give(Sent),))
+    for step in (1, 2):
+        row = log.write(step, {"reward": 0.5})
+    log.add({"eval/with_tool/accuracy": 0.25})
+    log.write(3, {"reward": 0.75})
+    log.close()
+    assert row == log.rows[1] == {"step": 2, "reward": 0.5, "eval/with_tool/accuracy": 0.25}
+    assert lines_of(tmp_path / "metrics.jsonl") == log.rows and "eval/with_tool/accuracy" not in log.rows[0]
+    assert sent[2] == (2, {"step": 2, "eval/with_tool/accuracy": 0.25}) and [step for step, _ in sent] == [1, 2, 2, 3]
