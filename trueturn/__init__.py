@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from envs import ToolError as ToolError
     from envs import tool as tool
     from envs.errors import UserError as UserError
+    from trainer.callbacks import Callback as Callback
+    from trainer.callbacks import RunStart as RunStart
+    from trainer.callbacks import Stop as Stop
     from trueturn import rewards as rewards
     from trueturn.environment import Environment as Environment
     from trueturn.environment import env as env
@@ -46,11 +49,14 @@ if TYPE_CHECKING:
 
 #: The module of everything public.
 _PUBLIC = {
+    "Callback": "trainer.callbacks",
     "Env": "envs.env",
     "Environment": "trueturn.environment",
     "Rollout": "trueturn.evaluating",
     "Run": "trueturn.runs",
+    "RunStart": "trainer.callbacks",
     "Sample": "envs.types",
+    "Stop": "trainer.callbacks",
     "ToolEnv": "envs.tool_env",
     "ToolError": "envs.tools",
     "TrainConfig": "trueturn.training",

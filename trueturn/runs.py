@@ -16,11 +16,12 @@ from agents.recording import Recording
 from agents.recording.run_files import METRICS, SUMMARY
 from agents.types import Trajectory
 from envs.errors import UserError
+from trainer.checkpoint.run_dir import BEST, MODEL
 
 if TYPE_CHECKING:
     import pandas
 
-MODEL, CURVE = "model", "reward_curve.png"
+CURVE = "reward_curve.png"
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,25 @@ class Run:
         return self.summary.get("accuracy_before", {})
 
     @property
+    def curve(self) -> list[Mapping[str, Any]]:
+        """Every evaluation on held-out problems: its step, and accuracy and interval by way of playing."""
+        return self.summary.get("evaluations", [])
+
+    @property
     def model_path(self) -> Path:
         """The folder of the trained model. Raises `UserError` if the run has not written it."""
         if not (self.folder / MODEL).is_dir():
             fix = "wait for its end, or use trainer.export for a checkpoint"
             raise UserError("run", "must have written its model", str(self.folder), fix)
         return self.folder / MODEL
+
+    @property
+    def best_path(self) -> Path:
+        """The folder of the model with the best held-out accuracy. Raises `UserError` unless `eval_every` was given."""
+        if not (self.folder / BEST).is_dir():
+            fix = "train with eval_every"
+            raise UserError("run", "must have kept its best model", str(self.folder), fix)
+        return self.folder / BEST
 
     @functools.cached_property
     def recording(self) -> Recording:

@@ -100,6 +100,20 @@ def test_rewards_algorithms_and_trackers_may_be_objects() -> None:
         assert row["reward"] == reward == pytest.approx(parts)
 
 
+def test_a_callback_follows_the_run_adds_metrics_and_ends_it() -> None:
+    class Watch(tt.Callback):
+        steps: list[int] = []  # noqa: RUF012 - read by the test
+
+        def on_step_end(self, step: int, row: object) -> object:
+            self.steps.append(step)
+            return tt.Stop("enough") if step == 2 else {"mine": 3.0}
+
+    run = tt.train("geo3k", **{**QUICK, "steps": 5, "eval_size": 2, "eval_every": 1}, callbacks=[Watch()])
+    assert Watch.steps == [1, 2] and run.rows[0]["mine"] == 3.0
+    assert "enough" in run.summary["stop_reason"]
+    assert [each["step"] for each in run.curve] == [0, 1, 2] and run.best_path.is_dir()
+
+
 def test_objects_of_one_name_are_told_apart_and_a_new_definition_replaces_the_old(capsys: Any) -> None:
     def make(value: float) -> Callable[[tt.Trajectory], float]:
         def constant(trajectory: tt.Trajectory) -> float:
@@ -270,7 +284,7 @@ def test_the_examples_of_the_docstrings_run() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("word", ["tt.evaluate(env", "class Shop"])
+@pytest.mark.parametrize("word", ["tt.evaluate(env", "class Shop", "class StopWhenGood"])
 def test_the_code_of_the_page_runs(word: str) -> None:
     exec(code_block((ROOT / "docs/python.md").read_text(), "python", word), {"__name__": "__main__"})
 
