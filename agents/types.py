@@ -19,6 +19,9 @@ from PIL import Image
 
 from envs.spec import ENV_REWARD
 
+#: Why the engine ended a turn: at a stop id, at its budget, or for a reason of its own.
+Finish = Literal["stop", "length", "abort"]
+
 
 class EndReason(StrEnum):
     """Why an episode ended. Only the environment decides `completed`; the limits belong to the agent loop.
@@ -140,7 +143,7 @@ class Completion:
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    finish: Literal["stop", "length", "abort"]
+    finish: Finish
     prompt_length: int
     versions: tuple[tuple[int, int], ...]
     num_cached: int = 0

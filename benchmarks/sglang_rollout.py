@@ -55,7 +55,7 @@ from trainer.learner.cuda_ipc import lend_weights
 from trainer.learner.fsdp_learner import FSDPLearner
 from trainer.setup.components import sampling_params
 from trainer.weight_sync.sync import WeightSync
-from trainer.weight_sync.transports import DiskTransport, IpcTransport
+from trainer.weight_sync.transports import IpcTransport, ServersTransport
 
 PARTS = ("parity", "greedy", "throughput", "faults")
 ENVS = ("geo3k", "geo3k_zoom")
@@ -157,7 +157,7 @@ async def parity(bench: Bench) -> dict[str, Any]:
         probed = bench.renderer.prompt(prompt)
         folder = bench.folder / "sync"
         carriers = {
-            "disk": DiskTransport(learner, engine, folder),
+            "disk": ServersTransport(learner, engine, folder),
             "ipc": IpcTransport(learner, engine, folder, partial(lend_weights, learner)),
         }
         first = carriers[options.transports[0]]

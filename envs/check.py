@@ -11,10 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pydantic import Field
-from rich import box
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from envs.checking.answers import answer_scripts, check_gold, check_reward_source, check_wrong
 from envs.checking.behaviour import (
@@ -27,7 +24,7 @@ from envs.checking.behaviour import (
 )
 from envs.checking.chat_template import ChatTemplate
 from envs.checking.episodes import PlayedEpisode, PlayOptions, Script, checked_prompt, play_episode
-from envs.checking.findings import Evidence, Finding
+from envs.checking.findings import Evidence, Finding, print_findings
 from envs.checking.hostile import hostile_scripts
 from envs.checking.leftovers import ProcessState
 from envs.checking.messages import (
@@ -190,23 +187,6 @@ class _CheckRun:
         return episodes
 
 
-def report(spec: EnvSpec, findings: Sequence[Finding], console: Console) -> int:
-    """Print the findings as a table; return the exit code."""
-    table = Table(title=f"{spec.id}: {spec.description}", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("check", no_wrap=True)
-    table.add_column("result", no_wrap=True)
-    table.add_column("detail", overflow="fold")
-    words = {True: ("passed", "green"), False: ("FAILED", "bold red"), None: ("n/a", "dim")}
-    for finding in findings:
-        word, style = words[finding.passed]
-        shown = finding.detail.encode("utf-8", "backslashreplace").decode()
-        table.add_row(finding.check, Text(word, style), Text(shown, "dim" if finding.passed is None else ""))
-    console.print(table)
-    count = {result: sum(finding.passed is result for finding in findings) for result in words}
-    console.print(f"{spec.id}: {count[True]} passed, {count[False]} failed, {count[None]} not applicable", markup=False)
-    return 1 if count[False] else 0
-
-
 def run(argv: Sequence[str] | None = None) -> int:
     """Parse, check, report."""
     config = parse(CheckConfig, argv, "python -m envs.check", "Check an environment without a model.")
@@ -222,7 +202,7 @@ def run(argv: Sequence[str] | None = None) -> int:
             on_script=lambda script: status.update(f"{spec.id}: playing {script.kind}, {script.name}"),
             max_seconds=config.max_seconds,
         )
-    return report(spec, findings, console)
+    return print_findings(spec.id, spec.description, findings, console)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ COMMANDS = {
     "translate": ("trainer.translate", "Translate a command or configuration of slime, verl, TRL or RLinf into ours."),
     "starter": ("trainer.starter.__main__", "Make the starter model."),
     "check": ("envs.check", "Check an environment without a model."),
+    "check_engine": ("agents.check_engine", "Check an engine without a run."),
     "new": ("envs.new", "Start a new environment."),
     "list": ("envs.list", "List the environments of the registry."),
     "play": ("agents.play", "Play an environment in the terminal."),
@@ -35,7 +36,7 @@ COMMANDS = {
 
 def listing() -> str:
     """Return what `trueturn` prints: every command with one line about it."""
-    lines = [f"  {name:<10}{summary}" for name, (_, summary) in COMMANDS.items()]
+    lines = [f"  {name:<14}{summary}" for name, (_, summary) in COMMANDS.items()]
     return "\n".join(
         ["usage: trueturn COMMAND [FLAGS]", "", *lines, "", "`trueturn COMMAND --help` lists the command's flags."]
     )

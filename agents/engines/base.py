@@ -1,13 +1,15 @@
-"""The protocol that every engine implements for the agent loop.
+"""The protocols of engines: `Engine` writes the model's turns, a `TrainableEngine` also takes new weights.
 
 Engines: `agents.engines.hf` (embedded), `agents.engines.sglang` (servers), `agents.engines.scripted` (tests,
-demonstrations).
+demonstrations), and those of users (`agents.engines.own`). `python -m agents.check_engine` checks them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -16,13 +18,40 @@ from numpy.typing import NDArray
 from agents.types import Completion, GenerateRequest, ProcessedImage
 
 
+@dataclass(frozen=True)
+class EngineSetup:
+    """What an engine is made from.
+
+    `model_path` is a folder in the format of Hugging Face, or a hub id. `dtype` is "float32" or "bfloat16", and
+    `device` the torch device to compute on. At most `max_batch` sessions need to write at once; others may wait.
+    `image_token_id` is the placeholder of pictures, None where the model reads none. Files of the engine's own, such as
+    logs, belong into `log_folder`, which the engine makes if it needs it.
+
+    Example: `EngineSetup("path/to/model", "bfloat16", "cuda:0", 4096, 64, 151655, Path("runs/x/engine"))`.
+    """
+
+    model_path: str
+    dtype: str
+    device: str
+    context_length: int
+    max_batch: int
+    image_token_id: int | None
+    log_folder: Path
+
+
 class Session(Protocol):
     """One episode's turns on an engine, which may keep what it has read from turn to turn."""
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Write one model turn. The request's ids must extend those of the session's previous request.
+        """Write one model turn. The request's ids extend what the session has read and written, or are the same again
+        after a call that was cancelled.
 
-        Cancelling the call also stops the writing.
+        The ids are those that were drawn, verbatim: none is decoded and encoded again. The turn ends with the first
+        stop id, which belongs to it ("stop"), or after `max_new_tokens` ("length"). The log-probs are those of
+        `SamplingParams.law`: no other filter of tokens (top-k, top-p, penalties) is in force.
+
+        Cancelling the call also stops the writing. An exception ends the run; a turn that only this episode has lost
+        is a completion with the finish "abort".
         """
         ...
 
@@ -43,7 +72,11 @@ class Engine(Protocol):
 
     @property
     def weight_version(self) -> int:
-        """The version of the weights that write now."""
+        """The version of the weights that write now; 0 before any update."""
+        ...
+
+    async def start(self) -> None:
+        """Begin to run, on the event loop of the run; called once, before anything else."""
         ...
 
     def session(self) -> AbstractAsyncContextManager[Session]:
@@ -68,4 +101,17 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Free what the engine holds, such as connections and servers that it started."""
+        ...
+
+
+class TrainableEngine(Engine, Protocol):
+    """An engine that takes new weights from disk."""
+
+    async def update_from_disk(self, folder: Path, version: int) -> None:
+        """Load the weights of a folder in the format of Hugging Face: config.json and safetensors, no tokenizer.
+
+        From then on weights `version` write, and nothing that older weights have computed is used again: no keys and
+        values of open sessions, no encoded pictures. Called while the engine is paused or idle. The folder may be
+        deleted after the call.
+        """
         ...

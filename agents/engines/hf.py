@@ -14,6 +14,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -156,6 +157,9 @@ class HFEngine:
             self._running = None
             self._start_if_ready()
 
+    async def start(self) -> None:
+        """Do nothing: the network is loaded, and batches run when turns wait."""
+
     async def pause(self) -> None:
         """Stop the running batch at its next token; its turns wait with what they have."""
         self._paused = True
@@ -194,6 +198,11 @@ class HFEngine:
             session.drop_prefix()
         for _, turn in self._waiting:
             turn.prefix = CachedPrefix()
+
+    async def update_from_disk(self, folder: Path, version: int) -> None:
+        """Copy the weights of a checkpoint folder, between rollouts or while paused."""
+        loaded = await asyncio.to_thread(PolicyModel.load, folder, self._dtype)
+        self.load_weights(dict(loaded.named_parameters()), version)
 
     async def score(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> NDArray[np.float32]:
         """Return the log-prob of each id but the first, given those before it, at temperature 1; nothing suppressed."""

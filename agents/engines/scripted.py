@@ -59,6 +59,9 @@ class ScriptedEngine:
         """Open a session that starts at turn 0."""
         return _Session(self)
 
+    async def start(self) -> None:
+        """Do nothing."""
+
     async def pause(self) -> None:
         """Do nothing: there are no weights, and no turn takes any time."""
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import io
 import json
+import tempfile
 from collections.abc import Callable, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import TextIO
 
 from agents.cli.terminal import (
@@ -24,6 +26,8 @@ from agents.cli.terminal import (
     show_answer,
 )
 from agents.cli.text import counted
+from agents.engines.base import Engine, EngineSetup
+from agents.engines.own import make_engine
 from agents.engines.scripted import ScriptedEngine
 from agents.recording import EpisodeRecord, Recording
 from agents.recording.attempts import check_record_folder, record_attempts
@@ -193,16 +197,39 @@ def fork_by_model(fork: Fork, folder: str, config: ForkConfig) -> tuple[Episode,
     """Let the model in a folder continue, once for each sample; return the agent loop and the episodes."""
     from transformers.utils import logging
 
-    from agents.engines.hf import HFEngine
-    from agents.model.policy import PolicyModel
-
     logging.disable_progress_bar()
 
-    engine = HFEngine(
-        PolicyModel.load(folder), fork.way.context_length, config.samples, config.device, max_wait_s=BATCH_WAIT_S
-    )
+    engine = _engine_of(fork, folder, config)
     loop = fork.loop(engine, config.samples, fork.way.temperature)
-    return loop, run_interruptible(fork.play(loop, seeds_of(fork.episode, config)))
+
+    async def play() -> list[Trajectory]:
+        await engine.start()
+        try:
+            return await fork.play(loop, seeds_of(fork.episode, config))
+        finally:
+            await engine.close()
+
+    return loop, run_interruptible(play())
+
+
+def _engine_of(fork: Fork, folder: str, config: ForkConfig) -> Engine:
+    """Return the embedded engine or a user's own, with the model in a folder."""
+    if config.engine == "hf":
+        from agents.engines.hf import HFEngine
+        from agents.model.policy import PolicyModel
+
+        network, context_length = PolicyModel.load(folder), fork.way.context_length
+        return HFEngine(network, context_length, config.samples, config.device, max_wait_s=BATCH_WAIT_S)
+    setup = EngineSetup(
+        model_path=folder,
+        dtype="float32",
+        device=config.device,
+        context_length=fork.way.context_length,
+        max_batch=config.samples,
+        image_token_id=fork.renderer.image_token_id,
+        log_folder=Path(tempfile.gettempdir()) / "trueturn-engine",
+    )
+    return make_engine(config.engine, setup)
 
 
 def seeds_of(episode: EpisodeRecord, config: ForkConfig) -> tuple[int, ...]:

@@ -11,12 +11,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from agents.cli.text import counted
 from agents.engines.base import Engine
+from agents.engines.own import ENGINE
 from agents.recording import EpisodeRecord, Recording, WayRecord
 from agents.rendering.renderer import Renderer
 from agents.replaying.prefix import PrefixCheck
@@ -45,6 +46,9 @@ class ForkConfig(Section):
         default=None, ge=0, description="sampling temperature of --by model; empty: the recorded one"
     )
     seed: int | None = Field(default=None, ge=0, description="seed of --by model; empty: the episode's own seed")
+    engine: Literal["hf"] | Annotated[str, ENGINE] = Field(
+        default="hf", description="engine of --by model: embedded (hf)"
+    )
     device: str = Field(default="cpu", description="torch device of --by model")
     max_turns: int | None = Field(
         default=None,

@@ -84,6 +84,11 @@ class RecordedEngine:
             after = await stack.enter_async_context(self._after.session()) if self._after else None
             yield _Session(self.plays[number], after, functools.partial(self._on_request, number))
 
+    async def start(self) -> None:
+        """Start the engine `after`."""
+        if self._after:
+            await self._after.start()
+
     async def pause(self) -> None:
         """Pause the engine `after`."""
         if self._after:

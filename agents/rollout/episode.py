@@ -17,7 +17,7 @@ from typing import Any
 
 from agents.engines.base import Engine, Session
 from agents.rendering.renderer import Renderer
-from agents.rollout.invariants import Vocabulary, broken_invariant, broken_turn
+from agents.rollout.invariants import Vocabulary, broken_invariant, broken_turn, check_types
 from agents.rollout.rewards import RewardSum
 from agents.rollout.stream import Stream
 from agents.rollout.template_check import template_mismatch
@@ -227,6 +227,7 @@ class Episode:
         asked = time.perf_counter()
         completion = await session.generate(request)
         answered = time.perf_counter()
+        check_types(completion)
         state.on_completion(completion)
         rule = broken_turn(number, request, completion)
         state.check_s += time.perf_counter() - answered

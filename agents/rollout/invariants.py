@@ -13,16 +13,17 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice, zip_longest
-from typing import Protocol
+from typing import Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agents.rendering.renderer import Rendered, Renderer
-from agents.types import Completion, GenerateRequest
+from agents.types import Completion, Finish, GenerateRequest
 
 #: Rounding may lift a log-prob this far above 0.
 MAX_LOGPROB = 1e-4
+FINISHES = get_args(Finish)
 #: Ids are 32-bit in every tokenizer.
 MAX_ID = 2**31
 MAX_SHOWN = 4
@@ -63,11 +64,24 @@ class Vocabulary:
             return "(no token)"
 
 
+def check_types(completion: object) -> None:
+    """Raise TypeError for what is no completion: code that returns this is broken, not an episode."""
+    if not isinstance(completion, Completion):
+        raise TypeError(f"an engine's generate must return a Completion, got {type(completion).__name__}")
+    ids, logprobs = completion.ids, completion.logprobs
+    if not isinstance(ids, tuple) or not isinstance(logprobs, tuple):
+        got = f"{type(ids).__name__} and {type(logprobs).__name__}"
+        raise TypeError(f"ids and logprobs of a Completion must be tuples, got {got}")
+    if wrong := [kind for kind in set(map(type, ids)) if not issubclass(kind, int | np.integer)]:
+        raise TypeError(f"ids of a Completion must be whole numbers, got {wrong[0].__name__}")
+
+
 def broken_turn(number: int, request: GenerateRequest, completion: Completion) -> str | None:
     """Return the first rule that the completion of a turn breaks; None when all hold.
 
     Rules: the engine read the whole stream and nothing else. It wrote token ids, no more than requested, and at least
-    one unless it was aborted. Each has a log-prob, and the runs of `versions` add up to their number.
+    one unless it was aborted. Each has a log-prob, and the runs of `versions` add up to their number. A turn that stops
+    by itself ends with a stop id.
     """
     c, num_tokens = completion, len(completion.ids)
     if c.prompt_length != len(request.ids):
@@ -80,7 +94,13 @@ def broken_turn(number: int, request: GenerateRequest, completion: Completion) -
         return f"turn {number}: the engine wrote ids from {min(c.ids)} to {max(c.ids)}"
     if len(c.logprobs) != num_tokens:
         return f"turn {number}: {len(c.logprobs)} log-probs for {num_tokens} tokens"
-    return _broken_versions(number, c.versions, num_tokens)
+    if rule := _broken_versions(number, c.versions, num_tokens):
+        return rule
+    if c.finish not in FINISHES:
+        return f"turn {number}: the engine ended with {c.finish!r}, which is none of {', '.join(FINISHES)}"
+    if c.finish == "stop" and c.ids[-1] not in request.sampling.stop_ids:
+        return f"turn {number}: the engine stopped at id {c.ids[-1]}, the stop ids are {request.sampling.stop_ids}"
+    return None
 
 
 class TokenSpan(Protocol):

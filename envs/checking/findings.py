@@ -9,6 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from PIL import Image
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from envs.checking.chat_template import ChatTemplate
 from envs.checking.episodes import Fault, Kind, PlayedEpisode
@@ -36,6 +40,23 @@ class Finding:
     check: str
     passed: bool | None
     detail: str
+
+
+def print_findings(name: str, what: str, findings: Sequence[Finding], console: Console) -> int:
+    """Print findings about something of this name as a table; return the exit code."""
+    table = Table(title=f"{name}: {what}", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("check", no_wrap=True)
+    table.add_column("result", no_wrap=True)
+    table.add_column("detail", overflow="fold")
+    words = {True: ("passed", "green"), False: ("FAILED", "bold red"), None: ("n/a", "dim")}
+    for finding in findings:
+        word, style = words[finding.passed]
+        shown = finding.detail.encode("utf-8", "backslashreplace").decode()
+        table.add_row(finding.check, Text(word, style), Text(shown, "dim" if finding.passed is None else ""))
+    console.print(table)
+    count = {result: sum(finding.passed is result for finding in findings) for result in words}
+    console.print(f"{name}: {count[True]} passed, {count[False]} failed, {count[None]} not applicable", markup=False)
+    return 1 if count[False] else 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,7 +28,7 @@ def test_trueturn_alone_lists_every_command_with_one_line(trueturn, capsys: pyte
     assert trueturn() == 0
     text = capsys.readouterr().out
     assert [line.split()[0] for line in text.splitlines() if line.startswith("  ")] == list(COMMANDS)
-    assert all(f"  {name:<10}{summary}\n" in text for name, (_, summary) in COMMANDS.items())
+    assert all(f"  {name:<14}{summary}\n" in text for name, (_, summary) in COMMANDS.items())
     assert trueturn("--help") == 0
     assert capsys.readouterr().out == text
 
@@ -63,7 +63,7 @@ def test_an_unknown_command_is_one_line_that_names_the_nearest(trueturn, capsys:
     )
     assert trueturn("--env", "geo3k") == 2
     assert capsys.readouterr().err.startswith(
-        "error: --env: is no command of trueturn, got --env; known: check, doctor"
+        "error: --env: is no command of trueturn, got --env; known: check, check_engine, doctor"
     )
 
 

@@ -227,6 +227,10 @@ third_filter = "third_party:keep"
 third_sampler = "third_party:order"
 [project.entry-points."trueturn.trackers"]
 third_tracker = "third_party:Tracker"
+[project.entry-points."trueturn.callbacks"]
+third_callback = "third_party:Count"
+[project.entry-points."trueturn.engines"]
+third_engine = "third_party:make_engine"
 """,
     "third_party.py": """
 import torch
@@ -241,6 +245,13 @@ def correction(tokens, config):
     return tis(tokens, config)
 def keep(group): return True
 def order(samples, seed, epoch): return list(range(len(samples)))
+from trainer.callbacks import Callback
+class Count(Callback):
+    def on_step_end(self, step, row): return {"third": float(step)}
+def make_engine(setup):
+    from agents.engines.hf import HFEngine
+    from agents.model.policy import PolicyModel
+    return HFEngine(PolicyModel.load(setup.model_path, torch.float32), setup.context_length, setup.max_batch, setup.device)
 class Tracker:
     def __init__(self, run): self.file = (run.folder / "third.txt").open("a")
     def write(self, step, row): print(step, file=self.file)
@@ -259,7 +270,12 @@ def test_an_installed_package_brings_every_kind_under_its_short_name(tmp_path: P
     subprocess.run(pip, check=True, timeout=240)
     flags = ["--reward=answer", "--reward=third_brevity@0.1", "--grader=third_grader", "--advantage=third_advantage"]
     flags += ["--policy-loss=third_loss", "--correction=third_correction", "--group-filter=third_filter"]
-    flags += ["--sampler=third_sampler", "--tracker=third_tracker"]
+    flags += [
+        "--sampler=third_sampler",
+        "--tracker=third_tracker",
+        "--callback=third_callback",
+        "--engine=third_engine",
+    ]
     found = subprocess.run(
         [sys.executable, "-m", "trainer.run", *QUICK, *flags],
         cwd=tmp_path,
@@ -273,6 +289,7 @@ def test_an_installed_package_brings_every_kind_under_its_short_name(tmp_path: P
     assert (tmp_path / "runs/run/third.txt").read_text().split() == ["1", "2"]
     row = json.loads((tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()[-1])
     assert row["reward"] == pytest.approx(row["reward/answer"] + 0.1 * row["reward/third_brevity"])
+    assert row["third"] == 2.0
 
 
 def test_the_page_has_every_flag_that_takes_code() -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from agents.engines.own import ENGINE, EngineName
 from envs.config.settings import Section
 from envs.config.sources import Sources
 from trainer.config.inputs import NUM_HELD_OUT, EnvConfig, ModelConfig, PromptsConfig
@@ -47,8 +48,9 @@ class EvaluatedModelConfig(ModelConfig):
 class EvaluatedEngineConfig(ServersConfig):
     """Inference engine."""
 
-    engine: Literal["auto", "hf", "sglang"] = Field(
-        default="auto", description="hf: embedded, in this process; sglang: servers; auto: sglang with --engine-url"
+    engine: EngineName | Annotated[str, ENGINE] = Field(
+        default="auto",
+        description="hf: embedded, in this process; sglang: servers; auto: sglang with --engine-url",
     )
     first_gpu: int | None = Field(default=None, ge=0, description="first GPU of the started servers; empty: GPU 0")
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from agents.engines.own import ENGINE, EngineName
 from envs.config.plugins import Plugin
 from envs.config.settings import Section
 
@@ -19,7 +20,7 @@ GROUP_FILTER = Plugin("a group filter", "trueturn.group_filters", ("group",))
 class ServersConfig(Section):
     """Inference engine: embedded in this process, or servers."""
 
-    engine: Literal["auto", "hf", "sglang"] = Field(
+    engine: EngineName | Annotated[str, ENGINE] = Field(
         default="auto",
         description="hf: embedded, in this process; sglang: servers; auto: sglang with --engine-url or --num-gpus",
     )
@@ -52,8 +53,8 @@ class ServersConfig(Section):
         "to the bit as long as no environment takes longer",
     )
 
-    def chosen(self, num_gpus: int = 0) -> Literal["hf", "sglang"]:
-        """Return the engine to use; `num_gpus` is the number of learner GPUs."""
+    def chosen(self, num_gpus: int = 0) -> str:
+        """Return the engine to use: "hf", "sglang" or a user's; `num_gpus` is the number of learner GPUs."""
         if self.engine == "auto":
             return "sglang" if self.engine_url or num_gpus else "hf"
         return self.engine
@@ -63,7 +64,7 @@ class EngineConfig(ServersConfig):
     """Inference engine and weight synchronization."""
 
     sync: Literal["auto", "disk", "ipc"] = Field(
-        default="auto", description="how new weights reach servers; auto: ipc from a GPU of this host, else disk"
+        default="auto", description="how new weights reach SGLang servers; auto: ipc from a GPU of this host, else disk"
     )
     probe_tolerance: float = Field(
         default=0.2,

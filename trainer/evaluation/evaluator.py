@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers.utils.hub import cached_file
 
-from agents.engines.hf import HFEngine
+from agents.engines.base import Engine
 from agents.engines.sglang import SGLangEngine
 from agents.model.architectures import ModelFacts
 from agents.recording import Recorder
@@ -73,7 +73,7 @@ class EvaluationContext:
     num_overlong: int
     model_path: Path | str
     renderer: Renderer
-    engine: HFEngine | SGLangEngine
+    engine: Engine
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def prepare(config: EvaluateConfig) -> EvaluationContext:
     folder = make_folder(RunDirConfig(out=own.out, name=own.name), f"{spec.id}-evaluation", can_resume=False)
     try:
         engine = build_engine(
-            config.engine, config.model, chosen, model_path, renderer, first_gpu, own.max_batch, folder / "servers"
+            config.engine, config.model, chosen, model_path, renderer, first_gpu, own.max_batch, folder, Engine
         )
     except BaseException:  # an evaluation that cannot run leaves no folder
         folder.rmdir()
@@ -187,8 +187,7 @@ class Evaluator:
         cancel_on_request()
         self.display.begin("evaluate", len(context.ways) * len(context.samples) * self.config.measurement.samples)
         try:
-            if isinstance(context.engine, SGLangEngine):
-                await start_servers(context.engine, context.model_path)
+            await start_engine(context.engine, context.model_path)
             for way in context.ways:
                 await self._play(way)
         except asyncio.CancelledError:
@@ -310,12 +309,14 @@ def result_line(way: str, result: ProblemResult) -> dict[str, Any]:
     }
 
 
-async def start_servers(engine: SGLangEngine, model_path: Path | str) -> None:
-    """Start the servers or connect to them. External servers may serve any model, so they load this one.
+async def start_engine(engine: Engine, model_path: Path | str) -> None:
+    """Start the engine. External servers may serve any model, so they load this one.
 
     Raises:
-        UserError: one cannot be started or found.
+        UserError: a server cannot be started or found.
     """
+    if not isinstance(engine, SGLangEngine):
+        return await engine.start()
     folder = Path(model_path)
     if not folder.is_dir():  # a hub id; its configuration is in the cache already
         folder = Path(str(cached_file(str(model_path), "config.json"))).parent
@@ -323,3 +324,4 @@ async def start_servers(engine: SGLangEngine, model_path: Path | str) -> None:
     await engine.start()
     if engine.settings.urls:
         await engine.update_from_disk(folder, version=0)
+    return None

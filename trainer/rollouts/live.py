@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
@@ -228,9 +229,14 @@ def prepare(config: RunConfig) -> LiveContext:
         learner, folder, checkpoint = begin_or_resume(config, plan, label, model_path, sampling, cleanup)
         (folder / ENVIRONMENT).write_text(spec.model_dump_json(indent=1) + "\n", encoding="utf-8")
         num_gpus, max_batch = config.cluster.num_gpus, config.rollout.max_batch
-        transport = build_transport(
-            config.engine, config.model, num_gpus, max_batch, model_path, facts, renderer, learner, folder
-        )
+        try:
+            transport = build_transport(
+                config.engine, config.model, num_gpus, max_batch, model_path, facts, renderer, learner, folder
+            )
+        except BaseException:  # a run that cannot start leaves no folder
+            if not config.checkpoint.resume:
+                shutil.rmtree(folder)
+            raise
         probed = renderer.prompt(train[0].prompt, tools)
         weight_sync = WeightSync(
             learner.learner,

@@ -1,7 +1,7 @@
 """Builds the learner, the engine and the transport between them, and checks what they need before anything is loaded.
 
 The learner is an object of this process, or a group of processes (`trainer.learner`). The engine is embedded in this
-process, or consists of servers. Ray is imported only for a group.
+process, consists of servers, or is the user's own. Ray is imported only for a group.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TypeVar
 
 import torch
 
-from agents.engines.base import Engine
+from agents.engines.base import Engine, EngineSetup, TrainableEngine
 from agents.engines.hf import HFEngine
+from agents.engines.own import find_engine, make_engine
 from agents.engines.sglang import SGLangEngine, SGLangSettings
 from agents.engines.sglang.client import authorization, uses_proxy
 from agents.model.architectures import ModelFacts
@@ -41,7 +42,16 @@ from trainer.config.rollout import API_KEY_VARIABLE, EngineConfig, ServersConfig
 from trainer.learner.cuda_ipc import lend_weights
 from trainer.learner.fsdp_learner import build_learner
 from trainer.learner.protocol import Learner
-from trainer.weight_sync.transports import DiskTransport, InProcessTransport, IpcTransport, Lend, Transport
+from trainer.weight_sync.transports import (
+    DiskTransport,
+    InProcessTransport,
+    IpcTransport,
+    Lend,
+    ServersTransport,
+    Transport,
+)
+
+E = TypeVar("E", bound=Engine)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +70,7 @@ class StartedLearner:
 def check_processes(engine: ServersConfig, cluster: ClusterConfig, model: ModelConfig, facts: ModelFacts) -> None:
     """Raise `UserError` if the learner or the engine cannot run on this host as configured."""
     check_learner(cluster, model)
-    if check_engine(engine, cluster.num_gpus) == "hf" and cluster.num_gpus:
+    if check_engine(engine, cluster.num_gpus) != "sglang" and cluster.num_gpus:
         check_device("cuda")
     check_servers(engine, facts)
 
@@ -105,16 +115,17 @@ def check_device(name: str) -> None:
         raise UserError("--device", "must be usable by torch", name, f"give {usable} ({reason})") from error
 
 
-def check_engine(engine: ServersConfig, num_gpus: int = 0) -> Literal["hf", "sglang"]:
+def check_engine(engine: ServersConfig, num_gpus: int = 0) -> str:
     """Return which engine the configuration chooses; raise `UserError` if it cannot run here."""
-    if engine.engine == "hf" and engine.engine_url:
-        raise UserError("--engine-url", "is for --engine sglang", "hf", "leave one of the two out")
-    if engine.chosen(num_gpus) == "hf":
-        return "hf"
-    if not engine.engine_url and importlib.util.find_spec("sglang") is None:
+    chosen = engine.chosen(num_gpus)
+    if chosen != "sglang":
+        if engine.engine_url:
+            raise UserError("--engine-url", "is for --engine sglang", chosen, "leave one of the two out")
+        find_engine(chosen)
+    elif not engine.engine_url and importlib.util.find_spec("sglang") is None:
         fix = "pip install 'trueturn[sglang]', give the --engine-url of a server that runs elsewhere, or --engine hf"
         raise UserError("--engine", "needs the package sglang to start a server", "sglang", fix)
-    return "sglang"
+    return chosen
 
 
 def engine_api_key(engine: ServersConfig) -> str:
@@ -211,32 +222,50 @@ def build_transport(
         renderer,
         first_gpu,
         max_batch,
-        folder / "servers",
+        folder,
+        TrainableEngine,
     )
-    if isinstance(engine, HFEngine):
+    if isinstance(engine, HFEngine) and config.chosen(num_gpus) == "hf":
         return InProcessTransport(learner.learner, engine)
+    if not isinstance(engine, SGLangEngine):
+        return DiskTransport(learner.learner, engine, folder / "sync")
     lend = check_sync(config, facts, learner)
     if lend:
         return IpcTransport(learner.learner, engine, folder / "sync", lend)
-    return DiskTransport(learner.learner, engine, folder / "sync")
+    return ServersTransport(learner.learner, engine, folder / "sync")
 
 
 def build_engine(
     config: ServersConfig,
     model: ModelConfig,
-    chosen: Literal["hf", "sglang"],
+    chosen: str,
     model_path: Path | str,
     renderer: Renderer,
     first_gpu: int,
     max_batch: int,
-    log_folder: Path,
-) -> HFEngine | SGLangEngine:
-    """Return the embedded engine with the checkpoint's weights, or an engine of servers that are not started yet."""
+    folder: Path,
+    protocol: type[E],
+) -> E | HFEngine | SGLangEngine:
+    """Return the embedded engine with the checkpoint's weights, or servers that are not started yet, or a user's own.
+
+    The logs of an engine go into a folder of `folder`; a user's engine has what `protocol` promises.
+    """
     if chosen == "hf":
         network = PolicyModel.load(model_path, getattr(torch, model.dtype))
         return HFEngine(network, model.context_length, max_batch, torch.device(model.device), config.batch_wait_s)
-    settings = server_settings(config, model.dtype, model_path, first_gpu, log_folder)
-    return SGLangEngine(settings, renderer.image_token_id, model.context_length)
+    if chosen == "sglang":
+        settings = server_settings(config, model.dtype, model_path, first_gpu, folder / "servers")
+        return SGLangEngine(settings, renderer.image_token_id, model.context_length)
+    setup = EngineSetup(
+        model_path=str(model_path),
+        dtype=model.dtype,
+        device=model.device,
+        context_length=model.context_length,
+        max_batch=max_batch,
+        image_token_id=renderer.image_token_id,
+        log_folder=folder / "engine",
+    )
+    return make_engine(chosen, setup, protocol)
 
 
 def place_servers(config: ServersConfig, learner_gpus: Sequence[int] = ()) -> int:

@@ -1,8 +1,9 @@
 """Transports bring weights to an engine, one class for each way.
 
-The embedded engine copies the weights in memory (`InProcessTransport`). SGLang servers read them from a checkpoint
-folder (`DiskTransport`), or over CUDA IPC from a learner's GPU on their host (`IpcTransport`). Both empty the prefix
-caches. The image hashes change with the version, so the engine never reuses a picture that older weights encoded.
+The embedded engine copies the weights in memory (`InProcessTransport`). Every other engine reads them from a checkpoint
+folder (`DiskTransport`). So do SGLang servers (`ServersTransport`), unless they get them over CUDA IPC from a learner's
+GPU on their host (`IpcTransport`). Both empty the prefix caches of servers. The image hashes change with the version,
+so a server never reuses a picture that older weights encoded.
 """
 
 from __future__ import annotations
@@ -12,18 +13,19 @@ import shutil
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.engines.base import Engine
+from agents.engines.base import Engine, TrainableEngine
 from agents.engines.hf import HFEngine
 from agents.engines.sglang import SGLangEngine
 from agents.engines.sglang.client import SGLangClient
 from agents.types import ProcessedImage
 from trainer.learner.protocol import Learner
 
+E = TypeVar("E", bound=TrainableEngine)
 #: Lends the weights until the context is left, as `trainer.learner.cuda_ipc.lend_weights` does.
 Lend = Callable[[], AbstractContextManager[list[str]]]
 
@@ -78,7 +80,8 @@ class InProcessTransport:
         self.learner, self.engine = learner, engine
 
     async def start(self) -> None:
-        """Do nothing: the engine has loaded the same weights as the learner."""
+        """Start the engine, which has loaded the same weights as the learner."""
+        await self.engine.start()
 
     async def push(self, version: int) -> None:
         """Copy the learner's weights to the engine."""
@@ -92,27 +95,24 @@ class InProcessTransport:
         """Do nothing."""
 
 
-class DiskTransport:
-    """Writes weights to a checkpoint folder that servers read. The newest one stays for servers that restart."""
+class DiskTransport(Generic[E]):
+    """Writes weights to a checkpoint folder that the engine reads."""
 
-    def __init__(self, learner: Learner, engine: SGLangEngine, folder: Path) -> None:
+    def __init__(self, learner: Learner, engine: E, folder: Path) -> None:
         self.learner, self.engine, self.folder = learner, engine, folder
         self._saved_version = -1
-        engine.current_weights = self.save
 
     @property
     def events(self) -> Sequence[str]:
         """Messages about servers."""
-        return self.engine.servers.events
+        return ()
 
     async def start(self) -> None:
-        """Start the servers. External servers may hold any weights, so they get the learner's at once."""
+        """Start the engine, which has loaded the same weights as the learner."""
         await self.engine.start()
-        if self.engine.settings.urls:
-            await self.push(0)
 
     async def push(self, version: int) -> None:
-        """Let every server load the learner's weights, then delete the folders of older weights."""
+        """Let the engine load the learner's weights, then delete the folders of older weights."""
         await self._push(version)
         # Not earlier: a server that was restarting may have been reading an older folder.
         for folder in self.folder.glob("version-*"):
@@ -123,8 +123,8 @@ class DiskTransport:
         await self.engine.update_from_disk(await asyncio.to_thread(self.save), version)
 
     async def scores(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> Sequence[NDArray[np.float32]]:
-        """Return the log-probs of every server."""
-        return await self.engine.score_everywhere(ids, images)
+        """Return the log-probs of the engine."""
+        return [await self.engine.score(ids, images)]
 
     def save(self) -> Path:
         """Return a checkpoint folder with the learner's current weights; it is written once per step."""
@@ -143,7 +143,30 @@ class DiskTransport:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-class IpcTransport(DiskTransport):
+class ServersTransport(DiskTransport[SGLangEngine]):
+    """Writes weights to a checkpoint folder that servers read. The newest one stays for servers that restart."""
+
+    def __init__(self, learner: Learner, engine: SGLangEngine, folder: Path) -> None:
+        super().__init__(learner, engine, folder)
+        engine.current_weights = self.save
+
+    @property
+    def events(self) -> Sequence[str]:
+        """Messages about servers."""
+        return self.engine.servers.events
+
+    async def start(self) -> None:
+        """Start the servers. External servers may hold any weights, so they get the learner's at once."""
+        await super().start()
+        if self.engine.settings.urls:
+            await self.push(0)
+
+    async def scores(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> Sequence[NDArray[np.float32]]:
+        """Return the log-probs of every server."""
+        return await self.engine.score_everywhere(ids, images)
+
+
+class IpcTransport(ServersTransport):
     """Lends weights to servers on the learner's host over CUDA IPC; servers that restart read the folder."""
 
     def __init__(self, learner: Learner, engine: SGLangEngine, folder: Path, lend: Lend) -> None:

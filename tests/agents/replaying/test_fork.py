@@ -444,6 +444,17 @@ def test_the_same_weights_write_what_they_had_written(command, checkpoint: Path,
     assert np.allclose(repeated.logprobs_T, recorded.logprobs_T, atol=1e-5)
 
 
+def test_an_engine_of_ones_own_writes_what_the_embedded_one_does(command, checkpoint: Path, tmp_path: Path) -> None:
+    model = ("--by", "model", "--model", str(checkpoint), "--max-new-tokens", "60", "--temperature", "0")
+    plain = f"{ROOT / 'tests' / 'agents' / 'engines' / 'plain_engine.py'}:make_engine"
+    for engine in ("hf", plain):
+        name = engine.rpartition(":")[2]
+        assert command("--id", "train-1-0", "--fork", "2", *model, "--engine", engine, "--record", name)[0] == 0
+    ours, own = (next(iter(Recording.open(tmp_path / name).episodes())) for name in ("hf", "make_engine"))
+    assert own.ids == ours.ids and len(own.turns) == 3
+    assert np.allclose(own.logprobs_T, ours.logprobs_T, atol=1e-5)
+
+
 def test_several_continuations_are_counted_beside_what_was_recorded(command, checkpoint: Path, tmp_path: Path) -> None:
     flags = ("--by", "model", "--model", str(checkpoint), "--samples", "5", "--max-new-tokens", "60")
     code, shown = command("--id", "train-0-0", "--fork", "2", *flags, "--record", "forks")

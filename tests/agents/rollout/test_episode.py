@@ -245,7 +245,7 @@ BROKEN_ANSWERS: dict[str, tuple[tuple, dict[str, Any], str]] = {
         ([31, 32], [-0.1] * 2), {"prompt_length": 7}, "turn 1: the engine read 7 tokens, the stream has {P}"
     ),
     "wrote too many tokens": (([31] * 41, [-0.1] * 41), {}, "turn 1: the engine wrote 41 tokens, asked for 40 at most"),
-    "wrote nothing": (([], []), {}, "turn 1: the engine wrote no token and ended with 'stop'"),
+    "wrote nothing": (([], []), {}, "turn 1: the engine wrote no token and ended with 'length'"),
     "wrote no tokens": (([31, -1], [-0.1] * 2), {}, "turn 1: the engine wrote ids from -1 to 31"),
     "too few log-probs": (([31, 32], [-0.1]), {}, "turn 1: 1 log-probs for 2 tokens"),
     "no log-probs": (([31, 32], []), {}, "turn 1: 0 log-probs for 2 tokens"),
@@ -275,7 +275,7 @@ def test_a_broken_answer_of_the_engine_is_a_recorded_turn_that_does_not_train(
     renderer: Renderer, answer: tuple, given: dict[str, Any], rule: str
 ) -> None:
     env = SmallEnv(AGAIN)
-    trajectory = run(renderer, env, engine=FixedEngine((*answer, "stop"), **given), max_turns=1, max_new_tokens=40)
+    trajectory = run(renderer, env, engine=FixedEngine((*answer, "length"), **given), max_turns=1, max_new_tokens=40)
     start = trajectory.prompt_length
     assert trajectory.end_reason is EndReason.INVALID_STREAM and not trajectory.end_reason.is_valid
     assert trajectory.error == rule.replace("{P}", str(start)).replace("{P+1}", str(start + 1))
@@ -291,9 +291,37 @@ def test_a_broken_answer_ends_the_episode_before_the_environment_sees_it(rendere
     assert trajectory.turns[0].text == trajectory.messages[-1]["content"] == renderer.decode([31, 32])
 
 
+@pytest.mark.parametrize(
+    ("finish", "rule"),
+    [("eos", "ended with 'eos', which is none of stop, length, abort"), ("stop", "stopped at id 32, the stop ids are")],
+)
+def test_a_turn_that_ends_in_no_known_way_does_not_train(renderer: Renderer, finish: str, rule: str) -> None:
+    env = SmallEnv(DONE)
+    trajectory = run(renderer, env, engine=FixedEngine(([31, 32], [-0.1] * 2, finish)))
+    assert trajectory.end_reason is EndReason.INVALID_STREAM and env.texts == []
+    assert f"turn 1: the engine {rule}" in (trajectory.error or "")
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (None, "must return a Completion, got NoneType"),
+        (Completion([31], (-0.1,), "length", 1, ((0, 1),)), "must be tuples, got list and tuple"),  # type: ignore[arg-type]
+        (Completion(("31",), (-0.1,), "length", 1, ((0, 1),)), "whole numbers, got str"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_is_no_completion_ends_the_run_with_a_sentence(renderer: Renderer, answer: Any, words: str) -> None:
+    class Answers(FixedEngine):
+        async def generate(self, request: GenerateRequest) -> Completion:
+            return answer
+
+    with pytest.raises(TypeError, match=words):
+        run(renderer, SmallEnv(), engine=Answers())
+
+
 def test_a_fault_of_the_environment_is_told_beside_a_broken_stream(renderer: Renderer) -> None:
     env = SmallEnv(step=raises(ValueError("boom")))
-    trajectory = run(renderer, env, engine=FixedEngine(([31, 32], [0.5, -0.1], "stop")))
+    trajectory = run(renderer, env, engine=FixedEngine(([31, renderer.closer_id], [0.5, -0.1], "stop")))
     assert trajectory.end_reason is EndReason.INVALID_STREAM
     first, *_, last = (trajectory.error or "").splitlines()
     assert first.startswith("the environment raised") and last.startswith("turn 1: log-probs must be")

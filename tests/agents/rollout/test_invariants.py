@@ -311,6 +311,14 @@ BROKEN_ANSWERS: dict[str, tuple[Completion, str]] = {
     ),
     "a log-prob too many": (replace(ANSWER, logprobs=(-0.5,) * 3), "turn 2: 3 log-probs for 2 tokens"),
     "a log-prob short": (replace(ANSWER, logprobs=(-0.5,)), "turn 2: 1 log-probs for 2 tokens"),
+    "another word for its end": (
+        replace(ANSWER, finish="eos"),
+        "turn 2: the engine ended with 'eos', which is none of stop, length, abort",
+    ),
+    "without its stop id": (
+        replace(ANSWER, ids=(5, 5)),
+        "turn 2: the engine stopped at id 5, the stop ids are (6,)",
+    ),
     "versions short": (
         replace(ANSWER, versions=((3, 1),)),
         "turn 2: versions ((3, 1),) do not add up to the 2 tokens of the turn",
@@ -326,7 +334,7 @@ def test_a_broken_answer_is_named(answer: Completion, rule: str) -> None:
 def test_answers_that_break_no_rule() -> None:
     assert broken_turn(1, REQUEST, ANSWER) is None
     assert broken_turn(1, REQUEST, Completion((), (), "abort", 4, ())) is None
-    assert broken_turn(1, REQUEST, replace(ANSWER, ids=(0, 2**31 - 1))) is None
+    assert broken_turn(1, REQUEST, replace(ANSWER, ids=(0, 2**31 - 1), finish="length")) is None
     assert broken_turn(1, REQUEST, replace(ANSWER, finish="abort")) is None
     assert broken_turn(1, REQUEST, Completion((5, 5, 5), (-1.0,) * 3, "length", 4, ((3, 0), (4, 3)))) is None
 

@@ -32,7 +32,7 @@ from tests.prompts import picture, question
 from trainer.learner.cuda_ipc import DEVICE_PLACE, flat_buckets, handles, lend_weights
 from trainer.learner.fsdp_learner import FSDPLearner
 from trainer.weight_sync.sync import SyncError, WeightSync
-from trainer.weight_sync.transports import DiskTransport, InProcessTransport, IpcTransport
+from trainer.weight_sync.transports import InProcessTransport, IpcTransport, ServersTransport
 
 PROMPT = question("Find x.", picture())
 
@@ -54,7 +54,9 @@ def move(learner: FSDPLearner, scale: float = 0.3) -> None:
 def sync_of(learner: FSDPLearner, engine: HFEngine | SGLangEngine, renderer: Renderer, folder: Path) -> WeightSync:
     rendered = renderer.prompt(PROMPT)
     transport = (
-        InProcessTransport(learner, engine) if isinstance(engine, HFEngine) else DiskTransport(learner, engine, folder)
+        InProcessTransport(learner, engine)
+        if isinstance(engine, HFEngine)
+        else ServersTransport(learner, engine, folder)
     )
     image_token_id = learner.model.image_token_id
     return WeightSync(learner, transport, rendered.ids, rendered.images, image_token_id, tolerance=0.01)
@@ -127,7 +129,7 @@ def test_a_folder_with_older_weights_is_there_until_all_servers_have_the_new_one
     checkpoint: Path, renderer: Renderer, tmp_path: Path
 ) -> None:
     learner, engine, seen = learner_of(checkpoint, renderer), silent_engine(renderer), []
-    transport = DiskTransport(learner, engine, tmp_path)
+    transport = ServersTransport(learner, engine, tmp_path)
 
     async def update(folder: Path, version: int) -> None:
         seen.append(sorted(path.name for path in tmp_path.iterdir()))
@@ -146,7 +148,7 @@ def test_weights_for_a_server_that_comes_back_wait_for_the_learners_step_and_are
     checkpoint: Path, renderer: Renderer, tmp_path: Path
 ) -> None:
     learner, saved = learner_of(checkpoint, renderer), []
-    transport = DiskTransport(learner, silent_engine(renderer), tmp_path)
+    transport = ServersTransport(learner, silent_engine(renderer), tmp_path)
     save = learner.save
 
     def noted(folder: Path, dtype: torch.dtype) -> None:

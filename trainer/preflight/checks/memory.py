@@ -129,7 +129,7 @@ def memory_need(config: RunConfig, networks: MetaNetworks) -> MemoryNeed:
     if config.algorithm.kl_coef and not config.learner.lora_rank:  # the reference network
         learner += size * num_parameters // ranks
     # After a step, rank 0 holds all weights for the servers to copy.
-    if config.plays and not _is_embedded(config) and config.engine.sync != "disk":
+    if _uses_servers(config) and config.engine.sync != "disk":
         learner = max(learner, parts.weights + parts.optimizer + size * num_parameters + PROCESS_BYTES)
     engine, cache = _engine_bytes(config, networks, model.config, size)
     if not config.trains:  # only the weights, to score a stream with
@@ -145,6 +145,11 @@ def memory_need(config: RunConfig, networks: MetaNetworks) -> MemoryNeed:
         cache=cache,
         offloaded=offloaded[config.learner.offload],
     )
+
+
+def _uses_servers(config: RunConfig) -> bool:
+    """Return whether SGLang generates the turns."""
+    return config.plays and config.engine.chosen(config.cluster.num_gpus) == "sglang"
 
 
 def _is_embedded(config: RunConfig) -> bool:
@@ -228,7 +233,7 @@ def _check_host(need: MemoryNeed, free: FreeMemory) -> Sequence[Verdict]:
 
 def _shared_gpus(config: RunConfig, here: int) -> set[int]:
     """Return the GPUs that a learner shares with a started server; `here` is the number of GPUs of this host."""
-    if not config.plays or config.engine.engine_url or _is_embedded(config):
+    if not _uses_servers(config) or config.engine.engine_url:
         return set()
     learners, tensor_parallel = tuple(range(max(1, config.cluster.num_gpus))), config.engine.tensor_parallel
     first = first_server_gpu(config.engine.first_gpu, learners, here, tensor_parallel)

@@ -1,0 +1,107 @@
+"""The network that an engine should run, as the trainer runs it: what every token's log-prob must be.
+
+Legend: N places of new tokens, V vocabulary, T tokens of one stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from agents.model.mrope import mrope_positions
+from agents.model.packed import VisionBatch
+from agents.model.policy import PolicyModel
+from agents.model.stream_logprobs import sampling_logprobs, stream_logprobs
+from agents.types import Completion, GenerateRequest, ProcessedImage, SamplingLaw
+
+#: Largest mean |d| in nats between an engine and this network, by the dtype that both compute in. Rounding alone gives
+#: about 1e-6 in float32 and 0.005 in bfloat16; flat positions or a missing temperature give 0.1 and more.
+BOUNDS = {"float32": 1e-3, "bfloat16": 0.05}
+#: Other weights must move the log-probs by this many bounds, to be told from the first ones.
+LEAST_MOVE = 20.0
+
+
+@dataclass(frozen=True, eq=False)
+class Reference:
+    """A network without any engine: one forward pass over a whole stream.
+
+    Example::
+
+        reference = Reference.load("path/to/model", "float32", "cpu")
+        reference.gap(request, completion)      # 3e-7: mean |d| in nats over the completion's tokens
+    """
+
+    model: PolicyModel
+    dtype: str
+    device: str
+
+    @classmethod
+    def load(cls, path: str, dtype: str, device: str) -> Reference:
+        """Read a checkpoint."""
+        return cls(PolicyModel.load(path, getattr(torch, dtype)).to(device).eval(), dtype, device)
+
+    @property
+    def bound(self) -> float:
+        """Largest mean |d| in nats that is rounding."""
+        return BOUNDS[self.dtype]
+
+    @property
+    def num_ids(self) -> int:
+        """Size of the vocabulary, padding included."""
+        return int(self.model.config.get_text_config().vocab_size)
+
+    @torch.no_grad()
+    def table(self, request: GenerateRequest, ids: Sequence[int], law: SamplingLaw | None = None) -> Tensor:
+        """Return the log-probs (N, V) of every token at each place of a turn, by the request's law or another."""
+        ids_T = np.asarray((*request.ids, *ids), dtype=np.int64)
+        grids = [image.grid_thw for image in request.images]
+        positions_3T = mrope_positions(ids_T, grids, self.model.image_token_id, self.model.merge_size)
+        select_BT = torch.zeros(1, len(ids_T), dtype=torch.bool, device=self.device)
+        select_BT[0, len(request.ids) - 1 : -1] = True
+        logits_NV = self.model(
+            torch.from_numpy(ids_T)[None].to(self.device),
+            torch.from_numpy(positions_3T)[:, None].to(self.device),
+            None,
+            select_BT,
+            VisionBatch.build([request.images], self.device),
+        )
+        return sampling_logprobs(logits_NV, law or request.sampling.law).cpu()
+
+    def gap(self, request: GenerateRequest, completion: Completion, law: SamplingLaw | None = None) -> float:
+        """Return the mean |d| in nats between a completion's log-probs and this network's; inf where one is NaN."""
+        return self.gap_of(request, completion.ids, completion.logprobs, law)
+
+    def gap_of(
+        self,
+        request: GenerateRequest,
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        law: SamplingLaw | None = None,
+    ) -> float:
+        """Return the mean |d| in nats over the tokens that continue a request."""
+        table_NV = self.table(request, ids, law)
+        own_N = table_NV[torch.arange(len(ids)), torch.tensor(ids)].numpy()
+        gap = float(np.abs(own_N - np.asarray(logprobs)).mean())
+        return gap if np.isfinite(gap) else np.inf
+
+    def score(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> NDArray[np.float32]:
+        """Return the log-prob of each id but the first."""
+        return stream_logprobs(self.model, ids, images, self.device, getattr(torch, self.dtype))
+
+    @torch.no_grad()
+    def disturbed(self, path: str, ids: Sequence[int], images: Sequence[ProcessedImage]) -> Reference:
+        """Return the network with so much noise on its weights that the log-probs of a stream move."""
+        other, before = Reference.load(path, self.dtype, self.device), self.score(ids, images)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(8):
+            for parameter in other.model.parameters():
+                noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+                parameter.add_(noise * (0.1 * parameter.float().std().nan_to_num(0.0)).to(parameter))
+            if float(np.abs(other.score(ids, images) - before).mean()) > LEAST_MOVE * self.bound:
+                break
+        return other
