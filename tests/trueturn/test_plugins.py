@@ -251,7 +251,8 @@ class Count(Callback):
 def make_engine(setup):
     from agents.engines.hf import HFEngine
     from agents.model.policy import PolicyModel
-    return HFEngine(PolicyModel.load(setup.model_path, torch.float32), setup.context_length, setup.max_batch, setup.device)
+    network = PolicyModel.load(setup.model_path, torch.float32)
+    return HFEngine(network, setup.context_length, setup.max_batch, setup.device)
 class Tracker:
     def __init__(self, run): self.file = (run.folder / "third.txt").open("a")
     def write(self, step, row): print(step, file=self.file)

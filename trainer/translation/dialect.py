@@ -174,7 +174,15 @@ def trackers(value: Value, given: Given) -> Result:
 
 SECRET = lost("a secret: log in with `wandb login`")
 RESUME = lost("its checkpoints are not read; a run of ours resumes with --resume RUN")
-EVALUATION = lost("accuracy is measured before and after training with --eval-data, and by python -m trainer.evaluate")
+EVALUATION = lost("accuracy is measured with --eval-data, before, after and with --eval-every while it trains")
+OWN_REWARD = lost("a function of a finished episode is --reward my.py:NAME@WEIGHT; its parameters are others there")
+
+
+def eval_every(value: Value, given: Given) -> Result:
+    """Return the steps between evaluations; below 1 there are none while it trains."""
+    return whole(float(str(value))) if float(str(value)) >= 1 else SameHere("no evaluation while it trains")
+
+
 #: Of servers that share the learners' GPUs, in their trainers.
 SHARED_MEMORY = NoCounterpart("its servers give their memory back while it trains, ours keep it: --mem-fraction 0.4")
 

@@ -15,6 +15,7 @@ from trainer.translation.dialect import (
     Result,
     SameHere,
     Value,
+    eval_every,
     flag,
     is_true,
     lost,
@@ -102,7 +103,7 @@ def _epochs(value: Value, given: Given) -> Result:
 def _rewards(value: Value, given: Given) -> Result:
     names = value if isinstance(value, list) else [value]
     if others := [name for name in names if name not in ("accuracy_reward", "math_reward")]:
-        return NoCounterpart(f"the reward is the environment's: write {', '.join(others)} as Env.reward")
+        return NoCounterpart(f"write {', '.join(others)} for a finished episode: --reward my.py:NAME@WEIGHT")
     return {"grader": "math"}
 
 
@@ -173,7 +174,7 @@ TRL = Dialect(
         "scale_rewards": words({"group": GROUP, "true": GROUP, "none": "false", "false": "false"}),
         "delta": lambda value, given: value,
         "reward_funcs": _rewards,
-        "reward_weights": lost("the environment weights the parts of its reward"),
+        "reward_weights": lost("a reward function has its weight in --reward NAME@WEIGHT"),
         "use_vllm": flag("sglang", "hf"),
         "vllm_mode": words({"colocate": {}, "server": VLLM("server", {})}),
         "vllm_server_base_url": VLLM,
@@ -195,6 +196,7 @@ TRL = Dialect(
         "save_steps": _steps,
         "save_strategy": words({"steps": {}, "no": {"save_every": "0"}}),
         "resume_from_checkpoint": RESUME,
+        "eval_steps": eval_every,
         "eval_*": EVALUATION,
         "do_eval": EVALUATION,
         "logging_*": same("metrics are written at every step"),

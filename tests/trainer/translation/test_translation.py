@@ -309,6 +309,7 @@ def test_the_example_of_rlinf_becomes_the_same_run(tmp_path: Path, capsys: pytes
     assert differing(config) == {
         "env": "geo3k_single",
         "steps": 800,
+        "eval_every": 1,
         "max_new_tokens": 4096,
         "grader": "math",
         "reward_max_val": 1.0,
@@ -376,7 +377,7 @@ def test_a_configuration_of_trl_is_converted_to_our_units(tmp_path: Path, capsys
     assert (found["lora_rank"], found["lora_targets"]) == (16, ("q_proj", "v_proj"))
     assert (found["aggregation"], found["kl_coef"], found["schedule"]) == ("constant", 0.04, "cosine")
     assert (found["correction"], found["correction_low"], found["correction_high"]) == ("mis", 0.0, 3.0)
-    assert "think_format_reward as Env.reward" in text
+    assert "think_format_reward for a finished episode" in text
 
     launched = f"accelerate launch --num_processes 4 train.py --config {written(tmp_path, 'trl.yaml')} --beta 0"
     config, _ = translated(capsys, launched)
