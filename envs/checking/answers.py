@@ -12,7 +12,7 @@ from typing import Any
 from envs.checking.episodes import PlayedEpisode, Script
 from envs.checking.findings import NOT_REACHED, Evidence, Finding, listed, names_label, quoted, said, where
 from envs.checking.hostile import example_arguments, write_call
-from envs.checking.messages import schema_problem
+from envs.checking.messages import usable
 from envs.env import EnvArgs
 from envs.grading import grade
 from envs.tool_calls import outside_tool_calls
@@ -32,7 +32,7 @@ def answer_scripts(survey: PlayedEpisode, labels: Sequence[str], args: EnvArgs) 
     """
     label = survey.sample.label if args.grader != "none" else None
     scripts = [Script("plain", "a plain answer", ("The answer is 7.",))]
-    tools = [tool for tool in survey.tools if schema_problem(tool) is None][:MAX_TOOLS]
+    tools = usable(survey.tools)[:MAX_TOOLS]
     for name, arguments in ((tool["function"]["name"], example_arguments(tool)) for tool in tools):
         scripts.append(Script("plain", f"a call of {name}", (write_call(name, arguments, args.tool_format),)))
     if survey.solution:

@@ -98,6 +98,11 @@ def _silence(evidence: Evidence, tool: dict[str, Any]) -> tuple[bool, str] | Non
     return True, f"{name} answered nothing in every call; does it return?"
 
 
+def usable(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the tools whose schema is one."""
+    return [tool for tool in tools if schema_problem(tool) is None]
+
+
 def schema_problem(tool: Any) -> str | None:
     """Return what is wrong with one tool's schema."""
     try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import math
+import sys
 import threading
 import time
 import traceback
@@ -29,7 +30,7 @@ from envs.contract import (
 )
 from envs.env import Env
 from envs.execution.threads import CallTimeout, call_on_thread
-from envs.execution.watchdog import WATCHDOG, WatchedCall
+from envs.execution.watchdog import WATCHDOG, Watched, Watcher
 from envs.spec import EnvLimits
 from envs.tool_calls.thinking import Thinking
 from envs.types import Message
@@ -74,9 +75,11 @@ class EnvRunner:
         limits: EnvLimits,
         sample_id: str = "",
         thinking: Thinking | None = None,
+        watcher: Watcher = WATCHDOG,
     ) -> None:
         """`sample_id` is for messages. The environment gets only what a turn says outside of `thinking`."""
         self._make_env, self.limits, self._sample_id, self._thinking = make_env, limits, sample_id, thinking
+        self._watcher = watcher
         self.tools: Sequence[dict[str, Any]] = ()
         #: Duration of all calls so far, with the time spent waiting for a thread.
         self.seconds = 0.0
@@ -197,7 +200,7 @@ class EnvRunner:
         started = time.perf_counter()
         inline = self.limits.inline
         label = f"{function.__name__.strip('_')} of {_kind(args[0])}, sample {self._sample_id or 'unknown'}"
-        call = WATCHDOG.call(label, limit_s)
+        call = self._watcher.call(label, limit_s)
         try:
             if not inline:
                 return await _on_thread(limit_s, call, function, *args)
@@ -241,10 +244,13 @@ class _Slot:
             return env
 
 
-async def _on_thread(limit_s: float, call: WatchedCall, function: Callable[..., R], *args: object) -> R:
+async def _on_thread(limit_s: float, call: Watched, function: Callable[..., R], *args: object) -> R:
     """Run on a thread; raise `EnvFault` after the time limit, even if the thread still runs."""
 
+    threads: list[int] = []
+
     def watched() -> R:
+        threads.append(threading.get_ident())
         call.begin()
         try:
             return function(*args)
@@ -255,7 +261,15 @@ async def _on_thread(limit_s: float, call: WatchedCall, function: Callable[..., 
         return await call_on_thread(watched, limit_s=limit_s)
     except CallTimeout as error:
         name = function.__name__.strip("_")
-        raise EnvFault(f"{name} took longer than {limit_s:g} s", timed_out=True) from error
+        raise EnvFault(f"{_stack(threads)}{name} took longer than {limit_s:g} s", timed_out=True) from error
+
+
+def _stack(threads: Sequence[int]) -> str:
+    """Return where the environment's code stands on a thread, outermost call first; empty if it never ran."""
+    frames = sys._current_frames()
+    stack = traceback.extract_stack(frames.get(threads[0])) if threads and threads[0] in frames else []
+    ours = max((place for place, frame in enumerate(stack) if frame.filename == __file__), default=len(stack))
+    return "".join(traceback.format_list(stack[ours + 1 :]))
 
 
 def _trace(error: BaseException) -> str:

@@ -476,7 +476,7 @@ def changing(split: str, size: int, seed: int) -> list[Sample]:
         (Restless, "samples", "the answer of step 1 differs: '"),
         (Repaints, "unlabelled", "the first observation differs: the texts are the same, the pictures differ"),
         (RepaintsLater, "samples", "the answer of step 1 differs: the texts are the same, the pictures differ"),
-        (LateChange, "samples", "the answer of step 1 differs: 'so so so "),
+        (LateChange, "samples", "so so so 0' and '"),
         (Fickle, "samples", "a plain answer: the rewards are"),
         (Shop, "changing", "sample train-0: differs when it is read again"),
     ],
@@ -980,6 +980,7 @@ stingy:
 lost:
   entry_point: no_such_module
   description: a shop
+  dataset: {__name__}:samples
   max_turns: 3
 """
 
