@@ -36,10 +36,12 @@ from envs.checking.messages import (
     check_tools,
     usable,
 )
-from envs.checking.players import Player, open_player
+from envs.checking.players import START_S, Player, longest_episode_s, open_player
 from envs.config.cli import exit_code, parse
 from envs.config.settings import Section
 from envs.env import EnvArgs
+from envs.errors import UserError
+from envs.execution.load import load_env
 from envs.problems import ProblemsConfig, open_problems, read_sample
 from envs.registry import get_spec
 from envs.spec import EnvSpec
@@ -109,7 +111,11 @@ def check_env(
     """
     template = template or ChatTemplate.open()
     problems = problems or ProblemsConfig()
-    source = open_problems(spec, problems, num_samples)
+    try:
+        source = open_problems(spec, problems, num_samples)
+    except UserError:
+        load_env(spec)  # an entry point that cannot be imported is what to mend first
+        raise
     samples = [read_sample(spec, source, index) for index in range(max(1, min(num_samples, len(source))))]
     again = source if problems.data else open_problems(spec, problems, num_samples)
     # With "drop" a fault of a tool is reported with its line, whatever it is worth in training.
@@ -121,6 +127,11 @@ def check_env(
         player.close()
     evidence = replace(evidence, samples_again=tuple(read_sample(spec, again, k) for k in range(len(samples))))
     return [check(evidence) for check in CHECKS]
+
+
+def longest_s(spec: EnvSpec, max_seconds: float) -> float:
+    """Return the time in which `check_env` has ended, whatever the environment does; reading data is not in it."""
+    return max_seconds + START_S + longest_episode_s(spec)
 
 
 class _CheckRun:
@@ -139,7 +150,8 @@ class _CheckRun:
         played = [*surveys]
         labels = [sample.label for sample in samples if sample.label is not None]
         for place, found in opened:
-            played += self._play((place, script) for script in answer_scripts(found, labels, self.args))
+            scripts = answer_scripts(found, labels, self.args, spec.thinking == "keep")
+            played += self._play((place, script) for script in scripts)
         texts = [hostile_scripts(usable(found.tools), self.args.tool_format) for _, found in opened]
         played += self._play(  # each text once; the samples take turns
             (opened[number % len(opened)][0], texts[number % len(opened)][number])
@@ -215,13 +227,14 @@ def run(argv: Sequence[str] | None = None) -> int:
     spec = get_spec(config.id, *config.registry)
     template = ChatTemplate.open(config.chat_template, config.model)
     console = Console(highlight=False)
+    bound = f" (at most {longest_s(spec, config.max_seconds):.0f} s)"
     with console.status("") as status:
         findings = check_env(
             spec,
             config.problems,
             config.samples,
             template,
-            on_script=lambda script: status.update(f"{spec.id}: playing {script.kind}, {script.name}"),
+            on_script=lambda script: status.update(f"{spec.id}{bound}: playing {script.kind}, {script.name}"),
             max_seconds=config.max_seconds,
         )
     return report(spec, findings, console)

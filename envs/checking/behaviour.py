@@ -47,8 +47,34 @@ def check_contract(evidence: Evidence) -> Finding:
         evidence.spec.check_tool_faults(any(episode.runs_tools for episode in evidence.episodes))
     except UserError as error:
         return Finding(name, False, str(error))
+    if _never_ends(evidence):
+        rule = "step never returns done=True, not even after the right answer, so every episode ends as max_turns"
+        return Finding(name, False, rule)
     count = len(evidence.of("survey", "gold", "wrong", "plain"))
-    return Finding(name, True, f"{count} episodes of reset, step, format_observation, reward and close")
+    detail = f"{count} episodes of reset, step, format_observation, reward and close"
+    return Finding(name, True, "; ".join([detail, *_unwritable(evidence)]))
+
+
+def _never_ends(evidence: Evidence) -> bool:
+    """Return whether the right answer is known and gets the best reward, and still no episode ever ended."""
+    solved = [episode for episode in evidence.of("gold") if episode.reward == evidence.spec.reward_max_val]
+    return bool(solved) and not any(step.done for episode in evidence.episodes for step in episode.steps)
+
+
+def _unwritable(evidence: Evidence) -> list[str]:
+    """Say which keys of a step's info hold values that a recording can only keep as their `repr`."""
+    keys: dict[str, str] = {}
+    infos = {
+        str(key): value for episode in evidence.episodes for step in episode.steps for key, value in step.info.items()
+    }
+    for key, value in infos.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError, RecursionError):
+            keys[key] = repr(value)
+    return [
+        f"in the info of a step {key} is recorded as text only: {value:.60}" for key, value in sorted(keys.items())[:1]
+    ]
 
 
 def _worth(evidence: Evidence, faults: Sequence[tuple[PlayedEpisode, str, str]]) -> str:
@@ -96,6 +122,7 @@ def check_calls(evidence: Evidence) -> Finding:
     known = {(fault.call, fault.summary) for _, fault in evidence.ordinary_faults}
     episodes, problems = evidence.of("hostile", "revealed"), []
     faults: list[tuple[PlayedEpisode, str, str]] = []
+    note = f"played in this program, which a text could stop ({evidence.note}). " if evidence.note else ""
     outcomes: dict[str, list[str]] = defaultdict(list)
     for episode in episodes:
         if episode.fault:
@@ -117,11 +144,11 @@ def check_calls(evidence: Evidence) -> Finding:
         ):
             problems.append(f"{where(episode)}: the call cannot be made, and the model is not told ({outcome})")
     if faults or problems:
-        return Finding(name, False, listed([*grouped(faults), *problems]) + _worth(evidence, faults))
+        return Finding(name, False, note + listed([*grouped(faults), *problems]) + _worth(evidence, faults))
     if not outcomes:
         return Finding(name, None, NOT_REACHED)
     groups = (f"{outcome}: {', '.join(dict.fromkeys(names))}" for outcome, names in outcomes.items())
-    return Finding(name, True, f"{sum(map(len, outcomes.values()))} texts. " + "; ".join(groups))
+    return Finding(name, True, f"{note}{sum(map(len, outcomes.values()))} texts. " + "; ".join(groups))
 
 
 def _outcome(step: StepResult) -> str:

@@ -31,11 +31,20 @@ from envs.workers.worker import Worker, WorkerDied, WorkerError, WorkerTimeout
 
 #: How much longer than its limit a call may take before its process is ended: the runner's own limit acts before.
 GRACE_S = 2.0
+#: Time for a worker to start and to import the environment.
+START_S = 60.0
 MAX_SHOWN_OUTPUT = 4000
 
 _NO_SAMPLE = Sample("", ())  # the program has it
 _TIMEOUT = "Timeout ("
 _FRAME = re.compile(r'^  File "[^"]+", line \d+ in .*$', re.MULTILINE)
+
+
+def longest_episode_s(spec: EnvSpec) -> float:
+    """Return the time after which an episode has ended, whatever its environment does: all of its calls hang."""
+    num_steps = spec.max_turns + 3  # the reward, closing and closing again
+    resets_s = (spec.retries + 1) * (spec.reset_timeout_s + GRACE_S) + spec.retry_backoff_s * 2**spec.retries
+    return resets_s + num_steps * (spec.step_timeout_s + GRACE_S)
 
 
 class Player(Protocol):
@@ -172,17 +181,14 @@ class WorkerPlayer:
         temporary, output = _files(self._folder)
         temporary.mkdir()
         output.touch()
-        steps = (args.max_turns + 3) * (spec.step_timeout_s + GRACE_S)
-        resets = (spec.retries + 1) * (spec.reset_timeout_s + GRACE_S) + spec.retry_backoff_s * 2**spec.retries
-        self._bound_s = steps + resets + 60
+        self._bound_s = longest_episode_s(spec) + START_S
         self._start()
 
     def _start(self) -> None:
         self._worker = Worker()
         place = _Place(str(Path.cwd()), dict(os.environ), [*sys.path], self._folder)
-        bound_s = self._bound_s + 60
         try:
-            self.start = self._worker.call(_open, self._spec, self._args, self._samples, place, timeout_s=bound_s)
+            self.start = self._worker.call(_open, self._spec, self._args, self._samples, place, timeout_s=START_S)
         except (WorkerDied, WorkerTimeout) as error:
             rule = f"'{self._spec.entry_point.partition(':')[0]}' must import"
             field = f"environment '{self._spec.id}' entry_point"
