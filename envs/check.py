@@ -68,8 +68,8 @@ CHECKS: tuple[Callable[[Evidence], Finding], ...] = (
 
 #: What is played twice, to see whether it is the same and what it leaves.
 REPEATED = ("gold", "plain", "hostile")
-#: So many hostile texts may hang before the others are left out.
-MAX_HANGS = 2
+#: So many episodes of a kind may hang or end their process before the others of it are left out.
+MAX_LOST = 3
 #: The place of a sample, and what is played on it.
 _Planned = tuple[int, Script]
 
@@ -187,19 +187,18 @@ class _CheckRun:
     def _play(self, plan: Iterable[_Planned], options: PlayOptions | None = None) -> list[tuple[int, PlayedEpisode]]:
         """Play the scripts one after the other, so that a measured time is that of one episode alone.
 
-        A hostile text that hangs is one finding among others; after a few of them, or where an ordinary text hangs, the
-        time of more is saved.
+        A hostile text that hangs is one finding among others; an ordinary one ends the play.
         """
         episodes: list[tuple[int, PlayedEpisode]] = []
-        num_hung = 0
+        num_lost = 0
         for place, script in plan:
             self.is_late = self.is_late or time.monotonic() > self.end
-            if self.has_hung or self.is_late or num_hung >= MAX_HANGS:
+            if self.has_hung or self.is_late or num_lost >= MAX_LOST:
                 break
             self.on_script(script)
             episode = self.player.play(place, script, options)
             episodes.append((place, episode))
-            num_hung += episode.has_hung
+            num_lost += episode.is_lost
             self.has_hung = episode.has_hung and (script.kind != "hostile" or not self.player.outlives_hangs)
         return episodes
 

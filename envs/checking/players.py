@@ -33,10 +33,12 @@ from envs.workers.worker import Worker, WorkerDied, WorkerError, WorkerTimeout
 GRACE_S = 2.0
 #: Time for a worker to start and to import the environment.
 START_S = 60.0
-MAX_SHOWN_OUTPUT = 4000
+MAX_SHOWN_OUTPUT = 1000
 
 _NO_SAMPLE = Sample("", ())  # the program has it
 _TIMEOUT = "Timeout ("
+#: In the traceback of an interrupt, which the runner lets pass: the call of the runner that it came from.
+_RAISED = re.compile(r'[/\\]runner\.py", line \d+, in _(open|step|reward|close)$', re.MULTILINE)
 _FRAME = re.compile(r'^  File "[^"]+", line \d+ in .*$', re.MULTILINE)
 
 
@@ -216,7 +218,9 @@ class WorkerPlayer:
         """Return the record of an episode that its worker did not survive."""
         self._worker.kill()
         calls = [line.split(maxsplit=1) for line in (self._folder / "calls").read_text().splitlines()]
-        name, limit_s = (calls[-1][1], float(calls[-1][0])) if calls else ("reset", 0.0)
+        limit_s, name = (float(calls[-1][0]), calls[-1][1]) if calls else (0.0, "reset")
+        if raised := _RAISED.findall(str(error)):  # the environment was closed after it
+            name = raised[-1].replace("open", "reset")
         num_steps = sum(each == "step" for _, each in calls)
         traces = (self._folder / "traces").read_text(errors="replace")
         has_hung = isinstance(error, WorkerTimeout) or traces.startswith(_TIMEOUT)
@@ -279,9 +283,9 @@ class WorkerPlayer:
         self._worker.kill()
         output = _files(self._folder)[1].read_bytes()
         if output:
-            print(output[:MAX_SHOWN_OUTPUT].decode(errors="replace"), end="")
+            print(output[:MAX_SHOWN_OUTPUT].decode(errors="replace").rstrip("\n"))
         if len(output) > MAX_SHOWN_OUTPUT:
-            print(f"\n... and {len(output) - MAX_SHOWN_OUTPUT:,} bytes more that the environment has printed")
+            print(f"... and {len(output) - MAX_SHOWN_OUTPUT:,} bytes more that the environment has printed")
         self._temporary.cleanup()
 
 

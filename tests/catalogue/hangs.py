@@ -149,16 +149,17 @@ class ProcessBacktracker(ToolBacktracker):
 
 
 KEEPS, LONGER = "kept the interpreter", "took longer than 1 s"
+IN_TOOL, UNBOUND = f"{KEEPS} for more than 1 s in price", "under `isolation: inline` no time limit"
 INLINE = {**SHORT, "isolation": "inline"}
 
 ROWS = (
     Row(Sleeper, "a step sleeps", "contract", f"{LONGER} (hangs.py:", SHORT),
     Row(Spinner, "a step loops for ever", "contract", f"{LONGER} (hangs.py:", SHORT),
     Row(Backtracker, "a regular expression backtracks over a text", "malformed calls", KEEPS, SHORT),
-    Row(ToolBacktracker, "one backtracks over an argument", "malformed calls", f"{KEEPS} for more than 1 s in price", SHORT),
+    Row(ToolBacktracker, "one backtracks over an argument", "malformed calls", IN_TOOL, SHORT),
     Row(GraderBacktracker, "one backtracks over the last text", "malformed calls", KEEPS, SHORT),
-    Row(Keeper, "C code sleeps with the interpreter's lock", "contract", f"{KEEPS}", SHORT),
-    Row(Adder, "a loop of C takes years", "contract", f"{KEEPS} for more than 1 s in price", SHORT),
+    Row(Keeper, "C code sleeps with the interpreter's lock", "contract", KEEPS, SHORT),
+    Row(Adder, "a loop of C takes years", "contract", IN_TOOL, SHORT),
     Row(ResetKeeper, "C code in reset sleeps with the lock", "contract", f"reset: {KEEPS}", SHORT),
     Row(NeverBuilt, "building sleeps", "contract", LONGER, SHORT),
     Row(NeverReset, "reset sleeps", "contract", LONGER, SHORT),
@@ -171,8 +172,8 @@ ROWS = (
     Row(ChildOnTheTerminal, "a child waits for what is typed", "contract", LONGER, SHORT),
     Row(AsyncSleeper, "an async tool sleeps", "contract", LONGER, SHORT),
     Row(SlowReader, "a long text takes for ever", "malformed calls", LONGER, SHORT),
-    Row(InlineSleeper, "a step sleeps where no limit acts", "contract", "under `isolation: inline` no time limit", INLINE),
-    Row(InlineBacktracker, "one backtracks there", "malformed calls", "under `isolation: inline` no time limit", INLINE),
+    Row(InlineSleeper, "a step sleeps where no limit acts", "contract", UNBOUND, INLINE),
+    Row(InlineBacktracker, "one backtracks there", "malformed calls", UNBOUND, INLINE),
     Row(
         ProcessBacktracker, "one backtracks in a process of its own", "malformed calls", LONGER,
         {**SHORT, "isolation": "process"},

@@ -72,7 +72,7 @@ class Caesar(Env):
 
 class Penalties(Sound):
     def reward(self, final_text: str) -> float:
-        return 0.0 if super().reward(final_text) else -0.1 * min(self.turn, 10)
+        return 0.0 if super().reward(final_text) == 0.0 else -0.1 * min(self.turn, 10)
 
 
 class Toolless(ToolEnv):

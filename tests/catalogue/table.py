@@ -44,9 +44,7 @@ class Checked:
     def is_found(self) -> bool:
         """Whether the row's check tells the row's word."""
         return any(
-            finding.check == self.row.check
-            and self.row.word in finding.detail
-            and finding.passed is (True if self.row.is_remark else False)
+            finding.check == self.row.check and self.row.word in finding.detail and finding.passed is self.row.is_remark
             for finding in self.findings
         )
 
