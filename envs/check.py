@@ -36,12 +36,14 @@ from envs.checking.messages import (
     check_tools,
     usable,
 )
-from envs.checking.players import START_S, Player, longest_episode_s, open_player
+from envs.checking.players import Player
+from envs.checking.worker_player import longest_episode_s, open_player
 from envs.config.cli import exit_code, parse
 from envs.config.settings import Section
 from envs.env import EnvArgs
 from envs.errors import UserError
 from envs.execution.load import load_env
+from envs.execution.process_env import IMPORT_LIMIT_S
 from envs.problems import ProblemsConfig, open_problems, read_sample
 from envs.registry import get_spec
 from envs.spec import EnvSpec
@@ -131,7 +133,7 @@ def check_env(
 
 def longest_s(spec: EnvSpec, max_seconds: float) -> float:
     """Return the time in which `check_env` has ended, whatever the environment does; reading data is not in it."""
-    return max_seconds + START_S + longest_episode_s(spec)
+    return max_seconds + IMPORT_LIMIT_S + longest_episode_s(spec)
 
 
 class _CheckRun:

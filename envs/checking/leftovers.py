@@ -69,11 +69,18 @@ class ProcessState:
             num_temporary=len(list(temporary.iterdir())) if temporary else 0,
             num_printed=printed.stat().st_size if printed else 0,
             memory_mib=memory_mib(),
-            directory=os.getcwd(),  # noqa: PTH109 - as the system has it
+            directory=_directory(),
             variables=frozenset(os.environ.items()),
             functions=frozenset(_functions()),
             settings=frozenset(_settings()),
         )
+
+
+def _directory() -> str:
+    try:
+        return os.getcwd()  # noqa: PTH109 - as the system has it
+    except OSError:
+        return "one that is gone"
 
 
 def _functions() -> Iterator[tuple[str, int]]:

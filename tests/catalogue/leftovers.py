@@ -64,6 +64,12 @@ class Walks(Leaves):
         os.chdir("/")
 
 
+class Strands(Leaves):
+    def leave(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            os.chdir(folder)
+
+
 class Sets(Leaves):
     def leave(self) -> None:
         os.environ["CATALOGUE"] = "left"
@@ -138,6 +144,7 @@ ROWS = (
     Row(Files, "every step leaves an open file", "leftovers", "open files"),
     Row(Sockets, "every step leaves a socket", "leftovers", "open files"),
     Row(Walks, "a step changes the directory", "leftovers", "the working directory is now /"),
+    Row(Strands, "a step changes to a directory that is gone", "leftovers", "the working directory is now one that"),
     Row(Sets, "a step sets an environment variable", "leftovers", "CATALOGUE"),
     Row(Patches, "a step replaces a function of Python", "leftovers", "time.time"),
     Row(Temporary, "every step leaves a temporary folder", "leftovers", "temporary files"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import sys
 from typing import Any
 
@@ -81,6 +82,24 @@ class Aborts(Sound):
         os.abort()
 
 
+class Forks(Sound):
+    def step(self, response_text: str) -> Step:
+        os.fork()
+        return super().step(response_text)
+
+
+class ClosesAll(Sound):
+    def step(self, response_text: str) -> Step:
+        os.closerange(3, 1024)
+        return super().step(response_text)
+
+
+class Alarmed(Sound):
+    def step(self, response_text: str) -> Step:
+        signal.setitimer(signal.ITIMER_REAL, 0.001)
+        return super().step(response_text)
+
+
 class Floods(Sound):
     def step(self, response_text: str) -> Step:
         print("step\n" * 20_000)
@@ -106,6 +125,9 @@ ROWS = (
     Row(Crashes, "native code crashes", "contract", "signal SIGSEGV; with"),
     Row(CrashesInClose, "native code crashes in close", "closing", "signal SIGSEGV"),
     Row(Aborts, "native code aborts", "contract", "signal SIGABRT"),
+    Row(Forks, "a step forks, and both processes go on", "contract", "ended the process: it answered call"),
+    Row(ClosesAll, "a step closes the files of all", "contract", "ended the process"),
+    Row(Alarmed, "a step sets an alarm that nobody handles", "contract", "signal SIGALRM"),
     Row(Floods, "every step prints 100 kB", "leftovers", "bytes of output"),
     Row(FloodsByC, "every step writes 120 kB past Python", "leftovers", "bytes of output"),
 )
