@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import sys
+import time
 from typing import Any
 
 from tests.catalogue.base import Row, Sound, Step
@@ -97,6 +98,7 @@ class ClosesAll(Sound):
 class Alarmed(Sound):
     def step(self, response_text: str) -> Step:
         signal.setitimer(signal.ITIMER_REAL, 0.001)
+        time.sleep(0.1)
         return super().step(response_text)
 
 
@@ -125,7 +127,7 @@ ROWS = (
     Row(Crashes, "native code crashes", "contract", "signal SIGSEGV; with"),
     Row(CrashesInClose, "native code crashes in close", "closing", "signal SIGSEGV"),
     Row(Aborts, "native code aborts", "contract", "signal SIGABRT"),
-    Row(Forks, "a step forks, and both processes go on", "contract", "ended the process: it answered call"),
+    Row(Forks, "a step forks, and both processes go on", "leftovers", "processes"),
     Row(ClosesAll, "a step closes the files of all", "contract", "ended the process"),
     Row(Alarmed, "a step sets an alarm that nobody handles", "contract", "signal SIGALRM"),
     Row(Floods, "every step prints 100 kB", "leftovers", "bytes of output"),

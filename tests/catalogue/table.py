@@ -61,6 +61,7 @@ def check(row: Row) -> Checked:
 
 def main() -> None:
     """Print a Markdown table of all environments."""
+    started = time.monotonic()
     print("| kind | environment | fault | found by | seconds |\n|---|---|---|---|---|")
     for kind, rows in {**KINDS, "not found": NOT_FOUND, "healthy": HEALTHY}.items():
         for row in rows:
@@ -74,6 +75,9 @@ def main() -> None:
                 f"| {'' if is_as_said else 'NOT AS SAID '}{found}{also} | {checked.seconds:.1f} |",
                 flush=True,
             )
+    print(
+        f"\n{len(FAULTY)} faulty, {len(HEALTHY)} sound, {len(NOT_FOUND)} not found; {time.monotonic() - started:.0f} s"
+    )
 
 
 if __name__ == "__main__":

@@ -99,10 +99,10 @@ def test_an_environment_that_no_other_process_can_import_is_played_here_and_this
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     notebook = types.ModuleType("notebook_of_a_test")
-    vars(notebook).update(Shop=Shop, samples=samples)
+    vars(notebook).update(Shop=Shop)
     monkeypatch.setitem(sys.modules, notebook.__name__, notebook)
-    entry = {"entry_point": f"{notebook.__name__}:Shop", "dataset": f"{notebook.__name__}:samples"}
-    findings = check_env(EnvSpec(id="shop", description="a shop", max_turns=3, **entry), num_samples=1)
+    spec = spec_of(Shop, entry_point=f"{notebook.__name__}:Shop")
+    findings = check_env(spec, num_samples=1)
     assert [finding for finding in findings if finding.passed is False] == []
     assert found(findings, "malformed calls").detail.startswith("played in this program, which a text could stop (")
     assert "No module named 'notebook_of_a_test'" in found(findings, "malformed calls").detail
