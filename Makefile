@@ -15,7 +15,7 @@ PARALLEL := -n $(WORKERS) --maxprocesses 8 --dist loadfile
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all lint mutation clean
+.PHONY: help install demo test test-all lint reference mutation clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' Makefile | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'
@@ -44,6 +44,9 @@ lint: $(STAMP) ## check style, formatting and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+reference: $(STAMP) ## write the reference of the Python API to build/reference
+	$(BIN)/pdoc --output-directory build/reference --docformat google trueturn
 
 mutation: $(STAMP) ## put small faults into the core, one by one, and count those that a test notices: an hour or two
 	$(BIN)/python -m pip install --quiet --editable ".[mutation]"

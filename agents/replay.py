@@ -42,7 +42,7 @@ from agents.replaying.stream_replayer import StreamReplayer, token_texts
 from envs.config.cli import exit_code, parse
 from envs.config.settings import Section, with_absolute_paths
 from envs.errors import UserError
-from envs.grading import GraderName
+from envs.grading import GraderReference
 from envs.registry import get_spec
 from envs.spec import EnvSpec
 
@@ -64,7 +64,7 @@ class ReplayConfig(Section):
         f"the bundled model, '{RECORDED}': the recording's model; empty: token streams are not compared",
     )
     turn: int | None = Field(default=None, ge=1, description="replay up to this turn; empty: whole episodes")
-    rescore: GraderName | None = Field(
+    rescore: GraderReference | None = Field(
         default=None, description="compute the rewards with this grader, and compare only the rewards; empty: no"
     )
     max_concurrent: int = Field(default=64, ge=1, description="episodes to replay at the same time")
@@ -185,7 +185,7 @@ def compare(config: ReplayConfig, inputs: ReplayInputs, console: Console) -> int
     return 1 if summary.differing else 0
 
 
-def regrade(config: ReplayConfig, inputs: ReplayInputs, grader: GraderName, console: Console) -> int:
+def regrade(config: ReplayConfig, inputs: ReplayInputs, grader: str, console: Console) -> int:
     """Replay with another grader, print both rewards, and return exit code 0."""
     began = time.perf_counter()
     with counting(console, inputs.context.spec.id) as count:

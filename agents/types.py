@@ -17,6 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from envs.spec import ENV_REWARD
+
 
 class EndReason(StrEnum):
     """Why an episode ended. Only the environment decides `completed`; the limits belong to the agent loop.
@@ -185,7 +187,8 @@ class Trajectory:
 
     `mask_T` is True exactly on the tokens that the model sampled; `logprobs_T` is 0 elsewhere. The trajectory is sample
     `sample_index` of problem number `group`, after `attempt` earlier attempts at the whole group. The first
-    `num_prompt_messages` of `messages` are the problem's; `tools` are the schemas that the prompt shows.
+    `num_prompt_messages` of `messages` are the problem's; `tools` are the schemas that the prompt shows. `rewards` has
+    the value of each reward function, if there are any; `reward` is then their weighted sum.
 
     Example: prompt of 4 tokens, the model writes 3, the environment 2, the model 2::
 
@@ -213,12 +216,23 @@ class Trajectory:
     tools: tuple[Mapping[str, Any], ...] = ()
     group: int = 0
     attempt: int = 0
+    rewards: Mapping[str, float] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return (
             f"Trajectory({self.sample_id!r}, {len(self.turns)} turns, {len(self.ids_T)} tokens, "
             f"reward {self.reward}, {self.end_reason.value}{f', {self.error!r:.200}' if self.error else ''})"
         )
+
+    @property
+    def env_reward(self) -> float:
+        """The environment's own reward, which says whether the answer is right."""
+        return self.rewards.get(ENV_REWARD, self.reward)
+
+    @property
+    def final_text(self) -> str:
+        """The text of the last turn; empty where there was none."""
+        return self.turns[-1].text if self.turns else ""
 
     @property
     def key(self) -> tuple[int, int, int]:

@@ -31,7 +31,7 @@ from gymnasium import spaces
 from gymnasium.error import InvalidAction, ResetNeeded
 
 from envs.contract import checked_messages
-from envs.datasets.samples import add_system_prompt
+from envs.datasets.prompts import add_system_prompt
 from envs.env import Env
 from envs.errors import UserError
 from envs.execution.load import load_env

@@ -1,16 +1,19 @@
 """Loads pictures from untrusted data safely, as fully decoded RGB images.
 
-Accepted forms: encoded bytes, ``{"bytes": ..., "path": ...}``, base64 text, a data URI, a path, a `PIL.Image.Image`.
-`find_image` locates a picture without reading it, `decode_image` reads it, `load_image` does both.
+Accepted forms: encoded bytes, base64 text, a data URI, a path, a `PIL.Image.Image`, or one of these in a dict, such as
+``{"bytes": ..., "path": ...}`` or a part of a chat message. `find_image` locates a picture without reading it,
+`decode_image` reads it, `load_image` does both.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -24,6 +27,21 @@ MAX_PIXELS = 50_000_000
 MAX_BYTES = 64 * 2**20
 
 _LONGEST_PATH = 4096
+#: Where a dict holds its picture; the first one that is there counts.
+_HOLDERS = ("bytes", "image", "image_url", "url", "path")
+
+
+@dataclass(frozen=True)
+class ImageAccess:
+    """What a picture's value may name besides holding the picture itself.
+
+    Paths are relative to `root` and must stay below it, unless `allow_outside`; without `root` no path is allowed.
+    `fetch` returns the file of a URL, given with the field's name; without it URLs are refused.
+    """
+
+    root: Path | None = None
+    allow_outside: bool = False
+    fetch: Callable[[str, str], Path] | None = None
 
 
 def image_digest(image: Image.Image) -> str:
@@ -49,11 +67,22 @@ def load_image(
         UserError: a missing file, a path outside `root`, more than 64 MiB or `max_pixels` pixels, no pixels,
             a format other than PNG, JPEG, WEBP, GIF or BMP, or a damaged file.
     """
-    return decode_image(find_image(value, field, root, allow_outside), field, max_pixels)
+    return decode_image(find_image(value, field, ImageAccess(root, allow_outside)), field, max_pixels)
 
 
-def find_image(value: object, field: str, root: Path | None, allow_outside: bool = False) -> ImageSource:
-    """Locate the picture: check its path or decode its base64, without reading pixels (see `load_image`)."""
+def find_image(value: object, field: str, access: ImageAccess) -> ImageSource:
+    """Locate the picture: check its path, decode its base64 or fetch its URL, without reading pixels.
+
+    Raises:
+        UserError: the value is no picture, or names one that `access` refuses (see `load_image`).
+    """
+    if isinstance(value, Mapping) and (held := held_image(value)):
+        if sized := next((name for name in ("min_pixels", "max_pixels") if value.get(name) is not None), ""):
+            fix = "remove it: the processor of the model decides the size of every picture"
+            raise UserError(field, f"must have no {sized} of its own", value[sized], fix)
+        name, inner = held
+        is_base64 = name == "bytes" and isinstance(inner, str)
+        return _from_base64(inner, field) if is_base64 else find_image(inner, field, access)
     if isinstance(value, Image.Image):
         return value
     if isinstance(value, bytes | bytearray | memoryview):
@@ -61,13 +90,7 @@ def find_image(value: object, field: str, root: Path | None, allow_outside: bool
     if isinstance(value, Path):
         value = str(value)
     if isinstance(value, str):
-        return _find_text(value, field, root, allow_outside)
-    if isinstance(value, Mapping) and not {"bytes", "path"}.isdisjoint(value):
-        data, path = value.get("bytes"), value.get("path")
-        if isinstance(data, str):
-            return _from_base64(data, field)
-        if data is not None or path is not None:
-            return find_image(path if data is None else data, field, root, allow_outside)
+        return _find_text(value, field, access)
     shape = getattr(value, "shape", None)
     if shape is not None:  # an array or a tensor
         got = f"{type(value).__name__} of shape {tuple(shape)}"
@@ -109,8 +132,18 @@ def decode_image(
         ) from error
 
 
-def _find_text(text: str, field: str, root: Path | None, allow_outside: bool) -> ImageSource:
-    """Locate a picture given as a string: a data URI, an existing file, or base64 of an image."""
+def held_image(value: Mapping[str, Any]) -> tuple[str, Any] | None:
+    """Return the key and the picture of a dict; None if it holds none.
+
+    A part of a chat message may hold it two deep: `{"image_url": {"url": ...}}` or `{"image": {"bytes": ...}}`.
+    """
+    nested = next((value[name] for name in _HOLDERS if isinstance(value.get(name), Mapping)), value)
+    found = ((name, nested[name]) for name in _HOLDERS if nested.get(name) is not None)
+    return next((held for held in found if not isinstance(held[1], Mapping)), None)
+
+
+def _find_text(text: str, field: str, access: ImageAccess) -> ImageSource:
+    """Locate a picture given as a string: a data URI, a URL, an existing file, or base64 of an image."""
     _check_text(text, field)
     if text.startswith("data:"):
         header, comma, body = text.partition(",")
@@ -118,11 +151,15 @@ def _find_text(text: str, field: str, root: Path | None, allow_outside: bool) ->
             raise UserError(field, "must be a base64 data URI", text, "write data:image/png;base64,...")
         return _from_base64(body, field)
     if text.startswith(("http://", "https://")):
-        raise UserError(field, "must not be a URL", text, "download the picture and give its path")
+        if access.fetch:
+            return access.fetch(text, field)
+        flag = "give --allow-remote-images to download it, or " if access.root else ""
+        raise UserError(field, "must not be a URL", text, f"{flag}download the picture and give its path")
     # A relative path has no meaning without a root: it must not fall back on the working directory.
-    path = Path(text) if root is None else root / text
+    root, named = access.root, text.removeprefix("file://")
+    path = Path(named) if root is None else root / named
     if (root is not None or path.is_absolute()) and _is_file(path):
-        return _check_inside(path, field, root, allow_outside)
+        return _check_inside(path, field, access)
     data = _decode_base64(text)
     if data is not None and _is_image(data):
         return data
@@ -140,9 +177,9 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-def _check_inside(path: Path, field: str, root: Path | None, allow_outside: bool) -> Path:
+def _check_inside(path: Path, field: str, access: ImageAccess) -> Path:
     resolved = path.resolve()
-    if not allow_outside and (root is None or not resolved.is_relative_to(root.resolve())):
+    if not access.allow_outside and (access.root is None or not resolved.is_relative_to(access.root.resolve())):
         rule = "must be inside the data set's folder, symbolic links followed"
         raise UserError(field, rule, str(path), "move the picture there, or allow outside images")
     return resolved

@@ -10,14 +10,15 @@ from pydantic import Field
 
 from envs.checking.error_location import author_location
 from envs.config.settings import Section
-from envs.datasets.samples import DataKeys, add_system_prompt, load_samples
+from envs.datasets.prompts import DataKeys, add_system_prompt
+from envs.datasets.samples import load_samples
 from envs.errors import UserError
 from envs.spec import EnvSpec
 from envs.types import Sample, SampleSource
 
 
 class RowsConfig(Section):
-    """The flags that name a file of rows and its columns."""
+    """The flags that name a file of rows, its columns, and what its pictures may name."""
 
     data: str = Field(
         default="", description="parquet, JSONL or JSON file, folder or hub id; empty: the environment's own problems"
@@ -25,11 +26,27 @@ class RowsConfig(Section):
     prompt_key: str = Field(default="problem", description="column of the problem's text")
     answer_key: str = Field(default="answer", description="column of the gold answer")
     image_keys: str = Field(default="images", description="column of the image or images")
+    allow_outside_images: bool = Field(default=False, description="allow image paths outside the data file's folder")
+    allow_remote_images: bool = Field(
+        default=False, description="download images that are given as http or https URLs, from public addresses only"
+    )
 
     @property
     def keys(self) -> DataKeys:
         """The columns."""
         return DataKeys(self.prompt_key, self.answer_key, self.image_keys)
+
+    def load(self, source: str, split: str, system_prompt: str | None, limit: int | None) -> SampleSource:
+        """Return the checked samples of a data set with these columns; see `load_samples`."""
+        return load_samples(
+            source,
+            keys=self.keys,
+            system_prompt=system_prompt,
+            allow_outside_images=self.allow_outside_images,
+            allow_remote_images=self.allow_remote_images,
+            limit=limit,
+            split=split,
+        )
 
 
 class ProblemsConfig(RowsConfig):
@@ -125,7 +142,7 @@ def open_problems(spec: EnvSpec, config: ProblemsConfig, size: int) -> SampleSou
     """
     system_prompt = spec.load_system_prompt()
     if config.data:
-        return load_samples(config.data, keys=config.keys, system_prompt=system_prompt, limit=size, split=config.split)
+        return config.load(config.data, config.split, system_prompt, size)
     samples = CheckedSamples(spec.id, spec.load_dataset(config.split, size, config.seed), with_prompts=False)
     return with_system_prompt(samples, system_prompt)
 

@@ -10,7 +10,8 @@ An entry names Python objects as "module:ATTRIBUTE". The `load` methods of `EnvS
       max_turns: 3
       isolation: process                      # optional; `EnvSpec` lists every key
 
-Entries come from three places: this package, installed packages (see `plugin_files`), and the overlay files of a call.
+Entries come from four places: this package, installed packages (see `plugin_files`), the overlay files of a call, and
+Python code of this process (`register`).
 A later entry replaces an earlier one with the same id. A broken entry is an error only for whoever uses it.
 """
 
@@ -24,7 +25,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from envs.config.settings import words_of
+from envs.config.settings import takes_references, words_of
 from envs.config.yaml_loader import load_yaml
 from envs.errors import UserError, did_you_mean
 from envs.spec import REFERENCE_FIX, EnvSpec
@@ -38,6 +39,8 @@ PACKAGED = next(
 ENTRY_POINT_GROUP = "trueturn.envs"
 
 logger = logging.getLogger(__name__)
+
+_REGISTERED: dict[str, EnvSpec] = {}
 
 
 class Registry(Mapping[str, EnvSpec]):
@@ -93,7 +96,15 @@ def load_registry(*overlays: Path) -> Registry:
             logger.warning("left out the environments of the installed package '%s': %s", name, error)
     for file in overlays:
         entries |= _read_file(file)
-    return Registry(entries)
+    return Registry(entries | _REGISTERED)
+
+
+def register(spec: EnvSpec) -> None:
+    """Add an environment to the registry of this process; it replaces one of the same id.
+
+    Example: `register(EnvSpec(id="shop", entry_point="shop:ShopEnv", description="Look prices up.", max_turns=3))`.
+    """
+    _REGISTERED[spec.id] = spec
 
 
 def plugin_files() -> Iterator[tuple[str, Path]]:
@@ -173,8 +184,10 @@ def _parse_entry(file: Path, env_id: object, entry: object) -> EnvSpec:
         field, got = f"{where} {name}", first["input"]
         if first["type"] == "string_pattern_mismatch":
             raise UserError(field, "must name something in a module", got, REFERENCE_FIX) from error
-        if words := words_of(EnvSpec.model_fields[name].annotation):
-            raise UserError(field, f"must be one of {', '.join(words)}", got, did_you_mean(str(got), words)) from error
+        kind = EnvSpec.model_fields[name].annotation
+        if words := words_of(kind):
+            rule = f"must be one of {', '.join(words)}{', or module:NAME' * takes_references(kind)}"
+            raise UserError(field, rule, got, did_you_mean(str(got), words)) from error
         rule = first["msg"].replace("Input should be", "must be")
         shown = f"the text '{got}'" if isinstance(got, str) else got
         raise UserError(field, rule[:1].lower() + rule[1:], shown, "fix the value") from error

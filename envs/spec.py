@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import importlib.util
-import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from envs.config.plugins import WeightedPlugin, import_cause, import_object
 from envs.env import CallPolicy, Env, EnvArgs, ToolFaultPolicy
-from envs.errors import UserError, did_you_mean
-from envs.grading import GraderName
+from envs.errors import UserError
+from envs.grading import GraderReference
 from envs.tool_calls import ToolFormat
 from envs.tool_calls.thinking import ThinkingSetting
 from envs.types import Sample, SampleSource
+
+#: The environment's own reward among reward functions, in settings and recordings.
+ENV_REWARD = "answer"
+REWARD = WeightedPlugin("a reward function", "trueturn.rewards", ("trajectory",), names=(ENV_REWARD,))
 
 REFERENCE_FIX = "write module:ATTRIBUTE, such as my_env:build_env"
 
@@ -70,9 +73,16 @@ class EnvSpec(BaseModel):
     dataset_options: Mapping[str, Any] = Field(default={}, description="keywords for the built-in data set")
     system_prompt: str | None = Field(default=None, pattern=_REFERENCE, description="module:ATTRIBUTE of a string")
     options: Mapping[str, Any] = Field(default={}, description="build_env gets them as args.options")
-    grader: GraderName | Literal["none"] = Field(
+    grader: GraderReference | Literal["none"] = Field(
         default="math",
-        description="how an answer is compared with the label, see envs.grading; none: the label is no answer",
+        description="how an answer is compared with the label, see envs.grading, or module:NAME of a function; "
+        "none: the label is no answer",
+    )
+    reward: tuple[Annotated[str, REWARD], ...] = Field(
+        default=(),
+        strict=False,
+        description="functions whose weighted sum is the reward: module:NAME@WEIGHT, and answer@WEIGHT for the "
+        "environment's own; empty: the environment's own alone",
     )
     reward_max_val: float = Field(default=1.0, strict=False, description="reward of a right answer")
     reward_min_val: float = Field(default=0.0, strict=False, description="reward of a wrong answer")
@@ -222,7 +232,7 @@ class EnvSpec(BaseModel):
         except UserError:
             raise
         except Exception as error:  # code of the environment's author
-            raise UserError(field, f"{call} must return samples", _cause(error), "fix the data set") from error
+            raise UserError(field, f"{call} must return samples", import_cause(error), "fix the data set") from error
         if not (hasattr(samples, "__len__") and hasattr(samples, "__getitem__")):
             fix = "return a list of samples, or anything else with a length and an index"
             raise UserError(field, f"{call} must return samples", type(samples).__name__, fix)
@@ -246,39 +256,7 @@ class EnvSpec(BaseModel):
         return found
 
     def _resolve(self, field: str, reference: str) -> object:
-        """Import the module of "module:ATTRIBUTE" and return the attribute."""
-        field = f"environment '{self.id}' {field}"
-        module_name, _, attribute = reference.partition(":")
-        try:
-            module = importlib.import_module(module_name)
-        # The module is the user's code, which may raise anything.
-        except Exception as error:
-            raise UserError(
-                field, f"'{module_name}' must import", _cause(error), _import_fix(error, module_name)
-            ) from error
-        names = vars(module)
-        if attribute not in names:
-            public = [name for name in names if not name.startswith("_")]
-            raise UserError(field, f"'{module_name}' must define it", attribute, did_you_mean(attribute, public))
-        return names[attribute]
-
-
-def _cause(error: Exception) -> str:
-    """An import error in one line, with the place in the user's code that raised it."""
-    # The first frame is ours, importlib's say nothing of the cause.
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__)[1:] if "importlib" not in frame.filename]
-    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{place}"
-
-
-def _import_fix(error: Exception, module_name: str) -> str:
-    if not isinstance(error, ModuleNotFoundError) or error.name is None:
-        return "fix the module"
-    if module_name == error.name or module_name.startswith(f"{error.name}."):
-        return "check the spelling, install it, or put its folder on PYTHONPATH"
-    if error.name.partition(".")[0] == "slime":
-        return "add `compat: slime` to the entry, or install 'slime', which the module imports"
-    return f"install '{error.name}', which the module imports"
+        return import_object(f"environment '{self.id}' {field}", reference)
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,9 @@ FORBIDDEN = {
     "trueturn": set[str](),
 }
 LOOK_UPS = {"find_spec", "import_module", "__import__", "run_module", "resolve_name"}
-#: Named like a module, and none: the group of entry points by which installed packages bring environments.
-GROUPS = {"trueturn.envs"}
+#: Named like modules, and none: the groups of entry points by which installed packages bring environments and more.
+GROUPS = {f"trueturn.{kind}" for kind in ("envs", "rewards", "graders", "advantages", "policy_losses", "corrections")}
+GROUPS |= {f"trueturn.{kind}" for kind in ("group_filters", "samplers", "trackers", "callbacks", "engines")}
 ENTRY_POINT = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+(:[\w.]+)?")
 
 

@@ -8,26 +8,51 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console
 
 from agents.cli.text import path_text
+from agents.types import Trajectory
 from envs.config.cli import exit_code, parse
 from envs.config.settings import with_absolute_paths
 from trainer.config.evaluation import SOURCES, EvaluateConfig
 from trainer.metrics.console import Display, open_console
+
+if TYPE_CHECKING:
+    from trainer.evaluation.evaluator import Evaluator
 
 
 def run(argv: Sequence[str] | None = None) -> int:
     """Parse the flags, check them, play the problems and print the report."""
     description = "Measure how good a policy is in an environment."
     config = with_absolute_paths(parse(EvaluateConfig, argv, "python -m trainer.evaluate", description, SOURCES))
-    # Imported late, so that --help and a mistyped flag answer at once.
     from agents.engines.sglang.servers import EngineDown
+
+    try:
+        return 130 if evaluate(config, open_console()).report.is_interrupted else 0
+    except EngineDown as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def evaluate(
+    config: EvaluateConfig, console: Console, on_episode: Callable[[Trajectory], None] = lambda trajectory: None
+) -> Evaluator:
+    """Check a configuration, play its problems, print the report, and return what holds it.
+
+    Calls `on_episode(trajectory)` when an episode ends.
+
+    Raises:
+        UserError: a setting is wrong.
+        EngineDown: the servers failed; what was played before is reported.
+    """
+    # Imported late, so that --help and a mistyped flag answer at once.
     from agents.rollout.garbage_collection import tune_garbage_collection
     from trainer.evaluation.evaluator import Evaluator, prepare
     from trainer.evaluation.tables import print_report
 
-    console = open_console()
     console.print("loading model and problems ...")
     context = prepare(config)
     if context.num_overlong:
@@ -36,17 +61,16 @@ def run(argv: Sequence[str] | None = None) -> int:
             f"is over {config.data.max_prompt_tokens} tokens"
         )
     tune_garbage_collection()
-    code = 0
-    with Display(console) as display:
-        evaluator = Evaluator(context, display)
-        try:
+    display = Display(console)
+    evaluator = Evaluator(context, display, on_episode)
+    try:
+        with display:
             asyncio.run(evaluator.run())
-        except EngineDown as error:
-            print(f"error: {error}", file=sys.stderr)
-            code = 1
-    print_report(console, evaluator.report)
-    console.print(f"{evaluator.report.seconds:.0f} s; everything is in {path_text(context.folder)}", soft_wrap=True)
-    return 130 if evaluator.report.is_interrupted else code
+    finally:
+        print_report(console, evaluator.report)
+        folder = path_text(context.folder)
+        console.print(f"{evaluator.report.seconds:.0f} s; everything is in {folder}", soft_wrap=True)
+    return evaluator
 
 
 if __name__ == "__main__":

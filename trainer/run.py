@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -22,27 +24,55 @@ if TYPE_CHECKING:
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-    """Parse, check, train, report."""
+    """Parse the flags and train; return the exit code."""
     description = "Train a policy by reinforcement in an environment."
     config = with_whole_paths(parse(RunConfig, argv, "python -m trainer.run", description, SOURCES))
+    check_stages(config)
+    from trainer.checkpoint.session import RunFailed
+
+    try:
+        return 130 if train(config, open_console()).is_interrupted else 0
+    except RunFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """A run's folder, and whether the user ended it early."""
+
+    folder: Path
+    is_interrupted: bool
+
+
+def check_stages(config: RunConfig) -> None:
+    """Raise `UserError` if a run to resume has other settings, or did not train."""
     if config.checkpoint.resume:
         check_resumable(config, read_config(config.checkpoint.resume / CONFIG), (*FIXED, STAGES))
         if not config.trains:
             fix = "begin a new run: nothing was trained, so there is nothing to resume"
             raise UserError("--resume", "must be a run that trains", str(config.checkpoint.resume), fix)
+
+
+def train(config: RunConfig, console: Console) -> FinishedRun:
+    """Check a configuration, train by it, and print how that goes.
+
+    Raises:
+        UserError: a setting is wrong, or the doctor found a fault.
+        RunFailed: the learner or the disk failed.
+    """
     # Imported late, so that --help and a mistyped flag answer at once.
     from trainer.metrics.trackers import check_trackers
     from trainer.preflight.quick import QuickChecks
 
     check_trackers(config.log.tracker)
-    console = open_console()
     console.print(f"loading model and {'problems' if config.plays else 'recording'} ...")
     doctor = QuickChecks(config)
     doctor.check_config()
     context, rollouts = prepared(config)
     try:
         doctor.check_context(context)
-        return train(context, rollouts, console)
+        return run_prepared(context, rollouts, console)
     finally:
         context.close()
 
@@ -60,7 +90,7 @@ def prepared(config: RunConfig) -> tuple[RunContext, Rollouts]:
     return context, RecordedRollouts(context)
 
 
-def train(context: RunContext, rollouts: Rollouts, console: Console) -> int:
+def run_prepared(context: RunContext, rollouts: Rollouts, console: Console) -> FinishedRun:
     """Run the loop over a prepared run and print how it went."""
     from agents.rollout.garbage_collection import tune_garbage_collection
     from trainer.checkpoint.session import run_to_end
@@ -74,10 +104,7 @@ def train(context: RunContext, rollouts: Rollouts, console: Console) -> int:
     tune_garbage_collection()
     with Display(console) as display:
         again = f"python -m trainer.run --resume {path_text(context.folder)}" if config.trains else ""
-        done = run_to_end(run_training(context, rollouts, display), again)
-    if done is None:
-        return 1
-    session, summary = done
+        session, summary = run_to_end(run_training(context, rollouts, display), again)
     print_training_summary(console, session.before, session.after, session.ends, context.spec.reward_max_val)
     if config.trains and summary["steps_done"] and not summary["num_updates"]:
         console.print(f"the weights did not change: no step made an update; see num_skipped and reward in {METRICS}")
@@ -93,7 +120,7 @@ def train(context: RunContext, rollouts: Rollouts, console: Console) -> int:
     for note in context.closing_notes(session.log.rows):
         console.print(note, soft_wrap=True, markup=False)
     console.print(f"everything is in {path_text(context.folder)}", soft_wrap=True)
-    return 130 if summary["interrupted"] else 0
+    return FinishedRun(context.folder, summary["interrupted"])
 
 
 if __name__ == "__main__":

@@ -15,6 +15,9 @@ from torch import Tensor
 from agents.model.packed import PackedStreams
 from agents.types import ProcessedImage
 
+#: The advantage of all model tokens of a trajectory, or one for each of its turns.
+Advantage = float | tuple[float, ...]
+
 
 @dataclass(frozen=True, eq=False)
 class TrainingSample:
@@ -34,9 +37,17 @@ class TrainingSample:
     images: tuple[ProcessedImage, ...]
     prefix_length: int
     num_prefix_images: int
-    advantage: float
+    advantage: Advantage
     weight: float
     key: tuple[int, int, int] = (0, 0, 0)
+
+    @property
+    def advantages_N(self) -> NDArray[np.float32]:
+        """The advantage of each of the N model tokens."""
+        turns_N = self.turns_T[self.mask_T]
+        if isinstance(self.advantage, tuple):
+            return np.array(self.advantage, dtype=np.float32)[turns_N - 1]
+        return np.full(len(turns_N), np.float32(self.advantage))
 
     @property
     def prompt_key(self) -> tuple[bytes, tuple[str, ...]]:
@@ -73,7 +84,7 @@ class Row:
     @property
     def has_advantage(self) -> bool:
         """Whether the advantage of any sample is not 0; otherwise the row's policy loss has a gradient of exactly 0."""
-        return any(s.advantage != 0 for s in self.samples)
+        return any(np.any(s.advantage) for s in self.samples)
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,6 +130,13 @@ class ModelTokens:
     weights_N: Tensor
     sample_N: Tensor
     num_samples: int
+
+
+def check_shape(values_N: object, tokens: ModelTokens) -> None:
+    """Raise TypeError unless a user's algorithm gave a tensor with a value for each token."""
+    if not isinstance(values_N, Tensor) or values_N.shape != tokens.logprobs_N.shape:
+        got = tuple(values_N.shape) if isinstance(values_N, Tensor) else type(values_N).__name__
+        raise TypeError(f"{len(tokens.logprobs_N)} tokens need a tensor of that shape, not {got}")
 
 
 @dataclass(frozen=True)

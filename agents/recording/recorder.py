@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -141,10 +142,15 @@ class Recorder:
                 self._write_tokens(trajectory.ids_T)
                 self._append(self._episodes, self._episode(trajectory, step, phase, way))
 
-    def write_outcome(self, trajectory: Trajectory, step: int, fate: str, advantage: float | None = None) -> None:
-        """Append the outcome of a training episode."""
+    def write_outcome(
+        self, trajectory: Trajectory, step: int, fate: str, advantage: float | tuple[float, ...] | None = None
+    ) -> None:
+        """Append the outcome of a training episode; `advantage` is that of all its tokens, or of each turn."""
         if self.is_recorded(TRAIN, trajectory.group):
-            line = {"id": episode_id(TRAIN, TRAIN, trajectory), "step": step, "fate": fate, "advantage": advantage}
+            by_turn = {"turn_advantages": advantage} if isinstance(advantage, tuple) else {}
+            mean = statistics.fmean(advantage) if isinstance(advantage, tuple) else advantage
+            name = episode_id(TRAIN, TRAIN, trajectory)
+            line = {"id": name, "step": step, "fate": fate, "advantage": mean, **by_turn}
             with self._timed():
                 self._append(self._outcomes, line)
 
@@ -190,6 +196,7 @@ class Recorder:
             "num_prompt_messages": t.num_prompt_messages,
             "seed": t.seed,
             "reward": float(t.reward) if math.isfinite(t.reward) else 0.0,
+            **({"rewards": dict(t.rewards)} if t.rewards else {}),
             "end_reason": t.end_reason.value,
             "error": to_json(t.error)
             if math.isfinite(t.reward)

@@ -223,6 +223,7 @@ class Recording:
             images=processed,
             turns=tuple(self._turn(turn) for turn in episode.turns),
             reward=episode.reward,
+            rewards=episode.rewards,
             end_reason=episode.end_reason,
             prompt_length=episode.prompt_length,
             messages=messages,

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator
 
 from agents.types import EndReason, Trajectory
-from envs.spec import EnvSpec
+from envs.spec import ENV_REWARD, EnvSpec
 from envs.tool_calls.thinking import Thinking
 
 SCHEMA_VERSION = 4
@@ -160,7 +160,8 @@ class EpisodeRecord(_Record):
     the first. The first `num_prompt_messages` of `messages` are the problem; a picture in a message is
     `{"type": "image", "image": "images/HASH.png"}`. `is_exact` is False where label or metadata held a value that JSON
     cannot hold; it is recorded as text. `tools` is a hash of the tools' schemas, empty where there are none. `logprobs`
-    are the engine's, for the N tokens whose mask is 1. `began` is in seconds since 1970.
+    are the engine's, for the N tokens whose mask is 1. `began` is in seconds since 1970. `rewards` has the value of
+    each reward function, if the run had any.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -180,6 +181,7 @@ class EpisodeRecord(_Record):
     num_prompt_messages: Count
     seed: Integer
     reward: float
+    rewards: dict[Name, float] = {}
     end_reason: EndReason
     error: str | None
     messages: tuple[dict[str, Any], ...]
@@ -195,6 +197,11 @@ class EpisodeRecord(_Record):
     engine_s: float
     env_s: float
     check_s: float
+
+    @property
+    def env_reward(self) -> float:
+        """The environment's own reward: a part of `reward` where the run had reward functions."""
+        return self.rewards.get(ENV_REWARD, self.reward)
 
     @property
     def ids_T(self) -> NDArray[np.int64]:
@@ -220,13 +227,15 @@ class OutcomeRecord(_Record):
     """The outcome (`fate`) of an episode in a training step.
 
     "train": the step trained on its group; a broken episode in the group has no advantage. "discarded": its group was
-    played again. "filtered", "surplus" and "aborted" are those of `agents.rollout.groups.StepRollout`.
+    played again. "filtered", "surplus" and "aborted" are those of `agents.rollout.groups.StepRollout`. Where each
+    turn has an advantage of its own, `turn_advantages` holds them, and `advantage` is their mean.
     """
 
     id: Name
     step: Count
     fate: Name
     advantage: float | None
+    turn_advantages: tuple[float, ...] = ()
 
 
 class ScoreRecord(_Record):

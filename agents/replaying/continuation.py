@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import TextIO
 
@@ -93,29 +93,24 @@ def run_fork(
     Raises:
         UserError: the episode has no such turn or another tokenizer, or the flags contradict each other.
     """
-    turn = checked_turn(episode, config)
-    context = ReplayContext(recording, spec)
-    way = way_of_fork(context.way(episode), turn, config)
     if config.by == "model" and not model:
         raise UserError("--model", "must name the model for --by model", "none", "give a model or run folder")
-    folder = model_folder(model or recording.manifest.model)
-    terminal = _terminal(config)
-    renderer = Renderer.from_checkpoint(folder, recording.manifest.template_options)
-    check_tokenizer(episode, turn, renderer)
+    terminal, folder = _terminal(config), model_folder(model or recording.manifest.model)
+    fork = open_fork(
+        recording, episode, spec, folder, config, lambda text: terminal.say(f"--- not as recorded: {text}")
+    )
+    renderer = fork.renderer
     record = config.record and config.record.absolute()
     if record:
         check_record_folder(record, build_manifest(spec, renderer, model or folder, {}))
-    fork = Fork(
-        recording, episode, turn, context, renderer, way, lambda text: terminal.say(f"--- not as recorded: {text}")
-    )
-    gallery = Gallery.named(config.pictures, f"{episode.id}-fork{turn}")
-    terminal.say(f"{episode.id}: {spec.id}, sample {episode.sample_id}, {counted(way.max_turns, 'turn')}")
+    gallery = Gallery.named(config.pictures, f"{episode.id}-fork{fork.turn}")
+    terminal.say(f"{episode.id}: {spec.id}, sample {episode.sample_id}, {counted(fork.way.max_turns, 'turn')}")
     terminal.say(_recorded_end(episode))
     for note in (*notes, *model_notes(recording.manifest, renderer)):
         terminal.say(f"note: {note}")
     try:
         if config.by == "model":
-            loop, trajectories = _by_model(fork, folder, config)
+            loop, trajectories = fork_by_model(fork, folder, config)
         else:
             loop, trajectories = _by_hand(fork, terminal, gallery, config)
     except (PlayerInterrupted, KeyboardInterrupt):
@@ -133,6 +128,27 @@ def run_fork(
             terminal.say(note)
     code = _report_one(fork, trajectories[0], terminal, gallery, config) if len(trajectories) == 1 else None
     return _tabulate(fork, trajectories, terminal) if code is None else code
+
+
+def open_fork(
+    recording: Recording,
+    episode: EpisodeRecord,
+    spec: EnvSpec,
+    folder: str,
+    config: ForkConfig,
+    on_difference: Callable[[str], None],
+) -> Fork:
+    """Return the fork of an episode, with the tokenizer of a model folder.
+
+    Raises:
+        UserError: the episode has no such turn or another tokenizer, or the flags contradict each other.
+    """
+    turn = checked_turn(episode, config)
+    context = ReplayContext(recording, spec)
+    way = way_of_fork(context.way(episode), turn, config)
+    renderer = Renderer.from_checkpoint(folder, recording.manifest.template_options)
+    check_tokenizer(episode, turn, renderer)
+    return Fork(recording, episode, turn, context, renderer, way, on_difference)
 
 
 def _recorded_end(episode: EpisodeRecord) -> str:
@@ -173,8 +189,8 @@ def _by_hand(fork: Fork, terminal: Terminal, gallery: Gallery, config: ForkConfi
     return loop, run_interruptible(fork.play(loop, (fork.episode.seed,), player.watch))
 
 
-def _by_model(fork: Fork, folder: str, config: ForkConfig) -> tuple[Episode, list[Trajectory]]:
-    """Let a model continue, once for each sample."""
+def fork_by_model(fork: Fork, folder: str, config: ForkConfig) -> tuple[Episode, list[Trajectory]]:
+    """Let the model in a folder continue, once for each sample; return the agent loop and the episodes."""
     from transformers.utils import logging
 
     from agents.engines.hf import HFEngine

@@ -117,7 +117,7 @@ def recorded_result(episode: EpisodeRecord, num_turns: int | None = None, has_st
         first=tuple(first_observation(episode, len(episode.ids))) if is_open else None,
         turns=tuple(turns),
         tools=episode.tools if is_open else None,
-        reward=episode.reward if has_reward else None,
+        reward=episode.env_reward if has_reward else None,
         end=end,
         error=episode.error if end is not None else None,
     )

@@ -77,7 +77,7 @@ async def rescore(
         told = {each.kind for each in differences(episode, replayed)} & {FIRST, OBSERVATION, PICTURE}
         text = episode.turns[-1].text if episode.turns else ""
         result.episodes.append(
-            Rescored(place, episode.id, episode.reward, replayed.reward, text, episode.label, bool(told))
+            Rescored(place, episode.id, episode.env_reward, replayed.reward, text, episode.label, bool(told))
         )
 
     await run_concurrently(one, replayable(episodes, summary), max_concurrent)

@@ -18,6 +18,7 @@ from typing import Any
 from agents.engines.base import Engine, Session
 from agents.rendering.renderer import Renderer
 from agents.rollout.invariants import Vocabulary, broken_invariant, broken_turn
+from agents.rollout.rewards import RewardSum
 from agents.rollout.stream import Stream
 from agents.rollout.template_check import template_mismatch
 from agents.types import Completion, EndReason, GenerateRequest, SamplingParams, Timing, Trajectory, Turn
@@ -74,7 +75,7 @@ class Episode:
     """What all episodes of a run share; `run` plays one.
 
     The environment gets only what the model says outside of `thinking` (None: each turn as it is); the stream and the
-    turns of the trajectory hold all of it.
+    turns of the trajectory hold all of it. `rewards` are the reward functions of the run, if it has any.
 
     Example::
 
@@ -91,9 +92,10 @@ class Episode:
         sampling: SamplingParams,
         use_tools: bool = True,
         thinking: Thinking | None = None,
+        rewards: RewardSum = RewardSum(),
     ) -> None:
         self.engine, self.renderer, self.limits, self.sampling = engine, renderer, limits, sampling
-        self.use_tools, self.thinking = use_tools, thinking
+        self.use_tools, self.thinking, self.rewards = use_tools, thinking, rewards
         self._numbers = count()
         self._vocabulary = Vocabulary.of(renderer)
 
@@ -144,7 +146,7 @@ class Episode:
             group=group,
             attempt=attempt,
         )
-        return self._checked(trajectory, state, started)
+        return self._checked(await self.rewards.score(trajectory, self.limits.env), state, started)
 
     async def _play(self, state: _EpisodeState) -> tuple[float, EndReason, str | None]:
         """Play the turns, grade them and close the environment; return reward, end reason and error."""

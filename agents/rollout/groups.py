@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -51,6 +51,8 @@ class RolloutOptions:
     weights change, and finish in a later step, each token with the version of the weights that wrote it; a group begun
     more than `max_staleness` versions ago is aborted.
 
+    `group_filter` says of each group whether it counts; the others are replaced in the same way.
+
     `max_rollout_s` and `max_rollout_tokens` (model tokens) end a step in the same way; 0 is no limit.
     """
 
@@ -65,10 +67,13 @@ class RolloutOptions:
     max_staleness: int = 1
     max_rollout_s: float = 0.0
     max_rollout_tokens: int = 0
+    group_filter: Callable[[TrajectoryGroup], bool] | None = None
 
     def counts(self, group: TrajectoryGroup) -> bool:
         """Return whether a step may train on a complete group."""
-        return not self.filter_equal or len({t.reward for t in group.valid}) > 1
+        if self.filter_equal and len({t.reward for t in group.valid}) <= 1:
+            return False
+        return self.group_filter is None or self.group_filter(group)
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +130,10 @@ class ManagerState:
 
 @dataclass(eq=False)
 class RunningGroup:
-    """A group while its episodes run; `is_aborted` says that no more of them may begin."""
+    """A group while its episodes run; `is_aborted` says that no more of them may begin.
+
+    `counts` says whether a step may train on it, once that has been asked: a user's filter is called once for a group.
+    """
 
     number: int
     problem: Problem
@@ -135,6 +143,7 @@ class RunningGroup:
     discarded: tuple[Trajectory, ...] = ()
     result: TrajectoryGroup | None = None
     is_aborted: bool = False
+    counts: bool | None = None
 
     @classmethod
     def restore(cls, saved: GroupInFlight, problem: Problem) -> RunningGroup:

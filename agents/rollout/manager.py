@@ -138,7 +138,11 @@ class RolloutManager:
         return self._num_to_begin + len(self._groups) - self._num_complete
 
     def _counts(self, group: RunningGroup) -> bool:
-        return group.result is not None and self.options.counts(group.result)
+        if group.result is None:
+            return False
+        if group.counts is None:
+            group.counts = self.options.counts(group.result)
+        return group.counts
 
     def _queue_missing(self, group: RunningGroup) -> None:
         """Queue every copy of a group that has not ended."""

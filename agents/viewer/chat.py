@@ -58,7 +58,8 @@ def chat_lines(
 
 def figures(episode: EpisodeRecord, outcome: OutcomeRecord | None, score: ScoreRecord | None) -> str:
     """Return the figures of an episode: "step 3, reward 0, advantage -0.707 (train), 2 turns, 54 of 238 tokens"."""
-    parts = [f"step {episode.step}", f"reward {episode.reward:g}"]
+    values = ", ".join(f"{one_line(name, 40)} {value:g}" for name, value in episode.rewards.items())
+    parts = [f"step {episode.step}", f"reward {episode.reward:g}{f' ({values})' if values else ''}"]
     if outcome:
         advantage = "no advantage" if outcome.advantage is None else f"advantage {outcome.advantage:.3g}"
         parts.append(f"{advantage} ({one_line(outcome.fate, 20)})")

@@ -231,7 +231,7 @@ def _open(spec: EnvSpec, args: EnvArgs, samples: Sequence[Sample], place: _Place
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     _timer = CallTimer(place.folder)
-    build_env = spec.load_here()
+    build_env = load_env(spec)
     gc.freeze()  # what is loaded now is not looked at each time that memory is measured
     _player = LocalPlayer(spec, args, samples, build_env, _timer, temporary=temporary, printed=output)
     return _player.start

@@ -42,6 +42,10 @@ PROGRAM = "trueturn "
 MAX_LISTED = 20
 
 
+#: Where the parser notes the flag of `Sources.foreign`.
+_FOREIGN = "foreign variables"
+
+
 class _Parser(argparse.ArgumentParser):
     """Raises `UserError` where argparse would print usage and exit."""
 
@@ -73,6 +77,7 @@ def parse(model: type[M], argv: Sequence[str] | None, prog: str, description: st
     if unknown:
         flag = unknown[0].split("=")[0]
         others = ("--config", "--print-config") if layers else ()
+        others += (layers.foreign.flag,) if layers and layers.foreign else ()
         fix = layers.translated(model, flag) if layers else ""
         fix = fix or _instead(model, flag, (*flags, *others), known)
         raise UserError(flag, "is no flag of this command", unknown[0], fix)
@@ -80,8 +85,12 @@ def parse(model: type[M], argv: Sequence[str] | None, prog: str, description: st
         path: Setting(value, flag) for flag, path in flags.items() if (value := known[path[-1]]) not in (None, [])
     }
     if layers:
-        files = layers.read_files(model, known["config"] or ())
-        settings = files | layers.read_variables(model, os.environ) | settings
+        below = layers.read_files(model, known["config"] or ())
+        if layers.foreign and known[_FOREIGN]:
+            foreign, lines = layers.foreign.settings(os.environ)
+            print(*lines, sep="\n", file=sys.stderr)
+            below |= foreign
+        settings = below | layers.read_variables(model, os.environ) | settings
         settings = layers.read_base(model, settings) | settings
     config = validate(model, settings)
     if layers and known["print_config"]:
@@ -127,6 +136,10 @@ def _parser(model: type[BaseModel], prog: str, description: str, layers: Sources
             action="store_true",
             help="print all settings as YAML, with where they come from, and exit",
         )
+        if layers.foreign:
+            parser.add_argument(
+                layers.foreign.flag, dest=_FOREIGN, action="store_true", help=layers.foreign.description
+            )
         parser.epilog = (
             "The groups are the sections of a --config file. As an environment variable, --some-flag is "
             f"{PREFIX}SOME_FLAG."

@@ -25,6 +25,7 @@ from envs.config.settings import (
     leaves,
     section_of,
     summary_of,
+    takes_references,
     values_of,
     words_of,
 )
@@ -138,7 +139,7 @@ def _comment(text: str, pad: str) -> list[str]:
 
 
 def _description(field: FieldInfo) -> str:
-    words = words_of(field.annotation)
+    words = words_of(field.annotation) + ["module:NAME of your own"] * takes_references(field.annotation)
     return f"{field.description} (one of {', '.join(words)})" if words else field.description or ""
 
 

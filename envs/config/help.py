@@ -13,7 +13,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
 from envs.config.files import text_of
-from envs.config.settings import is_tuple, words_of
+from envs.config.settings import is_tuple, takes_references, words_of
 
 #: A longer list of choices stands in the description: argparse does not wrap the line of a flag and its value.
 MAX_CHOICES_CHARS = 60
@@ -37,8 +37,9 @@ def metavar_of(annotation: Any) -> str:
     >>> metavar_of(int | None), metavar_of(tuple[Path, ...]), metavar_of(Literal["hf", "sglang"])
     ('INT', 'PATH', '{hf,sglang}')
     """
-    if words := words_of(annotation):
-        choices = f"{{{','.join(words)}}}"
+    words = words_of(annotation) + ["MODULE:NAME"] * takes_references(annotation)
+    if words:
+        choices = f"{{{','.join(words)}}}" if len(words) > 1 else words[0]
         return choices if len(choices) <= MAX_CHOICES_CHARS else "NAME"
     kinds = [kind for kind in get_args(annotation) if kind not in (NoneType, ...)]
     return {int: "INT", float: "FLOAT", Path: "PATH"}.get(kinds[0] if kinds else annotation, "TEXT")
@@ -52,7 +53,8 @@ def help_of(field: FieldInfo) -> str:
     text, default = field.description or "", field.default
     if field.is_required():
         return text
-    notes = [f"one of {', '.join(words_of(field.annotation))}"] if metavar_of(field.annotation) == "NAME" else []
+    words = words_of(field.annotation) + ["MODULE:NAME of your own"] * takes_references(field.annotation)
+    notes = [f"one of {', '.join(words)}"] if metavar_of(field.annotation) == "NAME" else []
     notes += [", ".join(bounds)] if (bounds := _bounds(field)) else []
     notes += ["repeat for more"] if is_tuple(field) else []
     if default not in ("", (), None):

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 
+from envs.config.plugins import Plugin
 from envs.errors import UserError
 
 M = TypeVar("M", bound=BaseModel)
@@ -80,6 +81,13 @@ def is_tuple(field: FieldInfo) -> bool:
     return get_origin(field.annotation) is tuple
 
 
+def takes_references(annotation: Any) -> bool:
+    """Return whether a field's value may name an object of the user, alone, in a tuple or in a union."""
+    if get_origin(annotation) is Annotated:
+        return any(isinstance(each, Plugin) for each in get_args(annotation))
+    return any(map(takes_references, get_args(annotation)))
+
+
 def words_of(annotation: Any) -> list[str]:
     """Return the words of a `Literal` or an enum, of a tuple of it, or of a union of it with None or others."""
     if isinstance(annotation, type) and issubclass(annotation, Enum):
@@ -90,7 +98,8 @@ def words_of(annotation: Any) -> list[str]:
         return words_of(get_args(annotation)[0])
     if get_origin(annotation) not in (Union, UnionType):
         return []
-    parts = [words_of(part) for part in get_args(annotation) if part is not type(None)]
+    kinds = [part for part in get_args(annotation) if part is not type(None) and not takes_references(part)]
+    parts = [words_of(part) for part in kinds]
     return [word for part in parts for word in part] if all(parts) else []
 
 
@@ -131,9 +140,12 @@ def validate(model: type[M], settings: Settings) -> M:
     try:
         return model.model_validate(tree)
     except ValidationError as error:
-        first = error.errors()[0]
-        rule = first["msg"].replace("Input should be", "must be").replace("Value error, ", "")
+        first, *others = error.errors()
         path = next((p for p in fields if p == first["loc"][: len(p)]), ())
+        same = [first, *(each for each in others if path and each["loc"][: len(path)] == path)]
+        rules = [each["msg"].replace("Input should be", "must be").replace("Value error, ", "") for each in same]
+        rules[1:] = [rule.removeprefix("must be ") for rule in rules[1:]]
+        rule = ", or ".join(dict.fromkeys(rules))  # of a union, the rule of each kind
         if not path:  # a rule over several fields
             raise UserError("settings", rule[:1].lower() + rule[1:], first["input"], "see --help") from None
         flag = flag_of(path[-1], fields[path])

@@ -1,23 +1,50 @@
 """The sources of a command's settings besides its flags: YAML files and environment variables.
 
 Later sources override earlier ones: defaults, the configuration of a run folder to resume, `--config` files in their
-order, environment variables, flags.
+order, variables of another program, environment variables, flags.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import BaseModel
 
 from envs.config.files import parse_yaml, read_file
-from envs.config.settings import FieldPath, Setting, Settings, flag_of, is_tuple, is_under, leaves
+from envs.config.settings import (
+    FieldPath,
+    Setting,
+    Settings,
+    flag_of,
+    is_tuple,
+    is_under,
+    leaves,
+    takes_references,
+    words_of,
+)
 from envs.errors import UserError, did_you_mean
 
 #: How the names of environment variables begin.
 PREFIX = "TRUETURN_"
+
+
+@dataclass(frozen=True)
+class ForeignVariables:
+    """Environment variables of another program, which a command reads only if their flag is given.
+
+    `read` returns the settings of each variable by its name, and a line to print about each variable.
+    """
+
+    flag: str
+    description: str
+    read: Callable[[Mapping[str, str]], tuple[Mapping[str, Mapping[FieldPath, str]], Sequence[str]]]
+
+    def settings(self, environ: Mapping[str, str]) -> tuple[Settings, Sequence[str]]:
+        """Return the settings with their sources, and the lines."""
+        found, lines = self.read(environ)
+        return {path: Setting(value, name) for name, part in found.items() for path, value in part.items()}, lines
 
 
 @dataclass(frozen=True)
@@ -35,6 +62,7 @@ class Sources:
         other_names: what other programs call the fields, such as `{"TRL": {"beta": "kl_coef"}}`, to answer a flag or
             variable of theirs.
         secrets: variables that are no settings, because their values must not be written; other code reads them.
+        foreign: variables of another program.
 
     Example::
 
@@ -48,6 +76,7 @@ class Sources:
     shared: type[BaseModel] | None = None
     other_names: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     secrets: tuple[str, ...] = ()
+    foreign: ForeignVariables | None = None
 
     def find(self, name: str) -> Path:
         """Return the file that `--config` names: a ready configuration, or a path."""
@@ -105,8 +134,21 @@ class Sources:
         if (setting := above.get(self.inherit)) and setting.value:
             file = Path(setting.value) / "config.yaml"
             found = read_file(model, file) if file.is_file() else {}
-            return {path: value for path, value in found.items() if is_under(path, self.inherited)}
+            taken = {p: value for p, value in found.items() if is_under(p, self.inherited) and p not in above}
+            return self._without_code(model, taken)
         return {}
+
+    @staticmethod
+    def _without_code(model: type[BaseModel], found: Settings) -> Settings:
+        """Return inherited settings. Raises `UserError` where one names code: it may be a stranger's."""
+        fields = dict(leaves(model))
+        for path, setting in found.items():
+            kind = fields[path].annotation
+            if setting.value and takes_references(kind) and setting.value not in words_of(kind):
+                flag = flag_of(path[-1], fields[path])
+                rule = "names code, which is not run because a recording says so"
+                raise UserError(setting.place, rule, setting.value, f"give {flag} yourself")
+        return found
 
 
 def _items(name: str, text: str) -> list[object]:

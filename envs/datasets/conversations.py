@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from envs.datasets.prompts import DEFAULT_KEYS, DataKeys, add_system_prompt, read_messages, with_images
 from envs.datasets.rows import RowSource, open_rows, read_tools
-from envs.datasets.samples import DEFAULT_KEYS, DataKeys, RowSamples, add_system_prompt, read_messages, with_images
+from envs.datasets.samples import RowSamples, image_access
 from envs.errors import UserError
 from envs.images import decode_image
 from envs.types import Message, Sample, SampleSource
@@ -64,6 +65,7 @@ class ConversationOptions:
     default_system_prompt: str = ""
     default_tools: tuple[Mapping[str, Any], ...] = ()
     allow_outside_images: bool = False
+    allow_remote_images: bool = False
 
 
 class ConversationRows:
@@ -79,7 +81,8 @@ class ConversationRows:
         self._source, self._options = source, options
         self._size = len(source.rows) if limit is None else min(limit, len(source.rows))
         prompt = options.system_prompt or options.default_system_prompt or None
-        self._problems = RowSamples(source, options.keys, prompt, options.allow_outside_images, self._size)
+        self._access = image_access(source, options.allow_outside_images, options.allow_remote_images)
+        self._problems = RowSamples(source, options.keys, prompt, self._access, self._size)
 
     def __len__(self) -> int:
         return self._size
@@ -95,8 +98,7 @@ class ConversationRows:
             sample = self._problems.record(index).to_sample()
             return Conversation(where, answered(sample, options.answer_format), tools)
         keys = replace(options.keys, prompt=options.messages_key)
-        row = _with_gathered_images(row, keys, where)
-        messages, images, fields = read_messages(row, keys, where, self._source.root, options.allow_outside_images)
+        messages, images, fields = read_messages(row, keys, where, self._access)
         messages = self._source.as_given(messages)
         pictures = [decode_image(image, field) for image, field in zip(images, fields, strict=True)]
         return Conversation(where, tuple(self._prompted(with_images(messages, pictures))), tools)
@@ -144,29 +146,3 @@ def open_conversations(source: str, options: ConversationOptions, limit: int | N
         UserError: the source is missing, empty, or not readable in the format that its name says.
     """
     return ConversationRows(open_rows(source, "train"), options, limit)
-
-
-def _with_gathered_images(row: Mapping[str, Any], keys: DataKeys, where: str) -> Mapping[str, Any]:
-    """Return the row with the pictures in its messages' parts moved to its images column and placeholders left."""
-    given = row[keys.prompt]
-    pictures: list[Any] = []
-
-    def emptied(part: Any) -> Any:
-        if not isinstance(part, dict) or part.get("type") not in ("image", "image_url"):
-            return part
-        value = part.get(part["type"])
-        value = value.get("url") if part["type"] == "image_url" and isinstance(value, dict) else value
-        if value is not None:
-            pictures.append(value)
-        return {"type": "image"}
-
-    def cleared(message: Any) -> Any:
-        if not isinstance(message, dict) or not isinstance(message.get("content"), list):
-            return message
-        return {**message, "content": [emptied(part) for part in message["content"]]}
-
-    messages = [cleared(message) for message in given] if isinstance(given, list) else given
-    if pictures and row.get(keys.images):
-        rule = f"must have its pictures in the messages or under '{keys.images}'"
-        raise UserError(where, rule, "both", "remove one of the two")
-    return {**row, keys.prompt: messages, keys.images: pictures} if pictures else {**row, keys.prompt: messages}

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from envs.config import given
+from envs.config.plugins import import_object
 from envs.datasets.hub import hub_problem
 from envs.errors import UserError, did_you_mean, first_line
 
@@ -141,7 +143,9 @@ def open_rows(source: str, split: str) -> RowSource:
     path = Path(source)
     if not source.strip():
         raise UserError("data source", "must not be empty", source, _SOURCES_FIX)
-    if path.is_file():
+    if source.startswith(f"{given.__name__}:"):  # rows of Python code
+        found = RowSource(_plain_rows(import_object("data", source)), "data", "data", Path.cwd())
+    elif path.is_file():
         found = RowSource(_read_files([path]), path.name, path.stem, path.parent)
     elif path.is_dir():
         found = _open_folder(path, split)
@@ -152,6 +156,16 @@ def open_rows(source: str, split: str) -> RowSource:
     if len(found.rows) == 0:
         raise UserError(found.name, "must hold at least one row", 0, "give a data set that is not empty")
     return found
+
+
+def _plain_rows(rows: Any) -> Rows:
+    """Return the rows that Python code gave: a list of dicts, or a data set. Raises `UserError` if they are none."""
+    if hasattr(rows, "__len__") and hasattr(rows, "__getitem__") and not isinstance(rows, str | bytes | Mapping):
+        wrong = next((row for row in (rows[i] for i in range(len(rows))) if not isinstance(row, Mapping)), None)
+        if wrong is None:
+            return rows
+        raise UserError("data", "must hold dicts", type(wrong).__name__, 'write {"problem": ..., "answer": ...}')
+    raise UserError("data", "must be a list of dicts", type(rows).__name__, "give a list, a file or a hub id")
 
 
 def _open_folder(folder: Path, split: str) -> RowSource:

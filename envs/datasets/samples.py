@@ -6,9 +6,10 @@ holds the rows in their stored form; reading a sample decodes its pictures again
 
 from __future__ import annotations
 
+import logging
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from decimal import Decimal
@@ -18,35 +19,20 @@ from typing import Any
 
 from PIL import Image
 
+from envs.datasets.prompts import DEFAULT_KEYS, DataKeys, add_system_prompt, read_messages, value_at, with_images
+from envs.datasets.remote_images import remote_images
 from envs.datasets.rows import RowSource, open_rows, read_tools
 from envs.errors import UserError, did_you_mean
-from envs.images import ImageSource, decode_image, find_image
-from envs.types import Message, Sample, SampleSource, content_parts
+from envs.grading.extraction import extract_boxed
+from envs.images import ImageAccess, ImageSource, decode_image
+from envs.types import Message, Sample, SampleSource
 
-PLACEHOLDER = "<image>"
+logger = logging.getLogger(__name__)
 
-_ROLES = ("system", "user", "assistant", "tool")
 #: Rows checked at once; bounds the number of encoded pictures that wait for a thread.
 _CHECKED_AT_ONCE = 256
 #: Number of samples whose decoded pictures stay in memory.
 _KEPT_DECODED = 16
-
-
-@dataclass(frozen=True)
-class DataKeys:
-    """The columns of a data set: prompt, gold answer, and pictures (optional).
-
-    Example::
-
-        DataKeys(prompt="question", answer="label", images="image")
-    """
-
-    prompt: str = "problem"
-    answer: str = "answer"
-    images: str = "images"
-
-
-DEFAULT_KEYS = DataKeys()
 
 
 @dataclass(frozen=True)
@@ -75,10 +61,10 @@ class RowSamples:
     """
 
     def __init__(
-        self, source: RowSource, keys: DataKeys, system_prompt: str | None, allow_outside_images: bool, size: int
+        self, source: RowSource, keys: DataKeys, system_prompt: str | None, access: ImageAccess, size: int
     ) -> None:
         self._source, self._keys, self._size = source, keys, size
-        self._system_prompt, self._allow_outside_images = system_prompt, allow_outside_images
+        self._system_prompt, self._access = system_prompt, access
         self._cached_sample = lru_cache(_KEPT_DECODED)(lambda index: self.record(index).to_sample())
 
     def __len__(self) -> int:
@@ -90,7 +76,7 @@ class RowSamples:
     def record(self, index: int) -> Record:
         """Return the checked row at `index`; its pictures are located but not decoded."""
         row, where = self._source.rows[index], f"{self._source.name} row {index}"
-        messages, images, fields = read_messages(row, self._keys, where, self._source.root, self._allow_outside_images)
+        messages, images, fields = read_messages(row, self._keys, where, self._access)
         if self._system_prompt is not None:
             messages = add_system_prompt(messages, self._system_prompt)
         row_id = row.get("id")
@@ -110,10 +96,12 @@ class RowSamples:
         if key != DEFAULT_KEYS.images and not any(key in rows[index] for index in range(self._size)):
             rule, got = f"must hold the images key '{key}' in some row", f"keys {', '.join(rows[0])}"
             raise UserError(self._source.name, rule, got, did_you_mean(key, rows[0]))
-        decoded: set[Path] = set()
+        decoded, boxed = set[Path](), list[int]()
 
         def check_row(index: int) -> None:
             record = self.record(index)
+            if "\\boxed" in str(value_at(rows[index], self._keys.answer)) and "\\boxed" not in record.label:
+                boxed.append(index)
             for image, field in zip(record.images, record.image_fields, strict=True):
                 if isinstance(image, Path) and image in decoded:
                     continue
@@ -126,6 +114,9 @@ class RowSamples:
                 stop = min(start + _CHECKED_AT_ONCE, self._size)
                 for _ in pool.map(check_row, range(start, stop)):
                     pass
+        if boxed:
+            name, key = self._source.name, self._keys.answer
+            logger.info(rf"{name}: {len(boxed)} labels under '{key}' are \boxed{{x}}; the label is x")
 
 
 def load_samples(
@@ -134,6 +125,7 @@ def load_samples(
     keys: DataKeys = DEFAULT_KEYS,
     system_prompt: str | None = None,
     allow_outside_images: bool = False,
+    allow_remote_images: bool = False,
     limit: int | None = None,
     split: str = "train",
 ) -> RowSamples:
@@ -155,15 +147,21 @@ def load_samples(
     Raises:
         UserError: a missing source or split, no rows, invalid JSON, or a row without prompt or answer, whose numbers of
             placeholders and pictures differ, or with a picture that is missing, too large, damaged or outside the data
-            set's folder (unless `allow_outside_images`).
+            set's folder (unless `allow_outside_images`) or a URL (unless `allow_remote_images`, which downloads it).
     """
     if limit is not None and limit < 1:
         raise UserError("limit", "must be at least 1", limit, "omit it to take every row")
     rows = open_rows(source, split)
     size = len(rows.rows) if limit is None else min(limit, len(rows.rows))
-    samples = RowSamples(rows, keys, system_prompt, allow_outside_images, size)
+    access = image_access(rows, allow_outside_images, allow_remote_images)
+    samples = RowSamples(rows, keys, system_prompt, access, size)
     samples.check()
     return samples
+
+
+def image_access(source: RowSource, allow_outside: bool, allow_remote: bool) -> ImageAccess:
+    """Return what the pictures of a source's rows may name."""
+    return ImageAccess(source.root, allow_outside, remote_images().fetch if allow_remote else None)
 
 
 @dataclass(frozen=True)
@@ -214,147 +212,27 @@ def epoch_order(size: int, seed: int, epoch: int) -> list[int]:
     return sorted(range(size), key=lambda _: generator.random())
 
 
-def read_messages(
-    row: Mapping[str, Any], keys: DataKeys, where: str, root: Path, allow_outside: bool
-) -> tuple[list[Message], tuple[ImageSource, ...], tuple[str, ...]]:
-    """Return (messages, images, fields): messages with placeholders, the located pictures, and their names in errors.
-
-    Raises:
-        UserError: the row has no messages, or its numbers of placeholders and pictures differ.
-    """
-    images, fields = _find_images(row, keys, where, root, allow_outside)
-    return _place_images(_parse_prompt(row, keys.prompt, where), len(images), where), images, fields
-
-
-def with_images(messages: Sequence[Message], images: Sequence[Image.Image]) -> list[Message]:
-    """Return the messages with the placeholders filled with the pictures, in order."""
-    remaining = iter(images)
-
-    def fill(message: Message) -> Message:
-        if isinstance(message["content"], str):
-            return dict(message)
-        parts = [{**part, "image": next(remaining)} if part["type"] == "image" else part for part in message["content"]]
-        return {**message, "content": parts}
-
-    return [fill(message) for message in messages]
-
-
-def _find_images(
-    row: Mapping[str, Any], keys: DataKeys, where: str, root: Path, allow_outside: bool
-) -> tuple[tuple[ImageSource, ...], tuple[str, ...]]:
-    """Locate the row's pictures; return them with their names in errors."""
-    if keys.images not in row:
-        # Without this check, pictures in a column of another name would silently be ignored.
-        names = ("image", "images")
-        others = [name for name, value in row.items() if (value and name in names) or _is_stored_image(value)]
-        if others:
-            fix = f"set the images key to '{others[0]}'"
-            raise UserError(where, f"must hold its pictures under the images key '{keys.images}'", ", ".join(row), fix)
-    value = row.get(keys.images)
-    values = [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
-    fields = tuple(f"{where} {keys.images}[{index}]" for index in range(len(values)))
-    images = (find_image(value, field, root, allow_outside) for value, field in zip(values, fields, strict=True))
-    return tuple(images), fields
-
-
-def _is_stored_image(value: object) -> bool:
-    values = value if isinstance(value, list) and value else [value]
-    return all(isinstance(item, dict) and set(item) == {"bytes", "path"} for item in values)
-
-
-def _parse_prompt(row: Mapping[str, Any], key: str, where: str) -> list[Message]:
-    """Return the prompt as messages with placeholders converted to parts of type "image"."""
-    if key not in row:
-        raise UserError(where, f"must hold a prompt under '{key}'", f"keys {', '.join(row)}", did_you_mean(key, row))
-    prompt = row[key]
-    if isinstance(prompt, str) and prompt.strip():
-        return [{"role": "user", "content": _split_placeholders(prompt)}]
-    if not isinstance(prompt, list) or not prompt:
-        fix = "give a text, or a list of {'role': ..., 'content': ...}"
-        raise UserError(f"{where} {key}", "must be a text or a list of messages", prompt, fix)
-    messages = [_parse_message(message, f"{where} {key}[{index}]") for index, message in enumerate(prompt)]
-    if all(message["role"] != "user" for message in messages):
-        roles = ", ".join(message["role"] for message in messages)
-        raise UserError(f"{where} {key}", "must hold a user message", f"roles {roles}", "add one")
-    return messages
-
-
-def _parse_message(message: object, field: str) -> Message:
-    if not isinstance(message, dict) or message.get("role") not in _ROLES:
-        raise UserError(field, f"must be a message with a role of {', '.join(_ROLES)}", message, "add the role")
-    content = message.get("content")
-    if isinstance(content, list):
-        parts = [slot for part in content for slot in _parse_part(part, field)]
-    elif content is None or isinstance(content, str):
-        parts = _split_placeholders(content or "")
-    else:
-        raise UserError(f"{field} content", "must be a text or a list of parts", content, "give a text")
-    # Arrow gives every message the keys of all messages; missing ones are None.
-    return {**{name: value for name, value in message.items() if value is not None}, "content": parts}
-
-
-def _parse_part(part: object, field: str) -> list[dict[str, Any]]:
-    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return _split_placeholders(part["text"])
-    if isinstance(part, dict) and part.get("type") == "image" and part.get("image") is None:
-        return [{"type": "image"}]
-    fix = "give {'type': 'text', 'text': ...} or {'type': 'image'}, the pictures in their own column"
-    raise UserError(f"{field} content", "must hold text parts and image placeholders", part, fix)
-
-
-def _split_placeholders(text: str) -> list[dict[str, Any]]:
-    """Split a text at its placeholders: "<image>Find x." gives an image part, then a text part."""
-    parts: list[dict[str, Any]] = []
-    for number, piece in enumerate(text.split(PLACEHOLDER)):
-        if number > 0:
-            parts.append({"type": "image"})
-        if piece:
-            parts.append({"type": "text", "text": piece})
-    return parts
-
-
-def _place_images(messages: Sequence[Message], num_images: int, where: str) -> list[Message]:
-    """Check that each picture has a placeholder, or add placeholders if there are none; join text-only content."""
-    places = sum(part["type"] == "image" for message in messages for part in message["content"])
-    if places not in (0, num_images):
-        rule = f"must have as many {PLACEHOLDER} placeholders as images"
-        got = f"{places} placeholders and {num_images} images"
-        raise UserError(where, rule, got, "fix the row, or remove every placeholder to put the images first")
-    missing = [{"type": "image"} for _ in range(num_images - places)]
-    placed: list[Message] = []
-    for message in messages:
-        parts = message["content"]
-        if missing and message["role"] == "user":
-            parts, missing = [*missing, *parts], []
-        if all(part["type"] == "text" for part in parts):
-            parts = "".join(part["text"] for part in parts)
-        placed.append({**message, "content": parts})
-    return placed
-
-
-def add_system_prompt(messages: Sequence[Message], system_prompt: str) -> list[Message]:
-    """Put the system prompt first; the row's own system message follows in the same message."""
-    if messages[0]["role"] != "system":
-        return [{"role": "system", "content": system_prompt}, *messages]
-    own = messages[0]["content"]
-    if isinstance(own, str):
-        content: str | list[dict[str, Any]] = f"{system_prompt}\n\n{own}"
-    else:
-        content = [{"type": "text", "text": f"{system_prompt}\n\n"}, *content_parts(messages[0])]
-    return [{**messages[0], "content": content}, *messages[1:]]
-
-
 def _parse_answer(row: Mapping[str, Any], key: str, where: str) -> str:
-    if key not in row:
+    answer = value_at(row, key)
+    if answer is None and key not in row:
         raise UserError(where, f"must hold an answer under '{key}'", f"keys {', '.join(row)}", did_you_mean(key, row))
-    answer = row[key]
     # A table of floats turns a missing value into NaN.
     is_number = isinstance(answer, int | float | Decimal)
     if answer is None or (isinstance(answer, str) and not answer.strip()) or (is_number and math.isnan(answer)):
         raise UserError(f"{where} {key}", "must not be empty", answer, "fill the answer in or drop the row")
     if not isinstance(answer, str) and not (is_number and math.isfinite(answer)):
         raise UserError(f"{where} {key}", "must be a text or a finite number", answer, "give one answer as text")
-    return str(answer)
+    return unboxed(str(answer))
+
+
+def unboxed(label: str) -> str:
+    r"""Return a label without the `\boxed{}` that is all of it; other labels as they are.
+
+    >>> unboxed(r"\boxed{\frac{1}{2}}"), unboxed(r"Answer: \boxed{5}")
+    ('\\frac{1}{2}', 'Answer: \\boxed{5}')
+    """
+    inner = extract_boxed(label)
+    return inner if inner and "".join(label.split()) == f"\\boxed{{{''.join(inner.split())}}}" else label
 
 
 def _metadata(row: Mapping[str, Any], keys: DataKeys, source: RowSource, where: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 from envs.execution.process_env import ProcessEnv
+from envs.grading import get_grader
 from envs.spec import BuildEnv, EnvSpec
 
 
@@ -14,8 +15,11 @@ def load_env(spec: EnvSpec) -> BuildEnv:
     Example: `load_env(get_spec("geo3k"))(sample, spec.args())` builds the environment of one episode.
 
     Raises:
-        UserError: the module cannot be imported (the message names module and cause), or has no such callable.
+        UserError: the module cannot be imported (the message names module and cause), or has no such callable; or the
+            entry's grader cannot be used.
     """
+    if spec.grader != "none":
+        get_grader(spec.grader)
     if spec.isolation != "process":
         return spec.load_here()
     ProcessEnv.check(spec)

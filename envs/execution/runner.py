@@ -198,23 +198,47 @@ class EnvRunner:
     async def _call(self, limit_s: float, function: Callable[..., R], *args: object) -> R:
         """Call within the time limit; every exception becomes an `EnvFault`."""
         started = time.perf_counter()
-        inline = self.limits.inline
-        label = f"{function.__name__.strip('_')} of {_kind(args[0])}, sample {self._sample_id or 'unknown'}"
-        call = self._watcher.call(label, limit_s)
+        name = function.__name__.strip("_")
+        label = f"{name} of {_kind(args[0])}, sample {self._sample_id or 'unknown'}"
+        names = CallNames(label, "the environment", name)
         try:
-            if not inline:
-                return await _on_thread(limit_s, call, function, *args)
-            call.begin()
-            return function(*args)
-        except (EnvFault, KeyboardInterrupt):
-            raise
-        except BaseException as error:  # a fault is data, but a cancelled wait must propagate
-            if not inline and not isinstance(error, Exception):
-                raise
-            raise EnvFault(f"the environment raised: {_trace(error)}") from error
+            return await call_within(limit_s, self.limits.inline, names, function, *args, watcher=self._watcher)
         finally:
-            call.end()
             self.seconds += time.perf_counter() - started
+
+
+@dataclass(frozen=True)
+class CallNames:
+    """What the watchdog calls a call of a user's code, and who has raised or taken too long in messages of faults."""
+
+    label: str
+    raised: str
+    too_long: str
+
+
+async def call_within(
+    limit_s: float,
+    inline: bool,
+    names: CallNames,
+    function: Callable[..., R],
+    *args: object,
+    watcher: Watcher = WATCHDOG,
+) -> R:
+    """Call code of a user within a time limit, on a thread or `inline`; every exception becomes an `EnvFault`."""
+    call = watcher.call(names.label, limit_s)
+    try:
+        if not inline:
+            return await _on_thread(limit_s, call, names.too_long, function, *args)
+        call.begin()
+        return function(*args)
+    except (EnvFault, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # a fault is data, but a cancelled wait must propagate
+        if not inline and not isinstance(error, Exception):
+            raise
+        raise EnvFault(f"{names.raised} raised: {_trace(error)}") from error
+    finally:
+        call.end()
 
 
 class _Slot:
@@ -244,7 +268,7 @@ class _Slot:
             return env
 
 
-async def _on_thread(limit_s: float, call: Watched, function: Callable[..., R], *args: object) -> R:
+async def _on_thread(limit_s: float, call: Watched, name: str, function: Callable[..., R], *args: object) -> R:
     """Run on a thread; raise `EnvFault` after the time limit, even if the thread still runs."""
 
     threads: list[int] = []
@@ -260,7 +284,6 @@ async def _on_thread(limit_s: float, call: Watched, function: Callable[..., R], 
     try:
         return await call_on_thread(watched, limit_s=limit_s)
     except CallTimeout as error:
-        name = function.__name__.strip("_")
         raise EnvFault(f"{_stack(threads)}{name} took longer than {limit_s:g} s", timed_out=True) from error
 
 

@@ -3,21 +3,27 @@ r"""The graders by name: each scores a model's final text against a label, 1.0 o
 - `math`, the default: the last `\boxed{}`, else the text after `Answer:`; right if it means the same as the label.
 - `geo3k_strict`: only the last `\boxed{}`; right if it is the label's text or the same rational number.
 - `geo3k_tolerance`: like `math`, but a real number within 5 % of the label is right too.
+- `module:NAME` or `file.py:NAME`: a function of yours, called with the answer and the label.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from types import MappingProxyType
-from typing import Literal
+from typing import Annotated, Literal
 
+from envs.config.plugins import Plugin, is_reference
 from envs.errors import UserError, did_you_mean
 from envs.grading.equality import same_text_or_rational, same_value, within_5_percent
 from envs.grading.extraction import extract_answer, extract_boxed
 from envs.grading.normal_form import Reading, read
 
 GraderName = Literal["math", "geo3k_strict", "geo3k_tolerance"]
+GRADER = Plugin("a grader", "trueturn.graders", ("answer", "label"))
+#: A grader in a setting: one of ours by name, or one of the user's.
+GraderReference = GraderName | Annotated[str, GRADER]
 
 MAX_CHARS = 200
 
@@ -52,6 +58,28 @@ class Grader:
         return extract_boxed(text) if self.boxed_only else extract_answer(text)
 
 
+@dataclass(frozen=True)
+class OwnGrader:
+    """A user's function as a grader: `function(answer, label)` returns a score from 0 to 1.
+
+    The answer is the text of the last `\\boxed{}`, else that after `Answer:`, else the whole text.
+    """
+
+    name: str
+    function: Callable[[str, str], float]
+
+    def __call__(self, answer: str, label: str) -> float:
+        """Return the score. Raises ValueError if it is no number from 0 to 1."""
+        score = self.function(answer, label)
+        if not isinstance(score, Real) or not 0 <= score <= 1:
+            raise ValueError(f"grader '{self.name}' must return a number from 0 to 1, got {score!r:.200}")
+        return float(score)
+
+    def extract(self, text: str) -> str:
+        """Return the answer in a text."""
+        return extract_answer(text) or text
+
+
 def _same_value_or_near(answer: Reading, label: Reading) -> bool:
     return within_5_percent(answer, label) or same_value(answer, label)
 
@@ -65,15 +93,17 @@ GRADERS: Mapping[str, Grader] = MappingProxyType(
 )
 
 
-def get_grader(name: str) -> Grader:
-    """Return the grader with this name.
+def get_grader(name: str) -> Grader | OwnGrader:
+    """Return the grader with this name, or that a reference names.
 
     Raises:
         UserError: there is no such grader.
     """
-    if name not in GRADERS:
-        raise UserError("grader", "must be the name of a grader", name, did_you_mean(name, GRADERS))
-    return GRADERS[name]
+    if name in GRADERS:
+        return GRADERS[name]
+    if is_reference(name) or name in GRADER.installed():
+        return OwnGrader(name, GRADER.load("grader", name))
+    raise UserError("grader", "must be the name of a grader", name, did_you_mean(name, GRADERS))
 
 
 def grade(answer: str, label: str) -> float:

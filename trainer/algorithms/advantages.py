@@ -1,6 +1,7 @@
 """Computes advantages from the rewards of every group of a step.
 
-To add an algorithm: write a function like `grpo`, add it to `ADVANTAGES` and its name to `AdvantageName`.
+To add an algorithm: write a function like `grpo`, add it to `ADVANTAGES` and its name to `AdvantageName`; or bring one
+from outside, which sees whole trajectories and may give each turn an advantage of its own (`OwnAdvantage`).
 
 Legend: G samples of one group, P groups of a step. The callers pass the rewards of valid episodes only.
 """
@@ -8,16 +9,21 @@ Legend: G samples of one group, P groups of a step. The callers pass the rewards
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.types import TrajectoryGroup
-from trainer.config.algorithm import AdvantageName, AlgorithmConfig
+from agents.types import Trajectory, TrajectoryGroup
+from trainer.config.algorithm import ADVANTAGE, AdvantageName, AlgorithmConfig
+from trainer.types import Advantage
 
 Rewards = Sequence[Sequence[float]]
 #: The advantage of every trajectory of every group; None for a broken episode.
-Advantages = Sequence[Sequence[float | None]]
+Advantages = Sequence[Sequence[Advantage | None]]
+#: A user's function: for each group an advantage for each of its valid trajectories (`group.valid`), which is a number
+#: or one for each turn.
+OwnAdvantage = Callable[[Sequence[TrajectoryGroup], AlgorithmConfig], Sequence[Sequence[Any]]]
 #: Added to a standard deviation before dividing by it.
 EPS = 1e-6
 
@@ -84,14 +90,47 @@ def step_advantages(rewards: Rewards, config: AlgorithmConfig) -> list[NDArray[n
 
     A group of one sample has advantage 0: there is nothing to compare it with.
     """
-    return ADVANTAGES[config.advantage](rewards, config)
+    return ADVANTAGES[cast(AdvantageName, config.advantage)](rewards, config)
 
 
-def compute_advantages(groups: Sequence[TrajectoryGroup], config: AlgorithmConfig) -> list[list[float | None]]:
-    """Return the advantage of each trajectory of each group; None for broken episodes, which no statistic counts."""
-    by_group = step_advantages([[t.reward for t in group.valid] for group in groups], config)
-    result: list[list[float | None]] = []
+def compute_advantages(groups: Sequence[TrajectoryGroup], config: AlgorithmConfig) -> list[list[Advantage | None]]:
+    """Return the advantage of each trajectory of each group; None for broken episodes, which no statistic counts.
+
+    Raises:
+        UserError: `--advantage` is a user's function, and it raises or returns something else.
+    """
+    by_group: Sequence[Sequence[Advantage]]
+    if config.advantage in ADVANTAGES:
+        rewards = [[t.reward for t in group.valid] for group in groups]
+        by_group = [advantages_G.tolist() for advantages_G in step_advantages(rewards, config)]
+    else:
+        by_group = own_advantages(groups, config)
+    result: list[list[Advantage | None]] = []
     for group, advantages_G in zip(groups, by_group, strict=True):
-        valid = iter(advantages_G.tolist())
+        valid = iter(advantages_G)
         result.append([next(valid) if t.end_reason.is_valid else None for t in group.trajectories])
     return result
+
+
+def own_advantages(groups: Sequence[TrajectoryGroup], config: AlgorithmConfig) -> list[list[Advantage]]:
+    """Return the advantages by a user's function, checked."""
+    reference = config.advantage
+    function: OwnAdvantage = ADVANTAGE.load("--advantage", reference)
+    found = ADVANTAGE.call("--advantage", reference, function, groups, config)
+    with ADVANTAGE.result_of("--advantage", reference, found):
+        return [
+            [_checked(t, value) for t, value in zip(group.valid, values_G, strict=True)]
+            for group, values_G in zip(groups, found, strict=True)
+        ]
+
+
+def _checked(trajectory: Trajectory, value: Any) -> Advantage:
+    """Return an advantage as a number, or one for each turn. Raises ValueError or TypeError where it is neither."""
+    numbers = np.asarray(value, dtype=np.float64)
+    if not np.isfinite(numbers).all():
+        raise ValueError(f"{value} is not finite")
+    if numbers.ndim == 0:
+        return float(numbers)
+    if numbers.shape != (len(trajectory.turns),):
+        raise ValueError(f"{len(trajectory.turns)} turns have advantages of shape {numbers.shape}")
+    return tuple(numbers.tolist())

@@ -12,12 +12,15 @@ Legend: N model tokens of a micro-batch, S samples.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from trainer.config.algorithm import AlgorithmConfig, CorrectionName
-from trainer.types import ModelTokens
+from trainer.config.algorithm import CORRECTION, AlgorithmConfig, CorrectionName
+from trainer.types import ModelTokens, check_shape
+
+Correction = Callable[[ModelTokens, AlgorithmConfig], tuple[Tensor, Tensor]]
 
 
 def none(tokens: ModelTokens, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
@@ -70,9 +73,29 @@ def _within(ratio_N: Tensor, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
 
 
 #: Every correction, by its value of `--correction`; each returns weight_N and clipped_N.
-CORRECTIONS: Mapping[CorrectionName, Callable[[ModelTokens, AlgorithmConfig], tuple[Tensor, Tensor]]] = {
+CORRECTIONS: Mapping[CorrectionName, Correction] = {
     "none": none,
     "tis": tis,
     "icepop": icepop,
     "mis": mis,
 }
+
+
+def find_correction(name: str) -> Correction:
+    """Return the correction of a name, or the user's that a reference names. Raises `UserError` if it cannot be used.
+
+    A user's correction is a function like `tis`.
+    """
+    if name in CORRECTIONS:
+        return CORRECTIONS[cast(CorrectionName, name)]
+    function: Correction = CORRECTION.load("--correction", name)
+
+    def checked(tokens: ModelTokens, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+        found = CORRECTION.call("--correction", name, function, tokens, config)
+        with CORRECTION.result_of("--correction", name, found):
+            weight_N, clipped_N = found
+            check_shape(weight_N, tokens)
+            check_shape(clipped_N, tokens)
+        return weight_N.detach(), clipped_N
+
+    return checked

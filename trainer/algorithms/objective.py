@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from trainer.algorithms.importance_sampling import CORRECTIONS
-from trainer.algorithms.policy_loss import POLICY_LOSSES, reference_kl
+from trainer.algorithms.importance_sampling import find_correction
+from trainer.algorithms.policy_loss import find_policy_loss, reference_kl
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.types import ModelTokens
 
@@ -50,8 +50,8 @@ def objective(tokens: ModelTokens, config: AlgorithmConfig) -> Objective:
     # On the first update the old log-probs are the current ones: if not detached, the ratio would have no gradient.
     old_N, rollout_N = tokens.old_logprobs_N.detach(), tokens.rollout_logprobs_N.detach()
     tokens = replace(tokens, old_logprobs_N=old_N, rollout_logprobs_N=rollout_N)
-    correction_N, cut_N = CORRECTIONS[config.correction](tokens, config)
-    policy = POLICY_LOSSES[config.policy_loss](tokens, config)
+    correction_N, cut_N = find_correction(config.correction)(tokens, config)
+    policy = find_policy_loss(config.policy_loss)(tokens, config)
     per_token_N = correction_N * policy.loss_N
     means = {
         "clip_frac": policy.clipped_N,

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from trainer.config.algorithm import AlgorithmConfig, KLEstimatorName, PolicyLossName
-from trainer.types import ModelTokens
+from trainer.config.algorithm import POLICY_LOSS, AlgorithmConfig, KLEstimatorName, PolicyLossName
+from trainer.types import ModelTokens, check_shape
 
 #: Differences of log-probs are clamped to this many nats before they become exponents: e^20 is 5e8, far above every
 #: clip, and its square still fits float32.
@@ -34,6 +35,9 @@ class PolicyTerms:
     loss_N: Tensor
     clipped_N: Tensor
     ratio_N: Tensor
+
+
+PolicyLoss = Callable[[ModelTokens, AlgorithmConfig], PolicyTerms]
 
 
 def log_ratio(logprobs_N: Tensor, other_logprobs_N: Tensor) -> Tensor:
@@ -97,11 +101,32 @@ def _clipped(ratio_N: Tensor, advantages_N: Tensor, config: AlgorithmConfig) -> 
 
 
 #: Every policy loss, by its value of `--policy-loss`.
-POLICY_LOSSES: Mapping[PolicyLossName, Callable[[ModelTokens, AlgorithmConfig], PolicyTerms]] = {
+POLICY_LOSSES: Mapping[PolicyLossName, PolicyLoss] = {
     "ppo": ppo,
     "gspo": gspo,
     "likelihood": likelihood,
 }
+
+
+def find_policy_loss(name: str) -> PolicyLoss:
+    """Return the policy loss of a name, or the user's that a reference names. Raises `UserError` if it cannot be used.
+
+    A user's loss is a function like `ppo`.
+    """
+    if name in POLICY_LOSSES:
+        return POLICY_LOSSES[cast(PolicyLossName, name)]
+    function: PolicyLoss = POLICY_LOSS.load("--policy-loss", name)
+
+    def checked(tokens: ModelTokens, config: AlgorithmConfig) -> PolicyTerms:
+        terms = POLICY_LOSS.call("--policy-loss", name, function, tokens, config)
+        with POLICY_LOSS.result_of("--policy-loss", name, terms):
+            if not isinstance(terms, PolicyTerms):
+                raise TypeError("it must be PolicyTerms")
+            for each_N in (terms.loss_N, terms.clipped_N, terms.ratio_N):
+                check_shape(each_N, tokens)
+        return terms
+
+    return checked
 
 
 def reference_kl(logprobs_N: Tensor, ref_logprobs_N: Tensor, estimator: KLEstimatorName) -> Tensor:

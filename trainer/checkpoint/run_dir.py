@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import time
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from trainer.config.run import RunDirConfig
 #: In it, besides the files of `agents.recording.run_files`: registry entry, episodes, checkpoints, finished model.
 ENVIRONMENT, EPISODES, CHECKPOINTS, MODEL = "environment.json", "episodes", "checkpoints", "model"
 _LOCK = ".lock"
+#: Tells runs apart that one process begins in one second.
+_numbers = itertools.count()
 #: How long to wait for a run folder that another process holds.
 WAIT_S = 10.0
 
@@ -28,7 +31,7 @@ def make_folder(config: RunDirConfig, label: str, can_resume: bool = True) -> Pa
     Raises:
         UserError: it is there already, cannot be made, or is not in `--out`.
     """
-    name = config.name or f"{label}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    name = config.name or f"{label}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{next(_numbers)}".removesuffix("-0")
     folder = (config.out / name).absolute()  # an environment may change the working directory
     if config.out.absolute() not in Path(os.path.normpath(folder)).parents:
         fix = "give a name without '..', and the folder as --out"

@@ -10,8 +10,6 @@ import contextlib
 import errno
 import json
 import logging
-import signal
-import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
@@ -20,6 +18,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from agents.recording.append_log import rewind
 from agents.recording.run_files import METRICS, SUMMARY
+from trainer.checkpoint.cancel import cancel_on_request
 from trainer.checkpoint.checkpointer import Checkpoints
 from trainer.checkpoint.run_dir import CHECKPOINTS
 from trainer.config.run import CheckpointConfig, RunDirConfig
@@ -94,7 +93,7 @@ class RunSession(ABC, Generic[S]):
     async def run(self, body: Callable[[], Awaitable[None]]) -> dict[str, Any]:
         """Await `body`; on Ctrl-C or SIGTERM keep everything so far. Returns the summary, which is also on disk."""
         is_lost = False
-        cancel_on_sigterm()
+        cancel_on_request()
         try:
             await body()
         except asyncio.CancelledError:
@@ -190,20 +189,15 @@ class RunSession(ABC, Generic[S]):
         return summary
 
 
-def run_to_end(training: Coroutine[Any, Any, T], resume: str) -> T | None:
-    """Run a training; if the learner or the disk fails, print the error with the command `resume` and return None."""
+class RunFailed(RuntimeError):
+    """The learner or the disk failed; the message says how to resume the run."""
+
+
+def run_to_end(training: Coroutine[Any, Any, T], resume: str) -> T:
+    """Run a training. Raises `RunFailed`, with the command `resume`, if the learner or the disk fails."""
     try:
         return asyncio.run(training)
     except (LearnerLost, OSError) as error:
         if isinstance(error, OSError) and error.errno not in _DISK_FAULTS:
             raise
-        print(f"error: {error}{f'; resume with: {resume}' if resume else ''}", file=sys.stderr)
-        return None
-
-
-def cancel_on_sigterm() -> None:
-    """Make SIGTERM cancel the current task, as Ctrl-C does; outside the main thread nothing happens."""
-    task = asyncio.current_task()
-    assert task is not None
-    with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        raise RunFailed(f"{error}{f'; resume with: {resume}' if resume else ''}") from error

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from envs.config.plugins import Plugin
 from envs.config.settings import Section
 
 AdvantageName = Literal["grpo", "rloo", "reinforce++"]
@@ -13,12 +14,15 @@ PolicyLossName = Literal["ppo", "gspo", "likelihood"]
 AggregationName = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant"]
 KLEstimatorName = Literal["k1", "k2", "k3"]
 CorrectionName = Literal["none", "tis", "icepop", "mis"]
+ADVANTAGE = Plugin("an advantage", "trueturn.advantages", ("groups", "config"))
+POLICY_LOSS = Plugin("a policy loss", "trueturn.policy_losses", ("tokens", "config"))
+CORRECTION = Plugin("a correction", "trueturn.corrections", ("tokens", "config"))
 
 
 class AlgorithmConfig(Section):
     """Advantages, policy loss, aggregation, regularisers and importance sampling."""
 
-    advantage: AdvantageName = Field(
+    advantage: AdvantageName | Annotated[str, ADVANTAGE] = Field(
         default="grpo",
         description="baseline of a reward: the group's mean (grpo), the mean of the group's other episodes (rloo), or "
         "the group's mean, divided by the step's standard deviation (reinforce++)",
@@ -26,7 +30,7 @@ class AlgorithmConfig(Section):
     scale_by_std: bool = Field(
         default=True, description="with --advantage grpo: divide by the group's standard deviation; Dr. GRPO does not"
     )
-    policy_loss: PolicyLossName = Field(
+    policy_loss: PolicyLossName | Annotated[str, POLICY_LOSS] = Field(
         default="ppo",
         description="clipped ratio of each token (ppo) or of the whole sequence (gspo), or the log-prob without "
         "clipping (likelihood: REINFORCE)",
@@ -50,7 +54,7 @@ class AlgorithmConfig(Section):
         default="k3", description="estimator of that KL; k1 and k3 are unbiased in value, k2 in gradient"
     )
     entropy_coef: float = Field(default=0.0, ge=0, description="weight of the entropy bonus in the loss")
-    correction: CorrectionName = Field(
+    correction: CorrectionName | Annotated[str, CORRECTION] = Field(
         default="tis",
         description="importance weight, the trainer's over the engine's probability: clamped per token (tis), or 0 out "
         "of bounds per token (icepop) or per sequence (mis)",

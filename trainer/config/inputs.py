@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 
 from envs.config.settings import Section
 from envs.errors import UserError
-from envs.grading import GraderName
+from envs.grading import GraderReference
 from envs.problems import RowsConfig
 from envs.registry import get_spec
-from envs.spec import EnvSpec
+from envs.spec import REWARD, EnvSpec
 from envs.tool_calls.thinking import ThinkingSetting
 
 #: How many of an environment's own problems are used if no number is given.
@@ -39,7 +39,12 @@ class EnvConfig(Section):
         description="tags around the thoughts that environments do not get; auto: those of the model's chat template; "
         "keep: they get thoughts too",
     )
-    grader: GraderName | None = Field(default=None, description="how an answer is compared with the label")
+    grader: GraderReference | None = Field(default=None, description="how an answer is compared with the label")
+    reward: tuple[Annotated[str, REWARD], ...] = Field(
+        default=(),
+        description="function of an episode whose value, times its weight, is a part of the reward: my.py:brevity@0.1; "
+        "answer@1 is the environment's own reward; empty: that alone",
+    )
     reward_max_val: float | None = Field(default=None, description="reward of a right answer")
     reward_min_val: float | None = Field(default=None, description="reward of a wrong answer")
 
@@ -51,7 +56,7 @@ class EnvConfig(Section):
         """
         spec = get_spec(self.env, *self.registry)
         shared = EnvSpec.model_fields.keys() & EnvConfig.model_fields.keys()
-        given = {name: value for name in shared if (value := getattr(self, name)) is not None}
+        given = {name: value for name in shared if (value := getattr(self, name)) not in (None, ())}
         try:
             return EnvSpec.model_validate({**spec.model_dump(exclude_unset=True), "origin": spec.origin, **given})
         except ValidationError as error:
@@ -63,7 +68,6 @@ class PromptsConfig(RowsConfig):
     """Content and maximum length of prompts."""
 
     system_prompt: str = Field(default="", description="system prompt; empty: the environment's")
-    allow_outside_images: bool = Field(default=False, description="allow image paths outside the data file's folder")
     max_prompt_tokens: int = Field(
         default=1024, ge=1, description="longest prompt; longer ones are left out and counted, never cut"
     )

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from envs.config.plugins import Plugin
 from envs.config.settings import Section
 
 #: Holds the API key of the servers. It is no setting: a key must not stand in config.yaml.
 API_KEY_VARIABLE = "TRUETURN_ENGINE_API_KEY"
+SAMPLER = Plugin("a sampler", "trueturn.samplers", ("samples", "seed", "epoch"))
+GROUP_FILTER = Plugin("a group filter", "trueturn.group_filters", ("group",))
 
 
 class ServersConfig(Section):
@@ -84,6 +87,16 @@ class RolloutConfig(Section):
     )
     max_batch: int = Field(default=64, ge=1, description="episodes that the embedded engine runs at once")
     max_concurrent: int = Field(default=1024, ge=1, description="episodes in progress at once; others wait their turn")
+    sampler: Annotated[str, SAMPLER] = Field(
+        default="",
+        description="module:NAME or file.py:NAME of a function that orders the problems of an epoch; empty: a seeded "
+        "shuffle of all",
+    )
+    group_filter: Annotated[str, GROUP_FILTER] = Field(
+        default="",
+        description="module:NAME or file.py:NAME of a function that says whether to train on a group; others are "
+        "replaced as with --filter-equal; empty: all count",
+    )
     filter_equal: bool = Field(
         default=False, description="replace groups whose rewards are all equal with groups of other problems"
     )

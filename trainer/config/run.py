@@ -6,10 +6,11 @@ The defaults are the reference run: `geo3k` with the bundled starter model and b
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from envs.config.plugins import Plugin
 from envs.config.settings import Section
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.inputs import DataConfig, EnvConfig, ModelConfig
@@ -17,6 +18,8 @@ from trainer.config.learner import ClusterConfig, LearnerConfig, OptimConfig
 from trainer.config.rollout import EngineConfig, RolloutConfig
 
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
+TRACKER = Plugin("a tracker", "trueturn.trackers", ("run",))
+CALLBACK = Plugin("a callback", "trueturn.callbacks", ())
 
 
 class StagesConfig(Section):
@@ -56,9 +59,14 @@ class RunDirConfig(Section):
 
     out: Path = Field(default=Path("runs"), description="folder of the run folders")
     name: str = Field(default="", description="name of the run folder; empty: environment, time and seed")
-    tracker: tuple[TrackerName, ...] = Field(
+    tracker: tuple[TrackerName | Annotated[str, TRACKER], ...] = Field(
         default=("tensorboard",),
         description="where to send the metrics of each step besides metrics.jsonl; empty: nowhere",
+    )
+    callback: tuple[Annotated[str, CALLBACK], ...] = Field(
+        default=(),
+        description="module:NAME or file.py:NAME of a class whose methods are called as the run goes on, see "
+        "trainer.callbacks",
     )
     project: str = Field(default="trueturn", min_length=1, description="project of the run at wandb and trackio")
 

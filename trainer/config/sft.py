@@ -32,7 +32,6 @@ class ConversationsConfig(RowsConfig):
         default="", description="held-out conversations, as --data; empty: the environment's own, when --data is empty"
     )
     system_prompt: str = Field(default="", description="system prompt; empty: the row's own, else the environment's")
-    allow_outside_images: bool = Field(default=False, description="allow image paths outside the data file's folder")
     max_bad_frac: float = Field(
         default=0.0,
         ge=0,
@@ -69,6 +68,7 @@ class ConversationsConfig(RowsConfig):
             system_prompt=self.system_prompt,
             default_system_prompt=system_prompt,
             allow_outside_images=self.allow_outside_images,
+            allow_remote_images=self.allow_remote_images,
         )
 
 

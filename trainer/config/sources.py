@@ -15,6 +15,7 @@ from envs.errors import UserError
 from trainer.config.other_trainers import OTHER_TRAINERS
 from trainer.config.rollout import API_KEY_VARIABLE
 from trainer.config.run import RunConfig
+from trainer.config.slime_variables import SLIME_VARIABLES
 
 C = TypeVar("C", bound=BaseModel)
 
@@ -35,7 +36,7 @@ INHERITED: tuple[FieldPath, ...] = (
     ("env", "max_new_tokens"),
     ("model", "dtype"),
     ("model", "context_length"),
-    ("rollout",),
+    *(path for path, _ in leaves(RunConfig) if path[0] == "rollout" and path[-1] not in ("sampler", "group_filter")),
     ("optim",),
     ("learner",),
     ("algorithm",),
@@ -50,6 +51,7 @@ SOURCES = Sources(
     shared=RunConfig,
     other_names=OTHER_TRAINERS,
     secrets=(API_KEY_VARIABLE,),
+    foreign=SLIME_VARIABLES,
 )
 
 #: Sections and fields that must stay the same when a run is resumed. All others may change.

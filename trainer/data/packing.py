@@ -25,7 +25,7 @@ from agents.types import ProcessedImage, Trajectory, TrajectoryGroup
 from trainer.algorithms.advantages import Advantages
 from trainer.algorithms.aggregation import token_weights
 from trainer.config.algorithm import AlgorithmConfig
-from trainer.types import MicroBatch, Row, TrainingSample
+from trainer.types import Advantage, MicroBatch, Row, TrainingSample
 
 T = TypeVar("T")
 
@@ -58,7 +58,7 @@ def training_samples(
     step's statistics. A stream without model tokens counts only in the statistics of its group. With
     `config.mask_truncated`, the same holds for a stream that a limit cut off.
     """
-    chosen: list[tuple[Trajectory, float]] = []
+    chosen: list[tuple[Trajectory, Advantage]] = []
     for group, group_advantages in zip(groups, advantages, strict=True):
         if group.is_dropped:
             continue
@@ -78,7 +78,7 @@ def training_sample(
     trajectory: Trajectory,
     mask_T: NDArray[np.bool_],
     turns_T: NDArray[np.int64],
-    advantage: float,
+    advantage: Advantage,
     weight: float,
     image_token_id: int,
     merge_size: int,
@@ -239,6 +239,6 @@ def collate(
         sample_N=tensor(np.repeat(np.arange(len(samples)), counts)),
         turns_N=tensor(np.concatenate([s.turns_T[s.mask_T] for s in samples])),
         rollout_logprobs_N=tensor(np.concatenate([s.logprobs_T[s.mask_T] for s in samples])),
-        advantages_N=tensor(np.repeat([np.float32(s.advantage) for s in samples], counts)),
+        advantages_N=tensor(np.concatenate([s.advantages_N for s in samples])),
         weights_N=tensor(np.repeat([np.float32(s.weight) for s in samples], counts)),
     )

@@ -138,7 +138,7 @@ class ProblemPlayer:
         )
 
     def _is_right(self, t: Trajectory) -> bool:
-        return t.end_reason.is_valid and t.reward >= self.options.right_reward
+        return t.end_reason.is_valid and t.env_reward >= self.options.right_reward
 
     def _first_turn(self, t: Trajectory) -> bool | None:
         """Return whether the answer after the first turn was right; None if the episode does not show it."""

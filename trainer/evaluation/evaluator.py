@@ -7,7 +7,7 @@ import json
 import logging
 import platform
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -24,6 +24,7 @@ from agents.recording.schema import EVALUATE
 from agents.rendering.renderer import Renderer
 from agents.rollout.episode import Episode
 from agents.rollout.groups import derive_seed
+from agents.rollout.rewards import RewardSum
 from agents.types import Trajectory
 from envs.datasets.samples import Subset, filter_overlong
 from envs.errors import UserError, did_you_mean
@@ -31,8 +32,8 @@ from envs.execution.load import load_env
 from envs.spec import BuildEnv, EnvSpec
 from envs.tool_calls import detect_format
 from envs.types import Sample
+from trainer.checkpoint.cancel import cancel_on_request
 from trainer.checkpoint.run_dir import EPISODES, make_folder
-from trainer.checkpoint.session import cancel_on_sigterm
 from trainer.config.evaluation import EvaluateConfig, MeasurementConfig
 from trainer.config.inputs import NUM_HELD_OUT
 from trainer.config.run import RunDirConfig
@@ -108,6 +109,7 @@ def prepare(config: EvaluateConfig) -> EvaluationContext:
     """
     spec = config.env.resolve()
     build_env, data = load_env(spec), config.data
+    RewardSum.load(spec.reward)
     model_path = resolve_model(config.model.model)
     facts = ModelFacts.load(model_path)
     check_fit(config.model, data.max_prompt_tokens, facts)
@@ -164,7 +166,14 @@ class Evaluator:
         evaluator.report.ways["with_tool"].accuracy      # Estimate(0.25, 0.201, 0.306, 256, "wilson")
     """
 
-    def __init__(self, context: EvaluationContext, display: Display) -> None:
+    def __init__(
+        self,
+        context: EvaluationContext,
+        display: Display,
+        on_episode: Callable[[Trajectory], None] = lambda trajectory: None,
+    ) -> None:
+        """Calls `on_episode(trajectory)` when an episode ends."""
+        self._on_episode = on_episode
         self.context, self.config, self.display = context, context.config, display
         self._players: dict[str, ProblemPlayer] = {}
         self._recorder = self._make_recorder()
@@ -175,7 +184,7 @@ class Evaluator:
     async def run(self) -> None:
         """Play and write the report; Ctrl-C or SIGTERM ends the playing. Raises what the engine raises."""
         context, partial = self.context, ""
-        cancel_on_sigterm()
+        cancel_on_request()
         self.display.begin("evaluate", len(context.ways) * len(context.samples) * self.config.measurement.samples)
         try:
             if isinstance(context.engine, SGLangEngine):
@@ -234,6 +243,7 @@ class Evaluator:
         def on_episode(trajectory: Trajectory) -> None:
             self.display.advance()
             self.display.fault(trajectory, self._faults)
+            self._on_episode(trajectory)
             if self._recorder:
                 self._recorder.write(trajectory, step=0, phase=EVALUATE, way=way.name)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -126,7 +127,9 @@ def open_console() -> Console:
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    console = Console(highlight=False)
+    # A notebook calls itself a terminal and cannot move a progress bar: it gets the lines of the steps alone.
+    is_notebook = "ipykernel" in sys.modules
+    console = Console(highlight=False, force_jupyter=False, force_terminal=False if is_notebook else None)
     for package in ("envs", "agents", "trainer"):
         logging.getLogger(package).setLevel(logging.INFO)
         logging.getLogger(package).handlers = [ConsoleHandler(console)]

@@ -18,7 +18,6 @@ from agents.recording.run_files import METRICS
 from agents.rollout.groups import StepRollout
 from agents.types import Trajectory, Turn
 from envs.contract import TOOL_FAULT
-from trainer.config.run import TrackerName
 from trainer.metrics.trackers import TrackedRun, Tracker, open_trackers
 from trainer.types import StepStats
 
@@ -29,6 +28,7 @@ def rollout_metrics(rollout: StepRollout, max_turns: int, seconds: float) -> dic
     """Return the metrics of one step's rollout, which took `seconds`.
 
     - `reward` and the like: means over the valid episodes of all complete groups, filtered and surplus ones included.
+    - `reward/NAME`: the value of each reward function, before its weight.
     - `groups_used_frac`: the share of groups whose rewards differ, so that something can be learnt from them.
     - `groups_resampled`, `groups_dropped`: groups with fewer than two valid episodes, played again or given up.
     - `end/REASON`: the share of all episodes, aborted and discarded ones included.
@@ -55,6 +55,9 @@ def rollout_metrics(rollout: StepRollout, max_turns: int, seconds: float) -> dic
         **{f"groups_{what}": len(unused) for what, unused in rollout.unused.items()},
         "env_s": sum(turn.env_s for turn in turns) / max(1, len(turns)),
     }
+    for name in dict.fromkeys(name for t in valid for name in t.rewards):
+        values = [t.rewards[name] for t in valid if name in t.rewards]
+        metrics[f"reward/{name}"] = sum(values) / len(values)
     metrics |= {f"end/{reason}": number / max(1, len(rollout.played)) for reason, number in sorted(ends.items())}
     metrics |= {f"tool/{outcome}": number / max(1, len(turns)) for outcome, number in sorted(outcomes.items())}
     metrics |= {f"tool_fault/{name}": number / max(1, len(turns)) for name, number in sorted(faults.items())}
@@ -161,7 +164,7 @@ class MetricsLog:
         self,
         folder: Path,
         config: Mapping[str, Any],
-        trackers: Sequence[TrackerName] = (),
+        trackers: Sequence[str] = (),
         project: str = "trueturn",
         steps_done: int = 0,
     ) -> None:

@@ -2,7 +2,8 @@
 
 A resumed run continues its curves. No tracker can end a run: `MetricsLog` drops a tracker that fails.
 
-To add a tracker: write a class like `TensorBoard`, add it to `OPENERS` and its name to `TrackerName`.
+To add a tracker: write a class like `TensorBoard`, add it to `OPENERS` and its name to `TrackerName`; or name a class
+of your own, `--tracker my.py:MyTracker`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from envs.errors import UserError
-from trainer.config.run import TrackerName
+from trainer.config.run import TRACKER
 
 
 class Tracker(Protocol):
@@ -128,17 +129,19 @@ class Trackio:
             self._run.finish()
 
 
-OPENERS: dict[TrackerName, Callable[[TrackedRun], Tracker]] = {
+OPENERS: dict[str, Callable[[TrackedRun], Tracker]] = {
     "tensorboard": TensorBoard,
     "wandb": Wandb,
     "trackio": Trackio,
 }
 
 
-def check_trackers(names: Sequence[TrackerName]) -> None:
-    """Raise `UserError` if a tracker's package is missing, or if wandb would ask for a login."""
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise `UserError` if a tracker or its package is missing, or if wandb would ask for a login."""
     for name in names:
-        if importlib.util.find_spec(name) is None:
+        if name not in OPENERS:
+            TRACKER.load("--tracker", name)
+        elif importlib.util.find_spec(name) is None:
             raise UserError("--tracker", "needs its package", name, f"pip install {name}")
         if name == "wandb":
             with _as_user_error(name):
@@ -148,7 +151,7 @@ def check_trackers(names: Sequence[TrackerName]) -> None:
                 raise UserError("--tracker", "needs a login", name, fix)
 
 
-def open_trackers(names: Sequence[TrackerName], run: TrackedRun) -> dict[TrackerName, Tracker]:
+def open_trackers(names: Sequence[str], run: TrackedRun) -> dict[str, Tracker]:
     """Return the trackers of these names, opened for a run.
 
     Raises:
@@ -156,17 +159,18 @@ def open_trackers(names: Sequence[TrackerName], run: TrackedRun) -> dict[Tracker
     """
     check_trackers(names)
     with contextlib.ExitStack() as opened:
-        trackers: dict[TrackerName, Tracker] = {}
+        trackers: dict[str, Tracker] = {}
         for name in dict.fromkeys(names):
+            opener = OPENERS.get(name) or TRACKER.load("--tracker", name)
             with _as_user_error(name):
-                trackers[name] = OPENERS[name](run)
+                trackers[name] = opener(run)
             opened.callback(trackers[name].close)
         opened.pop_all()
     return trackers
 
 
 @contextlib.contextmanager
-def _as_user_error(name: TrackerName) -> Iterator[None]:
+def _as_user_error(name: str) -> Iterator[None]:
     """Raise `UserError` for anything that a tracker's package raises: no network, no permission, and so on."""
     try:
         yield

@@ -20,7 +20,7 @@ from agents.rollout.episode import Episode
 from agents.rollout.groups import ManagerState, Problem, RolloutOptions, StepRollout, derive_seed
 from agents.rollout.manager import RolloutManager
 from agents.types import TrajectoryGroup
-from envs.datasets.samples import epoch_order, filter_overlong
+from envs.datasets.samples import filter_overlong
 from envs.env import EnvArgs
 from envs.execution.load import load_env
 from envs.spec import BuildEnv
@@ -37,6 +37,7 @@ from trainer.metrics.console import Display
 from trainer.rollouts.protocol import OnEpisode, OnEvaluated
 from trainer.setup.components import build_episode, build_transport, check_processes, check_updates, sampling_params
 from trainer.setup.model_source import check_fit, resolve_model, template_options
+from trainer.setup.plugins import check_algorithm, check_rollout, own_filter, problem_order
 from trainer.setup.problems import check_command, load_problems, probe_tools
 from trainer.setup.run_context import RunContext, begin_or_resume
 from trainer.weight_sync.sync import WeightSync
@@ -120,13 +121,15 @@ class LiveRollouts:
         """Start the engine, prove that it runs the learner's weights, and continue from `state`."""
         await self.context.weight_sync.start(version)
         config, context = self.config, self.context
-        names = {field.name for field in fields(RolloutOptions)}
+        names = {field.name for field in fields(RolloutOptions)} - {"group_filter"}
         self._manager = RolloutManager(
             context.episode(context.spec.max_turns, config.rollout.temperature),
             context.build_env,
             context.env_args(context.spec.max_turns),
             self._problem,
-            RolloutOptions(**config.rollout.model_dump(include=names)),
+            RolloutOptions(
+                **config.rollout.model_dump(include=names), group_filter=own_filter(config.rollout.group_filter)
+            ),
             on_episode=on_episode,
             state=state,
         )
@@ -157,7 +160,7 @@ class LiveRollouts:
         samples = self.context.train_samples
         epoch, place = divmod(number, len(samples))
         if self._order[0] != epoch:
-            self._order = epoch, epoch_order(len(samples), self.config.seed, epoch)
+            self._order = epoch, problem_order(samples, self.config.rollout.sampler, self.config.seed, epoch)
         step, index = divmod(number, self.config.rollout.problems_per_step)
         return Problem(samples[self._order[1][place]], derive_seed(self.config.seed, "train", step + 1), index)
 
@@ -204,6 +207,8 @@ def prepare(config: RunConfig) -> LiveContext:
     """
     spec = config.env.resolve()
     build_env = load_env(spec)
+    check_rollout(config.rollout, spec)
+    check_algorithm(config.algorithm)
     model_path = resolve_model(config.model.model)
     facts = ModelFacts.load(model_path)
     if config.trains:

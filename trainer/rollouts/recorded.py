@@ -31,6 +31,7 @@ from trainer.rollouts.recorded_groups import RecordedSteps
 from trainer.rollouts.recording_check import RecordingCheck
 from trainer.setup.components import check_learner, check_updates, sampling_params
 from trainer.setup.model_source import check_reach, resolve_model, template_options
+from trainer.setup.plugins import check_algorithm
 from trainer.setup.run_context import RunContext, begin_or_resume
 from trainer.weight_sync.sync import NoWeightSync
 
@@ -88,6 +89,7 @@ def prepare_replay(config: RunConfig) -> RecordedContext:
     base = recorded_settings(run)
     check_read(config, base)
     check_updates(config.optim, config.rollout.problems_per_step)
+    check_algorithm(config.algorithm)
     check_model_given(config, base)
     model_path = resolve_model(config.model.model)
     facts = ModelFacts.load(model_path)

@@ -31,6 +31,7 @@ from agents.model.policy import PolicyModel
 from agents.rendering.renderer import Renderer
 from agents.rendering.thinking import find_thinking
 from agents.rollout.episode import Episode, Limits
+from agents.rollout.rewards import RewardSum
 from agents.types import SamplingParams
 from envs.errors import UserError, first_line
 from envs.spec import EnvLimits, EnvSpec
@@ -312,4 +313,5 @@ def build_episode(
     """Return the agent loop that plays an environment with these limits."""
     limits = Limits(max_turns, max_new_tokens, EnvLimits.of(spec))
     thinking = find_thinking(renderer.template, spec.thinking)
-    return Episode(engine, renderer, limits, sampling_params(renderer, temperature), use_tools, thinking)
+    sampling, rewards = sampling_params(renderer, temperature), RewardSum.load(spec.reward)
+    return Episode(engine, renderer, limits, sampling, use_tools, thinking, rewards)

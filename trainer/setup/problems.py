@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from envs.contract import EnvFault
-from envs.datasets.samples import load_samples
 from envs.errors import UserError
 from envs.execution.runner import EnvRunner, last_line
 from envs.problems import RowsConfig, checked_problems
@@ -42,14 +41,7 @@ def load_rows(
     spec: EnvSpec, data: PromptsConfig, source: str, split: str = "train", limit: int | None = None
 ) -> SampleSource:
     """Return the problems of a data set, with the configured system prompt or, without one, the environment's."""
-    return load_samples(
-        source,
-        keys=data.keys,
-        system_prompt=data.system_prompt or spec.load_system_prompt(),
-        allow_outside_images=data.allow_outside_images,
-        limit=limit,
-        split=split,
-    )
+    return data.load(source, split, data.system_prompt or spec.load_system_prompt(), limit)
 
 
 def own_problems(spec: EnvSpec, data: PromptsConfig, split: str, size: int, seed: int) -> SampleSource:
@@ -60,7 +52,11 @@ def own_problems(spec: EnvSpec, data: PromptsConfig, split: str, size: int, seed
 def check_command(env: EnvConfig, data: RowsConfig) -> str:
     """Return the command that checks this environment without a model."""
     words = [env.env, *(f"--registry {file}" for file in env.registry)]
-    words += [f"--data {data.data}"] if data.data else []
+    rows = {name: getattr(data, name) for name in RowsConfig.model_fields}
+    given = {name: value for name, value in rows.items() if value != RowsConfig.model_fields[name].default}
+    words += [
+        f"--{name.replace('_', '-')}" + (f" {value}" if value is not True else "") for name, value in given.items()
+    ]
     return f"python -m envs.check {' '.join(words)}"
 
 

@@ -38,7 +38,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         base = validate(SftConfig, read_file(SftConfig, config.checkpoint.resume / CONFIG))
         check_resumable(config, base, SFT_FIXED)
     # Imported late, so that --help and a mistyped flag answer at once.
-    from trainer.checkpoint.session import run_to_end
+    from trainer.checkpoint.session import RunFailed, run_to_end
     from trainer.sft.loop import run_sft
     from trainer.sft.setup import load_data, prepare
 
@@ -71,9 +71,12 @@ def run(argv: Sequence[str] | None = None) -> int:
         f"run folder {path_text(context.folder)}",
         soft_wrap=True,
     )
-    with Display(console) as display:
-        summary = run_to_end(run_sft(context, display), f"python -m trainer.sft --resume {path_text(context.folder)}")
-    if summary is None:
+    again = f"python -m trainer.sft --resume {path_text(context.folder)}"
+    try:
+        with Display(console) as display:
+            summary = run_to_end(run_sft(context, display), again)
+    except RunFailed as error:
+        print(f"error: {error}", file=sys.stderr)
         return 1
     console.print(f"{summary['seconds']:.0f} s, peak memory {summary['peak_memory_gib']:.2f} GiB")
     console.print(f"everything is in {path_text(context.folder)}", soft_wrap=True)

@@ -206,6 +206,12 @@ function sideFacts({ run, episode, stream }) {
     isNumber(episode.began) && ["began", new Date(episode.began * 1000).toISOString().slice(0, 19).replace("T", " ")],
   ];
   const box = make("section.side-facts", make("h2", { text: "Facts" }), factList(facts));
+  const rewards = Object.entries(episode.rewards || {});
+  if (rewards.length)
+    box.append(
+      make("h2", { text: "Rewards" }),
+      factList(rewards.map(([name, value]) => [visible(name.slice(0, 80)), reward(value)])),
+    );
   const metadata = Object.entries(episode.metadata || {});
   if (metadata.length)
     box.append(

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from envs.datasets.conversations import AnsweredSamples, Conversation, ConversationOptions, open_conversations
-from envs.datasets.samples import DataKeys
+from envs.datasets.prompts import DataKeys
 from envs.errors import UserError
 from envs.types import Sample, content_parts
 

@@ -17,8 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from envs.datasets.prompts import DataKeys
 from envs.datasets.rows import ArrowRows
-from envs.datasets.samples import DataKeys, RowSamples, Subset, epoch_order, filter_overlong, load_samples
+from envs.datasets.samples import RowSamples, Subset, epoch_order, filter_overlong, load_samples
 from envs.errors import UserError
 from envs.grading import score_text
 from envs.types import Sample, message_images

@@ -18,7 +18,8 @@ from pydantic.fields import FieldInfo
 
 from envs.config.cli import parse
 from envs.config.files import text_of
-from envs.config.settings import FieldPath, changed, flag_of, is_tuple, leaves, words_of
+from envs.config.plugins import Plugin
+from envs.config.settings import FieldPath, changed, flag_of, is_tuple, leaves, takes_references, words_of
 from envs.config.sources import PREFIX
 from envs.errors import UserError
 from tests.paths import ROOT
@@ -47,6 +48,8 @@ def value_of(path: FieldPath, field: FieldInfo) -> Any:
     default, words = field.get_default(), words_of(field.annotation)
     if path[-1] in VALUES:
         return VALUES[path[-1]]
+    if takes_references(field.annotation) or any(isinstance(rule, Plugin) for rule in field.metadata):
+        return ("my_module:first", "my_module:second") if is_tuple(field) else "my_module:first"
     if words:
         word = next(word for word in reversed(words) if word != default and (word,) != default)
         return (word,) if is_tuple(field) else word
@@ -178,7 +181,7 @@ def test_adapter_settings_without_adapters_are_refused_unless_they_are_the_defau
 
 
 def test_an_unknown_tracker_is_refused() -> None:
-    with pytest.raises(UserError, match="--tracker: must be 'tensorboard', 'wandb' or 'trackio', got wanb"):
+    with pytest.raises(UserError, match="--tracker: must be 'tensorboard', 'wandb' or 'trackio', or a tracker of an"):
         parsed("--tracker", "wanb")
     assert parsed("--tracker", "").log == LogConfig(tracker=())
 
@@ -258,7 +261,12 @@ PAGE = (ROOT / "docs" / "configuration.md").read_text()
 
 
 def test_the_page_on_configuration_names_what_there_is() -> None:
-    flags = {flag_of(path[-1], field) for path, field in FIELDS.items()} | {"--config", "--print-config", "--help"}
+    flags = {flag_of(path[-1], field) for path, field in FIELDS.items()} | {
+        "--config",
+        "--print-config",
+        "--help",
+        "--from-slime",
+    }
     others = {"--split", "--logdir", "--no-partial"}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE)) <= flags | others
     assert re.findall(r"^\| `([\w-]+)` \|", PAGE.split("| name | what")[1], re.MULTILINE)[:5] == [

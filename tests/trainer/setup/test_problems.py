@@ -7,11 +7,27 @@ from pathlib import Path
 
 import pytest
 
+from envs.check import CheckConfig
+from envs.config.cli import parse
 from envs.errors import UserError
 from envs.execution.load import load_env
+from envs.problems import RowsConfig
 from envs.registry import get_spec
 from trainer.config.inputs import DataConfig, EnvConfig
-from trainer.setup.problems import load_problems, probe_tools
+from trainer.setup.problems import check_command, load_problems, probe_tools
+
+
+def test_the_command_that_checks_an_environment_reads_the_same_rows() -> None:
+    data = DataConfig(
+        data="rows.parquet", answer_key="reward_model.ground_truth", allow_remote_images=True, train_size=8
+    )
+    words = check_command(EnvConfig(env="geo3k"), data).split()
+    assert words[:3] == ["python", "-m", "envs.check"]
+    config = parse(CheckConfig, words[3:], "", "")
+    assert config.id == "geo3k"
+    assert {name: getattr(config.problems, name) for name in RowsConfig.model_fields} == {
+        name: getattr(data, name) for name in RowsConfig.model_fields
+    }
 
 
 @pytest.fixture

@@ -1,0 +1,226 @@
+"""Objects that users bring: settings name them, and this module finds them.
+
+A reference is `module:NAME`, `path/to/file.py:NAME`, or the name of an entry point of an installed package. Each kind
+of plug-in has a group of entry points: a package with advantages has in its pyproject.toml
+``[project.entry-points."trueturn.advantages"]``, and under it ``turn_level = "my_package.advantages:turn_level"``.
+
+An object that Python code gives, rather than a name, gets a reference too: see `give`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import math
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+from pydantic import GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
+
+from envs.config import given
+from envs.errors import UserError, did_you_mean
+
+R = TypeVar("R")
+_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+#: Modules of files by path, with the file's time when it was read: a notebook may edit a file and train again.
+_FILES: dict[Path, tuple[int, ModuleType]] = {}
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """A kind of object that users bring: how errors call it, its group of entry points, and the parameters it takes.
+
+    `names` are those of our own that a reference may be too.
+
+    Example: `Plugin("an advantage", "trueturn.advantages", ("groups", "config"))`.
+    """
+
+    word: str
+    group: str
+    parameters: tuple[str, ...]
+    names: tuple[str, ...] = ()
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Make `Annotated[str, plugin]` the type of a setting that holds a reference."""
+        return core_schema.no_info_after_validator_function(self.check_reference, handler(source))
+
+    def check_reference(self, text: str) -> str:
+        """Return a reference, the path in it absolute. Raises ValueError if it is none, for pydantic."""
+        place, _, name = text.rpartition(":")
+        if not place:
+            if text and text not in self.names and text not in self.installed():
+                ours = ", ".join(self.names) + " or " if self.names else ""
+                raise ValueError(f"must be {ours}{self.word} of an installed package, module:NAME or file.py:NAME")
+            return text
+        if not name.isidentifier() or not (place.endswith(".py") or _MODULE.fullmatch(place)):
+            raise ValueError("must be module:NAME or file.py:NAME")
+        return f"{Path(place).absolute()}:{name}" if place.endswith(".py") else text
+
+    def installed(self) -> Mapping[str, str]:
+        """Return the references of installed packages by the names of their entry points."""
+        return {point.name: point.value for point in entry_points(group=self.group)}
+
+    def load(self, field: str, reference: str) -> Any:
+        """Return the object that a reference names, if it can be called as this kind of plug-in is.
+
+        Raises:
+            UserError: it cannot be imported, or takes other parameters; the error names `field`, such as "--advantage".
+        """
+        found = import_object(field, reference if ":" in reference else self.installed()[reference])
+        if not callable(found):
+            fix = "name a function or class"
+            raise UserError(field, f"'{reference}' must be callable", type(found).__name__, fix)
+        try:
+            inspect.signature(found).bind(*self.parameters)
+        except TypeError as error:
+            rule = f"'{reference}' must take {', '.join(self.parameters)}"
+            raise UserError(field, rule, f"{inspect.signature(found)}: {error}", "change its parameters") from error
+        except ValueError:  # code in C, which does not tell its parameters
+            pass
+        return found
+
+    def call(self, field: str, reference: str, function: Callable[..., R], *args: object) -> R:
+        """Return what a user's function returns. Raises `UserError` where it raises."""
+        try:
+            return function(*args)
+        except Exception as error:
+            raise UserError(field, f"'{reference}' must not raise", import_cause(error), "fix it") from error
+
+    @contextlib.contextmanager
+    def result_of(self, field: str, reference: str, result: object) -> Iterator[None]:
+        """Raise `UserError` for a TypeError or ValueError that reading a function's result raises."""
+        try:
+            yield
+        except (TypeError, ValueError) as error:
+            rule = f"'{reference}' must return what {self.word} does ({error})"
+            raise UserError(field, rule, result, "see docs/plugins.md") from error
+
+
+@dataclass(frozen=True)
+class WeightedPlugin(Plugin):
+    """A kind of object of which a setting names several, each with a weight: `my.py:brevity@0.1`, or 1 without one."""
+
+    def check_reference(self, text: str) -> str:
+        """Return a reference with its weight, the path in it absolute."""
+        reference, _, weight = text.rpartition("@") if "@" in text else (text, "", "")
+        if weight:
+            try:
+                is_finite = math.isfinite(float(weight))
+            except ValueError:
+                is_finite = False
+            if not is_finite:
+                raise ValueError(f"must have a number as its weight after @, which '{weight}' is not")
+        reference = super().check_reference(reference)
+        return f"{reference}@{weight}" if weight else reference
+
+    def load_weighted(self, field: str, text: str) -> tuple[str, float, Any]:
+        """Return name, weight and object; the object of one of our own `names` is None. Raises as `load` does."""
+        reference, _, weight = text.rpartition("@") if "@" in text else (text, "", "1")
+        found = None if reference in self.names else self.load(field, reference)
+        return plugin_name(reference), float(weight), found
+
+
+def is_reference(value: object) -> bool:
+    """Return whether a setting's value names an object of a user by module or file."""
+    return isinstance(value, str) and bool(re.search(r"[\w/]:[A-Za-z_]\w*(@|$)", value))
+
+
+def plugin_name(reference: str) -> str:
+    """Return what metrics call a plug-in: the name without its place.
+
+    >>> plugin_name("my_package.rewards:brevity"), plugin_name("brevity")
+    ('brevity', 'brevity')
+    """
+    return reference.rpartition(":")[2]
+
+
+def give(found: object) -> str:
+    """Return a reference to an object of this process.
+
+    It names the object's own module where that can be imported. Otherwise `envs.config.given` keeps it: an object of a
+    notebook, a script or a function can be found by this process only.
+    """
+    module, name = getattr(found, "__module__", None), getattr(found, "__qualname__", "")
+    if module and module != "__main__" and getattr(sys.modules.get(module), name, None) is found:
+        return f"{module}:{name}"
+    return f"{given.__name__}:{given.keep(found)}"
+
+
+def import_object(field: str, reference: str) -> object:
+    """Return what "module:NAME" or "file.py:NAME" names.
+
+    Raises:
+        UserError: there is no such module or name, or the module, which is a user's code, raises.
+    """
+    place, _, name = reference.rpartition(":")
+    try:
+        module = _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(field, f"'{place}' must import", import_cause(error), _import_fix(error, place)) from error
+    names = vars(module)
+    if name in names:
+        return names[name]
+    if module is given:
+        fix = "write it into a file, and name that: file.py:NAME"
+        raise UserError(field, "was given as an object of Python code that does not run here", name, fix)
+    public = [public for public in names if not public.startswith("_")]
+    raise UserError(field, f"'{place}' must define it", name, did_you_mean(name, public))
+
+
+def _import_file(path: Path) -> ModuleType:
+    """Return the module of a file, which is run once as long as it does not change."""
+    path = path.resolve()
+    changed = path.stat().st_mtime_ns
+    if path in _FILES and _FILES[path][0] == changed:
+        return _FILES[path][1]
+    digest = hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()
+    spec = importlib.util.spec_from_file_location(f"{path.stem}_{digest}", path)
+    assert spec is not None and spec.loader is not None, f"{path} does not end in .py"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look for it there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[spec.name]
+        raise
+    _FILES[path] = changed, module
+    return module
+
+
+def import_cause(error: BaseException) -> str:
+    """Return an import error in one line, with the place in the user's code that raised it."""
+    # The first frame is the caller's, importlib's say nothing of the cause.
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)[1:]
+        if "importlib" not in frame.filename and frame.filename != __file__
+    ]
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    if isinstance(error, FileNotFoundError) and error.filename:  # the module's own file
+        return "no such file"
+    return f"{type(error).__name__}: {error}{place}"
+
+
+def _import_fix(error: Exception, place: str) -> str:
+    if isinstance(error, OSError):
+        return "give the path of a Python file"
+    if not isinstance(error, ModuleNotFoundError) or error.name is None:
+        return "fix the module"
+    if place == error.name or place.startswith(f"{error.name}."):
+        return "check the spelling, install it, or put its folder on PYTHONPATH"
+    if error.name.partition(".")[0] == "slime":
+        return "add `compat: slime` to the entry, or install 'slime', which the module imports"
+    return f"install '{error.name}', which the module imports"

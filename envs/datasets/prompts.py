@@ -1,0 +1,195 @@
+"""Reads the chat messages of a row, with its pictures located and placeholders in their places."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from PIL import Image
+
+from envs.errors import UserError, did_you_mean
+from envs.images import ImageAccess, ImageSource, find_image, held_image
+from envs.types import Message, content_parts
+
+PLACEHOLDER = "<image>"
+
+_ROLES = ("system", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True)
+class DataKeys:
+    """The columns of a data set: prompt, gold answer, and pictures (optional).
+
+    A dot leads into a column of dicts: `reward_model.ground_truth`.
+
+    Example::
+
+        DataKeys(prompt="question", answer="label", images="image")
+    """
+
+    prompt: str = "problem"
+    answer: str = "answer"
+    images: str = "images"
+
+
+DEFAULT_KEYS = DataKeys()
+
+
+def read_messages(
+    row: Mapping[str, Any], keys: DataKeys, where: str, access: ImageAccess
+) -> tuple[list[Message], tuple[ImageSource, ...], tuple[str, ...]]:
+    """Return (messages, images, fields): messages with placeholders, the located pictures, and their names in errors.
+
+    The pictures are those of the images column, or those in the parts of the messages.
+
+    Raises:
+        UserError: the row has no messages, pictures in both places, or fewer or more placeholders than pictures.
+    """
+    prompt, shown = _without_images(value_at(row, keys.prompt))
+    if shown and row.get(keys.images):
+        rule = f"must have its pictures in the messages or under '{keys.images}'"
+        raise UserError(where, rule, "both", "remove one of the two")
+    values, column = (shown, f"{keys.prompt} image") if shown else (_image_values(row, keys, where), keys.images)
+    fields = tuple(f"{where} {column}[{index}]" for index in range(len(values)))
+    images = tuple(find_image(value, field, access) for value, field in zip(values, fields, strict=True))
+    return _place_images(_parse_prompt(prompt, row, keys.prompt, where), len(images), where), images, fields
+
+
+def with_images(messages: Sequence[Message], images: Sequence[Image.Image]) -> list[Message]:
+    """Return the messages with the placeholders filled with the pictures, in order."""
+    remaining = iter(images)
+
+    def fill(message: Message) -> Message:
+        if isinstance(message["content"], str):
+            return dict(message)
+        parts = [{**part, "image": next(remaining)} if part["type"] == "image" else part for part in message["content"]]
+        return {**message, "content": parts}
+
+    return [fill(message) for message in messages]
+
+
+def value_at(row: Mapping[str, Any], key: str) -> Any:
+    """Return what a row holds under a key, a dot leading into a dict; None if it holds nothing there."""
+    if key in row or "." not in key:
+        return row.get(key)
+    column, _, rest = key.partition(".")
+    return value_at(inner, rest) if isinstance(inner := row.get(column), Mapping) else None
+
+
+def _without_images(prompt: Any) -> tuple[Any, list[Any]]:
+    """Return a prompt whose parts of pictures are placeholders, and the values of those that held a picture."""
+    pictures: list[Any] = []
+
+    def emptied(part: Any) -> Any:
+        if not isinstance(part, dict) or part.get("type") not in ("image", "image_url"):
+            return part
+        if held_image(part):
+            pictures.append(part)
+        return {"type": "image"}
+
+    def cleared(message: Any) -> Any:
+        if not isinstance(message, dict) or not isinstance(message.get("content"), list):
+            return message
+        return {**message, "content": [emptied(part) for part in message["content"]]}
+
+    return ([cleared(message) for message in prompt] if isinstance(prompt, list) else prompt), pictures
+
+
+def _image_values(row: Mapping[str, Any], keys: DataKeys, where: str) -> list[Any]:
+    """Return the values in the row's images column."""
+    if keys.images not in row:
+        # Without this check, pictures in a column of another name would silently be ignored.
+        names = ("image", "images")
+        others = [name for name, value in row.items() if (value and name in names) or _is_stored_image(value)]
+        if others:
+            fix = f"set the images key to '{others[0]}'"
+            raise UserError(where, f"must hold its pictures under the images key '{keys.images}'", ", ".join(row), fix)
+    value = row.get(keys.images)
+    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _is_stored_image(value: object) -> bool:
+    values = value if isinstance(value, list) and value else [value]
+    return all(isinstance(item, dict) and set(item) == {"bytes", "path"} for item in values)
+
+
+def _parse_prompt(prompt: Any, row: Mapping[str, Any], key: str, where: str) -> list[Message]:
+    """Return the prompt as messages with placeholders converted to parts of type "image"."""
+    if prompt is None and key not in row:
+        raise UserError(where, f"must hold a prompt under '{key}'", f"keys {', '.join(row)}", did_you_mean(key, row))
+    if isinstance(prompt, str) and prompt.strip():
+        return [{"role": "user", "content": _split_placeholders(prompt)}]
+    if not isinstance(prompt, list) or not prompt:
+        fix = "give a text, or a list of {'role': ..., 'content': ...}"
+        raise UserError(f"{where} {key}", "must be a text or a list of messages", prompt, fix)
+    messages = [_parse_message(message, f"{where} {key}[{index}]") for index, message in enumerate(prompt)]
+    if all(message["role"] != "user" for message in messages):
+        roles = ", ".join(message["role"] for message in messages)
+        raise UserError(f"{where} {key}", "must hold a user message", f"roles {roles}", "add one")
+    return messages
+
+
+def _parse_message(message: object, field: str) -> Message:
+    if not isinstance(message, dict) or message.get("role") not in _ROLES:
+        raise UserError(field, f"must be a message with a role of {', '.join(_ROLES)}", message, "add the role")
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = [slot for part in content for slot in _parse_part(part, field)]
+    elif content is None or isinstance(content, str):
+        parts = _split_placeholders(content or "")
+    else:
+        raise UserError(f"{field} content", "must be a text or a list of parts", content, "give a text")
+    # Arrow gives every message the keys of all messages; missing ones are None.
+    return {**{name: value for name, value in message.items() if value is not None}, "content": parts}
+
+
+def _parse_part(part: object, field: str) -> list[dict[str, Any]]:
+    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return _split_placeholders(part["text"])
+    if isinstance(part, dict) and part.get("type") == "image" and part.get("image") is None:
+        return [{"type": "image"}]
+    fix = "give {'type': 'text', 'text': ...} or {'type': 'image'}, the pictures in their own column"
+    raise UserError(f"{field} content", "must hold text parts and image placeholders", part, fix)
+
+
+def _split_placeholders(text: str) -> list[dict[str, Any]]:
+    """Split a text at its placeholders: "<image>Find x." gives an image part, then a text part."""
+    parts: list[dict[str, Any]] = []
+    for number, piece in enumerate(text.split(PLACEHOLDER)):
+        if number > 0:
+            parts.append({"type": "image"})
+        if piece:
+            parts.append({"type": "text", "text": piece})
+    return parts
+
+
+def _place_images(messages: Sequence[Message], num_images: int, where: str) -> list[Message]:
+    """Check that each picture has a placeholder, or add placeholders if there are none; join text-only content."""
+    places = sum(part["type"] == "image" for message in messages for part in message["content"])
+    if places not in (0, num_images):
+        rule = f"must have as many {PLACEHOLDER} placeholders as images"
+        got = f"{places} placeholders and {num_images} images"
+        raise UserError(where, rule, got, "fix the row, or remove every placeholder to put the images first")
+    missing = [{"type": "image"} for _ in range(num_images - places)]
+    placed: list[Message] = []
+    for message in messages:
+        parts = message["content"]
+        if missing and message["role"] == "user":
+            parts, missing = [*missing, *parts], []
+        if all(part["type"] == "text" for part in parts):
+            parts = "".join(part["text"] for part in parts)
+        placed.append({**message, "content": parts})
+    return placed
+
+
+def add_system_prompt(messages: Sequence[Message], system_prompt: str) -> list[Message]:
+    """Put the system prompt first; the row's own system message follows in the same message."""
+    if messages[0]["role"] != "system":
+        return [{"role": "system", "content": system_prompt}, *messages]
+    own = messages[0]["content"]
+    if isinstance(own, str):
+        content: str | list[dict[str, Any]] = f"{system_prompt}\n\n{own}"
+    else:
+        content = [{"type": "text", "text": f"{system_prompt}\n\n"}, *content_parts(messages[0])]
+    return [{**messages[0], "content": content}, *messages[1:]]

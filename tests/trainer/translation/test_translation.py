@@ -1,0 +1,602 @@
+"""Claims about `python -m trainer.translate`: what it prints runs here, in our units, and it names what is left."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import time
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from envs.config.cli import exit_code, parse
+from envs.config.settings import changed, leaves, values_of
+from envs.errors import UserError
+from tests.paths import ROOT
+from trainer.config.other_trainers import OTHER_TRAINERS
+from trainer.config.run import RunConfig
+from trainer.config.sources import SOURCES
+from trainer.translate import run
+from trainer.translation.dialect import NoCounterpart
+from trainer.translation.reading import read_settings
+from trainer.translation.translation import DIALECTS, Translation, translate
+
+#: The flags of slime's geometry example with several turns, as a script in its form.
+SLIME = r"""#!/bin/bash
+MODEL=${SLIME_SCRIPT_MODEL_NAME:-"Qwen3-VL-2B-Instruct"}
+DATASET=${SLIME_SCRIPT_DATASET_NAME:-"VeraIsHere/geo3k_imgurl_processed"}
+NUM_GPUS=${SLIME_SCRIPT_NUM_GPUS:-4}
+LOCAL=$(basename "$DATASET")
+hf download Qwen/${MODEL} --local-dir /root/models/${MODEL}
+hf download --repo-type dataset ${DATASET} --local-dir /root/datasets/${LOCAL}
+ROLLOUT_ARGS=(
+   --prompt-data /root/datasets/${LOCAL}/train.parquet
+   --input-key problem
+   --label-key answer   # gold
+   --rm-type math
+   --custom-generate-function-path examples.geo3k_vlm_multi_turn.rollout.generate
+   --rollout-shuffle
+   --num-rollout 3000
+   --rollout-batch-size 64
+   --n-samples-per-prompt 8
+   --rollout-max-response-len 4096
+   --rollout-temperature 1
+   --global-batch-size 512
+)
+PICTURES='{"image": "images"}'
+GRPO_ARGS=(
+   --advantage-estimator grpo --kl-loss-coef 0.00 --kl-loss-type low_var_kl --kl-coef 0.00 --entropy-coef 0.00
+   --eps-clip 0.2 --eps-clip-high 0.28
+)
+OPTIMIZER_ARGS=(
+   --optimizer adam
+   --lr 1e-6
+   --lr-decay-style constant
+   --weight-decay 0.1
+   --adam-beta1 0.9
+   --adam-beta2 0.98
+)
+if [ -n "$WANDB_API_KEY" ]; then
+   WANDB_ARGS=(--use-wandb --wandb-key ${WANDB_API_KEY})
+else
+   WANDB_ARGS=()
+fi
+BACKEND_ARGS=(
+   --train-backend megatron
+   --load /root/models/${MODEL}
+   --tensor-model-parallel-size 4
+   --sequence-parallel
+   --recompute-granularity full
+   --use-dynamic-batch-size
+   --max-tokens-per-gpu 4096
+   --sglang-mem-fraction-static 0.6
+)
+ray job submit --address="http://127.0.0.1:8265" -- python3 train.py \
+   --hf-checkpoint /root/models/${MODEL} \
+   --actor-num-nodes 1 --actor-num-gpus-per-node ${NUM_GPUS} --rollout-num-gpus ${NUM_GPUS} --colocate \
+   --multimodal-keys "${PICTURES}" \
+   ${ROLLOUT_ARGS[@]} ${GRPO_ARGS[@]} "${OPTIMIZER_ARGS[@]}" ${BACKEND_ARGS[@]} ${WANDB_ARGS[@]}
+"""
+
+#: The same flags in the form of a Python script.
+SLIME_PY = r"""
+import os
+from slime.utils.external_utils.command_utils import execute_train
+MODEL = os.environ.get("SLIME_SCRIPT_MODEL_NAME", "Qwen3-VL-2B-Instruct")
+NUM_GPUS = int(os.environ.get("SLIME_SCRIPT_NUM_GPUS", "4"))
+DATASET = "VeraIsHere/geo3k_imgurl_processed"
+FILE = os.path.join("/root/datasets/geo3k", "train.parquet")
+
+def execute():
+    run(f"hf download Qwen/{MODEL} --local-dir /root/models/{MODEL}")
+    run(f"hf download --repo-type dataset {DATASET} --local-dir /root/datasets/geo3k")
+    wandb = f"--use-wandb --wandb-key '{key}' " if (key := os.environ.get("WANDB_API_KEY")) else ""
+    rollout = (
+        f"--hf-checkpoint /root/models/{MODEL} --prompt-data {FILE} --input-key problem --label-key answer "
+        '--multimodal-keys \'{"image": "images"}\' '
+        "--rm-type math --custom-generate-function-path examples.geo3k_vlm_multi_turn.rollout.generate "
+        "--rollout-shuffle --num-rollout 3000 --rollout-batch-size 64 --n-samples-per-prompt 8 "
+        "--rollout-max-response-len 4096 --rollout-temperature 1 --global-batch-size 512 "
+    )
+    grpo = "--advantage-estimator grpo --kl-loss-type low_var_kl --eps-clip 0.2 --eps-clip-high 0.28 "
+    optimizer = "--lr 1e-6 --lr-decay-style constant --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.98 "
+    graphs = f"--sglang-cuda-graph-bs {' '.join(map(str, range(16, 257, 8)))} "
+    backend = "--recompute-granularity full --max-tokens-per-gpu 4096 --tensor-model-parallel-size 4 "
+    places = "--actor-num-nodes 1 " f"--actor-num-gpus-per-node {NUM_GPUS} --rollout-num-gpus {NUM_GPUS} --colocate "
+    train_args = f"{rollout} {grpo} {optimizer} " f"{graphs} {backend} {places} {wandb}"
+    execute_train(train_args=train_args, num_gpus_per_node=NUM_GPUS)
+"""
+
+#: The settings of RLinf's geometry example, as YAML in its form.
+RLINF = r"""
+defaults: [../hybrid_engines/fsdp@actor.fsdp_config]
+cluster: {num_nodes: 1, component_placement: {"actor,rollout,reward": 0-7}}
+runner:
+  max_epochs: 25
+  max_steps: 800
+  seq_length: 8192
+  max_tokens_per_mbs: 8192
+  save_interval: 100
+  val_check_interval: 1
+algorithm:
+  importance_sampling_fix: True
+  importance_sampling_clip: 2
+  group_size: 8
+  n_minibatches: 1
+  loss_agg_func: seq-mean-token-mean
+  kl_beta: 0.0
+  kl_penalty_type: low_var_kl
+  ratio_clip_eps: 0.2
+  clip_ratio_c: null # 3.0
+  clip_ratio_low: 0.2
+  clip_ratio_high: 0.28
+  adv_type: grpo
+  early_stop_imp_ratio: 5.0
+  sampling_params:
+    temperature: 1
+    top_k: 1000000
+    max_new_tokens: ${subtract:${runner.seq_length}, ${data.max_prompt_length}}
+rollout:
+  gpu_memory_utilization: 0.6
+  model: {model_path: Qwen/Qwen3-VL-2B-Instruct, precision: bf16}
+  rollout_backend: sglang
+  sglang: {attention_backend: triton}
+  tensor_parallel_size: 1
+  max_running_requests: 64
+data:
+  type: vlm
+  max_prompt_length: 4096
+  rollout_batch_size: 64
+  prompt_key: problem
+  image_keys: ["images"]
+  answer_key: answer
+  train_data_paths: ["CAIR-HKISI/geo3k"]
+  system_prompt: 'Solve it. The last line is Answer: \boxed{$Answer}.'
+actor:
+  enable_offload: True
+  global_batch_size: ${int_div:${multiply:${algorithm.group_size}, ${data.rollout_batch_size}}, 1}
+  model: {model_path: "${rollout.model.model_path}"}
+  optim: {lr: 1e-06, adam_beta1: 0.9, adam_beta2: 0.98, weight_decay: 0.1, clip_grad: 1}
+  lr_sched: {lr_decay_style: constant, lr_warmup_fraction: 0.01}
+  fsdp_config: {reshard_after_forward: True, gradient_checkpointing: True}
+reward: {reward_type: math, reward_max_val: 1, reward_min_val: 0}
+"""
+
+VERL = r"""
+PROJECT_DIR="$(pwd)"
+python3 -m verl.trainer.main_ppo \
+    --config-path="$PROJECT_DIR/config" \
+    algorithm.adv_estimator=grpo \
+    data.train_batch_size=256 \
+    data.max_prompt_length=2048 \
+    data.max_response_length=2048 \
+    actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-3B-Instruct \
+    actor_rollout_ref.actor.optim.lr=1e-6 \
+    actor_rollout_ref.actor.ppo_mini_batch_size=64 \
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32 \
+    actor_rollout_ref.actor.use_kl_loss=True \
+    actor_rollout_ref.actor.kl_loss_coef=0.001 \
+    actor_rollout_ref.actor.kl_loss_type=low_var_kl \
+    actor_rollout_ref.rollout.tensor_model_parallel_size=2 \
+    actor_rollout_ref.rollout.name=sglang \
+    actor_rollout_ref.rollout.n=16 \
+    actor_rollout_ref.rollout.multi_turn.tool_config_path="$PROJECT_DIR/geo3k_tool_config.yaml" \
+    +actor_rollout_ref.rollout.multi_turn.max_assistant_turns=5 \
+    trainer.logger='["console","wandb"]' \
+    trainer.n_gpus_per_node=8 trainer.nnodes=1 trainer.save_freq=-1 \
+    data.train_files=/data/train.parquet \
+    trainer.total_epochs=15 $@
+"""
+
+TRL = """
+model_name_or_path: Qwen/Qwen2.5-VL-3B-Instruct
+dataset_name: owner/set
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 4
+steps_per_generation: 16
+num_generations: 8
+max_completion_length: 1024
+max_steps: 200
+learning_rate: 1.0e-5
+lr_scheduler_type: cosine
+warmup_ratio: 0.1
+beta: 0.04
+loss_type: dr_grpo
+use_vllm: true
+use_peft: true
+lora_target_modules: [q_proj, v_proj]
+reward_funcs: [accuracy_reward, think_format_reward]
+report_to: [wandb]
+"""
+
+SOURCES_OF = {"slime.sh": SLIME, "slime.py": SLIME_PY, "rlinf.yaml": RLINF, "verl.sh": VERL, "trl.yaml": TRL}
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MODEL_NAME", "DATASET_NAME", "NUM_GPUS"):
+        monkeypatch.delenv(f"SLIME_SCRIPT_{name}", raising=False)
+    monkeypatch.setenv("WANDB_API_KEY", "12345-secret")
+
+
+def translated(capsys: pytest.CaptureFixture[str], source: str, *flags: str) -> tuple[RunConfig, str]:
+    """Return what our own parser reads in the printed command, and everything that was printed."""
+    assert run([source, *flags]) == 0
+    text = capsys.readouterr().out
+    words = words_of(text)
+    assert words[:3] == ["python", "-m", "trainer.run"]
+    return parse(RunConfig, words[3:], "python -m trainer.run", "", SOURCES), text
+
+
+def words_of(command: str) -> list[str]:
+    """Return the words that a shell reads."""
+    return shlex.split(command.replace("\\\n", " "), comments=True)
+
+
+def value_of(config: RunConfig, field: str) -> object:
+    return next(value for path, value in values_of(config).items() if path[-1] == field)
+
+
+def written(folder: Path, name: str) -> str:
+    (folder / name).write_text(SOURCES_OF[name])
+    return str(folder / name)
+
+
+def differing(config: RunConfig) -> dict[str, Any]:
+    return {path[-1]: new for path, (_, new) in changed(config, RunConfig()).items()}
+
+
+SEED = {
+    "steps": 3000,
+    "seed": 42,
+    "max_new_tokens": 4096,
+    "grader": "math",
+    "data": "VeraIsHere/geo3k_imgurl_processed",
+    "max_prompt_tokens": 4096,
+    "model": "Qwen/Qwen3-VL-2B-Instruct",
+    "dtype": "bfloat16",
+    "context_length": 8192,
+    "engine": "sglang",
+    "num_servers": 4,
+    "num_gpus": 4,
+    "problems_per_step": 64,
+    "lr": 1e-6,
+    "warmup_steps": 0,
+    "beta2": 0.98,
+    "weight_decay": 0.1,
+    "recompute": 1.0,
+    "aggregation": "seq-mean-token-mean",
+    "correction": "none",
+}
+
+
+@pytest.mark.parametrize("name", ["slime.sh", "slime.py"])
+def test_the_example_of_slime_becomes_the_same_run(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, text = translated(capsys, written(tmp_path, name))
+    assert differing(config) == SEED
+    assert config.env.env == "geo3k"
+    assert "--tensor-model-parallel-size 4" in text and "FSDP2" in text
+    assert "secret" not in text and "wandb" not in text
+
+
+def test_it_is_the_run_of_our_own_recipe_after_slimes_example(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, _ = translated(capsys, written(tmp_path, "slime.sh"))
+    recipe = parse(RunConfig, ["--config", "slime-geo3k-multi-turn"], "", "", SOURCES)
+    assert {path[-1] for path in changed(config, recipe)} <= {"data", "seed", "grader", "max_turns"}
+
+
+def test_variables_of_the_scripts_count_as_they_do_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLIME_SCRIPT_MODEL_NAME", "Qwen3-VL-8B-Thinking")
+    monkeypatch.setenv("SLIME_SCRIPT_NUM_GPUS", "8")
+    for name in ("slime.sh", "slime.py"):
+        config, _ = translated(capsys, written(tmp_path, name))
+        assert (config.model.model, config.cluster.num_gpus) == ("Qwen/Qwen3-VL-8B-Thinking", 8)
+
+
+def test_the_example_of_rlinf_becomes_the_same_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, text = translated(capsys, written(tmp_path, "rlinf.yaml"))
+    assert differing(config) == {
+        "env": "geo3k_single",
+        "steps": 800,
+        "max_new_tokens": 4096,
+        "grader": "math",
+        "reward_max_val": 1.0,
+        "reward_min_val": 0.0,
+        "data": "CAIR-HKISI/geo3k",
+        "system_prompt": r"Solve it. The last line is Answer: \boxed{$Answer}.",
+        "max_prompt_tokens": 4096,
+        "model": "Qwen/Qwen3-VL-2B-Instruct",
+        "dtype": "bfloat16",
+        "context_length": 8192,
+        "engine": "sglang",
+        "num_servers": 8,
+        "engine_args": "--attention-backend triton --max-running-requests 64",
+        "num_gpus": 8,
+        "problems_per_step": 64,
+        "lr": 1e-6,
+        "warmup_steps": 0,
+        "beta2": 0.98,
+        "weight_decay": 0.1,
+        "max_tokens_per_microbatch": 8192,
+        "recompute": 1.0,
+        "reshard": "always",
+        "offload": "optimizer",
+        "aggregation": "seq-mean-token-mean",
+        "save_every": 100,
+    }
+    assert "#   algorithm.early_stop_imp_ratio 5.0: a step is never cut short" in text
+    recipe = parse(RunConfig, ["--config", "rlinf-qwen3-vl-2b-geo3k"], "", "", SOURCES)
+    assert {path[-1] for path in changed(config, recipe)} <= {"data", "seed", "grader", "system_prompt"}
+
+
+def test_a_command_of_rlinf_is_translated_by_the_file_that_it_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config" / "vqa").mkdir(parents=True)
+    (tmp_path / "config" / "vqa" / "geo3k.yaml").write_text(RLINF)
+    config, _ = translated(capsys, f"bash {tmp_path}/run_main_grpo_vqa.sh geo3k")
+    again, _ = translated(capsys, f"python main_grpo.py --config-path {tmp_path}/config/vqa --config-name geo3k")
+    assert config == again
+    assert config.steps == 800
+
+
+def test_a_command_of_verl_is_converted_to_our_units(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, text = translated(capsys, written(tmp_path, "verl.sh"))
+    found = differing(config)
+    assert (config.env.env, found["max_turns"], found["group_size"]) == ("geo3k", 5, 16)
+    assert (found["problems_per_step"], found["minibatches"]) == (256, 256 // 64), "both count prompts there"
+    assert (found["num_gpus"], found["num_servers"], found["tensor_parallel"]) == (8, 4, 2)
+    assert (found["kl_coef"], config.algorithm.kl_estimator, found["dual_clip"]) == (0.001, "k3", 3.0)
+    assert (config.algorithm.clip_low, config.algorithm.clip_high) == (0.2, 0.2), "its default is symmetric"
+    assert (found["prompt_key"], found["answer_key"]) == ("prompt", "reward_model.ground_truth")
+    assert (found["save_every"], config.log.tracker) == (0, ("wandb",))
+    assert (found["max_new_tokens"], found["max_prompt_tokens"], config.model.context_length) == (2048, 2048, 4096)
+    assert "trainer.total_epochs 15: give --steps: epochs x rows / problems per step" in text
+    assert "ppo_micro_batch_size_per_gpu 32: counts samples" in text
+
+
+def test_a_configuration_of_trl_is_converted_to_our_units(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, text = translated(capsys, written(tmp_path, "trl.yaml"))
+    found = differing(config)
+    completions = 2 * 16  # per device and steps per generation, on one process
+    assert found["problems_per_step"] == completions // 8
+    assert found["minibatches"] == 16 // 4
+    assert (config.steps, found["warmup_steps"]) == (200 // 4, 5), "its steps are updates"
+    assert (found["lora_rank"], found["lora_targets"]) == (16, ("q_proj", "v_proj"))
+    assert (found["aggregation"], found["kl_coef"], found["schedule"]) == ("constant", 0.04, "cosine")
+    assert (found["correction"], found["correction_low"], found["correction_high"]) == ("mis", 0.0, 3.0)
+    assert "think_format_reward as Env.reward" in text
+
+    launched = f"accelerate launch --num_processes 4 train.py --config {written(tmp_path, 'trl.yaml')} --beta 0"
+    config, _ = translated(capsys, launched)
+    assert (config.rollout.problems_per_step, config.cluster.num_gpus) == (4 * completions // 8, 4)
+    assert config.algorithm.kl_coef == 0, "a flag overrides the file"
+
+
+@pytest.mark.parametrize("name", SOURCES_OF)
+def test_the_file_that_is_printed_gives_the_same_run_as_the_command(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, _ = translated(capsys, written(tmp_path, name))
+    assert run([written(tmp_path, name), "--yaml"]) == 0
+    (tmp_path / "ours.yaml").write_text(capsys.readouterr().out)
+    assert parse(RunConfig, ["--config", str(tmp_path / "ours.yaml")], "", "", SOURCES) == config
+
+
+@pytest.mark.parametrize(
+    ("command", "field", "value"),
+    [
+        ("--use-kl-loss --kl-loss-coef 0.01", "kl_coef", 0.01),
+        ("--kl-loss-coef 0.01", "kl_coef", 0.0),
+        ("--calculate-per-token-loss", "aggregation", "token-mean"),
+        ("--use-tis --tis-clip 4", "correction_cap", 4.0),
+        ("--disable-grpo-std-normalization", "scale_by_std", False),
+        ("--eps-clip 0.1", "clip_high", 0.1),
+        ("--rollout-batch-size 32 --n-samples-per-prompt 8 --global-batch-size 64", "minibatches", 4),
+        ("--rollout-batch-size 32 --over-sampling-batch-size 48", "oversample", 1.5),
+        ("--num-rollout 200 --lr-warmup-fraction 0.05", "warmup_steps", 10),
+        ("--prompt-data rows.jsonl@[0:64]", "train_size", 64),
+        ("--rollout-num-gpus 8 --rollout-num-gpus-per-engine 2", "num_servers", 4),
+        ("--actor-num-nodes 2 --actor-num-gpus-per-node 8", "num_gpus", 16),
+        ("--rollout-max-prompt-len 1000 --rollout-max-response-len 9000", "context_length", 10_000),
+        ("--advantage-estimator gspo", "policy_loss", "gspo"),
+        ("--partial-rollout", "stop_early", True),
+        ("--rollout-external-engine-addrs a:1 b:2", "engine_url", ("http://a:1", "http://b:2")),
+        ("--use-wandb --use-tensorboard", "tracker", ("wandb", "tensorboard")),
+        ('--multimodal-keys \'{"image": "picture"}\'', "image_keys", "picture"),
+    ],
+)
+def test_values_of_slime_are_converted(
+    command: str, field: str, value: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, _ = translated(capsys, f"python train.py {command}", "--trainer", "slime")
+    assert value_of(config, field) == value
+
+
+@pytest.mark.parametrize(
+    ("trainer", "settings", "field", "value"),
+    [
+        ("verl", "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True", "offload", "optimizer"),
+        ("verl", "a.fsdp_config.param_offload=True a.fsdp_config.optimizer_offload=True", "offload", "all"),
+        ("verl", "algorithm.rollout_correction.rollout_is=token", "correction", "tis"),
+        ("verl", "a.optim.lr_warmup_steps_ratio=0.1 trainer.total_training_steps=200", "warmup_steps", 20),
+        ("verl", "a.loss_agg_mode=seq-mean-token-sum-norm", "aggregation", "constant"),
+        ("verl", "a.clip_ratio_high=0.28", "clip_high", 0.28),
+        ("trl", "--epsilon 0.1", "clip_high", 0.1),
+        ("trl", "--loss_type grpo", "aggregation", "seq-mean-token-mean"),
+        ("trl", "--importance_sampling_level sequence", "policy_loss", "gspo"),
+        ("trl", "--scale_rewards none", "scale_by_std", False),
+        ("trl", "--use_vllm --vllm_importance_sampling_mode token_truncate", "correction_cap", 3.0),
+        ("trl", "--per_device_train_batch_size 16 --num_generations 4", "problems_per_step", 4),
+        ("trl", "--max_steps 100 --num_iterations 2", "steps", 50),
+    ],
+)
+def test_values_of_verl_and_trl_are_converted(
+    trainer: str, settings: str, field: str, value: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = re.sub(r"\ba\.", "actor_rollout_ref.actor.", settings)
+    config, _ = translated(capsys, f"python x.py {settings}", "--trainer", trainer)
+    assert value_of(config, field) == value
+
+
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [
+        ("--advantage-estimator ppo", "--advantage-estimator ppo: known here: grpo, gspo"),
+        ("--rollout-batch-size 10 --n-samples-per-prompt 8 --global-batch-size 64", "1.25 is no whole number"),
+        ("--lr ${LR}", "--lr ${LR}: only the running script knows the value"),
+        ("--global-batch-size 64", "could not be converted (KeyError: 'rollout_batch_size')"),
+        ("--moe-foo 3", "--moe-foo 3: no setting here does this"),
+        ("--lr 1e-6", "--lr-decay-style (its default) linear: known here: constant, cosine"),
+        ("--use-wandb --wandb-key 12345", "--wandb-key ...: a secret"),
+    ],
+)
+def test_what_has_no_counterpart_is_named_with_its_reason(
+    command: str, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, text = translated(capsys, f"python train.py {command}", "--trainer", "slime")
+    assert line in text
+    assert "12345" not in text
+
+
+@pytest.mark.parametrize(
+    ("command", "settings"),
+    [
+        ("X=1 Y=a,b python -u train.py --lr 1", {"lr": "1"}),
+        (
+            "python -m verl.trainer.main_ppo a.b=1 reward.path=/x/my.py c.d=2",
+            {"a.b": "1", "reward.path": "/x/my.py", "c.d": "2"},
+        ),
+        ("python train.py --custom-rm-path my/rm.py --lr 1", {"custom_rm_path": "my/rm.py", "lr": "1"}),
+        ("accelerate launch --num_processes 4 --mixed_precision bf16 x.py --lr 1", {"num_processes": "4", "lr": "1"}),
+        ("torchrun --nproc_per_node=8 x.py --lr 1", {"num_processes": "8", "lr": "1"}),
+        ("accelerate launch --multi_gpu x.py --lr 1", {"lr": "1"}),
+        ("ray job submit --address=http://a -- python3 train.py --lr 1 --colocate", {"lr": "1", "colocate": "true"}),
+        ("trl grpo --report_to wandb tensorboard --beta -1", {"report_to": ["wandb", "tensorboard"], "beta": "-1"}),
+        ("x.py --lr=1 +a.b=[x,y] ++c=null", {"lr": "1", "a.b": ["x", "y"], "c": "null"}),
+    ],
+)
+def test_the_settings_of_a_command_are_those_after_its_program(command: str, settings: dict[str, Any]) -> None:
+    assert read_settings(command) == settings
+
+
+def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "translation.md").read_text()
+    block = page.split("```console\n")[1].split("```")[0]
+    command, _, shown = block.partition('"\n')
+    _, text = translated(capsys, command.removeprefix('$ python -m trainer.translate "'))
+    lines = text.splitlines()
+    assert [line for line in shown.splitlines() if line not in (*lines, "...")] == []
+
+
+def test_a_command_may_be_broken_over_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    broken, _ = translated(capsys, "python train.py --lr 1e-6 \\\n  --num-rollout 7\n --rollout-batch-size 4")
+    assert (broken.optim.lr, broken.steps, broken.rollout.problems_per_step) == (1e-6, 7, 4)
+
+
+def test_a_value_that_no_run_can_have_is_an_error_that_names_the_trainers_setting(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert exit_code(lambda: run(["python train.py --hf-checkpoint m --eps-clip 3"])) == 2
+    assert capsys.readouterr().err.startswith("error: slime's --eps-clip: must be less than 1, got 3")
+
+
+@pytest.mark.parametrize(
+    ("source", "rule"),
+    [
+        ("gone.sh", "must be a file here, or a command in quotes"),
+        ("bash run.sh", "must hold settings"),
+        ("ls --color", "must have settings of slime, verl, trl, rlinf"),
+    ],
+)
+def test_what_is_no_command_of_a_known_trainer_is_one_line(source: str, rule: str) -> None:
+    with pytest.raises(UserError, match=rule):
+        run([source])
+
+
+def test_nothing_in_a_script_runs_and_no_value_leaves_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mark = tmp_path / "mark"
+    hostile = f"""touch {mark}
+X=$(touch {mark})
+python train.py --hf-checkpoint 'a; touch {mark}' --lr 1e-6 --prompt-data "$(touch {mark})" --save '; touch {mark}'
+"""
+    (tmp_path / "run.sh").write_text(hostile)
+    lines = f"a\\ntouch {mark}\\n"
+    (tmp_path / "run.yaml").write_text(
+        f'runner: {{max_steps: 8, zzz: "{lines}", "{lines}": 1}}\ndata: {{prompt_key: p, system_prompt: "{lines}"}}'
+    )
+    for name in ("run.sh", "run.yaml"):
+        assert run([str(tmp_path / name)]) == 0
+        printed = capsys.readouterr().out.replace("python -m trainer.run", "echo")
+        subprocess.run(["bash", "-c", printed], check=True, stdout=subprocess.DEVNULL, timeout=20)
+        assert not mark.exists()
+    (tmp_path / "run.py").write_text(f"import os\nos.system('touch {mark}')\nargs = f'--lr 1 {{os.system(1)}}'\n")
+    assert run([str(tmp_path / "run.py")]) == 0
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "a.sh",
+            "X0=--lr\n" + "".join(f'X{n + 1}="${{X{n}}} ' + f"${{X{n}}} " * 40 + '"\n' for n in range(8)) + "run $X8",
+        ),
+        ("a.py", "import os\na = '--lr 1 '\n" + "a = a + a\n" * 60),
+        ("b.py", "import os\na = " + " + ".join(["'--lr 1 '"] * 5000)),
+        (
+            "a.yaml",
+            "a0: &a0 {x: 1, y: 2}\n" + "".join(f"a{n + 1}: &a{n + 1} {{x: *a{n}, y: *a{n}}}\n" for n in range(40)),
+        ),
+        ("b.yaml", "a0: &a0 [x, y]\n" + "".join(f"a{n + 1}: &a{n + 1} [*a{n}, *a{n}]\n" for n in range(40))),
+    ],
+)
+def test_a_source_that_grows_without_end_is_left_in_time(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    began = time.monotonic()
+    with pytest.raises(UserError):
+        run([str(tmp_path / name)])
+    assert time.monotonic() - began < 5
+
+
+def test_every_default_of_a_trainer_has_a_name_here_or_a_conversion() -> None:
+    for dialect in DIALECTS.values():
+        known = [*dialect.conversions, *OTHER_TRAINERS[dialect.trainer]]
+        unread = [name for name in dialect.defaults if not any(fnmatchcase(name, pattern) for pattern in known)]
+        assert unread == []
+        assert dialect.always.keys() <= {path[-1] for path, _ in leaves(RunConfig)}
+
+
+VALUES = st.sampled_from(["true", "false", "0", "1", "2", "8", "0.5", "1e-6", "-1", "grpo", "a b", "", "$X", "[a, b]"])
+
+
+@given(st.sampled_from([*DIALECTS]), st.data())
+def test_any_settings_give_a_command_that_our_parser_reads_or_one_line(trainer: str, data: st.DataObject) -> None:
+    dialect = DIALECTS[trainer]
+    names = sorted({*OTHER_TRAINERS[dialect.trainer], *(n for n in dialect.conversions if "*" not in n), "other"})
+    given_settings = data.draw(st.dictionaries(st.sampled_from(names), VALUES, min_size=1, max_size=6))
+    try:
+        found = translate(given_settings, trainer)
+    except UserError as error:
+        assert "\n" not in str(error)
+        return
+    assert isinstance(found, Translation)
+    words = words_of(found.command())[3:]
+    assert parse(RunConfig, words, "", "", SOURCES) == found.config
+    reported = {name for name, _, _ in (*found.lost, *found.same)}
+    for name in given_settings:
+        unseen = dialect.convert(name, None, given_settings[name], given_settings) if name == "other" else None
+        assert unseen is None or (isinstance(unseen, NoCounterpart) and dialect.spelt(name) in reported)

@@ -1,0 +1,77 @@
+"""Reads the `SLIME_SCRIPT_*` environment variables, with which slime's example scripts are configured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from envs.config.settings import FieldPath
+from envs.config.sources import ForeignVariables
+from envs.errors import UserError
+
+PREFIX = "SLIME_SCRIPT_"
+
+#: Flags by field, or why there are none.
+Counterpart = Mapping[FieldPath, str] | str
+
+
+def _model(name: str) -> Counterpart:
+    # The scripts download a bare name from the account of Qwen.
+    return {("model", "model"): name if "/" in name or Path(name).is_dir() else f"Qwen/{name}"}
+
+
+def _num_gpus(count: str) -> Counterpart:
+    # Their learner and their servers share all GPUs.
+    return {("cluster", "num_gpus"): count, ("engine", "num_servers"): count}
+
+
+def _backend(name: str) -> Counterpart:
+    return "the learner is FSDP2, as there" if name == "fsdp" else "the only learner is FSDP2"
+
+
+def _external_ray(flag: str) -> Counterpart:
+    return {("cluster", "ray_address"): "auto"} if flag.lower() not in ("", "0", "false") else "Ray is started"
+
+
+_COUNTERPARTS: Mapping[str, Callable[[str], Counterpart]] = {
+    "MODEL_NAME": _model,
+    "DATASET_NAME": lambda name: {("data", "data"): name},
+    "NUM_GPUS": _num_gpus,
+    "TRAIN_BACKEND": _backend,
+    "EXTERNAL_RAY": _external_ray,
+}
+
+
+def read_slime_variables(environ: Mapping[str, str]) -> tuple[dict[str, dict[FieldPath, str]], list[str]]:
+    """Return the settings of each variable, and a line about each: the flags that it stands for, or why there are none.
+
+    Example: `SLIME_SCRIPT_NUM_GPUS=4` gives `{("cluster", "num_gpus"): "4", ("engine", "num_servers"): "4"}` and the
+    line "SLIME_SCRIPT_NUM_GPUS=4: --num-gpus 4 --num-servers 4".
+
+    Raises:
+        UserError: no such variable is set.
+    """
+    settings: dict[str, dict[FieldPath, str]] = {}
+    lines: list[str] = []
+    for name, text in sorted(environ.items()):
+        if not name.startswith(PREFIX):
+            continue
+        convert = _COUNTERPARTS.get(name.removeprefix(PREFIX))
+        found = convert(text) if convert else "no setting here does this"
+        if isinstance(found, str):
+            lines.append(f"{name}={text}: nothing is set; {found}")
+            continue
+        settings[name] = dict(found)
+        flags = " ".join(f"--{path[-1].replace('_', '-')} {value}" for path, value in found.items())
+        lines.append(f"{name}={text}: {flags}")
+    if not lines:
+        known = ", ".join(PREFIX + name for name in _COUNTERPARTS)
+        raise UserError("--from-slime", f"needs a {PREFIX}* environment variable", "none", f"export one of {known}")
+    return settings, lines
+
+
+SLIME_VARIABLES = ForeignVariables(
+    flag="--from-slime",
+    description=f"take model, data set, GPUs and Ray from the {PREFIX}* variables of slime's example scripts",
+    read=read_slime_variables,
+)

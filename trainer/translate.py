@@ -1,0 +1,42 @@
+"""Translate a command of another trainer: `python -m trainer.translate run.sh`.
+
+It prints our command for a script, command or YAML of slime, verl, TRL or RLinf, and names what has no counterpart.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import Field
+
+from envs.config.cli import exit_code, parse
+from envs.config.settings import Section
+from trainer.translation.reading import read_settings
+from trainer.translation.translation import translate
+
+
+class TranslateConfig(Section):
+    """The options of `python -m trainer.translate`."""
+
+    source: str = Field(description="script (.sh, .py), YAML, or the command itself in quotes; no code in it runs")
+    trainer: Literal["auto", "slime", "verl", "trl", "rlinf"] = Field(
+        default="auto", description="whose settings they are; auto: recognized by their names"
+    )
+    yaml: bool = Field(default=False, description="print a file for --config in place of the command")
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """Parse, translate, print."""
+    description = "Translate a command or configuration of slime, verl, TRL or RLinf into ours."
+    config = parse(TranslateConfig, argv, "python -m trainer.translate", description)
+    found = translate(read_settings(config.source), "" if config.trainer == "auto" else config.trainer)
+    head = f"# from {found.trainer}; the environment and its rewards are code: see --env"
+    notes = [f"# {line}" for line in found.notes()]
+    print(head, found.yaml() if config.yaml else found.command(), "", *notes, sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(run))

@@ -1,0 +1,1 @@
+"""Commands and configurations of other trainers become ours."""

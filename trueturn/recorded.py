@@ -1,0 +1,151 @@
+"""Recorded episodes from Python: replay, fork and the viewer, of runs, rollouts and folders."""
+
+from __future__ import annotations
+
+import html
+import tempfile
+import webbrowser
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from agents.recording import Recording
+from agents.recording.selection import SelectionConfig
+from agents.rendering.tokenizer_files import model_folder
+from agents.replay import ReplayConfig, open_all, replay_all
+from agents.replaying.compatibility import find_spec
+from agents.replaying.continuation import fork_by_model, only_episode, open_fork
+from agents.replaying.fork import ForkConfig
+from agents.replaying.runner import ReplaySummary
+from agents.types import Trajectory
+from agents.view import open_source
+from agents.viewer.export import export
+from envs.errors import UserError
+from trueturn.background import run_blocking
+from trueturn.settings import config_of
+
+#: The most episodes of a page inside a notebook.
+MAX_SHOWN = 256
+
+
+class HasFolder(Protocol):
+    """What has a folder with recorded episodes: a `Run` or a `Rollout`."""
+
+    @property
+    def folder(self) -> Path: ...
+
+
+def folder_of(recorded: HasFolder | str | Path) -> str:
+    """Return the folder of recorded episodes."""
+    return str(recorded if isinstance(recorded, str | Path) else recorded.folder)
+
+
+def replay(recorded: HasFolder | str | Path, **settings: Any) -> ReplaySummary:
+    """Give the recorded turns to the environment again, and return what differs from the recording.
+
+    Args:
+        recorded: a run, a rollout, or the folder of one.
+        settings: the settings of `python -m agents.replay` under the names of its flags: `model="recorded"` compares
+            the token streams too, `env`, `registry`, `limit`, and so on.
+
+    Raises:
+        UserError: there is no recording, or its environment is not known here.
+
+    Example::
+
+        summary = tt.replay(run, model="recorded")
+        summary.num_replayed, summary.differing                # (128, [])
+    """
+
+    def work() -> ReplaySummary:
+        config = config_of(ReplayConfig, None, {"run": folder_of(recorded), **settings})
+        return replay_all(config, open_all(config))
+
+    return run_blocking(work)
+
+
+def fork(
+    recorded: HasFolder | str | Path,
+    episode: str,
+    turn: int,
+    model: HasFolder | str | Path | None = None,
+    *,
+    samples: int = 1,
+    **settings: Any,
+) -> list[Trajectory]:
+    """Continue a recorded episode from one of its turns with a model, and return the episodes.
+
+    Args:
+        recorded: a run, a rollout, or the folder of one.
+        episode: the id of the episode, such as "train-12-3".
+        turn: the turn after which the model writes; 0: from the start.
+        model: a model folder or a run; by default the recorded model.
+        samples: how often the model continues.
+        settings: `temperature`, `seed`, `device`, `max_turns` and other settings of `python -m agents.replay --fork`.
+
+    Raises:
+        UserError: there is no such episode or turn, or the tokenizer is another one.
+
+    Example::
+
+        again = tt.fork(run, "train-0-0", turn=1, samples=4)
+        [t.reward for t in again]                              # [1.0, 0.0, 1.0, 1.0]
+    """
+
+    def work() -> list[Trajectory]:
+        own = {"fork": turn, "by": "model", "samples": samples, **settings}
+        config = config_of(ForkConfig, None, own)
+        recording = Recording.open(folder_of(recorded))
+        spec, _ = find_spec(recording.manifest, "", ())
+        folder = model_folder(folder_of(model) if model else recording.manifest.model)
+        selected = only_episode(recording, SelectionConfig(id=(episode,)))
+        forked = open_fork(recording, selected, spec, folder, config, lambda text: print(f"not as recorded: {text}"))
+        return fork_by_model(forked, folder, config)[1]
+
+    return run_blocking(work)
+
+
+@dataclass(frozen=True)
+class View:
+    """The viewer's page with recorded episodes, as one file; a notebook shows it inline.
+
+    Example: `tt.view(run).open()` opens it in a browser.
+    """
+
+    path: Path
+
+    def open(self) -> None:
+        """Open the page in a browser."""
+        webbrowser.open(self.path.as_uri())
+
+    def _repr_html_(self) -> str:
+        page = html.escape(self.path.read_text(encoding="utf-8"), quote=True)
+        return f'<iframe srcdoc="{page}" style="width:100%;height:720px;border:1px solid #ccc"></iframe>'
+
+
+def view(
+    *recorded: HasFolder | str | Path, path: str | Path | None = None, limit: int = MAX_SHOWN, **selection: Any
+) -> View:
+    """Return the viewer's page of one or two runs, which a notebook shows inline.
+
+    Args:
+        recorded: runs, rollouts, or folders of them; a second one is compared with the first.
+        path: the HTML file to write; by default a temporary one.
+        limit: the most episodes to show.
+        selection: which episodes: `id`, `step`, `max_reward` and other flags of `python -m agents.view`.
+
+    Raises:
+        UserError: there is no recording, or no such episode.
+
+    Example::
+
+        tt.view(run, max_reward=0)                             # every token of its failures
+    """
+    chosen = config_of(SelectionConfig, None, {"limit": limit, **selection})
+    sources = [open_source(Path(folder_of(each)), False, chosen) for each in recorded]
+    for source in sources:
+        if not len(source):
+            raise UserError("view", "must hold an episode that is selected", "none", "widen the selection")
+    file = Path(path) if path else Path(tempfile.mkdtemp(prefix="trueturn-")) / "episodes.html"
+    export(file.absolute(), sources)
+    return View(file.absolute())

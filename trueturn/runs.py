@@ -1,0 +1,106 @@
+"""A finished or running training, read from its folder."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import html
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agents.cli.text import path_text
+from agents.recording import Recording
+from agents.recording.run_files import METRICS, SUMMARY
+from agents.types import Trajectory
+from envs.errors import UserError
+
+if TYPE_CHECKING:
+    import pandas
+
+MODEL, CURVE = "model", "reward_curve.png"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run in its folder, as `tt.train` returns it; `tt.Run("runs/x")` opens an earlier one.
+
+    Example::
+
+        run = tt.train("geo3k", steps=1, eval_size=8)
+        run.metrics["reward"]                  # a column of a pandas table; run.rows has the same as dicts
+        run.accuracy                           # {"with_tool": 0.125, "without_tool": 0.125}
+        run.model_path                         # a model folder for tt.rollout, Transformers or SGLang
+    """
+
+    folder: Path
+
+    def __init__(self, folder: str | Path) -> None:
+        object.__setattr__(self, "folder", Path(folder).absolute())
+        if not (self.folder / METRICS).is_file():
+            raise UserError("run", f"must be a run folder, with {METRICS}", str(folder), "give a folder of tt.train")
+
+    def __repr__(self) -> str:
+        return f"Run({path_text(self.folder)!r}, {len(self.rows)} steps)"
+
+    @property
+    def rows(self) -> list[dict[str, float]]:
+        """The metrics of each step so far."""
+        return [json.loads(line) for line in (self.folder / METRICS).read_text(encoding="utf-8").splitlines()]
+
+    @property
+    def metrics(self) -> pandas.DataFrame:
+        """The metrics of each step so far: a pandas table with a row a step."""
+        import pandas
+
+        return pandas.DataFrame(self.rows)
+
+    @property
+    def summary(self) -> Mapping[str, Any]:
+        """What the run says of itself at its end; empty while it runs."""
+        file = self.folder / SUMMARY
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+    @property
+    def accuracy(self) -> Mapping[str, float]:
+        """Held-out accuracy at the end, by way of playing; empty if there was no evaluation."""
+        return self.summary.get("accuracy_after", {})
+
+    @property
+    def accuracy_before(self) -> Mapping[str, float]:
+        """Held-out accuracy before the first step, by way of playing."""
+        return self.summary.get("accuracy_before", {})
+
+    @property
+    def model_path(self) -> Path:
+        """The folder of the trained model. Raises `UserError` if the run has not written it."""
+        if not (self.folder / MODEL).is_dir():
+            fix = "wait for its end, or use trainer.export for a checkpoint"
+            raise UserError("run", "must have written its model", str(self.folder), fix)
+        return self.folder / MODEL
+
+    @functools.cached_property
+    def recording(self) -> Recording:
+        """The recorded episodes: `recording.episodes()` reads them one by one."""
+        return Recording.open(self.folder)
+
+    def episodes(self) -> Iterator[Trajectory]:
+        """Yield the recorded episodes without processed pictures, in the order in which they ended."""
+        return (self.recording.trajectory(episode) for episode in self.recording.episodes())
+
+    def _repr_html_(self) -> str:
+        """Return a table of the accuracies and the reward curve, for a notebook."""
+        cells = "".join(
+            f"<tr><td>{html.escape(way.replace('_', ' '))}</td><td>{self.accuracy_before.get(way, 0):.3f}</td>"
+            f"<td>{after:.3f}</td></tr>"
+            for way, after in self.accuracy.items()
+        )
+        table = f"<table><tr><th>accuracy</th><th>before</th><th>after</th></tr>{cells}</table>" if cells else ""
+        curve = self.folder / CURVE
+        picture = ""
+        if curve.is_file():
+            data = base64.b64encode(curve.read_bytes()).decode()
+            picture = f'<img style="max-width:640px" src="data:image/png;base64,{data}">'
+        return f"<p>{html.escape(self.folder.name)}: {len(self.rows)} steps</p>{table}{picture}"

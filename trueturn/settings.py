@@ -1,0 +1,72 @@
+"""Turns the keywords of a call into the configuration that the command of the same name has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+
+from envs.config.plugins import give
+from envs.config.settings import Setting, Settings, changed, is_tuple, leaves, validate
+from envs.config.sources import Sources
+from envs.errors import UserError, did_you_mean
+from envs.spec import ENV_REWARD
+from trainer.config.sources import with_whole_paths
+from trueturn import rewards
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def config_of(model: type[M], sources: Sources | None, settings: Mapping[str, Any], base: M | str | None = None) -> M:
+    """Return the configuration with these settings over those of `base`: a configuration, or what `--config` takes.
+
+    A function or class is as good as its name: `advantage=my_function`. Environment variables are not read.
+
+    Raises:
+        UserError: there is no such setting, or a value breaks a rule; the error names the keyword.
+    """
+    fields = {path[-1]: (path, field) for path, field in leaves(model)}
+    layer: Settings = {}
+    if isinstance(base, str) and sources:
+        layer = sources.read_files(model, [base])
+    elif isinstance(base, BaseModel):
+        layer = {path: Setting(value, "config") for path, (_, value) in changed(base, model()).items()}
+    for name, value in settings.items():
+        if name not in fields:
+            fix = (sources.translated(model, name) if sources else "") or did_you_mean(name, fields)
+            raise UserError(f"{name}=", "is no setting of this call", value, fix)
+        path, field = fields[name]
+        layer[path] = Setting(_plain(value, is_tuple(field)), f"{name}=")
+    layer = (sources.read_base(model, layer) if sources else {}) | layer
+    return with_whole_paths(validate(model, layer))
+
+
+def _plain(value: Any, is_list: bool) -> Any:
+    """Return a value as a file of settings could hold it."""
+    if is_list and value is not None:
+        items = value if isinstance(value, list | tuple) else [value]
+        return [_plain(item, False) for item in items]
+    if hasattr(value, "folder"):  # a run, as a model or to resume
+        return str(value.folder)
+    return value if value is None or isinstance(value, str | int | float | Path) else give(value)
+
+
+def weighted_rewards(functions: Sequence[Any], weights: Sequence[float] | None) -> list[str]:
+    """Return reward functions with their weights as `--reward` names them.
+
+    Raises:
+        UserError: there are more or fewer weights than functions.
+    """
+    given = [1.0] * len(functions) if weights is None else list(weights)
+    if len(given) != len(functions):
+        rule = f"must have a weight for each of {len(functions)} functions"
+        raise UserError("reward_weights=", rule, given, "give as many, or leave them out: all are 1 then")
+    return [f"{_reference(function)}@{float(weight)!r}" for function, weight in zip(functions, given, strict=True)]
+
+
+def _reference(function: Any) -> str:
+    if isinstance(function, str):
+        return function
+    return ENV_REWARD if function is rewards.answer else give(function)
