@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +21,7 @@ from envs.checking.behaviour import (
     check_timing,
 )
 from envs.checking.chat_template import ChatTemplate
-from envs.checking.episodes import PlayedEpisode, PlayOptions, Script, checked_prompt, play_episode
+from envs.checking.episodes import PlayedEpisode, PlayOptions, Script
 from envs.checking.findings import Evidence, Finding, print_findings
 from envs.checking.hostile import hostile_scripts
 from envs.checking.leftovers import ProcessState
@@ -33,16 +31,21 @@ from envs.checking.messages import (
     check_prompts,
     check_rendering,
     check_tools,
-    schema_problem,
+    usable,
 )
+from envs.checking.players import Player
+from envs.checking.worker_player import longest_episode_s, open_player
 from envs.config.cli import exit_code, parse
 from envs.config.settings import Section
+from envs.env import EnvArgs
+from envs.errors import UserError
 from envs.execution.load import load_env
+from envs.execution.process_env import IMPORT_LIMIT_S
 from envs.problems import ProblemsConfig, open_problems, read_sample
 from envs.registry import get_spec
-from envs.spec import BuildEnv, EnvLimits, EnvSpec
+from envs.spec import EnvSpec
 from envs.tool_calls import detect_format
-from envs.types import Message, Sample
+from envs.types import Sample
 
 CHECKS: tuple[Callable[[Evidence], Finding], ...] = (
     check_contract,
@@ -60,6 +63,14 @@ CHECKS: tuple[Callable[[Evidence], Finding], ...] = (
     check_closing,
     check_leftovers,
 )
+
+
+#: What is played twice, to see whether it is the same and what it leaves.
+REPEATED = ("gold", "plain", "hostile")
+#: So many episodes of a kind may hang or end their process before the others of it are left out.
+MAX_LOST = 3
+#: The place of a sample, and what is played on it.
+_Planned = tuple[int, Script]
 
 
 class CheckConfig(Section):
@@ -86,7 +97,8 @@ def check_env(
 ) -> list[Finding]:
     """Play scripted episodes in an environment and return what each check found, in the order of `CHECKS`.
 
-    No episode begins after `max_seconds`, or after a call that ran into its time limit.
+    No episode begins after `max_seconds`, or after a call with an ordinary text that ran into its time limit. The
+    episodes are played in a process of their own, unless it cannot import the environment.
 
     Example, as a test::
 
@@ -98,92 +110,95 @@ def check_env(
     """
     template = template or ChatTemplate.open()
     problems = problems or ProblemsConfig()
-    build_env = load_env(spec)
-    source = open_problems(spec, problems, num_samples)
+    try:
+        source = open_problems(spec, problems, num_samples)
+    except UserError:
+        load_env(spec)  # an entry point that cannot be imported is what to mend first
+        raise
     samples = [read_sample(spec, source, index) for index in range(max(1, min(num_samples, len(source))))]
     again = source if problems.data else open_problems(spec, problems, num_samples)
-    check_run = _CheckRun(spec, build_env, template, on_script, max_seconds)
-    evidence = asyncio.run(check_run.play_all(samples))
+    # With "drop" a fault of a tool is reported with its line, whatever it is worth in training.
+    args = replace(spec.args(tool_format=detect_format(template.source)), on_tool_fault="drop")
+    player = open_player(spec, args, samples)
+    try:
+        evidence = _CheckRun(player, args, on_script, max_seconds).play_all(spec, samples, template)
+    finally:
+        player.close()
     evidence = replace(evidence, samples_again=tuple(read_sample(spec, again, k) for k in range(len(samples))))
     return [check(evidence) for check in CHECKS]
 
 
-class _CheckRun:
-    """Plays the scripted episodes of one environment, until a call runs into its time limit or the time is up."""
+def longest_s(spec: EnvSpec, max_seconds: float) -> float:
+    """Return the time in which `check_env` has ended, whatever the environment does; reading data is not in it."""
+    return max_seconds + IMPORT_LIMIT_S + longest_episode_s(spec)
 
-    def __init__(
-        self,
-        spec: EnvSpec,
-        build_env: BuildEnv,
-        template: ChatTemplate,
-        on_script: Callable[[Script], None],
-        max_seconds: float,
-    ) -> None:
-        self.spec, self.build_env, self.template, self.on_script = spec, build_env, template, on_script
-        # With "drop" a fault of a tool is reported with its line, whatever it is worth in training.
-        self.args = replace(spec.args(tool_format=detect_format(template.source)), on_tool_fault="drop")
-        self.limits = replace(EnvLimits.of(spec), on_tool_fault="drop")
+
+class _CheckRun:
+    """Plays the scripted episodes of one environment, until an ordinary call hangs or the time is up."""
+
+    def __init__(self, player: Player, args: EnvArgs, on_script: Callable[[Script], None], max_seconds: float) -> None:
+        self.player, self.args, self.on_script = player, args, on_script
         self.max_seconds, self.end = max_seconds, time.monotonic() + max_seconds
         self.has_hung = self.is_late = False
-        self._prompts: dict[int, tuple[Message, ...]] = {}
 
-    async def play_all(self, samples: Sequence[Sample]) -> Evidence:
+    def play_all(self, spec: EnvSpec, samples: Sequence[Sample], template: ChatTemplate) -> Evidence:
         """Play every script, some of them twice."""
-        states = [ProcessState.now()]
-        survey = Script("survey", "no turn at all")
-        surveys = await self._play(((sample, survey) for sample in samples), PlayOptions(read_solution=True))
-        opened = [found for found in surveys if found.reset_s is not None]
-        episodes = [*surveys]
-        for found in opened:
-            others = [sample.label for sample in samples if sample.label is not None]
-            scripts = answer_scripts(found, others, self.args)
-            episodes += await self._play((found.sample, script) for script in scripts)
-        usable = [[tool for tool in found.tools if schema_problem(tool) is None] for found in opened]
-        hostile = [hostile_scripts(tools, self.args.tool_format) for tools in usable]
-        for number in range(max(map(len, hostile), default=0)):  # each text once; the samples take turns
-            turn = number % len(opened)
-            episodes += await self._play((opened[turn].sample, script) for script in hostile[turn][number : number + 1])
-        repeated = [first for first in episodes if first.script.kind in ("gold", "plain", "hostile")]
-        states.append(ProcessState.now())
-        repeats = await self._play((first.sample, first.script) for first in repeated)
-        states.append(ProcessState.now())
+        plan: list[_Planned] = [(place, Script("survey", "no turn at all")) for place in range(len(samples))]
+        surveys = self._play(plan, PlayOptions(read_solution=True))
+        opened = [(place, found) for place, found in surveys if found.reset_s is not None]
+        played = [*surveys]
+        labels = [sample.label for sample in samples if sample.label is not None]
+        for place, found in opened:
+            scripts = answer_scripts(found, labels, self.args, spec.thinking == "keep")
+            played += self._play((place, script) for script in scripts)
+        texts = [hostile_scripts(usable(found.tools), self.args.tool_format) for _, found in opened]
+        played += self._play(  # each text once; the samples take turns
+            (opened[number % len(opened)][0], texts[number % len(opened)][number])
+            for number in range(max(map(len, texts), default=0))
+            if number < len(texts[number % len(opened)])
+        )
+        middle = self._state()
+        again = [each for each in played if each[1].script.kind in REPEATED and not each[1].is_lost]
+        repeats = self._play((place, first.script) for place, first in again)
+        last = self._state()
         closing = Script("closing", "closed after a fault", ("Let me see.",))
         for fails_in in ("reset", "step"):
             options = PlayOptions(fail_in=fails_in, close_twice=True)
-            episodes += await self._play(((found.sample, closing) for found in surveys[:1]), options)
-        os.chdir(states[0].directory)
+            played += self._play(((place, closing) for place, _ in surveys[:1]), options)
         return Evidence(
-            spec=self.spec,
+            spec=spec,
             args=self.args,
-            template=self.template,
+            template=template,
             samples=tuple(samples),
             samples_again=(),
-            episodes=tuple(episodes),
-            repeats=tuple(zip(repeated, repeats, strict=False)),
-            states=tuple(states),
+            samples_changed=tuple(samples[place] for place in self.player.changed()),
+            episodes=tuple(episode for _, episode in played),
+            repeats=tuple((first, other) for (_, first), (_, other) in zip(again, repeats, strict=False)),
+            states=(self.player.start, middle, last),
+            note=self.player.note,
             stopped_after_s=self.max_seconds if self.is_late else None,
         )
 
-    async def _play(
-        self, scripts: Iterable[tuple[Sample, Script]], options: PlayOptions | None = None
-    ) -> list[PlayedEpisode]:
-        """Play the scripts one after the other, so that a measured time is that of one episode alone."""
-        episodes: list[PlayedEpisode] = []
-        limits = replace(self.limits, retries=0) if options and options.fail_in else self.limits
-        for sample, script in scripts:
+    def _state(self) -> ProcessState:
+        """Return the state of the program that plays; after a hang nobody asks for it."""
+        return self.player.start if self.has_hung else self.player.state()
+
+    def _play(self, plan: Iterable[_Planned], options: PlayOptions | None = None) -> list[tuple[int, PlayedEpisode]]:
+        """Play the scripts one after the other, so that a measured time is that of one episode alone.
+
+        A hostile text that hangs is one finding among others; an ordinary one ends the play.
+        """
+        episodes: list[tuple[int, PlayedEpisode]] = []
+        num_lost = 0
+        for place, script in plan:
             self.is_late = self.is_late or time.monotonic() > self.end
-            if self.has_hung or self.is_late:
+            if self.has_hung or self.is_late or num_lost >= MAX_LOST:
                 break
             self.on_script(script)
-            if id(sample) not in self._prompts:  # decode once, not for every episode
-                self._prompts[id(sample)] = checked_prompt(sample)
-            prompt = self._prompts[id(sample)]
-
-            def make(sample: Sample = sample):
-                return self.build_env(sample, self.args)
-
-            episodes.append(await play_episode(make, sample, prompt, script, limits, self.args.max_turns, options))
-            self.has_hung = episodes[-1].has_hung
+            episode = self.player.play(place, script, options)
+            episodes.append((place, episode))
+            num_lost += episode.is_lost
+            self.has_hung = episode.has_hung and (script.kind != "hostile" or not self.player.outlives_hangs)
         return episodes
 
 
@@ -193,13 +208,14 @@ def run(argv: Sequence[str] | None = None) -> int:
     spec = get_spec(config.id, *config.registry)
     template = ChatTemplate.open(config.chat_template, config.model)
     console = Console(highlight=False)
+    bound = f" (at most {longest_s(spec, config.max_seconds):.0f} s)"
     with console.status("") as status:
         findings = check_env(
             spec,
             config.problems,
             config.samples,
             template,
-            on_script=lambda script: status.update(f"{spec.id}: playing {script.kind}, {script.name}"),
+            on_script=lambda script: status.update(f"{spec.id}{bound}: playing {script.kind}, {script.name}"),
             max_seconds=config.max_seconds,
         )
     return print_findings(spec.id, spec.description, findings, console)

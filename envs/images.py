@@ -237,6 +237,11 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         # Pillow's own conversion clips at 255, which turns nearly all of a 16-bit picture white.
         grey = image.convert("I").point(lambda value: value * (1 / 257))
         return grey.convert("L").convert("RGB")
+    if image.mode == "F":
+        # Pillow clips at 255 here too, and floats from 0 to 1 would all be black.
+        raise ValueError(
+            "a picture of floats has no known range; write it as 8 bits, such as (255 * array).astype('uint8')"
+        )
     if image.has_transparency_data:
         on_top = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", on_top.size, "white"), on_top).convert("RGB")

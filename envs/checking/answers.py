@@ -10,9 +10,9 @@ from fractions import Fraction
 from typing import Any
 
 from envs.checking.episodes import PlayedEpisode, Script
-from envs.checking.findings import NOT_REACHED, Evidence, Finding, listed, names_label, quoted, said, where
+from envs.checking.findings import NOT_REACHED, Evidence, Finding, listed, names_label, quoted, said, texts, where
 from envs.checking.hostile import example_arguments, write_call
-from envs.checking.messages import schema_problem
+from envs.checking.messages import usable
 from envs.env import EnvArgs
 from envs.grading import grade
 from envs.tool_calls import outside_tool_calls
@@ -25,14 +25,17 @@ MAX_TOOLS = 6
 MIN_ROUNDED_DIGITS = 15
 
 
-def answer_scripts(survey: PlayedEpisode, labels: Sequence[str], args: EnvArgs) -> list[Script]:
+def answer_scripts(
+    survey: PlayedEpisode, labels: Sequence[str], args: EnvArgs, keeps_thoughts: bool = False
+) -> list[Script]:
     """Return scripts for one sample: right answers, wrong answers, and tool calls that may reveal its label.
 
-    `labels` are those of the samples; one with another meaning becomes a wrong answer.
+    `labels` are those of the samples; one with another meaning becomes a wrong answer. With `keeps_thoughts` the
+    environment gets what the model thinks, too.
     """
     label = survey.sample.label if args.grader != "none" else None
     scripts = [Script("plain", "a plain answer", ("The answer is 7.",))]
-    tools = [tool for tool in survey.tools if schema_problem(tool) is None][:MAX_TOOLS]
+    tools = usable(survey.tools)[:MAX_TOOLS]
     for name, arguments in ((tool["function"]["name"], example_arguments(tool)) for tool in tools):
         scripts.append(Script("plain", f"a call of {name}", (write_call(name, arguments, args.tool_format),)))
     if survey.solution:
@@ -43,20 +46,29 @@ def answer_scripts(survey: PlayedEpisode, labels: Sequence[str], args: EnvArgs) 
     if not survey.solution and label is None:
         return scripts
     wrong = {"empty text": "", "no answer": "I do not know.", "a wrong answer": f"\\boxed{{{_near(label)}}}"}
-    other = next((each for each in labels if label is not None and _differ(each, label)), None)
-    if other is not None:
-        wrong["another's label"] = f"\\boxed{{{other}}}"
+    question = "\n".join(texts(user for user in survey.prompt if user["role"] == "user"))
+    if question.strip() not in ("", str(label)):
+        wrong["the question again"] = question
+    if keeps_thoughts and label is not None:
+        wrong["the answer in a thought"] = f"<think>Is it \\boxed{{{as_written(label)}}}?</think>I do not know."
+    others = [each for each in dict.fromkeys(labels) if label is not None and _differ(each, label)]
+    if others:
+        wrong["another's label"] = f"\\boxed{{{others[0]}}}"
+    if len(others) > 1:
+        wrong["several answers"] = f"{others[0]} or {label} or {others[1]}"
     scripts += [Script("wrong", name, (text,)) for name, text in wrong.items()]
     revealing = list(_revealing(survey, tools, args)) if label is not None else []
     return scripts + [script for script in revealing if len(script.texts) <= args.max_turns]
 
 
 def as_written(label: str) -> str:
-    """Return a label as a person would write it; a computer's rounding may have made a number long.
+    """Return a label as a person would write it: without spaces around it, and a number that a computer's rounding has
+    made long as a short one.
 
     >>> as_written("0.30000000000000004"), as_written("18.799999237060547"), as_written("0.3333333333333333")
     ('0.3', '18.8', '1/3')
     """
+    label = label.strip()
     try:
         value = float(label)
         is_single = _single(value) == value  # a number of 32 bits that was stored in 64
@@ -136,27 +148,35 @@ def check_gold(evidence: Evidence) -> Finding:
 
 
 def check_wrong(evidence: Evidence) -> Finding:
-    """Wrong answers get less than the best reward."""
+    """Wrong answers get less than the best reward, and no reward is out of the range of the entry."""
     name, spec = "wrong answers", evidence.spec
     judged = [(episode, episode.reward) for episode in evidence.of("wrong") if episode.reward is not None]
-    if not judged:
-        is_unknown = evidence.is_opened and not evidence.of("wrong")
-        return Finding(name, None, "there is no known wrong answer" if is_unknown else NOT_REACHED)
     problems = [
         f"{where(episode)}: {quoted(episode.script.texts[-1])} scores {reward:g}"
         for episode, reward in judged
         if reward >= spec.reward_max_val
     ]
-    problems += [
-        f"{where(episode)}: scores {reward:g}, below the reward_min_val {spec.reward_min_val:g} of the entry"
-        for episode, reward in judged
-        if reward < spec.reward_min_val
-    ]
+    problems += [*_out_of_range(evidence)]
     if problems:
         return Finding(name, False, listed(problems))
+    if not judged:
+        is_unknown = evidence.is_opened and not evidence.of("wrong")
+        return Finding(name, None, "there is no known wrong answer" if is_unknown else NOT_REACHED)
     partial = [f"{where(episode)} {reward:g}" for episode, reward in judged if reward != spec.reward_min_val]
     at_worst = f"{len(judged) - len(partial)} of {len(judged)} texts score {spec.reward_min_val:g}"
     return Finding(name, True, f"{at_worst}; partly right: {listed(partial)}" if partial else at_worst)
+
+
+def _out_of_range(evidence: Evidence) -> Iterator[str]:
+    """Yield the episodes, whatever their texts, whose reward is not one that the entry declares."""
+    spec = evidence.spec
+    for episode in evidence.episodes:
+        if episode.reward is not None and episode.reward < spec.reward_min_val:
+            rule = f"below the reward_min_val {spec.reward_min_val:g} of the entry"
+            yield f"{where(episode)}: scores {episode.reward:g}, {rule}"
+        elif episode.reward is not None and episode.reward > spec.reward_max_val:
+            rule = f"above the reward_max_val {spec.reward_max_val:g} of the entry"
+            yield f"{where(episode)}: scores {episode.reward:g}, {rule}"
 
 
 def check_reward_source(evidence: Evidence) -> Finding:

@@ -24,6 +24,16 @@ from envs.checking.findings import (
 from envs.errors import UserError
 from envs.execution.runner import StepResult
 
+#: Fields of `ProcessState` that may grow, what they count, and how much an episode has to leave to be noticed.
+LEFTOVERS = (
+    ("num_children", "processes", 1),
+    ("num_threads", "threads", 1),
+    ("num_files", "open files", 1),
+    ("num_temporary", "temporary files", 1),
+    ("memory_mib", "MiB of memory", 1),
+    ("num_printed", "bytes of output", 4096),
+)
+
 
 def check_contract(evidence: Evidence) -> Finding:
     """Every call returns what the contract says, and none raises or hangs."""
@@ -37,8 +47,34 @@ def check_contract(evidence: Evidence) -> Finding:
         evidence.spec.check_tool_faults(any(episode.runs_tools for episode in evidence.episodes))
     except UserError as error:
         return Finding(name, False, str(error))
+    if _never_ends(evidence):
+        rule = "step never returns done=True, not even after the right answer, so every episode ends as max_turns"
+        return Finding(name, False, rule)
     count = len(evidence.of("survey", "gold", "wrong", "plain"))
-    return Finding(name, True, f"{count} episodes of reset, step, format_observation, reward and close")
+    detail = f"{count} episodes of reset, step, format_observation, reward and close"
+    return Finding(name, True, "; ".join([detail, *_unwritable(evidence)]))
+
+
+def _never_ends(evidence: Evidence) -> bool:
+    """Return whether the right answer is known and gets the best reward, and still no episode ever ended."""
+    solved = [episode for episode in evidence.of("gold") if episode.reward == evidence.spec.reward_max_val]
+    return bool(solved) and not any(step.done for episode in evidence.episodes for step in episode.steps)
+
+
+def _unwritable(evidence: Evidence) -> list[str]:
+    """Say which keys of a step's info hold values that a recording can only keep as their `repr`."""
+    keys: dict[str, str] = {}
+    infos = {
+        str(key): value for episode in evidence.episodes for step in episode.steps for key, value in step.info.items()
+    }
+    for key, value in infos.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError, RecursionError):
+            keys[key] = repr(value)
+    return [
+        f"in the info of a step {key} is recorded as text only: {value:.60}" for key, value in sorted(keys.items())[:1]
+    ]
 
 
 def _worth(evidence: Evidence, faults: Sequence[tuple[PlayedEpisode, str, str]]) -> str:
@@ -56,6 +92,7 @@ def check_deterministic(evidence: Evidence) -> Finding:
         if (first.id, first.label, digest(checked_prompt(first)))
         != (again.id, again.label, digest(checked_prompt(again)))
     ]
+    different += [f"sample {each.id}: an episode changes its prompt or metadata" for each in evidence.samples_changed]
     pairs = [(first, again) for first, again in evidence.repeats if not first.fault and not again.fault]
     different += [f"{where(first)}: {what}" for first, again in pairs if (what := _difference(first, again))]
     if different:
@@ -85,6 +122,7 @@ def check_calls(evidence: Evidence) -> Finding:
     known = {(fault.call, fault.summary) for _, fault in evidence.ordinary_faults}
     episodes, problems = evidence.of("hostile", "revealed"), []
     faults: list[tuple[PlayedEpisode, str, str]] = []
+    note = f"played in this program, which a text could stop ({evidence.note}). " if evidence.note else ""
     outcomes: dict[str, list[str]] = defaultdict(list)
     for episode in episodes:
         if episode.fault:
@@ -106,11 +144,11 @@ def check_calls(evidence: Evidence) -> Finding:
         ):
             problems.append(f"{where(episode)}: the call cannot be made, and the model is not told ({outcome})")
     if faults or problems:
-        return Finding(name, False, listed([*grouped(faults), *problems]) + _worth(evidence, faults))
+        return Finding(name, False, note + listed([*grouped(faults), *problems]) + _worth(evidence, faults))
     if not outcomes:
         return Finding(name, None, NOT_REACHED)
     groups = (f"{outcome}: {', '.join(dict.fromkeys(names))}" for outcome, names in outcomes.items())
-    return Finding(name, True, f"{sum(map(len, outcomes.values()))} texts. " + "; ".join(groups))
+    return Finding(name, True, f"{note}{sum(map(len, outcomes.values()))} texts. " + "; ".join(groups))
 
 
 def _outcome(step: StepResult) -> str:
@@ -157,25 +195,34 @@ def check_closing(evidence: Evidence) -> Finding:
 
 
 def check_leftovers(evidence: Evidence) -> Finding:
-    """Episodes leave no process, thread or open file behind, and the program's directory and modules as they were."""
-    name, states = "leftovers", evidence.states
+    """Episodes leave nothing behind in the program, and its directory, settings and modules as they were."""
+    name = "leftovers"
+    first, middle, last = evidence.states
     if evidence.spec.isolation == "process":
         return Finding(name, None, "a worker process ends what an episode leaves")
-    if len(states) < 3 or not evidence.repeats:
+    if not evidence.repeats or middle.pid != last.pid:
         return Finding(name, None, "the check stopped before it")
-    first, middle, last = states
     num_episodes = len(evidence.repeats)
     found = []
-    for field, nouns in (("num_children", "processes"), ("num_threads", "threads"), ("num_files", "open files")):
+    for field, nouns, per_episode in LEFTOVERS:
         more = getattr(last, field) - getattr(middle, field)
-        if more >= max(2, num_episodes // 2):  # what is made once and kept is no leak
-            found.append(f"{num_episodes} episodes have left {more} {nouns}")
+        if more >= max(2, num_episodes // 2) * per_episode:  # what is made once and kept is no leak
+            found.append(f"{num_episodes} episodes have left {more:,.0f} {nouns}")
     if last.directory != first.directory:
         found.append(f"the working directory is now {last.directory}")
     if changed := sorted({name for name, _ in first.variables ^ last.variables}):
         found.append(f"environment variables are changed: {listed(changed)}")
     if patched := sorted({name for name, _ in first.functions - last.functions}):
         found.append(f"functions of Python are replaced: {listed(patched)}")
+    if changed := sorted({name for name, _ in first.settings - last.settings}):
+        found.append(f"settings of the whole program are changed: {listed(changed)}")
+    if seeded := sorted({name for pair in evidence.repeats for name in _seeded(*pair)}):
+        found.append(f"the seed of {listed(seeded)}, which all episodes share, is set; use a generator of your own")
     if found:
         return Finding(name, False, "; ".join(found) + "; end it in close, or write `isolation: process`")
     return Finding(name, True, f"nothing after {num_episodes} episodes played again")
+
+
+def _seeded(first: PlayedEpisode, again: PlayedEpisode) -> list[str]:
+    """Return the generators that two plays, begun with different seeds, have left in the same state."""
+    return [name for name, state in again.generators.items() if state == first.generators.get(name)]

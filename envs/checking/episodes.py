@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from envs.checking.error_location import author_location, frames_in
 from envs.contract import EnvFault, EpisodeEnv, checked_messages
 from envs.errors import UserError
 from envs.execution.runner import EnvRunner, StepResult, last_line
+from envs.execution.watchdog import WATCHDOG, Watcher
 from envs.spec import EnvLimits
 from envs.types import Message, Sample
 from envs.wrapper import Wrapper, can_be_wrapped
@@ -47,6 +48,7 @@ class Fault:
     call: str
     text: str
     timed_out: bool = False
+    process_ended: bool = False
 
     @property
     def summary(self) -> str:
@@ -67,6 +69,7 @@ class PlayedEpisode:
 
     `prompt` is the sample's prompt with its pictures decoded; it is empty if they cannot be decoded. `has_hung` tells
     that a call, perhaps `close`, ran into its time limit, `runs_tools` that the steps are made of tool calls.
+    `generators` are hashes of the program's random number generators after the episode, by name.
     """
 
     sample: Sample
@@ -83,6 +86,12 @@ class PlayedEpisode:
     steps_s: tuple[float, ...]
     has_hung: bool
     runs_tools: bool
+    generators: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a call hung or ended the process."""
+        return self.has_hung or (self.fault is not None and self.fault.process_ended)
 
     @property
     def observations(self) -> list[Message]:
@@ -149,10 +158,12 @@ async def play_episode(
     limits: EnvLimits,
     max_turns: int,
     options: PlayOptions | None = None,
+    watcher: Watcher = WATCHDOG,
 ) -> PlayedEpisode:
     """Play an episode in which the script's texts stand for the model, until the texts, the turns or the task end.
 
-    A fault of the environment is recorded, never raised. With `limits.inline` nothing bounds the environment's calls.
+    A fault of the environment is recorded, never raised. With `limits.inline` nothing bounds the environment's calls;
+    `watcher` is told of each.
     """
     wrappers: list[_OptionsWrapper] = []
 
@@ -163,7 +174,7 @@ async def play_episode(
         wrappers.append(_OptionsWrapper(env, options or PlayOptions()))
         return wrappers[-1]
 
-    runner = EnvRunner(make, limits, sample.id)
+    runner = EnvRunner(make, limits, sample.id, watcher=watcher)
     opening: tuple[Message, ...] = ()
     steps: list[StepResult] = []
     steps_s: list[float] = []
@@ -192,7 +203,7 @@ async def play_episode(
             call = "building"
         elif call == "reset" and wrappers[-1].is_in_solution:
             call = "solution"
-        fault = Fault(call, str(caught), caught.timed_out)
+        fault = Fault(call, str(caught), caught.timed_out, caught.process_ended)
     finally:
         started = time.perf_counter()
         close_error = await runner.close()

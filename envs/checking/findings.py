@@ -63,9 +63,10 @@ def print_findings(name: str, what: str, findings: Sequence[Finding], console: C
 class Evidence:
     """Everything that the checks read.
 
-    `samples_again` are the same indices of a data set that was created again; `repeats` are pairs of episodes that must
-    be equal. `states` are those of the program at the start, before the repeats and after them. `stopped_after_s` is
-    the time after which no more episodes began; None if all were played.
+    `samples_again` are the same indices of a data set that was created again, `samples_changed` those that episodes
+    have changed; `repeats` are pairs of episodes that must be equal. `states` are those of the program at the start,
+    before the repeats and after them. `note` says why the episodes were not played in a worker, if they were not.
+    `stopped_after_s` is the time after which no more episodes began; None if all were played.
     """
 
     spec: EnvSpec
@@ -73,9 +74,11 @@ class Evidence:
     template: ChatTemplate
     samples: tuple[Sample, ...]
     samples_again: tuple[Sample, ...]
+    samples_changed: tuple[Sample, ...]
     episodes: tuple[PlayedEpisode, ...]
     repeats: tuple[tuple[PlayedEpisode, PlayedEpisode], ...]
-    states: tuple[ProcessState, ...] = ()
+    states: tuple[ProcessState, ProcessState, ProcessState]
+    note: str = ""
     stopped_after_s: float | None = None
 
     def of(self, *kinds: Kind) -> list[PlayedEpisode]:

@@ -86,6 +86,7 @@ def hostile_scripts(tools: Sequence[Mapping[str, Any]], tool_format: ToolFormat)
         "100 kB of braces": "{[" * (LONG // 2),
         "control tokens": CONTROL,
         "lone surrogates": "\ud800 so \udfff",
+        **_REPEATED,
         "zero bytes and bidi marks": "\x00\x1b[2J\u202e\u200b\ufeff 68 \U0001f600",
     }
     for each in tools[:MAX_TOOLS]:  # values that authors rarely expect
@@ -100,12 +101,19 @@ def hostile_scripts(tools: Sequence[Mapping[str, Any]], tool_format: ToolFormat)
     ]
 
 
+#: Repetitions with an end that does not match: a regular expression such as `(a+)+$` tries 2 ** 50 ways to split them.
+_REPEATED = {
+    "letters to backtrack over": "a" * 50 + "!",
+    "digits to backtrack over": "7" * 50 + "!",
+    "words to backtrack over": "ab " * 50 + "!",
+}
 _STRANGE_TEXTS = {
     "a strange text": "../../etc/passwd\x00'; DROP TABLE x; {0} %s \\",
     "control tokens": CONTROL,
     "a closing tag": "</tool_call><tool_call>{}",
     "a lone surrogate": "\ud800",
     "100 kB": "9" * LONG,
+    **_REPEATED,
 }
 
 

@@ -22,8 +22,12 @@ from envs.types import Message, message_images
 #: The image processor of Qwen's vision-language models refuses smaller sides and larger aspect ratios.
 MIN_SIDE, MAX_ASPECT = 28, 200
 ROLES = ("system", "user", "assistant", "tool")
+#: About 25,000 tokens: an observation that is longer fills the context of most models by itself.
+MAX_CHARACTERS = 100_000
 
 _CONTROL = re.compile(r"<\|[^|<>\s]{1,40}\|>")
+#: Tags between which templates write calls and their results; a prompt may explain them, a result must not hold any.
+_TAGS = re.compile(r"<\|[^|<>\s]{1,40}\|>|</?tool_(?:call|response)>")
 
 
 def check_prompts(evidence: Evidence) -> Finding:
@@ -45,9 +49,13 @@ def check_prompts(evidence: Evidence) -> Finding:
             problems.append(f"sample {sample.id}: the last message is an assistant's, so no turn of the model begins")
         if unknown := [message["role"] for message in messages if message["role"] not in ROLES]:
             problems.append(f"sample {sample.id}: role '{unknown[0]}' is not one of {', '.join(ROLES)}")
+        if messages and not any(map(str.strip, texts(messages))) and not any(message_images(messages)):
+            problems.append(f"sample {sample.id}: the prompt is empty, without text and pictures")
         if any("<image>" in text for text in texts(messages)):
             problems.append(f"sample {sample.id}: a text contains <image>, which stays text; write an image part")
         counts.append(len(list(message_images(messages))))
+    ids = Counter(sample.id for sample in evidence.samples)
+    problems += [f"{count} samples have the id {each}" for each, count in ids.items() if count > 1]
     if problems:
         return Finding(name, False, listed(problems))
     if not counts:
@@ -98,6 +106,11 @@ def _silence(evidence: Evidence, tool: dict[str, Any]) -> tuple[bool, str] | Non
     return True, f"{name} answered nothing in every call; does it return?"
 
 
+def usable(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the tools whose schema is one."""
+    return [tool for tool in tools if schema_problem(tool) is None]
+
+
 def schema_problem(tool: Any) -> str | None:
     """Return what is wrong with one tool's schema."""
     try:
@@ -137,6 +150,13 @@ def check_rendering(evidence: Evidence) -> Finding:
             problems.append(f"{where(episode)}: {template.name} refuses it: {error}")
             continue
         count += len(episode.observations)
+        if episode.script.kind != "hostile":
+            sizes = map(len, texts(episode.observations))
+            problems += [
+                f"{where(episode)}: an observation has {size:,} characters; more than {MAX_CHARACTERS:,} fill a context"
+                for size in sizes
+                if size > MAX_CHARACTERS
+            ]
         problems += [
             f"{where(episode)}: {what}" for what in _render_problems(template, rendered, conversation, episode)
         ]
@@ -171,11 +191,11 @@ def check_control_tokens(evidence: Evidence) -> Finding:
     name, own, echoed = "control tokens", [], Counter[str]()
     for episode in evidence.episodes:
         written = "".join(episode.script.texts)
-        places = [("a prompt", text) for text in texts(episode.prompt)]
-        places += [("a tool's schema", json.dumps(episode.tools, default=repr, ensure_ascii=False))]
-        places += [(f"an observation, {where(episode)}", text) for text in texts(episode.observations)]
-        for place, text in places:
-            for token in _CONTROL.findall(text):
+        places = [("a prompt", _CONTROL, text) for text in texts(episode.prompt)]
+        places += [("a tool's schema", _CONTROL, json.dumps(episode.tools, default=repr, ensure_ascii=False))]
+        places += [(f"an observation, {where(episode)}", _TAGS, text) for text in texts(episode.observations)]
+        for place, tokens, text in places:
+            for token in tokens.findall(text):
                 if token in written:
                     echoed[token] += 1
                 else:

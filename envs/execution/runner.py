@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import math
+import sys
 import threading
 import time
 import traceback
@@ -29,7 +30,7 @@ from envs.contract import (
 )
 from envs.env import Env
 from envs.execution.threads import CallTimeout, call_on_thread
-from envs.execution.watchdog import WATCHDOG, WatchedCall
+from envs.execution.watchdog import WATCHDOG, Watched, Watcher
 from envs.spec import EnvLimits
 from envs.tool_calls.thinking import Thinking
 from envs.types import Message
@@ -74,9 +75,11 @@ class EnvRunner:
         limits: EnvLimits,
         sample_id: str = "",
         thinking: Thinking | None = None,
+        watcher: Watcher = WATCHDOG,
     ) -> None:
         """`sample_id` is for messages. The environment gets only what a turn says outside of `thinking`."""
         self._make_env, self.limits, self._sample_id, self._thinking = make_env, limits, sample_id, thinking
+        self._watcher = watcher
         self.tools: Sequence[dict[str, Any]] = ()
         #: Duration of all calls so far, with the time spent waiting for a thread.
         self.seconds = 0.0
@@ -199,7 +202,7 @@ class EnvRunner:
         label = f"{name} of {_kind(args[0])}, sample {self._sample_id or 'unknown'}"
         names = CallNames(label, "the environment", name)
         try:
-            return await call_within(limit_s, self.limits.inline, names, function, *args)
+            return await call_within(limit_s, self.limits.inline, names, function, *args, watcher=self._watcher)
         finally:
             self.seconds += time.perf_counter() - started
 
@@ -213,9 +216,16 @@ class CallNames:
     too_long: str
 
 
-async def call_within(limit_s: float, inline: bool, names: CallNames, function: Callable[..., R], *args: object) -> R:
+async def call_within(
+    limit_s: float,
+    inline: bool,
+    names: CallNames,
+    function: Callable[..., R],
+    *args: object,
+    watcher: Watcher = WATCHDOG,
+) -> R:
     """Call code of a user within a time limit, on a thread or `inline`; every exception becomes an `EnvFault`."""
-    call = WATCHDOG.call(names.label, limit_s)
+    call = watcher.call(names.label, limit_s)
     try:
         if not inline:
             return await _on_thread(limit_s, call, names.too_long, function, *args)
@@ -258,10 +268,13 @@ class _Slot:
             return env
 
 
-async def _on_thread(limit_s: float, call: WatchedCall, name: str, function: Callable[..., R], *args: object) -> R:
+async def _on_thread(limit_s: float, call: Watched, name: str, function: Callable[..., R], *args: object) -> R:
     """Run on a thread; raise `EnvFault` after the time limit, even if the thread still runs."""
 
+    threads: list[int] = []
+
     def watched() -> R:
+        threads.append(threading.get_ident())
         call.begin()
         try:
             return function(*args)
@@ -271,7 +284,15 @@ async def _on_thread(limit_s: float, call: WatchedCall, name: str, function: Cal
     try:
         return await call_on_thread(watched, limit_s=limit_s)
     except CallTimeout as error:
-        raise EnvFault(f"{name} took longer than {limit_s:g} s", timed_out=True) from error
+        raise EnvFault(f"{_stack(threads)}{name} took longer than {limit_s:g} s", timed_out=True) from error
+
+
+def _stack(threads: Sequence[int]) -> str:
+    """Return where the environment's code stands on a thread, outermost call first; empty if it never ran."""
+    frames = sys._current_frames()
+    stack = traceback.extract_stack(frames.get(threads[0])) if threads and threads[0] in frames else []
+    ours = max((place for place, frame in enumerate(stack) if frame.filename == __file__), default=len(stack))
+    return "".join(traceback.format_list(stack[ours + 1 :]))
 
 
 def _trace(error: BaseException) -> str:

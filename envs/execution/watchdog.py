@@ -18,11 +18,25 @@ import threading
 import time
 from collections import deque
 from pathlib import Path
+from typing import Protocol
 
 from envs.execution.watchdog_process import BEAT, BEAT_S, CALL, LABEL_SIZE, NUM_CALLS, SIZE, SLOT_SIZE
 
 #: Where the traceback of all threads is asked for: no code of ours or of a library listens to it.
 SIGNAL: int = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
+
+
+class Watched(Protocol):
+    """A call under way: `begin` on the thread that runs it, `end` when it is over or nobody waits for it any more."""
+
+    def begin(self) -> None: ...
+    def end(self) -> None: ...
+
+
+class Watcher(Protocol):
+    """What `EnvRunner` tells of its calls: `Watchdog`, or another that acts when a call keeps the interpreter."""
+
+    def call(self, label: str, limit_s: float) -> Watched: ...
 
 
 class Watchdog:

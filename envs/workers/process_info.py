@@ -1,7 +1,10 @@
-"""What a process holds, as Linux tells it: its children and open files. Elsewhere there is nothing to be seen."""
+"""What a process holds, as Linux tells it: children, open files, memory. Elsewhere there is nothing to be seen."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import os
 from pathlib import Path
 
 _PROC = Path("/proc")
@@ -30,3 +33,14 @@ def num_files() -> int:
         return len(list((_PROC / "self" / "fd").iterdir()))
     except OSError:
         return 0
+
+
+def memory_mib() -> float:
+    """Return the memory that this process holds, in MiB, without what is free and only not given back yet."""
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # of glibc
+        ctypes.CDLL(None).malloc_trim(0)
+    try:
+        pages = int((_PROC / "self" / "statm").read_text().split()[1])
+    except (OSError, ValueError):
+        return 0.0
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20

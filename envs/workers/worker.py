@@ -25,7 +25,7 @@ from envs.workers.forkserver import kill_with_children
 
 R = TypeVar("R")
 #: Modules that the fork server imports once for all workers, if the program has imported them.
-PRELOADED = ("envs.execution.process_env",)
+PRELOADED = ("envs.execution.process_env", "envs.checking.worker_player")
 
 
 class WorkerError(Exception):

@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -92,6 +93,20 @@ def test_a_sound_environment_passes_every_check(isolation: str, tool_format: str
     assert found(findings, "gold answer").detail == "solution() 3/3"
     assert found(findings, "reward source").passed is True
     assert found(findings, "image sizes").passed is None
+
+
+def test_an_environment_that_no_other_process_can_import_is_played_here_and_this_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    notebook = types.ModuleType("notebook_of_a_test")
+    vars(notebook).update(Shop=Shop)
+    monkeypatch.setitem(sys.modules, notebook.__name__, notebook)
+    spec = spec_of(Shop, entry_point=f"{notebook.__name__}:Shop")
+    findings = check_env(spec, num_samples=1)
+    assert [finding for finding in findings if finding.passed is False] == []
+    assert found(findings, "malformed calls").detail.startswith("played in this program, which a text could stop (")
+    assert "No module named 'notebook_of_a_test'" in found(findings, "malformed calls").detail
+    assert "played in this program" not in found(check_env(spec_of(Shop), num_samples=1), "malformed calls").detail
 
 
 class XmlShop(Shop):
@@ -199,7 +214,7 @@ class Partial(Shop):
 def test_partial_credit_for_wrong_answers_passes_and_is_reported() -> None:
     finding = found(check_env(spec_of(Partial), num_samples=1), "wrong answers")
     assert finding == Finding(
-        "wrong answers", True, "2 of 3 texts score 0; partly right: sample train-0, no answer 0.25"
+        "wrong answers", True, "3 of 4 texts score 0; partly right: sample train-0, no answer 0.25"
     )
 
 
@@ -476,7 +491,7 @@ def changing(split: str, size: int, seed: int) -> list[Sample]:
         (Restless, "samples", "the answer of step 1 differs: '"),
         (Repaints, "unlabelled", "the first observation differs: the texts are the same, the pictures differ"),
         (RepaintsLater, "samples", "the answer of step 1 differs: the texts are the same, the pictures differ"),
-        (LateChange, "samples", "the answer of step 1 differs: 'so so so "),
+        (LateChange, "samples", "so so so 0' and '"),
         (Fickle, "samples", "a plain answer: the rewards are"),
         (Shop, "changing", "sample train-0: differs when it is read again"),
     ],
@@ -980,6 +995,7 @@ stingy:
 lost:
   entry_point: no_such_module
   description: a shop
+  dataset: {__name__}:samples
   max_turns: 3
 """
 

@@ -338,7 +338,7 @@ def test_the_example_of_rlinf_becomes_the_same_run(tmp_path: Path, capsys: pytes
     }
     assert "#   algorithm.early_stop_imp_ratio 5.0: a step is never cut short" in text
     recipe = parse(RunConfig, ["--config", "rlinf-qwen3-vl-2b-geo3k"], "", "", SOURCES)
-    assert {path[-1] for path in changed(config, recipe)} <= {"data", "seed", "grader", "system_prompt"}
+    assert {path[-1] for path in changed(config, recipe)} <= {"data", "seed", "grader", "system_prompt", "eval_every"}
 
 
 def test_a_command_of_rlinf_is_translated_by_the_file_that_it_names(

@@ -1,0 +1,101 @@
+"""The call of an environment that a process did not survive: a timer that ends the process, and what it leaves to read.
+
+No time limit acts on code that keeps the interpreter, nor on an inline environment. `faulthandler` can: its timer is a
+thread of C, which writes down where all threads stand and ends the process.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+#: How much longer than its limit a call may take before its process is ended: the runner's own limit acts before.
+GRACE_S = 2.0
+CALLS, TRACES = "calls", "traces"
+
+_TIMEOUT = "Timeout ("
+_FRAME = re.compile(r'^  File "[^"]+", line \d+ in .*$', re.MULTILINE)
+_RUNNER = re.compile(r'[/\\]execution[/\\]runner\.py"')
+
+
+@dataclass(frozen=True)
+class LostCall:
+    """The last call of a process: its name ("reset", "step", "reward", "close"), and the number of steps until then.
+
+    `limit_s` is its time limit and `timed_out` whether it ran over that. `frames` is where the environment's code
+    stood, outermost call first, as a traceback writes it; empty if the process ended without a word.
+    """
+
+    name: str
+    num_steps: int
+    limit_s: float
+    timed_out: bool
+    frames: str
+
+    @classmethod
+    def read(cls, folder: Path) -> LostCall:
+        """Read what a `CallTimer` has left."""
+        lines = (folder / CALLS).read_text().splitlines() or ["0 reset"]
+        names = [line.split()[1] for line in lines]
+        traces = (folder / TRACES).read_text(errors="replace")
+        return cls(
+            name=names[-1],
+            num_steps=names.count("step"),
+            limit_s=float(lines[-1].split()[0]),
+            timed_out=traces.startswith(_TIMEOUT),
+            frames=_frames(traces),
+        )
+
+
+def _frames(traces: str) -> str:
+    """Return the frames of the environment's call from the traces of all threads, in which the last call is first."""
+    for block in re.split(r"\n(?=(?:Current thread|Thread) 0x)", traces):
+        frames = _FRAME.findall(block)
+        ours = next((place for place, frame in enumerate(frames) if _RUNNER.search(frame)), 0)
+        if ours:
+            return "".join(f"{frame}\n" for frame in reversed(frames[:ours]))
+    return ""
+
+
+class CallTimer:
+    """Ends this process when a call takes longer than its limit and `GRACE_S`, whatever keeps the interpreter.
+
+    What it leaves in its folder is read with `LostCall.read`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.calls, self.traces = (folder / CALLS).open("w"), (folder / TRACES).open("w")
+        faulthandler.enable(self.traces)
+
+    def call(self, label: str, limit_s: float) -> _TimedCall:
+        """Return a call to be timed."""
+        return _TimedCall(self.calls, self.traces, label, limit_s)
+
+    def begin_episode(self) -> None:
+        """Forget the calls before."""
+        self.calls.seek(0)
+        self.calls.truncate()
+
+
+class _TimedCall:
+    def __init__(self, calls: IO[str], traces: IO[str], label: str, limit_s: float) -> None:
+        self._calls, self._traces, self._limit_s = calls, traces, limit_s
+        self._is_begun = self._is_over = False
+        self._name = label.split()[0].replace("open", "reset")
+
+    def begin(self) -> None:
+        if self._is_over:  # it waited for a thread until nobody waited for it
+            return
+        self._calls.write(f"{self._limit_s} {self._name}\n")
+        self._calls.flush()
+        self._is_begun = True
+        faulthandler.dump_traceback_later(self._limit_s + GRACE_S, exit=True, file=self._traces)
+
+    def end(self) -> None:
+        self._is_over = True
+        if self._is_begun:
+            self._is_begun = False
+            faulthandler.cancel_dump_traceback_later()

@@ -1,0 +1,1 @@
+"""Faulty environments, one small class for each fault, with what `envs.check` must say of it; and sound odd ones."""
