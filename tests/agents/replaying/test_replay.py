@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -16,9 +17,9 @@ from agents.recording import EpisodeRecord, Manifest, Recording
 from agents.recording.schema import ImageRecord
 from agents.recording.selection import SelectionConfig, select_episodes
 from agents.replay import ReplayConfig, open_all, replay_all, run
-from agents.replaying.difference import is_same
+from agents.replaying.difference import MAX_KEPT, Difference, is_same, shortened
 from agents.replaying.report import kinds
-from agents.replaying.runner import ReplaySummary
+from agents.replaying.runner import MAX_MEMORY, ReplaySummary, run_concurrently
 from agents.types import EndReason
 from envs.config.cli import exit_code
 from envs.types import Sample
@@ -446,3 +447,31 @@ def test_another_grader_flips_the_rewards_that_it_should(tmp_path: Path, capsys:
     assert f"{next(iter(flipped))}: 1 -> 0, Answer: " in out and "3 of 23 flip" in out
     assert run([str(FOLDER / "geo3k"), "--rescore", "math"]) == 0
     assert "0 of 23 flip" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("share", "most"), [(0.001, 8), (0.4, 3), (1.0, 1)])
+def test_episodes_are_replayed_at_once_only_as_far_as_memory_goes(share: float, most: int) -> None:
+    episode = next(Recording.open(FOLDER / "calculator").episodes())
+    episodes = [(place, episode.model_copy()) for place in range(20)]
+    for _, each in episodes:
+        each._memory = int(share * MAX_MEMORY)
+    now, peak, played = 0, 0, set[int]()
+
+    async def play(place: int, episode: EpisodeRecord) -> None:
+        nonlocal now, peak
+        now, peak = now + 1, max(peak, now + 1)
+        await asyncio.sleep(0.001)
+        now -= 1
+        played.add(place)
+
+    asyncio.run(run_concurrently(play, iter(episodes), max_concurrent=8))
+    assert (peak, played) == (most, set(range(20)))
+
+
+def test_a_kept_difference_shows_where_long_values_differ() -> None:
+    old, new = "a" * 10**6 + "b" + "c" * 10**6, "a" * 10**6 + "d" + "c" * 10**6
+    kept = shortened(Difference("observation", 1, "[0].content", old, new))
+    assert max(len(kept.recorded), len(kept.replayed)) <= MAX_KEPT + 2
+    assert "ab" in kept.recorded and "ad" in kept.replayed
+    short = Difference("info", 1, "x", {"a": 1}, None)
+    assert shortened(short) == short
