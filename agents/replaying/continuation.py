@@ -87,8 +87,8 @@ def run_fork(
 ) -> int:
     """Continue an episode, print how it ends, and return the exit code: 1 if it has no valid end.
 
-    `model` gives the tokenizer, and the weights for `--by model`; empty means the recorded model. `notes` say what has
-    changed since the recording was made.
+    `model` gives the tokenizer, and the weights for `--by model`. `notes` say what has changed since the recording was
+    made.
 
     Raises:
         UserError: the episode has no such turn or another tokenizer, or the flags contradict each other.
@@ -96,15 +96,13 @@ def run_fork(
     turn = checked_turn(episode, config)
     context = ReplayContext(recording, spec)
     way = way_of_fork(context.way(episode), turn, config)
-    if config.by == "model" and not model:
-        raise UserError("--model", "must name the model for --by model", "none", "give a model or run folder")
-    folder = model_folder(model or recording.manifest.model)
+    folder = model_folder(model)
     terminal = _terminal(config)
     renderer = Renderer.from_checkpoint(folder, recording.manifest.template_options)
     check_tokenizer(episode, turn, renderer)
     record = config.record and config.record.absolute()
     if record:
-        check_record_folder(record, build_manifest(spec, renderer, model or folder, {}))
+        check_record_folder(record, build_manifest(spec, renderer, model, {}))
     fork = Fork(
         recording, episode, turn, context, renderer, way, lambda text: terminal.say(f"--- not as recorded: {text}")
     )
@@ -128,7 +126,7 @@ def run_fork(
         terminal.say("--- quit")
         return 0 if config.by == "hand" else 1
     if record:
-        manifest = build_manifest(spec, renderer, model or folder, {PLAY: loop})
+        manifest = build_manifest(spec, renderer, model, {PLAY: loop})
         for note in (*record_attempts(record, trajectories, manifest, renderer), f"recorded in {config.record}"):
             terminal.say(note)
     code = _report_one(fork, trajectories[0], terminal, gallery, config) if len(trajectories) == 1 else None

@@ -22,6 +22,7 @@ from agents.replaying.report import kinds
 from agents.replaying.runner import MAX_MEMORY, ReplaySummary, run_concurrently
 from agents.types import EndReason
 from envs.config.cli import exit_code
+from envs.errors import UserError
 from envs.types import Sample
 from tests.golden.make import FOLDER
 from tests.paths import ROOT
@@ -371,20 +372,25 @@ def test_what_is_not_as_it_was_is_said_and_is_no_difference(
     assert "note" not in capsys.readouterr().out
 
 
-def test_an_environment_is_found_in_the_registry_file_that_was_recorded_or_in_the_recording_itself(
-    registry: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_code_is_taken_from_the_users_own_registries_and_never_from_where_a_recording_points(
+    registry: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest = json.loads((FOLDER / "calculator" / "recording.json").read_text())
     copy = tmp_path / "copy"
     copy.mkdir()
     (copy / "episodes.jsonl.gz").write_bytes((FOLDER / "calculator" / "episodes.jsonl.gz").read_bytes())
-    manifest["env"] |= {"id": "calculator-none", "entry_point": "planted:Calculator", "options": {"plant": "none"}}
-    (copy / "recording.json").write_text(json.dumps(manifest | {"registry": str(registry)}))
-    assert run([str(copy), "--show", "0"]) == 0
-    assert "is in no registry" not in capsys.readouterr().out
-    (copy / "recording.json").write_text(json.dumps(manifest | {"registry": str(tmp_path / "gone.yaml")}))
-    assert run([str(copy)]) == 0
-    assert "'calculator-none' is in no registry: its entry is taken from the recording" in capsys.readouterr().out
+    (copy / "stranger.py").write_text("raise SystemExit('the code of a stranger runs')")
+    manifest["env"] |= {"id": "calculator-none", "entry_point": "stranger:Env"}
+    (copy / "registry.yaml").write_text(json.dumps({"calculator-none": {"entry_point": "stranger:Env"}}))
+    (copy / "recording.json").write_text(json.dumps(manifest | {"registry": str(copy / "registry.yaml")}))
+    monkeypatch.chdir(copy)
+    rule = "environment: must be in the registry, got calculator-none; give the file that has it with --registry"
+    for flags in ((), ("--rescore", "math"), ("--fork", "1", "--id", "train-0-0")):
+        with pytest.raises(UserError, match=rule):
+            run([".", *flags])
+    assert run([".", "--registry", str(registry)]) == 0
+    assert run([".", "--env", "calculator"]) == 0
+    assert "stranger" not in capsys.readouterr().err
 
 
 def test_up_to_a_turn_only_what_came_before_counts(registry: Path) -> None:
