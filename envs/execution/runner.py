@@ -8,8 +8,8 @@ that the model's action caused becomes a `ToolFault`, as the entry's `on_tool_fa
 from __future__ import annotations
 
 import asyncio
-import copy
 import math
+import os
 import threading
 import time
 import traceback
@@ -30,6 +30,7 @@ from envs.contract import (
 from envs.env import Env
 from envs.execution.threads import CallTimeout, call_on_thread
 from envs.execution.watchdog import WATCHDOG, WatchedCall
+from envs.plain import plain
 from envs.spec import EnvLimits
 from envs.tool_calls.thinking import Thinking
 from envs.types import Message
@@ -182,7 +183,7 @@ class EnvRunner:
         progress.is_stepping = False
         observation, done, info = _checked_step(result)
         messages = checked_answer(env.format_observation(observation)) if observation else ()
-        return StepResult(messages, done, {key: _snapshot(value) for key, value in info.items()})
+        return StepResult(messages, done, {key: plain(value) for key, value in info.items()})
 
     @staticmethod
     def _reward(env: EpisodeEnv, final_text: str) -> float:
@@ -197,20 +198,17 @@ class EnvRunner:
         started = time.perf_counter()
         inline = self.limits.inline
         label = f"{function.__name__.strip('_')} of {_kind(args[0])}, sample {self._sample_id or 'unknown'}"
-        call = WATCHDOG.call(label, limit_s)
+        call = WATCHDOG.call(label, limit_s, inline)
         try:
             if not inline:
                 return await _on_thread(limit_s, call, function, *args)
             call.begin()
-            return function(*args)
-        except (EnvFault, KeyboardInterrupt):
-            raise
-        except BaseException as error:  # a fault is data, but a cancelled wait must propagate
-            if not inline and not isinstance(error, Exception):
-                raise
-            raise EnvFault(f"the environment raised: {_trace(error)}") from error
+            try:
+                return _called(function, *args)
+            finally:
+                call.end()
         finally:
-            call.end()
+            call.abandon()
             self.seconds += time.perf_counter() - started
 
 
@@ -247,7 +245,7 @@ async def _on_thread(limit_s: float, call: WatchedCall, function: Callable[..., 
     def watched() -> R:
         call.begin()
         try:
-            return function(*args)
+            return _called(function, *args)
         finally:
             call.end()  # before the thread takes its next call
 
@@ -256,6 +254,22 @@ async def _on_thread(limit_s: float, call: WatchedCall, function: Callable[..., 
     except CallTimeout as error:
         name = function.__name__.strip("_")
         raise EnvFault(f"{name} took longer than {limit_s:g} s", timed_out=True) from error
+
+
+def _called(function: Callable[..., R], *args: object) -> R:
+    """Call; every exception becomes an `EnvFault`, whose text is made here: a foreign `__str__` may never return."""
+    process = os.getpid()
+    try:
+        return function(*args)
+    except EnvFault:
+        raise
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+            raise
+        raise EnvFault(f"the environment raised: {_trace(error)}") from None
+    finally:
+        if os.getpid() != process:  # the call forked, and this is the copy: the program must not go on in both
+            os._exit(1)
 
 
 def _trace(error: BaseException) -> str:
@@ -290,16 +304,6 @@ def _kind(env: object) -> str:
 def _close(env: EpisodeEnv) -> None:
     if hasattr(env, "close"):
         env.close()
-
-
-def _snapshot(value: Any) -> Any:
-    """Return a copy that later changes of the environment do not reach; what cannot be copied stays itself."""
-    if value is None or type(value) in (str, int, float, bool):
-        return value
-    try:
-        return copy.deepcopy(value)
-    except Exception:  # an info may hold anything, such as a lock
-        return value
 
 
 def last_line(text: str | None) -> str:

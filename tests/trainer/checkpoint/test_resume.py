@@ -232,6 +232,21 @@ def test_two_processes_never_write_one_run(unbroken: Path, monkeypatch: pytest.M
         run(["--resume", str(unbroken), "--steps", "9"])
 
 
+def test_a_process_that_an_environment_forked_does_not_hold_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.checkpoint.run_dir.WAIT_S", 0.0)
+    with locked(tmp_path):
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+    time.sleep(0.5)  # until the child runs
+    with locked(tmp_path):
+        os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
 def test_a_run_without_a_checkpoint_begins_anew_and_keeps_what_it_had(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
