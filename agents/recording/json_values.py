@@ -67,4 +67,3 @@ def is_json(value: Any, depth: int = MAX_DEPTH) -> bool:
     if type(value) is str:
         return well_formed(value) == value
     return value is None or type(value) is bool
-

@@ -35,6 +35,7 @@ from agents.recording.schema import (
     TokenRecord,
     TurnRecord,
     picture_names,
+    read_token,
 )
 from agents.recording.stream_check import broken_record
 from agents.rendering.images import ImageStore
@@ -132,9 +133,10 @@ class Recording:
         return {record.id: record.spelled for _, record in self.tokens_from(0)}
 
     def tokens_from(self, place: int) -> Iterator[tuple[int, TokenRecord]]:
-        """Yield (place behind it, token) for each token, beginning at a place in the file."""
+        """Yield (place behind it, token) for each token, beginning at a place in the file; skips damaged lines."""
         for end, line in read_lines(self.folder / TOKENS, place):
-            yield end, self._record(TokenRecord, TOKENS, line)
+            if token := read_token(line):
+                yield end, token
 
     def damage(self) -> list[str]:
         """Return a sentence for each file of lines of which readers skip a part."""
@@ -143,6 +145,10 @@ class Recording:
             f"{self.folder / name} is damaged, or has a line over {MAX_LINE} bytes or with values over {MAX_VALUES}, "
             f"at {count} place{'s' * (count > 1)}: what stands there is left out"
             for name, count in counts.items()
+            if count
+        ] + [
+            f"{self.folder / TOKENS} is damaged at {count} line{'s' * (count > 1)}: what stands there is left out"
+            for count in (sum(read_token(line) is None for _, line in read_lines(self.folder / TOKENS)),)
             if count
         ]
 

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
 
 from agents.recording.safe_files import memory_of
 from agents.types import EndReason, Trajectory
@@ -255,6 +255,14 @@ class TokenRecord(_Record):
     def spelled(self) -> bytes:
         """The bytes of the token."""
         return bytes.fromhex(self.hex) if self.hex else self.text.encode()
+
+
+def read_token(line: bytes) -> TokenRecord | None:
+    """Return the token of a line, None where it is damaged."""
+    try:
+        return TokenRecord.read(line)
+    except ValidationError:
+        return None
 
 
 def episode_id(phase: str, way: str, trajectory: Trajectory) -> str:

@@ -296,6 +296,28 @@ def test_every_command_says_what_it_left_out(folder: Path, tmp_path: Path, capsy
         assert "episodes.jsonl.gz is damaged, or has a line over" in said and "at 1 place" in said
 
 
+@pytest.mark.parametrize("damage", [b"{", b'{"schema_version": 4}', b"[" * 10**5, b"\xff", b""])
+def test_a_damaged_manifest_is_kept_aside_and_written_anew(damage: bytes, folder: Path) -> None:
+    before = Recording.open(folder)
+    num_episodes = len(list(before.episodes()))
+    (folder / "recording.json").write_bytes(damage)
+    with Recorder(folder, before.manifest) as recorder:
+        (note,) = recorder.notes
+    assert "recording.json was damaged and is written anew; it is now" in note
+    assert (folder / "recording.json.damaged").read_bytes() == damage
+    assert Recording.open(folder).manifest == before.manifest
+    assert len(list(Recording.open(folder).episodes())) == num_episodes
+
+
+def test_a_damaged_token_costs_its_own_line_and_is_said(folder: Path) -> None:
+    tokens = Recording.open(folder).tokens()
+    text = (folder / TOKENS).read_bytes()
+    (folder / TOKENS).write_bytes(text[:1] + b"\xff" + text[2:])
+    found = Recording.open(folder)
+    assert found.tokens() == dict(list(tokens.items())[1:])
+    assert found.damage() == [f"{folder / TOKENS} is damaged at 1 line: what stands there is left out"]
+
+
 BOMB = """
 import resource, sys
 from pathlib import Path

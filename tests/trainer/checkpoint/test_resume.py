@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -230,6 +231,27 @@ def test_two_processes_never_write_one_run(unbroken: Path, monkeypatch: pytest.M
     monkeypatch.setattr("trainer.checkpoint.run_dir.WAIT_S", 0.0)
     with locked(unbroken), pytest.raises(UserError, match="another process"):
         run(["--resume", str(unbroken), "--steps", "9"])
+
+
+def test_a_setting_that_is_not_as_at_the_checkpoint_is_said(
+    unbroken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(unbroken, tmp_path / "copy"))
+    text = (folder / "config.yaml").read_text()
+    rate = next(line.strip() for line in text.splitlines() if line.strip().startswith("lr: "))
+    (folder / "config.yaml").write_text(text.replace(rate, "lr: 3.25e-05"))
+    assert run(["--resume", str(folder)]) == 0
+    captured = capsys.readouterr()
+    said = " ".join((captured.out + captured.err).split())
+    assert "config.yaml is not as at step" in said and f"{rate} -> lr: 3.25e-05" in said
+
+
+def test_a_damaged_line_of_metrics_is_an_error_in_one_line(unbroken: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(unbroken, tmp_path / "copy"))
+    text = (folder / "metrics.jsonl").read_bytes()
+    (folder / "metrics.jsonl").write_bytes(text.replace(b'"', b"\xff", 1))
+    with pytest.raises(UserError, match=r"metrics\.jsonl line 1: must be an object of numbers"):
+        run(["--resume", str(folder)])
 
 
 def test_a_process_that_an_environment_forked_does_not_hold_the_run(
