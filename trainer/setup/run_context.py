@@ -137,7 +137,8 @@ def changed_settings(checkpoint: Checkpoint, file: Path) -> list[str]:
     if not (checkpoint.folder / CONFIG).exists():  # of an earlier version
         return []
     texts = checkpoint.read(CONFIG).decode(), file.read_text(encoding="utf-8")
-    old, new = ([line.strip() for line in text.splitlines() if not line.strip().startswith("#")] for text in texts)
+    lines = ([line.partition("  #")[0].strip() for line in text.splitlines()] for text in texts)
+    old, new = ([line for line in several if not line.startswith("#")] for several in lines)
     if len(old) != len(new):
         return [f"{len(old)} lines -> {len(new)}"]
     return [f"{before} -> {now}" for before, now in zip(old, new, strict=True) if before != now]

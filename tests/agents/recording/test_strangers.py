@@ -310,11 +310,9 @@ def test_a_damaged_manifest_is_kept_aside_and_written_anew(damage: bytes, folder
 
 
 def test_a_damaged_token_costs_its_own_line_and_is_said(folder: Path) -> None:
-    tokens = Recording.open(folder).tokens()
-    text = (folder / TOKENS).read_bytes()
-    (folder / TOKENS).write_bytes(text[:1] + b"\xff" + text[2:])
+    (folder / TOKENS).write_bytes(b'{"id":1,"text":"a"}\n{"\xffd":2,"text":"b"}\n{"id":3,"text":"c"}\n')
     found = Recording.open(folder)
-    assert found.tokens() == dict(list(tokens.items())[1:])
+    assert found.tokens() == {1: b"a", 3: b"c"}
     assert found.damage() == [f"{folder / TOKENS} is damaged at 1 line: what stands there is left out"]
 
 
