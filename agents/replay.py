@@ -55,9 +55,7 @@ class ReplayConfig(Section):
 
     run: str = Field(description="run folder, recording folder, or slime's dumps: a .pt file or a folder of them")
     env: str = Field(default="", description="environment to replay through; empty: the recorded one")
-    registry: tuple[Path, ...] = Field(
-        default=(), description="more registry files; empty: the file that the recording names, if it still exists"
-    )
+    registry: tuple[Path, ...] = Field(default=(), description="more registry files; later ones win")
     model: str = Field(
         default="",
         description=f"model folder whose tokenizer and template are used to compare the token streams too; 'starter': "
@@ -92,8 +90,8 @@ def open_source(config: ReplayConfig) -> tuple[Recording, EnvSpec, list[str]]:
                 "--convert", "must be given with slime dumps", config.run, "give a .pt file, or leave it out"
             )
         source = Recording.open(config.run)
-        spec, notes = find_spec(source.manifest, config.env, config.registry)
-        notes += env_notes(source.manifest, spec)
+        spec = find_spec(source.manifest, config.env, config.registry)
+        notes = env_notes(source.manifest, spec)
         if not config.selection.limit:
             notes += source.damage()
     if framework := source.manifest.converted_from:
@@ -109,10 +107,22 @@ def open_renderer(config: ReplayConfig, source: Recording) -> Renderer | None:
     """
     if not config.model:
         return None
-    named = source.manifest.model if config.model == RECORDED else config.model
-    if not named:
+    return Renderer.from_checkpoint(model_folder(named_model(config, source)), source.manifest.template_options)
+
+
+def named_model(config: ReplayConfig, source: Recording) -> str:
+    """Return the model that the flags name; a path in the recording is taken only where they say so.
+
+    Raises:
+        UserError: no model is named.
+    """
+    recorded = source.manifest.model
+    if not config.model and recorded != "starter":
+        fix = f"give its folder, or '--model {RECORDED}' for that of the recording ({recorded or 'which names none'})"
+        raise UserError("--model", "must be given: no path is taken from a recording", "nothing", fix)
+    if config.model == RECORDED and not recorded:
         raise UserError("--model", "must name a model, because the recording names none", RECORDED, "give its folder")
-    return Renderer.from_checkpoint(model_folder(named), source.manifest.template_options)
+    return config.model if config.model not in ("", RECORDED) else recorded
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,7 +215,9 @@ def fork(config: ReplayConfig) -> int:
         flag = "--turn" if config.turn else "--rescore"
         raise UserError("--fork", f"must be given without {flag}", config.fork.fork, f"leave {flag} out")
     source, spec, notes = open_source(config)
-    model = source.manifest.model if config.model == RECORDED else config.model
+    if config.fork.by == "model" and not config.model:
+        raise UserError("--model", "must name the model for --by model", "none", "give a model or run folder")
+    model = named_model(config, source)
     return run_fork(source, only_episode(source, config.selection), spec, model, config.fork, notes)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from envs.images import load_image
+from envs.plain import plain
 from envs.types import Message
 
 MAX_IMAGE_PIXELS = 16_000_000
@@ -72,16 +73,17 @@ def checked_tools(value: object) -> tuple[dict[str, Any], ...]:
     tools = () if value is None else value
     if not isinstance(tools, (list, tuple)) or not all(isinstance(tool, dict) for tool in tools):
         raise EnvFault(f"tools must be a list of schemas, each a dict, got {value!r:.200}")
-    return tuple(tools)
+    return tuple(map(plain, tools))
 
 
 def _message(value: object) -> Message:
     if isinstance(value, dict) and isinstance(value.get("role"), str):
         content = value.get("content")
+        rest = {name: plain(part) for name, part in value.items() if name != "content"}
         if isinstance(content, str):
-            return {**value}
+            return {**rest, "content": plain(content)}
         if isinstance(content, list):
-            return {**value, "content": [_part(part) for part in content]}
+            return {**rest, "content": [_part(part) for part in content]}
     rule = 'format_observation must return {"role": str, "content": str or list of parts}, or a list of such messages'
     raise EnvFault(f"{rule}, got {value!r:.200}")
 
@@ -89,12 +91,10 @@ def _message(value: object) -> Message:
 def _part(part: object) -> dict[str, Any]:
     if isinstance(part, dict):
         if part.get("type") == "text" and isinstance(part.get("text"), str):
-            return {**part}
+            return plain(part)
         if part.get("type") == "image":
-            return {
-                **part,
-                "image": load_image(part.get("image"), "observation image", None, max_pixels=MAX_IMAGE_PIXELS),
-            }
+            picture = load_image(part.get("image"), "observation image", None, max_pixels=MAX_IMAGE_PIXELS)
+            return {**{name: plain(each) for name, each in part.items() if name != "image"}, "image": picture}
     raise EnvFault(
         f'a part must be {{"type": "text", "text": str}} or {{"type": "image", "image": picture}}, got {part!r:.200}'
     )

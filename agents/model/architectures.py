@@ -92,7 +92,7 @@ def read_config(path: str | Path) -> Any:
 
     check_is_there(path)
     with _checkpoint_errors(path):
-        return AutoConfig.from_pretrained(path)
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)  # None would ask on the terminal
 
 
 def architecture_of(config: Any) -> Architecture:

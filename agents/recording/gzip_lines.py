@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from agents.recording.append_log import rewind
-from agents.recording.safe_files import MAX_LINE, open_regular
+from agents.recording.safe_files import MAX_LINE, MAX_VALUES, memory_of, open_regular
 
 #: Compression level. Higher ones take three times as long for at most 7 % fewer bytes.
 LEVEL = 2
@@ -73,7 +73,8 @@ class GzipLines:
 def read_gzip_lines(path: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:
     """Yield (place in the file behind it, text) of each whole line, beginning at the place `start`.
 
-    Skips damaged bytes, part of a line at the end, and lines over `MAX_LINE`, which are never unpacked as a whole.
+    Skips damaged bytes, part of a line at the end, lines over `MAX_LINE`, which are never unpacked as a whole, and
+    lines over `MAX_VALUES`.
     """
     return ((line.end, line.text) for line in _scan(path, start) if line.text is not None)
 
@@ -141,13 +142,14 @@ def _line(blocks: _Blocks, place: int, most: float = math.inf) -> _Line | None:
         piece = reader.decompress(block, _BLOCK)
         if (not block and not piece) or size > most:
             return None
-        place += len(block) - len(reader.unconsumed_tail) - len(reader.unused_data)
+        place += len(block) - len(reader.unused_data if reader.eof else reader.unconsumed_tail)  # at eof, both are set
         size += len(piece)
         if size <= MAX_LINE:
             pieces.append(piece)
         else:
             pieces.clear()
-    return _Line(place, b"".join(pieces) if size <= MAX_LINE else None)
+    text = b"".join(pieces)
+    return _Line(place, text if size <= MAX_LINE and memory_of(text) <= MAX_VALUES else None)
 
 
 def _line_after_damage(blocks: _Blocks, place: int) -> _Line | None:

@@ -8,11 +8,11 @@ from typing import Any
 
 from PIL import Image
 
+from envs.plain import shown
 from envs.types import well_formed
 
 MAX_DEPTH = 32
 MAX_BITS = 63
-MAX_CHARS = 10_000
 
 
 def to_json(value: Any, depth: int = MAX_DEPTH) -> Any:
@@ -24,14 +24,14 @@ def to_json(value: Any, depth: int = MAX_DEPTH) -> Any:
     {'score': 'nan', '3': [1, 2]}
     """
     if depth and isinstance(value, Mapping):
-        return {_text(key): to_json(item, depth - 1) for key, item in value.items()}
+        return {shown(key): to_json(item, depth - 1) for key, item in value.items()}
     if depth and isinstance(value, list | tuple):
         return [to_json(item, depth - 1) for item in value]
     if type(value) is int and value.bit_length() > MAX_BITS:
-        return _text(hex(value))
+        return shown(hex(value))
     if type(value) is float and not math.isfinite(value):
         return repr(value)
-    return value if value is None or type(value) in (bool, int, float) else _text(value)
+    return value if value is None or type(value) in (bool, int, float) else shown(value)
 
 
 def message_to_json(message: Mapping[str, Any], name_picture: Callable[[Image.Image], str]) -> dict[str, Any]:
@@ -67,12 +67,3 @@ def is_json(value: Any, depth: int = MAX_DEPTH) -> bool:
     if type(value) is str:
         return well_formed(value) == value
     return value is None or type(value) is bool
-
-
-def _text(value: Any) -> str:
-    try:
-        if isinstance(value, set | frozenset):  # in an order that is the same in every process
-            return f"{{{', '.join(sorted(map(repr, value)))}}}"[:MAX_CHARS]
-        return well_formed(str.__str__(value) if isinstance(value, str) else repr(value)[:MAX_CHARS])
-    except Exception:  # a foreign `__repr__` raises what it likes; or the value nests too deeply for it
-        return f"<{type(value).__name__} that cannot be shown>"

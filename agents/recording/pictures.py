@@ -51,13 +51,14 @@ class PictureStore:
         """Return a decoded picture. Raises `UserError` like `read_picture`."""
         if path not in self._pictures:
             self._pictures[path] = read_picture(path)[1]
-            self.num_bytes += _num_bytes(self._pictures[path])
+            self.num_bytes += picture_bytes(self._pictures[path])
         self._pictures.move_to_end(path)
         picture = self._pictures[path]
         while self.num_bytes > self.max_bytes and len(self._pictures) > 1:
-            self.num_bytes -= _num_bytes(self._pictures.popitem(last=False)[1])
+            self.num_bytes -= picture_bytes(self._pictures.popitem(last=False)[1])
         return picture
 
 
-def _num_bytes(picture: Image.Image) -> int:
+def picture_bytes(picture: Image.Image) -> int:
+    """Return the memory of a decoded picture."""
     return len(picture.getbands()) * picture.width * picture.height

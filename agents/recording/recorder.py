@@ -22,7 +22,6 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 from PIL import Image
-from pydantic import ValidationError
 
 from agents.recording.append_log import rewind
 from agents.recording.gzip_lines import GzipLines
@@ -38,8 +37,8 @@ from agents.recording.schema import (
     TOKENS,
     TRAIN,
     Manifest,
-    TokenRecord,
     episode_id,
+    read_token,
 )
 from agents.types import Trajectory, Turn
 from envs.errors import UserError
@@ -76,14 +75,15 @@ class Recorder:
             UserError: the folder holds a recording of another schema or environment.
         """
         self.folder, self.manifest, self.share = folder, manifest, share
+        #: What was wrong with the files before, in a sentence each.
+        self.notes = list[str]()
         check_real_folder(folder / IMAGES)
         (folder / IMAGES).mkdir(parents=True, exist_ok=True)
         self._write_manifest()
         self._episodes, self._outcomes, self._scores = (
             GzipLines(folder / name) for name in (EPISODES, OUTCOMES, SCORES)
         )
-        #: What was wrong with the files before, in a sentence each.
-        self.notes = [note for file in (self._episodes, self._outcomes, self._scores) for note in file.notes]
+        self.notes += [note for file in (self._episodes, self._outcomes, self._scores) for note in file.notes]
         self._spell, self._known_V = spell, _known_tokens(folder / TOKENS)
         self._tokens = (folder / TOKENS).open("ab")
         self._saved: set[str] = set()
@@ -91,24 +91,32 @@ class Recorder:
         self.seconds = 0.0
 
     def _write_manifest(self) -> None:
-        """Write the manifest, or add its ways to the one in the folder."""
-        path = self.folder / MANIFEST
-        if path.exists():
-            before = json.loads(read_regular(path))
-            found = before.get("schema_version"), before.get("env", {}).get("id")
-            if found != (SCHEMA_VERSION, self.manifest.env.id):
-                rule = f"must hold a recording of schema {SCHEMA_VERSION} of '{self.manifest.env.id}', or none"
-                fix = "record in another folder"
-                raise UserError(str(self.folder), rule, f"schema {found[0]} of '{found[1]}'", fix)
-            ways = {**before.get("ways", {}), **self.manifest.model_dump(mode="json")["ways"]}
-            if ways == before.get("ways"):
-                return
-            text = json.dumps({**before, "ways": ways}, indent=1)
-        else:
-            text = self.manifest.model_dump_json(indent=1)
-        part = path.with_suffix(".part")
+        """Write the manifest, or add its ways to the one in the folder; one that cannot be read is kept aside."""
+        path, before = self.folder / MANIFEST, None
+        if path.exists() and (before := self._manifest_before(path)) is None:
+            aside = path.with_name(f"{MANIFEST}.damaged")
+            path.replace(aside)
+            self.notes.append(f"{path} was damaged and is written anew; it is now {aside}")
+        manifest = before or self.manifest
+        if before and before == (manifest := before.model_copy(update={"ways": before.ways | self.manifest.ways})):
+            return
+        text, part = manifest.model_dump_json(indent=1), path.with_suffix(".part")
         part.write_text(text + "\n", encoding="utf-8")
         part.replace(path)
+
+    def _manifest_before(self, path: Path) -> Manifest | None:
+        """Return the manifest in the folder, None where it is damaged."""
+        try:
+            found = json.loads(text := read_regular(path))
+            schema, env = found["schema_version"], found["env"]["id"]
+            if (schema, env) != (SCHEMA_VERSION, self.manifest.env.id):
+                rule = f"must hold a recording of schema {SCHEMA_VERSION} of '{self.manifest.env.id}', or none"
+                raise UserError(str(self.folder), rule, f"schema {schema} of '{env}'", "record in another folder")
+            return Manifest.model_validate_json(text)
+        except UserError:
+            raise
+        except (ValueError, LookupError, TypeError, RecursionError):
+            return None
 
     def __enter__(self) -> Recorder:
         return self
@@ -297,17 +305,10 @@ def _known_tokens(path: Path) -> NDArray[np.bool_]:
     """Return which ids a file has in whole lines, and cut off the part of a line that a killed writer has left."""
     lines = list(read_lines(path))
     rewind(path, lines[-1][0] if lines else 0)
-    known = [record.id for _, line in lines if (record := _token(line)) and record.id < MAX_ID]
+    known = [record.id for _, line in lines if (record := read_token(line)) and record.id < MAX_ID]
     known_V = np.zeros(max(known, default=0) + 1, dtype=np.bool_)
     known_V[known] = True
     return known_V
-
-
-def _token(line: bytes) -> TokenRecord | None:
-    try:
-        return TokenRecord.read(line)
-    except ValidationError:  # damaged: the token is written again
-        return None
 
 
 def _floats(values_N: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -19,8 +19,8 @@ from PIL import Image
 from pydantic import ValidationError
 
 from agents.recording.gzip_lines import num_skipped, read_gzip_lines
-from agents.recording.pictures import PictureStore, read_picture
-from agents.recording.safe_files import MAX_LINE, check_real_folder, read_lines, read_regular
+from agents.recording.pictures import MAX_KEPT, PictureStore, picture_bytes, read_picture
+from agents.recording.safe_files import MAX_LINE, MAX_VALUES, check_real_folder, read_lines, read_regular
 from agents.recording.schema import (
     EPISODES,
     MANIFEST,
@@ -34,6 +34,8 @@ from agents.recording.schema import (
     ScoreRecord,
     TokenRecord,
     TurnRecord,
+    picture_names,
+    read_token,
 )
 from agents.recording.stream_check import broken_record
 from agents.rendering.images import ImageStore
@@ -131,17 +133,22 @@ class Recording:
         return {record.id: record.spelled for _, record in self.tokens_from(0)}
 
     def tokens_from(self, place: int) -> Iterator[tuple[int, TokenRecord]]:
-        """Yield (place behind it, token) for each token, beginning at a place in the file."""
+        """Yield (place behind it, token) for each token, beginning at a place in the file; skips damaged lines."""
         for end, line in read_lines(self.folder / TOKENS, place):
-            yield end, self._record(TokenRecord, TOKENS, line)
+            if token := read_token(line):
+                yield end, token
 
     def damage(self) -> list[str]:
         """Return a sentence for each file of lines of which readers skip a part."""
         counts = {name: num_skipped(self.folder / name) for name in (EPISODES, OUTCOMES, SCORES)}
         return [
-            f"{self.folder / name} is damaged, or has a line over {MAX_LINE} bytes, at {count} "
-            f"place{'s' * (count > 1)}: what stands there is left out"
+            f"{self.folder / name} is damaged, or has a line over {MAX_LINE} bytes or with values over {MAX_VALUES}, "
+            f"at {count} place{'s' * (count > 1)}: what stands there is left out"
             for name, count in counts.items()
+            if count
+        ] + [
+            f"{self.folder / TOKENS} is damaged at {count} line{'s' * (count > 1)}: what stands there is left out"
+            for count in (sum(read_token(line) is None for _, line in read_lines(self.folder / TOKENS)),)
             if count
         ]
 
@@ -182,7 +189,17 @@ class Recording:
         return read_picture(self.picture_path(name))[0]
 
     def messages(self, records: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
-        """Return messages with pictures instead of their names."""
+        """Return messages with pictures instead of their names.
+
+        Raises:
+            UserError: a message or a picture is not as it was recorded, or the pictures are too large together.
+        """
+        num_bytes = 0
+        for name in dict.fromkeys(picture_names(records)):
+            num_bytes += picture_bytes(self.picture(name))
+            if num_bytes > MAX_KEPT:
+                rule, fix = f"must have pictures of at most {MAX_KEPT} bytes together", "leave the episode out"
+                raise UserError(f"{self.folder} messages", rule, f"more, with {name}", fix)
         return tuple(self._message(record) for record in records)
 
     def _message(self, record: Mapping[str, Any]) -> Message:

@@ -1,4 +1,4 @@
-"""Opens files of a recording, which may be a stranger's: regular files only, and never more of one than a limit."""
+"""Opens files of a recording, which may be a stranger's: regular files only, never more of one than fits in memory."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ from envs.errors import UserError
 
 #: The longest line of a recording; one of a million tokens takes about 20 MiB.
 MAX_LINE = 32 * 2**20
+#: The most memory that the values of one line may take; those of a million tokens take about 220 MiB.
+MAX_VALUES = 256 * 2**20
 #: The largest file that is read as a whole: a manifest, a summary.
-MAX_FILE = 32 * 2**20
+MAX_FILE = 4 * 2**20
+#: At most so many bytes of memory for a value that begins with, or follows, one of these characters.
+_COSTS = {b"{": 200, b"[": 64, b",": 64, b":": 64}
 _KINDS = (
     (stat.S_ISLNK, "a symbolic link"),
     (stat.S_ISDIR, "a folder"),
@@ -55,6 +59,11 @@ def check_real_folder(folder: Path) -> None:
         raise UserError(str(folder), "must be a real folder", "a symbolic link", "put the folder itself in its place")
 
 
+def memory_of(text: bytes) -> int:
+    """Return a bound of the bytes that a JSON text takes as Python values: 32 MiB of `{},` would take 800 MiB."""
+    return len(text) + sum(cost * text.count(mark) for mark, cost in _COSTS.items())
+
+
 def read_regular(path: Path, most: int = MAX_FILE) -> bytes:
     """Return the content of a file.
 
@@ -72,13 +81,17 @@ def read_regular(path: Path, most: int = MAX_FILE) -> bytes:
 def read_lines(path: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:
     """Yield (place behind it, text) of each whole line of a plain file, beginning at the place `start`.
 
-    A file that is missing has no lines. Raises `UserError` for a line over `MAX_LINE`, and like `open_regular`.
+    A file that is missing has no lines. Raises `UserError` for a line over `MAX_LINE` or `MAX_VALUES`, and like
+    `open_regular`.
     """
     with contextlib.suppress(FileNotFoundError), open_regular(path) as file:
         file.seek(start)
         while (line := file.readline(MAX_LINE + 1)).endswith(b"\n"):
+            if memory_of(line) > MAX_VALUES:
+                break
             start += len(line)
             yield start, line[:-1]
-        if len(line) > MAX_LINE:
-            rule, fix = f"must have lines of at most {MAX_LINE} bytes", "take a recording as it was written"
+        if line.endswith(b"\n") or len(line) > MAX_LINE:
+            rule = f"must have lines of at most {MAX_LINE} bytes, whose values take at most {MAX_VALUES}"
+            fix = "take a recording as it was written"
             raise UserError(str(path), rule, f"a longer one at byte {start}", fix)

@@ -22,8 +22,9 @@ from typing import Annotated, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
 
+from agents.recording.safe_files import memory_of
 from agents.types import EndReason, Trajectory
 from envs.spec import ENV_REWARD, EnvSpec
 from envs.tool_calls.thinking import Thinking
@@ -57,17 +58,23 @@ class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, ser_json_inf_nan="null")
 
     _num_bytes: int = PrivateAttr(0)
+    _memory: int = PrivateAttr(0)
 
     @property
     def num_bytes(self) -> int:
         """The length of the line that the record was read from; 0 where there is none."""
         return self._num_bytes
 
+    @property
+    def memory(self) -> int:
+        """A bound of the memory that the record takes, in bytes; 0 where it was not read from a line."""
+        return self._memory
+
     @classmethod
     def read(cls, line: bytes) -> Self:
         """Return the record of a line. Raises `pydantic.ValidationError`."""
         record = cls.model_validate_json(line)
-        record._num_bytes = len(line)
+        record._num_bytes, record._memory = len(line), memory_of(line)
         return record
 
 
@@ -258,6 +265,14 @@ class TokenRecord(_Record):
     def spelled(self) -> bytes:
         """The bytes of the token."""
         return bytes.fromhex(self.hex) if self.hex else self.text.encode()
+
+
+def read_token(line: bytes) -> TokenRecord | None:
+    """Return the token of a line, None where it is damaged."""
+    try:
+        return TokenRecord.read(line)
+    except ValidationError:
+        return None
 
 
 def episode_id(phase: str, way: str, trajectory: Trajectory) -> str:

@@ -55,7 +55,7 @@ def read_tokenizer_files(path: str | Path) -> TokenizerFiles:
 
     check_is_there(path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)  # None would ask on the terminal
     except Exception as error:  # Transformers raises OSError, ValueError, KeyError or TypeError for a missing file
         fix = f"add tokenizer.json ({first_line(error)})"
         raise UserError("--model", "must have a tokenizer", str(path), fix) from error

@@ -1,4 +1,4 @@
-"""Notes what has changed since a recording was made: the environment's entry, its code, the chat template."""
+"""Finds the environment of a recording, and notes what has changed since: its entry, its code, the chat template."""
 
 from __future__ import annotations
 
@@ -16,30 +16,22 @@ from envs.spec import EnvSpec
 _IGNORED = ("id", "description", "dataset", "dataset_options", "system_prompt", "thinking")
 
 
-def find_spec(manifest: Manifest, env_id: str, registry: tuple[Path, ...]) -> tuple[EnvSpec, list[str]]:
-    """Return the environment to replay through, and a note if no registry has it.
+def find_spec(manifest: Manifest, env_id: str, registry: tuple[Path, ...]) -> EnvSpec:
+    """Return the environment to replay through, from the user's own registries; the default id is the recorded one.
 
-    The default id is the recorded one, and the default registry the recorded file if it still exists. If no registry
-    has the recorded environment, its recorded entry is used.
+    The recorded entry and the file that it came from are never used: they may be a stranger's, and name code to run.
 
     Raises:
         UserError: there is no such environment, or a registry is invalid.
     """
-    overlays = registry or _recorded_registry(manifest)
-    entries, wanted = load_registry(*overlays), env_id or manifest.env.id
+    entries, wanted = load_registry(*registry), env_id or manifest.env.id
     if wanted in entries:
-        return entries[wanted], []
-    if wanted != manifest.env.id:
+        return entries[wanted]
+    if env_id:
         raise UserError("--env", "must be in the registry", wanted, did_you_mean(wanted, entries))
-    return manifest.env, [f"'{wanted}' is in no registry: its entry is taken from the recording (or give --registry)"]
-
-
-def _recorded_registry(manifest: Manifest) -> tuple[Path, ...]:
-    file = Path(manifest.registry)
-    try:
-        return (file,) if manifest.registry and file.is_file() else ()
-    except OSError:  # such as a name that is too long
-        return ()
+    source = f", once in {manifest.registry}" * bool(manifest.registry)
+    fix = f"give the file that has it with --registry (no code is taken from a recording{source}), or another --env"
+    raise UserError("environment", "must be in the registry", wanted, fix)
 
 
 def env_notes(manifest: Manifest, spec: EnvSpec) -> list[str]:

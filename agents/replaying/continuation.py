@@ -91,22 +91,20 @@ def run_fork(
 ) -> int:
     """Continue an episode, print how it ends, and return the exit code: 1 if it has no valid end.
 
-    `model` gives the tokenizer, and the weights for `--by model`; empty means the recorded model. `notes` say what has
-    changed since the recording was made.
+    `model` gives the tokenizer, and the weights for `--by model`. `notes` say what has changed since the recording was
+    made.
 
     Raises:
         UserError: the episode has no such turn or another tokenizer, or the flags contradict each other.
     """
-    if config.by == "model" and not model:
-        raise UserError("--model", "must name the model for --by model", "none", "give a model or run folder")
-    terminal, folder = _terminal(config), model_folder(model or recording.manifest.model)
+    terminal, folder = _terminal(config), model_folder(model)
     fork = open_fork(
         recording, episode, spec, folder, config, lambda text: terminal.say(f"--- not as recorded: {text}")
     )
     renderer = fork.renderer
     record = config.record and config.record.absolute()
     if record:
-        check_record_folder(record, build_manifest(spec, renderer, model or folder, {}))
+        check_record_folder(record, build_manifest(spec, renderer, model, {}))
     gallery = Gallery.named(config.pictures, f"{episode.id}-fork{fork.turn}")
     terminal.say(f"{episode.id}: {spec.id}, sample {episode.sample_id}, {counted(fork.way.max_turns, 'turn')}")
     terminal.say(_recorded_end(episode))
@@ -127,7 +125,7 @@ def run_fork(
         terminal.say("--- quit")
         return 0 if config.by == "hand" else 1
     if record:
-        manifest = build_manifest(spec, renderer, model or folder, {PLAY: loop})
+        manifest = build_manifest(spec, renderer, model, {PLAY: loop})
         for note in (*record_attempts(record, trajectories, manifest, renderer), f"recorded in {config.record}"):
             terminal.say(note)
     code = _report_one(fork, trajectories[0], terminal, gallery, config) if len(trajectories) == 1 else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,6 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, TypeVar
 
+from agents.cli.text import excerpt_pair
 from agents.recording.schema import EpisodeRecord
 from agents.replaying.episode_result import CONTINUES, EpisodeResult, recorded_result
 from agents.replaying.stream_replayer import StreamResult
@@ -27,6 +29,8 @@ KINDS = (TOOLS, FIRST, OBSERVATION, PICTURE, OUTCOME, INFO, DONE, REWARD, END, E
 #: Numbers with a smaller relative difference are equal, because processors round differently.
 TOLERANCE = 1e-9
 MAX_TOKENS = 8
+#: Characters of a value that a report keeps.
+MAX_KEPT = 10_000
 
 _FAULTS = (EndReason.ENV_ERROR.value, EndReason.ENV_TIMEOUT.value, EndReason.TOOL_FAULT.value)
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}")
@@ -50,6 +54,14 @@ class Difference:
         """The turn and the place in it, for a report."""
         turn = "" if self.turn is None else f"turn {self.turn}" if self.turn else "start"
         return " ".join(filter(None, (turn, self.place)))
+
+
+def shortened(difference: Difference) -> Difference:
+    """Return a difference to keep: its values have at most `MAX_KEPT` characters, around the first that differs."""
+    old, new, place = difference.recorded, difference.replayed, difference.place[:MAX_KEPT]
+    if max(len(json.dumps(value)) for value in (old, new)) > MAX_KEPT:
+        old, new = excerpt_pair(old, new, MAX_KEPT)
+    return replace(difference, place=place, recorded=old, replayed=new)
 
 
 def differences(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from agents.recording.schema import EpisodeRecord
-from agents.replaying.difference import FIRST, OBSERVATION, PICTURE, differences, is_same
+from agents.replaying.difference import FIRST, MAX_KEPT, OBSERVATION, PICTURE, differences, is_same
 from agents.replaying.episode_result import asks_reward, is_faulty
 from agents.replaying.replayer import Replayer
 from agents.replaying.runner import ReplaySummary, replayable, run_concurrently
@@ -75,10 +75,9 @@ async def rescore(
             result.lost[replayed.end or "unknown"] += 1
             return
         told = {each.kind for each in differences(episode, replayed)} & {FIRST, OBSERVATION, PICTURE}
-        text = episode.turns[-1].text if episode.turns else ""
-        result.episodes.append(
-            Rescored(place, episode.id, episode.env_reward, replayed.reward, text, episode.label, bool(told))
-        )
+        text = episode.turns[-1].text[-MAX_KEPT:] if episode.turns else ""
+        label, reward = episode.label and episode.label[:MAX_KEPT], episode.env_reward
+        result.episodes.append(Rescored(place, episode.id, reward, replayed.reward, text, label, bool(told)))
 
     await run_concurrently(one, replayable(episodes, summary), max_concurrent)
     result.episodes.sort(key=lambda episode: episode.place)

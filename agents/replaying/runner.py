@@ -7,6 +7,7 @@ did, and another result for an episode that is replayed alone.
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agents.recording.schema import EpisodeRecord
-from agents.replaying.difference import END, Difference, differences, unequal
+from agents.replaying.difference import END, Difference, differences, shortened, unequal
 from agents.replaying.episode_result import is_faulty, was_never_open
 from agents.replaying.replayer import Replayer
 from agents.types import EndReason
@@ -22,9 +23,10 @@ from envs.errors import UserError
 
 #: Episodes are reordered within windows of `WINDOW * max_concurrent`, or fewer large ones.
 WINDOW = 4
-MAX_WINDOW_BYTES = 2**26
 #: How many episodes are replayed once more, alone.
 MAX_ALONE = 16
+#: Bytes of the episodes of a window, of those that are played, and of those kept to be replayed alone.
+MAX_MEMORY = 2**27
 #: Calls that reached a time limit still run on their threads. Before episodes are replayed alone, they get this time.
 SETTLE_S = 1.0
 
@@ -89,7 +91,8 @@ class ReplaySummary:
         self.by_place.pop(place, None)
         if differing:
             reason, is_doubtful = episode.end_reason, not episode.is_exact
-            found = EpisodeDifferences(place, episode.id, reason, episode.reward, differing, is_doubtful, unsteady)
+            kept = tuple(map(shortened, differing))
+            found = EpisodeDifferences(place, episode.id, reason, episode.reward, kept, is_doubtful, unsteady)
             self.by_place[place] = found
 
 
@@ -152,15 +155,33 @@ async def run_concurrently(
 ) -> None:
     """Play up to `max_concurrent` episodes at a time, in an order that is shuffled but always the same.
 
+    Fewer are played at a time where more would take over `MAX_MEMORY`.
+
     Raises:
         UserError: a line of the recording cannot be read.
     """
+    waiting, freed = shuffled(episodes, WINDOW * max_concurrent), asyncio.Condition()
+    memory = garbage = 0  # of the episodes that are played, and of those that were
 
-    waiting = shuffled(episodes, WINDOW * max_concurrent)
+    def has_room() -> bool:
+        return memory < MAX_MEMORY
 
     async def work() -> None:
-        for place, episode in waiting:
-            await play(place, episode)
+        nonlocal memory, garbage
+        while True:
+            async with freed:
+                await freed.wait_for(has_room)
+            if (found := next(waiting, None)) is None:
+                return
+            memory += (taken := found[1].memory)
+            await play(*found)
+            memory, garbage = memory - taken, garbage + taken
+            del found  # while this one waits
+            if garbage >= MAX_MEMORY:  # an environment that refers to itself keeps its sample until then
+                gc.collect()
+                garbage = 0
+            async with freed:
+                freed.notify_all()
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -175,20 +196,22 @@ async def run_concurrently(
 def shuffled(episodes: Iterable[tuple[int, EpisodeRecord]], max_window: int) -> Iterator[tuple[int, EpisodeRecord]]:
     """Yield the episodes in an order that is shuffled within windows, and always the same."""
     for window in _windows(episodes, max_window):
-        yield from sorted(window, key=lambda each: hashlib.blake2b(each[1].id.encode()).digest())
+        window.sort(key=lambda each: hashlib.blake2b(each[1].id.encode()).digest(), reverse=True)
+        while window:  # an episode that was handed on is not kept
+            yield window.pop()
 
 
 def _windows(
     episodes: Iterable[tuple[int, EpisodeRecord]], max_window: int
 ) -> Iterator[list[tuple[int, EpisodeRecord]]]:
     """Yield the episodes in lists of at most `max_window`, and of few bytes: they are all in memory."""
-    window, num_bytes = list[tuple[int, EpisodeRecord]](), 0
+    window, memory = list[tuple[int, EpisodeRecord]](), 0
     for place, episode in episodes:
         window.append((place, episode))
-        num_bytes += episode.num_bytes
-        if len(window) == max_window or num_bytes >= MAX_WINDOW_BYTES:
+        memory += episode.memory
+        if len(window) == max_window or memory >= MAX_MEMORY:
             yield window
-            window, num_bytes = [], 0
+            window, memory = [], 0
     yield window
 
 
@@ -229,6 +252,7 @@ class _Candidates:
     """
 
     def __init__(self) -> None:
+        self._memory = 0
         self._differing: list[_Candidate] = []
         self._same: list[_Candidate] = []
         self.timed_out: list[_Candidate] = []
@@ -237,7 +261,9 @@ class _Candidates:
         """Add an episode while there is room; a recorded fault is left out, because it may take long."""
         late = any(map(_timed_out, differing))
         group = self.timed_out if late else self._differing if differing else self._same
-        if len(group) < MAX_ALONE and not is_faulty(episode):
+        has_room = len(group) < MAX_ALONE and self._memory + episode.memory <= MAX_MEMORY
+        if has_room and not is_faulty(episode):
+            self._memory += episode.memory
             group.append((place, episode, differing))
 
     def chosen(self) -> list[_Candidate]:

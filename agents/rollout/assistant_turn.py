@@ -18,6 +18,7 @@ from agents.rollout.stream import first_difference
 from envs.errors import UserError, first_line
 from envs.tool_calls import ToolCall, ToolCallError, ToolFormat, find_tool_calls, write_tool_call
 from envs.tool_calls.json_call import interpret
+from envs.tool_calls.thinking import ThinkingSetting
 from envs.types import Message, content_parts
 
 _QUESTION: Message = {"role": "user", "content": "?"}
@@ -38,7 +39,8 @@ class TurnWriter:
     of a conversation.
     """
 
-    def __init__(self, renderer: Renderer, tool_format: ToolFormat) -> None:
+    def __init__(self, renderer: Renderer, tool_format: ToolFormat, thinking: ThinkingSetting = "auto") -> None:
+        """`thinking` is the environment's setting: with "keep", it finds calls in thoughts too."""
         self.renderer = renderer
         self.tool_format: ToolFormat = tool_format
         template = renderer.template
@@ -49,6 +51,7 @@ class TurnWriter:
         self._ending = template.closing()[0]
         self._begun = self._opening[len(self._header) :]
         self._thinking = find_thinking(template)
+        self._hidden = find_thinking(template, thinking)
         self._opens_thought = self._thinking is not None and self._thinking.is_open_after(self._begun)
 
     def text(self, message: Message, where: str) -> str:
@@ -105,7 +108,7 @@ class TurnWriter:
 
     def _parses_to(self, text: str, calls: Sequence[ToolCall]) -> bool:
         """Return whether an environment parses exactly these calls from the text."""
-        found = find_tool_calls(self._thinking.said(text) if self._thinking else text, self.tool_format)
+        found = find_tool_calls(self._hidden.said(text) if self._hidden else text, self.tool_format)
         if self.tool_format == "hermes":
             return found == list(calls)
         # In the other formats every value is plain text.

@@ -25,6 +25,7 @@ from agents.types import Completion, EndReason, Trajectory, Turn
 from envs.datasets.conversations import Conversation
 from envs.errors import UserError, first_line
 from envs.tool_calls import ToolFormat, detect_format, find_tool_calls
+from envs.tool_calls.thinking import ThinkingSetting
 from envs.types import Message
 
 _ROLES = ("system", "user", "assistant", "tool")
@@ -68,7 +69,8 @@ class ConversationRenderer:
         stream = conversations.stream(conversation)
         stream.ids_T[stream.mask_T]             # all that the assistant says, closing tokens included
 
-    `tool_format` is how the model writes calls; None takes it from the model's template. The first stream, and every
+    `tool_format` is how the model writes calls; None takes it from the model's template. `thinking` is the setting of
+    the environment that the model is to play. The first stream, and every
     `check_template_every`-th after it, is compared with the template's own rendering of the whole conversation.
     """
 
@@ -78,9 +80,10 @@ class ConversationRenderer:
         context_length: int,
         tool_format: ToolFormat | None = None,
         check_template_every: int = 128,
+        thinking: ThinkingSetting = "auto",
     ) -> None:
         self.renderer, self.context_length, self.check_template_every = renderer, context_length, check_template_every
-        self._writer = TurnWriter(renderer, tool_format or detect_format(renderer.chat_template))
+        self._writer = TurnWriter(renderer, tool_format or detect_format(renderer.chat_template), thinking)
         self._vocabulary = Vocabulary.of(renderer)
         self._num_made = 0
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from agents.recording import EpisodeRecord, OutcomeRecord
 from agents.recording.schema import picture_names
 from envs.execution.runner import last_line
+from envs.tool_calls.thinking import Thinking
 
 Cell = str | int | float | None
 #: The cells of one episode, by column name.
@@ -26,11 +27,13 @@ MAX_ERROR = 300
 UNKNOWN: Row = {"advantage": None, "fate": "", "mean_gap": None, "max_gap": None, "kl": None}
 
 
-def row_of(episode: EpisodeRecord) -> Row:
-    """Return the cells of an episode whose outcome and score are not known yet.
+def row_of(episode: EpisodeRecord, thinking: Thinking | None = None) -> Row:
+    """Return the cells of an episode whose outcome and score are not known yet; its answer is no thought.
 
     Example: the log-probs (-0.5, -1.5) give a `mean_logprob` of -1.0.
     """
+    last = episode.turns[-1].text if episode.turns else ""
+    answer = thinking.said(last) if thinking else last
     calls = list(tool_calls(episode))
     problem = episode.messages[: episode.num_prompt_messages]
     return {
@@ -55,9 +58,9 @@ def row_of(episode: EpisodeRecord) -> Row:
         "total_s": finite(episode.total_s),
         "env_s": finite(episode.env_s),
         "engine_s": finite(episode.engine_s),
-        "image": next(iter(picture_names(episode.messages)), ""),
+        "image": next(iter(picture_names(episode.messages)), "")[:MAX_TEXT],
         "question": question_of(problem)[:MAX_TEXT],
-        "answer": episode.turns[-1].text[-MAX_TEXT:] if episode.turns else "",
+        "answer": answer[-MAX_TEXT:],
         **UNKNOWN,
     }
 

@@ -55,11 +55,13 @@ def elements(source: Source) -> Iterator[tuple[str, bytes]]:
         if (size := sum(source.sizes[first : first + BLOCK])) > MAX_BLOCK:
             rule, fix = f"must hold blocks of {BLOCK} episodes of at most {MAX_BLOCK} bytes", "choose some with --id"
             raise UserError("--export", rule, size, fix)
-        block = [source.episode(index) for index in range(first, min(first + BLOCK, len(source)))]
-        yield f"block-{first // BLOCK}", deflate(dump(block))
-        answers = (message for episode in block for turn in episode["turns"] for message in turn["observations"])
-        messages = (message for episode in block for message in episode["messages"])
-        names = dict.fromkeys([*picture_names(messages), *picture_names(answers)])
+        lines, names = list[bytes](), dict[str, None]()
+        for index in range(first, min(first + BLOCK, len(source))):
+            episode = source.episode(index)
+            lines.append(dump(episode))
+            answers = (message for turn in episode["turns"] for message in turn["observations"])
+            names |= dict.fromkeys([*picture_names(episode["messages"]), *picture_names(answers)])
+        yield f"block-{first // BLOCK}", deflate(b"[%s]" % b",".join(lines))
         for name in names.keys() - seen:
             content = read_picture(source, name)
             if content is not None:

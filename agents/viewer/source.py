@@ -163,7 +163,8 @@ class Source:
         self._advance(EPISODES, start)
 
     def _add(self, episode: EpisodeRecord, span: tuple[int, int]) -> None:
-        row = row_of(episode)
+        way = self._opened().manifest.ways.get(episode.way)
+        row = row_of(episode, way.thinking if way else None)
         index = self._indices.get(episode.id)
         if index is None:
             if len(self.spans) == self.limit:

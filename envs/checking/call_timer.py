@@ -70,7 +70,7 @@ class CallTimer:
         self.calls, self.traces = (folder / CALLS).open("w"), (folder / TRACES).open("w")
         faulthandler.enable(self.traces)
 
-    def call(self, label: str, limit_s: float) -> _TimedCall:
+    def call(self, label: str, limit_s: float, inline: bool = False) -> _TimedCall:
         """Return a call to be timed."""
         return _TimedCall(self.calls, self.traces, label, limit_s)
 
@@ -99,3 +99,7 @@ class _TimedCall:
         if self._is_begun:
             self._is_begun = False
             faulthandler.cancel_dump_traceback_later()
+
+    def abandon(self) -> None:
+        """End it: the time limit has acted, so the interpreter was free."""
+        self.end()

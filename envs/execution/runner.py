@@ -8,8 +8,8 @@ that the model's action caused becomes a `ToolFault`, as the entry's `on_tool_fa
 from __future__ import annotations
 
 import asyncio
-import copy
 import math
+import os
 import sys
 import threading
 import time
@@ -31,6 +31,7 @@ from envs.contract import (
 from envs.env import Env
 from envs.execution.threads import CallTimeout, call_on_thread
 from envs.execution.watchdog import WATCHDOG, Watched, Watcher
+from envs.plain import plain
 from envs.spec import EnvLimits
 from envs.tool_calls.thinking import Thinking
 from envs.types import Message
@@ -185,7 +186,7 @@ class EnvRunner:
         progress.is_stepping = False
         observation, done, info = _checked_step(result)
         messages = checked_answer(env.format_observation(observation)) if observation else ()
-        return StepResult(messages, done, {key: _snapshot(value) for key, value in info.items()})
+        return StepResult(messages, done, {key: plain(value) for key, value in info.items()})
 
     @staticmethod
     def _reward(env: EpisodeEnv, final_text: str) -> float:
@@ -225,20 +226,17 @@ async def call_within(
     watcher: Watcher = WATCHDOG,
 ) -> R:
     """Call code of a user within a time limit, on a thread or `inline`; every exception becomes an `EnvFault`."""
-    call = watcher.call(names.label, limit_s)
+    call = watcher.call(names.label, limit_s, inline)
     try:
         if not inline:
-            return await _on_thread(limit_s, call, names.too_long, function, *args)
+            return await _on_thread(limit_s, call, names, function, *args)
         call.begin()
-        return function(*args)
-    except (EnvFault, KeyboardInterrupt):
-        raise
-    except BaseException as error:  # a fault is data, but a cancelled wait must propagate
-        if not inline and not isinstance(error, Exception):
-            raise
-        raise EnvFault(f"{names.raised} raised: {_trace(error)}") from error
+        try:
+            return _called(names.raised, function, *args)
+        finally:
+            call.end()
     finally:
-        call.end()
+        call.abandon()
 
 
 class _Slot:
@@ -268,7 +266,7 @@ class _Slot:
             return env
 
 
-async def _on_thread(limit_s: float, call: Watched, name: str, function: Callable[..., R], *args: object) -> R:
+async def _on_thread(limit_s: float, call: Watched, names: CallNames, function: Callable[..., R], *args: object) -> R:
     """Run on a thread; raise `EnvFault` after the time limit, even if the thread still runs."""
 
     threads: list[int] = []
@@ -277,14 +275,14 @@ async def _on_thread(limit_s: float, call: Watched, name: str, function: Callabl
         threads.append(threading.get_ident())
         call.begin()
         try:
-            return function(*args)
+            return _called(names.raised, function, *args)
         finally:
             call.end()  # before the thread takes its next call
 
     try:
         return await call_on_thread(watched, limit_s=limit_s)
     except CallTimeout as error:
-        raise EnvFault(f"{_stack(threads)}{name} took longer than {limit_s:g} s", timed_out=True) from error
+        raise EnvFault(f"{_stack(threads)}{names.too_long} took longer than {limit_s:g} s", timed_out=True) from error
 
 
 def _stack(threads: Sequence[int]) -> str:
@@ -293,6 +291,22 @@ def _stack(threads: Sequence[int]) -> str:
     stack = traceback.extract_stack(frames.get(threads[0])) if threads and threads[0] in frames else []
     ours = max((place for place, frame in enumerate(stack) if frame.filename == __file__), default=len(stack))
     return "".join(traceback.format_list(stack[ours + 1 :]))
+
+
+def _called(who: str, function: Callable[..., R], *args: object) -> R:
+    """Call; every exception becomes an `EnvFault`, whose text is made here: a foreign `__str__` may never return."""
+    process = os.getpid()
+    try:
+        return function(*args)
+    except EnvFault:
+        raise
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+            raise
+        raise EnvFault(f"{who} raised: {_trace(error)}") from None
+    finally:
+        if os.getpid() != process:  # the call forked, and this is the copy: the program must not go on in both
+            os._exit(1)
 
 
 def _trace(error: BaseException) -> str:
@@ -327,16 +341,6 @@ def _kind(env: object) -> str:
 def _close(env: EpisodeEnv) -> None:
     if hasattr(env, "close"):
         env.close()
-
-
-def _snapshot(value: Any) -> Any:
-    """Return a copy that later changes of the environment do not reach; what cannot be copied stays itself."""
-    if value is None or type(value) in (str, int, float, bool):
-        return value
-    try:
-        return copy.deepcopy(value)
-    except Exception:  # an info may hold anything, such as a lock
-        return value
 
 
 def last_line(text: str | None) -> str:

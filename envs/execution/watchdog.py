@@ -1,4 +1,5 @@
-"""Ends the program, with a message, when code of an environment keeps the interpreter for longer than its time limit.
+"""Ends the program, with a message, when code of an environment keeps the interpreter, or inline the event loop, for
+longer than its time limit.
 
 A catastrophic regular expression, or C code that never releases the interpreter's lock, stops all threads and the event
 loop. No time limit can act then, and nothing can be printed. So a small process watches (`watchdog_process`). It shares
@@ -17,26 +18,28 @@ import tempfile
 import threading
 import time
 from collections import deque
+from itertools import count
 from pathlib import Path
 from typing import Protocol
 
-from envs.execution.watchdog_process import BEAT, BEAT_S, CALL, LABEL_SIZE, NUM_CALLS, SIZE, SLOT_SIZE
+from envs.execution.watchdog_process import BEAT, BEAT_S, CALL, COUNT, INLINE, LABEL_SIZE, NUM_CALLS, SIZE, SLOT_SIZE
 
 #: Where the traceback of all threads is asked for: no code of ours or of a library listens to it.
 SIGNAL: int = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
 
 
 class Watched(Protocol):
-    """A call under way: `begin` on the thread that runs it, `end` when it is over or nobody waits for it any more."""
+    """A call under way: `begin` and `end` on the thread that runs it, `abandon` once nobody waits for it any more."""
 
     def begin(self) -> None: ...
     def end(self) -> None: ...
+    def abandon(self) -> None: ...
 
 
 class Watcher(Protocol):
     """What `EnvRunner` tells of its calls: `Watchdog`, or another that acts when a call keeps the interpreter."""
 
-    def call(self, label: str, limit_s: float) -> Watched: ...
+    def call(self, label: str, limit_s: float, inline: bool = False) -> Watched: ...
 
 
 class Watchdog:
@@ -46,23 +49,25 @@ class Watchdog:
 
         call = WATCHDOG.call("RegexEnv.step of sample 17", limit_s=30)
         call.begin()        # on the thread that runs it
-        call.end()          # when it is over, or nobody waits for it any more
+        call.end()          # there too, when it is over; it is watched until then, also if nobody waits for it
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._memory: mmap.mmap | None = None
         self._free: deque[int] = deque()
+        self._num_inline = 0
         os.register_at_fork(after_in_child=self._forget)
 
-    def call(self, label: str, limit_s: float) -> WatchedCall:
-        """Return a call to be watched. The program ends if it keeps the interpreter for `limit_s`."""
+    def call(self, label: str, limit_s: float, inline: bool = False) -> WatchedCall:
+        """Return a call to be watched. The program ends if it keeps the interpreter, or inline runs, for `limit_s`."""
         if self._memory is None:
             with self._lock:
                 if self._memory is None:
                     self._start()
         assert self._memory is not None
-        return WatchedCall(self._memory, self._free, label, limit_s)
+        self._num_inline += inline
+        return WatchedCall(self._memory, self._free, label, limit_s, self._num_inline if inline else 0)
 
     def _start(self) -> None:
         with tempfile.TemporaryFile() as shared:
@@ -85,12 +90,13 @@ class Watchdog:
 
 
 class WatchedCall:
-    """A call under way; `begin` and `end` may run on different threads."""
+    """A call under way; `begin` and `end` run on one thread, `abandon` on that of the event loop."""
 
-    __slots__ = ("_free", "_is_over", "_label", "_limit_s", "_memory", "_slots")
+    __slots__ = ("_free", "_inline", "_is_over", "_label", "_limit_s", "_memory", "_slots")
 
-    def __init__(self, memory: mmap.mmap, free: deque[int], label: str, limit_s: float) -> None:
+    def __init__(self, memory: mmap.mmap, free: deque[int], label: str, limit_s: float, inline: int) -> None:
         self._memory, self._free, self._label, self._limit_s = memory, free, label, limit_s
+        self._inline = inline  # its number among the calls on the event loop, 0 on a thread
         self._slots: list[int] = []  # none or one
         self._is_over = False
 
@@ -106,25 +112,26 @@ class WatchedCall:
         ids = threading.get_native_id(), threading.get_ident()
         CALL.pack_into(self._memory, slot * SLOT_SIZE + BEAT.size, self._limit_s, *ids, label)
         self._slots.append(slot)
+        if self._inline:
+            INLINE.pack_into(self._memory, COUNT.size, self._inline, slot + 1)
+
+    def abandon(self) -> None:
+        """Let it not begin any more; one that has begun is watched to its end."""
+        self._is_over = True
 
     def end(self) -> None:
-        """Clear the entry. The thread and the event loop may both end a call; the second of them does nothing."""
-        self._is_over = True
-        try:
-            slot = self._slots.pop() if self._slots else None
-        except IndexError:  # the other one was quicker
-            return
-        if slot is not None:
+        """Clear the entry."""
+        if self._inline:
+            INLINE.pack_into(self._memory, COUNT.size, 0, 0)
+        for slot in self._slots:
             CALL.pack_into(self._memory, slot * SLOT_SIZE + BEAT.size, 0.0, 0, 0, b"")
             self._free.append(slot)
 
 
 def _beat(memory: mmap.mmap) -> None:
     """Count up for as long as this thread gets the interpreter."""
-    number = 0
-    while True:
-        number += 1
-        BEAT.pack_into(memory, 0, number)
+    for number in count(1):
+        COUNT.pack_into(memory, 0, number)
         time.sleep(BEAT_S)
 
 

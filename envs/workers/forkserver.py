@@ -11,6 +11,7 @@ torch), a worker that hangs outlives a killed program, and a forked child of the
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import importlib
 import json
@@ -27,6 +28,8 @@ from multiprocessing.connection import Connection
 from envs.workers.process_info import descendants
 
 GRACE_S = 0.5
+#: Of prctl(2).
+_SET_CHILD_SUBREAPER = 36
 
 
 def main(descriptor: int, preloaded: Sequence[str] = ()) -> None:
@@ -66,11 +69,18 @@ def _fork(requests: socket.socket, descriptor: int, path: list[str]) -> int:
     if pid == 0:  # the child must never return into the fork server's loop
         try:
             os.setsid()
+            _adopt_orphans()
             requests.close()
             _serve(descriptor, path)
         finally:
             os._exit(1)
     return pid
+
+
+def _adopt_orphans() -> None:
+    """Become the parent of every process below whose own parent ends, so that a daemon is found and killed too."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def kill_with_children(pid: int) -> None:

@@ -78,6 +78,8 @@ def locked(folder: Path) -> Iterator[Path]:
                 fix = "stop that process first"
                 raise UserError("--resume", "must not be written by another process", str(folder), fix)
             time.sleep(0.1)
+        # The lock belongs to the open file, which a process that an environment forks would keep open after this one.
+        os.register_at_fork(after_in_child=file.close)
         yield folder
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from agents.recording.append_log import rewind
-from agents.recording.run_files import METRICS, SUMMARY
+from agents.recording.run_files import CONFIG, METRICS, SUMMARY
 from trainer.callbacks import Callbacks, RunStart
 from trainer.checkpoint.cancel import cancel_on_request
 from trainer.checkpoint.checkpointer import Checkpoints
@@ -97,6 +97,10 @@ class RunSession(ABC, Generic[S]):
         self.stopped_by = ""
         self._started = time.perf_counter() - state.seconds
 
+    def _files(self) -> dict[str, bytes]:
+        """Return the files of a checkpoint: the state, and the settings, whose copy shows damage of the run's own."""
+        return {**self.state.files(), CONFIG: (self.folder / CONFIG).read_bytes()}
+
     async def run(self, body: Callable[[], Awaitable[None]]) -> dict[str, Any]:
         """Await `body`; on Ctrl-C or SIGTERM keep everything so far. Returns the summary, which is also on disk."""
         is_lost = False
@@ -154,7 +158,7 @@ class RunSession(ABC, Generic[S]):
     def end_step(self) -> None:
         """Note that the step is done, and begin a checkpoint where one is due."""
         self.state = self.state_now()
-        self.checkpoints.on_step_end(self.step, self.state.files, is_last=self.step == self.num_steps)
+        self.checkpoints.on_step_end(self.step, self._files, is_last=self.step == self.num_steps)
 
     @property
     def stop_reason(self) -> str:

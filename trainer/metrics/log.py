@@ -18,6 +18,7 @@ from agents.recording.run_files import METRICS
 from agents.rollout.groups import StepRollout
 from agents.types import Trajectory, Turn
 from envs.contract import TOOL_FAULT
+from envs.errors import UserError, first_line
 from trainer.metrics.trackers import TrackedRun, Tracker, open_trackers
 from trainer.types import StepStats
 
@@ -174,7 +175,7 @@ class MetricsLog:
         self._trackers = open_trackers(trackers, TrackedRun(folder, config, project, steps_done))
         self._file = self.path.open("a", encoding="utf-8")
         self._last_start = self.path.stat().st_size
-        self.rows: list[dict[str, float]] = [json.loads(line) for line in self.path.read_text().splitlines()]
+        self.rows = _rows(self.path)
         assert len(self.rows) == steps_done, (len(self.rows), steps_done)
 
     def write(self, step: int, metrics: Mapping[str, float], stats: StepStats | None = None) -> dict[str, float]:
@@ -226,3 +227,15 @@ def peak_memory_gib() -> float:
     """Return the largest resident memory of this process so far."""
     unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def _rows(path: Path) -> list[dict[str, float]]:
+    """Return the rows of the steps before. Raises `UserError` where a line is damaged."""
+    rows: list[dict[str, float]] = []
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            rows.append(dict(json.loads(line)))
+        except (ValueError, TypeError, RecursionError) as error:
+            fix = "take the file from a copy of the run folder, or repair the line"
+            raise UserError(f"{path} line {number}", "must be an object of numbers", first_line(error), fix) from error
+    return rows

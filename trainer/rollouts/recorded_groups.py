@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -55,12 +56,17 @@ class RecordedSteps:
 
     @classmethod
     def open(
-        cls, run: Path, num_steps: int, group_size: int, check: Callable[[EpisodeRecord], None] = lambda episode: None
+        cls,
+        run: Path,
+        num_steps: int,
+        group_size: int,
+        check: Callable[[EpisodeRecord], Mapping[str, int]] = lambda episode: {},
     ) -> RecordedSteps:
-        """Find the episodes of the first `num_steps` steps; `check` is called with each of them.
+        """Find the episodes of the first `num_steps` steps; `check` returns the bytes of each one's pictures, by name.
 
         Raises:
-            UserError: there is no recording, it has fewer steps, or groups of a step are not in it.
+            UserError: there is no recording, it has fewer steps, groups of a step are not in it, or those of one step
+                are too large for this machine's memory.
         """
         recording, rows = Recording.open(run), read_rows(run)
         if num_steps > len(rows):
@@ -68,12 +74,12 @@ class RecordedSteps:
             fix = f"give --steps {len(rows)}" if rows else "give a run that has taken a step"
             raise UserError("--steps", f"must be at most {there} that {run} has recorded", num_steps, fix)
         outcomes = {id: outcome for id, outcome in recording.outcomes().items() if 1 <= outcome.step <= num_steps}
-        found: dict[str, RecordedEpisode] = {}
-        start = 0
+        found, memory, start = dict[str, RecordedEpisode](), dict[int, dict[str, int]](), 0
         for end, episode in recording.episodes_from(0):
             outcome = outcomes.get(episode.id)
             if outcome:
-                check(episode)
+                taken = memory.setdefault(outcome.step, {})
+                taken |= {episode.id: episode.memory, **check(episode)}
                 group, copy = episode.group, episode.sample_index
                 found[episode.id] = RecordedEpisode(episode.id, group, copy, episode.attempt, outcome.fate, start, end)
             start = end
@@ -82,6 +88,8 @@ class RecordedSteps:
             steps[outcomes[episode.id].step].append(episode)
         recorded = cls(run, recording, rows[:num_steps], steps)
         recorded._check_whole(group_size)
+        for step, sizes in memory.items():
+            check_memory(f"step {step} of {run}", sum(sizes.values()))
         return recorded
 
     def _check_whole(self, group_size: int) -> None:
@@ -141,6 +149,14 @@ def _unused(groups: Mapping[int, Sequence[Trajectory]]) -> tuple[TrajectoryGroup
         before = [t for t in played if t.attempt < last]
         found.append(_group([t for t in played if t.attempt == last], before))
     return tuple(found)
+
+
+def check_memory(place: str, num_bytes: int) -> None:
+    """Raise `UserError` where the episodes of a step would take more than half of this machine's memory."""
+    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    if num_bytes > most:
+        rule, fix = f"must take at most half of the memory, {most} bytes", "take a machine with more, or fewer --steps"
+        raise UserError(place, rule, f"up to {num_bytes}", fix)
 
 
 def read_rows(run: Path) -> list[dict[str, float | None]]:

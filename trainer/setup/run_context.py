@@ -128,12 +128,26 @@ def begin_or_resume(
         folder = cleanup.enter_context(locked(found_folder(config.checkpoint.resume)))
         checkpoint = found_checkpoint(folder)
     learner = start_learner(plan, model_path, sampling, cleanup)
-    if checkpoint:
+    if folder and checkpoint:
         learner.learner.restore(checkpoint.learner)
+        for line in changed_settings(checkpoint, folder / CONFIG):
+            logger.warning(f"{CONFIG} is not as at step {checkpoint.step}: {line} (edited, or damaged?)")
     if folder is None:  # last, so that a run that cannot start leaves nothing behind
         folder = cleanup.enter_context(locked(make_folder(config.log, label)))
     write_config(config, folder / CONFIG)
     return learner, folder, checkpoint
+
+
+def changed_settings(checkpoint: Checkpoint, file: Path) -> list[str]:
+    """Return the lines of a run's settings that are not those of its checkpoint: "lr: 5.0e-05 -> lr: 3.0e-05"."""
+    if not (checkpoint.folder / CONFIG).exists():  # of an earlier version
+        return []
+    texts = checkpoint.read(CONFIG).decode(), file.read_text(encoding="utf-8")
+    lines = ([line.partition("  #")[0].strip() for line in text.splitlines()] for text in texts)
+    old, new = ([line for line in several if not line.startswith("#")] for several in lines)
+    if len(old) != len(new):
+        return [f"{len(old)} lines -> {len(new)}"]
+    return [f"{before} -> {now}" for before, now in zip(old, new, strict=True) if before != now]
 
 
 def found_checkpoint(folder: Path) -> Checkpoint | None:

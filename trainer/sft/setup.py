@@ -74,7 +74,8 @@ def load_data(config: SftConfig) -> SftData:
     if spec is not None:
         tool_format = spec.args(tool_format=tool_format).tool_format
     train, evaluation = _sources(config, spec, tool_format)
-    conversations = ConversationRenderer(renderer, config.model.context_length, tool_format)
+    thinking = spec.thinking if spec else "auto"
+    conversations = ConversationRenderer(renderer, config.model.context_length, tool_format, thinking=thinking)
 
     def checked(source: ConversationSource) -> ConversationSet:
         return check_conversations(source, conversations, facts, config.data.max_bad_frac)

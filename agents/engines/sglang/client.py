@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -10,6 +11,9 @@ import aiohttp
 
 #: Time limits: to answer `model_info`, which a busy server does late, and to load weights.
 ALIVE_S, UPDATE_S = 20.0, 600.0
+
+#: Bytes of an answer; the log-probs of a million tokens take about 30 MiB.
+MAX_ANSWER = 2**26
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
@@ -22,6 +26,16 @@ def authorization(api_key: str) -> dict[str, str]:
 def uses_proxy(url: str) -> bool:
     """Return whether `http_proxy` and its like count for a server; they never do for one on this host."""
     return urlsplit(url).hostname not in LOCAL_HOSTS
+
+
+async def _text(response: aiohttp.ClientResponse) -> str:
+    """Return the text of an answer. Raises `ValueError` where it is no text, or longer than `MAX_ANSWER`."""
+    content = bytearray()
+    async for piece in response.content.iter_chunked(2**20):
+        content += piece
+        if len(content) > MAX_ANSWER:
+            raise ValueError(f"the answer has more than {MAX_ANSWER} bytes")
+    return content.decode("utf-8")
 
 
 class ServerLost(Exception):
@@ -50,7 +64,7 @@ class SGLangClient:
 
         Raises:
             ServerLost: no answer, one of status 5xx, or one that cannot be decoded.
-            ServerRefused: any other status but 200; holds the server's text.
+            ServerRefused: any other status but 200, also one that names another place; holds the server's text.
         """
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
         method = "GET" if body is None else "POST"
@@ -58,17 +72,29 @@ class SGLangClient:
         try:
             async with wait:
                 self._waits.add(wait)
-                async with self._http.request(method, f"{self.url}/{path}", json=body, timeout=timeout) as response:
+                async with self._http.request(
+                    method, f"{self.url}/{path}", json=body, timeout=timeout, allow_redirects=False
+                ) as response:
+                    text = await _text(response)
                     if response.status == 200:
-                        is_json = response.content_type == "application/json"
-                        return await response.json() if is_json else await response.text()
-                    text = (await response.text())[:1000]
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:  # the last: no JSON, or no text
+                        return json.loads(text) if response.content_type == "application/json" else text
+        except (
+            aiohttp.ClientError,
+            TimeoutError,
+            OSError,
+            ValueError,
+            RecursionError,
+        ) as error:  # the last two: no JSON
             raise ServerLost(f"{self.url}/{path}: {type(error).__name__} {error}".strip()) from error
         finally:
             self._waits.discard(wait)
         kind = ServerLost if response.status >= 500 else ServerRefused
-        raise kind(f"{self.url}/{path}: status {response.status}: {text}")
+        raise kind(f"{self.url}/{path}: status {response.status}: {self._without_key(text)[:1000]}")
+
+    def _without_key(self, text: str) -> str:
+        """Return what a server said; one may repeat the headers that it got."""
+        key = self._http.headers.get("Authorization", "").removeprefix("Bearer ")
+        return text.replace(key, "(key)") if key else text
 
     def time_out_calls(self) -> None:
         """End every call that waits for an answer, as if its time were up."""

@@ -128,7 +128,7 @@ def parse_answer(answer: Any) -> GenerateAnswer:
     """Parse the answer of `/generate`; raises `ServerLost` where it is malformed."""
     try:
         return GenerateAnswer(answer)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError, OverflowError) as error:
         raise ServerLost(f"no answer: {type(error).__name__} {error} in {answer!r:.500}") from error
 
 
@@ -139,5 +139,5 @@ def parse_scores(answer: Any, num_ids: int) -> NDArray[np.float32]:
         if len(row) != num_ids:
             raise ValueError(f"{len(row)} log-probs for {num_ids} ids")
         return np.asarray(row[1:], dtype=np.float32)
-    except (KeyError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError, OverflowError) as error:
         raise ServerLost(f"no scores: {type(error).__name__} {error} in {answer!r:.500}") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import gc
+import gzip
 import io
 import math
 from collections.abc import Awaitable, Callable, Sequence
@@ -18,7 +19,7 @@ from aiohttp import web
 from PIL import Image
 
 from agents.engines.sglang import SGLangEngine, SGLangSettings
-from agents.engines.sglang.client import ServerLost, ServerRefused, SGLangClient
+from agents.engines.sglang.client import MAX_ANSWER, ServerLost, ServerRefused, SGLangClient, authorization
 from agents.engines.sglang.engine import MAX_GIVEN_UP, MAX_TRIES, pause_s
 from agents.engines.sglang.payloads import (
     collapse,
@@ -266,7 +267,17 @@ def test_any_status_but_200_and_5xx_is_a_refusal_with_the_servers_text(status: i
 
 @pytest.mark.parametrize(
     "answer",
-    [500, 503, web.Response(text="{", content_type="application/json"), web.Response(body=b"\xff", charset="utf-8")],
+    [
+        500,
+        503,
+        web.Response(text="{", content_type="application/json"),
+        web.Response(body=b"\xff", charset="utf-8"),
+        web.Response(text="[" * 10**5, content_type="application/json"),
+        web.Response(text="9" * 10**5, content_type="application/json"),
+        web.Response(body=bytes(MAX_ANSWER + 1)),
+        web.Response(body=gzip.compress(bytes(MAX_ANSWER + 1), 1), headers={"Content-Encoding": "gzip"}),
+    ],
+    ids=["500", "503", "no JSON", "no text", "deep", "many digits", "long", "long when unpacked"],
 )
 def test_a_5xx_or_an_answer_that_cannot_be_decoded_loses_the_server(answer: Any) -> None:
     async def play(client: SGLangClient, script: Script) -> None:
@@ -275,6 +286,27 @@ def test_a_5xx_or_an_answer_that_cannot_be_decoded_loses_the_server(answer: Any)
         assert not client._waits
 
     with_client(play, it=[answer])
+
+
+def test_a_server_that_names_another_place_is_refused_and_that_place_gets_nothing() -> None:
+    async def play(client: SGLangClient, script: Script) -> None:
+        there = web.Response(status=307, headers={"Location": f"{script.url}/other"})
+        script.answers["it"] = [there]
+        with pytest.raises(ServerRefused, match="/it: status 307"):
+            await client.call("it", {"weights": "w"})
+        assert script.bodies("other") == []
+
+    with_client(play)
+
+
+def test_a_key_that_a_server_repeats_is_in_no_message() -> None:
+    async def run(script: Script) -> None:
+        async with aiohttp.ClientSession(headers=authorization("a-secret")) as http:
+            with pytest.raises(ServerRefused, match=r"got Bearer \(key\)") as refused:
+                await SGLangClient(script.url, http).call("it")
+            assert "a-secret" not in str(refused.value)
+
+    on_servers(run, it=[web.Response(status=400, text="got Bearer a-secret")])
 
 
 def test_where_nobody_listens_the_server_is_lost() -> None:
@@ -449,6 +481,7 @@ def test_log_probs_and_counts_that_are_null_are_nan_and_none() -> None:
         written(4, finish="other"),
         written(4) | {"output_ids": [5]},
         written(4) | {"output_ids": []},
+        written(4) | {"meta_info": written(4)["meta_info"] | {"prompt_tokens": math.inf}},
     ],
 )
 def test_an_answer_that_is_none_loses_the_server(broken: Any) -> None:
@@ -460,7 +493,8 @@ def test_scores_are_those_of_all_ids_but_the_first() -> None:
     answer = {"meta_info": {"input_token_logprobs": [[None, 1, None], [-0.5, 2, None], [-2.0, 3, None]]}}
     scores = parse_scores(answer, 3)
     assert (scores.tolist(), scores.dtype) == ([-0.5, -2.0], np.float32)
-    for broken, count in ((answer, 2), (answer, 4), ({}, 3), (None, 3), ({"meta_info": {}}, 3)):
+    short = {"meta_info": {"input_token_logprobs": [[], [1], [2]]}}
+    for broken, count in ((answer, 2), (answer, 4), ({}, 3), (None, 3), ({"meta_info": {}}, 3), (short, 3)):
         with pytest.raises(ServerLost, match="no scores: "):
             parse_scores(broken, count)
 

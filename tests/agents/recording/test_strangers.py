@@ -9,6 +9,7 @@ import random
 import shutil
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from agents.recording.gzip_lines import GzipLines, num_skipped, read_gzip_lines
 from agents.recording.parquet import run as parquet
 from agents.recording.parquet import write_parquet
 from agents.recording.pictures import PictureStore
-from agents.recording.safe_files import MAX_LINE, read_lines
+from agents.recording.safe_files import MAX_LINE, memory_of, read_lines
+from agents.recording.schema import picture_names
 from agents.replay import run as replay
 from agents.show import run as show
 from agents.view import run as view
@@ -247,6 +249,24 @@ def test_a_flipped_byte_costs_its_own_line_and_no_other(tmp_path: Path) -> None:
     assert num_found > 2 * ends[4] * 0.8  # the others change bytes of a header that say nothing, such as its time
 
 
+def test_lines_of_every_length_are_whole_wherever_reading_begins(tmp_path: Path) -> None:
+    noise, block = random.Random(0), 2**16
+    lengths = [9, block - 1, block, block + 1, 2 * block, 300_000, 1_000_000]
+    lines = [noise.randbytes(length // 2).hex().encode() for length in lengths * 2]
+    lines += [b"1.5," * (length // 4) for length in lengths]
+    noise.shuffle(lines)
+    path = tmp_path / "x.gz"
+    file, starts = GzipLines(path), [0]
+    for line in lines:
+        file.append(line)
+        starts.append(file.size())
+    file.close()
+    assert list(read_gzip_lines(path)) == [(end, line + b"\n") for end, line in zip(starts[1:], lines, strict=True)]
+    assert num_skipped(path) == 0
+    for start, end, line in zip(starts, starts[1:], lines, strict=False):
+        assert next(read_gzip_lines(path, start)) == (end, line + b"\n")
+
+
 def test_a_damaged_file_is_continued_and_nothing_is_set_aside(folder: Path, tmp_path: Path) -> None:
     path = folder / EPISODES
     whole, ends = path.read_bytes(), [end for end, _ in read_gzip_lines(path)]
@@ -276,6 +296,26 @@ def test_every_command_says_what_it_left_out(folder: Path, tmp_path: Path, capsy
         assert "episodes.jsonl.gz is damaged, or has a line over" in said and "at 1 place" in said
 
 
+@pytest.mark.parametrize("damage", [b"{", b'{"schema_version": 4}', b"[" * 10**5, b"\xff", b""])
+def test_a_damaged_manifest_is_kept_aside_and_written_anew(damage: bytes, folder: Path) -> None:
+    before = Recording.open(folder)
+    num_episodes = len(list(before.episodes()))
+    (folder / "recording.json").write_bytes(damage)
+    with Recorder(folder, before.manifest) as recorder:
+        (note,) = recorder.notes
+    assert "recording.json was damaged and is written anew; it is now" in note
+    assert (folder / "recording.json.damaged").read_bytes() == damage
+    assert Recording.open(folder).manifest == before.manifest
+    assert len(list(Recording.open(folder).episodes())) == num_episodes
+
+
+def test_a_damaged_token_costs_its_own_line_and_is_said(folder: Path) -> None:
+    (folder / TOKENS).write_bytes(b'{"id":1,"text":"a"}\n{"\xffd":2,"text":"b"}\n{"id":3,"text":"c"}\n')
+    found = Recording.open(folder)
+    assert found.tokens() == {1: b"a", 3: b"c"}
+    assert found.damage() == [f"{folder / TOKENS} is damaged at 1 line: what stands there is left out"]
+
+
 BOMB = """
 import resource, sys
 from pathlib import Path
@@ -299,6 +339,38 @@ def test_a_line_that_unpacks_to_gigabytes_takes_little_memory_and_is_left_out(fo
     done = subprocess.run([sys.executable, "-c", BOMB, str(folder)], cwd=ROOT, capture_output=True, text=True)
     num_read, num_notes, kib = map(int, done.stdout.split())
     assert (num_read, num_notes) == (num_whole + 1, 1) and kib < 3 * MAX_LINE / 1024
+
+
+@pytest.mark.parametrize("part", ["{}", '{"":1}', "[]", "[[]]", "1.5", "99999", '"ab"', '{"%d":{}}', '{"%d":"%d"}'])
+def test_a_text_never_takes_more_memory_than_is_said(part: str) -> None:
+    text = f"[{','.join(part.replace('%d', str(number)) for number in range(3000))}]".encode()
+    tracemalloc.start()
+    try:
+        found = json.loads(text)
+        assert tracemalloc.get_traced_memory()[0] <= memory_of(text), len(found)
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("unit", [b"{},", b'{"":1},', b"1.5,"], ids=["empty objects", "objects", "numbers"])
+def test_a_line_whose_values_would_fill_memory_is_left_out_and_said(unit: bytes, folder: Path) -> None:
+    num_whole = len(list(Recording.open(folder).episodes()))
+    line = next(line for line in lines_of(folder / EPISODES))
+    text = json.dumps(line | {"metadata": {"x": "@"}}).encode().replace(b'"@"', b"[%s0]" % (unit * 4_100_000))
+    assert len(text) < MAX_LINE
+    GzipLines(folder / EPISODES).append(text)
+    assert len(list(Recording.open(folder).episodes())) == num_whole and len(Recording.open(folder).damage()) == 1
+    (folder / TOKENS).write_bytes(b"[%s0]\n" % (unit * 4_100_000))
+    with pytest.raises(UserError, match="whose values take at most"):
+        Recording.open(folder).tokens()
+
+
+def test_pictures_of_an_episode_are_bounded_together(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recording = Recording.open(folder)
+    episode = next(e for e in recording.episodes() if len(set(picture_names(e.messages))) > 1)
+    monkeypatch.setattr("agents.recording.recording.MAX_KEPT", 3 * 160 * 128)
+    with pytest.raises(UserError, match="must have pictures of at most 61440 bytes together"):
+        recording.messages(episode.messages)
 
 
 def test_a_plain_line_that_does_not_end_is_refused(tmp_path: Path) -> None:

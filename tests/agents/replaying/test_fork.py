@@ -230,12 +230,13 @@ def changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 
 @pytest.fixture
 def command(recording: Recording, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Fork through the command line; returns the exit code and what was printed."""
+    """Fork through the command line, by default with the recorded model; returns exit code and what was printed."""
     monkeypatch.chdir(tmp_path)
 
     def running(*argv: str, text: str = "", run_folder: Path | None = None) -> tuple[int, str]:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
-        code = exit_code(lambda: run([str(run_folder or recording.folder), *argv]))
+        model = () if {"--model", "model"} & {*argv} else ("--model", "recorded")
+        code = exit_code(lambda: run([str(run_folder or recording.folder), *argv, *model]))
         captured = capsys.readouterr()
         return code, captured.out + captured.err
 
@@ -476,13 +477,19 @@ def test_a_person_plays_on_without_torch(recording: Recording) -> None:
     code = (
         "import sys; sys.modules['torch'] = sys.modules['torchvision'] = None\n"
         "from agents.replay import run\n"
-        f"code = run(['{recording.folder}', '--id', 'train-1-0', '--fork', '2'])\n"
+        f"code = run(['{recording.folder}', '--id', 'train-1-0', '--fork', '2', '--model', 'recorded'])\n"
         "print(code, 'trainer' in sys.modules)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, input="11\n", capture_output=True, text=True, check=True
     )
     assert done.stdout.splitlines()[-1] == "0 False"
+
+
+def test_the_path_of_a_model_is_not_taken_from_a_recording(recording: Recording) -> None:
+    flags = [str(recording.folder), "--id", "train-0-0", "--fork", "1"]
+    with pytest.raises(UserError, match="--model: must be given: no path is taken from a recording, got nothing"):
+        run(flags)
 
 
 # What a user can mend ------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -16,11 +17,12 @@ from agents.recording import EpisodeRecord, Manifest, Recording
 from agents.recording.schema import ImageRecord
 from agents.recording.selection import SelectionConfig, select_episodes
 from agents.replay import ReplayConfig, open_all, replay_all, run
-from agents.replaying.difference import is_same
+from agents.replaying.difference import MAX_KEPT, Difference, is_same, shortened
 from agents.replaying.report import kinds
-from agents.replaying.runner import ReplaySummary
+from agents.replaying.runner import MAX_MEMORY, ReplaySummary, run_concurrently
 from agents.types import EndReason
 from envs.config.cli import exit_code
+from envs.errors import UserError
 from envs.types import Sample
 from tests.golden.make import FOLDER
 from tests.paths import ROOT
@@ -370,20 +372,25 @@ def test_what_is_not_as_it_was_is_said_and_is_no_difference(
     assert "note" not in capsys.readouterr().out
 
 
-def test_an_environment_is_found_in_the_registry_file_that_was_recorded_or_in_the_recording_itself(
-    registry: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_code_is_taken_from_the_users_own_registries_and_never_from_where_a_recording_points(
+    registry: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest = json.loads((FOLDER / "calculator" / "recording.json").read_text())
     copy = tmp_path / "copy"
     copy.mkdir()
     (copy / "episodes.jsonl.gz").write_bytes((FOLDER / "calculator" / "episodes.jsonl.gz").read_bytes())
-    manifest["env"] |= {"id": "calculator-none", "entry_point": "planted:Calculator", "options": {"plant": "none"}}
-    (copy / "recording.json").write_text(json.dumps(manifest | {"registry": str(registry)}))
-    assert run([str(copy), "--show", "0"]) == 0
-    assert "is in no registry" not in capsys.readouterr().out
-    (copy / "recording.json").write_text(json.dumps(manifest | {"registry": str(tmp_path / "gone.yaml")}))
-    assert run([str(copy)]) == 0
-    assert "'calculator-none' is in no registry: its entry is taken from the recording" in capsys.readouterr().out
+    (copy / "stranger.py").write_text("raise SystemExit('the code of a stranger runs')")
+    manifest["env"] |= {"id": "calculator-none", "entry_point": "stranger:Env"}
+    (copy / "registry.yaml").write_text(json.dumps({"calculator-none": {"entry_point": "stranger:Env"}}))
+    (copy / "recording.json").write_text(json.dumps(manifest | {"registry": str(copy / "registry.yaml")}))
+    monkeypatch.chdir(copy)
+    rule = "environment: must be in the registry, got calculator-none; give the file that has it with --registry"
+    for flags in ((), ("--rescore", "math"), ("--fork", "1", "--id", "train-0-0")):
+        with pytest.raises(UserError, match=rule):
+            run([".", *flags])
+    assert run([".", "--registry", str(registry)]) == 0
+    assert run([".", "--env", "calculator"]) == 0
+    assert "stranger" not in capsys.readouterr().err
 
 
 def test_up_to_a_turn_only_what_came_before_counts(registry: Path) -> None:
@@ -446,3 +453,31 @@ def test_another_grader_flips_the_rewards_that_it_should(tmp_path: Path, capsys:
     assert f"{next(iter(flipped))}: 1 -> 0, Answer: " in out and "3 of 23 flip" in out
     assert run([str(FOLDER / "geo3k"), "--rescore", "math"]) == 0
     assert "0 of 23 flip" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("share", "most"), [(0.001, 8), (0.4, 3), (1.0, 1)])
+def test_episodes_are_replayed_at_once_only_as_far_as_memory_goes(share: float, most: int) -> None:
+    episode = next(Recording.open(FOLDER / "calculator").episodes())
+    episodes = [(place, episode.model_copy()) for place in range(20)]
+    for _, each in episodes:
+        each._memory = int(share * MAX_MEMORY)
+    now, peak, played = 0, 0, set[int]()
+
+    async def play(place: int, episode: EpisodeRecord) -> None:
+        nonlocal now, peak
+        now, peak = now + 1, max(peak, now + 1)
+        await asyncio.sleep(0.001)
+        now -= 1
+        played.add(place)
+
+    asyncio.run(run_concurrently(play, iter(episodes), max_concurrent=8))
+    assert (peak, played) == (most, set(range(20)))
+
+
+def test_a_kept_difference_shows_where_long_values_differ() -> None:
+    old, new = "a" * 10**6 + "b" + "c" * 10**6, "a" * 10**6 + "d" + "c" * 10**6
+    kept = shortened(Difference("observation", 1, "[0].content", old, new))
+    assert max(len(kept.recorded), len(kept.replayed)) <= MAX_KEPT + 2
+    assert "ab" in kept.recorded and "ad" in kept.replayed
+    short = Difference("info", 1, "x", {"a": 1}, None)
+    assert shortened(short) == short

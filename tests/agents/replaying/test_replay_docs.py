@@ -40,7 +40,9 @@ def test_the_bug_hunt_finds_the_planted_fault_in_the_three_commands_of_the_page(
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout
 
-    evaluate, replay, alone = (session(PAGE, word) for word in ("--name first", "runs/first\n", "--max-concurrent 1"))
+    evaluate, replay, alone = (
+        session(PAGE, word) for word in ("--name first", "first --registry registry.yaml\n", "--max-concurrent 1")
+    )
     (accuracy,) = re.findall(r"accuracy \(pass@1\) +(\S+)", command(evaluate[0], 0))
     assert float(accuracy) < 0.12  # the model solves about a quarter
     out = command(replay[0], 1)

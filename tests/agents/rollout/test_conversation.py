@@ -255,6 +255,17 @@ def test_a_thought_may_speak_of_a_call_that_the_turn_does_not_make() -> None:
     )
 
 
+def test_where_the_environment_keeps_thinking_a_call_in_a_thought_is_a_call() -> None:
+    renderer, other = (
+        renderer_for("qwen3"),
+        '<tool_call>{"name": "calc_score", "arguments": {"answer": "1"}}</tool_call>',
+    )
+    thinks = calls(reasoning_content=other, tool_calls=[call()])
+    assert other in TurnWriter(renderer, "hermes", "auto").text(thinks, "row 7")
+    with pytest.raises(UserError, match="must have tool_calls that a model can write"):
+        TurnWriter(renderer, "hermes", "keep").text(thinks, "row 7")
+
+
 def test_an_empty_thought_is_learnt_where_the_template_writes_one() -> None:
     renderer = renderer_for("qwen3")
     assert spans(renderer, stream(renderer, QUESTION, ANSWER))[-1] == (

@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 
-from agents.recording import EPISODES, OUTCOMES, SCORES, EpisodeRecord, Manifest, Recorder, Recording
+from agents.recording import EPISODES, OUTCOMES, SCORES, EpisodeRecord, Manifest, Recorder, Recording, WayRecord
 from agents.recording.recorder import rewind_recording
 from agents.types import EndReason, Timing, Trajectory
 from agents.view import ViewConfig, open_source
@@ -39,6 +39,7 @@ from agents.viewer.server import ViewServer
 from agents.viewer.source import Source
 from envs.errors import UserError
 from envs.spec import EnvSpec
+from envs.tool_calls.thinking import Thinking
 from tests.builders import trajectory
 from tests.paths import ROOT
 from tests.prompts import picture, question
@@ -730,3 +731,15 @@ def test_what_is_said_of_an_episode_that_comes_while_it_is_read_is_not_lost(tmp_
     assert len(source) == 1
     second = source.overview()
     assert column(second, "fate") == ["", "train"] and column(second, "max_gap") == [None, 0.5]
+
+
+def test_the_answer_of_a_row_is_what_was_said_and_not_what_was_thought(tmp_path: Path) -> None:
+    limits = {"max_turns": 2, "use_tools": True, "max_new_tokens": 9, "context_length": 9, "temperature": 1.0}
+    thinking = Thinking("<think>", "</think>", is_opened=True)
+    ways = {"train": WayRecord.model_validate({**limits, "thinking": thinking}), "play": WayRecord(**limits)}
+    with Recorder(tmp_path / "episodes", MANIFEST.model_copy(update={"ways": ways}), SPELLED.__getitem__) as recorder:
+        for way in ways:
+            base = played()
+            last = replace(base.turns[-1], text="Is it 5?</think>\n\nIt is 5.")
+            recorder.write(replace(base, turns=(*base.turns[:-1], last)), 1, way=way)
+    assert Source(tmp_path).columns["answer"] == ["It is 5.", "Is it 5?</think>\n\nIt is 5."]

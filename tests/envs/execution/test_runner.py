@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -497,7 +498,7 @@ def test_the_info_of_a_turn_does_not_change_with_later_turns() -> None:
     env = Notes(shown=USER)
     infos = [result.info for result in open_and_step(env, num_steps=3)]
     assert [info["calls"] for info in infos] == [[{"tries": 1}], [{"tries": 2}], [{"tries": 3}]]
-    assert all(info["lock"] is env.notes["lock"] for info in infos)  # what cannot be copied stays itself
+    assert all("lock object at 0x" in info["lock"] for info in infos)
 
 
 @pytest.mark.parametrize("shown", [MODEL, [USER, MODEL], [MODEL, USER]])
@@ -517,3 +518,68 @@ def test_the_first_observation_may_show_an_example_but_not_end_with_its_answer()
 def test_tools_that_are_no_list_of_schemas_are_a_fault(tools: Any) -> None:
     with pytest.raises(EnvFault, match="tools must be a list of schemas"):
         open_and_step(Notes(USER, tools=tools))
+
+
+class Slow(str):
+    def __repr__(self) -> str:
+        time.sleep(60)
+        return "slow"
+
+    __str__ = __repr__
+
+
+class SlowToTell(Exception):
+    def __str__(self) -> str:
+        time.sleep(60)
+        return "slow"
+
+
+class Object:
+    __repr__ = Slow.__repr__
+
+
+def _raises() -> Any:
+    raise SlowToTell
+
+
+@pytest.mark.parametrize(
+    "give",
+    [lambda: ({}, True, {"x": Object()}), _raises],
+    ids=["an info that is slow to tell", "an error that is slow to tell"],
+)
+def test_code_behind_a_value_counts_as_the_call_that_gave_it(give: Callable[[], Any]) -> None:
+    class Gives(Notes):
+        def step(self, response_text: str) -> Any:
+            return give()
+
+    async def play() -> None:
+        runner = EnvRunner(lambda: Gives(), EnvLimits(step_timeout_s=0.2))
+        await runner.open()
+        await runner.step("x")
+
+    started = time.monotonic()
+    with pytest.raises(EnvFault, match=r"step took longer than 0\.2 s"):
+        asyncio.run(play())
+    assert time.monotonic() - started < 5
+
+
+def test_what_an_environment_shows_runs_no_code_of_it_later() -> None:
+    message = {"role": "user", "content": Slow("again"), "name": Slow("me"), "extra": [Slow("a")]}
+    (result,) = open_and_step(Notes(shown=message), num_steps=1)
+    assert result.messages == ({"role": "user", "content": "again", "name": "me", "extra": ["a"]},)
+    assert {type(value) for value in result.messages[0].values()} == {str, list}
+
+
+@pytest.mark.parametrize("inline", [False, True])
+def test_a_call_that_forks_goes_on_in_one_process_alone(inline: bool) -> None:
+    class Forks(Notes):
+        def step(self, response_text: str) -> Any:
+            return {}, True, {"child": os.fork()}
+
+    async def play() -> Any:
+        runner = EnvRunner(Forks, EnvLimits(step_timeout_s=20, inline=inline))
+        await runner.open()
+        return (await runner.step("x")).info["child"]
+
+    child = asyncio.run(play())
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +19,7 @@ import pytest
 from envs.env import Env
 from envs.execution.runner import EnvRunner
 from envs.execution.watchdog import WATCHDOG
-from envs.execution.watchdog_process import CALL, NUM_CALLS, SHORTEST_S
+from envs.execution.watchdog_process import BEAT, CALL, NUM_CALLS, SHORTEST_S, stack_of
 from envs.spec import EnvLimits
 from tests.paths import ROOT
 
@@ -56,23 +58,34 @@ PROGRAM = """
                 {deed}
             return {{}}, True, {{}}
 
+    class Says:
+        def __repr__(self):
+            return str(re.match(r"(a+)+$", "a" * 60 + "b"))
+
+    class Raises(Exception):
+        def __str__(self):
+            return repr(Says())
+
     async def play(number):
-        runner = EnvRunner(lambda: Odd(number), EnvLimits(step_timeout_s=2), str(number))
+        runner = EnvRunner(lambda: Odd(number), EnvLimits(step_timeout_s=2, inline={inline}), str(number))
         await runner.open()
         await runner.step("")
         print("played", number, flush=True)
 
     async def main():
         await asyncio.gather(*map(play, range(3)), return_exceptions=True)
+        await asyncio.sleep({wait})
         print("over", flush=True)
 
     asyncio.run(main())
 """
 
 
-def run_program(deed: str, tmp_path: Path) -> tuple[subprocess.CompletedProcess[str], float]:
+def run_program(
+    deed: str, tmp_path: Path, inline: bool = False, wait: int = 0
+) -> tuple[subprocess.CompletedProcess[str], float]:
     path = tmp_path / "program.py"
-    path.write_text(textwrap.dedent(PROGRAM).format(deed=deed))
+    path.write_text(textwrap.dedent(PROGRAM).format(deed=deed, inline=inline, wait=wait))
     started = time.monotonic()
     variables = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -95,6 +108,75 @@ def test_a_call_that_keeps_the_interpreter_ends_the_program_and_is_named_with_it
     assert done.stderr.startswith("error: step of Odd, sample 1: must let other code run within its limit of 2 s")
     assert "isolation: process" in done.stderr and f'{tmp_path}/program.py", line 16 in step' in done.stderr
     assert SHORTEST_S < seconds < 2 * SHORTEST_S
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("deed", "wait"),
+    [("return {}, True, {'a': Says()}", 0), ("raise Raises", 0), ("time.sleep(3); repr(Says())", 20)],
+    ids=["the text of an info", "the text of an error", "a call that nobody waits for"],
+)
+def test_whatever_runs_code_of_an_environment_is_named(deed: str, wait: int, tmp_path: Path) -> None:
+    done, _ = run_program(deed, tmp_path, wait=wait)
+    assert done.returncode == -signal.SIGKILL and "over" not in done.stdout
+    assert done.stderr.startswith("error: step of Odd, sample 1: must let other code run within its limit of 2 s")
+    assert re.search(rf'{tmp_path}/program.py", line \d+ in __repr__\n', done.stderr)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deed", ["time.sleep(1000)", "while True: pass"])
+def test_an_inline_call_that_does_not_return_ends_the_program_and_is_named(deed: str, tmp_path: Path) -> None:
+    done, _ = run_program(deed, tmp_path, inline=True)
+    assert done.returncode == -signal.SIGKILL and "over" not in done.stdout
+    assert done.stderr.startswith("error: step of Odd, sample 1: must return within its limit of 2 s")
+    assert "isolation: thread" in done.stderr and f'{tmp_path}/program.py", line 16 in step' in done.stderr
+
+
+@pytest.mark.slow
+def test_a_program_that_was_stopped_and_continued_goes_on(tmp_path: Path) -> None:
+    wakes = f"'sleep {SHORTEST_S + 3}; kill -CONT ' + str(os.getpid())"
+    deed = f"subprocess.Popen(['sh', '-c', {wakes}], start_new_session=True); os.kill(os.getpid(), signal.SIGSTOP)"
+    done, _ = run_program(f"import os, signal, subprocess; {deed}", tmp_path)
+    assert done.returncode == 0 and done.stdout.endswith("over\n")
+    assert done.stderr.startswith("note: the program is stopped; `kill -CONT ")
+
+
+@pytest.mark.slow
+def test_code_of_others_that_keeps_the_interpreter_for_a_while_is_said_and_goes_on(tmp_path: Path) -> None:
+    # Counts in C on a thread of its own, while the call of sample 1 only waits.
+    holds = "import threading; threading.Thread(target=lambda: sum(range(int(1.3e9)))).start(); time.sleep(0.5)"
+    done, seconds = run_program(holds, tmp_path)
+    assert done.returncode == 0 and done.stdout.endswith("over\n")
+    assert seconds < SHORTEST_S or done.stderr.startswith("note: code outside of environments has kept the interpreter")
+
+
+@pytest.mark.parametrize("place", ["reader gone", "reader paused"])
+def test_the_program_ends_also_where_nobody_reads_the_message(place: str, tmp_path: Path) -> None:
+    watched = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+    reads, writes = os.pipe()
+    if place == "reader gone":
+        os.close(reads)
+    else:
+        os.set_blocking(writes, False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(writes, bytes(1 << 16))
+        os.set_blocking(writes, True)
+    ends = "end(int(sys.argv[1]), Call(1, 0, 0, b'x'), 10, '', '', [])"
+    program = f"import sys; from envs.execution.watchdog_process import Call, end; {ends}"
+    subprocess.run([sys.executable, "-c", program, str(watched.pid)], stderr=writes, timeout=60, cwd=ROOT, check=False)
+    assert watched.wait(10) == -signal.SIGKILL
+
+
+def test_a_stack_is_found_whatever_its_functions_and_files_are_called() -> None:
+    stacks = (
+        'Thread 0x00007fbb1ffff6c0 (most recent call first):\n  File "/x/0xzz/a.py", line 3 in step_0xff\n'
+        '  File "/y/envs/execution/runner.py", line 1 in watched\n\n'
+        'Current thread 0x00007fbb2ffff6c0 [python] (most recent call first):\n  File "b.py", line 4 in main\n'
+    )
+    assert stack_of(stacks, 0x7FBB1FFFF6C0) == ['  File "/x/0xzz/a.py", line 3 in step_0xff']
+    assert stack_of(stacks, 0x7FBB2FFFF6C0) == ['  File "b.py", line 4 in main']
+    assert stack_of(stacks, 1) == stack_of("", 1) == []
 
 
 @pytest.mark.slow
@@ -121,13 +203,14 @@ def test_no_call_is_watched_once_it_is_over(monkeypatch: pytest.MonkeyPatch) -> 
     def watched() -> int:
         memory = WATCHDOG._memory
         assert memory is not None
-        return sum(CALL.unpack_from(memory, 8 + slot * CALL.size)[0] > 0 for slot in range(NUM_CALLS))
+        return sum(CALL.unpack_from(memory, BEAT.size + slot * CALL.size)[0] > 0 for slot in range(NUM_CALLS))
 
     async def main() -> list[int]:
         playing = [asyncio.create_task(play(text)) for text in ("fine", "raise", "hang")]
         await asyncio.sleep(0.1)
         during = watched()
         await asyncio.gather(*playing, return_exceptions=True)
+        await asyncio.sleep(0.5)  # the thread of the call that hung
         return [during, watched()]
 
     before = 0 if WATCHDOG._memory is None else watched()

@@ -276,3 +276,28 @@ def test_a_killed_worker_takes_its_children_along(tmp_path: Path) -> None:
     while is_running(child) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not is_running(child)
+
+
+def start_a_daemon(path: str) -> None:
+    """Start a process as daemons do: in a session of its own, and its parent ends."""
+    if (first := os.fork()) == 0:
+        os.setsid()
+        if os.fork() == 0:
+            Path(path).write_text(str(os.getpid()))
+            time.sleep(120)
+        os._exit(0)
+    os.waitpid(first, 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="another parent is a service of Linux")
+def test_a_daemon_ends_with_its_worker(tmp_path: Path) -> None:
+    worker, path = Worker(), tmp_path / "pid"
+    worker.call(start_a_daemon, str(path), timeout_s=20)
+    while not (path.exists() and path.read_text()):
+        time.sleep(0.01)
+    assert is_running(int(path.read_text()))
+    worker.kill()
+    deadline = time.monotonic() + 5
+    while is_running(int(path.read_text())):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

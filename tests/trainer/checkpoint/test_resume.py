@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -231,6 +232,41 @@ def test_two_processes_never_write_one_run(unbroken: Path, monkeypatch: pytest.M
     monkeypatch.setattr("trainer.checkpoint.run_dir.WAIT_S", 0.0)
     with locked(unbroken), pytest.raises(UserError, match="another process"):
         run(["--resume", str(unbroken), "--steps", "9"])
+
+
+def test_a_setting_that_is_not_as_at_the_checkpoint_is_said(
+    unbroken: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = Path(shutil.copytree(unbroken, tmp_path / "copy"))
+    text = (folder / "config.yaml").read_text()
+    rate = next(line.split("#")[0].strip() for line in text.splitlines() if line.strip().startswith("lr: "))
+    (folder / "config.yaml").write_text(text.replace(rate, "lr: 3.25e-05"))
+    assert run(["--resume", str(folder)]) == 0
+    said = [line for line in caplog.messages if "config.yaml is not as at step" in line]
+    assert len(said) == 1 and f": {rate} -> lr: 3.25e-05" in said[0]
+
+
+def test_a_damaged_line_of_metrics_is_an_error_in_one_line(unbroken: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(unbroken, tmp_path / "copy"))
+    text = (folder / "metrics.jsonl").read_bytes()
+    (folder / "metrics.jsonl").write_bytes(text.replace(b'"', b"\xff", 1))
+    with pytest.raises(UserError, match=r"metrics\.jsonl line 1: must be an object of numbers"):
+        run(["--resume", str(folder)])
+
+
+def test_a_process_that_an_environment_forked_does_not_hold_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.checkpoint.run_dir.WAIT_S", 0.0)
+    with locked(tmp_path):
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+    time.sleep(0.5)  # until the child runs
+    with locked(tmp_path):
+        os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
 
 
 def test_a_run_without_a_checkpoint_begins_anew_and_keeps_what_it_had(
