@@ -145,7 +145,7 @@ def load_samples(
     or a set; `limit` takes only the first rows. The prompt is a text or a list of chat messages. Each ``<image>`` in it
     is the placeholder of the next picture; without any, the pictures come first in the first user message.
     `system_prompt` precedes the row's own. Other columns with plain values or lists of them become the sample's
-    metadata, with the entries of a column `metadata`, which may be JSON; `tools`, schemas or their JSON, becomes a list.
+    metadata, with the entries of a column `metadata`, also if it is JSON; `tools`, schemas or their JSON, is a list.
 
     Example::
 

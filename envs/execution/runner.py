@@ -182,7 +182,8 @@ class EnvRunner:
         progress.is_stepping = False
         observation, done, info = _checked_step(result)
         messages = checked_answer(env.format_observation(observation)) if observation else ()
-        return StepResult(messages, done, {key: _snapshot(value) for key, value in info.items()})
+        copies: dict[int, Any] = {}
+        return StepResult(messages, done, {key: _snapshot(value, copies) for key, value in info.items()})
 
     @staticmethod
     def _reward(env: EpisodeEnv, final_text: str) -> float:
@@ -190,7 +191,8 @@ class EnvRunner:
         if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
             fix = "; write float(...)" if isinstance(value, bool) else "; does it return?" if value is None else ""
             raise EnvFault(f"reward must be a finite number, got {value!r:.200}{fix}")
-        return float(value)
+        # A narrow float's own shortest form: 0.9, where float() gives 0.8999999761581421.
+        return float(str(value)) if hasattr(value, "dtype") else float(value)
 
     async def _call(self, limit_s: float, function: Callable[..., R], *args: object) -> R:
         """Call within the time limit; every exception becomes an `EnvFault`."""
@@ -292,12 +294,25 @@ def _close(env: EpisodeEnv) -> None:
         env.close()
 
 
-def _snapshot(value: Any) -> Any:
-    """Return a copy that later changes of the environment do not reach; what cannot be copied stays itself."""
+def _snapshot(value: Any, copies: dict[int, Any]) -> Any:
+    """Return a copy that later changes of the environment do not reach; what cannot be copied stays itself.
+
+    `copies` maps ids to copies, as in `copy.deepcopy`: lists may hold each other.
+    """
     if value is None or type(value) in (str, int, float, bool):
         return value
+    if id(value) in copies:
+        return copies[id(value)]
     try:
-        return copy.deepcopy(value)
+        if type(value) is dict:
+            copied: Any = copies.setdefault(id(value), {})
+            copied.update((key, _snapshot(item, copies)) for key, item in value.items())
+            return copied
+        if type(value) is list:
+            copied = copies.setdefault(id(value), [])
+            copied.extend(_snapshot(item, copies) for item in value)
+            return copied
+        return copy.deepcopy(value, copies)
     except Exception:  # an info may hold anything, such as a lock
         return value
 
