@@ -74,8 +74,12 @@ class EnvSpec(BaseModel):
         default="math",
         description="how an answer is compared with the label, see envs.grading; none: the label is no answer",
     )
-    reward_max_val: float = Field(default=1.0, strict=False, description="reward of a right answer")
-    reward_min_val: float = Field(default=0.0, strict=False, description="reward of a wrong answer")
+    reward_max_val: float = Field(
+        default=1.0, strict=False, allow_inf_nan=False, description="reward of a right answer"
+    )
+    reward_min_val: float = Field(
+        default=0.0, strict=False, allow_inf_nan=False, description="reward of a wrong answer"
+    )
     tool_format: ToolFormat | Literal["auto"] = Field(
         default="auto", description="how a model writes a call; auto: as its chat template says"
     )
@@ -251,8 +255,8 @@ class EnvSpec(BaseModel):
         module_name, _, attribute = reference.partition(":")
         try:
             module = importlib.import_module(module_name)
-        # The module is the user's code, which may raise anything.
-        except Exception as error:
+        # The module is the user's code, which may raise anything, and may end the program.
+        except (Exception, SystemExit) as error:
             raise UserError(
                 field, f"'{module_name}' must import", _cause(error), _import_fix(error, module_name)
             ) from error
@@ -263,7 +267,7 @@ class EnvSpec(BaseModel):
         return names[attribute]
 
 
-def _cause(error: Exception) -> str:
+def _cause(error: BaseException) -> str:
     """An import error in one line, with the place in the user's code that raised it."""
     # The first frame is ours, importlib's say nothing of the cause.
     frames = [frame for frame in traceback.extract_tb(error.__traceback__)[1:] if "importlib" not in frame.filename]
@@ -271,7 +275,7 @@ def _cause(error: Exception) -> str:
     return f"{type(error).__name__}: {error}{place}"
 
 
-def _import_fix(error: Exception, module_name: str) -> str:
+def _import_fix(error: BaseException, module_name: str) -> str:
     if not isinstance(error, ModuleNotFoundError) or error.name is None:
         return "fix the module"
     if module_name == error.name or module_name.startswith(f"{error.name}."):

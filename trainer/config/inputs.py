@@ -40,8 +40,8 @@ class EnvConfig(Section):
         "keep: they get thoughts too",
     )
     grader: GraderName | None = Field(default=None, description="how an answer is compared with the label")
-    reward_max_val: float | None = Field(default=None, description="reward of a right answer")
-    reward_min_val: float | None = Field(default=None, description="reward of a wrong answer")
+    reward_max_val: float | None = Field(default=None, allow_inf_nan=False, description="reward of a right answer")
+    reward_min_val: float | None = Field(default=None, allow_inf_nan=False, description="reward of a wrong answer")
 
     def resolve(self) -> EnvSpec:
         """Return the registry entry with the settings given here replacing its own.

@@ -35,7 +35,15 @@ def load_problems(
     if not data.data:
         # Seed 0 for every run, so that runs can be compared.
         return train, own_problems(spec, data, "heldout", data.eval_size or NUM_HELD_OUT, 0)
+    check_held_out(data.eval_size)
     return train, None
+
+
+def check_held_out(eval_size: int | None) -> None:
+    """Raise `UserError` for a number of held-out problems where --data comes without any."""
+    if eval_size:
+        fix = "name them with --eval-data, or leave --eval-size out"
+        raise UserError("--eval-size", "needs held-out problems, which --data does not have", eval_size, fix)
 
 
 def load_rows(
