@@ -286,7 +286,7 @@ def to_content(value: object) -> Content:
     return json.dumps(value, ensure_ascii=False, default=_plain)
 
 
-def _plain(value: object) -> Any:
+def _plain(value: Any) -> Any:
     """Return a JSON form of a value that `json` cannot write."""
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json")
