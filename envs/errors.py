@@ -25,7 +25,8 @@ class UserError(Exception):
     def __init__(self, field: str, rule: str, got: object, fix: str) -> None:
         self.field, self.rule, self.got, self.fix = field, rule, got, fix
         shown = str(got) if isinstance(got, int | float | str | PurePath) else _SHORT.repr(got)
-        super().__init__(_printable(" ".join(f"{field}: {rule}, got {shortened(shown, 200)}; {fix}".split())))
+        text = f"{shortened(field, 200)}: {shortened(rule, 400)}, got {shortened(shown, 200)}; {shortened(fix, 1000)}"
+        super().__init__(_printable(" ".join(text.split())))
 
     def __reduce__(self) -> tuple[type[UserError], tuple[str, str, object, str]]:
         """Keep all fields when pickled; by default an exception keeps only its message."""

@@ -25,6 +25,8 @@ ImageSource = Path | bytes | Image.Image
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_PIXELS = 50_000_000
 MAX_BYTES = 64 * 2**20
+#: The largest ratio of long to short side that image processors accept.
+MAX_RATIO = 200
 
 _LONGEST_PATH = 4096
 #: Where a dict holds its picture; the first one that is there counts.
@@ -106,11 +108,11 @@ def decode_image(
     shown = source.name if isinstance(source, Path) else f"{type(source).__name__} of an image"
     try:
         if isinstance(source, Image.Image):
-            _check_pixels(source, field, max_pixels)
+            check_size(source, field, max_pixels)
             return _to_rgb(source)
         data = _read(source, field)
         with Image.open(BytesIO(data), formats=formats) as header:
-            _check_pixels(header, field, max_pixels)
+            check_size(header, field, max_pixels)
             # verify() alone sees a wrong checksum, load() alone sees missing pixels.
             header.verify()
         with Image.open(BytesIO(data), formats=formats) as image:
@@ -222,12 +224,16 @@ def _check_text(text: str, field: str) -> None:
         _check_bytes(len(text) * 3 // 4, field)
 
 
-def _check_pixels(image: Image.Image, field: str, max_pixels: int) -> None:
+def check_size(image: Image.Image, field: str, max_pixels: int) -> None:
+    """Raise `UserError` for a picture without pixels, with too many, or too thin for any model."""
     width, height = image.size
     if not width * height:
         raise UserError(field, "must have pixels", f"{width}x{height}", "give a picture that shows something")
     if width * height > max_pixels:
         raise UserError(field, f"must have at most {max_pixels} pixels", f"{width}x{height}", "scale it down")
+    if max(width, height) > MAX_RATIO * min(width, height):
+        rule = f"must have no side over {MAX_RATIO} times as long as the other"
+        raise UserError(field, rule, f"{width}x{height}", "cut it into parts")
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

@@ -26,6 +26,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from envs.config.settings import takes_references, words_of
+from envs.config.text_files import read_text
 from envs.config.yaml_loader import load_yaml
 from envs.errors import UserError, did_you_mean
 from envs.spec import REFERENCE_FIX, EnvSpec
@@ -142,7 +143,7 @@ def get_spec(env_id: str, *overlays: Path) -> EnvSpec:
 def _read_file(file: Path) -> dict[str, EnvSpec | UserError]:
     """Return the entries of a file; of a broken one its error."""
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_text(file)
     except (OSError, UnicodeDecodeError) as error:
         got = error.strerror if isinstance(error, OSError) else str(error)
         raise UserError(str(file), "must be a readable registry file", got, "give an existing file") from error

@@ -84,8 +84,12 @@ class EnvSpec(BaseModel):
         description="functions whose weighted sum is the reward: module:NAME@WEIGHT, and answer@WEIGHT for the "
         "environment's own; empty: the environment's own alone",
     )
-    reward_max_val: float = Field(default=1.0, strict=False, description="reward of a right answer")
-    reward_min_val: float = Field(default=0.0, strict=False, description="reward of a wrong answer")
+    reward_max_val: float = Field(
+        default=1.0, strict=False, allow_inf_nan=False, description="reward of a right answer"
+    )
+    reward_min_val: float = Field(
+        default=0.0, strict=False, allow_inf_nan=False, description="reward of a wrong answer"
+    )
     tool_format: ToolFormat | Literal["auto"] = Field(
         default="auto", description="how a model writes a call; auto: as its chat template says"
     )

@@ -224,12 +224,10 @@ class ToolEnv(Env):
             hint = f" {fix[0].upper()}{fix[1:]}" if fix.startswith("did") else ""
             return _CallResult(self.explain(call, f"Unknown tool.{hint}"), "unknown_tool")
         try:
-            arguments = chosen.check(call.arguments)
+            attempts = self._attempts(chosen, chosen.check(call.arguments))
+            return _CallResult(await (self._in_time(attempts) if chosen.is_async else attempts), "ok")
         except BadArgumentsError as error:
             return _CallResult(self.explain(call, str(error)), "bad_arguments")
-        try:
-            attempts = self._attempts(chosen, arguments)
-            return _CallResult(await (self._in_time(attempts) if chosen.is_async else attempts), "ok")
         except ToolError as error:
             return _CallResult(str(error), error.outcome)
         except (KeyboardInterrupt, GeneratorExit, asyncio.CancelledError):

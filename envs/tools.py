@@ -17,7 +17,10 @@ import docstring_parser
 from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
+from envs.contract import MAX_IMAGE_PIXELS
 from envs.errors import did_you_mean, shortened
+from envs.images import check_size
+from envs.tool_calls.json_call import MAX_DEPTH, depth
 from envs.types import Content, content_parts
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -175,7 +178,7 @@ class Tool:
 def _is_finite(value: Any) -> bool:
     """Return whether a value, and every value in it, is no NaN or infinity: a text such as "1e999" becomes one."""
     if isinstance(value, dict):
-        return all(_is_finite(item) for item in value.values())
+        return all(_is_finite(part) for item in value.items() for part in item)
     if isinstance(value, list | tuple | set | frozenset):
         return all(map(_is_finite, value))
     return not isinstance(value, float | complex | Decimal) or cmath.isfinite(value)
@@ -183,9 +186,10 @@ def _is_finite(value: Any) -> bool:
 
 def _json_or_text(text: str) -> Any:
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         return text
+    return value if depth(value) <= MAX_DEPTH else text
 
 
 @functools.lru_cache(maxsize=1024)
@@ -268,8 +272,10 @@ def to_content(value: object) -> Content:
 
     Raises:
         TypeError: the value, or a value in it, has another type.
+        UserError: no model takes a picture of this size.
     """
     if isinstance(value, Image.Image):
+        check_size(value, "picture", MAX_IMAGE_PIXELS)
         return [{"type": "image", "image": value}]
     if isinstance(value, list | tuple) and any(isinstance(item, Image.Image) for item in value):
         return [part for item in value for part in content_parts({"content": to_content(item)})]
@@ -280,10 +286,12 @@ def to_content(value: object) -> Content:
     return json.dumps(value, ensure_ascii=False, default=_plain)
 
 
-def _plain(value: object) -> Any:
+def _plain(value: Any) -> Any:
     """Return a JSON form of a value that `json` cannot write."""
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json")
+    if str(getattr(value, "dtype", "")) in ("float16", "float32") and hasattr(value, "astype"):
+        return value.astype(str).astype(float).tolist()  # the shortest decimals: 18.8, not 18.799999237060547
     for method in ("tolist", "isoformat"):  # arrays and array numbers; dates and times
         if callable(found := getattr(value, method, None)):
             return found()

@@ -67,8 +67,9 @@ class Architecture:
 def _checkpoint_errors(path: Any) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError) as error:
-        raise UserError("--model", "must be a model folder or hub id", str(path), first_line(error)) from error
+    except (OSError, ValueError, RecursionError) as error:
+        fix = f"give a folder with config.json ({first_line(error)})"
+        raise UserError("--model", "must be a model folder or hub id", str(path), fix) from error
 
 
 #: By the `model_type` of config.json.

@@ -8,7 +8,7 @@ from typing import Any
 
 from PIL import Image
 
-from envs.plain import shown
+from envs.contract import shown
 from envs.types import well_formed
 
 MAX_DEPTH = 32

@@ -19,11 +19,9 @@ from PIL import Image
 
 from agents.types import ProcessedImage
 from envs.errors import UserError
-from envs.images import image_digest
+from envs.images import MAX_RATIO, image_digest
 
 MAX_BYTES = 2 * 2**30
-#: The largest ratio of long to short side that the processor accepts.
-MAX_RATIO = 200
 
 
 @dataclass(frozen=True)

@@ -92,15 +92,21 @@ class ModelTemplate:
     def role(self, role: str) -> str:
         """Return the role with which to render a message that is not the first.
 
-        A template may reject a role, or silently leave out its messages; the role is then "user".
+        A template may reject a role, silently leave out its messages, or write them as the model's own turn, as it does
+        with "assistant " or "model"; the role is then "user".
         """
         if role not in self._roles:
-            answer: Message = {"role": "assistant", "content": "?"}
-            known = role in ("user", "assistant") or self.writes_mark(
-                _QUESTION, answer, {"role": role, "content": MARK}
-            )
+            known = role in ("user", "assistant") or self._knows(role)
             self._roles[role] = role if known else "user"
         return self._roles[role]
+
+    def _knows(self, role: str) -> bool:
+        messages: list[Message] = [_QUESTION, {"role": "assistant", "content": "?"}, {"role": role, "content": MARK}]
+        if not self.writes_mark(*messages):
+            return False
+        before = "".join(self.render(messages).partition(MARK)[0].split())
+        opening = "".join(self.render([_QUESTION]).removeprefix(self.render([_QUESTION], opens_turn=False)).split())
+        return not (opening and before.endswith(opening))
 
     def with_tools(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
         """Return the messages with the tools described in the system message, for a template that does not do this.

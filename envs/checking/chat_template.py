@@ -14,6 +14,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from envs.config.text_files import read_text
 from envs.errors import UserError
 from envs.types import Message
 
@@ -67,7 +68,7 @@ class ChatTemplate:
             return cls(_read_model(Path(model)), model)
         path = Path(file) if file else PACKAGED
         try:
-            return cls(path.read_text(encoding="utf-8"), path.name)
+            return cls(read_text(path), path.name)
         except (OSError, UnicodeDecodeError) as error:
             raise UserError("--chat-template", "must be a readable file", file, "give a Jinja file") from error
 

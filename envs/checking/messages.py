@@ -16,11 +16,11 @@ from envs.checking.findings import NOT_REACHED, Evidence, Finding, call_records,
 from envs.checking.hostile import example_arguments
 from envs.contract import MAX_IMAGE_PIXELS, EnvFault, checked_messages
 from envs.errors import UserError
-from envs.images import image_digest
+from envs.images import MAX_RATIO, image_digest
 from envs.types import Message, message_images
 
-#: The image processor of Qwen's vision-language models refuses smaller sides and larger aspect ratios.
-MIN_SIDE, MAX_ASPECT = 28, 200
+#: The image processor of Qwen's vision-language models refuses smaller sides.
+MIN_SIDE = 28
 ROLES = ("system", "user", "assistant", "tool")
 #: About 25,000 tokens: an observation that is longer fills the context of most models by itself.
 MAX_CHARACTERS = 100_000
@@ -231,8 +231,8 @@ def check_images(evidence: Evidence) -> Finding:
             problems.append(f"{width}x{height}: {limit}")
         elif min(width, height) < MIN_SIDE:
             problems.append(f"{width}x{height}: a side must have at least {MIN_SIDE} pixels")
-        elif max(width, height) > MAX_ASPECT * min(width, height):
-            problems.append(f"{width}x{height}: one side may be at most {MAX_ASPECT} times as long as the other")
+        elif max(width, height) > MAX_RATIO * min(width, height):
+            problems.append(f"{width}x{height}: one side may be at most {MAX_RATIO} times as long as the other")
     if problems:
         return Finding(name, False, listed(problems))
     if not sizes:

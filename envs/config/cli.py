@@ -9,6 +9,7 @@ names where the value came from: flag, argument, variable, or file and key.
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -175,6 +176,11 @@ def exit_code(main: Callable[[], int]) -> int:
         return main()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:  # any command, at any place, may be the first to look at a path
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        print(f"error: {UserError('path', 'is too long', str(error.filename), 'give a shorter one')}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # before there was anything to save
         print("interrupted", file=sys.stderr)

@@ -29,6 +29,7 @@ from envs.config.settings import (
     values_of,
     words_of,
 )
+from envs.config.text_files import read_text
 from envs.config.yaml_loader import UniqueKeyLoader, load_yaml
 from envs.errors import UserError, did_you_mean
 
@@ -63,7 +64,7 @@ def read_file(model: type[BaseModel], file: Path, name: str = "") -> Settings:
     try:
         if (size := file.stat().st_size) > MAX_BYTES:
             raise UserError(name or str(file), f"must have at most {MAX_BYTES} bytes", size, "give a file of settings")
-        text = file.read_text(encoding="utf-8")
+        text = read_text(file)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise UserError(name or str(file), "must be a readable file", reason, "give an existing YAML file") from error
@@ -92,7 +93,7 @@ def _settings(
             continue
         if is_tuple(field) and not isinstance(value, list) and value not in (None, ""):
             raise UserError(place, "must be a list", value, f"write {name}: [{value}]")
-        if isinstance(value, dict) or (isinstance(value, list) and not is_tuple(field)):
+        if isinstance(value, dict | bytes) or (isinstance(value, list) and not is_tuple(field)):
             raise UserError(place, "must be one value", value, "put it in quotes if it is a text")
         yield here, Setting(value, file, ".".join(here))
 

@@ -175,7 +175,7 @@ def import_object(field: str, reference: str) -> object:
         module = _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # of a user's module
         raise UserError(field, f"'{place}' must import", import_cause(error), _import_fix(error, place)) from error
     names = vars(module)
     if name in names:
@@ -221,7 +221,7 @@ def import_cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}{place}"
 
 
-def _import_fix(error: Exception, place: str) -> str:
+def _import_fix(error: BaseException, place: str) -> str:
     if isinstance(error, OSError):
         return "give the path of a Python file"
     if not isinstance(error, ModuleNotFoundError) or error.name is None:

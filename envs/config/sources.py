@@ -61,6 +61,7 @@ class Sources:
             field, so a variable that is exported for one command does not stop another.
         other_names: what other programs call the fields, such as `{"TRL": {"beta": "kl_coef"}}`, to answer a flag or
             variable of theirs.
+        no_counterpart: settings of other programs that no field stands for, with what is so instead.
         secrets: variables that are no settings, because their values must not be written; other code reads them.
         foreign: variables of another program.
 
@@ -75,6 +76,7 @@ class Sources:
     inherited: tuple[FieldPath, ...] = ()
     shared: type[BaseModel] | None = None
     other_names: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    no_counterpart: Mapping[str, str] = field(default_factory=dict)
     secrets: tuple[str, ...] = ()
     foreign: ForeignVariables | None = None
 
@@ -121,7 +123,8 @@ class Sources:
                 users = [user for user, names in self.other_names.items() if names.get(name) == own]
                 described = f"{flag_of(own, fields[own])} here: {fields[own].description}"
                 return f"{flag} of {' and '.join(users)} is {described}"
-        return ""
+        short = name.rpartition(".")[2]
+        return f"{flag} has no counterpart here: {self.no_counterpart[short]}" if short in self.no_counterpart else ""
 
     def read_base(self, model: type[BaseModel], above: Settings) -> Settings:
         """Return the settings of the run folder to resume or to inherit from, if the layers above name one."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from envs.errors import UserError
+from envs.errors import UserError, first_line
 
 
 class UniqueKeyLoader(yaml.SafeLoader):
@@ -30,6 +30,8 @@ def load_yaml(text: str, place: str, loader: type[UniqueKeyLoader] = UniqueKeyLo
         return yaml.load(text, loader)  # a subclass of the safe loader: it builds plain values only
     except RecursionError:
         raise UserError(place, "must be YAML", "lists that nest too deeply", "flatten them") from None
+    except ValueError as error:  # a number with too many digits, or a date such as 2026-13-01
+        raise UserError(place, "must be YAML", first_line(error), "put the value into quotes") from error
     except yaml.YAMLError as error:
         mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
         where = place if mark is None else f"{place} line {mark.line + 1}"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import re
 from pathlib import Path
 from typing import Literal
 
 from envs.errors import UserError, first_line
 
+_MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_NO_ID = "there is no such folder, and it is no hub id, such as Qwen/Qwen3-VL-2B-Instruct"
 #: The longest wait for the hub, in seconds.
 ASK_S = 10.0
 
@@ -33,7 +36,7 @@ def hub_problem(name: str, kind: Literal["model", "dataset"]) -> str:
     except RepositoryNotFoundError:
         return f"the hub has no such {kind}, or it is private (`hf auth login`)"
     except HFValidationError:
-        return "there is no such folder, and it is no hub id, such as Qwen/Qwen3-VL-2B-Instruct"
+        return _NO_ID
     except Exception as error:  # the HTTP packages have many errors
         return f"there is no such folder here, and the hub gives no answer ({first_line(error)})"
     return ""
@@ -41,5 +44,13 @@ def hub_problem(name: str, kind: Literal["model", "dataset"]) -> str:
 
 def check_is_there(path: str | Path) -> None:
     """Raise `UserError` if a model is neither a folder nor on the hub, where the libraries would ask for a minute."""
-    if not Path(path).is_dir() and (problem := hub_problem(str(path), "model")):
+    if Path(path).is_dir():
+        return
+    if Path(path).exists():
+        problem = "it is a file: give the folder that config.json is in"
+    elif not _MODEL_ID.fullmatch(str(path)):
+        problem = _NO_ID
+    else:
+        problem = hub_problem(str(path), "model")
+    if problem:
         raise UserError("--model", "must be a model folder or hub id", str(path), problem)

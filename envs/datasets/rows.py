@@ -109,23 +109,43 @@ def _with_short_floats(value: Any, kind: pyarrow.DataType) -> Any:
 
 
 def read_tools(value: Any, where: str) -> tuple[dict[str, Any], ...]:
-    """Return tool schemas that are given as a list or as its JSON; none for an empty value.
+    """Return tool schemas: those of a list, or a single one, each as it is or as JSON; none for an empty value.
 
     Raises:
         UserError: it is anything else.
     """
-    if isinstance(value, str):
-        try:
-            value = json.loads(value) if value.strip() else ()
-        except json.JSONDecodeError as error:
-            reason = f"{error.msg} at column {error.colno}"
-            raise UserError(where, "must be a list of tool schemas, or its JSON", reason, "fix the JSON") from error
+    value = _decoded(value, where) if isinstance(value, str) else value
     if not value:
         return ()
-    if not isinstance(value, list | tuple) or not all(isinstance(tool, dict) for tool in value):
+    tools = [value] if isinstance(value, dict) and "function" in value else value
+    if isinstance(tools, list | tuple):
+        tools = [_decoded(tool, where) if isinstance(tool, str) else tool for tool in tools]
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         fix = 'give [{"type": "function", "function": {"name": ...}}]'
         raise UserError(where, "must be a list of tool schemas, or its JSON", value, fix)
-    return tuple(value)
+    return tuple(tools)
+
+
+def are_tools(value: Any) -> bool:
+    """Return whether a value of a row holds tool schemas, and not other values such as names."""
+    if isinstance(value, dict):
+        return "function" in value
+    first = value[0] if isinstance(value, list) and value else value
+    return isinstance(first, dict) or (isinstance(first, str) and first.lstrip().startswith(("[", "{")))
+
+
+def _decoded(text: str, where: str) -> Any:
+    try:
+        return json.loads(text) if text.strip() else None
+    except (ValueError, RecursionError) as error:
+        raise UserError(where, "must be a list of tool schemas, or its JSON", _fault(error), "fix the JSON") from error
+
+
+def _fault(error: ValueError | RecursionError) -> str:
+    """Return what is wrong with a JSON text."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg} at column {error.colno}"
+    return "lists that nest too deeply" if isinstance(error, RecursionError) else "a number with too many digits"
 
 
 def _without_none(value: Any) -> Any:
@@ -235,8 +255,8 @@ def _read_jsonl(file: Path) -> list[Mapping[str, Any]]:
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
-            rule = f"must be one JSON object ({error.msg} at column {error.colno})"
+        except (ValueError, RecursionError) as error:
+            rule = f"must be one JSON object ({_fault(error)})"
             raise UserError(f"{file.name} line {number}", rule, line[:60], "fix the line") from error
         if not isinstance(row, dict):
             raise UserError(
@@ -249,10 +269,11 @@ def _read_jsonl(file: Path) -> list[Mapping[str, Any]]:
 def _read_json(file: Path) -> list[Mapping[str, Any]]:
     try:
         data = json.loads(_read_text(file))
-    except json.JSONDecodeError as error:
-        where = f"{file.name} line {error.lineno}"
-        fix = "a file with one object a line must end in .jsonl" if error.msg == "Extra data" else "fix the line"
-        raise UserError(where, "must be JSON", f"{error.msg} at column {error.colno}", fix) from error
+    except (ValueError, RecursionError) as error:
+        line = f" line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+        is_lines = isinstance(error, json.JSONDecodeError) and error.msg == "Extra data"
+        fix = "a file with one object a line must end in .jsonl" if is_lines else "fix it"
+        raise UserError(f"{file.name}{line}", "must be JSON", _fault(error), fix) from error
     rows = data.get("data") if isinstance(data, dict) else data
     if not isinstance(rows, list):
         got = f"an object with the keys {', '.join(data)}" if isinstance(data, dict) else type(data).__name__

@@ -6,6 +6,7 @@ holds the rows in their stored form; reading a sample decodes its pictures again
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import random
@@ -21,8 +22,8 @@ from PIL import Image
 
 from envs.datasets.prompts import DEFAULT_KEYS, DataKeys, add_system_prompt, read_messages, value_at, with_images
 from envs.datasets.remote_images import remote_images
-from envs.datasets.rows import RowSource, open_rows, read_tools
-from envs.errors import UserError, did_you_mean
+from envs.datasets.rows import RowSource, are_tools, open_rows, read_tools
+from envs.errors import UserError, did_you_mean, first_line
 from envs.grading.extraction import extract_boxed
 from envs.images import ImageAccess, ImageSource, decode_image
 from envs.types import Message, Sample, SampleSource
@@ -136,7 +137,7 @@ def load_samples(
     or a set; `limit` takes only the first rows. The prompt is a text or a list of chat messages. Each ``<image>`` in it
     is the placeholder of the next picture; without any, the pictures come first in the first user message.
     `system_prompt` precedes the row's own. Other columns with plain values or lists of them become the sample's
-    metadata, with the entries of a column `metadata`; `tools`, a list of schemas or its JSON, becomes a list.
+    metadata, with the entries of a column `metadata`, also if it is JSON; `tools`, schemas or their JSON, is a list.
 
     Example::
 
@@ -239,13 +240,22 @@ def _metadata(row: Mapping[str, Any], keys: DataKeys, source: RowSource, where: 
     """Return the other columns with plain values, the entries of a column `metadata`, and the row's tools."""
     used = (keys.prompt, keys.answer, keys.images, "id")
     found = {name: value for name, value in row.items() if name not in used and _is_plain(value)}
-    if isinstance(own := row.get("metadata"), dict):
+    own = row.get("metadata")
+    if isinstance(own, str) and own.lstrip().startswith("{"):
+        own = _json_object(found.pop("metadata"), f"{where} metadata")
+    if isinstance(own, dict):
         found |= source.as_given(own)
     tools = row.get("tools") or found.get("tools")
-    is_json = isinstance(tools, str) and tools.lstrip().startswith("[")
-    if is_json or (isinstance(tools, list) and not _is_plain(tools)):
+    if are_tools(tools):
         found["tools"] = [*read_tools(source.as_given(tools), f"{where} tools")]
     return found
+
+
+def _json_object(text: str, where: str) -> dict[str, Any]:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(where, "must be JSON if it begins with a brace", first_line(error), "fix it") from error
 
 
 def _is_plain(value: object) -> bool:

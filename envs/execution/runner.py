@@ -27,11 +27,11 @@ from envs.contract import (
     checked_answer,
     checked_opening,
     checked_tools,
+    plain,
 )
 from envs.env import Env
 from envs.execution.threads import CallTimeout, call_on_thread
 from envs.execution.watchdog import WATCHDOG, Watched, Watcher
-from envs.plain import plain
 from envs.spec import EnvLimits
 from envs.tool_calls.thinking import Thinking
 from envs.types import Message
@@ -194,7 +194,8 @@ class EnvRunner:
         if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
             fix = "; write float(...)" if isinstance(value, bool) else "; does it return?" if value is None else ""
             raise EnvFault(f"reward must be a finite number, got {value!r:.200}{fix}")
-        return float(value)
+        # A narrow float's own shortest form: 0.9, where float() gives 0.8999999761581421.
+        return float(str(value)) if hasattr(value, "dtype") else float(value)
 
     async def _call(self, limit_s: float, function: Callable[..., R], *args: object) -> R:
         """Call within the time limit; every exception becomes an `EnvFault`."""

@@ -11,17 +11,23 @@ Number = Fraction | float | complex
 
 MAX_DEPTH = 24
 BRACKETS = {"(": ")", "[": "]", "\\{": "\\}"}
-#: Of an angle in radians.
-FUNCTIONS: dict[str, Callable[[float], float]] = {
-    "\\sin": math.sin,
-    "\\cos": math.cos,
-    "\\tan": math.tan,
-    "\\cot": lambda angle: math.cos(angle) / math.sin(angle),
-    "\\sec": lambda angle: 1 / math.cos(angle),
-    "\\csc": lambda angle: 1 / math.sin(angle),
+#: Of an angle's sine and cosine.
+FUNCTIONS: dict[str, Callable[[float, float], float]] = {
+    "\\sin": lambda sin, cos: sin,
+    "\\cos": lambda sin, cos: cos,
+    "\\tan": lambda sin, cos: sin / cos,
+    "\\cot": lambda sin, cos: cos / sin,
+    "\\sec": lambda sin, cos: 1 / cos,
+    "\\csc": lambda sin, cos: 1 / sin,
 }
-#: A function that is larger has no value: tan 90 degrees is 1.6e16 in floats.
-MAX_FUNCTION = 1e12
+#: Floats cannot tell 1 from the square root of 1 + 1e-17, or from the cosine of 1e-9. A computed number has no value
+#: here where its terms differ by more than this ratio, or its angle is this near to a multiple of 90 degrees.
+TOO_NEAR = 1e-6
+#: The largest error of a computed number, relative to its terms.
+ROUNDING = 1e-12
+MAX_ANGLE = 1e6
+#: Of the numerator and the denominator of what a root, a power or an angle takes as a float.
+MAX_BITS = 28
 
 
 def evaluate(tokens: tuple[str, ...]) -> tuple[tuple[Number, ...] | None, str]:
@@ -104,9 +110,19 @@ class _Evaluator:
         total = self._product()
         while sign := self._take("+", "-"):
             term = self._product()
-            total = total + term if sign == "+" else total - term
+            total = self._plus(total, term if sign == "+" else -term)
         self.depth -= 1
         return total
+
+    def _plus(self, a: Number, b: Number) -> Number:
+        """Add; what rounding leaves of a difference is 0, and a term that rounding swallows has no sum."""
+        total = a + b
+        if isinstance(total, Fraction):
+            return total
+        small, large = sorted((abs(a), abs(b)))
+        if 0 < small < TOO_NEAR * large:
+            return self._fail()
+        return Fraction(0) if abs(total) <= ROUNDING * large else total
 
     def _product(self) -> Number:
         sign = 1
@@ -168,7 +184,7 @@ class _Evaluator:
             return whole + Fraction(int(top), int(bottom))
         return whole
 
-    def _function(self, function: Callable[[float], float]) -> Number:
+    def _function(self, function: Callable[[float, float], float]) -> Number:
         r"""Read ``\sin ( 2 )``, ``\sin ^ 2 { 3 }``, not ``\sin 2 \pi``, of which it is unclear where it ends."""
         self.index += 1
         power = self._argument() if self._take("^") else Fraction(1)
@@ -176,8 +192,16 @@ class _Evaluator:
         angle = self._atom()
         if is_bare and (self._peek() in (*_FACTORS, "/", "^") or self._peek().isalnum()):
             return self._fail()
-        value = function(_real(angle))
-        return value ** int(_real(power)) if power in (1, 2, 3) and abs(value) < MAX_FUNCTION else self._fail()
+        sin, cos = self._sin_cos(_real(angle))
+        return function(sin, cos) ** int(_real(power)) if power in (1, 2, 3) else self._fail()
+
+    def _sin_cos(self, angle: float) -> tuple[float, float]:
+        """Return sine and cosine, exactly at the multiples of 90 degrees."""
+        sin, cos = math.sin(angle), math.cos(angle)
+        off = min(abs(sin), abs(cos))
+        if abs(angle) > MAX_ANGLE or ROUNDING < off < TOO_NEAR:
+            self._fail()
+        return (float(round(sin)), float(round(cos))) if off <= ROUNDING else (sin, cos)
 
     def _root(self) -> Number:
         degree: Number = Fraction(2)
@@ -185,12 +209,18 @@ class _Evaluator:
             degree = self._sum()
             self._expect("]")
         radicand = self._argument()
-        if isinstance(radicand, complex) or isinstance(degree, complex) or radicand < 0 or degree <= 0:
+        if isinstance(radicand, complex) or isinstance(degree, complex) or degree <= 0:
             return self._fail()
+        if radicand < 0:
+            return 1j * self._root_of(-radicand, degree) if degree == 2 else self._fail()
+        return self._root_of(radicand, degree)
+
+    def _root_of(self, radicand: Fraction | float, degree: Fraction | float) -> Fraction | float:
         if degree == 2 and isinstance(radicand, Fraction):
             exact = Fraction(math.isqrt(radicand.numerator), math.isqrt(radicand.denominator))
-            return exact if exact * exact == radicand else math.sqrt(radicand)
-        return float(radicand) ** (1 / float(degree))
+            if exact * exact == radicand:
+                return exact
+        return _real(radicand) ** (1 / _real(degree))
 
     def _argument(self, signed: bool = False) -> Number:
         """Read the argument of a command or `^`: a bracketed value, or one number."""
@@ -218,4 +248,6 @@ _FACTORS = frozenset({"(", "{", "\\frac", "\\sqrt", "\\pi", "i", *FUNCTIONS})
 def _real(value: Number) -> float:
     if isinstance(value, complex):
         raise ValueError("a complex number")
+    if isinstance(value, Fraction) and max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
+        raise ValueError("a float rounds it")
     return float(value)

@@ -19,7 +19,7 @@ from envs.grading.screening import are_comparable, is_readable, is_tower
 RELATIVE_TOLERANCE = 1e-6
 MIN_ROUNDED_DIGITS = 6
 #: Of two ways to compute one number with floats.
-FLOAT_TOLERANCE = 1e-9
+FLOAT_TOLERANCE = 1e-12
 
 
 def same_value(answer: Reading, label: Reading) -> bool:
@@ -94,7 +94,7 @@ def _same_number(a: Number, b: Number, is_rounded: bool) -> bool:
     # An integer beside an irrational is not rounded, nor is a fraction: 355/113 is not pi.
     is_rounded = is_rounded and all(number.denominator > 1 for number in rationals)
     try:
-        return cmath.isclose(a, b, rel_tol=RELATIVE_TOLERANCE if is_rounded else FLOAT_TOLERANCE, abs_tol=1e-12)
+        return cmath.isclose(a, b, rel_tol=RELATIVE_TOLERANCE if is_rounded else FLOAT_TOLERANCE)
     except OverflowError:  # a Fraction beyond the range of a float
         return False
 

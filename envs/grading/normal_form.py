@@ -1,8 +1,8 @@
 r"""Parses an answer in LaTeX or plain text into a normal form, `Reading`, that can be compared.
 
 The normal form drops what carries no value: spacing, quotes, `$` and other delimiters, the signs of degrees, percent
-and dollars, units of length and area, thousands commas, and a name before a single equals sign (``x = 5``,
-``(x,y)=(1,2)``).
+and dollars, units of length and area, thousands commas, the capital of a word, and a name before a single equals sign
+(``x = 5``, ``(x,y)=(1,2)``). A repeating decimal becomes its fraction.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _UNICODE = str.maketrans(
 )  # fmt: skip
 _UNITS = (
     r"units?|cm|mm|km|in|inch(?:es)?|ft|foot|feet|yd|yards?|mi|miles?|m|(?:centi|milli|kilo)?met(?:er|re)s?"
-    r"|deg(?:rees?)?|dollars?"
+    r"|deg(?:rees?)?|dollars?|percent"
 )
 _FUNCTIONS = "sin|cos|tan|cot|sec|csc"
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
@@ -83,16 +83,25 @@ def _superscript(match: re.Match[str]) -> str:
     return f"^{digits}" if len(digits) == 1 else f"^{{{digits}}}"
 
 
+def _repeating(match: re.Match[str]) -> str:
+    """Return a repeating decimal as a fraction: 0.1666... as (15/90)."""
+    whole, fixed, cycle = match[1] or "0", match[2], match[3] or match[4]
+    digits = whole + fixed
+    return f"({int(digits + cycle) - int(digits)}/{(10 ** len(cycle) - 1) * 10 ** len(fixed)})"
+
+
 _REWRITES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (f"[{''.join(_SUPERSCRIPTS)}]+", _superscript),
+        (r"(?<![\d.])(\d*)\.(\d*)\s*\\(?:overline|bar)\s*(?:\{\s*(\d+)\s*\}|(\d))(?!\s*[\d.])", _repeating),
         (r"(?<=\d)\\[,;:! ]\s*(?=\d{3}(?!\d))", ""),
         (
             r"(?:(?:\\left\s*)?[(\[]\s*)?\\begin\{array\}\{[lcr| ]*\}(.*)\\end\{array\}(?:\s*(?:\\right\s*)?[)\]])?",
             _MATRIX,
         ),
         (r"\\begin\{[pb]matrix\}(.*)\\end\{[pb]matrix\}", _MATRIX),
+        (r"\\(?:left|right)\s*\.", " "),
         (
             r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|q?quad)(?![A-Za-z])|(?<!\\)\\[,;:!$ ]|[$~]|\\?%",
             " ",
@@ -103,9 +112,10 @@ _REWRITES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], .
         (r"([<>])=", lambda match: r"\leq " if match[1] == "<" else r"\geq "),
         (r"\\([lg])t(?![A-Za-z])", lambda match: "<" if match[1] == "l" else ">"),
         (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
+        (r"\\colon(?![A-Za-z])", ":"),
         (r"\\[cdt](frac|binom)(?![A-Za-z])", r"\\\1"),
         (r"\{\s*(\w+)\s*\\choose\s*(\w+)\s*\}", r"\\binom{\1}{\2}"),
-        (r"\\(?:(?:text|math)(?:rm|bf|it|sf)?|mbox|boxed)\s*\{([^{}]*)\}", r" \1 "),
+        (r"\\(?:(?:text|math)(?:rm|bf|it|sf)?|mbox|fbox|boxed)\s*\{([^{}]*)\}", r" \1 "),
         (r"^\s*(\"|'+|`+|\*\*)(.*?)(?:\"|'+|`+|\*\*)\s*\.?\s*$", r"\2"),
         (rf"(?<![\\A-Za-z])({_FUNCTIONS})(?![A-Za-z])", r"\\\1 "),
         (
@@ -145,6 +155,8 @@ _ITEM = re.compile(
     r"(?=.*(?:\d|\\pi))(?:(?P<name>[A-Za-z])\s*=)?(?:[\d\s.,+\-*/^(){}i]|\\(?:frac|sqrt|pi|cdot|times)(?![A-Za-z]))+"
 )
 _MATH_DELIMITER = re.compile(r"(?<!\\)\\[()\[\]]")
+# A word, or several, whose first letter tells nothing; two letters may be a product of A and b.
+_CAPITALISED = re.compile(r"No|[A-Z][a-z]{2,}")
 _LONE_CHOICE = re.compile(r"^\s*(?:([A-Z])\s*[.):]*|\(\s*([A-Z])\s*\)[.:]*)\s*$")
 # One marker, then a text without an operator on it or a second letter: not `(A) + 1`, not `(A) or (B)`.
 _CHOICE_WITH_TEXT = re.compile(
@@ -171,6 +183,8 @@ def read(text: str) -> Reading:
         form = _NAME_BEFORE_EQUALS.sub("", form)
     elif named := _SAME_NAME.match(form):
         form = form.replace(named["name"] + "=", "")
+    if _CAPITALISED.fullmatch(form):
+        form = form.lower()
     tokens = tuple(_TOKEN.findall(form))
     values, shape = evaluate(tokens)
     return Reading(form, full_form, tokens, values, shape, _choice(form, text))

@@ -102,7 +102,7 @@ def _brackets(reading: Reading) -> str:
 
 _EXPONENT = re.compile(r"\^(?:\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}|(\d+|[A-Za-z]|\\[A-Za-z]+))")
 _SECOND_EXPONENT = re.compile(_EXPONENT.pattern + r"\^")
-_HUGE_FACTORIAL = re.compile(r"\d{4}!|!!")
+_HUGE_FACTORIAL = re.compile(r"\d{4}!|!!|\([^()A-Za-z]*[!^][^()A-Za-z]*\)!")
 _ROOT_DEGREE = re.compile(r"\\sqrt\[(?:\d{1,2}|[a-z])\]")
 _UNKNOWN = re.compile(r"(?<![\\A-Za-z])[A-Za-z]")
 

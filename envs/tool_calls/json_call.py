@@ -107,7 +107,7 @@ def interpret(value: Any) -> ToolCall | ToolCallError:
         arguments, _ = decode(arguments)
     if not isinstance(arguments, dict):
         return ToolCallError('"arguments" must be a JSON object.')
-    return ToolCall(name, arguments) if _depth(arguments) <= MAX_DEPTH else _TOO_DEEP
+    return ToolCall(name, arguments) if depth(arguments) <= MAX_DEPTH else _TOO_DEEP
 
 
 def _unwrap(call: dict[str, Any]) -> dict[str, Any]:
@@ -115,13 +115,13 @@ def _unwrap(call: dict[str, Any]) -> dict[str, Any]:
     return inner if "name" not in call and isinstance(inner, dict) else call
 
 
-def _depth(value: Any) -> int:
+def depth(value: Any) -> int:
     """Return the nesting depth of lists and dicts, without recursion: the value may reach the interpreter's limit."""
-    depth, level = 0, [value]
+    levels, level = 0, [value]
     while level := [item for item in level if isinstance(item, (dict, list))]:
-        depth += 1
+        levels += 1
         level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item)]
-    return depth
+    return levels
 
 
 def find_bare_calls(text: str) -> tuple[int, list[dict[str, Any]]]:

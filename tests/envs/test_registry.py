@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -136,6 +137,7 @@ def test_an_unknown_environment_is_answered_with_the_nearest(tmp_path: Path) -> 
         (("max_turns: 2", "max_turns: '2'"), "entry 'counter' max_turns: must be a valid integer, got the text '2'"),
         (("max_turns: 2", "max_turns: true"), "entry 'counter' max_turns: must be a valid integer, got True"),
         (("max_turns: 2", "max_turns: 0"), "max_turns: must be greater than or equal to 1, got 0"),
+        (("  max_turns", "  reward_max_val: .inf\n  max_turns"), "reward_max_val: must be a finite number"),
         (("  max_turns: 2\n", ""), "entry 'counter' max_turns: is required"),
         (("  max_turns", "  id: x\n  max_turns"), "must have known keys only, got id"),
         (("m:PROMPT", "Count the dots."), "write module:ATTRIBUTE"),
@@ -169,6 +171,20 @@ def test_a_broken_entry_is_an_error_for_whoever_uses_it_and_for_nobody_else(tmp_
             get_spec(env_id, file)
 
 
+def test_a_pipe_or_a_device_is_no_registry_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(UserError, match="must be a readable registry file, got Not a regular file"):
+            load_registry(path)
+
+
+def test_a_value_that_yaml_cannot_hold_is_a_user_error(tmp_path: Path) -> None:
+    for number, value in enumerate(("1" * 5000, "2026-13-01")):
+        (tmp_path / f"{number}.yaml").write_text(f"x: {value}")
+        with pytest.raises(UserError, match=r"must be YAML, got ValueError: .*; put the value into quotes"):
+            load_registry(tmp_path / f"{number}.yaml")
+
+
 def test_a_missing_overlay_is_a_user_error(tmp_path: Path) -> None:
     assert "No such file" in error_of(tmp_path / "gone.yaml")
 
@@ -186,6 +202,7 @@ def test_an_overlay_that_is_a_list_is_a_user_error(tmp_path: Path) -> None:
             "RuntimeError: first second (broken_env.py:2); fix the module",
         ),
         ("def f(:\n", "SyntaxError"),
+        ("import sys\nsys.exit(0)\n", "SystemExit: 0 (broken_env.py:2); fix the module"),
         ("def build_en(): ...\n", "got build_env; did you mean 'build_en'?"),
         ("build_env = 3\n", "'broken_env:build_env' must be callable, got int"),
     ],

@@ -8,6 +8,7 @@ import json
 import pickle
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,51 @@ def test_a_tool_error_is_told_to_the_model_and_so_is_any_other_exception_unless_
     assert caught.value.info == {"tool_calls": [faulty]}
     again = pickle.loads(pickle.dumps(caught.value))  # as a worker process sends it
     assert (str(again), again.info) == (str(caught.value), caught.value.info)
+
+
+@dataclass
+class Inverse:
+    """A type of an argument that not every number has."""
+
+    of: float
+
+    def __post_init__(self) -> None:
+        self.value = 1 / self.of
+
+
+class Strange(ToolEnv):
+    """Fails before a tool runs, and after it."""
+
+    @tool
+    def invert(self, x: Inverse) -> float:
+        """Invert."""
+        return x.value
+
+    @tool
+    def cut(self, width: int) -> Image.Image:
+        """Cut a picture."""
+        return Image.new("RGB", (width, 1))
+
+
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [
+        (("invert", {"x": {"of": 0}}), "invert failed. ZeroDivisionError: "),
+        (("cut", {"width": 0}), "cut failed. envs.errors.UserError: picture: must have pixels, got 0x1"),
+        (("cut", {"width": 201}), "cut failed. envs.errors.UserError: picture: must have no side over 200 times"),
+        (("cut", {"width": 16_000_001}), "cut failed. envs.errors.UserError: picture: must have at most 16000000"),
+    ],
+)
+def test_the_model_is_told_what_its_arguments_break_before_and_after_a_tool_runs(
+    made: tuple[str, dict[str, Any]], told: str
+) -> None:
+    name, arguments = made
+    text = call(name, **arguments)
+    observation, _, info = Strange(SAMPLE).step(text)
+    assert observation["obs_str"].startswith(told)
+    assert info["tool_calls"][0]["outcome"] == "tool_fault"
+    with pytest.raises(ToolFault):
+        Strange(SAMPLE, EnvArgs(max_turns=1, on_tool_fault="reward_min")).step(text)
 
 
 class Odd(ToolEnv):

@@ -167,16 +167,26 @@ def test_a_wrong_place_inside_an_argument_is_named() -> None:
         {"d": '{"x": {"y": [NaN]}}'},
         {"e": "Infinity"},
         {"f": "nan"},
+        {"g": {"nan": "x"}},
+        {"g": '{"-inf": "x"}'},
     ],
 )
 def test_no_text_becomes_a_number_that_is_not_finite(given: dict[str, Any]) -> None:
     def g(
         a: float = 0, b: list[float] | None = None, c: Point | None = None, d: dict[str, Any] | None = None,
-        e: int | float = 0, f: complex = 0,
+        e: int | float = 0, f: complex = 0, g: dict[float, str] | None = None,
     ) -> None: ...  # fmt: skip
 
     with pytest.raises(BadArgumentsError, match=f'^"{next(iter(given))}" must hold no NaN and no infinity.$'):
         Tool.of(g).check(given)
+
+
+@pytest.mark.parametrize("text", ["[" * 40 + "]" * 40, "[" * 900 + "]" * 900, '{"a": ' * 40 + "1" + "}" * 40])
+def test_lists_in_a_text_nest_no_deeper_than_those_of_a_call(text: str) -> None:
+    def f(a: list[Any] | dict[str, Any]) -> None: ...
+
+    with pytest.raises(BadArgumentsError, match="must be a valid list"):
+        Tool.of(f).check({"a": text})
 
 
 def test_the_word_nan_stays_a_word_where_text_is_asked_for() -> None:
@@ -252,6 +262,8 @@ PICTURE = Image.new("RGB", (4, 3))
             [{"type": "text", "text": "see"}, {"type": "image", "image": PICTURE}, {"type": "text", "text": "3"}],
         ),
         ((PICTURE, PICTURE), [{"type": "image", "image": PICTURE}] * 2),
+        (np.float32(18.8), "18.8"),
+        ({"x": np.array([[0.1, 18.8]], np.float16)}, '{"x": [[0.1, 18.8]]}'),
     ],
 )
 def test_what_a_tool_returns_becomes_content(value: object, content: object) -> None:

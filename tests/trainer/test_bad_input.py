@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from PIL import Image
 
 from agents.model import STARTER_PATH
 from envs.config.cli import exit_code
+from envs.datasets.hub import check_is_there
 from envs.errors import UserError
 from trainer.checkpoint.run_dir import make_folder
 from trainer.config.rollout import API_KEY_VARIABLE, ServersConfig
@@ -231,6 +233,19 @@ def test_an_environments_own_data_that_is_none_is_one_line(
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "oddly_filled", raising=False)
     assert words in complaint(["--env", "odd", "--registry", str(registry)], tmp_path, capsys)
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("./some/modle", "got ./some/modle; there is no such folder, and it is no hub id"),
+        ("/some/modle", "there is no such folder, and it is no hub id"),
+        (__file__, "it is a file: give the folder that config.json is in"),
+    ],
+)
+def test_a_path_that_is_no_model_folder_asks_no_hub_and_no_library(path: str, words: str) -> None:
+    with pytest.raises(UserError, match=re.escape(words)):
+        check_is_there(path)
 
 
 @pytest.mark.slow

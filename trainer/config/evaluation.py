@@ -11,13 +11,19 @@ from agents.engines.own import ENGINE, EngineName
 from envs.config.settings import Section
 from envs.config.sources import Sources
 from trainer.config.inputs import NUM_HELD_OUT, EnvConfig, ModelConfig, PromptsConfig
-from trainer.config.other_trainers import OTHER_TRAINERS
+from trainer.config.other_trainers import NO_COUNTERPART, OTHER_TRAINERS
 from trainer.config.rollout import API_KEY_VARIABLE, ServersConfig
 from trainer.config.run import RunConfig
 from trainer.config.sources import RECIPES
 
 #: What the command reads besides flags. It ignores the variables of a training run's settings.
-SOURCES = Sources(ready=RECIPES / "evaluate", shared=RunConfig, other_names=OTHER_TRAINERS, secrets=(API_KEY_VARIABLE,))
+SOURCES = Sources(
+    ready=RECIPES / "evaluate",
+    shared=RunConfig,
+    other_names=OTHER_TRAINERS,
+    no_counterpart=NO_COUNTERPART,
+    secrets=(API_KEY_VARIABLE,),
+)
 
 
 class ProblemsConfig(PromptsConfig):

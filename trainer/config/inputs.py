@@ -45,8 +45,8 @@ class EnvConfig(Section):
         description="function of an episode whose value, times its weight, is a part of the reward: my.py:brevity@0.1; "
         "answer@1 is the environment's own reward; empty: that alone",
     )
-    reward_max_val: float | None = Field(default=None, description="reward of a right answer")
-    reward_min_val: float | None = Field(default=None, description="reward of a wrong answer")
+    reward_max_val: float | None = Field(default=None, allow_inf_nan=False, description="reward of a right answer")
+    reward_min_val: float | None = Field(default=None, allow_inf_nan=False, description="reward of a wrong answer")
 
     def resolve(self) -> EnvSpec:
         """Return the registry entry with the settings given here replacing its own.

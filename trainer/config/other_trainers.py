@@ -1,13 +1,43 @@
 """What other trainers call the settings of ours: so an unknown flag of theirs is answered with ours, and
 `trainer.translate` translates their commands.
 
-Names are spelt as the trainer's own configuration does, with underscores. A setting of theirs that has no counterpart
-is not listed. How values are converted is in `trainer/translation`.
+Names are spelt as the trainer's own configuration does, with underscores. `NO_COUNTERPART` says what is so instead of a
+setting that has no counterpart here. How values are converted is in `trainer/translation`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+
+_SAMPLING = "tokens are sampled from the whole distribution, whose log-probs are trained on; --temperature shapes it"
+_SHARDING = "the learner shards all weights over its --num-gpus; --tensor-parallel is that of the servers"
+_PACKING = "samples are always packed: --max-tokens-per-microbatch says how many tokens go together"
+_REWARD = "a function of a finished episode is --reward my.py:NAME@WEIGHT"
+_NO_CRITIC = "there is no critic: a reward is that of the whole episode"
+
+#: A setting of any trainer, also without the sections before its name -> what is so instead.
+NO_COUNTERPART: Mapping[str, str] = {
+    "apply_chat_template": "the model's chat template is always used",
+    "custom_rm_path": _REWARD,
+    "flash_attn": _PACKING,
+    "gamma": _NO_CRITIC,
+    "lam": _NO_CRITIC,
+    "lambd": _NO_CRITIC,
+    "logging_steps": "every step is logged",
+    "metadata_key": "the column is `metadata`",
+    "min_p": _SAMPLING,
+    "packing_samples": _PACKING,
+    "pipeline_model_parallel_size": _SHARDING,
+    "ref_load": "the reference of --kl-coef is the --model that training begins with",
+    "remote_rm_url": _REWARD,
+    "reward_funcs": _REWARD,
+    "tensor_model_parallel_size": _SHARDING,
+    "tool_key": "the column is `tools`",
+    "top_k": _SAMPLING,
+    "top_p": _SAMPLING,
+    "use_dynamic_batch_size": _PACKING,
+    "zero_stage": _SHARDING,
+}
 
 #: Trainer -> its setting -> the field of ours.
 OTHER_TRAINERS: Mapping[str, Mapping[str, str]] = {
@@ -327,5 +357,6 @@ OTHER_TRAINERS: Mapping[str, Mapping[str, str]] = {
         "max_prompt_length": "max_prompt_tokens",
         "max_response_length": "max_new_tokens",
         "vllm": "engine",
+        "warmup_ratio": "warmup_steps",
     },
 }

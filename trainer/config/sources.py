@@ -12,7 +12,7 @@ from envs.config.files import dump, read_file
 from envs.config.settings import FieldPath, changed, flag_of, is_under, leaves, validate, with_absolute_paths
 from envs.config.sources import PREFIX, Sources
 from envs.errors import UserError
-from trainer.config.other_trainers import OTHER_TRAINERS
+from trainer.config.other_trainers import NO_COUNTERPART, OTHER_TRAINERS
 from trainer.config.rollout import API_KEY_VARIABLE
 from trainer.config.run import RunConfig
 from trainer.config.slime_variables import SLIME_VARIABLES
@@ -50,6 +50,7 @@ SOURCES = Sources(
     inherited=INHERITED,
     shared=RunConfig,
     other_names=OTHER_TRAINERS,
+    no_counterpart=NO_COUNTERPART,
     secrets=(API_KEY_VARIABLE,),
     foreign=SLIME_VARIABLES,
 )

@@ -35,6 +35,7 @@ def load_problems(
     if not data.data:
         # Seed 0 for every run, so that runs can be compared.
         return train, own_problems(spec, data, "heldout", data.eval_size or NUM_HELD_OUT, 0)
+    check_eval_size(data.eval_size)
     return train, None
 
 
@@ -44,6 +45,13 @@ def check_held_out(config: RunConfig, held_out: SampleSource | None) -> None:
         rule = "needs held-out problems, and a run that plays and trains"
         fix = "give --eval-data, and no --eval-size 0, --rollout-only or --replay-rollouts"
         raise UserError("--eval-every", rule, config.evaluation.eval_every, fix)
+
+
+def check_eval_size(eval_size: int | None) -> None:
+    """Raise `UserError` for a number of held-out problems where --data comes without any."""
+    if eval_size:
+        fix = "name them with --eval-data, or leave --eval-size out"
+        raise UserError("--eval-size", "needs held-out problems, which --data does not have", eval_size, fix)
 
 
 def load_rows(

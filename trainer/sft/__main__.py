@@ -14,7 +14,7 @@ from envs.config.files import read_file
 from envs.config.settings import validate
 from envs.config.sources import Sources
 from envs.errors import UserError
-from trainer.config.other_trainers import OTHER_TRAINERS
+from trainer.config.other_trainers import NO_COUNTERPART, OTHER_TRAINERS
 from trainer.config.rollout import API_KEY_VARIABLE
 from trainer.config.run import RunConfig
 from trainer.config.sft import SftConfig
@@ -23,7 +23,12 @@ from trainer.metrics.console import Display, open_console
 
 #: What the command reads besides flags.
 SOURCES = Sources(
-    ready=RECIPES / "sft", resume=RESUME, shared=RunConfig, other_names=OTHER_TRAINERS, secrets=(API_KEY_VARIABLE,)
+    ready=RECIPES / "sft",
+    resume=RESUME,
+    shared=RunConfig,
+    other_names=OTHER_TRAINERS,
+    no_counterpart=NO_COUNTERPART,
+    secrets=(API_KEY_VARIABLE,),
 )
 #: What stays as it is when a run is resumed; the number of steps decides the learning rate and may change.
 SFT_FIXED = (*FIXED, ("batch_size",), ("registry",))

@@ -28,7 +28,7 @@ from trainer.config.sft import SftConfig
 from trainer.learner.protocol import Learner
 from trainer.setup.components import check_learner
 from trainer.setup.model_source import check_reach, resolve_model, template_options
-from trainer.setup.problems import NUM_PROBED, check_command, probe_tools
+from trainer.setup.problems import NUM_PROBED, check_command, check_eval_size, probe_tools
 from trainer.setup.run_context import begin_or_resume
 from trainer.sft.data import ConversationSet, check_conversations
 
@@ -132,7 +132,10 @@ def _sources(
     if data.eval_data:
         return train, open_conversations(data.eval_data, options, data.eval_size)
     # Seed 0 for every run, so that runs can be compared.
-    return train, None if data.data else own("heldout", data.eval_size or NUM_HELD_OUT, 0)
+    if not data.data:
+        return train, own("heldout", data.eval_size or NUM_HELD_OUT, 0)
+    check_eval_size(data.eval_size)
+    return train, None
 
 
 def _tools(config: SftConfig, spec: EnvSpec, tool_format: ToolFormat) -> tuple[Mapping[str, Any], ...]:

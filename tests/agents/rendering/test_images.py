@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageDraw
 
-from agents.rendering.images import MAX_RATIO, ImageStore, stable_size
+from agents.rendering.images import ImageStore, stable_size
 from agents.rendering.renderer import Renderer
 from agents.types import ProcessedImage
-from envs.images import image_digest
+from envs.images import MAX_RATIO, image_digest
 from tests.agents.rendering.template_cases import renderer_for
 from tests.budget import examples
 from tests.prompts import picture, question

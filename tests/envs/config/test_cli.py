@@ -265,3 +265,15 @@ def test_an_error_is_one_readable_line_whatever_it_quotes() -> None:
         (bomb, "got [[[["),
     ):
         assert shown in str(UserError("--x", "must be y", got, "fix")), got
+
+
+def test_a_path_that_is_too_long_is_one_line_in_any_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(lambda: bool(Path("a" * 300).is_file())) == 2
+    assert capsys.readouterr().err.startswith("error: path: is too long, got aaaa")
+    with pytest.raises(FileNotFoundError):
+        exit_code(lambda: len(Path("nowhere").read_text()))
+
+
+def test_an_error_repeats_no_more_than_a_little_of_a_value() -> None:
+    error = UserError("f" * 5000, "must be a list", "x" * 5000, f"write [{'x' * 5000}]")
+    assert len(str(error)) < 1500

@@ -158,6 +158,10 @@ def test_tools_of_a_row_reach_its_metadata_wherever_and_however_they_are_written
         {"tools": json.dumps([TOOL, OTHER])},
         {"metadata": {"tools": [TOOL, OTHER], "seed": 7}},
         {"metadata": {"tools": json.dumps([TOOL, OTHER]), "seed": 7}},
+        {"tools": [json.dumps(TOOL), json.dumps(OTHER)]},
+        {"metadata": json.dumps({"tools": [TOOL, OTHER], "seed": 7})},
+        {"metadata": json.dumps({"tools": json.dumps([TOOL, OTHER]), "seed": 7})},
+        {"tools": None, "metadata": {"tools": [json.dumps(TOOL), json.dumps(OTHER)], "seed": 7}},
     ]
     for number, column in enumerate(columns):
         name = f"{number}.{suffix}"
@@ -170,6 +174,11 @@ def test_tools_of_a_row_reach_its_metadata_wherever_and_however_they_are_written
         metadata = load_samples(source)[0].metadata
         assert metadata["tools"] == [TOOL, OTHER]
         assert metadata.get("seed") == (7 if "metadata" in column else None)
+
+
+def test_a_single_schema_or_its_json_is_a_list_of_one_tool(folder: Path) -> None:
+    samples = load(folder, row(tools=TOOL), row(tools=json.dumps(TOOL)), row(metadata={"tools": TOOL}))
+    assert [sample.metadata["tools"] for sample in samples] == [[TOOL]] * 3
 
 
 def test_tools_that_are_names_and_no_schemas_stay_what_they_are(folder: Path) -> None:
@@ -369,6 +378,11 @@ def test_an_images_key_that_no_row_has_is_refused(folder: Path) -> None:
     [
         ("a.jsonl", '{"problem": "a"}\n\n{"problem": \n', "a.jsonl line 3: must be one JSON object (Expecting value"),
         ("a.jsonl", "[1]\n", "a.jsonl line 1: must be one JSON object"),
+        ("a.jsonl", "[" * 100_000, "a.jsonl line 1: must be one JSON object (lists that nest too deeply)"),
+        ("a.jsonl", '{"answer": ' + "1" * 5000, "a.jsonl line 1: must be one JSON object (a number with too many"),
+        ("a.json", "[" * 100_000, "a.json: must be JSON, got lists that nest too deeply"),
+        ("a.json", "[" + "1" * 5000, "a.json: must be JSON, got a number with too many digits"),
+        ("a.jsonl", '{"problem": "q", "answer": 1, "metadata": "{"}', "a.jsonl row 0 metadata: must be JSON"),
         ("a.json", '[\n {"a": 1},\n {"a" 2}\n]', "a.json line 3: must be JSON"),
         ("a.json", '{"a": 1}\n{"a": 2}', "one object a line must end in .jsonl"),
         ("a.json", '{"rows": []}', "a.json: must be a list of rows or"),

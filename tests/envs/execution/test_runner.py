@@ -467,13 +467,14 @@ class Notes(Env):
     def __init__(self, shown: Any = "again", opening: Any = None, tools: Any = ()) -> None:
         self.shown, self.opening, self.tools = shown, opening, tools
         self.notes: dict[str, Any] = {"calls": [{"tries": 0}], "lock": threading.Lock()}
+        self.notes["notes"] = self.notes
 
     def reset(self) -> tuple[dict[str, Any], dict[str, Any]]:
         return ({"message": self.opening} if self.opening else {}), {}
 
     def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
         self.notes["calls"][0]["tries"] += 1
-        return {"message": self.shown}, False, {"calls": self.notes["calls"], "lock": self.notes["lock"]}
+        return {"message": self.shown}, False, {"calls": self.notes["calls"], "notes": self.notes}
 
     def format_observation(self, observation: dict[str, Any]) -> Any:
         return observation["message"]
@@ -491,6 +492,20 @@ def open_and_step(env: Notes, num_steps: int = 1) -> list[StepResult]:
     return asyncio.run(story())
 
 
+class Narrow(Notes):
+    def reward(self, final_text: str) -> float:
+        return np.float32(0.9)  # type: ignore[return-value]
+
+
+def test_a_reward_of_a_narrow_float_is_its_shortest_decimal() -> None:
+    async def story() -> float:
+        runner = EnvRunner(Narrow, EnvLimits())
+        await runner.open()
+        return await runner.reward("x")
+
+    assert asyncio.run(story()) == 0.9
+
+
 USER, MODEL = {"role": "user", "content": "again"}, {"role": "assistant", "content": "I am the model."}
 
 
@@ -499,6 +514,8 @@ def test_the_info_of_a_turn_does_not_change_with_later_turns() -> None:
     infos = [result.info for result in open_and_step(env, num_steps=3)]
     assert [info["calls"] for info in infos] == [[{"tries": 1}], [{"tries": 2}], [{"tries": 3}]]
     assert all("lock object at 0x" in info["lock"] for info in infos)
+    copies = [info["notes"] for info in infos]
+    assert [notes["notes"]["calls"] for notes in copies] == [info["calls"] for info in infos]
 
 
 @pytest.mark.parametrize("shown", [MODEL, [USER, MODEL], [MODEL, USER]])

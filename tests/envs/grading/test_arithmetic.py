@@ -120,7 +120,7 @@ def test_roots_and_pi_are_floats(text: str, expected: float) -> None:
         "\\frac - 1 2",  # only an exponent has a sign of its own
         "\\frac 1.5 2",
         "\\sqrt",
-        "\\sqrt { - 4 }",
+        "\\sqrt [ 4 ] { - 4 }",
         "\\sqrt [ 0 ] { 4 }",
         "\\sqrt [ - 1 ] { 4 }",
         "\\sqrt [ 3 { 27 }",
@@ -176,3 +176,29 @@ def test_a_list_has_its_values_and_its_brackets_as_shape_and_a_set_has_no_order(
 @pytest.mark.parametrize("text", ["1 ,", ", 1", "1 , , 2", "( 1 , x )", "( 1 , 2", "1 , 2 )", "\\{ 1 \\}"])
 def test_a_list_with_an_item_that_is_no_number_is_not_read(text: str) -> None:
     assert evaluate(tuple(text.split())) == (None, "")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\\sqrt { 1 + 10 ^ { - 17 } }",
+        "2 ^ { 10 ^ { - 20 } }",
+        "10 ^ { 10 ^ { - 10 } }",
+        "\\cos ( 10 ^ { - 9 } )",
+        "\\cos ( \\pi / 10 ^ 9 )",
+        "\\sin ( 1.570796 )",
+        "\\sin ( 10 ^ 7 \\pi )",
+        "\\sqrt { 2 } + 10 ^ { - 17 }",
+    ],
+)
+def test_what_floats_cannot_tell_from_a_nearby_number_is_not_read(text: str) -> None:
+    assert evaluate(tuple(text.split())) == (None, "")
+
+
+@pytest.mark.parametrize("text", ["\\sin ( \\pi )", "\\cos ( \\pi / 2 )", "\\sqrt { 2 } ^ 2 - 2", "\\tan ( 4 \\pi )"])
+def test_what_rounding_leaves_of_zero_is_zero(text: str) -> None:
+    assert value(text) == 0
+
+
+def test_the_root_of_a_negative_number_is_imaginary() -> None:
+    assert value("\\sqrt { - 4 }") == 2j

@@ -10,20 +10,28 @@ from tests.envs.grading.graded_pairs import ours, read_pairs
 
 PAIRS = list(read_pairs())
 KINDS = Counter(pair.kind for pair in PAIRS)
-#: Right answers that are rejected: turned relations, the whole line, ratios, speeds, hours, repeating decimals and
-#: words in other letters are compared as texts.
+#: Right answers that are rejected. Turned relations, the whole line, ratios, speeds, times and currencies are compared
+#: as texts: a colon is a clock's too, and 5 hours are not 5 minutes. The last two are no answers of a person.
 NOT_READ = {
     (r"2 \neq x", r"x \neq 2"),
     (r"(-\infty,\infty)", r"-\infty<x<\infty"),
     (r"\mathbb{R}", r"-\infty<x<\infty"),
     (r"x \in \mathbb{R}", r"-\infty<x<\infty"),
     ("3/5", "3:5"),
-    (r"3\colon 5", "3:5"),
+    (r"\frac34", "3:4"),
+    ("6:8", "3:4"),
+    ("2:4:6", "1:2:3"),
+    (r"3\text{ to }4", "3:4"),
     ("18", r"18\text{ mph}"),
     ("18 miles per hour", r"18\text{ mph}"),
+    ("5", r"5\text{ km/h}"),
+    *((answer, "3600") for answer in (r"3{,}600\text{ seconds}", r"3600\text{ s}", "3600 seconds")),
+    *((answer, "7.5") for answer in (r"7.5\text{ kg}", "7.5 kg", r"7.50\mathrm{kg}", r"7\frac12\text{ kg}")),
+    *((answer, "15") for answer in ("£15", "€15", "15€", "15 euros")),
     (r"7:30\text{ p.m.}", "7:30"),
-    (r"\frac{1}{3}", r"0.\overline{3}"),
-    (r"\text{monday}", r"\text{Monday}"),
+    ("⑫", "12"),
+    ("1^{999999999}", "1"),
+    (r"e^{i\pi}", "-1"),
 }
 
 

@@ -15,7 +15,7 @@ from envs.config.sources import Sources
 from envs.errors import UserError
 from trainer.config.evaluation import SOURCES as EVALUATE_SOURCES
 from trainer.config.evaluation import EvaluateConfig
-from trainer.config.other_trainers import OTHER_TRAINERS
+from trainer.config.other_trainers import NO_COUNTERPART, OTHER_TRAINERS
 from trainer.config.run import RunConfig
 from trainer.config.sft import SftConfig
 from trainer.config.sources import SOURCES
@@ -64,6 +64,27 @@ def test_the_names_of_trl_are_names_of_the_installed_trl() -> None:
 )
 def test_a_flag_of_another_trainer_is_answered_with_ours(argv: tuple[str, ...], fix: str) -> None:
     assert f"is no flag of this command, got {argv[0]}; {fix}" in error_of(*argv)
+
+
+@pytest.mark.parametrize(
+    ("argv", "fix"),
+    [
+        (("--eval-interval=5",), "--eval-interval has no counterpart here: evaluation is before and after training"),
+        (("--ref-load=x",), "--ref-load has no counterpart here: the reference of --kl-coef is the --model"),
+        (("--top_p=0.9",), "--top_p has no counterpart here: tokens are sampled from the whole distribution"),
+        (("algorithm.gamma=1",), "algorithm.gamma has no counterpart here: there is no critic"),
+        (
+            ("--tensor-model-parallel-size=2",),
+            "--tensor-model-parallel-size has no counterpart here: the learner shards",
+        ),
+    ],
+)
+def test_a_flag_without_a_counterpart_is_answered_with_what_is_so_instead(argv: tuple[str, ...], fix: str) -> None:
+    assert fix in error_of(*argv)
+
+
+def test_no_name_both_has_a_counterpart_and_has_none() -> None:
+    assert not NO_COUNTERPART.keys() & {name for names in OTHER_TRAINERS.values() for name in names}
 
 
 def test_a_variable_named_as_in_another_trainer_is_answered_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,6 +60,11 @@ def test_sizes_count_the_first_rows_of_files_and_the_environments_own_problems(
         assert [sample.label for sample in train] == [str(n) for n in range(num_train)]
 
 
+def test_a_number_of_held_out_problems_that_a_file_does_not_have_is_refused(rows: str) -> None:
+    with pytest.raises(UserError, match="--eval-size: needs held-out problems, which --data does not have, got 8"):
+        load_problems(get_spec("geo3k"), DataConfig(data=rows, eval_size=8), seed=0)
+
+
 def test_held_out_problems_that_are_not_wanted_are_not_read(tmp_path: Path, rows: str) -> None:
     data = DataConfig(data=rows, eval_data=str(tmp_path / "nowhere.jsonl"))
     assert load_problems(get_spec("geo3k"), data, seed=0, with_held_out=False)[1] is None

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from agents.recording.json_values import to_json
-from envs.plain import MAX_VALUES, plain
+from envs.contract import MAX_VALUES, plain
 
 Point = namedtuple("Point", "x y")
 
