@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from agents.recording import Recording
 from agents.recording.selection import SelectionConfig
 from agents.rendering.tokenizer_files import model_folder
-from agents.replay import ReplayConfig, open_all, replay_all
+from agents.replay import ReplayConfig, named_model, open_all, replay_all
 from agents.replaying.compatibility import find_spec
 from agents.replaying.continuation import fork_by_model, only_episode, open_fork
 from agents.replaying.fork import ForkConfig
@@ -68,7 +68,7 @@ def fork(
     recorded: HasFolder | str | Path,
     episode: str,
     turn: int,
-    model: HasFolder | str | Path | None = None,
+    model: HasFolder | str | Path,
     *,
     samples: int = 1,
     **settings: Any,
@@ -79,7 +79,7 @@ def fork(
         recorded: a run, a rollout, or the folder of one.
         episode: the id of the episode, such as "train-12-3".
         turn: the turn after which the model writes; 0: from the start.
-        model: a model folder or a run; by default the recorded model.
+        model: a model folder, a run, or "recorded": the model that the recording names.
         samples: how often the model continues.
         settings: `temperature`, `seed`, `device`, `max_turns` and other settings of `python -m agents.replay --fork`.
 
@@ -88,7 +88,7 @@ def fork(
 
     Example::
 
-        again = tt.fork(run, "train-0-0", turn=1, samples=4)
+        again = tt.fork(run, "train-0-0", turn=0, model=run, samples=4)
         [t.reward for t in again]                              # [1.0, 0.0, 1.0, 1.0]
     """
 
@@ -96,8 +96,8 @@ def fork(
         own = {"fork": turn, "by": "model", "samples": samples, **settings}
         config = config_of(ForkConfig, None, own)
         recording = Recording.open(folder_of(recorded))
-        spec, _ = find_spec(recording.manifest, "", ())
-        folder = model_folder(folder_of(model) if model else recording.manifest.model)
+        spec = find_spec(recording.manifest, "", ())
+        folder = model_folder(named_model(ReplayConfig(run=folder_of(recorded), model=folder_of(model)), recording))
         selected = only_episode(recording, SelectionConfig(id=(episode,)))
         forked = open_fork(recording, selected, spec, folder, config, lambda text: print(f"not as recorded: {text}"))
         return fork_by_model(forked, folder, config)[1]

@@ -97,10 +97,11 @@ def run_fork(
     Raises:
         UserError: the episode has no such turn or another tokenizer, or the flags contradict each other.
     """
-    terminal, folder = _terminal(config), model_folder(model)
+    folder = model_folder(model)
     fork = open_fork(
         recording, episode, spec, folder, config, lambda text: terminal.say(f"--- not as recorded: {text}")
     )
+    terminal = _terminal(config)
     renderer = fork.renderer
     record = config.record and config.record.absolute()
     if record:

@@ -33,7 +33,8 @@ SMALL = ["--train-size", "8", "--problems-per-step", "2", "--group-size", "2", "
 
 def train(checkpoint: Path, folder: Path, *argv: str, steps: int = 2, eval_size: int = 3) -> dict[str, Any]:
     """Run the command in this process, without TensorBoard; return the summary."""
-    common = ["--model", str(checkpoint), "--steps", str(steps), "--eval-size", str(eval_size), *SMALL]
+    held_out = [] if "--data" in argv else ["--eval-size", str(eval_size)]
+    common = ["--model", str(checkpoint), "--steps", str(steps), *held_out, *SMALL]
     assert run([*common, "--tracker=", "--out", str(folder.parent), "--name", folder.name, *argv]) == 0
     return json.loads((folder / "summary.json").read_text())
 

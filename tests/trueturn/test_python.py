@@ -171,7 +171,7 @@ def test_a_run_is_read_replayed_viewed_and_forked() -> None:
     page = tt.view(run, phase="train", limit=3)
     assert page.path.is_file() and "<iframe srcdoc=" in page._repr_html_()
     episode = next(e for e in run.recording.episodes() if e.phase == "train" and len(e.turns) == 2)
-    first, second = tt.fork(run, episode.id, turn=1, samples=2)
+    first, second = tt.fork(run, episode.id, turn=1, model=run, samples=2)
     start = episode.turns[1].start
     assert first.ids_T[:start].tolist() == second.ids_T[:start].tolist() == list(episode.ids[:start])
     assert "2 steps" in run._repr_html_()

@@ -513,9 +513,9 @@ def test_the_info_of_a_turn_does_not_change_with_later_turns() -> None:
     env = Notes(shown=USER)
     infos = [result.info for result in open_and_step(env, num_steps=3)]
     assert [info["calls"] for info in infos] == [[{"tries": 1}], [{"tries": 2}], [{"tries": 3}]]
-    assert all("lock object at 0x" in info["lock"] for info in infos)
     copies = [info["notes"] for info in infos]
     assert [notes["notes"]["calls"] for notes in copies] == [info["calls"] for info in infos]
+    assert all("lock object at 0x" in notes["lock"] for notes in copies)
 
 
 @pytest.mark.parametrize("shown", [MODEL, [USER, MODEL], [MODEL, USER]])

@@ -69,7 +69,7 @@ def test_a_flag_of_another_trainer_is_answered_with_ours(argv: tuple[str, ...], 
 @pytest.mark.parametrize(
     ("argv", "fix"),
     [
-        (("--eval-interval=5",), "--eval-interval has no counterpart here: evaluation is before and after training"),
+        (("--logging-steps=5",), "--logging-steps has no counterpart here: every step is logged"),
         (("--ref-load=x",), "--ref-load has no counterpart here: the reference of --kl-coef is the --model"),
         (("--top_p=0.9",), "--top_p has no counterpart here: tokens are sampled from the whole distribution"),
         (("algorithm.gamma=1",), "algorithm.gamma has no counterpart here: there is no critic"),
