@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import threading
 from typing import Any
 
 from PIL import Image, ImageDraw
@@ -67,10 +66,10 @@ class Unkeyed(Sound):
         return Env.format_observation(self, observation)
 
 
-class Locked(Sound):
+class Complex(Sound):
     def step(self, response_text: str) -> Step:
         observation, done, info = super().step(response_text)
-        return observation, done, {**info, "lock": threading.Lock()}
+        return observation, done, {**info, "price": 3 + 0j}
 
 
 class NotANumber(Sound):
@@ -207,7 +206,7 @@ ROWS = (
     Row(Ventriloquist, "observations have the role of the model", "contract", "must not have the role"),
     Row(Unframed, "format_observation returns a text", "contract", "format_observation must return"),
     Row(Unkeyed, "an observation has neither text nor pictures", "contract", "must hold obs_str"),
-    Row(Locked, "the info holds a lock", "contract", "lock is recorded as text only", is_remark=True),
+    Row(Complex, "the info holds a complex number", "contract", "price is recorded as text only", is_remark=True),
     Row(NotANumber, "the reward is NaN", "contract", "must be a finite number"),
     Row(Unpaid, "reward returns nothing", "contract", "does it return?"),
     Row(Truthy, "the reward is a bool", "contract", "write float("),

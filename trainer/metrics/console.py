@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -141,6 +142,7 @@ class ConsoleHandler(logging.Handler):
 def open_console() -> Console:
     """Return the console of a command: TrueTurn's packages log to it, libraries print neither progress nor warnings."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    warnings.filterwarnings("ignore", "IProgress not found")  # of tqdm, in a notebook: no bar of its own is shown
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
