@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from envs.config.plugins import give
+from envs.datasets.samples import Subset
 from envs.env import Env
 from envs.errors import UserError
 from envs.execution.load import load_env
@@ -83,7 +84,7 @@ class Environment:
     @functools.cached_property
     def held_out_problems(self) -> SampleSource:
         """The problems of evaluations; empty if there are none."""
-        return self._problems[1] or ()
+        return self._problems[1] or Subset(self.problems, ())
 
     @functools.cached_property
     def _problems(self) -> tuple[SampleSource, SampleSource | None]:
@@ -124,7 +125,7 @@ class Environment:
         if not observation:
             return []
         shown = self._current.format_observation(observation)
-        return list(shown) if isinstance(shown, list | tuple) else [dict(shown)]
+        return [shown] if isinstance(shown, dict) else list(shown)
 
     @property
     def _current(self) -> Env:

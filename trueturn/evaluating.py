@@ -147,6 +147,9 @@ async def evaluate_async(
 def _rollout(env: Any, model: Any, num_problems: int, samples: int, temperature: float, settings: Any) -> Rollout:
     played: list[Trajectory] = []
     own = {"size": num_problems, "samples": samples, "eval_temperature": temperature, "tools": "on", **settings}
+    from trainer.metrics.console import open_console  # imported late: it loads transformers
+
+    open_console()  # libraries print neither progress nor warnings
     evaluator = _play(env, model, own, Console(quiet=True), played.append)
     ordered = sorted(played, key=lambda t: (t.group, t.sample_index))
     return Rollout(evaluator.context.folder, tuple(ordered))

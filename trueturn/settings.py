@@ -56,8 +56,8 @@ def _plain(value: Any, takes_objects: bool, is_list: bool) -> Any:
     if is_list and value is not None:
         items = value if isinstance(value, list | tuple) else [value]
         return [_plain(item, takes_objects, False) for item in items]
-    if hasattr(value, "folder"):  # a run, as a model or to resume
-        return str(value.folder)
+    if (folder := getattr(value, "folder", None)) is not None:  # of a run, as a model or to resume
+        return str(folder)
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, np.generic):
