@@ -13,6 +13,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -q -rs
 PARALLEL := -n $(WORKERS) --maxprocesses 8 --dist loadfile
 STAMP := $(VENV)/.installed
+REFERENCE := $(addprefix trueturn.,environment training evaluating recorded runs rewards) trainer.callbacks agents.types envs.env envs.tool_env
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-all lint reference mutation clean
@@ -46,7 +47,7 @@ lint: $(STAMP) ## check style, formatting and types
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 reference: $(STAMP) ## write the reference of the Python API to build/reference
-	$(BIN)/pdoc --output-directory build/reference --docformat google trueturn
+	$(BIN)/pdoc --output-directory build/reference --docformat google $(REFERENCE)
 
 mutation: $(STAMP) ## put small faults into the core, one by one, and count those that a test notices: an hour or two
 	$(BIN)/python -m pip install --quiet --editable ".[mutation]"
