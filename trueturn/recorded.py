@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import html
+import base64
 import tempfile
 import webbrowser
 from dataclasses import dataclass
@@ -119,8 +119,10 @@ class View:
         webbrowser.open(self.path.as_uri())
 
     def _repr_html_(self) -> str:
-        page = html.escape(self.path.read_text(encoding="utf-8"), quote=True)
-        return f'<iframe srcdoc="{page}" style="width:100%;height:720px;border:1px solid #ccc"></iframe>'
+        # Of an address of its own: links of a page in `srcdoc` would lead into the notebook.
+        page = base64.b64encode(self.path.read_bytes()).decode()
+        style = "width:100%;height:720px;border:1px solid #ccc"
+        return f'<iframe src="data:text/html;base64,{page}" style="{style}"></iframe>'
 
 
 def view(

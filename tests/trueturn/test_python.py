@@ -169,7 +169,7 @@ def test_a_run_is_read_replayed_viewed_and_forked() -> None:
     assert (run.model_path / "config.json").is_file()
     assert tt.replay(run, model="recorded").differing == []
     page = tt.view(run, phase="train", limit=3)
-    assert page.path.is_file() and "<iframe srcdoc=" in page._repr_html_()
+    assert page.path.is_file() and "<iframe src=" in page._repr_html_()
     episode = next(e for e in run.recording.episodes() if e.phase == "train" and len(e.turns) == 2)
     first, second = tt.fork(run, episode.id, turn=1, model=run, samples=2)
     start = episode.turns[1].start
