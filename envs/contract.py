@@ -8,7 +8,9 @@ returns, no mapping without an end.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from numbers import Real
 from typing import Any, Protocol
 
 from envs.images import load_image
@@ -87,6 +89,17 @@ def checked_tools(value: object) -> tuple[dict[str, Any], ...]:
     if not isinstance(tools, (list, tuple)) or not all(isinstance(tool, dict) for tool in tools):
         raise EnvFault(f"tools must be a list of schemas, each a dict, got {value!r:.200}")
     return tuple(map(plain, tools))
+
+
+def checked_number(value: object, rule: str) -> float:
+    """Validate a reward and return it: of a narrow float its shortest form, 0.9 where float() gives 0.8999999761581421.
+
+    `rule` begins the message of the fault: "reward must be".
+    """
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+        fix = "; write float(...)" if isinstance(value, bool) else "; does it return?" if value is None else ""
+        raise EnvFault(f"{rule} a finite number, got {value!r:.200}{fix}")
+    return float(str(value)) if hasattr(value, "dtype") else float(value)
 
 
 def _message(value: object) -> Message:

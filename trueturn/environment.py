@@ -17,6 +17,7 @@ from envs.execution.load import load_env
 from envs.registry import register
 from envs.spec import EnvSpec
 from envs.types import Message, Sample, SampleSource
+from trainer.config.inputs import EnvConfig
 from trainer.config.run import RunConfig
 from trainer.config.sources import SOURCES
 from trainer.setup.problems import load_problems
@@ -136,7 +137,7 @@ class Environment:
 
 def _registered(source: Callable[..., Any], settings: dict[str, Any]) -> dict[str, Any]:
     """Register an environment of Python code; return its id, and take the settings of its entry out of `settings`."""
-    own = EnvSpec.model_fields.keys() - RunConfig.model_fields["env"].annotation.model_fields.keys()  # type: ignore[union-attr]
+    own = EnvSpec.model_fields.keys() - EnvConfig.model_fields.keys()
     entry = {name: settings.pop(name) for name in own & settings.keys()}
     for name in ("dataset", "system_prompt"):
         if name in entry and not (isinstance(entry[name], str) and ":" in entry[name]):

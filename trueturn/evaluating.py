@@ -112,7 +112,7 @@ def evaluate(
     """Measure how good a model is on held-out problems; print the table, and return the report.
 
     Args:
-        env: what `tt.env` returns or takes.
+        env: what `tt.env` returns or takes. With `data` and no `eval_data`, the problems of `data` are played.
         model: a model folder, a hub id, or a run.
         tools: True: all turns, with tools. False: one turn without. "both": one after the other, and their difference.
         settings: other settings of `python -m trainer.evaluate` under the names of its flags: `size`, `samples`, `ks`.

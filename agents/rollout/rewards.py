@@ -11,10 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from numbers import Real
 
 from agents.types import EndReason, Trajectory
-from envs.contract import EnvFault
+from envs.contract import EnvFault, checked_number
 from envs.errors import UserError
 from envs.execution.runner import CallNames, call_within
 from envs.spec import ENV_REWARD, REWARD, EnvLimits
@@ -82,8 +81,4 @@ class RewardSum:
 
 def _value(term: WeightedReward, trajectory: Trajectory) -> float:
     assert term.function is not None
-    value = term.function(trajectory)
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-        fix = "; write float(...)" if isinstance(value, bool) else "; does it return?" if value is None else ""
-        raise EnvFault(f"the reward function {term.name} must return a finite number, got {value!r:.200}{fix}")
-    return float(value)
+    return checked_number(term.function(trajectory), f"the reward function {term.name} must return")

@@ -120,7 +120,7 @@ class WeightedPlugin(Plugin):
 
     def check_reference(self, text: str) -> str:
         """Return a reference with its weight, the path in it absolute."""
-        reference, _, weight = text.rpartition("@") if "@" in text else (text, "", "")
+        reference, at, weight = self._split(text)
         if weight:
             try:
                 is_finite = math.isfinite(float(weight))
@@ -129,13 +129,17 @@ class WeightedPlugin(Plugin):
             if not is_finite:
                 raise ValueError(f"must have a number as its weight after @, which '{weight}' is not")
         reference = super().check_reference(reference)
-        return f"{reference}@{weight}" if weight else reference
+        return f"{reference}{at}{weight}" if weight else reference
 
     def load_weighted(self, field: str, text: str) -> tuple[str, float, Any]:
         """Return name, weight and object; the object of one of our own `names` is None. Raises as `load` does."""
-        reference, _, weight = text.rpartition("@") if "@" in text else (text, "", "1")
+        reference, _, weight = self._split(text)
         found = None if reference in self.names else self.load(field, reference)
-        return plugin_name(reference), float(weight), found
+        return plugin_name(reference), float(weight or 1), found
+
+    @staticmethod
+    def _split(text: str) -> tuple[str, str, str]:
+        return text.rpartition("@") if "@" in text else (text, "", "")
 
 
 def is_reference(value: object) -> bool:

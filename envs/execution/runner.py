@@ -8,7 +8,6 @@ that the model's action caused becomes a `ToolFault`, as the entry's `on_tool_fa
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import sys
 import threading
@@ -16,7 +15,6 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, TypeVar
 
 from envs.contract import (
@@ -25,6 +23,7 @@ from envs.contract import (
     EpisodeEnv,
     ToolFault,
     checked_answer,
+    checked_number,
     checked_opening,
     checked_tools,
     plain,
@@ -190,12 +189,7 @@ class EnvRunner:
 
     @staticmethod
     def _reward(env: EpisodeEnv, final_text: str) -> float:
-        value = env.reward(final_text)
-        if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-            fix = "; write float(...)" if isinstance(value, bool) else "; does it return?" if value is None else ""
-            raise EnvFault(f"reward must be a finite number, got {value!r:.200}{fix}")
-        # A narrow float's own shortest form: 0.9, where float() gives 0.8999999761581421.
-        return float(str(value)) if hasattr(value, "dtype") else float(value)
+        return checked_number(env.reward(final_text), "reward must be")
 
     async def _call(self, limit_s: float, function: Callable[..., R], *args: object) -> R:
         """Call within the time limit; every exception becomes an `EnvFault`."""
