@@ -37,11 +37,15 @@ class _Encoded:
 _ENCODED: WeakKeyDictionary[ProcessedImage, _Encoded] = WeakKeyDictionary()
 
 
+def picture_key(png: bytes) -> str:
+    """Return the key of a PNG file: a hash of it, so that nobody can pass one picture off as another."""
+    return hashlib.blake2b(png, digest_size=16).hexdigest()
+
+
 def _encoded(image: ProcessedImage) -> _Encoded:
     """Return the picture, already in the size that the model reads; encoded once per picture."""
     if image not in _ENCODED:
-        key = hashlib.blake2b(image.png, digest_size=16).hexdigest()
-        _ENCODED[image] = _Encoded(key, URI + base64.b64encode(image.png).decode())
+        _ENCODED[image] = _Encoded(picture_key(image.png), URI + base64.b64encode(image.png).decode())
     return _ENCODED[image]
 
 

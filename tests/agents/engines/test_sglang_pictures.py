@@ -31,7 +31,7 @@ from agents.engines.sglang.in_server.kept_pictures import (
 )
 from agents.engines.sglang.in_server.prompts import expand
 from agents.engines.sglang.payloads import collapse
-from agents.engines.sglang.pictures import HELLO, PROTOCOL, SentPictures, missed_pictures
+from agents.engines.sglang.pictures import HELLO, PROTOCOL, SentPictures, missed_pictures, picture_key
 from agents.engines.sglang.servers import free_ports
 from agents.model.mrope import mrope_positions
 from agents.rendering.renderer import Renderer
@@ -41,7 +41,16 @@ from tests.prompts import picture, question
 
 __all__ = ["url"]  # a fixture
 
-PNG = base64.b64encode(b"png").decode()
+Entry = tuple[str, str]
+
+
+def entry(name: str) -> Entry:
+    """Return key and file of a picture as they come the first time."""
+    return picture_key(name.encode()), base64.b64encode(name.encode()).decode()
+
+
+def known(name: str) -> Entry:
+    return picture_key(name.encode()), ""
 
 
 def processed(renderer: Renderer, *seeds: int) -> tuple[ProcessedImage, ...]:
@@ -82,10 +91,10 @@ class Cutter:
 
     def __init__(self, rows: int = 1) -> None:
         self.cut: list[bytes] = []
-        self.rows = rows
+        self.rows, self.broken = rows, b"broken"
 
     def __call__(self, png: bytes) -> tuple[torch.Tensor, tuple[int, int, int]]:
-        if png == b"broken":
+        if png == self.broken:
             raise OSError("no picture")
         self.cut.append(png)
         return torch.full((self.rows, 2), float(len(png))), (1, 2, 2)
@@ -96,8 +105,8 @@ def test_a_picture_is_cut_once_for_all_who_ask_and_those_without_it_wait_for_it(
 
     async def play() -> list[list[PatchesAddress]]:
         kept = KeptPictures(cutter)
-        asked = [kept.addresses([("aa", png)]) for png in ("", PNG, PNG, "")]
-        return [*await asyncio.gather(*asked), await kept.addresses([("aa", ""), ("aa", PNG)])]
+        asked = [kept.addresses([one]) for one in (known("png"), entry("png"), entry("png"), known("png"))]
+        return [*await asyncio.gather(*asked), await kept.addresses([known("png"), entry("png")])]
 
     first, *others, both = asyncio.run(play())
     assert all(other == first for other in others) and both == first * 2 and cutter.cut == [b"png"]
@@ -110,22 +119,33 @@ def test_pictures_that_nobody_brings_are_named_and_are_taken_when_they_come(monk
     async def play() -> None:
         kept = KeptPictures(Cutter())
         with pytest.raises(PictureError) as raised:
-            await kept.addresses([("aa", ""), ("bb", PNG), ("cc", "")])
-        assert missed_pictures(str(raised.value)) == ("aa", "cc")
-        assert len(await kept.addresses([("cc", PNG), ("bb", "")])) == 2
+            await kept.addresses([known("a"), entry("b"), known("c")])
+        assert missed_pictures(str(raised.value)) == (known("a")[0], known("c")[0])
+        assert len(await kept.addresses([entry("c"), known("b")])) == 2
 
     asyncio.run(play())
 
 
-@pytest.mark.parametrize("png", [base64.b64encode(b"broken").decode(), "%%%"])
-def test_a_picture_that_cannot_be_read_fails_its_requests_and_may_come_again(png: str) -> None:
+@pytest.mark.parametrize(
+    ("png", "fault"),
+    [
+        (base64.b64encode(b"broken").decode(), "OSError no picture"),
+        ("%%%", "cannot be read"),
+        (entry("another")[1], "not the one of this key"),
+    ],
+)
+def test_a_picture_that_cannot_be_read_fails_its_requests_and_may_come_again(png: str, fault: str) -> None:
+    key, whole = entry("broken")
+
     async def play() -> None:
-        kept = KeptPictures(Cutter())
+        cutter = Cutter()
+        kept = KeptPictures(cutter)
         results = await asyncio.gather(
-            *(kept.addresses([("aa", text)]) for text in (png, "", png)), return_exceptions=True
+            *(kept.addresses([(key, text)]) for text in (png, "", png)), return_exceptions=True
         )
-        assert all("picture aa cannot be read" in str(result) for result in results)
-        assert len(await kept.addresses([("aa", PNG)])) == 1
+        assert all(f"picture {key} cannot be read" in str(result) and fault in str(result) for result in results)
+        cutter.broken = b""
+        assert len(await kept.addresses([(key, whole)])) == 1
 
     asyncio.run(play())
 
@@ -133,18 +153,19 @@ def test_a_picture_that_cannot_be_read_fails_its_requests_and_may_come_again(png
 def test_the_pictures_used_last_stay_within_the_bytes_and_none_in_use_is_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def play(in_use_s: float) -> list[str]:
+    async def play(in_use_s: float) -> str:
         monkeypatch.setattr(kept_pictures, "IN_USE_S", in_use_s)
         kept = KeptPictures(Cutter(rows=1000), max_bytes=20_000)
-        for key in ("aa", "bb", "aa", "cc"):
-            await kept.addresses([(key, PNG)])
+        for name in "abac":
+            await kept.addresses([entry(name)])
             await asyncio.sleep(0.01)
-        return list(kept._pictures)
+        names = {entry(name)[0]: name for name in "abc"}
+        return "".join(names[key] for key in kept._pictures)
 
     before = len(list(Path("/proc/self/fd").iterdir()))
-    assert asyncio.run(play(60.0)) == ["bb", "aa", "cc"]
+    assert asyncio.run(play(60.0)) == "bac"
     monkeypatch.setattr(kept_pictures, "WAIT_S", 0.05)
-    assert asyncio.run(play(0.0)) == ["aa", "cc"]
+    assert asyncio.run(play(0.0)) == "ac"
     assert len(list(Path("/proc/self/fd").iterdir())) - before <= 3 + 2 + 2  # kept pictures, and the thread's own
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
-from agents.engines.sglang.pictures import HELLO, MARK, PROTOCOL
+from agents.engines.sglang.pictures import HELLO, MARK, PROTOCOL, picture_key
 
 #: Bytes of patches to keep, unless more are in use: those of the last `IN_USE_S` seconds are.
 MAX_BYTES, IN_USE_S = 2 * 2**30, 60.0
@@ -188,7 +188,10 @@ class KeptPictures:
 
     def _keep(self, key: str, png: str) -> PatchesAddress:
         try:
-            return keep_patches(key, *self._cut(base64.b64decode(png, validate=True)))
+            file = base64.b64decode(png, validate=True)
+            if picture_key(file) != key:
+                raise ValueError("it is not the one of this key")
+            return keep_patches(key, *self._cut(file))
         except Exception as error:  # whatever the picture is: the request fails, not the server
             raise PictureError(f"picture {key} cannot be read: {type(error).__name__} {error}") from error
 
