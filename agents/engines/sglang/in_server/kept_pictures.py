@@ -28,7 +28,7 @@ from agents.engines.sglang.pictures import HELLO, MARK, PROTOCOL, picture_key
 #: Bytes of patches to keep, unless more are in use: those of the last `IN_USE_S` seconds are.
 MAX_BYTES, IN_USE_S = 2 * 2**30, 60.0
 #: How long to wait for a picture that another request brings.
-WAIT_S = 2.0
+WAIT_S = 5.0
 #: Bytes before the patches, which hold the key.
 HEADER = 64
 
