@@ -116,9 +116,9 @@ class SGLangEngine:
         """
 
         async def one(server: Server) -> NDArray[np.float32] | ServerLost:
-            body = score_body(ids, images, self.image_token_id, self.salt)
+            body = score_body(ids, images, self.image_token_id)
             try:
-                return parse_scores(await server.generate(body, images), len(ids))
+                return parse_scores(await server.generate(body, images, self.salt), len(ids))
             except ServerLost as error:
                 self.servers.report_lost(server, str(error))
                 return error
@@ -184,7 +184,7 @@ class SGLangEngine:
         self._in_flight += 1
         self._idle.clear()
         try:
-            return await server.generate(body, images)
+            return await server.generate(body, images, self.salt)
         except (asyncio.CancelledError, ServerLost):
             self._abort(server, body["rid"])
             raise
@@ -247,7 +247,7 @@ class SGLangSession:
         engine, turn, tries = self._engine, _PendingTurn(request), 0
         while not turn.is_whole:
             server = await self._assigned_server()
-            body = generate_body(request, turn.ids, engine.next_request_id(), engine.image_token_id, engine.salt)
+            body = generate_body(request, turn.ids, engine.next_request_id(), engine.image_token_id)
             try:
                 answer = parse_answer(await engine.send(server, body, request.images))
                 if not engine.is_current(answer.version):

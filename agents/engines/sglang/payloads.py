@@ -7,7 +7,6 @@ where a request has them.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -36,21 +35,12 @@ def collapse(ids: Sequence[int], images: Sequence[ProcessedImage], image_token_i
     return short + ids[position:]
 
 
-def salted_hash(image: ProcessedImage, salt: str) -> str:
-    """Return 14 hexadecimal digits (to the server a positive 64-bit number) that depend on picture and salt."""
-    return hashlib.blake2b(f"{image.digest}/{salt}".encode(), digest_size=7).hexdigest()
-
-
 def generate_body(
-    request: GenerateRequest, written: Sequence[int], rid: str, image_token_id: int | None, salt: str
+    request: GenerateRequest, written: Sequence[int], rid: str, image_token_id: int | None
 ) -> dict[str, Any]:
-    """Return the body of `/generate` that continues a turn after the ids `written` so far, without its pictures.
-
-    `salt` becomes part of each image's hash. It holds the version of the weights, so that the server does not reuse an
-    image that older weights encoded.
-    """
+    """Return the body of `/generate` that continues a turn after the ids `written` so far, without its pictures."""
     sampling = request.sampling
-    body: dict[str, Any] = {
+    return {
         "rid": rid,
         "input_ids": [*collapse(request.ids, request.images, image_token_id), *written],
         "sampling_params": {
@@ -68,24 +58,16 @@ def generate_body(
         },
         "return_logprob": True,
     }
-    return body | image_hashes(request.images, salt)
 
 
-def score_body(
-    ids: Sequence[int], images: Sequence[ProcessedImage], image_token_id: int | None, salt: str
-) -> dict[str, Any]:
+def score_body(ids: Sequence[int], images: Sequence[ProcessedImage], image_token_id: int | None) -> dict[str, Any]:
     """Return the body of `/generate` that requests the log-probs of a whole stream, without its pictures."""
     return {
         "input_ids": collapse(ids, images, image_token_id),
         "sampling_params": {"temperature": 1.0, "max_new_tokens": 1},
         "return_logprob": True,
         "logprob_start_len": 0,
-    } | image_hashes(images, salt)
-
-
-def image_hashes(images: Sequence[ProcessedImage], salt: str) -> dict[str, Any]:
-    """Return the field of a body for the hashes of its pictures, if it has any."""
-    return {"mm_hashes": [salted_hash(image, salt) for image in images]} if images else {}
+    }
 
 
 class GenerateAnswer:

@@ -28,7 +28,7 @@ from typing import Any
 import aiohttp
 
 from agents.engines.sglang.client import ServerLost, ServerRefused, SGLangClient, authorization, uses_proxy
-from agents.engines.sglang.pictures import SentPictures, image_entries, missed_pictures
+from agents.engines.sglang.pictures import SentPictures, image_fields, missed_pictures
 from agents.types import ProcessedImage
 from envs.errors import UserError
 
@@ -102,8 +102,8 @@ class Server:
     #: What it has been sent, if it keeps pictures.
     sent_pictures: SentPictures | None = field(default=None, repr=False)
 
-    async def generate(self, body: dict[str, Any], images: Sequence[ProcessedImage]) -> Any:
-        """Return the answer of `/generate`. Pictures that the server has forgotten are sent again.
+    async def generate(self, body: dict[str, Any], images: Sequence[ProcessedImage], salt: str) -> Any:
+        """Return the answer of `/generate` to a body with its pictures. Those that the server forgot are sent again.
 
         Raises:
             ServerLost, ServerRefused: as `SGLangClient.call`.
@@ -111,8 +111,7 @@ class Server:
         sent = self.sent_pictures
         for _ in range(MAX_SENDS):
             try:
-                pictures = {"image_data": image_entries(images, sent)} if images else {}
-                return await self.client.call("generate", body | pictures)
+                return await self.client.call("generate", body | image_fields(images, salt, sent))
             except ServerRefused as error:
                 missed = missed_pictures(str(error))
                 if sent is None or not missed:

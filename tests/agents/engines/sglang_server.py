@@ -218,7 +218,8 @@ class Emulator:
             images = [self._read(base64.b64decode(uri.split(",", 1)[1])) for uri in image_data]
             self.came["uri"] += len(images)
         else:
-            self.came.update("png" if png else "key" for _, png in entries)
+            self.came.update("png" if entry.png else "key" for entry in entries)
+            hashes = [entry.hash for entry in entries]
             images = [self._mapped(address) for address in await self.kept.addresses(entries)]
         return [self._encoded(image, key) for image, key in zip(images, hashes, strict=True)]
 

@@ -27,7 +27,8 @@ import torch
 
 from agents.engines.sglang import SGLangEngine, SGLangSettings
 from agents.engines.sglang.client import ServerRefused, SGLangClient
-from agents.engines.sglang.payloads import collapse, salted_hash
+from agents.engines.sglang.payloads import collapse
+from agents.engines.sglang.pictures import salted_hash
 from agents.engines.sglang.servers import EngineDown, free_ports
 from agents.model.architectures import ModelFacts
 from agents.model.policy import PolicyModel
