@@ -103,6 +103,8 @@ class Bench:
             arguments=tuple(shlex.split(self.options.engine_args)),
             log_folder=self.options.out / "servers",
             command=tuple(shlex.split(self.options.server_command)),
+            max_sessions=self.options.episodes,
+            context_length=4096,
         )
         return SGLangEngine(settings, self.renderer.image_token_id)
 

@@ -154,7 +154,7 @@ class ServerPool:
         self.events: list[str] = []  # messages about servers, in order
         self._http: dict[bool, aiohttp.ClientSession] = {}  # by whether proxies count
         self._key_file: Path | None = None
-        self.router = PromptRouter()
+        self.router: PromptRouter[Server] = PromptRouter()
         self._changed: asyncio.Condition = asyncio.Condition()
 
     @property

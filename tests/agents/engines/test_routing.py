@@ -86,17 +86,17 @@ def prompt(number: int, length: int = PROMPT) -> GenerateRequest:
     return GenerateRequest(ids, (), 4, SamplingParams(), seed=0)
 
 
-async def play_group(engine: SGLangEngine, number: int, size: int, turns: int = 1) -> list[Completion]:
+async def play_group(engine: SGLangEngine, number: int, size: int, turns: int = 1) -> list[list[Completion]]:
     """Play the samples of one prompt at once, each in a session of its own."""
 
-    async def one(sample: int) -> Completion:
-        request = prompt(number)
+    async def one(sample: int) -> list[Completion]:
+        request, written = prompt(number), list[Completion]()
         async with engine.session() as session:
             for turn in range(turns):
-                done = await session.generate(request)
-                ids = (*request.ids, *done.ids, 10_000 + sample, turn)
+                written.append(await session.generate(request))
+                ids = (*request.ids, *written[-1].ids, 10_000 + sample, turn)
                 request = GenerateRequest(ids, (), 4, SamplingParams(), seed=0)
-        return done
+        return written
 
     return list(await asyncio.gather(*map(one, range(size))))
 
@@ -150,7 +150,7 @@ def test_a_lost_servers_groups_move_together_and_it_gets_new_ones_when_it_is_bac
         assert before == [2 * (PROMPT + 3)] * 2
         servers[0].is_down = True
         done = await asyncio.gather(*(play_group(engine, number, 4) for number in range(4)))
-        assert all(completion.ids == (2,) for group in done for completion in group)
+        assert all(completion.ids == (2,) for group in done for (completion,) in group)
         # Two groups were here before and have only last tokens to read; two have moved here and are read once each.
         assert servers[1].num_read - before[1] == 2 * 4 + 2 * (PROMPT + 3)
         servers[0].is_down = False
@@ -170,7 +170,7 @@ def servers_of(count: int) -> list[Server]:
 @pytest.mark.parametrize("num_servers", [2, 3, 8])
 @pytest.mark.parametrize("size", [1, 8, 64, 500])
 def test_no_server_gets_more_sessions_than_the_bound_whatever_the_groups(num_servers: int, size: int) -> None:
-    rng, router, servers = random.Random(num_servers * size), PromptRouter(), servers_of(num_servers)
+    rng, router, servers = random.Random(num_servers * size), PromptRouter[Server](), servers_of(num_servers)
     begun: list[Server] = []
     for number in range(3000):
         server = router.choose(servers, number // size)
@@ -186,7 +186,7 @@ def test_no_server_gets_more_sessions_than_the_bound_whatever_the_groups(num_ser
 
 def test_groups_of_one_step_stay_whole_and_servers_equally_busy() -> None:
     for num_servers, groups, size in ((2, 32, 8), (4, 64, 16), (8, 64, 16), (3, 100, 5)):
-        router, servers = PromptRouter(), servers_of(num_servers)
+        router, servers = PromptRouter[Server](), servers_of(num_servers)
         used: dict[int, Counter[int]] = {number: Counter() for number in range(groups)}
         for number in range(groups):
             for _ in range(size):
@@ -199,7 +199,7 @@ def test_groups_of_one_step_stay_whole_and_servers_equally_busy() -> None:
 
 
 def test_one_large_group_uses_every_server() -> None:
-    router, servers = PromptRouter(), servers_of(4)
+    router, servers = PromptRouter[Server](), servers_of(4)
     for _ in range(512):
         router.choose(servers, 7).num_sessions += 1
     loads = [server.num_sessions for server in servers]
@@ -208,7 +208,7 @@ def test_one_large_group_uses_every_server() -> None:
 
 
 def test_a_few_sessions_of_one_prompt_share_a_server() -> None:
-    router, servers = PromptRouter(), servers_of(4)
+    router, servers = PromptRouter[Server](), servers_of(4)
     for _ in range(SLACK):
         router.choose(servers, 7).num_sessions += 1
     assert [server.num_sessions for server in servers] == [SLACK, 0, 0, 0]
