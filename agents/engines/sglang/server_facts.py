@@ -1,6 +1,6 @@
 """Finds what the arguments of a started server depend on: GPUs, installed kernels, the checkpoint's sizes.
 
-Loads neither torch's CUDA part nor SGLang: a context on a GPU would take memory that servers and learners need.
+SGLang and its kernels are not imported, and GPUs are asked through nvidia-smi: torch takes memory of each to answer.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class Host:
         import torch
 
         count = torch.cuda.device_count()
-        return cls(count, _list_gpus() if count else (), has_fa3())
+        gpus = (_list_gpus() or tuple(map(_ask_torch, range(count)))) if count else ()
+        return cls(count, gpus, has_fa3())
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def has_fa3() -> bool:
 
 
 def _list_gpus() -> tuple[Gpu, ...]:
-    """Return the GPUs that this process sees; none without nvidia-smi. Torch would take memory of each to answer."""
+    """Return the GPUs that this process sees; none without nvidia-smi."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     command = ["nvidia-smi", "--query-gpu=name,compute_cap,memory.total", "--format=csv,noheader,nounits"]
     try:
@@ -95,6 +96,14 @@ def _list_gpus() -> tuple[Gpu, ...]:
         return tuple(parse_gpu(line) for line in done.stdout.strip().splitlines())
     except (OSError, ValueError, subprocess.SubprocessError):
         return ()
+
+
+def _ask_torch(index: int) -> Gpu:
+    """Return a GPU as torch describes it, which takes some hundred MiB of it."""
+    import torch
+
+    found = torch.cuda.get_device_properties(index)
+    return Gpu(found.name, (found.major, found.minor), found.total_memory)
 
 
 def parse_gpu(line: str) -> Gpu:

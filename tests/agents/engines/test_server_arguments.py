@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -260,7 +261,9 @@ def test_flash_attention_3_is_there_if_its_library_is_beside_sgl_kernel(
     assert "sgl_kernel" not in sys.modules
 
 
-def test_the_gpus_are_those_that_nvidia_smi_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpus_are_those_that_nvidia_smi_lists_or_else_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = tmp_path / "nvidia-smi"
     program.write_text('#!/bin/sh\necho "$@" >&2\necho "NVIDIA H100 80GB HBM3, 9.0, 81559"\n')
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
@@ -270,8 +273,10 @@ def test_the_gpus_are_those_that_nvidia_smi_lists(tmp_path: Path, monkeypatch: p
     try:
         assert Host.here().gpus == (Gpu("NVIDIA H100 80GB HBM3", (9, 0), 81559 * 2**20),)
         program.write_text("#!/bin/sh\nexit 9\n")
+        of_torch = SimpleNamespace(name="NVIDIA B200", major=10, minor=0, total_memory=180 * GIB)
+        monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: of_torch)
         Host.here.__func__.cache_clear()  # type: ignore[attr-defined]
-        assert Host.here() == Host(1, (), has_fa3())
+        assert Host.here() == Host(1, (B200,), has_fa3())
     finally:
         Host.here.__func__.cache_clear()  # type: ignore[attr-defined]
 
