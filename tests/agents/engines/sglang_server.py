@@ -58,7 +58,7 @@ class Emulator:
         self.slow_s, self.version = slow_s, "default"
         self.running: dict[str, asyncio.Task[Any]] = {}
         self.images: dict[str, tuple[ProcessedImage, str]] = {}  # the "encoder cache": by hash, never emptied
-        self.keeps_pictures = "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE" in os.environ
+        self.keeps_pictures = bool(os.environ.get("SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE"))
         self.kept = KeptPictures(self._cut)
         self.came: Counter[str] = Counter()
         self.updates: list[str] = []

@@ -290,7 +290,7 @@ def test_a_group_sends_its_picture_once_and_writes_what_it_would_write_with_data
 
     kept, logprobs, how = with_engine(settings(checkpoint, tmp_path), renderer, play)
     assert how == [{"png": 2, "key": 6 * 2 + 2 * 3 + 2 - 2}]
-    monkeypatch.setattr("agents.engines.sglang.servers.ENVIRONMENT", {})
+    monkeypatch.setenv("SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE", "")
     plain, plain_logprobs, how = with_engine(settings(checkpoint, tmp_path), renderer, play)
     assert how == [{"uri": 6 * 2 + 2 * 3 + 2}] and kept == plain
     assert logprobs == pytest.approx(plain_logprobs, abs=1e-4)  # of batches that form as requests arrive

@@ -640,7 +640,7 @@ def test_a_session_stays_with_its_server_and_leaves_it_at_the_end() -> None:
         async with engine.session() as first, engine.session() as second:
             await first.generate(asked())
             for _ in range(3):
-                await second.generate(asked())
+                await second.generate(asked((3, 2, 1)))
             assert [server.num_sessions for server in engine.servers.all] == [1, 1]
         assert [server.num_sessions for server in engine.servers.all] == [0, 0]
         return len(one.bodies("generate")), len(other.bodies("generate"))
