@@ -116,7 +116,7 @@ class SGLangEngine:
         """
 
         async def one(server: Server) -> NDArray[np.float32] | ServerLost:
-            body = score_body(ids, images, self.image_token_id, self.salt)
+            body = score_body(ids, images, self.image_token_id, self.salt, server.client.release)
             try:
                 return parse_scores(await server.client.call("generate", body), len(ids))
             except ServerLost as error:
@@ -247,7 +247,8 @@ class SGLangSession:
         engine, turn, tries = self._engine, _PendingTurn(request), 0
         while not turn.is_whole:
             server = await self._assigned_server()
-            body = generate_body(request, turn.ids, engine.next_request_id(), engine.image_token_id, engine.salt)
+            rid, release = engine.next_request_id(), server.client.release
+            body = generate_body(request, turn.ids, rid, engine.image_token_id, engine.salt, release)
             try:
                 answer = parse_answer(await engine.send(server, body))
                 if not engine.is_current(answer.version):

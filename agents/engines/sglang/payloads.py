@@ -1,8 +1,8 @@
 """The bodies of requests to an SGLang server, and the parsing of its answers.
 
-Measured on SGLang 0.5.15.post1: `/generate` takes ids with one placeholder per image, expands them itself and keeps all
-other ids verbatim. `flush_cache` empties the prefix cache but not the cache of encoded images, whose key is `mm_hashes`
-where a request has them.
+`/generate` takes ids with one placeholder per image, expands them itself and keeps all other ids verbatim.
+`flush_cache` empties the prefix cache but not the cache of encoded images; what names an image there depends on the
+release.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
+import struct
+import zlib
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,12 +20,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agents.engines.sglang.client import ServerLost
+from agents.engines.sglang.releases import UNKNOWN, Release
 from agents.types import GenerateRequest, ProcessedImage
 
 #: Added to the logit of a token that must never be drawn. Finite, because JSON has no infinity; its exponential is 0.
 NEVER = -1e9
 
-_URIS: WeakKeyDictionary[ProcessedImage, str] = WeakKeyDictionary()
+#: Bytes of the chunk that ends a PNG file.
+PNG_END = 12
+
+_URIS: WeakKeyDictionary[ProcessedImage, tuple[str, str]] = WeakKeyDictionary()
 
 
 def collapse(ids: Sequence[int], images: Sequence[ProcessedImage], image_token_id: int | None) -> list[int]:
@@ -40,11 +46,22 @@ def collapse(ids: Sequence[int], images: Sequence[ProcessedImage], image_token_i
     return short + ids[position:]
 
 
-def data_uri(image: ProcessedImage) -> str:
-    """Return the picture, already in the size that the model reads, as a data URI; made once per picture."""
-    if image not in _URIS:
-        _URIS[image] = "data:image/png;base64," + base64.b64encode(image.png).decode()
-    return _URIS[image]
+def data_uri(image: ProcessedImage, salt: str = "") -> str:
+    """Return the picture, already in the size that the model reads, as a data URI; made once per picture and salt."""
+    made = _URIS.get(image)
+    if made is None or made[0] != salt:
+        file = base64.b64encode(salted_file(image.png, salt)).decode()
+        made = _URIS[image] = salt, f"data:image/png;base64,{file}"
+    return made[1]
+
+
+def salted_file(png: bytes, salt: str) -> bytes:
+    """Return a PNG file of the same pixels with the salt as a comment; the same file for an empty salt."""
+    if not salt:
+        return png
+    chunk = b"tEXt" + b"Comment\0" + salt.encode("latin-1")
+    framed = struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
+    return png[:-PNG_END] + framed + png[-PNG_END:]
 
 
 def salted_hash(image: ProcessedImage, salt: str) -> str:
@@ -53,12 +70,17 @@ def salted_hash(image: ProcessedImage, salt: str) -> str:
 
 
 def generate_body(
-    request: GenerateRequest, written: Sequence[int], rid: str, image_token_id: int | None, salt: str
+    request: GenerateRequest,
+    written: Sequence[int],
+    rid: str,
+    image_token_id: int | None,
+    salt: str,
+    release: Release = UNKNOWN,
 ) -> dict[str, Any]:
     """Return the body of `/generate` that continues a turn after the ids `written` so far.
 
-    `salt` becomes part of each image's hash. It holds the version of the weights, so that the server does not reuse an
-    image that older weights encoded.
+    `salt` becomes part of each image's name on the server. It holds the version of the weights, so that the server does
+    not reuse an image that older weights encoded.
     """
     sampling = request.sampling
     body: dict[str, Any] = {
@@ -79,11 +101,15 @@ def generate_body(
         },
         "return_logprob": True,
     }
-    return body | image_fields(request.images, salt)
+    return body | image_fields(request.images, salt, release)
 
 
 def score_body(
-    ids: Sequence[int], images: Sequence[ProcessedImage], image_token_id: int | None, salt: str
+    ids: Sequence[int],
+    images: Sequence[ProcessedImage],
+    image_token_id: int | None,
+    salt: str,
+    release: Release = UNKNOWN,
 ) -> dict[str, Any]:
     """Return the body of `/generate` that requests the log-probs of a whole stream."""
     return {
@@ -91,13 +117,15 @@ def score_body(
         "sampling_params": {"temperature": 1.0, "max_new_tokens": 1},
         "return_logprob": True,
         "logprob_start_len": 0,
-    } | image_fields(images, salt)
+    } | image_fields(images, salt, release)
 
 
-def image_fields(images: Sequence[ProcessedImage], salt: str) -> dict[str, Any]:
-    """Return the fields of a body for pictures and their hashes."""
+def image_fields(images: Sequence[ProcessedImage], salt: str, release: Release = UNKNOWN) -> dict[str, Any]:
+    """Return the fields of a body for pictures, which give each a name that depends on picture and salt."""
     if not images:
         return {}
+    if release.names_files:
+        return {"image_data": [data_uri(image, salt) for image in images]}
     return {
         "image_data": [data_uri(image) for image in images],
         "mm_hashes": [salted_hash(image, salt) for image in images],

@@ -219,6 +219,9 @@ class ServerPool:
             if time.monotonic() > deadline:
                 raise self._cannot_start(server, f"no answer in {self.settings.start_timeout_s:g} s")
             await asyncio.sleep(POLL_S)
+        await server.client.read_release()
+        if doubt := server.client.release.doubt:
+            self.events.append(f"server {server.number}: {doubt}")
 
     def _cannot_start(self, server: Server, reason: str) -> UserError:
         if server.log_path is None:

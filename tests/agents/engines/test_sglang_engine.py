@@ -40,6 +40,7 @@ from agents.types import Completion, EndReason, GenerateRequest, SamplingLaw, Sa
 from envs.env import Env
 from envs.errors import UserError
 from envs.spec import EnvLimits
+from tests.agents.engines.sglang_server import NEW, OLD
 from tests.builders import sampling, versions_of
 from tests.prompts import picture, question, sample
 from trainer.setup.components import check_server
@@ -84,12 +85,13 @@ class PictureEnv(Env):
         return float(len(final_text) % 3)
 
 
-@pytest.fixture(scope="module")
-def shared_server(checkpoint: Path) -> Iterator[str]:
-    """One emulator for all tests that leave it alive."""
+@pytest.fixture(scope="module", params=[OLD, NEW])
+def shared_server(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[str]:
+    """One emulator of each release for all tests that leave it alive."""
     (port,) = free_ports(1)
     launch = (sys.executable, "-m", "agents.engines.sglang.launch")  # which ends it with the tests, however those end
-    process = subprocess.Popen([*launch, *EMULATOR, "--model-path", str(checkpoint), "--port", str(port)])
+    where = ("--model-path", str(checkpoint), "--port", str(port), "--release", request.param)
+    process = subprocess.Popen([*launch, *EMULATOR, *where])
     try:
         yield f"http://127.0.0.1:{port}"
     finally:
@@ -819,4 +821,4 @@ def test_a_server_elsewhere_is_called_through_the_proxy_by_check_and_client_alik
     with_engine(external(url), renderer, lambda engine: engine.servers.pick())
     proxy.shutdown()
     proxy.server_close()
-    assert asked == [f"{url}/model_info"] * 2
+    assert asked == [f"{url}/{path}" for path in ("model_info", "server_info")] * 2
