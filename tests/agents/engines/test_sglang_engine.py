@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -16,6 +18,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -291,6 +294,26 @@ def test_a_turn_goes_on_after_a_pause_under_the_new_weights(
     given = np.array(completion.logprobs)
     assert np.abs(written_logprobs(old, request, completion)[:early] - given[:early]).max() < 1e-4
     assert np.abs(written_logprobs(new, request, completion)[early:] - given[early:]).max() < 1e-4
+
+
+def test_weights_given_as_tensors_score_a_picture_that_older_weights_have_seen(
+    url: str, renderer: Renderer, model: PolicyModel, tmp_path: Path
+) -> None:
+    new = changed(model, tmp_path / "new", renderer)
+    named = [(name.removeprefix("backbone."), value.detach()) for name, value in new.named_parameters()]
+    payloads = [base64.b64encode(pickle.dumps(part)).decode() for part in (named[::2], named[1::2])]
+    rendered = renderer.prompt(question("Find x.", picture()))
+
+    async def play(engine: SGLangEngine) -> tuple[np.ndarray, np.ndarray]:
+        old = await engine.score(rendered.ids, rendered.images)
+        for version in (1, 2):
+            await engine.update(partial(SGLangClient.update_from_tensors, payloads=payloads, version=version), version)
+        return old, await engine.score(rendered.ids, rendered.images)
+
+    old, given = with_engine(external(url), renderer, play)
+    assert np.abs(old - given).max() > 0.01
+    expected = stream_logprobs(new, list(rendered.ids), rendered.images, "cpu")
+    assert np.abs(given - expected).max() < 1e-4
 
 
 def test_cancelling_a_turn_ends_it_on_the_server_too(url: str, checkpoint: Path, renderer: Renderer) -> None:

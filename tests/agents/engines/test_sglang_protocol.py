@@ -10,6 +10,7 @@ import gzip
 import io
 import math
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,11 @@ from agents.engines.sglang.payloads import (
 )
 from agents.engines.sglang.releases import UNKNOWN, Release
 from agents.engines.sglang.servers import EngineDown
+from agents.model.architectures import NO_IMAGE_TOKEN, ModelFacts
 from agents.types import Completion, GenerateRequest, ProcessedImage, SamplingParams
+from envs.errors import UserError
 from tests.prompts import picture
+from trainer.setup.components import check_server
 
 PAD = 9
 LIMIT_S = 30
@@ -488,6 +492,21 @@ def test_a_file_named_by_its_bytes_has_the_salt_as_a_comment_and_the_same_pixels
         picture.load()
         assert picture.info == {"Comment": salt}
         assert picture.tobytes() == Image.open(io.BytesIO(image.png)).tobytes()
+
+
+def test_a_server_that_decodes_the_ids_of_requests_with_pictures_is_refused_before_a_run_that_has_some(
+    checkpoint: Path,
+) -> None:
+    async def play(*scripts: Script) -> None:
+        old, unknown = (script.url for script in scripts)
+        sees = ModelFacts.load(checkpoint)
+        scripts[1].answers["server_info"] = [404]
+        await asyncio.to_thread(check_server, old, replace(sees, image_token_id=NO_IMAGE_TOKEN))
+        await asyncio.to_thread(check_server, unknown, sees)
+        with pytest.raises(UserError, match=r"got SGLang 0\.5\.12\.post1, .* serve with SGLang 0\.5\.15 or later"):
+            await asyncio.to_thread(check_server, old, sees)
+
+    on_servers(play, 2, server_info=[{"version": "0.5.12.post1"}] * 2)
 
 
 def test_a_run_says_what_is_not_known_of_its_servers_releases() -> None:
