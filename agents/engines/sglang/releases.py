@@ -1,7 +1,7 @@
 """What releases of SGLang do differently, as far as TrueTurn uses them.
 
-What `/server_info` says goes in, a `Release` comes out. The sources of 0.5.13 to 0.5.23 were compared: docs/rollouts.md
-has the table. A newer release counts as the newest of these. A server that names none, such as a gateway, counts as
+What `/server_info` says goes in, a `Release` comes out. The sources of 0.5.12 to 0.5.23 were compared: docs/rollouts.md
+has a table. A newer release counts as the newest of these. A server that names none, such as a gateway, counts as
 0.5.15.post1, on which TrueTurn was measured.
 """
 
