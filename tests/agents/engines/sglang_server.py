@@ -251,7 +251,7 @@ class Emulator:
             self._load(dict(model.named_parameters()), body["weight_version"])
         return web.json_response({"success": True, "message": "ok"})
 
-    def _load(self, weights: Mapping[str, torch.Tensor], version: str | None) -> None:
+    def _load(self, weights: dict[str, torch.Tensor], version: str | None) -> None:
         self.engine.load_weights(weights, version=int(version or 0))
         if version is not None:
             self.version = version
