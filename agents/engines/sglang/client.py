@@ -15,6 +15,8 @@ from agents.engines.sglang.releases import UNKNOWN, Release
 
 #: Time limits: to answer `model_info` or `server_info`, which a busy server does late, and to load weights.
 ALIVE_S, UPDATE_S = 20.0, 600.0
+#: Tries to read a release. A server of an unknown one may be sent what ends it.
+RELEASE_TRIES = 3
 
 #: Bytes of an answer; the log-probs of a million tokens take about 30 MiB.
 MAX_ANSWER = 2**26
@@ -119,10 +121,17 @@ class SGLangClient:
 
     async def read_release(self) -> None:
         """Read which release of SGLang a server that is alive runs; it stays unknown where the server does not say."""
-        answer = None
-        with contextlib.suppress(ServerLost, ServerRefused):
-            answer = await self.call("server_info", timeout_s=ALIVE_S)
-        self.release = Release.of(answer, self._model_type) if isinstance(answer, dict) else UNKNOWN
+        self.release = UNKNOWN
+        for _ in range(RELEASE_TRIES):
+            try:
+                answer = await self.call("server_info", timeout_s=ALIVE_S)
+            except ServerLost:  # a busy server answers late
+                continue
+            except ServerRefused:
+                return
+            if isinstance(answer, dict):
+                self.release = Release.of(answer, self._model_type)
+            return
 
     async def weight_version(self) -> str:
         """Return the version of the weights that the server reports."""

@@ -21,7 +21,14 @@ from aiohttp import web
 from PIL import Image
 
 from agents.engines.sglang import SGLangEngine, SGLangSettings
-from agents.engines.sglang.client import MAX_ANSWER, ServerLost, ServerRefused, SGLangClient, authorization
+from agents.engines.sglang.client import (
+    MAX_ANSWER,
+    RELEASE_TRIES,
+    ServerLost,
+    ServerRefused,
+    SGLangClient,
+    authorization,
+)
 from agents.engines.sglang.engine import MAX_GIVEN_UP, MAX_TRIES, pause_s
 from agents.engines.sglang.payloads import (
     collapse,
@@ -468,8 +475,16 @@ def test_a_server_that_names_no_release_is_treated_as_the_measured_one(answer: A
         await client.read_release()
         return client.release
 
-    assert with_client(play, server_info=[answer]) == UNKNOWN
+    assert with_client(play, server_info=[answer] * RELEASE_TRIES) == UNKNOWN
     assert (UNKNOWN.names_files, UNKNOWN.has_update_sessions) == (False, False)
+
+
+def test_a_busy_server_is_asked_again_for_its_release() -> None:
+    async def play(client: SGLangClient, script: Script) -> str:
+        await client.read_release()
+        return client.release.version
+
+    assert with_client(play, server_info=[500, 503, {"version": "0.5.23"}]) == "0.5.23"
 
 
 def test_servers_with_a_cache_of_processed_pictures_name_every_models_pictures_by_their_files() -> None:
