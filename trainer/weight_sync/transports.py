@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from agents.engines.base import Engine, TrainableEngine
 from agents.engines.hf import HFEngine
 from agents.engines.sglang import SGLangEngine
-from agents.engines.sglang.client import SGLangClient
 from agents.types import ProcessedImage
 from trainer.learner.protocol import Learner
 
@@ -177,10 +176,4 @@ class IpcTransport(ServersTransport):
         num_gpus = self.engine.settings.tensor_parallel
         with ExitStack() as stack:
             payloads = await asyncio.to_thread(stack.enter_context, self._lend())
-
-            async def push(client: SGLangClient) -> None:
-                for index, payload in enumerate(payloads):
-                    is_last = index == len(payloads) - 1
-                    await client.update_from_tensors(payload, version, is_last, num_gpus)
-
-            await self.engine.update(push, version)
+            await self.engine.update(lambda client: client.update_from_tensors(payloads, version, num_gpus), version)

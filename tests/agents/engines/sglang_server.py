@@ -7,6 +7,10 @@ they have, those that had not begun without a count of their prompt; an abort is
 given. Where the environment names our picture processor, as for servers that we start, pictures are kept by its own
 code. Run as `python -m tests.agents.engines.sglang_server --model-path FOLDER --port PORT`.
 
+With `--release 0.5.23` it does what the source of that release does: encoded images are kept by their file, and
+`mm_hashes` break the server (status 500 here, a CUDA error there); tensors are taken in a session only; answers list
+which weights wrote which tokens.
+
 `/misbehave` takes faults for the next calls of a path, `/reset` makes the server one that was only just started, and
 `/pictures` says how pictures came: `uri`, `png` (to be kept) or `key`.
 """
@@ -19,6 +23,7 @@ import base64
 import io
 import json
 import os
+import pickle
 import zlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
@@ -45,12 +50,16 @@ from agents.model.policy import PolicyModel
 from agents.rendering.renderer import Renderer
 from agents.types import GenerateRequest, ProcessedImage, SamplingParams
 
+#: The releases that this speaks like.
+OLD, NEW = "0.5.15.post1", "0.5.23"
+
 
 class Emulator:
     """One server's state."""
 
-    def __init__(self, model_path: str, slow_s: float, api_key: str = "") -> None:
-        self.api_key = api_key
+    def __init__(self, model_path: str, slow_s: float, api_key: str = "", release: str = OLD) -> None:
+        self.api_key, self.release = api_key, release
+        self.has_session = False  # of updates, in the new release
         torch.set_num_threads(1)
         self.model_path = model_path
         self.renderer = Renderer.from_checkpoint(model_path)
@@ -70,12 +79,17 @@ class Emulator:
         app.router.add_post("/misbehave", self.misbehave)
         app.router.add_post("/reset", self.reset)
         app.router.add_get("/model_info", self.model_info)
+        app.router.add_get("/server_info", self.server_info)
         app.router.add_get("/updates", self.list_updates)
         app.router.add_get("/pictures", self.list_pictures)
         app.router.add_post("/generate", self.generate)
         app.router.add_post("/abort_request", self.abort)
         app.router.add_post("/flush_cache", self.flush)
         app.router.add_post("/update_weights_from_disk", self.update_from_disk)
+        app.router.add_post("/update_weights_from_tensor", self.update_from_tensor)
+        if self.release == NEW:
+            app.router.add_post("/begin_weight_update", self.begin_update)
+            app.router.add_post("/end_weight_update", self.end_update)
         return app
 
     async def misbehave(self, request: web.Request) -> web.Response:
@@ -85,7 +99,7 @@ class Emulator:
 
     async def reset(self, request: web.Request) -> web.Response:
         self.slow_s, self.version = (await request.json())["slow_s"], "default"
-        self.faults, self.images, self.updates = {}, {}, []
+        self.faults, self.images, self.updates, self.has_session = {}, {}, [], False
         self.kept, self.came = KeptPictures(self._cut), Counter()
         while self.running:
             for task in self.running.values():
@@ -137,8 +151,12 @@ class Emulator:
         return response
 
     async def model_info(self, _: web.Request) -> web.Response:
-        kind = self.engine.model.config.architectures
-        return web.json_response({"weight_version": self.version, "architectures": kind})
+        config = self.engine.model.config
+        facts = {"architectures": config.architectures, "model_type": config.model_type}
+        return web.json_response({"weight_version": self.version, **facts})
+
+    async def server_info(self, _: web.Request) -> web.Response:
+        return web.json_response({"version": self.release})
 
     async def list_updates(self, _: web.Request) -> web.Response:
         return web.json_response(self.updates)
@@ -187,6 +205,8 @@ class Emulator:
             "weight_version": self.version,
             "output_token_logprobs": [[x, i, None] for x, i in zip(logprobs, written, strict=True)],
         }
+        if self.release == NEW and written:
+            meta["weight_versions"] = [{"version": self.version, "start": 0, "end": len(written)}]
         if finish == "abort" and not written:
             del meta["prompt_tokens"], meta["cached_tokens"]
         return web.json_response({"output_ids": list(written), "meta_info": meta})
@@ -215,6 +235,10 @@ class Emulator:
     async def _images(self, image_data: list[str], hashes: list[str]) -> list[ProcessedImage]:
         entries = picture_entries(image_data) if self.keeps_pictures else None
         if entries is None:
+            if self.release == NEW:
+                if hashes:
+                    raise ValueError("CUDA error: device-side assert triggered")
+                hashes = image_data
             images = [self._read(base64.b64decode(uri.split(",", 1)[1])) for uri in image_data]
             self.came["uri"] += len(images)
         else:
@@ -269,10 +293,41 @@ class Emulator:
                 model = await asyncio.to_thread(PolicyModel.load, body["model_path"])
             except Exception as error:
                 return web.json_response({"success": False, "message": f"Failed to load: {error}"}, status=400)
-            self.engine.load_weights(dict(model.named_parameters()), version=int(body["weight_version"]))
-            self.version = body["weight_version"]
-            self.updates.append(self.version)
+            self._load(dict(model.named_parameters()), body["weight_version"])
         return web.json_response({"success": True, "message": "ok"})
+
+    def _load(self, weights: dict[str, torch.Tensor], version: str | None) -> None:
+        self.engine.load_weights(weights, version=int(version or 0))
+        if version is not None:
+            self.version = version
+            self.updates.append(version)
+
+    async def update_from_tensor(self, request: web.Request) -> web.Response:
+        """Load a pickle of names and tensors. The real one is given handles of a GPU's memory in place of values."""
+        body = await request.json()
+        if self.release == NEW and not self.has_session:
+            return refusal("update_weights_from_tensor must run between begin_weight_update() and end_weight_update()")
+        named = pickle.loads(base64.b64decode(body["serialized_named_tensors"][0]))
+        weights = dict(self.engine.model.named_parameters())
+        weights |= {f"backbone.{name}": tensor for name, tensor in named}
+        self._load(weights, body.get("weight_version"))
+        return web.json_response({"success": True, "message": "ok"})
+
+    async def begin_update(self, _: web.Request) -> web.Response:
+        if self.has_session:
+            return refusal("a weight-update session is already open; call end_weight_update() first")
+        self.has_session = True
+        return web.json_response({"success": True, "message": "Success"})
+
+    async def end_update(self, _: web.Request) -> web.Response:
+        if not self.has_session:
+            return refusal("no weight-update session is open; call begin_weight_update() first")
+        self.has_session = False
+        return web.json_response({"success": True, "message": "Success"})
+
+
+def refusal(message: str) -> web.Response:
+    return web.json_response({"success": False, "message": message}, status=400)
 
 
 def spoil(answer: dict[str, Any], how: str) -> None:
@@ -302,11 +357,15 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--slow-s", type=float, default=0.0, help="seconds to sleep after every 4 tokens")
     parser.add_argument("--api-key", default="")
+    parser.add_argument("--release", default=OLD, choices=(OLD, NEW))
     parser.add_argument("--config", help="YAML file of further arguments")
     options, _ = parser.parse_known_args()
     api_key = options.api_key or (yaml.safe_load(Path(options.config).read_text())["api-key"] if options.config else "")
     web.run_app(
-        Emulator(options.model_path, options.slow_s, api_key).routes(), host=options.host, port=options.port, print=None
+        Emulator(options.model_path, options.slow_s, api_key, options.release).routes(),
+        host=options.host,
+        port=options.port,
+        print=None,
     )
 
 
