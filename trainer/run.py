@@ -16,11 +16,13 @@ from envs.config.cli import exit_code, parse
 from envs.errors import UserError
 from trainer.config.run import RunConfig
 from trainer.config.sources import FIXED, SOURCES, STAGES, check_resumable, read_config, with_whole_paths
+from trainer.metrics.clock import process_age_s
 from trainer.metrics.console import Display, open_console
 
 if TYPE_CHECKING:
     from trainer.rollouts.protocol import Rollouts
     from trainer.setup.run_context import RunContext
+    from trainer.setup.start import Start
 
 
 def run(argv: Sequence[str] | None = None) -> int:
@@ -31,7 +33,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     from trainer.checkpoint.session import RunFailed
 
     try:
-        return 130 if train(config, open_console()).is_interrupted else 0
+        return 130 if train(config, open_console(), process_age_s()).is_interrupted else 0
     except RunFailed as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -54,8 +56,8 @@ def check_stages(config: RunConfig) -> None:
             raise UserError("--resume", "must be a run that trains", str(config.checkpoint.resume), fix)
 
 
-def train(config: RunConfig, console: Console) -> FinishedRun:
-    """Check a configuration, train by it, and print how that goes.
+def train(config: RunConfig, console: Console, age_s: float = 0.0) -> FinishedRun:
+    """Check a configuration, train by it, and print how that goes. The command is already `age_s` old.
 
     Raises:
         UserError: a setting is wrong, or the doctor found a fault.
@@ -65,30 +67,38 @@ def train(config: RunConfig, console: Console) -> FinishedRun:
     from trainer.callbacks import check_callbacks
     from trainer.metrics.trackers import check_trackers
     from trainer.preflight.quick import QuickChecks
+    from trainer.setup.start import Start
 
     check_trackers(config.log.tracker)
     check_callbacks(config.log.callback)
     console.print(f"loading model and {'problems' if config.plays else 'recording'} ...")
-    doctor = QuickChecks(config)
-    doctor.check_config()
-    context, rollouts = prepared(config)
+    doctor, start = QuickChecks(config), Start(console, age_s)
+    with start.watched():
+        with start.clock.stage("the doctor's first checks"):
+            doctor.check_config()
+        context, rollouts = prepared(config, start)
+        try:
+            with start.clock.stage("the doctor"):
+                doctor.check_context(context)
+        except BaseException:
+            context.abandon()
+            raise
     try:
-        doctor.check_context(context)
         return run_prepared(context, rollouts, console)
     finally:
         context.close()
 
 
-def prepared(config: RunConfig) -> tuple[RunContext, Rollouts]:
+def prepared(config: RunConfig, start: Start) -> tuple[RunContext, Rollouts]:
     """Check everything and build the context of a run, and its rollouts. Raises `UserError` where a check fails."""
     if config.plays:
         from trainer.rollouts.live import LiveRollouts, prepare
 
-        context = prepare(config)
+        context = prepare(config, start)
         return context, LiveRollouts(context)
     from trainer.rollouts.recorded import RecordedRollouts, prepare_replay
 
-    context = prepare_replay(config)
+    context = prepare_replay(config, start)
     return context, RecordedRollouts(context)
 
 

@@ -197,6 +197,31 @@ def start_learner(
     return StartedLearner(group, group.lend if can_lend else None, group.gpus_here)
 
 
+def learner_gpus(config: LearnerPlan) -> tuple[int, ...] | None:
+    """Return the GPUs of this host that the learner will use; None where a running cluster decides."""
+    if config.cluster.ray_address:
+        return None
+    num_gpus = int(torch.device(config.model.device).type == "cuda") if not config.cluster.num_ranks else 0
+    return tuple(range(config.cluster.num_gpus or num_gpus))
+
+
+def own_servers(
+    config: EngineConfig,
+    model: ModelConfig,
+    model_path: Path | str,
+    renderer: Renderer,
+    gpus: Sequence[int],
+    folder: Path,
+    cleanup: ExitStack,
+) -> SGLangEngine:
+    """Return an engine of servers that `launch` starts beside a learner on `gpus`; `cleanup` ends their processes."""
+    first_gpu = place_servers(config, gpus)
+    engine = build_engine(config, model, "sglang", model_path, renderer, first_gpu, 0, folder, TrainableEngine)
+    assert isinstance(engine, SGLangEngine), type(engine)
+    cleanup.callback(engine.servers.end)
+    return engine
+
+
 def build_transport(
     config: EngineConfig,
     model: ModelConfig,
@@ -207,14 +232,16 @@ def build_transport(
     renderer: Renderer,
     learner: StartedLearner,
     folder: Path,
+    servers: SGLangEngine | None = None,
 ) -> Transport:
     """Return the transport that brings the learner's weights to the engine, with the engine; its `start` starts both.
 
-    `num_gpus` is the number of GPUs of learner processes; `max_batch` limits the embedded engine.
+    The engine is `servers`, if given, else it is built. `num_gpus` is the number of GPUs of learner processes;
+    `max_batch` limits the embedded engine.
     """
     first_gpu = place_servers(config, learner.gpus_here)
     device = f"cuda:{first_gpu}" if num_gpus else model.device
-    engine = build_engine(
+    engine = servers or build_engine(
         config,
         model.model_copy(update={"device": device}),
         config.chosen(num_gpus),

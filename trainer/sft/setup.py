@@ -29,7 +29,7 @@ from trainer.learner.protocol import Learner
 from trainer.setup.components import check_learner
 from trainer.setup.model_source import check_reach, resolve_model, template_options
 from trainer.setup.problems import NUM_PROBED, check_command, check_eval_size, probe_tools
-from trainer.setup.run_context import begin_or_resume
+from trainer.setup.run_context import begin_or_resume, open_run
 from trainer.sft.data import ConversationSet, check_conversations
 
 
@@ -100,8 +100,9 @@ def prepare(config: SftConfig, data: SftData) -> SftContext:
     # No token is suppressed, as an engine would: the model learns not to write it.
     sampling = SamplingParams(stop_ids=data.renderer.stop_ids)
     with ExitStack() as cleanup:
-        plan, label = config.plan(num_steps), f"sft-seed{config.seed}"
-        learner, folder, checkpoint = begin_or_resume(config, plan, label, data.model_path, sampling, cleanup)
+        opened = open_run(config, f"sft-seed{config.seed}", cleanup)
+        learner = begin_or_resume(config, config.plan(num_steps), opened, data.model_path, sampling, cleanup)
+        folder, checkpoint = opened.folder, opened.checkpoint
         return SftContext(config, folder, data, num_steps, learner.learner, checkpoint, cleanup.pop_all())
 
 

@@ -1,0 +1,110 @@
+"""The start of a run: its stages, what is shown of them, and servers that start while the learner loads."""
+
+from __future__ import annotations
+
+import _thread
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from rich.console import Console
+from rich.text import Text
+
+from agents.engines.sglang import SGLangEngine
+from envs.errors import UserError
+from trainer.metrics.clock import StartClock
+
+#: Seconds between two looks at the servers, and between two lines where there is no terminal.
+LOOK_S, LINE_S = 0.2, 15.0
+
+
+class Start:
+    """Measures and shows the start of a run, and watches servers that start meanwhile.
+
+    Example::
+
+        start = Start(console)
+        with start.watched():
+            context = prepare(config, start)        # calls start.launch(engine), then loads the learner
+        start.clock.summary()                       # "server 0 0.4-66.1 s, loading the learner 0.5-12.0 s"
+    """
+
+    def __init__(self, console: Console | None = None, age_s: float = 0.0) -> None:
+        """Begin to measure; show it on `console`, if any. The command is already `age_s` old."""
+        self.clock = StartClock(age_s)
+        #: The first error of a server, once there is one.
+        self.failure: UserError | None = None
+        self._console = console
+        self._engine: SGLangEngine | None = None
+
+    def launch(self, engine: SGLangEngine) -> None:
+        """Start the processes of an engine's servers and return at once."""
+        engine.launch()
+        for server in engine.servers.all:
+            self.clock.begin(f"server {server.number}")
+        self._engine = engine
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Show the start until the block ends. The death of a server ends the block at once.
+
+        Raises:
+            UserError: a server has died; names its log.
+        """
+        is_main = threading.current_thread() is threading.main_thread()  # no other thread can be interrupted
+        try:
+            with self._live(), self._looking(interrupts=is_main):
+                yield
+        except KeyboardInterrupt:
+            if self.failure is None:
+                raise
+        if self.failure is not None:
+            raise self.failure
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Show what runs and for how long, until the block ends: as a live line, or without a terminal now and then."""
+        with self._live(), self._looking(interrupts=False):
+            yield
+
+    def _live(self) -> AbstractContextManager[object]:
+        is_live = self._console is not None and self._console.is_terminal
+        return self._console.status(self) if self._console and is_live else nullcontext()
+
+    def __rich__(self) -> Text:
+        return Text(f"waiting for {line}" if (line := self.clock.line()) else "")
+
+    @contextmanager
+    def _looking(self, interrupts: bool) -> Iterator[None]:
+        """Look at the servers from a thread until the block ends."""
+        is_over = threading.Event()
+        thread = threading.Thread(target=self._look, args=(is_over, interrupts), name="start", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
+
+    def _look(self, is_over: threading.Event, interrupts: bool) -> None:
+        """End the stages of servers that are up; a dead one interrupts the main thread, as Ctrl-C would."""
+        said = time.monotonic()
+        while not is_over.wait(LOOK_S):
+            if self._engine and not self.failure:
+                try:
+                    self._end_stages(self._engine)
+                except UserError as error:
+                    if self._engine.servers.all:  # else they were ended on purpose
+                        self.failure = error
+                        if interrupts:
+                            _thread.interrupt_main()
+            if self._console and not self._console.is_terminal and time.monotonic() > said + LINE_S:
+                said = time.monotonic()
+                self._console.print(self, soft_wrap=True)
+
+    def _end_stages(self, engine: SGLangEngine) -> None:
+        waiting = engine.servers.starting()
+        for server in tuple(engine.servers.all):
+            if server.number not in waiting:
+                self.clock.end(f"server {server.number}")
