@@ -40,6 +40,7 @@ from trainer.setup.components import (
     learner_gpus,
     own_servers,
     sampling_params,
+    with_compile_chosen,
 )
 from trainer.setup.model_source import check_fit, resolve_model, template_options
 from trainer.setup.plugins import check_algorithm, check_rollout, own_filter, problem_order
@@ -247,6 +248,7 @@ def prepare(config: RunConfig, start: Start | None = None, with_engine: bool = T
         with start.clock.stage("the learner"):
             sampling = sampling_params(renderer, config.rollout.temperature)
             plan = config if config.trains else plan_to_read(config)
+            plan = with_compile_chosen(plan, model_path, plan.most_tokens_trained)
             learner = begin_or_resume(config, plan, opened, model_path, sampling, cleanup)
         (folder / ENVIRONMENT).write_text(spec.model_dump_json(indent=1) + "\n", encoding="utf-8")
         with start.clock.stage("the engine's weights"):

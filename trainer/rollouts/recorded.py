@@ -29,7 +29,7 @@ from trainer.rollouts.compare_runs import Comparison, compare, other_settings
 from trainer.rollouts.protocol import OnEpisode, OnEvaluated
 from trainer.rollouts.recorded_groups import RecordedSteps
 from trainer.rollouts.recording_check import RecordingCheck
-from trainer.setup.components import check_learner, check_updates, sampling_params
+from trainer.setup.components import check_learner, check_updates, sampling_params, with_compile_chosen
 from trainer.setup.model_source import check_reach, resolve_model, template_options
 from trainer.setup.plugins import check_algorithm
 from trainer.setup.problems import check_held_out
@@ -107,7 +107,8 @@ def prepare_replay(config: RunConfig, start: Start) -> RecordedContext:
         opened = open_run(config, f"{run.absolute().name}-replay", cleanup)
         folder = opened.folder
         with start.clock.stage("the learner"):
-            learner = begin_or_resume(config, config, opened, model_path, sampling, cleanup)
+            plan = with_compile_chosen(config, model_path, config.most_tokens_trained)
+            learner = begin_or_resume(config, plan, opened, model_path, sampling, cleanup)
         (folder / ENVIRONMENT).write_text(spec.model_dump_json(indent=1) + "\n", encoding="utf-8")
         return RecordedContext(
             config=config,

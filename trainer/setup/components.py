@@ -9,6 +9,7 @@ from __future__ import annotations
 import http.client
 import importlib.util
 import json
+import logging
 import os
 import shlex
 import urllib.error
@@ -27,7 +28,7 @@ from agents.engines.hf import HFEngine
 from agents.engines.own import find_engine, make_engine
 from agents.engines.sglang import SGLangEngine, SGLangSettings
 from agents.engines.sglang.client import authorization, uses_proxy
-from agents.model.architectures import ModelFacts
+from agents.model.architectures import ModelFacts, read_config
 from agents.model.policy import PolicyModel
 from agents.rendering.renderer import Renderer
 from agents.rendering.thinking import find_thinking
@@ -39,9 +40,12 @@ from envs.spec import EnvLimits, EnvSpec
 from trainer.config.inputs import ModelConfig
 from trainer.config.learner import ClusterConfig, LearnerPlan, OptimConfig
 from trainer.config.rollout import API_KEY_VARIABLE, EngineConfig, ServersConfig
+from trainer.config.run import RunConfig
+from trainer.learner.compile_choice import explain, is_compiled
 from trainer.learner.cuda_ipc import lend_weights
 from trainer.learner.fsdp_learner import build_learner
 from trainer.learner.protocol import Learner
+from trainer.learner.weights_io import meta_model
 from trainer.weight_sync.transports import (
     DiskTransport,
     InProcessTransport,
@@ -50,6 +54,8 @@ from trainer.weight_sync.transports import (
     ServersTransport,
     Transport,
 )
+
+logger = logging.getLogger(__name__)
 
 E = TypeVar("E", bound=Engine)
 
@@ -197,12 +203,32 @@ def start_learner(
     return StartedLearner(group, group.lend if can_lend else None, group.gpus_here)
 
 
+def with_compile_chosen(plan: RunConfig, model_path: Path | str, num_tokens: int) -> RunConfig:
+    """Return the settings of a learner with `--compile auto` decided, and say so where it was open.
+
+    `num_tokens` are those that each learner process trains on in all steps, at most.
+    """
+    on_gpu = learner_device(plan).type == "cuda"
+    if plan.learner.compile != "auto" or not on_gpu or not plan.steps:
+        return plan
+    count = sum(parameter.numel() for parameter in meta_model(read_config(model_path)).parameters())
+    is_on = is_compiled(plan.learner, on_gpu, count, num_tokens)
+    logger.info(explain(is_on, count, num_tokens))
+    return plan.model_copy(update={"learner": plan.learner.model_copy(update={"compile": "on" if is_on else "off"})})
+
+
+def learner_device(plan: LearnerPlan) -> torch.device:
+    """Return the kind of device that the learner computes on."""
+    if plan.cluster.num_ranks:
+        return torch.device("cuda" if plan.cluster.num_gpus else "cpu")
+    return torch.device(plan.model.device)
+
+
 def learner_gpus(config: LearnerPlan) -> tuple[int, ...] | None:
     """Return the GPUs of this host that the learner will use; None where a running cluster decides."""
     if config.cluster.ray_address:
         return None
-    num_gpus = int(torch.device(config.model.device).type == "cuda") if not config.cluster.num_ranks else 0
-    return tuple(range(config.cluster.num_gpus or num_gpus))
+    return tuple(range(config.cluster.num_gpus or int(learner_device(config).type == "cuda")))
 
 
 def own_servers(

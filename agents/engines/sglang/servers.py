@@ -28,6 +28,7 @@ from pathlib import Path
 import aiohttp
 
 from agents.engines.sglang.client import SGLangClient, authorization, uses_proxy
+from agents.model.kernel_cache import keep_kernels
 from envs.errors import UserError
 
 POLL_S = 0.5
@@ -132,6 +133,7 @@ class ServerPool:
         """
         if self.all or self.settings.urls:
             return
+        keep_kernels()
         self._api_key = self._make_key()
         for number, port in enumerate(free_ports(self.settings.num_servers)):
             self.all.append(Server(f"http://127.0.0.1:{port}", number))
