@@ -64,6 +64,7 @@ def train(config: RunConfig, console: Console, age_s: float = 0.0) -> FinishedRu
         RunFailed: the learner or the disk failed.
     """
     # Imported late, so that --help and a mistyped flag answer at once.
+    from agents.rollout.garbage_collection import tune_garbage_collection
     from trainer.callbacks import check_callbacks
     from trainer.metrics.trackers import check_trackers
     from trainer.preflight.quick import QuickChecks
@@ -73,16 +74,19 @@ def train(config: RunConfig, console: Console, age_s: float = 0.0) -> FinishedRu
     check_callbacks(config.log.callback)
     console.print(f"loading model and {'problems' if config.plays else 'recording'} ...")
     doctor, start = QuickChecks(config), Start(console, age_s)
-    with start.watched():
-        with start.clock.stage("the doctor's first checks"):
-            doctor.check_config()
-        context, rollouts = prepared(config, start)
-        try:
+    context = None
+    try:
+        with start.watched():
+            with start.clock.stage("the first checks"):
+                doctor.check_config()
+            context, rollouts = prepared(config, start)
             with start.clock.stage("the doctor"):
                 doctor.check_context(context)
-        except BaseException:
+            tune_garbage_collection()
+    except BaseException:
+        if context:
             context.abandon()
-            raise
+        raise
     try:
         return run_prepared(context, rollouts, console)
     finally:
@@ -104,7 +108,6 @@ def prepared(config: RunConfig, start: Start) -> tuple[RunContext, Rollouts]:
 
 def run_prepared(context: RunContext, rollouts: Rollouts, console: Console) -> FinishedRun:
     """Run the loop over a prepared run and print how it went."""
-    from agents.rollout.garbage_collection import tune_garbage_collection
     from trainer.checkpoint.run_dir import BEST
     from trainer.checkpoint.session import run_to_end
     from trainer.evaluation.tables import print_training_summary
@@ -114,7 +117,6 @@ def run_prepared(context: RunContext, rollouts: Rollouts, console: Console) -> F
     *notes, last = context.notes()
     for note in (*notes, f"{last}; run folder {path_text(context.folder)}"):
         console.print(note, soft_wrap=True, markup=False)
-    tune_garbage_collection()
     with Display(console) as display:
         again = f"python -m trainer.run --resume {path_text(context.folder)}" if config.trains else ""
         session, summary = run_to_end(run_training(context, rollouts, display), again)

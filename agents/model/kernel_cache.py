@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 #: The folder of each variable: of torch.compile, Triton, FlashInfer, and SGLang with what it compiles by.
@@ -28,6 +29,8 @@ def keep_kernels() -> None:
         is_writable = os.access(root, os.W_OK | os.X_OK)
     except (OSError, RuntimeError):  # of `Path.home`
         return
-    if is_writable:
-        for variable, name in FOLDERS.items():
-            os.environ.setdefault(variable, str(root / name))
+    # Some imports of torch set its variable, to a folder that a restart of the machine may empty.
+    default = str(Path(tempfile.gettempdir()) / "torchinductor_")
+    for variable, name in FOLDERS.items() if is_writable else ():
+        if os.environ.get(variable, default).startswith(default):
+            os.environ[variable] = str(root / name)

@@ -32,9 +32,7 @@ def is_compiled(config: LearnerConfig, on_gpu: bool, num_parameters: int, num_to
 
 def explain(is_on: bool, num_parameters: int, num_tokens: int) -> str:
     """Return the line that says what `--compile auto` has chosen on a GPU, and why."""
-    saved = (
-        f"would save {saved_s(num_parameters, num_tokens):.1f} s of {num_parameters / 1e6:.1f} M parameters' training"
-    )
     if is_on:
-        return f"the learner is compiled, in about {COST_S:.0f} s of the first step (--compile off does without)"
-    return f"the learner is not compiled: that {saved} and take about {COST_S:.0f} (--compile on does it)"
+        return f"the learner is compiled, which takes about {COST_S:.0f} s (--compile off does without)"
+    saved = f"save {saved_s(num_parameters, num_tokens):.1f} s at {num_parameters / 1e6:.1f} M parameters"
+    return f"the learner is not compiled: that would {saved} and take about {COST_S:.0f} s (--compile on does it)"

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
+#: Shorter stages of a start are left out of its line.
+LEAST_S = 0.1
 
 
 class StepClock:
@@ -94,8 +96,9 @@ class StartClock:
         return ", ".join(f"{name} ({now_s - start_s:.0f} s)" for name, start_s in tuple(self._running.items()))
 
     def summary(self) -> str:
-        """Return each finished stage with its begin and end: "imports 0.0-3.1 s, the learner 3.2-7.0 s"."""
-        stages = sorted(self.stages, key=lambda stage: stage.start_s)
+        """Return each finished stage that took time, with begin and end: "imports 0.0-3.1 s, the learner 3.2-7.0 s"."""
+        took_time = [stage for stage in self.stages if stage.end_s - stage.start_s >= LEAST_S]
+        stages = sorted(took_time, key=lambda stage: stage.start_s)
         return ", ".join(f"{stage.name} {stage.start_s:.1f}-{stage.end_s:.1f} s" for stage in stages)
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import _thread
+import signal
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FrameType
 
 from rich.console import Console
 from rich.text import Text
@@ -47,20 +49,25 @@ class Start:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Show the start until the block ends. The death of a server ends the block at once.
+        """Show the start until the block ends. The death of a server ends the block at once, as Ctrl-C does.
 
         Raises:
             UserError: a server has died; names its log.
+            KeyboardInterrupt: at the latest at the end of the block.
         """
-        is_main = threading.current_thread() is threading.main_thread()  # no other thread can be interrupted
+        # No other thread can be interrupted.
+        is_main = threading.current_thread() is threading.main_thread()
+        interrupts: list[int] = []
         try:
-            with self._live(), self._looking(interrupts=is_main):
+            with self._live(), _noting_interrupts(interrupts, is_main), self._looking(interrupts=is_main):
                 yield
         except KeyboardInterrupt:
             if self.failure is None:
                 raise
         if self.failure is not None:
             raise self.failure
+        if interrupts:
+            raise KeyboardInterrupt
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -108,3 +115,21 @@ class Start:
         for server in tuple(engine.servers.all):
             if server.number not in waiting:
                 self.clock.end(f"server {server.number}")
+
+
+@contextmanager
+def _noting_interrupts(interrupts: list[int], is_main: bool) -> Iterator[None]:
+    """Note each SIGINT besides raising `KeyboardInterrupt`, which is lost in a finalizer (`__del__`) of any library."""
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        interrupts.append(number)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
