@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import signal
 import threading
 import time
@@ -104,8 +103,9 @@ class Start:
                 except UserError as error:
                     if self._engine.servers.all:  # else they were ended on purpose
                         self.failure = error
-                        if interrupts:
-                            _thread.interrupt_main()
+                        if interrupts and callable(signal.getsignal(signal.SIGINT)):
+                            # A real signal, since only that wakes a thread that waits for a lock.
+                            signal.pthread_kill(_main_thread(), signal.SIGINT)
             if self._console and not self._console.is_terminal and time.monotonic() > said + LINE_S:
                 said = time.monotonic()
                 self._console.print(self, soft_wrap=True)
@@ -115,6 +115,12 @@ class Start:
         for server in tuple(engine.servers.all):
             if server.number not in waiting:
                 self.clock.end(f"server {server.number}")
+
+
+def _main_thread() -> int:
+    ident = threading.main_thread().ident
+    assert ident is not None
+    return ident
 
 
 @contextmanager
