@@ -16,11 +16,13 @@ from envs.config.cli import exit_code, parse
 from envs.errors import UserError
 from trainer.config.run import RunConfig
 from trainer.config.sources import FIXED, SOURCES, STAGES, check_resumable, read_config, with_whole_paths
+from trainer.metrics.clock import process_age_s
 from trainer.metrics.console import Display, open_console
 
 if TYPE_CHECKING:
     from trainer.rollouts.protocol import Rollouts
     from trainer.setup.run_context import RunContext
+    from trainer.setup.start import Start
 
 
 def run(argv: Sequence[str] | None = None) -> int:
@@ -31,7 +33,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     from trainer.checkpoint.session import RunFailed
 
     try:
-        return 130 if train(config, open_console()).is_interrupted else 0
+        return 130 if train(config, open_console(), process_age_s()).is_interrupted else 0
     except RunFailed as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -54,47 +56,58 @@ def check_stages(config: RunConfig) -> None:
             raise UserError("--resume", "must be a run that trains", str(config.checkpoint.resume), fix)
 
 
-def train(config: RunConfig, console: Console) -> FinishedRun:
-    """Check a configuration, train by it, and print how that goes.
+def train(config: RunConfig, console: Console, age_s: float = 0.0) -> FinishedRun:
+    """Check a configuration, train by it, and print how that goes. The command is already `age_s` old.
 
     Raises:
         UserError: a setting is wrong, or the doctor found a fault.
         RunFailed: the learner or the disk failed.
     """
     # Imported late, so that --help and a mistyped flag answer at once.
+    from agents.rollout.garbage_collection import tune_garbage_collection
     from trainer.callbacks import check_callbacks
     from trainer.metrics.trackers import check_trackers
     from trainer.preflight.quick import QuickChecks
+    from trainer.setup.start import Start
 
     check_trackers(config.log.tracker)
     check_callbacks(config.log.callback)
     console.print(f"loading model and {'problems' if config.plays else 'recording'} ...")
-    doctor = QuickChecks(config)
-    doctor.check_config()
-    context, rollouts = prepared(config)
+    doctor, start = QuickChecks(config), Start(console, age_s)
+    context = None
     try:
-        doctor.check_context(context)
+        with start.watched():
+            with start.clock.stage("the first checks"):
+                doctor.check_config()
+            context, rollouts = prepared(config, start)
+            with start.clock.stage("the doctor"):
+                doctor.check_context(context)
+            tune_garbage_collection()
+    except BaseException:
+        if context:
+            context.abandon()
+        raise
+    try:
         return run_prepared(context, rollouts, console)
     finally:
         context.close()
 
 
-def prepared(config: RunConfig) -> tuple[RunContext, Rollouts]:
+def prepared(config: RunConfig, start: Start) -> tuple[RunContext, Rollouts]:
     """Check everything and build the context of a run, and its rollouts. Raises `UserError` where a check fails."""
     if config.plays:
         from trainer.rollouts.live import LiveRollouts, prepare
 
-        context = prepare(config)
+        context = prepare(config, start)
         return context, LiveRollouts(context)
     from trainer.rollouts.recorded import RecordedRollouts, prepare_replay
 
-    context = prepare_replay(config)
+    context = prepare_replay(config, start)
     return context, RecordedRollouts(context)
 
 
 def run_prepared(context: RunContext, rollouts: Rollouts, console: Console) -> FinishedRun:
     """Run the loop over a prepared run and print how it went."""
-    from agents.rollout.garbage_collection import tune_garbage_collection
     from trainer.checkpoint.run_dir import BEST
     from trainer.checkpoint.session import run_to_end
     from trainer.evaluation.tables import print_training_summary
@@ -104,7 +117,6 @@ def run_prepared(context: RunContext, rollouts: Rollouts, console: Console) -> F
     *notes, last = context.notes()
     for note in (*notes, f"{last}; run folder {path_text(context.folder)}"):
         console.print(note, soft_wrap=True, markup=False)
-    tune_garbage_collection()
     with Display(console) as display:
         again = f"python -m trainer.run --resume {path_text(context.folder)}" if config.trains else ""
         session, summary = run_to_end(run_training(context, rollouts, display), again)

@@ -99,7 +99,9 @@ class LearnerConfig(Section):
         "always",
     )
     compile: Literal["auto", "on", "off"] = Field(
-        default="auto", description="compile blocks and loss kernels with torch.compile; auto: on a GPU"
+        default="auto",
+        description="compile blocks and loss kernels with torch.compile; auto: on a GPU, unless the network is so "
+        "small, and the steps so few, that compiling takes longer than it saves",
     )
     freeze_vision: bool = Field(default=False, description="do not train the vision tower")
     lora_rank: int = Field(

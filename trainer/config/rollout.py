@@ -64,6 +64,10 @@ class ServersConfig(Section):
             return "sglang" if self.engine_url or num_gpus else "hf"
         return self.engine
 
+    def starts_servers(self, num_gpus: int) -> bool:
+        """Whether SGLang servers are started, given the number of GPUs of learner processes."""
+        return self.chosen(num_gpus) == "sglang" and not self.engine_url
+
 
 class EngineConfig(ServersConfig):
     """Inference engine and weight synchronization."""

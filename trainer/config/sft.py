@@ -12,7 +12,7 @@ from envs.datasets.conversations import ANSWER, ANSWER_FORMAT, ConversationOptio
 from envs.problems import RowsConfig
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.inputs import NUM_HELD_OUT, NUM_TRAIN, ModelConfig
-from trainer.config.learner import AdamWConfig, ClusterConfig, LearnerConfig, LearnerPlan, OptimConfig
+from trainer.config.learner import AdamWConfig, ClusterConfig, LearnerConfig, OptimConfig
 from trainer.config.run import CheckpointConfig, RunConfig, RunDirConfig
 
 #: With advantage 1, this is the negative log-likelihood, averaged over the tokens of an update.
@@ -119,7 +119,7 @@ class SftConfig(Section):
         """
         return self.steps or -(-self.epochs * num_conversations // self.batch_size)
 
-    def plan(self, num_steps: int) -> LearnerPlan:
+    def plan(self, num_steps: int) -> RunConfig:
         """Return the settings that start the learner: those of a run with one update per step."""
         return RunConfig(
             steps=num_steps,

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from agents.model.kernel_cache import keep_kernels
 from agents.model.policy import PolicyModel
 from agents.model.stream_logprobs import stream_logprobs
 from agents.types import ProcessedImage, SamplingParams
@@ -289,8 +290,11 @@ class FSDPLearner:
         return reduce_over_ranks(values, dist.ReduceOp.MAX, self.device)
 
     def score(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> NDArray[np.float32]:
-        """Return the log-prob, at temperature 1, of each id of a stream but the first; every rank must call it."""
-        with self.lock:
+        """Return the log-prob, at temperature 1, of each id of a stream but the first; every rank must call it.
+
+        The network runs uncompiled: to compile the forms that only single streams take costs more than they do.
+        """
+        with self.lock, torch.compiler.set_stance("force_eager"):
             scores = stream_logprobs(self.model, ids, images, self.device, self.dtype)
             reshard(self.model)
             return scores
@@ -363,6 +367,7 @@ def build_learner(config: LearnerPlan, path: Path | str, sampling: SamplingParam
     Raises:
         UserError: the checkpoint does not fit the network, or the network lacks what should be trained.
     """
+    keep_kernels()
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     # Weights that are never trained need no more precision than the network computes in; adapters are float32 anyway.
     kept = dtype if config.learner.lora_rank or not config.steps else torch.float32

@@ -53,7 +53,6 @@ class Display:
         self._num_events = 0
 
     def __enter__(self) -> Display:
-        self._progress.start()
         return self
 
     def __exit__(
@@ -79,6 +78,7 @@ class Display:
 
     def begin(self, name: str, total: int) -> None:
         """Replace the bar by a new one of `total` parts."""
+        self._progress.start()  # not before: until then the console shows the start of the run
         if self._task is not None:
             self._progress.remove_task(self._task)
         self._task = self._progress.add_task(f"{name:<22}", total=total)

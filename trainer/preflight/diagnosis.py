@@ -57,7 +57,7 @@ def diagnose(config: DoctorConfig, on_check: Callable[[str], None] = lambda chec
 
         def set_up() -> Verdict:
             hidden = checks.network_config.get_text_config().hidden_size
-            contexts.append(prepare(trial(config, folder, hidden)))
+            contexts.append(prepare(trial(config, folder, hidden), with_engine=log.wants(*ENGINE_CHECKS)))
             return ok(f"{len(contexts[0].train_samples)} problems, {config.model.model}, {config.env.env}")
 
         log.add("set-up", set_up, is_needed=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
 import time
 from collections.abc import Sequence
 
@@ -75,7 +74,7 @@ class QuickChecks:
         self._report_new()
 
     def check_context(self, context: RunContext) -> None:
-        """Run the checks of a prepared run. If it must not start, close it and remove the folder made for it.
+        """Run the checks of a prepared run.
 
         Raises:
             RunRefused: a check found a fault, and `--doctor` is stop.
@@ -85,13 +84,7 @@ class QuickChecks:
         started = time.perf_counter()
         asyncio.run(self._check_prepared(context))
         self._seconds += time.perf_counter() - started
-        try:
-            self._report_new()
-        except RunRefused:
-            context.close()
-            if not context.config.checkpoint.resume:
-                shutil.rmtree(context.folder, ignore_errors=True)
-            raise
+        self._report_new()
         logger.info(summary_line(self._log.findings, self._seconds))
 
     async def _check_prepared(self, context: RunContext) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
@@ -33,11 +32,21 @@ from trainer.evaluation.episodes import EvaluationOptions, ProblemPlayer, ways
 from trainer.evaluation.results import Evaluation
 from trainer.metrics.console import Display
 from trainer.rollouts.protocol import OnEpisode, OnEvaluated
-from trainer.setup.components import build_episode, build_transport, check_processes, check_updates, sampling_params
+from trainer.setup.components import (
+    build_episode,
+    build_transport,
+    check_processes,
+    check_updates,
+    learner_gpus,
+    own_servers,
+    sampling_params,
+    with_compile_chosen,
+)
 from trainer.setup.model_source import check_fit, resolve_model, template_options
 from trainer.setup.plugins import check_algorithm, check_rollout, own_filter, problem_order
 from trainer.setup.problems import check_command, check_held_out, load_problems, probe_tools
-from trainer.setup.run_context import RunContext, begin_or_resume
+from trainer.setup.run_context import RunContext, begin_or_resume, open_run
+from trainer.setup.start import Start
 from trainer.weight_sync.sync import WeightSync
 
 logger = logging.getLogger(__name__)
@@ -97,7 +106,7 @@ class LiveContext(RunContext):
         return [f"train on them: python -m trainer.run {flags}"]
 
     def close(self) -> None:
-        """Stop learner processes, and delete the weights written for servers."""
+        """Stop the processes of learner and servers, and delete the weights written for servers."""
         self.weight_sync.close()
         super().close()
 
@@ -117,7 +126,9 @@ class LiveRollouts:
 
     async def start(self, version: int, state: ManagerState, on_episode: OnEpisode) -> None:
         """Start the engine, prove that it runs the learner's weights, and continue from `state`."""
-        await self.context.weight_sync.start(version)
+        start = self.context.start
+        with start.shown(), start.clock.stage("the engine and its probe"):
+            await self.context.weight_sync.start(version)
         config, context = self.config, self.context
         names = {field.name for field in fields(RolloutOptions)} - {"group_filter"}
         self._manager = RolloutManager(
@@ -198,12 +209,15 @@ class LiveRollouts:
         await self.context.engine.close()
 
 
-def prepare(config: RunConfig) -> LiveContext:
+def prepare(config: RunConfig, start: Start | None = None, with_engine: bool = True) -> LiveContext:
     """Check everything and build the context of a run, new or resumed from its newest whole checkpoint.
+
+    Servers are launched before anything is loaded, unless `with_engine` is False; the engine's start waits for them.
 
     Raises:
         UserError: environment, data, model, device or output folder cannot be used.
     """
+    start = start or Start()
     spec = config.env.resolve()
     build_env = load_env(spec)
     check_rollout(config.rollout, spec)
@@ -215,38 +229,45 @@ def prepare(config: RunConfig) -> LiveContext:
     check_fit(config.model, config.data.max_prompt_tokens, facts)
     check_processes(config.engine, config.cluster, config.model, facts)
     renderer = Renderer.from_checkpoint(model_path, template_options(config.model))
-    train, evaluation = load_problems(spec, config.data, config.seed, with_held_out=config.trains)
-    check = check_command(config.env, config.data)
-    tools = probe_tools(spec, build_env, detect_format(renderer.chat_template), train, check)
-    check_held_out(config, evaluation)
-    train, num_overlong = filter_overlong(
-        train, lambda sample: len(renderer.prompt(sample.prompt, tools).ids), config.data.max_prompt_tokens
-    )
-    sampling = sampling_params(renderer, config.rollout.temperature)
     with ExitStack() as cleanup:
         label = f"{config.env.env}-{'' if config.trains else 'rollouts-'}seed{config.seed}"
-        plan = config if config.trains else plan_to_read(config)
-        learner, folder, checkpoint = begin_or_resume(config, plan, label, model_path, sampling, cleanup)
+        opened = open_run(config, label, cleanup, keeps=lambda: start.failure is not None)
+        folder, gpus, num_gpus = opened.folder, learner_gpus(config), config.cluster.num_gpus
+        max_sessions = config.rollout.max_sessions(config.data.eval_size or 0)
+        servers = None
+        if with_engine and gpus is not None and config.engine.starts_servers(num_gpus):
+            servers = own_servers(
+                config.engine, config.model, model_path, renderer, gpus, max_sessions, folder, cleanup
+            )
+            start.launch(servers)
+        with start.clock.stage("the problems"):
+            train, evaluation = load_problems(spec, config.data, config.seed, with_held_out=config.trains)
+            check = check_command(config.env, config.data)
+            tools = probe_tools(spec, build_env, detect_format(renderer.chat_template), train, check)
+            check_held_out(config, evaluation)
+            train, num_overlong = filter_overlong(
+                train, lambda sample: len(renderer.prompt(sample.prompt, tools).ids), config.data.max_prompt_tokens
+            )
+        with start.clock.stage("the learner"):
+            sampling = sampling_params(renderer, config.rollout.temperature)
+            plan = config if config.trains else plan_to_read(config)
+            plan = with_compile_chosen(plan, model_path, plan.most_tokens_trained)
+            learner = begin_or_resume(config, plan, opened, model_path, sampling, cleanup)
         (folder / ENVIRONMENT).write_text(spec.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        num_gpus, max_batch = config.cluster.num_gpus, config.rollout.max_batch
-        max_sessions = config.rollout.max_sessions(len(evaluation) if evaluation else 0)
-        try:
+        with start.clock.stage("the engine's weights"):
             transport = build_transport(
                 config.engine,
                 config.model,
                 num_gpus,
-                max_batch,
+                config.rollout.max_batch,
                 max_sessions,
                 model_path,
                 facts,
                 renderer,
                 learner,
                 folder,
+                servers,
             )
-        except BaseException:  # a run that cannot start leaves no folder
-            if not config.checkpoint.resume:
-                shutil.rmtree(folder)
-            raise
         probed = renderer.prompt(train[0].prompt, tools)
         weight_sync = WeightSync(
             learner.learner,
@@ -270,8 +291,9 @@ def prepare(config: RunConfig) -> LiveContext:
             renderer=renderer,
             learner=learner.learner,
             weight_sync=weight_sync,
-            checkpoint=checkpoint,
+            checkpoint=opened.checkpoint,
             cleanup=cleanup.pop_all(),
+            start=start,
         )
 
 

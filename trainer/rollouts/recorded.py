@@ -29,11 +29,12 @@ from trainer.rollouts.compare_runs import Comparison, compare, other_settings
 from trainer.rollouts.protocol import OnEpisode, OnEvaluated
 from trainer.rollouts.recorded_groups import RecordedSteps
 from trainer.rollouts.recording_check import RecordingCheck
-from trainer.setup.components import check_learner, check_updates, sampling_params
+from trainer.setup.components import check_learner, check_updates, sampling_params, with_compile_chosen
 from trainer.setup.model_source import check_reach, resolve_model, template_options
 from trainer.setup.plugins import check_algorithm
 from trainer.setup.problems import check_held_out
-from trainer.setup.run_context import RunContext, begin_or_resume
+from trainer.setup.run_context import RunContext, begin_or_resume, open_run
+from trainer.setup.start import Start
 from trainer.weight_sync.sync import NoWeightSync
 
 #: Packages whose versions change what a step computes.
@@ -76,7 +77,7 @@ class RecordedContext(RunContext):
         return compare(self.recorded.rows, rows)
 
 
-def prepare_replay(config: RunConfig) -> RecordedContext:
+def prepare_replay(config: RunConfig, start: Start) -> RecordedContext:
     """Check everything and build the context of a run without engine and environment, new or resumed.
 
     All streams and images of the steps are checked before anything is loaded.
@@ -103,8 +104,11 @@ def prepare_replay(config: RunConfig) -> RecordedContext:
     recorded = RecordedSteps.open(run, config.steps, base.rollout.group_size, check.episode)
     sampling, spec = sampling_params(renderer, config.rollout.temperature), recording.manifest.env
     with ExitStack() as cleanup:
-        label = f"{run.absolute().name}-replay"
-        learner, folder, checkpoint = begin_or_resume(config, config, label, model_path, sampling, cleanup)
+        opened = open_run(config, f"{run.absolute().name}-replay", cleanup)
+        folder = opened.folder
+        with start.clock.stage("the learner"):
+            plan = with_compile_chosen(config, model_path, config.most_tokens_trained)
+            learner = begin_or_resume(config, plan, opened, model_path, sampling, cleanup)
         (folder / ENVIRONMENT).write_text(spec.model_dump_json(indent=1) + "\n", encoding="utf-8")
         return RecordedContext(
             config=config,
@@ -115,8 +119,9 @@ def prepare_replay(config: RunConfig) -> RecordedContext:
             renderer=renderer,
             learner=learner.learner,
             weight_sync=NoWeightSync(),
-            checkpoint=checkpoint,
+            checkpoint=opened.checkpoint,
             cleanup=cleanup.pop_all(),
+            start=start,
             recorded=recorded,
             base=base,
         )

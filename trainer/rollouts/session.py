@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -93,6 +93,16 @@ class TrainingSession(RunSession[LoopState]):
         """The reason to end the run before its last step: what it has measured, or what a callback said."""
         return why_stop(self.evaluations, self.config.evaluation) or super().stop_reason
 
+    def steps(self) -> Iterator[int]:
+        """Yield the number of each step that is left; say first how long the start took."""
+        clock, is_first = self.context.start.clock, True
+        for step in super().steps():
+            if is_first:
+                logger.info(f"start: {clock.summary()}")
+                clock.begin("the first step")
+            is_first = False
+            yield step
+
     @property
     def is_evaluated(self) -> bool:
         """Whether the policy is evaluated after the current step."""
@@ -102,7 +112,8 @@ class TrainingSession(RunSession[LoopState]):
     async def evaluate_before(self) -> None:
         """Evaluate the policy that the run starts from; a resumed run only what it has not finished evaluating."""
         if self.state.step == 0:
-            self.evaluations |= await self._evaluate("before", "evaluate before")
+            with self.context.start.clock.stage("the evaluation"):
+                self.evaluations |= await self._evaluate("before", "evaluate before")
             self.state = self.state_now()
             self._tell(self.before)
         elif self.state.unfinished_row:
@@ -238,6 +249,7 @@ class TrainingSession(RunSession[LoopState]):
 
     def _log_step(self, metrics: Mapping[str, float]) -> None:
         """Log and print a step, and end it; if its evaluation is due, it can be resumed from here."""
+        self.context.start.clock.end("the first step")
         num_bytes = self.log.size() if self.is_evaluated else 0
         self.display.step(self.log.write(self.step, metrics), self.num_steps)
         if self.is_evaluated:
@@ -293,6 +305,7 @@ class TrainingSession(RunSession[LoopState]):
             "end_reasons": dict(self.ends),
             "groups": dict(self._group_outcomes),
             "unused_groups": dict(self._unused_groups),
+            "start": [asdict(stage) for stage in self.context.start.clock.stages],
             "reward_first": rows[0]["reward"] if rows else None,
             "reward_last": rows[-1]["reward"] if rows else None,
             **self.rollouts.summary(rows),

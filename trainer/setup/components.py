@@ -9,6 +9,7 @@ from __future__ import annotations
 import http.client
 import importlib.util
 import json
+import logging
 import os
 import shlex
 import urllib.error
@@ -28,7 +29,7 @@ from agents.engines.own import find_engine, make_engine
 from agents.engines.sglang import SGLangEngine, SGLangSettings
 from agents.engines.sglang.client import authorization, uses_proxy
 from agents.engines.sglang.releases import OLDEST, UNKNOWN, Release, dotted
-from agents.model.architectures import NO_IMAGE_TOKEN, ModelFacts
+from agents.model.architectures import NO_IMAGE_TOKEN, ModelFacts, read_config
 from agents.model.policy import PolicyModel
 from agents.rendering.renderer import Renderer
 from agents.rendering.thinking import find_thinking
@@ -40,9 +41,12 @@ from envs.spec import EnvLimits, EnvSpec
 from trainer.config.inputs import ModelConfig
 from trainer.config.learner import ClusterConfig, LearnerPlan, OptimConfig
 from trainer.config.rollout import API_KEY_VARIABLE, EngineConfig, ServersConfig
+from trainer.config.run import RunConfig
+from trainer.learner.compile_choice import explain, is_compiled
 from trainer.learner.cuda_ipc import lend_weights
 from trainer.learner.fsdp_learner import build_learner
 from trainer.learner.protocol import Learner
+from trainer.learner.weights_io import meta_model
 from trainer.weight_sync.transports import (
     DiskTransport,
     InProcessTransport,
@@ -51,6 +55,8 @@ from trainer.weight_sync.transports import (
     ServersTransport,
     Transport,
 )
+
+logger = logging.getLogger(__name__)
 
 E = TypeVar("E", bound=Engine)
 
@@ -215,6 +221,65 @@ def start_learner(
     return StartedLearner(group, group.lend if can_lend else None, group.gpus_here)
 
 
+def with_compile_chosen(plan: RunConfig, model_path: Path | str, num_tokens: int) -> RunConfig:
+    """Return the settings of a learner with `--compile auto` decided, and say so where it was open.
+
+    `num_tokens` are those that each learner process trains on in all steps, at most.
+    """
+    on_gpu = learner_device(plan).type == "cuda"
+    if plan.learner.compile != "auto" or not on_gpu or not plan.steps:
+        return plan
+    count = sum(parameter.numel() for parameter in meta_model(read_config(model_path)).parameters())
+    is_on = is_compiled(plan.learner, on_gpu, count, num_tokens)
+    logger.info(explain(is_on, count, num_tokens))
+    return plan.model_copy(update={"learner": plan.learner.model_copy(update={"compile": "on" if is_on else "off"})})
+
+
+def learner_device(plan: LearnerPlan) -> torch.device:
+    """Return the kind of device that the learner computes on."""
+    if plan.cluster.num_ranks:
+        return torch.device("cuda" if plan.cluster.num_gpus else "cpu")
+    return torch.device(plan.model.device)
+
+
+def learner_gpus(config: LearnerPlan) -> tuple[int, ...] | None:
+    """Return the GPUs of this host that the learner will use; None where a running cluster decides."""
+    if config.cluster.ray_address:
+        return None
+    return tuple(range(config.cluster.num_gpus or int(learner_device(config).type == "cuda")))
+
+
+def own_servers(
+    config: EngineConfig,
+    model: ModelConfig,
+    model_path: Path | str,
+    renderer: Renderer,
+    gpus: Sequence[int],
+    max_sessions: int,
+    folder: Path,
+    cleanup: ExitStack,
+) -> SGLangEngine:
+    """Return an engine of servers for `max_sessions` at once, which `launch` starts beside a learner on `gpus`.
+
+    `cleanup` ends their processes.
+    """
+    engine = build_engine(
+        config,
+        model,
+        "sglang",
+        model_path,
+        renderer,
+        first_gpu=place_servers(config, gpus),
+        max_batch=0,
+        max_sessions=max_sessions,
+        folder=folder,
+        protocol=TrainableEngine,
+    )
+    assert isinstance(engine, SGLangEngine), type(engine)
+    cleanup.callback(engine.servers.end)
+    return engine
+
+
 def build_transport(
     config: EngineConfig,
     model: ModelConfig,
@@ -226,15 +291,16 @@ def build_transport(
     renderer: Renderer,
     learner: StartedLearner,
     folder: Path,
+    servers: SGLangEngine | None = None,
 ) -> Transport:
     """Return the transport that brings the learner's weights to the engine, with the engine; its `start` starts both.
 
-    `num_gpus` is the number of GPUs of learner processes; `max_batch` limits the embedded engine, and servers are
-    started for `max_sessions` at once.
+    The engine is `servers`, if given, else it is built. `num_gpus` is the number of GPUs of learner processes;
+    `max_batch` limits the embedded engine, and servers are started for `max_sessions` at once.
     """
     first_gpu = place_servers(config, learner.gpus_here)
     device = f"cuda:{first_gpu}" if num_gpus else model.device
-    engine = build_engine(
+    engine = servers or build_engine(
         config,
         model.model_copy(update={"device": device}),
         config.chosen(num_gpus),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from trainer.config.run import RunConfig
 from trainer.config.sources import write_config
 from trainer.learner.protocol import Learner
 from trainer.setup.components import StartedLearner, start_learner
+from trainer.setup.start import Start
 from trainer.weight_sync.sync import NoWeightSync, WeightSync
 
 if TYPE_CHECKING:
@@ -40,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class RunContext:
-    """The checked and ready objects of a run; `cleanup` stops the processes started for it."""
+    """The checked and ready objects of a run; `cleanup` stops the processes that were started for it."""
 
     config: RunConfig
     folder: Path
@@ -52,6 +54,7 @@ class RunContext:
     weight_sync: WeightSync | NoWeightSync
     checkpoint: Checkpoint | None
     cleanup: ExitStack
+    start: Start = field(default_factory=Start, kw_only=True)
 
     def recorder(self) -> Recorder | None:
         """Return a recorder of the run's episodes; None where they are not recorded."""
@@ -70,8 +73,14 @@ class RunContext:
         save_model(self.learner, self.renderer, folder, notes)
 
     def close(self) -> None:
-        """Stop learner processes."""
+        """Stop the processes of learner and servers."""
         self.cleanup.close()
+
+    def abandon(self) -> None:
+        """Close a run that has not begun, and remove the folder made for it, unless a server's log is in it."""
+        self.close()
+        if not self.config.checkpoint.resume and self.start.failure is None:
+            remove_run(self.folder)
 
 
 def save_model(learner: Learner, renderer: Renderer, folder: Path, notes: Mapping[str, str] = {}) -> None:
@@ -107,35 +116,70 @@ def write_model(learner: Learner, renderer: Renderer, folder: Path, dtype: torch
         raise OSError(int(number[1]) if number else errno.EIO, str(error)) from error
 
 
+@dataclass(frozen=True)
+class OpenedRun:
+    """A run folder that this process holds, and the checkpoint that the run resumes from, if any."""
+
+    folder: Path
+    checkpoint: Checkpoint | None
+
+
+def open_run(
+    config: RunConfig | SftConfig, label: str, cleanup: ExitStack, keeps: Callable[[], bool] = lambda: False
+) -> OpenedRun:
+    """Make or find the run folder, and hold it until `cleanup` is closed.
+
+    A new folder is named after `label`. If an error closes `cleanup`, a new folder is removed, unless `keeps()`.
+
+    Raises:
+        UserError: the folder cannot be used.
+    """
+    if config.checkpoint.resume:
+        folder = cleanup.enter_context(locked(found_folder(config.checkpoint.resume)))
+        return OpenedRun(folder, found_checkpoint(folder))
+    made = [parent for parent in (config.log.out, *config.log.out.parents) if not parent.exists()]
+    folder = make_folder(config.log, label)
+
+    def remove(kind: object, error: BaseException | None, trace: object) -> None:
+        if error and not keeps():
+            remove_run(folder, made)
+
+    cleanup.push(remove)
+    cleanup.enter_context(locked(folder))
+    return OpenedRun(folder, None)
+
+
+def remove_run(folder: Path, made: Sequence[Path] = ()) -> None:
+    """Remove a run folder, and those of the folders `made` for it that are empty then."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for path in made:
+        with contextlib.suppress(OSError):
+            path.rmdir()
+
+
 def begin_or_resume(
     config: RunConfig | SftConfig,
     plan: LearnerPlan,
-    label: str,
+    opened: OpenedRun,
     model_path: Path | str,
     sampling: SamplingParams,
     cleanup: ExitStack,
-) -> tuple[StartedLearner, Path, Checkpoint | None]:
-    """Start the learner and make or find the run folder; return both, and the checkpoint that the run resumes from.
+) -> StartedLearner:
+    """Start the learner where the run's checkpoint left it, if any, and write the configuration into the folder.
 
-    A new folder is named after `label`, and holds the configuration. Folder lock and processes last until `cleanup` is
-    closed.
+    The processes that it takes last until `cleanup` is closed.
 
     Raises:
-        UserError: the processes cannot start, the folder cannot be used, or the checkpoint is of another network.
+        UserError: the processes cannot start, or the checkpoint is of another network.
     """
-    folder, checkpoint = None, None
-    if config.checkpoint.resume:
-        folder = cleanup.enter_context(locked(found_folder(config.checkpoint.resume)))
-        checkpoint = found_checkpoint(folder)
     learner = start_learner(plan, model_path, sampling, cleanup)
-    if folder and checkpoint:
+    folder, checkpoint = opened.folder, opened.checkpoint
+    if checkpoint:
         learner.learner.restore(checkpoint.learner)
         for line in changed_settings(checkpoint, folder / CONFIG):
             logger.warning(f"{CONFIG} is not as at step {checkpoint.step}: {line} (edited, or damaged?)")
-    if folder is None:  # last, so that a run that cannot start leaves nothing behind
-        folder = cleanup.enter_context(locked(make_folder(config.log, label)))
     write_config(config, folder / CONFIG)
-    return learner, folder, checkpoint
+    return learner
 
 
 def changed_settings(checkpoint: Checkpoint, file: Path) -> list[str]:

@@ -26,10 +26,10 @@ from trainer.checkpoint.checkpointer import Checkpoint
 from trainer.config.inputs import NUM_HELD_OUT, NUM_TRAIN, EnvConfig
 from trainer.config.sft import SftConfig
 from trainer.learner.protocol import Learner
-from trainer.setup.components import check_learner
+from trainer.setup.components import check_learner, with_compile_chosen
 from trainer.setup.model_source import check_reach, resolve_model, template_options
 from trainer.setup.problems import NUM_PROBED, check_command, check_eval_size, probe_tools
-from trainer.setup.run_context import begin_or_resume
+from trainer.setup.run_context import begin_or_resume, open_run
 from trainer.sft.data import ConversationSet, check_conversations
 
 
@@ -100,8 +100,11 @@ def prepare(config: SftConfig, data: SftData) -> SftContext:
     # No token is suppressed, as an engine would: the model learns not to write it.
     sampling = SamplingParams(stop_ids=data.renderer.stop_ids)
     with ExitStack() as cleanup:
-        plan, label = config.plan(num_steps), f"sft-seed{config.seed}"
-        learner, folder, checkpoint = begin_or_resume(config, plan, label, data.model_path, sampling, cleanup)
+        opened = open_run(config, f"sft-seed{config.seed}", cleanup)
+        num_tokens = num_steps * config.batch_size * data.train.num_tokens // count
+        plan = with_compile_chosen(config.plan(num_steps), data.model_path, num_tokens)
+        learner = begin_or_resume(config, plan, opened, data.model_path, sampling, cleanup)
+        folder, checkpoint = opened.folder, opened.checkpoint
         return SftContext(config, folder, data, num_steps, learner.learner, checkpoint, cleanup.pop_all())
 
 

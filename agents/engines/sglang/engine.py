@@ -66,6 +66,10 @@ class SGLangEngine:
         self._idle: asyncio.Event = asyncio.Event()
         self._may_write: asyncio.Event = asyncio.Event()
 
+    def launch(self) -> None:
+        """Start the processes of servers and return at once; `start` waits for them."""
+        self.servers.launch()
+
     async def start(self) -> None:
         """Start or find the servers; raises `UserError` where that fails."""
         self._idle, self._may_write = asyncio.Event(), asyncio.Event()

@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from agents.engines.sglang.server_arguments import (
     without_given,
 )
 from agents.engines.sglang.server_facts import Checkpoint, Host
+from agents.model.kernel_cache import keep_kernels
 from agents.types import ProcessedImage
 from envs.errors import UserError
 
@@ -128,10 +130,13 @@ class SGLangSettings:
 
 @dataclass(eq=False)
 class Server:
-    """One server: its client, its process if we started it, and whether it may get work."""
+    """One server: its client once `ServerPool.start` was called, its process if we started it, and whether it may get
+    work.
+    """
 
-    client: SGLangClient
+    url: str
     number: int
+    client: SGLangClient = field(init=False)
     process: subprocess.Popen[bytes] | None = None
     log_path: Path | None = None
     is_up: bool = False
@@ -164,8 +169,9 @@ class ServerPool:
 
     Example::
 
-        servers = ServerPool(SGLangSettings(urls=("http://gpu1:30000",)), on_return=load_current_weights)
-        await servers.start()
+        servers = ServerPool(SGLangSettings(model_path="path/to/checkpoint"), on_return=load_current_weights)
+        servers.launch()                       # returns at once
+        await servers.start()                  # waits
         server = await servers.pick()          # the one with the fewest sessions; waits while none is up
         server = await servers.pick(prompt=7)  # the one that has read prompt 7, unless it has too many sessions
         servers.report_lost(server, "status 500")   # polls it, restarts it if needed, and takes it back
@@ -182,6 +188,7 @@ class ServerPool:
         self.all: list[Server] = []
         self.events: list[str] = []  # messages about servers, in order
         self._http: dict[bool, aiohttp.ClientSession] = {}  # by whether proxies count
+        self._api_key = settings.api_key
         self._key_file: Path | None = None
         self.router: PromptRouter[Server] = PromptRouter()
         self._changed: asyncio.Condition = asyncio.Condition()
@@ -191,6 +198,30 @@ class ServerPool:
         """The servers that may get work."""
         return [server for server in self.all if server.is_up]
 
+    def launch(self) -> None:
+        """Start the processes of the servers and return at once; `start` waits for them, `end` ends them.
+
+        Does nothing where servers run already.
+        """
+        if self.all or self.settings.urls:
+            return
+        keep_kernels()
+        host = Host.here()
+        for number in range(self.settings.num_servers):  # what cannot start must not start others first
+            self.settings.chosen_arguments(number, 0, host)
+        self._api_key = self._make_key()
+        for number, port in enumerate(free_ports(self.settings.num_servers)):
+            self.all.append(Server(f"http://127.0.0.1:{port}", number))
+            self._launch(self.all[-1])
+
+    def starting(self) -> list[int]:
+        """Return the numbers of the launched servers that do not listen yet.
+
+        Raises:
+            UserError: the process of one has ended; names its log.
+        """
+        return [server.number for server in self.all if self._has_process(server) and not _listens(server.url)]
+
     async def start(self) -> None:
         """Start or find every server, and wait until all answer.
 
@@ -199,26 +230,24 @@ class ServerPool:
         """
         self._changed = asyncio.Condition()
         settings = self.settings
-        if not settings.urls:
-            host = await asyncio.to_thread(Host.here)
-            for number in range(settings.num_servers):  # what cannot start must not start others first
-                settings.chosen_arguments(number, 0, host)
-        urls: Sequence[str] = settings.urls or [f"http://127.0.0.1:{port}" for port in free_ports(settings.num_servers)]
-        api_key = settings.api_key if settings.urls else self._make_key()
-        for proxied in set(map(uses_proxy, urls)):
+        if settings.urls:
+            self.all = [Server(url, number) for number, url in enumerate(settings.urls)]
+        self.launch()
+        for proxied in {uses_proxy(server.url) for server in self.all}:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=3)
-            headers = authorization(api_key)
+            headers = authorization(self._api_key)
             self._http[proxied] = aiohttp.ClientSession(connector=connector, trust_env=proxied, headers=headers)
-        for number, url in enumerate(urls):
-            self.all.append(Server(SGLangClient(url, self._http[uses_proxy(url)], settings.request_timeout_s), number))
         for server in self.all:
-            if not settings.urls:
-                self._launch(server)
-        results = await asyncio.gather(*(self._wait_until_up(server) for server in self.all), return_exceptions=True)
-        for server, result in zip(self.all, results, strict=True):
-            if isinstance(result, BaseException):
-                await self.close()
-                raise result
+            server.client = SGLangClient(server.url, self._http[uses_proxy(server.url)], settings.request_timeout_s)
+        waits = [asyncio.ensure_future(self._wait_until_up(server)) for server in self.all]
+        try:
+            await asyncio.gather(*waits)
+        except BaseException:  # the first error ends the others
+            for wait in waits:
+                wait.cancel()
+            await self.close()
+            raise
+        for server in self.all:
             server.is_up = True
 
     async def pick(self, prompt: int | None = None) -> Server:
@@ -251,11 +280,20 @@ class ServerPool:
         recoveries = [server.recovery for server in servers if server.recovery]
         for task in recoveries:
             task.cancel()
-        stopping = [asyncio.to_thread(_stop, server.process) for server in servers if server.process]
-        await asyncio.gather(*recoveries, *stopping, return_exceptions=True)
+        await asyncio.gather(*recoveries, asyncio.to_thread(self._end, servers), return_exceptions=True)
         for http in self._http.values():
             await http.close()
         self._http = {}
+
+    def end(self) -> None:
+        """End the processes that `launch` has started; does nothing after `close`."""
+        servers, self.all = self.all, []
+        self._end(servers)
+
+    def _end(self, servers: Sequence[Server]) -> None:
+        if processes := [server.process for server in servers if server.process]:
+            with ThreadPoolExecutor(len(processes)) as pool:
+                list(pool.map(_stop, processes))
         if self._key_file:
             self._key_file.unlink(missing_ok=True)
 
@@ -275,7 +313,7 @@ class ServerPool:
         return api_key
 
     def _launch(self, server: Server) -> None:
-        port = int(server.client.url.rsplit(":", 1)[1])
+        port = int(server.url.rsplit(":", 1)[1])
         self.settings.log_folder.mkdir(parents=True, exist_ok=True)
         server.log_path = self.settings.log_folder / f"sglang-{server.number}.log"
         chosen = self.settings.chosen_arguments(server.number, port, Host.here())
@@ -300,8 +338,7 @@ class ServerPool:
         """Wait until a server answers; raise `UserError` where its process ends or the time is up."""
         deadline = time.monotonic() + self.settings.start_timeout_s
         while not await server.client.is_alive():
-            if server.process and server.process.poll() is not None:
-                raise self._cannot_start(server, f"its process ended with status {server.process.returncode}")
+            self._has_process(server)
             if time.monotonic() > deadline:
                 raise self._cannot_start(server, f"no answer in {self.settings.start_timeout_s:g} s")
             await asyncio.sleep(POLL_S)
@@ -311,10 +348,16 @@ class ServerPool:
         keeps = self._has_pictures and await server.client.keeps_pictures()
         server.sent_pictures = SentPictures() if keeps else None
 
+    def _has_process(self, server: Server) -> bool:
+        """Whether a server is a process of ours; raise `UserError` if that has ended."""
+        if server.process and server.process.poll() is not None:
+            raise self._cannot_start(server, f"its process ended with status {server.process.returncode}")
+        return server.process is not None
+
     def _cannot_start(self, server: Server, reason: str) -> UserError:
         if server.log_path is None:
             fix = "start the server, or leave --engine-url out to have one started"
-            return UserError("--engine-url", "must answer", server.client.url, f"{fix} ({reason})")
+            return UserError("--engine-url", "must answer", server.url, f"{fix} ({reason})")
         tail = server.log_path.read_text(encoding="utf-8", errors="replace")[-600:].strip()
         fix = f"see {server.log_path}; its end: {tail}"
         return UserError("--engine sglang", "must start a server", reason, fix)
@@ -374,6 +417,13 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
             process.wait(wait_s)
             if signal_number == signal.SIGKILL:
                 return
+
+
+def _listens(url: str) -> bool:
+    host, _, port = url.rpartition("/")[2].rpartition(":")
+    with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=1.0):
+        return True
+    return False
 
 
 def free_ports(count: int) -> list[int]:

@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -22,9 +26,18 @@ from torch import Tensor
 import agents.model.attention
 import agents.model.policy
 import trainer.data.packing
-from agents.model import linear_logprobs
+from agents.model import STARTER_PATH, linear_logprobs
+from agents.model.kernel_cache import FOLDERS, keep_kernels
+from agents.model.policy import PolicyModel
+from agents.types import SamplingParams
+from tests.paths import ROOT
 from tests.trainer.steps import Case, Difference, Variant, take_variant
+from trainer.config.inputs import ModelConfig
 from trainer.config.learner import LearnerConfig
+from trainer.config.run import RunConfig
+from trainer.learner.compile_choice import is_compiled
+from trainer.learner.fsdp_learner import FSDPLearner
+from trainer.setup.components import with_compile_chosen
 
 
 def weights(query: Tensor, key: Tensor, is_causal: bool, scale: float) -> Tensor:
@@ -180,3 +193,99 @@ def test_the_operator_that_stands_in_is_attention_within_segments(traced: Any) -
             results.append([out, *torch.autograd.grad(out.square().sum(), tensors)])
         for got, expected in zip(*results, strict=True):
             torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_score_compiles_nothing_and_is_that_of_the_uncompiled_network(
+    traced: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    case = Case.write(tmp_path / "qwen3", "qwen3")
+    scores = []
+    for choice in ("off", "on"):
+        learner = FSDPLearner(
+            PolicyModel.load(case.checkpoint), SamplingParams(), 1, config=LearnerConfig(compile=choice)
+        )
+        scores.append(learner.score([5, 6, 7, 8, 9], ()))
+    assert traced["stats"]["unique_graphs"] == 0
+    assert np.array_equal(*scores)
+
+
+@pytest.mark.parametrize(
+    ("choice", "on_gpu", "num_parameters", "num_tokens", "expected"),
+    [
+        ("auto", True, 5_600_000, 4_096_000, False),  # 0.22 s saved
+        ("auto", True, 100_000_000, 40_000_000, False),  # 0.4 * 6 * 1e8 * 4e7 / 2.5e14 = 38.4 s
+        ("auto", True, 100_000_000, 42_000_000, True),  # 40.3 s
+        ("auto", True, 2_128_000_000, 1, True),  # saves memory too
+        ("auto", False, 2_128_000_000, 10**9, False),
+        ("on", True, 5_600_000, 1, True),
+        ("on", False, 5_600_000, 1, True),
+        ("off", True, 2_128_000_000, 10**9, False),
+    ],
+)
+def test_a_learner_is_compiled_where_that_saves_more_time_than_it_costs_and_a_given_choice_stays(
+    choice: Any, on_gpu: bool, num_parameters: int, num_tokens: int, expected: bool
+) -> None:
+    assert is_compiled(LearnerConfig(compile=choice), on_gpu, num_parameters, num_tokens) == expected
+
+
+def test_the_start_says_that_the_starter_is_not_compiled_and_what_that_would_save(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = RunConfig(model=ModelConfig(device="cuda"))
+    caplog.set_level("INFO", "trainer")
+    plan = with_compile_chosen(config, STARTER_PATH, config.most_tokens_trained)
+    assert plan.learner.compile == "off" and config.learner.compile == "auto"
+    (line,) = caplog.messages
+    assert line.startswith("the learner is not compiled: that would save 0.2 s at 5.6 M parameters")
+    given = config.model_copy(update={"learner": LearnerConfig(compile="on")})
+    assert with_compile_chosen(given, STARTER_PATH, 1) is given
+
+
+COMPILED_SCORES = """
+import torch
+from agents.model.kernel_cache import keep_kernels
+from agents.model.linear_logprobs import linear_scores
+from agents.types import SamplingLaw
+
+keep_kernels()
+rng = torch.Generator().manual_seed(0)
+hidden, weight = (torch.randn(n, 16, generator=rng, requires_grad=True) for n in (40, 300))
+scores, entropy = linear_scores(hidden, weight, torch.arange(40), SamplingLaw(), compiled=True)
+(scores.sum() + entropy.sum()).backward()
+print([tensor.detach().numpy().tobytes().hex() for tensor in (scores, entropy, hidden.grad, weight.grad)])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler needs a C++ compiler")
+def test_kernels_that_were_kept_give_the_same_bits(tmp_path: Path) -> None:
+    known = {name: value for name, value in os.environ.items() if name not in FOLDERS}
+    variables = {**known, "XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    printed, kept = [], []
+    for _ in ("cold", "warm"):
+        command = [sys.executable, "-c", COMPILED_SCORES]
+        printed.append(subprocess.run(command, env=variables, capture_output=True, text=True, check=True).stdout)
+        kept.append(set((tmp_path / "cache" / "trueturn" / "kernels").rglob("*.so")))
+    assert printed[0] and printed[0] == printed[1]
+    assert kept[0] and kept[0] == kept[1], "nothing is compiled again"
+
+
+def test_kernels_are_kept_where_the_user_says_and_a_folder_that_cannot_be_written_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in FOLDERS:
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    keep_kernels()
+    assert not FOLDERS.keys() & os.environ.keys()
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/elsewhere")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    keep_kernels()
+    assert os.environ["TRITON_CACHE_DIR"] == "/elsewhere"
+    kept = tmp_path / "cache" / "trueturn" / "kernels"
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(kept / "torchinductor") and kept.is_dir()
+    for name in FOLDERS:  # so that the test leaves none
+        monkeypatch.delenv(name)

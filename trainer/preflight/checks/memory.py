@@ -13,6 +13,7 @@ from typing import Any
 
 from agents.engines.sglang.server_arguments import server_gpus
 from trainer.config.run import RunConfig
+from trainer.learner.compile_choice import is_compiled
 from trainer.preflight.checks.free_memory import FreeMemory
 from trainer.preflight.finding import Verdict, combine, fault, ok, skipped, warning
 from trainer.preflight.memory_estimate import GIB, MetaNetworks, Parameters, Plan, estimate
@@ -138,8 +139,8 @@ def memory_need(config: RunConfig, networks: MetaNetworks) -> MemoryNeed:
         learner = size * num_parameters // ranks + PROCESS_BYTES
         return MemoryNeed(learner, learner - PROCESS_BYTES // 2, engine, cache, offloaded=0)
     offloaded = {"none": 0, "optimizer": 8 * count.trained, "all": 16 * count.trained + size * count.frozen}
-    is_compiled = config.learner.compile == "on" or (config.learner.compile == "auto" and on_gpu(config))
-    unsure = int((1 - COMPILED_SHARE) * parts.activations) if is_compiled else 0
+    compiles = is_compiled(config.learner, on_gpu(config), num_parameters, config.most_tokens_trained)
+    unsure = int((1 - COMPILED_SHARE) * parts.activations) if compiles else 0
     return MemoryNeed(
         learner=learner,
         least=learner - (unsure if on_gpu(config) else parts.activations + parts.logits + PROCESS_BYTES // 2),

@@ -1,6 +1,6 @@
 """The picture processor of the SGLang servers that we start. Pictures that come in another way are left to SGLang."""
 
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import io

@@ -1,0 +1,199 @@
+"""Claims about the start of a run: servers start while the learner loads, and an error on one side ends the other."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from agents.engines.sglang import SGLangEngine, SGLangSettings
+from agents.model.kernel_cache import FOLDERS
+from envs.errors import UserError
+from tests.paths import ROOT
+from tests.processes import Command
+from trainer.metrics.clock import StartClock
+from trainer.setup.start import Start
+
+#: The package `sglang` of a test: its server writes down its variables, then does what the test wants.
+SERVER = """
+import json, os, sys, time
+from pathlib import Path
+folder = Path({folder!r})
+(folder / "variables.part").write_text(json.dumps(dict(os.environ)))
+(folder / "variables.part").rename(folder / "variables.json")
+{body}
+"""
+#: Serves only once the learner is there, which is when a run writes its configuration.
+AFTER_THE_LEARNER = """
+while not list(folder.glob("out/*/config.yaml")):
+    time.sleep(0.05)
+from tests.agents.engines.sglang_server import main
+main()
+"""
+START = ("--env", "geo3k", "--steps", "1", "--eval-size", "0", "--group-size", "2", "--problems-per-step", "1")
+SMALL = (*START, "--max-new-tokens", "8", "--train-size", "4", "--record", "0", "--tracker=", "--save-every", "0")
+TIME_S = 120.0
+
+
+@pytest.fixture
+def run(tmp_path: Path, checkpoint: Path) -> Iterator[Callable[..., Command]]:
+    """Begin a training on servers that run `body`; they are found by their arguments, which name this test's folder."""
+
+    def begin(body: str, *flags: str) -> Command:
+        package = tmp_path / "site" / "sglang"
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text("")
+        (package / "launch_server.py").write_text(SERVER.format(folder=str(tmp_path), body=body))
+        own = ("--engine", "sglang", "--out", str(tmp_path / "out"), f"--engine-args=--mark {tmp_path}")
+        paths = f"{tmp_path / 'site'}:{ROOT}"
+        variables = {"PYTHONPATH": paths, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+        return Command("trainer.run", *SMALL, "--model", str(checkpoint), *own, *flags, env=variables)
+
+    yield begin
+    assert not servers_of(tmp_path), "servers are left behind"
+
+
+def servers_of(folder: Path) -> list[str]:
+    """Return the command lines of the processes that are servers of a test."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = file.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if f"--mark {folder}" in line and "trainer.run" not in line:
+            found.append(line)
+    return found
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + TIME_S
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} is not there"
+        time.sleep(0.05)
+
+
+def test_a_server_starts_before_the_learner_is_there_and_finds_the_cache_folders(
+    run: Callable[..., Command], tmp_path: Path
+) -> None:
+    with run(AFTER_THE_LEARNER) as training:  # if the learner waited for the server, neither would ever come
+        code = training.wait(TIME_S)
+        assert code == 0, training.output("stderr") + training.output("stdout")
+        printed = training.output("stdout")
+    variables = json.loads((tmp_path / "variables.json").read_text())
+    kept = tmp_path / "cache" / "trueturn" / "kernels"
+    assert {name: variables[name] for name in FOLDERS} == {name: str(kept / own) for name, own in FOLDERS.items()}
+    (summary,) = (tmp_path / "out").glob("*/summary.json")
+    stages = {stage["name"]: stage for stage in json.loads(summary.read_text())["start"]}
+    assert stages["server 0"]["start_s"] <= stages["the learner"]["start_s"]
+    assert stages["the learner"]["end_s"] <= stages["server 0"]["end_s"] <= stages["the first step"]["start_s"]
+    (line,) = re.findall(r"^start: .*$", printed, re.MULTILINE)
+    assert "server 0" in line and printed.index(line) < printed.index("step   1/1")
+
+
+def test_a_learner_that_cannot_be_built_ends_the_servers_and_leaves_no_folder(
+    run: Callable[..., Command], tmp_path: Path
+) -> None:
+    wrong = ("--doctor", "off", "--lora-rank", "2", "--lora-targets", "nonsense")
+    with run("time.sleep(3600)", *wrong) as training:
+        assert training.wait(TIME_S) == 2
+        (line,) = training.output("stderr").splitlines()
+    assert line.startswith("error: --lora-targets: ")
+    assert not (tmp_path / "out").exists()
+    assert not servers_of(tmp_path)
+
+
+def test_a_server_that_cannot_start_ends_the_run_with_one_line_and_leaves_its_log(
+    run: Callable[..., Command], tmp_path: Path
+) -> None:
+    with run("sys.exit('no such kernel')") as training:
+        assert training.wait(TIME_S) == 2
+        (line, *more) = training.output("stderr").splitlines()
+    assert re.match(r"error: --engine sglang: must start a server, got its process ended with status 1; ", line)
+    assert "no such kernel" in "\n".join((line, *more))
+    (log,) = (tmp_path / "out").glob("*/servers/sglang-0.log")
+    assert "no such kernel" in log.read_text()
+
+
+def test_ctrl_c_during_the_start_leaves_no_server(run: Callable[..., Command], tmp_path: Path) -> None:
+    with run("time.sleep(3600)") as training:
+        wait_for(tmp_path / "variables.json")
+        assert servers_of(tmp_path)
+        training.send_signal(signal.SIGINT)
+        assert training.wait(TIME_S) == 130
+        assert not servers_of(tmp_path)
+
+
+def dying(folder: Path) -> SGLangEngine:
+    """An engine whose server ends once its start was seen."""
+    return SGLangEngine(SGLangSettings(command=(sys.executable, "-c", "import sys; sys.exit(3)"), log_folder=folder), 1)
+
+
+def test_the_death_of_a_server_interrupts_what_the_learner_does(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background
+    start = Start()
+    try:
+        with pytest.raises(UserError, match="ended with status 3"), start.watched():
+            start.launch(dying(tmp_path))
+            assert not threading.Event().wait(TIME_S), "nothing has ended the wait"
+            pytest.fail("the wait was not interrupted")
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_servers_that_are_ended_on_purpose_hide_no_error_of_the_learner(tmp_path: Path) -> None:
+    command = (sys.executable, "-c", "import time; time.sleep(3600)")
+    engine, start = SGLangEngine(SGLangSettings(command=command, log_folder=tmp_path), 1), Start()
+    with pytest.raises(ZeroDivisionError), start.watched():
+        try:
+            start.launch(engine)
+            raise ZeroDivisionError
+        finally:
+            engine.servers.end()
+            time.sleep(0.5)  # the watch looks meanwhile
+    assert start.failure is None
+
+
+def test_ctrl_c_of_the_user_stays_ctrl_c() -> None:
+    with pytest.raises(KeyboardInterrupt), Start().watched():
+        raise KeyboardInterrupt
+
+
+def test_the_clock_shows_what_runs_and_keeps_what_has_ended() -> None:
+    clock = StartClock(age_s=3.0)
+    clock.begin("server 0")
+    with clock.stage("the learner"):
+        assert re.fullmatch(r"server 0 \(\d s\), the learner \(\d s\)", clock.line())
+    assert re.fullmatch(r"server 0 \(\d s\)", clock.line())
+    clock.end("server 0")
+    clock.end("server 0")  # no second time
+    assert clock.line() == ""
+    assert [stage.name for stage in clock.stages] == ["imports", "the learner", "server 0"]
+    imports, learner, server = clock.stages
+    assert (imports.start_s, imports.end_s) == (0.0, 3.0)
+    assert 3.0 <= server.start_s <= learner.start_s <= learner.end_s <= server.end_s
+    assert clock.summary() == "imports 0.0-3.0 s"  # the others took no time
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_that_a_finalizer_swallows_ends_the_start_all_the_same() -> None:
+    class Library:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    passed = []
+    try:
+        with pytest.raises(KeyboardInterrupt), Start().watched():
+            Library()  # Python prints and drops what a finalizer raises
+            passed.append("the finalizer")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert passed
