@@ -1,15 +1,18 @@
 """LoRA (arXiv 2106.09685) through peft: trains low-rank updates of linear layers, W + (alpha / rank) B A.
 
 peft puts the adapter layers into the network without a wrapper around it, so all other code sees the same network.
-Engines and checkpoints see no adapters: `merged_weights` gives ordinary weights under ordinary names.
+Checkpoints and most engines see no adapters: `merged_weights` gives ordinary weights under ordinary names.
+`packed_adapter` is for servers that take the adapters alone.
 
 Legend: H inputs, O outputs of a linear layer, R rank.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import math
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from agents.engines.sglang.adapters import Adapter
 from agents.model.policy import PolicyModel
 from envs.errors import UserError, did_you_mean
 from trainer.config.learner import LearnerConfig
@@ -101,6 +105,35 @@ def merged_weights(
             module: Any = model.get_submodule(layer)
             weight = torch.addmm(weight.float(), b_OR.float(), a_RH.float(), alpha=module.scaling[_ADAPTER])
         yield plain_name(name), weight
+
+
+def packed_adapter(
+    model: nn.Module, dtype: torch.dtype, whole: Callable[[Tensor], Tensor] = torch.Tensor.detach
+) -> Adapter:
+    """Return the adapters of all layers in `dtype`, as servers take them; `whole` is as for `merged_weights`.
+
+    In the dtype that the network computes in, they are the values of its own forward. A merged weight is not: rounded
+    to bfloat16, it loses every update below 1/512 of the weight.
+    """
+    tensors: dict[str, Tensor] = {}
+    layers: list[str] = []
+    for name, parameter in model.named_parameters():
+        if is_adapter(name):
+            layer, side = name.removeprefix("backbone.").removesuffix(f".{_ADAPTER}.weight").rsplit(".", 1)
+            tensors[f"base_model.model.{layer}.{side}.weight"] = whole(parameter).to("cpu", dtype, copy=True)
+            layers += [layer] if side == "lora_A" else []
+    module: Any = model.get_submodule(f"backbone.{layers[0]}")
+    rank = module.r[_ADAPTER]
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": module.scaling[_ADAPTER] * rank,
+        "target_modules": sorted({layer.rsplit(".", 1)[1] for layer in layers}),
+        "bias": "none",
+    }
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    return Adapter(config, base64.b64encode(pickle.dumps(tensors)).decode(), num_bytes, tuple(layers))
 
 
 @contextmanager

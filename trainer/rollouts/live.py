@@ -231,7 +231,16 @@ def prepare(config: RunConfig) -> LiveContext:
         num_gpus, max_batch = config.cluster.num_gpus, config.rollout.max_batch
         try:
             transport = build_transport(
-                config.engine, config.model, num_gpus, max_batch, model_path, facts, renderer, learner, folder
+                config.engine,
+                config.model,
+                num_gpus,
+                max_batch,
+                model_path,
+                facts,
+                renderer,
+                learner,
+                folder,
+                trains_adapters=config.learner.lora_rank > 0,
             )
         except BaseException:  # a run that cannot start leaves no folder
             if not config.checkpoint.resume:

@@ -26,6 +26,7 @@ from agents.engines.base import Engine, EngineSetup, TrainableEngine
 from agents.engines.hf import HFEngine
 from agents.engines.own import find_engine, make_engine
 from agents.engines.sglang import SGLangEngine, SGLangSettings
+from agents.engines.sglang.adapters import why_unsupported
 from agents.engines.sglang.client import authorization, uses_proxy
 from agents.model.architectures import ModelFacts
 from agents.model.policy import PolicyModel
@@ -43,12 +44,15 @@ from trainer.learner.cuda_ipc import lend_weights
 from trainer.learner.fsdp_learner import build_learner
 from trainer.learner.protocol import Learner
 from trainer.weight_sync.transports import (
+    AdapterTransport,
     DiskTransport,
     InProcessTransport,
     IpcTransport,
     Lend,
     ServersTransport,
     Transport,
+    note_merged,
+    refused,
 )
 
 E = TypeVar("E", bound=Engine)
@@ -207,10 +211,12 @@ def build_transport(
     renderer: Renderer,
     learner: StartedLearner,
     folder: Path,
+    trains_adapters: bool = False,
 ) -> Transport:
     """Return the transport that brings the learner's weights to the engine, with the engine; its `start` starts both.
 
-    `num_gpus` is the number of GPUs of learner processes; `max_batch` limits the embedded engine.
+    `num_gpus` is the number of GPUs of learner processes; `max_batch` limits the embedded engine. If the learner
+    `trains_adapters`, servers may get those alone.
     """
     first_gpu = place_servers(config, learner.gpus_here)
     device = f"cuda:{first_gpu}" if num_gpus else model.device
@@ -230,9 +236,34 @@ def build_transport(
     if not isinstance(engine, SGLangEngine):
         return DiskTransport(learner.learner, engine, folder / "sync")
     lend = check_sync(config, facts, learner)
-    if lend:
-        return IpcTransport(learner.learner, engine, folder / "sync", lend)
-    return ServersTransport(learner.learner, engine, folder / "sync")
+    merged = (
+        IpcTransport(learner.learner, engine, folder / "sync", lend)
+        if lend
+        else ServersTransport(learner.learner, engine, folder / "sync")
+    )
+    return adapters_alone(merged, config.sync, trains_adapters)
+
+
+def adapters_alone(merged: ServersTransport, sync: str, trains_adapters: bool) -> Transport:
+    """Return the transport of the learner's adapters, or `merged` where there are none or servers cannot take them.
+
+    Raises:
+        UserError: `--sync adapter` cannot work here.
+    """
+    if not trains_adapters:
+        if sync == "adapter":
+            raise UserError("--sync adapter", "needs adapters to send", "all weights are trained", "give --lora-rank")
+        return merged
+    if sync not in ("auto", "adapter"):
+        return merged
+    adapter = merged.learner.adapter()
+    if reason := why_unsupported(adapter.layers):
+        if sync == "adapter":
+            raise refused(reason)
+        note_merged(merged.engine, reason)
+        return merged
+    merged.engine.adapt(adapter)
+    return AdapterTransport(merged, is_required=sync == "adapter")
 
 
 def build_engine(

@@ -9,8 +9,10 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-#: Time limits: to answer `model_info`, which a busy server does late, and to load weights.
-ALIVE_S, UPDATE_S = 20.0, 600.0
+from agents.engines.sglang.adapters import Adapter
+
+#: Time limits: to answer `model_info`, which a busy server does late, to load weights, and to forget an adapter.
+ALIVE_S, UPDATE_S, UNLOAD_S = 20.0, 600.0, 60.0
 
 #: Bytes of an answer; the log-probs of a million tokens take about 30 MiB.
 MAX_ANSWER = 2**26
@@ -131,7 +133,24 @@ class SGLangClient:
         body = {"serialized_named_tensors": [payload] * num_gpus, "flush_cache": is_last}
         await self._update("update_weights_from_tensor", body | ({"weight_version": str(version)} if is_last else {}))
 
-    async def _update(self, path: str, body: dict[str, Any]) -> None:
-        answer = await self.call(path, body, timeout_s=max(UPDATE_S, self._timeout_s))
+    async def load_adapter(self, name: str, adapter: Adapter) -> None:
+        """Load an adapter, and make its name the version of the weights. It writes what asks for it by its name.
+
+        The version comes last. So a server that is lost before reports the old one, and is given the adapter again.
+        """
+        body = {"lora_name": name, "config_dict": adapter.config, "serialized_tensors": adapter.tensors}
+        try:
+            await self._update("load_lora_adapter_from_tensors", body)
+        except ServerRefused as error:
+            if "already loaded" not in str(error):  # by a call whose answer was lost
+                raise
+        await self._update("update_weight_version", {"new_version": name, "abort_all_requests": False})
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; the server waits for the requests that use it."""
+        await self._update("unload_lora_adapter", {"lora_name": name}, UNLOAD_S)
+
+    async def _update(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> None:
+        answer = await self.call(path, body, timeout_s or max(UPDATE_S, self._timeout_s))
         if not (isinstance(answer, dict) and answer.get("success") is True):
             raise ServerRefused(f"{self.url}/{path}: {answer!r:.1000}")

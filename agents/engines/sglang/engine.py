@@ -9,17 +9,19 @@ when that happens to `MAX_GIVEN_UP` turns in a row, the engine raises `EngineDow
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from agents.engines.sglang.adapters import Adapter
 from agents.engines.sglang.client import ServerLost, ServerRefused, SGLangClient
 from agents.engines.sglang.payloads import GenerateAnswer, generate_body, parse_answer, parse_scores, score_body
 from agents.engines.sglang.servers import EngineDown, Server, ServerPool, SGLangSettings
@@ -29,6 +31,8 @@ from agents.types import Completion, GenerateRequest, ProcessedImage, add_run
 MAX_TRIES = 10
 #: Turns given up in a row, over all sessions, before the engine is down.
 MAX_GIVEN_UP = 32
+#: The version of a checkpoint whose adapter is not loaded yet: no engine's current one.
+NO_VERSION = -1
 
 
 class SGLangEngine:
@@ -60,10 +64,19 @@ class SGLangEngine:
         self._num_loaded = 0  # how often a server that came back got weights
         self._num_given_up = 0  # turns given up since the last answer
         self._were_weights_pushed = False
+        self._adapter: Adapter | None = None  # the one that writes, by the name below; None: the weights alone
+        self._adapter_name = ""
+        self._held: dict[str, str] = {}  # by URL: the adapter that a server was given last
+        self._unended: set[tuple[str, str]] = set()  # URL and adapter of requests whose end a server may not know
         self._aborts: set[asyncio.Task[Any]] = set()
         self._in_flight = 0
         self._idle: asyncio.Event = asyncio.Event()
         self._may_write: asyncio.Event = asyncio.Event()
+
+    def adapt(self, adapter: Adapter) -> None:
+        """Have servers started so that they take adapters like this one; call it before `start`."""
+        settings = replace(self.settings, lora_rank=adapter.rank, lora_targets=adapter.targets)
+        self.settings = self.servers.settings = settings
 
     async def start(self) -> None:
         """Start or find the servers; raises `UserError` where that fails."""
@@ -116,9 +129,9 @@ class SGLangEngine:
         """
 
         async def one(server: Server) -> NDArray[np.float32] | ServerLost:
-            body = score_body(ids, images, self.image_token_id, self.salt)
+            body = score_body(ids, images, self.image_token_id, self.salt, self._adapter_name)
             try:
-                return parse_scores(await server.client.call("generate", body), len(ids))
+                return parse_scores(await self._ask(server, body), len(ids))
             except ServerLost as error:
                 self.servers.report_lost(server, str(error))
                 return error
@@ -135,13 +148,40 @@ class SGLangEngine:
         """Load a checkpoint folder, which every server must be able to read, as weights `version`."""
         await self.update(lambda client: client.update_from_disk(str(folder.absolute()), version), version)
 
-    async def update(self, push: Callable[[SGLangClient], Awaitable[None]], version: int) -> None:
+    async def update_adapter(self, adapter: Adapter, version: int) -> None:
+        """Let an adapter over the checkpoint of `settings` write as weights `version`, on every server. Pause before.
+
+        A server that is lost meanwhile, or refuses the adapter, gets it when it is back.
+        """
+        await self.update(self._give_adapter, version, adapter)
+
+    async def offer_adapter(self, adapter: Adapter) -> str:
+        """Do as `update_adapter` with version 0, if every server takes the adapter; else return why one refuses it."""
+        self._use(0, adapter)
+
+        async def one(server: Server) -> str:
+            try:
+                await self._give_adapter(server.client)
+            except ServerLost as error:
+                self.servers.report_lost(server, str(error))
+            except ServerRefused as error:
+                return str(error)
+            return ""
+
+        refusals = [reason for reason in await asyncio.gather(*map(one, self.servers.up)) if reason]
+        if refusals:
+            self._use(0, None)
+        return "; ".join(refusals)
+
+    async def update(
+        self, push: Callable[[SGLangClient], Awaitable[None]], version: int, adapter: Adapter | None = None
+    ) -> None:
         """Call `push(client)` for every server that is up; from then on weights `version` write. Pause before.
 
         A server that is lost meanwhile, or refuses the weights, loads `current_weights` when it is back.
         """
         assert self._idle.is_set(), "weights change while nothing is being written: pause first"
-        self.weight_version, self._were_weights_pushed = version, True
+        self._use(version, adapter)
 
         async def one(server: Server) -> None:
             try:
@@ -151,24 +191,60 @@ class SGLangEngine:
 
         await asyncio.gather(*(one(server) for server in self.servers.up))
 
+    def _use(self, version: int, adapter: Adapter | None) -> None:
+        """Let weights `version` write: an adapter under a name that no other has, or the weights alone."""
+        self.weight_version, self._were_weights_pushed = version, True
+        self._adapter = adapter
+        self._adapter_name = f"{self._run}-{version}-{next(self._numbers)}" if adapter else ""
+
     async def _load_current_weights(self, client: SGLangClient) -> None:
         """Load the current weights into a server that is back, unless it has them."""
         loaded = None
         while not self.is_current(name := await client.weight_version()):
-            if loaded == self.weight_version:
+            if loaded == self._version_name:
                 raise ServerRefused(f"{client.url} has loaded weights {loaded} and still reports {name!r}")
-            assert self.current_weights, "the code that pushes weights must set `current_weights`"
-            loaded, folder = self.weight_version, await asyncio.to_thread(self.current_weights)
+            loaded = self._version_name
             try:
-                await client.update_from_disk(str(folder.absolute()), loaded)
+                await self._give_current(client)
             except ServerRefused:
-                if loaded == self.weight_version:  # else newer weights have replaced the folder meanwhile
+                if loaded == self._version_name:  # else newer weights have replaced these meanwhile
                     raise
             self._num_loaded += 1
 
+    async def _give_current(self, client: SGLangClient) -> None:
+        """Give a server that is back the current adapter, or the current weights from their folder."""
+        if self._adapter:
+            await self._give_adapter(client)
+            return
+        assert self.current_weights, "the code that pushes weights must set `current_weights`"
+        version, folder = self.weight_version, await asyncio.to_thread(self.current_weights)
+        await client.update_from_disk(str(folder.absolute()), version)
+
+    async def _give_adapter(self, client: SGLangClient) -> None:
+        """Load the current adapter into a server, and let it forget the one before.
+
+        Servers that we did not start may hold any weights, so they first load the checkpoint that it adapts, once.
+        """
+        adapter, name, held = self._adapter, self._adapter_name, self._held.pop(client.url, "")
+        assert adapter is not None
+        if self.settings.urls and not (held and await client.weight_version() == held):
+            folder = Path(self.settings.model_path)
+            await client.update_from_disk(str(folder.absolute() if folder.is_dir() else folder), NO_VERSION)
+        await client.load_adapter(name, adapter)
+        self._held[client.url] = name
+        # SGLang 0.5.15 never counts a request as ended that was aborted in its queue, and would wait for it for ever.
+        if held and (client.url, held) not in self._unended:
+            with contextlib.suppress(ServerRefused):  # it was restarted
+                await client.unload_adapter(held)
+
+    @property
+    def _version_name(self) -> str:
+        """The version that a server with the current weights reports: the adapter's name, or the number."""
+        return self._adapter_name or str(self.weight_version)
+
     def is_current(self, name: str) -> bool:
         """Return whether the version that a server reports is the current one; a new server reports "default"."""
-        current = str(self.weight_version)
+        current = self._version_name
         return name == current or (name == "default" and current == "0" and not self._were_weights_pushed)
 
     async def close(self) -> None:
@@ -184,7 +260,7 @@ class SGLangEngine:
         self._in_flight += 1
         self._idle.clear()
         try:
-            return await server.client.call("generate", body)
+            return await self._ask(server, body)
         except (asyncio.CancelledError, ServerLost):
             self._abort(server, body["rid"])
             raise
@@ -192,6 +268,23 @@ class SGLangEngine:
             self._in_flight -= 1
             if not self._in_flight:
                 self._idle.set()
+
+    async def _ask(self, server: Server, body: dict[str, Any]) -> Any:
+        """Send a request and return the answer; raise `ServerLost` for one refused by a server without the adapter."""
+        adapter = body.get("lora_path", "")
+        try:
+            return await server.client.call("generate", body)
+        except (asyncio.CancelledError, ServerLost):
+            self.note_unended(server, adapter)
+            raise
+        except ServerRefused as error:
+            if adapter and (name := await server.client.weight_version()) != adapter:  # restarted behind our back
+                raise ServerLost(f"{server.client.url} has weights {name}, not adapter {adapter}") from error
+            raise
+
+    def note_unended(self, server: Server, adapter: str) -> None:
+        """Note that a server may count a request of an adapter as not ended; it then keeps the adapter."""
+        self._unended.add((server.client.url, adapter))
 
     def _abort(self, server: Server, rid: str) -> None:
         """Abort a request in the background; whether the server gets the call does not matter."""
@@ -231,8 +324,16 @@ class SGLangEngine:
 
     @property
     def salt(self) -> str:
-        """The salt of image hashes, which differs between runs, weights and loads of weights."""
-        return f"{self._run}/{self.weight_version}/{self._num_loaded}"
+        """The salt of image hashes, which differs between runs, loads of weights, and weights of the vision tower.
+
+        Adapters leave the vision tower as it is, so what a server has encoded stays right for the next one.
+        """
+        return f"{self._run}/{'checkpoint' if self._adapter else self.weight_version}/{self._num_loaded}"
+
+    @property
+    def adapter_name(self) -> str:
+        """The name of the adapter that writes; "" for the weights alone."""
+        return self._adapter_name
 
 
 class SGLangSession:
@@ -247,9 +348,12 @@ class SGLangSession:
         engine, turn, tries = self._engine, _PendingTurn(request), 0
         while not turn.is_whole:
             server = await self._assigned_server()
-            body = generate_body(request, turn.ids, engine.next_request_id(), engine.image_token_id, engine.salt)
+            rid, adapter = engine.next_request_id(), engine.adapter_name
+            body = generate_body(request, turn.ids, rid, engine.image_token_id, engine.salt, adapter)
             try:
                 answer = parse_answer(await engine.send(server, body))
+                if answer.prompt_length is None:
+                    engine.note_unended(server, adapter)
                 if not engine.is_current(answer.version):
                     engine.num_outdated += 1
                     raise ServerLost(f"wrote with weights {answer.version}, not {engine.weight_version}")

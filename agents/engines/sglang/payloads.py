@@ -53,12 +53,18 @@ def salted_hash(image: ProcessedImage, salt: str) -> str:
 
 
 def generate_body(
-    request: GenerateRequest, written: Sequence[int], rid: str, image_token_id: int | None, salt: str
+    request: GenerateRequest,
+    written: Sequence[int],
+    rid: str,
+    image_token_id: int | None,
+    salt: str,
+    adapter: str = "",
 ) -> dict[str, Any]:
     """Return the body of `/generate` that continues a turn after the ids `written` so far.
 
     `salt` becomes part of each image's hash. It holds the version of the weights, so that the server does not reuse an
-    image that older weights encoded.
+    image that older weights encoded. A server that has no adapter of the name `adapter` refuses the request; it keeps
+    the prefixes that each adapter has read apart.
     """
     sampling = request.sampling
     body: dict[str, Any] = {
@@ -79,11 +85,11 @@ def generate_body(
         },
         "return_logprob": True,
     }
-    return body | image_fields(request.images, salt)
+    return body | image_fields(request.images, salt) | adapter_field(adapter)
 
 
 def score_body(
-    ids: Sequence[int], images: Sequence[ProcessedImage], image_token_id: int | None, salt: str
+    ids: Sequence[int], images: Sequence[ProcessedImage], image_token_id: int | None, salt: str, adapter: str = ""
 ) -> dict[str, Any]:
     """Return the body of `/generate` that requests the log-probs of a whole stream."""
     return {
@@ -91,7 +97,12 @@ def score_body(
         "sampling_params": {"temperature": 1.0, "max_new_tokens": 1},
         "return_logprob": True,
         "logprob_start_len": 0,
-    } | image_fields(images, salt)
+    } | (image_fields(images, salt) | adapter_field(adapter))
+
+
+def adapter_field(name: str) -> dict[str, Any]:
+    """Return the field of a body for the adapter that writes; none for the checkpoint alone."""
+    return {"lora_path": name} if name else {}
 
 
 def image_fields(images: Sequence[ProcessedImage], salt: str) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class SGLangSettings:
     With `urls` the servers there are used and never stopped. Else `num_servers` servers of `model_path` are started,
     server k on GPU `first_gpu + k * tensor_parallel`. `command` starts a server and takes SGLang's arguments.
     Every call proves `api_key`. Started servers ask for it, and for a random key if there is none and `arguments` give
-    none.
+    none. `lora_targets` are the layers that servers adapt, with `lora_rank` rows at most; 0: none.
     """
 
     model_path: str = ""
@@ -57,6 +57,8 @@ class SGLangSettings:
     request_timeout_s: float = 600.0
     start_timeout_s: float = 600.0
     max_restarts: int = 3
+    lora_rank: int = 0
+    lora_targets: tuple[str, ...] = ()
 
     def launch_command(self, number: int, port: int, gpus_seen: int) -> list[str]:
         """Return the command of the `number`-th local server."""
@@ -76,8 +78,21 @@ class SGLangSettings:
             "--log-level": "warning",
         }
         words = [word for name, value in own.items() if name not in self.arguments for word in (name, value)]
+        words += self._lora_words()
         words += ["--enable-fp32-lm-head"] if self.dtype != "float32" else []  # as `agents.model.policy.float32_logits`
         return [sys.executable, "-m", "agents.engines.sglang.launch", *self.command, *words, *self.arguments]
+
+    def _lora_words(self) -> list[str]:
+        """Return what a server needs to take adapters. It has two places: for the one that writes and for none."""
+        if not self.lora_rank:
+            return []
+        own = {
+            "--enable-lora": (),
+            "--max-lora-rank": (str(self.lora_rank),),
+            "--lora-target-modules": self.lora_targets,
+            "--max-loras-per-batch": ("2",),
+        }
+        return [word for name, values in own.items() if name not in self.arguments for word in (name, *values)]
 
 
 @dataclass(eq=False)
