@@ -233,7 +233,7 @@ class SGLangEngine:
         await client.load_adapter(name, adapter)
         self._held[client.url] = name
         # SGLang 0.5.15 never counts a request as ended that was aborted in its queue, and would wait for it for ever.
-        if held and (client.url, held) not in self._unended:
+        if held not in ("", name) and (client.url, held) not in self._unended:
             with contextlib.suppress(ServerRefused):  # it was restarted
                 await client.unload_adapter(held)
 
