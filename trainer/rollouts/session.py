@@ -101,6 +101,7 @@ class TrainingSession(RunSession[LoopState]):
 
     async def evaluate_before(self) -> None:
         """Evaluate the policy that the run starts from; a resumed run only what it has not finished evaluating."""
+        self.display.events(self.rollouts.events)
         if self.state.step == 0:
             self.evaluations |= await self._evaluate("before", "evaluate before")
             self.state = self.state_now()

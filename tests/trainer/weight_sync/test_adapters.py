@@ -7,9 +7,7 @@ import base64
 import importlib.util
 import json
 import pickle
-import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -20,13 +18,13 @@ import pytest
 import torch
 
 from agents.engines.sglang import SGLangEngine, SGLangSettings
-from agents.engines.sglang.servers import free_ports
 from agents.model.stream_logprobs import stream_logprobs
 from agents.rendering.renderer import Renderer
 from agents.types import Completion, GenerateRequest
 from envs.errors import UserError
 from tests.builders import fresh_model, sampling
 from tests.prompts import picture, question
+from tests.servers import TAKES_ADAPTERS, serving
 from trainer.config.learner import LearnerConfig
 from trainer.learner.fsdp_learner import FSDPLearner
 from trainer.learner.lora import is_adapter
@@ -39,8 +37,6 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason
 
 PROMPT = question("Find x.", picture())
 SERVER = (sys.executable, "-m", "tests.agents.engines.sglang_server")
-TAKES_ADAPTERS = ("--enable-lora", "--max-lora-rank", "4", "--lora-target-modules", "q_proj", "k_proj", "v_proj")
-TAKES_ADAPTERS += ("o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def learner_of(checkpoint: Path, renderer: Renderer, *targets: str, rank: int = 4) -> FSDPLearner:
@@ -93,33 +89,17 @@ def external(url: str, checkpoint: Path) -> SGLangSettings:
     return SGLangSettings(str(checkpoint), urls=(url,), start_timeout_s=60)
 
 
-def serve(checkpoint: Path, *arguments: str) -> Iterator[str]:
-    (port,) = free_ports(1)
-    launch = (sys.executable, "-m", "agents.engines.sglang.launch")  # which ends it with the tests
-    process = subprocess.Popen([*launch, *SERVER, "--model-path", str(checkpoint), "--port", str(port), *arguments])
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.wait()
-
-
 @pytest.fixture(scope="module")
 def adapting_server(checkpoint: Path) -> Iterator[str]:
-    yield from serve(checkpoint, *TAKES_ADAPTERS)
+    with serving(checkpoint, *TAKES_ADAPTERS) as url:
+        yield url
 
 
 @pytest.fixture
 def url(adapting_server: str) -> str:
     """The address of a running server that takes adapters, as if just started."""
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            tell(adapting_server, "reset", slow_s=0.0)
-            return adapting_server
-        except OSError:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+    tell(adapting_server, "reset", slow_s=0.0)
+    return adapting_server
 
 
 def tell(url: str, where: str, **body: Any) -> Any:
@@ -310,7 +290,7 @@ def test_a_server_that_takes_no_adapters_gets_merged_weights_and_the_run_says_so
         with pytest.raises(UserError, match=r"--sync adapter: needs servers.*LoRA is not enabled.*--enable-lora"):
             await sync.start()
 
-    for url in serve(checkpoint):
+    with serving(checkpoint) as url:
         events = play_with(external(url, checkpoint), learner, renderer, tmp_path, play)
         assert len(events) == 1
         assert "merged weights, not the adapter alone" in events[0] and "LoRA is not enabled" in events[0]
