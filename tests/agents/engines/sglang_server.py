@@ -336,13 +336,13 @@ class LoadedAdapter:
     scaling: float
 
     @classmethod
-    def read(cls, serialized: str, config: Mapping[str, Any]) -> LoadedAdapter:
+    def read(cls, serialized: str, config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> LoadedAdapter:
         tensors: dict[str, Tensor] = pickle.loads(base64.b64decode(serialized))
         prefix, ending = "base_model.model.", ".lora_A.weight"
         layers = [name.removeprefix(prefix).removesuffix(ending) for name in tensors if name.endswith(ending)]
-        sides = {
-            layer: tuple(tensors[f"{prefix}{layer}.lora_{side}.weight"].float() for side in "AB") for layer in layers
-        }
+        values = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+        names = {layer: f"{prefix}{layer}.lora_" for layer in layers}
+        sides = {layer: (values[f"{name}A.weight"], values[f"{name}B.weight"]) for layer, name in names.items()}
         if 2 * len(sides) != len(tensors) or any(a.shape[0] != config["r"] for a, _ in sides.values()):
             raise ValueError("the tensors are not those of the configuration")
         return cls(sides, config["lora_alpha"] / config["r"])

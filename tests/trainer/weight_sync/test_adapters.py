@@ -16,12 +16,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from agents.engines.sglang import SGLangEngine, SGLangSettings
+from agents.model.policy import PolicyModel
 from agents.model.stream_logprobs import stream_logprobs
 from agents.rendering.renderer import Renderer
 from agents.types import Completion, GenerateRequest
 from envs.errors import UserError
+from tests.agents.engines.sglang_server import AdaptedLinear, LoadedAdapter
 from tests.builders import fresh_model, sampling
 from tests.prompts import picture, question
 from tests.servers import TAKES_ADAPTERS, serving
@@ -39,19 +42,22 @@ PROMPT = question("Find x.", picture())
 SERVER = (sys.executable, "-m", "tests.agents.engines.sglang_server")
 
 
-def learner_of(checkpoint: Path, renderer: Renderer, *targets: str, rank: int = 4) -> FSDPLearner:
+def learner_of(
+    checkpoint: Path, renderer: Renderer, *targets: str, rank: int = 4, dtype: torch.dtype = torch.float32
+) -> FSDPLearner:
     config = LearnerConfig(lora_rank=rank, lora_alpha=6.0, lora_targets=targets)
-    return FSDPLearner(fresh_model(checkpoint), sampling(renderer), num_steps=10, config=config, path=checkpoint)
+    network = PolicyModel.load(checkpoint, dtype)
+    return FSDPLearner(network, sampling(renderer), num_steps=10, config=config, dtype=dtype, path=checkpoint)
 
 
-def move(learner: FSDPLearner, seed: int = 3) -> None:
+def move(learner: FSDPLearner, seed: int = 3, scale: float = 0.3) -> None:
     """Change every adapter, as an optimizer step of a very high rate would."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in learner.model.named_parameters():
             if is_adapter(name):
                 local = parameter.to_local()  # type: ignore[operator]
-                local.add_(torch.randn(local.shape, generator=generator) * 0.3)
+                local.add_(torch.randn(local.shape, generator=generator) * scale)
     learner.steps_done += 1
 
 
@@ -352,3 +358,28 @@ def test_an_adapter_has_pefts_names_and_the_learners_dtype(
     assert np.abs(scores - learner.score(rendered.ids, rendered.images)).max() < 1e-5
     learner.dtype = torch.bfloat16
     assert learner.adapter().num_bytes == adapter.num_bytes // 2
+
+
+def test_in_bfloat16_the_adapter_alone_computes_the_learners_forward_and_merged_weights_do_not(
+    checkpoint: Path, renderer: Renderer
+) -> None:
+    """Small updates, as those of first steps, vanish where they are rounded together with the weights."""
+    rendered, dtype = renderer.prompt(PROMPT), torch.bfloat16
+    learner = learner_of(checkpoint, renderer, dtype=dtype)
+    move(learner, scale=1e-3)
+    own = learner.score(rendered.ids, rendered.images)
+
+    def gap(network: PolicyModel) -> float:
+        return float(np.abs(stream_logprobs(network, rendered.ids, rendered.images, "cpu", dtype) - own).mean())
+
+    merged, adapted = PolicyModel.load(checkpoint, dtype), PolicyModel.load(checkpoint, dtype)
+    with torch.no_grad():
+        for name, parameter in merged.named_parameters():
+            parameter.copy_(learner.weights()[name])
+    adapter = learner.adapter()
+    read = LoadedAdapter.read(adapter.tensors, adapter.config, dtype)
+    for name, module in adapted.backbone.named_modules():
+        if type(module) is nn.Linear:
+            module.__class__ = AdaptedLinear
+            module.use(read, name)
+    assert gap(adapted) < gap(merged) / 4
