@@ -11,8 +11,8 @@ import aiohttp
 
 from agents.engines.sglang.adapters import Adapter
 
-#: Time limits: to answer `model_info`, which a busy server does late, to load weights, and to forget an adapter.
-ALIVE_S, UPDATE_S, UNLOAD_S = 20.0, 600.0, 60.0
+#: Time limits: to answer `model_info`, which a busy server does late, to load weights, and to load an adapter.
+ALIVE_S, UPDATE_S, ADAPTER_S = 20.0, 600.0, 120.0
 
 #: Bytes of an answer; the log-probs of a million tokens take about 30 MiB.
 MAX_ANSWER = 2**26
@@ -140,15 +140,15 @@ class SGLangClient:
         """
         body = {"lora_name": name, "config_dict": adapter.config, "serialized_tensors": adapter.tensors}
         try:
-            await self._update("load_lora_adapter_from_tensors", body)
+            await self._update("load_lora_adapter_from_tensors", body, ADAPTER_S)
         except ServerRefused as error:
             if "already loaded" not in str(error):  # by a call whose answer was lost
                 raise
-        await self._update("update_weight_version", {"new_version": name, "abort_all_requests": False})
+        await self._update("update_weight_version", {"new_version": name, "abort_all_requests": False}, ALIVE_S)
 
     async def unload_adapter(self, name: str) -> None:
         """Forget an adapter; the server waits for the requests that use it."""
-        await self._update("unload_lora_adapter", {"lora_name": name}, UNLOAD_S)
+        await self._update("unload_lora_adapter", {"lora_name": name}, ALIVE_S)
 
     async def _update(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> None:
         answer = await self.call(path, body, timeout_s or max(UPDATE_S, self._timeout_s))

@@ -232,10 +232,17 @@ class SGLangEngine:
             await client.update_from_disk(str(folder.absolute() if folder.is_dir() else folder), NO_VERSION)
         await client.load_adapter(name, adapter)
         self._held[client.url] = name
-        # SGLang 0.5.15 never counts a request as ended that was aborted in its queue, and would wait for it for ever.
-        if held not in ("", name) and (client.url, held) not in self._unended:
-            with contextlib.suppress(ServerRefused):  # it was restarted
-                await client.unload_adapter(held)
+        if held not in ("", name):
+            await self._forget(client, held)
+
+    async def _forget(self, client: SGLangClient, name: str) -> None:
+        """Let a server forget an adapter, if it has it and knows that all requests of it have ended.
+
+        SGLang 0.5.15 never counts a request as ended that was aborted in its queue, and would wait for it for ever.
+        """
+        if (client.url, name) not in self._unended:
+            with contextlib.suppress(ServerLost, ServerRefused):
+                await client.unload_adapter(name)
 
     @property
     def _version_name(self) -> str:
@@ -248,9 +255,12 @@ class SGLangEngine:
         return name == current or (name == "default" and current == "0" and not self._were_weights_pushed)
 
     async def close(self) -> None:
-        """Stop the servers that this engine started; turns that wait fail."""
+        """Stop the servers that this engine started; turns that wait fail. Others forget the adapter."""
         if self._aborts:  # an external server would continue writing
             await asyncio.wait(self._aborts, timeout=2)
+        if self.settings.urls and not self._in_flight:
+            held = [(s.client, self._held[s.client.url]) for s in self.servers.up if s.client.url in self._held]
+            await asyncio.gather(*(self._forget(client, name) for client, name in held))
         await self.servers.close()
         self._may_write.set()
 
