@@ -9,7 +9,6 @@ when that happens to `MAX_GIVEN_UP` turns in a row, the engine raises `EngineDow
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from agents.engines.sglang.adapter_loading import AdapterLoader
 from agents.engines.sglang.adapters import Adapter
 from agents.engines.sglang.client import ServerLost, ServerRefused, SGLangClient
 from agents.engines.sglang.payloads import GenerateAnswer, generate_body, parse_answer, parse_scores, score_body
@@ -31,8 +31,6 @@ from agents.types import Completion, GenerateRequest, ProcessedImage, add_run
 MAX_TRIES = 10
 #: Turns given up in a row, over all sessions, before the engine is down.
 MAX_GIVEN_UP = 32
-#: The version of a checkpoint whose adapter is not loaded yet: no engine's current one.
-NO_VERSION = -1
 
 
 class SGLangEngine:
@@ -64,10 +62,10 @@ class SGLangEngine:
         self._num_loaded = 0  # how often a server that came back got weights
         self._num_given_up = 0  # turns given up since the last answer
         self._were_weights_pushed = False
-        self._adapter: Adapter | None = None  # the one that writes, by the name below; None: the weights alone
-        self._adapter_name = ""
-        self._held: dict[str, str] = {}  # by URL: the adapter that a server was given last
-        self._unended: set[tuple[str, str]] = set()  # URL and adapter of requests whose end a server may not know
+        self._adapter: Adapter | None = None
+        #: The name under which servers hold the adapter that writes; "" for the weights alone.
+        self.adapter_name = ""
+        self.adapters = AdapterLoader(settings.model_path if settings.urls else "")
         self._aborts: set[asyncio.Task[Any]] = set()
         self._in_flight = 0
         self._idle: asyncio.Event = asyncio.Event()
@@ -129,7 +127,7 @@ class SGLangEngine:
         """
 
         async def one(server: Server) -> NDArray[np.float32] | ServerLost:
-            body = score_body(ids, images, self.image_token_id, self.salt, self._adapter_name)
+            body = score_body(ids, images, self.image_token_id, self.salt, self.adapter_name)
             try:
                 return parse_scores(await self._ask(server, body), len(ids))
             except ServerLost as error:
@@ -195,7 +193,7 @@ class SGLangEngine:
         """Let weights `version` write: an adapter under a name that no other has, or the weights alone."""
         self.weight_version, self._were_weights_pushed = version, True
         self._adapter = adapter
-        self._adapter_name = f"{self._run}-{version}-{next(self._numbers)}" if adapter else ""
+        self.adapter_name = f"{self._run}-{version}-{next(self._numbers)}" if adapter else ""
 
     async def _load_current_weights(self, client: SGLangClient) -> None:
         """Load the current weights into a server that is back, unless it has them."""
@@ -221,33 +219,14 @@ class SGLangEngine:
         await client.update_from_disk(str(folder.absolute()), version)
 
     async def _give_adapter(self, client: SGLangClient) -> None:
-        """Load the current adapter into a server, and let it forget the one before.
-
-        Servers that we did not start may hold any weights, so they first load the checkpoint that it adapts, once.
-        """
-        adapter, name, held = self._adapter, self._adapter_name, self._held.pop(client.url, "")
-        assert adapter is not None
-        if self.settings.urls and not (held and await client.weight_version() == held):
-            folder = Path(self.settings.model_path)
-            await client.update_from_disk(str(folder.absolute() if folder.is_dir() else folder), NO_VERSION)
-        await client.load_adapter(name, adapter)
-        self._held[client.url] = name
-        if held not in ("", name):
-            await self._forget(client, held)
-
-    async def _forget(self, client: SGLangClient, name: str) -> None:
-        """Let a server forget an adapter, if it has it and knows that all requests of it have ended.
-
-        SGLang 0.5.15 never counts a request as ended that was aborted in its queue, and would wait for it for ever.
-        """
-        if (client.url, name) not in self._unended:
-            with contextlib.suppress(ServerLost, ServerRefused):
-                await client.unload_adapter(name)
+        """Load the current adapter into a server."""
+        assert self._adapter is not None
+        await self.adapters.give(client, self.adapter_name, self._adapter)
 
     @property
     def _version_name(self) -> str:
         """The version that a server with the current weights reports: the adapter's name, or the number."""
-        return self._adapter_name or str(self.weight_version)
+        return self.adapter_name or str(self.weight_version)
 
     def is_current(self, name: str) -> bool:
         """Return whether the version that a server reports is the current one; a new server reports "default"."""
@@ -259,8 +238,7 @@ class SGLangEngine:
         if self._aborts:  # an external server would continue writing
             await asyncio.wait(self._aborts, timeout=2)
         if self.settings.urls and not self._in_flight:
-            held = [(s.client, self._held[s.client.url]) for s in self.servers.up if s.client.url in self._held]
-            await asyncio.gather(*(self._forget(client, name) for client, name in held))
+            await self.adapters.forget_all(server.client for server in self.servers.up)
         await self.servers.close()
         self._may_write.set()
 
@@ -285,16 +263,12 @@ class SGLangEngine:
         try:
             return await server.client.call("generate", body)
         except (asyncio.CancelledError, ServerLost):
-            self.note_unended(server, adapter)
+            self.adapters.note_unended(server.client, adapter)
             raise
         except ServerRefused as error:
             if adapter and (name := await server.client.weight_version()) != adapter:  # restarted behind our back
                 raise ServerLost(f"{server.client.url} has weights {name}, not adapter {adapter}") from error
             raise
-
-    def note_unended(self, server: Server, adapter: str) -> None:
-        """Note that a server may count a request of an adapter as not ended; it then keeps the adapter."""
-        self._unended.add((server.client.url, adapter))
 
     def _abort(self, server: Server, rid: str) -> None:
         """Abort a request in the background; whether the server gets the call does not matter."""
@@ -340,11 +314,6 @@ class SGLangEngine:
         """
         return f"{self._run}/{'checkpoint' if self._adapter else self.weight_version}/{self._num_loaded}"
 
-    @property
-    def adapter_name(self) -> str:
-        """The name of the adapter that writes; "" for the weights alone."""
-        return self._adapter_name
-
 
 class SGLangSession:
     """One episode's turns."""
@@ -363,7 +332,7 @@ class SGLangSession:
             try:
                 answer = parse_answer(await engine.send(server, body))
                 if answer.prompt_length is None:
-                    engine.note_unended(server, adapter)
+                    engine.adapters.note_unended(server.client, adapter)
                 if not engine.is_current(answer.version):
                     engine.num_outdated += 1
                     raise ServerLost(f"wrote with weights {answer.version}, not {engine.weight_version}")

@@ -45,7 +45,7 @@ class Emulator:
         self.api_key = api_key
         self.lora = lora
         self.adapters: dict[str, LoadedAdapter] = {}
-        self.users: dict[str, int] = {}  # by adapter: requests that have not ended
+        self.users: dict[str | None, int] = {}  # by adapter: requests that have not ended
         self.turn = asyncio.Condition()  # requests of one adapter write at a time
         self.num_writing = 0
         self.active: str | None = None
@@ -358,12 +358,12 @@ class AdaptedLinear(nn.Linear):
         self.sides = adapter.sides.get(name) if adapter else None
         self.scaling = adapter.scaling if adapter else 0.0
 
-    def forward(self, x: Tensor) -> Tensor:
-        base = super().forward(x)
+    def forward(self, input: Tensor) -> Tensor:
+        base = super().forward(input)
         if self.sides is None:
             return base
         a_RH, b_OR = self.sides
-        return base + self.scaling * ((x @ a_RH.T) @ b_OR.T)
+        return base + self.scaling * ((input @ a_RH.T) @ b_OR.T)
 
 
 def spoil(answer: dict[str, Any], how: str) -> None:
