@@ -161,6 +161,8 @@ class SGLangEngine:
             try:
                 await self._give_adapter(server.client)
             except ServerLost as error:
+                if await server.client.is_alive():  # one with several data-parallel ranks fails with status 500
+                    return str(error)
                 self.servers.report_lost(server, str(error))
             except ServerRefused as error:
                 return str(error)

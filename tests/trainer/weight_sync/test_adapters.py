@@ -304,6 +304,23 @@ def test_a_server_that_takes_no_adapters_gets_merged_weights_and_the_run_says_so
         play_with(external(url, checkpoint), learner, renderer, tmp_path, refuse, sync="adapter")
 
 
+def test_a_server_that_fails_at_its_first_adapter_gets_merged_weights(
+    url: str, checkpoint: Path, renderer: Renderer, tmp_path: Path
+) -> None:
+    learner = learner_of(checkpoint, renderer)
+    tell(url, "misbehave", path="load_lora_adapter_from_tensors", faults=["status 500"])
+
+    async def play(sync: WeightSync, engine: SGLangEngine) -> tuple[float, list[str]]:
+        await sync.start()
+        move(learner)
+        push = await sync.push(version=1)
+        assert push.probe is not None
+        return push.probe.gap, list(sync.transport.events)
+
+    gap, events = play_with(external(url, checkpoint), learner, renderer, tmp_path, play)
+    assert gap < 1e-5 and len(events) == 1 and "status 500" in events[0]
+
+
 def test_layers_that_servers_cannot_adapt_are_known_before_the_start(
     checkpoint: Path, renderer: Renderer, tmp_path: Path
 ) -> None:
