@@ -21,7 +21,7 @@ COMMANDS = {
     "doctor": ("trainer.doctor", "Find what is wrong with a run before step 0. Takes the flags of trainer.run."),
     "export": ("trainer.export", "Write the model of a checkpoint."),
     "memory": ("trainer.memory", "Compute how much GPU memory a training step takes."),
-    "translate": ("trainer.translate", "Translate a command or configuration of slime, verl, TRL or RLinf into ours."),
+    "translate": ("trainer.translate.__main__", "Translate a command of slime, verl, TRL or RLinf into ours."),
     "starter": ("trainer.starter.__main__", "Make the starter model."),
     "check": ("envs.check", "Check an environment without a model."),
     "check_engine": ("agents.check_engine", "Check an engine without a run."),

@@ -2,7 +2,7 @@
 `trainer.translate` translates their commands.
 
 Names are spelt as the trainer's own configuration does, with underscores. `NO_COUNTERPART` says what is so instead of a
-setting that has no counterpart here. How values are converted is in `trainer/translation`.
+setting that has no counterpart here. How values are converted is in `trainer/translate`.
 """
 
 from __future__ import annotations

@@ -10,9 +10,11 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from agents.engines.sglang.adapters import Adapter
+from agents.engines.sglang.pictures import HELLO, PROTOCOL
 
-#: Time limits: to answer `model_info`, which a busy server does late, to load weights, and to load an adapter.
-ALIVE_S, UPDATE_S, ADAPTER_S = 20.0, 600.0, 120.0
+#: Time limits: to answer `model_info`, which a busy server does late, to say how it takes pictures, to load weights,
+#: and to load an adapter.
+ALIVE_S, HELLO_S, UPDATE_S, ADAPTER_S = 20.0, 5.0, 600.0, 120.0
 
 #: Bytes of an answer; the log-probs of a million tokens take about 30 MiB.
 MAX_ANSWER = 2**26
@@ -111,6 +113,17 @@ class SGLangClient:
         except (ServerLost, ServerRefused):
             return False
         return True
+
+    async def keeps_pictures(self) -> bool:
+        """Whether the server has our picture processor, which keeps what it has been sent."""
+        body = {"input_ids": [0], "image_data": [HELLO], "sampling_params": {"max_new_tokens": 1}}
+        try:
+            await self.call("generate", body, timeout_s=HELLO_S)
+        except ServerRefused as error:
+            return PROTOCOL in str(error)
+        except ServerLost:  # SGLang answers status 500 to what it cannot read
+            pass
+        return False
 
     async def weight_version(self) -> str:
         """Return the version of the weights that the server reports."""

@@ -55,7 +55,7 @@ class SGLangEngine:
         self.current_weights: Callable[[], Path] | None = None
         #: Requests sent, requests to be sent again, and answers discarded because older weights wrote them.
         self.num_requests = self.num_retried = self.num_outdated = 0
-        self.servers = ServerPool(settings, self._load_current_weights)
+        self.servers = ServerPool(settings, self._load_current_weights, image_token_id is not None)
         # Part of request ids and of image hashes: another run may have used the same servers.
         self._run = secrets.token_hex(6)
         self._numbers = itertools.count()
@@ -129,7 +129,7 @@ class SGLangEngine:
         async def one(server: Server) -> NDArray[np.float32] | ServerLost:
             body = score_body(ids, images, self.image_token_id, self.salt, self.adapter_name)
             try:
-                return parse_scores(await self._ask(server, body), len(ids))
+                return parse_scores(await self._ask(server, body, images), len(ids))
             except ServerLost as error:
                 self.servers.report_lost(server, str(error))
                 return error
@@ -244,13 +244,13 @@ class SGLangEngine:
         await self.servers.close()
         self._may_write.set()
 
-    async def send(self, server: Server, body: dict[str, Any]) -> Any:
+    async def send(self, server: Server, body: dict[str, Any], images: Sequence[ProcessedImage]) -> Any:
         """Send a request and wait for the answer; a cancelled or failed wait also aborts the request."""
         self.num_requests += 1
         self._in_flight += 1
         self._idle.clear()
         try:
-            return await self._ask(server, body)
+            return await self._ask(server, body, images)
         except (asyncio.CancelledError, ServerLost):
             self._abort(server, body["rid"])
             raise
@@ -259,11 +259,11 @@ class SGLangEngine:
             if not self._in_flight:
                 self._idle.set()
 
-    async def _ask(self, server: Server, body: dict[str, Any]) -> Any:
+    async def _ask(self, server: Server, body: dict[str, Any], images: Sequence[ProcessedImage]) -> Any:
         """Send a request and return the answer; raise `ServerLost` for one refused by a server without the adapter."""
         adapter = body.get("lora_path", "")
         try:
-            return await server.client.call("generate", body)
+            return await server.generate(body, images)
         except (asyncio.CancelledError, ServerLost):
             self.adapters.note_unended(server.client, adapter)
             raise
@@ -332,7 +332,7 @@ class SGLangSession:
             rid, adapter = engine.next_request_id(), engine.adapter_name
             body = generate_body(request, turn.ids, rid, engine.image_token_id, engine.salt, adapter)
             try:
-                answer = parse_answer(await engine.send(server, body))
+                answer = parse_answer(await engine.send(server, body, request.images))
                 if answer.prompt_length is None:
                     engine.adapters.note_unended(server.client, adapter)
                 if not engine.is_current(answer.version):

@@ -7,12 +7,10 @@ where a request has them.
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import math
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +20,6 @@ from agents.types import GenerateRequest, ProcessedImage
 
 #: Added to the logit of a token that must never be drawn. Finite, because JSON has no infinity; its exponential is 0.
 NEVER = -1e9
-
-_URIS: WeakKeyDictionary[ProcessedImage, str] = WeakKeyDictionary()
 
 
 def collapse(ids: Sequence[int], images: Sequence[ProcessedImage], image_token_id: int | None) -> list[int]:
@@ -40,13 +36,6 @@ def collapse(ids: Sequence[int], images: Sequence[ProcessedImage], image_token_i
     return short + ids[position:]
 
 
-def data_uri(image: ProcessedImage) -> str:
-    """Return the picture, already in the size that the model reads, as a data URI; made once per picture."""
-    if image not in _URIS:
-        _URIS[image] = "data:image/png;base64," + base64.b64encode(image.png).decode()
-    return _URIS[image]
-
-
 def salted_hash(image: ProcessedImage, salt: str) -> str:
     """Return 14 hexadecimal digits (to the server a positive 64-bit number) that depend on picture and salt."""
     return hashlib.blake2b(f"{image.digest}/{salt}".encode(), digest_size=7).hexdigest()
@@ -60,7 +49,7 @@ def generate_body(
     salt: str,
     adapter: str = "",
 ) -> dict[str, Any]:
-    """Return the body of `/generate` that continues a turn after the ids `written` so far.
+    """Return the body of `/generate` that continues a turn after the ids `written` so far, without its pictures.
 
     `salt` becomes part of each image's hash. It holds the version of the weights, so that the server does not reuse an
     image that older weights encoded. A server that has no adapter of the name `adapter` refuses the request; it keeps
@@ -85,19 +74,19 @@ def generate_body(
         },
         "return_logprob": True,
     }
-    return body | image_fields(request.images, salt) | adapter_field(adapter)
+    return body | image_hashes(request.images, salt) | adapter_field(adapter)
 
 
 def score_body(
     ids: Sequence[int], images: Sequence[ProcessedImage], image_token_id: int | None, salt: str, adapter: str = ""
 ) -> dict[str, Any]:
-    """Return the body of `/generate` that requests the log-probs of a whole stream."""
+    """Return the body of `/generate` that requests the log-probs of a whole stream, without its pictures."""
     return {
         "input_ids": collapse(ids, images, image_token_id),
         "sampling_params": {"temperature": 1.0, "max_new_tokens": 1},
         "return_logprob": True,
         "logprob_start_len": 0,
-    } | (image_fields(images, salt) | adapter_field(adapter))
+    } | (image_hashes(images, salt) | adapter_field(adapter))
 
 
 def adapter_field(name: str) -> dict[str, Any]:
@@ -105,14 +94,9 @@ def adapter_field(name: str) -> dict[str, Any]:
     return {"lora_path": name} if name else {}
 
 
-def image_fields(images: Sequence[ProcessedImage], salt: str) -> dict[str, Any]:
-    """Return the fields of a body for pictures and their hashes."""
-    if not images:
-        return {}
-    return {
-        "image_data": [data_uri(image) for image in images],
-        "mm_hashes": [salted_hash(image, salt) for image in images],
-    }
+def image_hashes(images: Sequence[ProcessedImage], salt: str) -> dict[str, Any]:
+    """Return the field of a body for the hashes of its pictures, if it has any."""
+    return {"mm_hashes": [salted_hash(image, salt) for image in images]} if images else {}
 
 
 class GenerateAnswer:

@@ -23,14 +23,21 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
-from agents.engines.sglang.client import SGLangClient, authorization, uses_proxy
+from agents.engines.sglang.client import ServerLost, ServerRefused, SGLangClient, authorization, uses_proxy
+from agents.engines.sglang.pictures import SentPictures, image_entries, missed_pictures
+from agents.types import ProcessedImage
 from envs.errors import UserError
 
 POLL_S = 0.5
 STOP_S = 10.0
+#: Set for servers that we start, unless the user has set it: our picture processor.
+ENVIRONMENT = {"SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": "agents.engines.sglang.in_server"}
+#: How often a request is sent to a server that has forgotten its pictures.
+MAX_SENDS = 3
 
 
 @dataclass(frozen=True)
@@ -107,6 +114,26 @@ class Server:
     num_sessions: int = 0
     num_restarts: int = 0
     recovery: asyncio.Task[None] | None = field(default=None, repr=False)
+    #: What it has been sent, if it keeps pictures.
+    sent_pictures: SentPictures | None = field(default=None, repr=False)
+
+    async def generate(self, body: dict[str, Any], images: Sequence[ProcessedImage]) -> Any:
+        """Return the answer of `/generate`. Pictures that the server has forgotten are sent again.
+
+        Raises:
+            ServerLost, ServerRefused: as `SGLangClient.call`.
+        """
+        sent = self.sent_pictures
+        for _ in range(MAX_SENDS):
+            try:
+                pictures = {"image_data": image_entries(images, sent)} if images else {}
+                return await self.client.call("generate", body | pictures)
+            except ServerRefused as error:
+                missed = missed_pictures(str(error))
+                if sent is None or not missed:
+                    raise
+                sent.forget(missed)
+        raise ServerLost(f"{self.client.url} forgets pictures as soon as it has been sent them")
 
 
 class ServerPool:
@@ -121,8 +148,13 @@ class ServerPool:
         await servers.close()
     """
 
-    def __init__(self, settings: SGLangSettings, on_return: Callable[[SGLangClient], Awaitable[None]]) -> None:
-        self.settings, self._on_return = settings, on_return
+    def __init__(
+        self,
+        settings: SGLangSettings,
+        on_return: Callable[[SGLangClient], Awaitable[None]],
+        has_pictures: bool = True,
+    ) -> None:
+        self.settings, self._on_return, self._has_pictures = settings, on_return, has_pictures
         self.all: list[Server] = []
         self.events: list[str] = []  # messages about servers, in order
         self._http: dict[bool, aiohttp.ClientSession] = {}  # by whether proxies count
@@ -222,7 +254,12 @@ class ServerPool:
             log.write(f"$ {shlex.join(command)}\n".encode())
             log.flush()
             server.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=ENVIRONMENT | os.environ,
             )
 
     async def _wait_until_up(self, server: Server) -> None:
@@ -234,6 +271,8 @@ class ServerPool:
             if time.monotonic() > deadline:
                 raise self._cannot_start(server, f"no answer in {self.settings.start_timeout_s:g} s")
             await asyncio.sleep(POLL_S)
+        keeps = self._has_pictures and await server.client.keeps_pictures()
+        server.sent_pictures = SentPictures() if keeps else None
 
     def _cannot_start(self, server: Server, reason: str) -> UserError:
         if server.log_path is None:

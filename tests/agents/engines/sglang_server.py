@@ -5,9 +5,11 @@ SGLang itself needs a GPU. What this keeps of it, as measured on 0.5.15.post1: o
 images kept by `mm_hashes` over weight updates, which `flush_cache` does not empty; aborted requests answer with what
 they have, those that had not begun without a count of their prompt; an abort is of every name that begins like the one
 given. Adapters are loaded under a name that is used once, and a request names the one that writes it (as read in the
-source of 0.5.15.post1). Run as `python -m tests.agents.engines.sglang_server --model-path FOLDER --port PORT`.
+source of 0.5.15.post1). Where the environment names our picture processor, as for servers that we start, pictures are
+kept by its own code. Run as `python -m tests.agents.engines.sglang_server --model-path FOLDER --port PORT`.
 
-`/misbehave` takes faults for the next calls of a path, `/reset` makes the server one that was only just started.
+`/misbehave` takes faults for the next calls of a path, `/reset` makes the server one that was only just started, and
+`/pictures` says how pictures came: `uri`, `png` (to be kept) or `key`.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import json
 import os
 import pickle
 import zlib
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -33,6 +36,15 @@ from PIL import Image
 from torch import Tensor, nn
 
 from agents.engines.hf import HFEngine
+from agents.engines.sglang.in_server.kept_pictures import (
+    Grid,
+    KeptPictures,
+    PatchesAddress,
+    PictureError,
+    map_patches,
+    picture_entries,
+)
+from agents.engines.sglang.pictures import HELLO
 from agents.model.policy import PolicyModel
 from agents.rendering.renderer import Renderer
 from agents.types import GenerateRequest, ProcessedImage, SamplingParams
@@ -60,6 +72,9 @@ class Emulator:
         self.slow_s, self.version, self.checkpoint = slow_s, "default", model_path
         self.running: dict[str, asyncio.Task[Any]] = {}
         self.images: dict[str, tuple[ProcessedImage, str]] = {}  # the "encoder cache": by hash, never emptied
+        self.keeps_pictures = "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE" in os.environ
+        self.kept = KeptPictures(self._cut)
+        self.came: Counter[str] = Counter()
         self.updates: list[str] = []
         self.updating = asyncio.Lock()
         self.faults: dict[str, list[str]] = {}  # by path: those of the next calls
@@ -71,6 +86,7 @@ class Emulator:
         app.router.add_get("/model_info", self.model_info)
         app.router.add_get("/updates", self.list_updates)
         app.router.add_get("/held", self.list_held)
+        app.router.add_get("/pictures", self.list_pictures)
         app.router.add_post("/generate", self.generate)
         app.router.add_post("/abort_request", self.abort)
         app.router.add_post("/flush_cache", self.flush)
@@ -89,6 +105,7 @@ class Emulator:
         self.slow_s, self.version = (await request.json())["slow_s"], "default"
         self.faults, self.images, self.updates = {}, {}, []
         self.adapters, self.users, self.checkpoint = {}, {}, self.model_path
+        self.kept, self.came = KeptPictures(self._cut), Counter()
         while self.running:
             for task in self.running.values():
                 task.cancel()
@@ -102,7 +119,7 @@ class Emulator:
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[Any]]
     ) -> web.StreamResponse:
         """Refuse a call without the key, as the real one does; what only tests call needs none."""
-        is_real = request.path not in ("/misbehave", "/reset", "/updates", "/held")
+        is_real = request.path not in ("/misbehave", "/reset", "/updates", "/held", "/pictures")
         if self.api_key and is_real and request.headers.get("Authorization") != f"Bearer {self.api_key}":
             return web.json_response({"error": "Unauthorized"}, status=401)
         return await handler(request)
@@ -113,11 +130,14 @@ class Emulator:
     ) -> web.StreamResponse:
         """Answer as the next fault of the path says, if there is one."""
         waiting = self.faults.get(request.path.strip("/"))
-        fault = waiting.pop(0) if waiting else ""
+        is_hello = HELLO.encode() in await request.read()
+        fault = waiting.pop(0) if waiting and not is_hello else ""
         if fault.startswith("status "):
             return web.Response(status=int(fault.removeprefix("status ")), text="as was asked for")
         if fault == "die":
             os._exit(1)
+        if fault == "forget the pictures":
+            self.kept = KeptPictures(self._cut)
         if fault == "hang":
             await asyncio.sleep(3600)
         if fault == "not json":
@@ -153,6 +173,9 @@ class Emulator:
     async def list_held(self, _: web.Request) -> web.Response:
         return web.json_response({"adapters": list(self.adapters), "num_images": len(self.images)})
 
+    async def list_pictures(self, _: web.Request) -> web.Response:
+        return web.json_response(self.came)
+
     async def generate(self, request: web.Request) -> web.Response:
         """Answer with the network under the adapter that the request names, or with the network alone."""
         body = await request.json()
@@ -185,9 +208,10 @@ class Emulator:
 
     async def _generate(self, request: web.Request, body: dict[str, Any]) -> web.Response:
         try:
-            pairs = zip(body.get("image_data", []), body.get("mm_hashes", []), strict=True)
-            images = [self._image(uri, key) for uri, key in pairs]
+            images = await self._images(body.get("image_data", []), body.get("mm_hashes", []))
             ids = self._expand(body["input_ids"], images)
+        except PictureError as error:
+            return web.Response(status=400, text=str(error))
         except ValueError as error:
             return web.Response(status=500, text=str(error))
         if body.get("logprob_start_len") == 0:
@@ -248,11 +272,31 @@ class Emulator:
             finish = "abort"
         return ids, finish, logprobs
 
-    def _image(self, uri: str, key: str) -> ProcessedImage:
-        if key not in self.images:
-            picture = Image.open(io.BytesIO(base64.b64decode(uri.split(",", 1)[1])))
-            self.images[key] = (self.renderer.images.process(picture), self.checkpoint)
-        image, checkpoint = self.images[key]
+    async def _images(self, image_data: list[str], hashes: list[str]) -> list[ProcessedImage]:
+        entries = picture_entries(image_data) if self.keeps_pictures else None
+        if entries is None:
+            images = [self._read(base64.b64decode(uri.split(",", 1)[1])) for uri in image_data]
+            self.came["uri"] += len(images)
+        else:
+            self.came.update("png" if png else "key" for _, png in entries)
+            images = [self._mapped(address) for address in await self.kept.addresses(entries)]
+        return [self._encoded(image, key) for image, key in zip(images, hashes, strict=True)]
+
+    def _read(self, png: bytes) -> ProcessedImage:
+        assert self.renderer.images
+        return self.renderer.images.process(Image.open(io.BytesIO(png)))
+
+    def _cut(self, png: bytes) -> tuple[torch.Tensor, Grid]:
+        image = self._read(png)
+        return torch.from_numpy(image.pixels_PD), image.grid_thw
+
+    def _mapped(self, address: PatchesAddress) -> ProcessedImage:
+        time, height, width = address.grid_thw
+        num_tokens = time * height * width // self.renderer.merge_size**2
+        return ProcessedImage(address.key, map_patches(address).numpy(), address.grid_thw, num_tokens)
+
+    def _encoded(self, image: ProcessedImage, key: str) -> ProcessedImage:
+        image, checkpoint = self.images.setdefault(key, (image, self.checkpoint))
         if checkpoint != self.checkpoint:  # the real one would go on with features of the old weights, and say nothing
             raise ValueError(f"the image under {key} was encoded by weights {checkpoint}, not {self.checkpoint}")
         return image

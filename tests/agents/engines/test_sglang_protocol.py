@@ -23,14 +23,14 @@ from agents.engines.sglang.client import MAX_ANSWER, ServerLost, ServerRefused, 
 from agents.engines.sglang.engine import MAX_GIVEN_UP, MAX_TRIES, pause_s
 from agents.engines.sglang.payloads import (
     collapse,
-    data_uri,
     generate_body,
-    image_fields,
+    image_hashes,
     parse_answer,
     parse_scores,
     salted_hash,
     score_body,
 )
+from agents.engines.sglang.pictures import HELLO, data_uri
 from agents.engines.sglang.servers import EngineDown
 from agents.types import Completion, GenerateRequest, ProcessedImage, SamplingParams
 from tests.prompts import picture
@@ -74,7 +74,12 @@ class Script:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         path = request.path.strip("/")
-        self.calls.append((request.method, path, await request.json() if request.can_read_body else None))
+        body = await request.json() if request.can_read_body else None
+        if body and body.get("image_data") == [
+            HELLO
+        ]:  # asked as the engine starts; SGLang itself knows no such picture
+            return web.Response(status=500, text="cannot identify image")
+        self.calls.append((request.method, path, body))
         waiting = self.answers.get(path)
         answer: Any = waiting.pop(0) if waiting else {"weight_version": "default", "success": True}
         if answer == "hang":
@@ -171,7 +176,6 @@ def test_a_request_says_every_part_of_the_sampling_law_and_nothing_the_model_did
             "no_stop_trim": True,
         },
         "return_logprob": True,
-        "image_data": [data_uri(image) for image in images],
         "mm_hashes": [salted_hash(image, "salt") for image in images],
     }
 
@@ -180,7 +184,7 @@ def test_a_request_without_pictures_and_suppressed_ids_names_neither() -> None:
     body = generate_body(asked(), [], "name", None, "salt")
     assert body["sampling_params"]["logit_bias"] is None
     assert not {"image_data", "mm_hashes"} & set(body)
-    assert image_fields((), "salt") == {}
+    assert image_hashes((), "salt") == {}
 
 
 def test_scores_are_asked_for_at_temperature_one_from_the_first_token_on() -> None:
@@ -190,7 +194,6 @@ def test_scores_are_asked_for_at_temperature_one_from_the_first_token_on() -> No
         "sampling_params": {"temperature": 1.0, "max_new_tokens": 1},
         "return_logprob": True,
         "logprob_start_len": 0,
-        "image_data": [data_uri(image)],
         "mm_hashes": [salted_hash(image, "salt")],
     }
 

@@ -253,7 +253,15 @@ def test_rollouts_and_then_training_on_them_begin_as_the_ordinary_run(
     folder = replayed(tmp_path / "replay", rollouts)
     assert "there are no figures of training to compare with" in said(capsys)
     ours, theirs = metrics_of(folder), metrics_of(recorded)
-    assert ours[0] == theirs[0] and ours[0]["loss"] != 0
+    # Both runs played for themselves. A group that is played again shares its decode batch with whatever is still being
+    # written, so log-probs may differ in the last bits; what they are of does not.
+    trained = training_metrics(theirs[0])
+    assert {k: v for k, v in ours[0].items() if k not in trained} == {
+        k: v for k, v in theirs[0].items() if k not in trained
+    }
+    assert ours[0].keys() == theirs[0].keys() and ours[0]["loss"] != 0
+    for name in ("loss", "grad_norm", "entropy", "num_tokens", "num_updates"):
+        assert ours[0][name] == pytest.approx(theirs[0][name], rel=1e-3, abs=1e-6), name
     assert ours[1]["staleness_max"] == 1 and ours[1]["rollout_train_kl"] > theirs[1]["rollout_train_kl"]
 
 

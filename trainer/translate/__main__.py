@@ -13,8 +13,8 @@ from pydantic import Field
 
 from envs.config.cli import exit_code, parse
 from envs.config.settings import Section
-from trainer.translation.reading import read_settings
-from trainer.translation.translation import translate
+from trainer.translate.reading import read_settings
+from trainer.translate.translation import translate
 
 
 class TranslateConfig(Section):
@@ -29,7 +29,7 @@ class TranslateConfig(Section):
 
 def run(argv: Sequence[str] | None = None) -> int:
     """Parse, translate, print."""
-    description = "Translate a command or configuration of slime, verl, TRL or RLinf into ours."
+    description = "Translate a command of slime, verl, TRL or RLinf into ours."
     config = parse(TranslateConfig, argv, "python -m trainer.translate", description)
     found = translate(read_settings(config.source), "" if config.trainer == "auto" else config.trainer)
     head = f"# from {found.trainer}; the environment and its rewards are code: see --env"

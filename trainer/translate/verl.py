@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.translation.dialect import (
+from trainer.translate.dialect import (
     EPOCHS,
     EVALUATION,
     MICRO_BATCH,

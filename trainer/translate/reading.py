@@ -10,8 +10,8 @@ from typing import Any
 
 from envs.config.files import parse_yaml
 from envs.errors import UserError, first_line
-from trainer.translation.dialect import Given, Value
-from trainer.translation.scripts import command_words, downloads
+from trainer.translate.dialect import Given, Value
+from trainer.translate.scripts import command_words, downloads
 
 #: The largest file that is read.
 MAX_BYTES = 2**18

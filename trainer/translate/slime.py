@@ -7,7 +7,7 @@ from pathlib import Path
 
 from envs.config.files import parse_yaml
 from envs.errors import UserError
-from trainer.translation.dialect import (
+from trainer.translate.dialect import (
     EPOCHS,
     EVALUATION,
     MICRO_BATCH,
@@ -34,7 +34,7 @@ from trainer.translation.dialect import (
     whole,
     words,
 )
-from trainer.translation.reading import text_of_file
+from trainer.translate.reading import text_of_file
 
 
 def _gpus(value: Value, given: Given) -> Result:

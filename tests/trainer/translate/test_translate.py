@@ -21,10 +21,10 @@ from tests.paths import ROOT
 from trainer.config.other_trainers import OTHER_TRAINERS
 from trainer.config.run import RunConfig
 from trainer.config.sources import SOURCES
-from trainer.translate import run
-from trainer.translation.dialect import NoCounterpart
-from trainer.translation.reading import read_settings
-from trainer.translation.translation import DIALECTS, Translation, translate
+from trainer.translate.__main__ import run
+from trainer.translate.dialect import NoCounterpart
+from trainer.translate.reading import read_settings
+from trainer.translate.translation import DIALECTS, Translation, translate
 
 #: The flags of slime's geometry example with several turns, as a script in its form.
 SLIME = r"""#!/bin/bash

@@ -12,11 +12,11 @@ from envs.config.settings import FieldPath, Setting, Settings, changed, flag_of,
 from envs.errors import UserError, first_line, shortened
 from trainer.config.other_trainers import OTHER_TRAINERS
 from trainer.config.run import RunConfig
-from trainer.translation.dialect import Dialect, Given, NoCounterpart, Result, SameHere, Value
-from trainer.translation.rlinf import RLINF
-from trainer.translation.slime import SLIME
-from trainer.translation.trl import TRL
-from trainer.translation.verl import VERL
+from trainer.translate.dialect import Dialect, Given, NoCounterpart, Result, SameHere, Value
+from trainer.translate.rlinf import RLINF
+from trainer.translate.slime import SLIME
+from trainer.translate.trl import TRL
+from trainer.translate.verl import VERL
 
 DIALECTS: Mapping[str, Dialect] = {"slime": SLIME, "verl": VERL, "trl": TRL, "rlinf": RLINF}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from trainer.translation.dialect import (
+from trainer.translate.dialect import (
     EPOCHS,
     EVALUATION,
     MICRO_BATCH,

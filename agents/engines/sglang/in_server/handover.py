@@ -1,0 +1,86 @@
+"""Hands a prepared prompt from SGLang's tokenizer manager to its scheduler: by reference, without a tensor in it.
+
+SGLang pickles what its processors return. `PreparedPrompt` pickles as plain numbers and `PatchesAddress`es, and is
+unpickled in the scheduler as SGLang's own `MultimodalProcessorOutput`, whose patches are mapped from shared memory.
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sglang.srt.managers.schedule_batch import (
+    Modality,
+    MultimodalDataItem,
+    MultimodalProcessorOutput,
+)
+
+from agents.engines.sglang.in_server.kept_pictures import PatchesAddress, map_patches
+from agents.engines.sglang.in_server.prompts import ExpandedPrompt
+
+
+@dataclass
+class PreparedPrompt(MultimodalProcessorOutput):
+    """What the processor returns: SGLang's record, with patches by address and positions as bytes."""
+
+    prompt: ExpandedPrompt | None = None
+    addresses: Sequence[PatchesAddress] = ()
+
+    @classmethod
+    def make(
+        cls,
+        prompt: ExpandedPrompt,
+        addresses: Sequence[PatchesAddress],
+        hashes: Sequence[int],
+        token_ids: dict[str, Any],
+    ) -> PreparedPrompt:
+        """Return the record of a prompt; `hashes` are the keys of SGLang's caches, one a picture."""
+        items = [
+            MultimodalDataItem(modality=Modality.IMAGE, hash=number, offsets=[span])
+            for number, span in zip(hashes, prompt.spans, strict=True)
+        ]
+        for item in items:
+            item.set_pad_value()
+        return cls(mm_items=items, input_ids=prompt.ids, prompt=prompt, addresses=tuple(addresses), **token_ids)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        assert self.prompt is not None
+        keys = [(item.hash, item.pad_value, item.offsets[0]) for item in self.mm_items]
+        padded_ids = array("q", self.build_padded_input_ids(self.prompt.ids, self.mm_items))
+        ids = (self.im_token_id, self.im_start_id, self.im_end_id, self.video_token_id, self.audio_token_id)
+        positions = self.prompt.positions_3T.tobytes()
+        return unpack, (padded_ids, keys, self.addresses, positions, self.prompt.delta, ids)
+
+
+def unpack(
+    padded_ids: array[int],
+    keys: Sequence[tuple[int, int, tuple[int, int]]],
+    addresses: Sequence[PatchesAddress],
+    positions: bytes,
+    delta: int,
+    ids: tuple[int | None, ...],
+) -> Any:
+    """Return SGLang's record of a prompt, in the scheduler."""
+    items = [
+        MultimodalDataItem(
+            modality=Modality.IMAGE,
+            hash=number,
+            pad_value=pad_value,
+            offsets=[span],
+            feature=map_patches(address),
+            model_specific_data={"image_grid_thw": torch.tensor([address.grid_thw])},
+        )
+        for (number, pad_value, span), address in zip(keys, addresses, strict=True)
+    ]
+    names = ("im_token_id", "im_start_id", "im_end_id", "video_token_id", "audio_token_id")
+    return MultimodalProcessorOutput(
+        mm_items=items,
+        padded_input_ids=padded_ids,
+        mrope_positions=torch.frombuffer(bytearray(positions), dtype=torch.int64).view(3, -1),
+        mrope_position_delta=torch.tensor([[delta]]),
+        **dict(zip(names, ids, strict=True)),
+    )

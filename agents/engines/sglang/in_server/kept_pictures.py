@@ -1,0 +1,218 @@
+"""Keeps the patches of pictures in shared memory, under the key that the client gives them.
+
+A server reads and cuts a picture in one process (SGLang's tokenizer manager) and encodes it in another (its scheduler),
+which also keeps encoded pictures. So the patches stay where they were made, in anonymous shared memory, and the
+scheduler gets a `PatchesAddress`: it maps the memory, and reads it only when it has to encode the picture.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import functools
+import mmap
+import os
+import subprocess
+import sys
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from agents.engines.sglang.pictures import HELLO, MARK, PROTOCOL, picture_key
+
+#: Bytes of patches to keep, unless more are in use: those of the last `IN_USE_S` seconds are.
+MAX_BYTES, IN_USE_S = 2 * 2**30, 60.0
+#: How long to wait for a picture that another request brings.
+WAIT_S = 5.0
+#: Bytes before the patches, which hold the key.
+HEADER = 64
+
+Grid = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class PatchesAddress:
+    """Where the patches of a picture are: the process and file descriptor of their memory, and their form.
+
+    Example: `PatchesAddress("5f...", pid=31, fd=12, shape=(80, 1536), dtype="bfloat16", grid_thw=(1, 8, 10))`.
+    """
+
+    key: str
+    pid: int
+    fd: int
+    shape: tuple[int, int]
+    dtype: str
+    grid_thw: Grid
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the memory."""
+        return HEADER + self.shape[0] * self.shape[1] * getattr(torch, self.dtype).itemsize
+
+
+def keep_patches(key: str, patches_PD: torch.Tensor, grid_thw: Grid) -> PatchesAddress:
+    """Copy patches into new shared memory. It lives until its descriptor is closed and nobody has it mapped."""
+    patches_PD = patches_PD.detach().cpu().contiguous()
+    dtype = str(patches_PD.dtype).removeprefix("torch.")
+    fd = os.memfd_create(f"{MARK}-{key}", os.MFD_CLOEXEC)
+    rows, columns = patches_PD.shape
+    address = PatchesAddress(key, os.getpid(), fd, (rows, columns), dtype, grid_thw)
+    os.ftruncate(fd, address.num_bytes)
+    with mmap.mmap(fd, address.num_bytes) as memory:
+        memory[: len(key)] = key.encode()
+        memory[HEADER:] = patches_PD.view(torch.uint8).numpy().tobytes()
+    return address
+
+
+_MAPPED: weakref.WeakValueDictionary[tuple[int, str], torch.Tensor] = weakref.WeakValueDictionary()
+
+
+def map_patches(address: PatchesAddress) -> torch.Tensor:
+    """Return the patches of another process without copying them; one mapping for all who ask.
+
+    Raises:
+        LookupError: the memory is not that of the picture any more.
+    """
+    if (found := _MAPPED.get((address.pid, address.key))) is not None:
+        return found
+    try:
+        fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDONLY)
+        try:
+            memory = mmap.mmap(fd, address.num_bytes, access=mmap.ACCESS_COPY)
+        finally:
+            os.close(fd)
+    except (OSError, ValueError) as error:
+        raise LookupError(f"the patches of picture {address.key} are gone: {error}") from error
+    if memory[: len(address.key)] != address.key.encode():
+        raise LookupError(f"the patches of picture {address.key} were replaced by others")
+    patches = torch.frombuffer(memory, dtype=getattr(torch, address.dtype), offset=HEADER).view(address.shape)
+    _MAPPED[address.pid, address.key] = patches
+    return patches
+
+
+@functools.cache
+def can_share() -> bool:
+    """Return whether another process of this user can map our memory; a hardened system may not let it."""
+    if sys.platform != "linux":
+        return False
+    address = keep_patches("0", torch.zeros(1, 1), (1, 1, 1))
+    try:
+        path = f"/proc/{address.pid}/fd/{address.fd}"
+        return subprocess.run(["head", "-c", "1", path], capture_output=True, check=False).stdout == b"0"
+    except OSError:
+        return False
+    finally:
+        os.close(address.fd)
+
+
+class PictureError(ValueError):
+    """The answer to a request whose pictures cannot be read. (SGLang answers a `ValueError` with status 400.)"""
+
+
+def picture_entries(image_data: Sequence[object] | None) -> list[tuple[str, str]] | None:
+    """Return key and PNG (empty if it was sent before) of each picture; None where they came in another way.
+
+    Raises:
+        PictureError: the answer to a client that asks for the protocol.
+    """
+    entries = [entry for entry in image_data or () if isinstance(entry, str) and entry.startswith(MARK)]
+    if not entries or len(entries) != len(image_data or ()):
+        return None
+    if HELLO in entries:
+        raise PictureError(PROTOCOL if can_share() else "pictures cannot be kept: no shared memory")
+    pairs = [entry.removeprefix(f"{MARK}:").partition(":") for entry in entries]
+    return [(key, png) for key, _, png in pairs]
+
+
+@dataclass(eq=False)
+class _Picture:
+    """A picture that was asked for: where it is, or will be once it is there and cut."""
+
+    address: asyncio.Future[PatchesAddress]
+    is_here: bool = False
+    used_at: float = 0.0
+
+
+class KeptPictures:
+    """The pictures of one server.
+
+    `cut(png)` returns patches and grid of a picture. It runs in a thread, for one picture at a time.
+
+    Example::
+
+        kept = KeptPictures(cut)
+        addresses = await kept.addresses([(key, png)])   # cut and kept
+        addresses = await kept.addresses([(key, "")])    # found
+        await kept.addresses([("0", "")])                # PictureError: trueturn-picture misses 0
+    """
+
+    def __init__(self, cut: Callable[[bytes], tuple[torch.Tensor, Grid]], max_bytes: int = MAX_BYTES) -> None:
+        self._cut, self._max_bytes = cut, max_bytes
+        self._pictures: OrderedDict[str, _Picture] = OrderedDict()  # the one used last at the end
+        self._num_bytes = 0
+        self._thread = ThreadPoolExecutor(1, "pictures")  # Transformers' processors are not safe in two threads
+
+    async def addresses(self, entries: Sequence[tuple[str, str]]) -> list[PatchesAddress]:
+        """Return where the pictures are, in order. Waits a moment for those that other requests bring.
+
+        Raises:
+            PictureError: pictures are missing, which it names, or cannot be read.
+        """
+        asked = [self._picture(key, png) for key, png in entries]
+        waiting = [picture.address for picture in asked if not picture.address.done()]
+        if waiting:
+            await asyncio.wait(waiting, timeout=WAIT_S)
+        while cutting := [picture.address for picture in asked if picture.is_here and not picture.address.done()]:
+            await asyncio.wait(cutting)
+        missing = [key for (key, _), picture in zip(entries, asked, strict=True) if not picture.is_here]
+        if missing:
+            raise PictureError(f"{MARK} misses {' '.join(missing)}")
+        return [picture.address.result() for picture in asked]
+
+    def _picture(self, key: str, png: str) -> _Picture:
+        """Return the record of a picture, and begin to cut it if it has just come."""
+        loop = asyncio.get_running_loop()
+        picture = self._pictures.setdefault(key, _Picture(loop.create_future()))
+        self._pictures.move_to_end(key)
+        picture.used_at = time.monotonic()
+        if png and not picture.is_here:
+            picture.is_here = True
+            cutting = loop.run_in_executor(self._thread, self._keep, key, png)
+            cutting.add_done_callback(lambda done: self._finish(key, picture, done))
+        return picture
+
+    def _keep(self, key: str, png: str) -> PatchesAddress:
+        try:
+            file = base64.b64decode(png, validate=True)
+            if picture_key(file) != key:
+                raise ValueError("it is not the one of this key")
+            return keep_patches(key, *self._cut(file))
+        except Exception as error:  # whatever the picture is: the request fails, not the server
+            raise PictureError(f"picture {key} cannot be read: {type(error).__name__} {error}") from error
+
+    def _finish(self, key: str, picture: _Picture, done: asyncio.Future[PatchesAddress]) -> None:
+        if error := done.exception():
+            del self._pictures[key]  # the next request may bring it whole
+            picture.address.set_exception(error)
+            picture.address.exception()  # noted, should nobody wait any more
+            return
+        picture.address.set_result(done.result())
+        self._num_bytes += done.result().num_bytes
+        self._evict()
+
+    def _evict(self) -> None:
+        """Drop the pictures that were not used for longest while there are too many bytes, but none in use."""
+        while self._num_bytes > self._max_bytes:
+            key, picture = next(iter(self._pictures.items()))
+            is_being_cut = picture.is_here and not picture.address.done()
+            if is_being_cut or picture.used_at > time.monotonic() - IN_USE_S:
+                return
+            del self._pictures[key]
+            if picture.address.done():  # else nobody has brought it
+                self._num_bytes -= picture.address.result().num_bytes
+                os.close(picture.address.result().fd)

@@ -1,0 +1,284 @@
+"""Requests with pictures against requests of text on one SGLang server. Needs a GPU.
+
+`python -m benchmarks.pictures --model starter`; prints tables and writes `benchmarks/results/pictures_MODEL.json`. The
+server is asked in two ways: `before` is SGLang's own (a data URI with every request), `after` sends each picture once.
+`--model 2b` is the shape of Qwen3-VL-2B with fresh weights, `starter` the bundled model; both read pictures of up to
+1,024 tokens here. Samples come in groups of 8 that share their prompt. `--profile py-spy` also lists the server's
+busiest functions while it answers in the second way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from agents.engines.sglang.payloads import generate_body, parse_answer, parse_scores, score_body
+from agents.engines.sglang.servers import Server, ServerPool, SGLangSettings
+from agents.model import STARTER_PATH
+from agents.model.policy import PolicyModel
+from agents.rendering.renderer import Renderer
+from agents.types import GenerateRequest, ProcessedImage, SamplingParams
+from benchmarks.learner_workload import shape_config
+from benchmarks.report import RESULTS, commit, markdown, write_result
+from trainer.setup.components import sampling_params
+
+GROUP_SIZE, PROMPT, NEW_TOKENS = 8, 40, 16
+#: Width and height of a picture by its number of tokens.
+SIZES = {20: (160, 128), 110: (352, 320), 1024: (1024, 1024)}
+#: Tokens of a picture, pictures a stream, requests at once.
+CELLS = ((20, 1, 64), (20, 1, 256), (20, 1, 1024), (110, 1, 256), (110, 4, 256), (1024, 1, 256), (1024, 4, 64))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One workload."""
+
+    picture_tokens: int
+    pictures: int
+    concurrency: int
+
+    @property
+    def num_requests(self) -> int:
+        return max(256, min(2 * self.concurrency, 1024)) if self.picture_tokens < 1000 else 2 * self.concurrency
+
+
+def make_checkpoint(name: str, folder: Path, device: str) -> Renderer:
+    """Write the starter, or fresh weights of the 2B shape, with room for large pictures."""
+    shutil.copytree(STARTER_PATH, folder)
+    if name == "2b":
+        torch.manual_seed(0)
+        with torch.device(device):
+            PolicyModel.from_config(shape_config("2b")).save(folder)
+    settings = json.loads((folder / "preprocessor_config.json").read_text())
+    settings["size"]["longest_edge"] = 1024 * 1024
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["max_position_embeddings"] = 16_384
+    (folder / "config.json").write_text(json.dumps(config))
+    return Renderer.from_checkpoint(folder)
+
+
+class Workload:
+    """Streams with and without pictures, of equal length. Every cell gets pictures that no server has seen."""
+
+    def __init__(self, renderer: Renderer, sampling: SamplingParams) -> None:
+        self.renderer, self.sampling = renderer, replace(sampling, stop_ids=())
+        self.random = np.random.default_rng(0)
+
+    def image(self, tokens: int) -> ProcessedImage:
+        width, height = SIZES[tokens]
+        pixels = self.random.integers(0, 256, (height // 8, width // 8, 3), dtype=np.uint8)
+        picture = Image.fromarray(pixels).resize((width, height), Image.Resampling.NEAREST)
+        assert self.renderer.images
+        image = self.renderer.images.process(picture)
+        assert image.num_tokens == tokens, (image.num_tokens, tokens)
+        return image
+
+    def stream(self, tokens: int, number: int) -> tuple[tuple[int, ...], tuple[ProcessedImage, ...]]:
+        images = tuple(self.image(tokens) for _ in range(number))
+        text = self.random.integers(10, 600, PROMPT).tolist()
+        start, end = (self.renderer.encoder.added[f"<|vision_{side}|>"] for side in ("start", "end"))
+        shown = [token for image in images for token in (start, *self._pad(image), end)]
+        return (*text[: PROMPT // 2], *shown, *text[PROMPT // 2 :]), images
+
+    def _pad(self, image: ProcessedImage) -> list[int]:
+        assert self.renderer.image_token_id is not None
+        return [self.renderer.image_token_id] * image.num_tokens
+
+    def requests(self, cell: Cell, with_pictures: bool) -> list[GenerateRequest]:
+        made = []
+        for number in range(cell.num_requests // GROUP_SIZE):
+            ids, images = self.stream(cell.picture_tokens, cell.pictures)
+            if not with_pictures:
+                ids, images = tuple(self.random.integers(10, 600, len(ids)).tolist()), ()
+            made += [GenerateRequest(ids, images, NEW_TOKENS, self.sampling, seed=number)] * GROUP_SIZE
+        return made
+
+
+async def rate(server: Server, workload: Workload, cell: Cell, with_pictures: bool) -> float:
+    """Return the requests answered a second."""
+    waiting = list(enumerate(workload.requests(cell, with_pictures)))[::-1]
+    images = {id(image): image.png for _, request in waiting for image in request.images}  # made beforehand
+    salt = f"{time.monotonic()}"
+    bodies = {
+        number: generate_body(request, [], f"{salt}-{number:06d}", workload.renderer.image_token_id, salt)
+        for number, request in waiting
+    }
+
+    for body in bodies.values():
+        body["sampling_params"]["ignore_eos"] = True
+
+    async def client() -> None:
+        while waiting:
+            number, request = waiting.pop()
+            answer = parse_answer(await server.generate(bodies[number], request.images))
+            assert len(answer.ids) == NEW_TOKENS and answer.prompt_length == len(request.ids), (
+                answer,
+                len(request.ids),
+            )
+
+    started = time.perf_counter()
+    await asyncio.gather(*(client() for _ in range(cell.concurrency)))
+    del images
+    return cell.num_requests / (time.perf_counter() - started)
+
+
+async def parity(before: Server, after: Server, workload: Workload, num_tokens: int) -> dict[str, float]:
+    """Compare the log-probs of streams with pictures by both ways, and by one way twice."""
+    differences: dict[str, list[np.ndarray]] = {"before": [], "itself again": []}
+    number = 0
+    while sum(map(len, differences["before"])) < num_tokens:
+        ids, images = workload.stream(*((20, 1), (110, 4), (110, 1), (1024, 1))[number % 4])
+        number += 1
+
+        async def scores(server: Server, salt: str) -> np.ndarray:
+            body = score_body(ids, images, workload.renderer.image_token_id, salt)  # noqa: B023
+            return parse_scores(await server.generate(body, images), len(ids))  # noqa: B023
+
+        kept = await scores(after, f"kept-{number}")
+        differences["before"].append(kept - await scores(before, f"uri-{number}"))
+        differences["itself again"].append(kept - await scores(after, f"again-{number}"))
+    joined = {name: np.abs(np.concatenate(parts)) for name, parts in differences.items()}
+    return {
+        f"{name} {how}": float(f(d)) for name, d in joined.items() for how, f in (("max", np.max), ("mean", np.mean))
+    } | {"tokens": len(joined["before"])}
+
+
+#: Functions that say what a process does, and not only who called whom.
+PLUMBING = re.compile(
+    "asyncio|uvicorn|starlette|fastapi|threading|runpy|concurrent|multiprocessing|torch/|<module>|<string>"
+)
+
+
+def busiest(stacks: str, number: int = 24) -> dict[str, list[list[Any]]]:
+    """Return the busiest functions of a recording by py-spy: for each process name, share and share of its own code."""
+    total: dict[str, Counter[str]] = {"server": Counter(), "scheduler": Counter()}
+    own = {process: Counter[str]() for process in total}
+    samples = Counter[str]()
+    for line in stacks.splitlines():
+        stack, _, count = line.rpartition(" ")
+        frames = stack.split(";")
+        process = "scheduler" if "sglang::scheduler" in stack else "server"
+        samples[process] += int(count)
+        named = {frame.rsplit(":", 1)[0] for frame in frames if "(" in frame and not PLUMBING.search(frame)}
+        total[process].update(dict.fromkeys(named, int(count)))
+        own[process][frames[-1].rsplit(":", 1)[0]] += int(count)
+    return {
+        process: [
+            [name, round(count / samples[process], 3), round(own[process][name] / samples[process], 3)]
+            for name, count in counts.most_common(number)
+        ]
+        for process, counts in total.items()
+    }
+
+
+async def profiled(server: Server, play: Awaitable[None], py_spy: str) -> dict[str, list[list[Any]]]:
+    """Record the server's processes while `play` runs; return their busiest functions."""
+    assert server.process
+    with tempfile.NamedTemporaryFile("r") as file:
+        command = f"{py_spy} record --pid {server.process.pid} --subprocesses -f raw -d 8 -r 200 --nonblocking"
+        recording = subprocess.Popen([*shlex.split(command), "-o", file.name], stdout=subprocess.DEVNULL)
+        await play
+        await asyncio.to_thread(recording.wait)
+        return busiest(Path(file.name).read_text())
+
+
+async def measure(options: argparse.Namespace, folder: Path, renderer: Renderer) -> dict[str, Any]:
+    """Run all parts on one server."""
+    workload = Workload(renderer, sampling_params(renderer, 1.0))
+    settings = SGLangSettings(
+        model_path=str(folder), mem_fraction=options.mem_fraction, log_folder=options.out / "servers",
+        arguments=tuple(shlex.split(options.engine_args)), max_restarts=0,
+    )  # fmt: skip
+
+    async def nothing(_: Any) -> None: ...
+
+    pool = ServerPool(settings, nothing)
+    started = time.perf_counter()
+    await pool.start()
+    keep = [server.sent_pictures is not None for server in pool.all]
+    print(f"server up in {time.perf_counter() - started:.0f} s; keeps pictures: {keep}", flush=True)
+    try:
+        (after,) = pool.all
+        before = replace(after, sent_pictures=None)
+        figures: dict[str, Any] = {}
+        if "parity" in options.parts:
+            figures["parity"] = await parity(before, after, workload, options.parity_tokens)
+            print(figures["parity"], flush=True)
+        rows = []
+        for cell in (Cell(*cell) for cell in CELLS if "rates" in options.parts):
+            await rate(after, workload, replace(cell, concurrency=8), False)
+            rates = {
+                "text": await rate(after, workload, cell, False),
+                "before": await rate(before, workload, cell, True),
+                "after": await rate(after, workload, cell, True),
+            }
+            rows.append(
+                [
+                    cell.picture_tokens,
+                    cell.pictures,
+                    cell.concurrency,
+                    *(f"{r:.0f}" for r in rates.values()),
+                    f"{rates['after'] / rates['text']:.2f}",
+                ]
+            )
+            print(rows[-1], flush=True)
+            figures.setdefault("rates", []).append({**vars(cell), **rates})
+        columns = ["picture tokens", "pictures", "at once", "text", "before", "after", "after / text"]
+        print(markdown(columns, rows))
+        if options.profile:
+            cell = Cell(20, 1, 256)
+
+            async def play() -> None:
+                for _ in range(6):
+                    await rate(after, workload, cell, True)
+
+            figures["profile"] = await profiled(after, play(), options.profile)
+            for process, rows in figures["profile"].items():
+                print(markdown([f"{process}: function", "share", "own"], rows))
+        return figures
+    finally:
+        await pool.close()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=("starter", "2b"), default="starter")
+    parser.add_argument("--parts", nargs="+", default=["parity", "rates"])
+    parser.add_argument("--parity-tokens", type=int, default=10_000)
+    parser.add_argument("--mem-fraction", type=float, default=0.3)
+    parser.add_argument("--engine-args", default="")
+    parser.add_argument("--profile", default="", help="the command py-spy")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args(argv)
+    at = commit()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "model"
+        renderer = make_checkpoint(options.model, folder, options.device)
+        figures = asyncio.run(measure(options, folder, renderer))
+    if torch.cuda.is_available():
+        figures["gpu"] = torch.cuda.get_device_name()
+    command = f"python -m benchmarks.pictures --model {options.model}"
+    write_result(options.out / f"pictures_{options.model}.json", command, figures, at, ("torch", "transformers"))
+
+
+if __name__ == "__main__":
+    main()

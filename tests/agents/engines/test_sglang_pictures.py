@@ -1,0 +1,382 @@
+"""Claims about pictures on servers that keep them: each crosses once, none is mistaken for another, none is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import gc
+import json
+import os
+import pickle
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from agents.engines.sglang import SGLangEngine, SGLangSettings
+from agents.engines.sglang.in_server import kept_pictures
+from agents.engines.sglang.in_server.kept_pictures import (
+    KeptPictures,
+    PatchesAddress,
+    PictureError,
+    keep_patches,
+    map_patches,
+    picture_entries,
+)
+from agents.engines.sglang.in_server.prompts import expand
+from agents.engines.sglang.payloads import collapse
+from agents.engines.sglang.pictures import HELLO, PROTOCOL, SentPictures, missed_pictures, picture_key
+from agents.engines.sglang.servers import free_ports
+from agents.model.mrope import mrope_positions
+from agents.rendering.renderer import Renderer
+from agents.types import GenerateRequest, ProcessedImage, SamplingParams
+from tests.agents.engines.test_sglang_engine import EMULATOR, misbehave, settings, url, with_engine
+from tests.prompts import picture, question
+
+__all__ = ["url"]  # a fixture
+
+Entry = tuple[str, str]
+
+
+def entry(name: str) -> Entry:
+    """Return key and file of a picture as they come the first time."""
+    return picture_key(name.encode()), base64.b64encode(name.encode()).decode()
+
+
+def known(name: str) -> Entry:
+    return picture_key(name.encode()), ""
+
+
+def processed(renderer: Renderer, *seeds: int) -> tuple[ProcessedImage, ...]:
+    assert renderer.images
+    return tuple(renderer.images.process(picture(64, 32, seed)) for seed in seeds)
+
+
+# What is sent ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_picture_is_sent_whole_once_and_again_when_it_was_missed(renderer: Renderer) -> None:
+    (one, other), sent = processed(renderer, 1, 2), SentPictures()
+    first, again, also = sent.entries([one, one, other])
+    assert picture_entries([first]) == [(again.split(":")[1], base64.b64encode(one.png).decode())]
+    assert first.startswith(f"{again}:") and also.count(":") == 2
+    key = again.split(":")[1]
+    refusal = f"http://host/generate: status 400: {{'message': 'trueturn-picture misses {key} 00ff'}}"
+    assert missed_pictures(refusal) == (key, "00ff")
+    sent.forget(missed_pictures(refusal))
+    assert sent.entries([one, other]) == [first, also.rpartition(":")[0]]
+    assert missed_pictures("status 400: the prompt misses a lot") == ()
+
+
+def test_the_key_is_of_the_pixels_that_the_model_reads(renderer: Renderer) -> None:
+    assert renderer.images
+    one, same = (renderer.images.process(picture(64, 32, 1)) for _ in range(2))
+    copy = ProcessedImage("another name", one.pixels_PD, one.grid_thw, one.num_tokens, one.picture)
+    resized = ProcessedImage(one.digest, one.pixels_PD, one.grid_thw, one.num_tokens, picture(96, 32, 1))
+    keys = [SentPictures().entries([image])[0].split(":")[1] for image in (one, same, copy, resized)]
+    assert keys[0] == keys[1] == keys[2] != keys[3]
+
+
+# What a server keeps --------------------------------------------------------------------------------------------------
+
+
+class Cutter:
+    """Cuts every picture into one patch of its length, and counts."""
+
+    def __init__(self, rows: int = 1) -> None:
+        self.cut: list[bytes] = []
+        self.rows, self.broken = rows, b"broken"
+
+    def __call__(self, png: bytes) -> tuple[torch.Tensor, tuple[int, int, int]]:
+        if png == self.broken:
+            raise OSError("no picture")
+        self.cut.append(png)
+        return torch.full((self.rows, 2), float(len(png))), (1, 2, 2)
+
+
+def test_a_picture_is_cut_once_for_all_who_ask_and_those_without_it_wait_for_it() -> None:
+    cutter = Cutter()
+
+    async def play() -> list[list[PatchesAddress]]:
+        kept = KeptPictures(cutter)
+        asked = [kept.addresses([one]) for one in (known("png"), entry("png"), entry("png"), known("png"))]
+        return [*await asyncio.gather(*asked), await kept.addresses([known("png"), entry("png")])]
+
+    first, *others, both = asyncio.run(play())
+    assert all(other == first for other in others) and both == first * 2 and cutter.cut == [b"png"]
+    assert map_patches(first[0]).tolist() == [[3.0, 3.0]]
+
+
+def test_pictures_that_nobody_brings_are_named_and_are_taken_when_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_pictures, "WAIT_S", 0.05)
+
+    async def play() -> None:
+        kept = KeptPictures(Cutter())
+        with pytest.raises(PictureError) as raised:
+            await kept.addresses([known("a"), entry("b"), known("c")])
+        assert missed_pictures(str(raised.value)) == (known("a")[0], known("c")[0])
+        assert len(await kept.addresses([entry("c"), known("b")])) == 2
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(
+    ("png", "fault"),
+    [
+        (base64.b64encode(b"broken").decode(), "OSError no picture"),
+        ("%%%", "cannot be read"),
+        (entry("another")[1], "not the one of this key"),
+    ],
+)
+def test_a_picture_that_cannot_be_read_fails_its_requests_and_may_come_again(png: str, fault: str) -> None:
+    key, whole = entry("broken")
+
+    async def play() -> None:
+        cutter = Cutter()
+        kept = KeptPictures(cutter)
+        results = await asyncio.gather(
+            *(kept.addresses([(key, text)]) for text in (png, "", png)), return_exceptions=True
+        )
+        assert all(f"picture {key} cannot be read" in str(result) and fault in str(result) for result in results)
+        cutter.broken = b""
+        assert len(await kept.addresses([(key, whole)])) == 1
+
+    asyncio.run(play())
+
+
+def test_the_pictures_used_last_stay_within_the_bytes_and_none_in_use_is_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def play(in_use_s: float) -> str:
+        monkeypatch.setattr(kept_pictures, "IN_USE_S", in_use_s)
+        kept = KeptPictures(Cutter(rows=1000), max_bytes=20_000)
+        for name in "abac":
+            await kept.addresses([entry(name)])
+            await asyncio.sleep(0.01)
+        names = {entry(name)[0]: name for name in "abc"}
+        return "".join(names[key] for key in kept._pictures)
+
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    assert asyncio.run(play(60.0)) == "bac"
+    monkeypatch.setattr(kept_pictures, "WAIT_S", 0.05)
+    assert asyncio.run(play(0.0)) == "ac"
+    assert len(list(Path("/proc/self/fd").iterdir())) - before <= 3 + 2 + 2  # kept pictures, and the thread's own
+
+
+def test_a_request_of_another_kind_is_left_to_sglang_and_the_protocol_is_told_to_who_asks() -> None:
+    assert picture_entries(None) is None and picture_entries([]) is None
+    assert picture_entries(["data:image/png;base64,AA"]) is None
+    assert picture_entries(["trueturn-picture:aa", "data:image/png;base64,AA"]) is None
+    with pytest.raises(PictureError, match=PROTOCOL):
+        picture_entries([HELLO])
+
+
+# Shared memory --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_another_process_maps_the_patches_to_the_bit(dtype: torch.dtype) -> None:
+    patches = torch.randn(80, 1536, generator=torch.Generator().manual_seed(0)).to(dtype)
+    address = keep_patches("5f5f", patches, (1, 8, 10))
+    code = (
+        "import sys, pickle; from agents.engines.sglang.in_server.kept_pictures import map_patches\n"
+        "address = pickle.load(sys.stdin.buffer); patches = map_patches(address)\n"
+        "assert map_patches(address) is patches\n"
+        "import torch; sys.stdout.buffer.write(patches.view(torch.uint8).numpy().tobytes())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(address), capture_output=True, check=True)
+    assert done.stdout == patches.view(torch.uint8).numpy().tobytes()
+    os.close(address.fd)
+
+
+def test_patches_outlive_the_process_that_made_them_where_they_are_mapped_and_are_never_taken_for_others() -> None:
+    address = keep_patches("aa", torch.ones(4, 4), (1, 2, 2))
+    mapped = map_patches(address)
+    os.close(address.fd)
+    other = keep_patches("bb", torch.zeros(4, 4), (1, 2, 2))
+    assert other.fd == address.fd  # the number is used again
+    assert mapped.tolist() == torch.ones(4, 4).tolist()
+    del mapped
+    gc.collect()
+    with pytest.raises(LookupError, match="aa were replaced"):
+        map_patches(address)
+    os.close(other.fd)
+    with pytest.raises(LookupError, match="aa are gone"):
+        map_patches(address)
+
+
+# Prompts --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_is_expanded_as_the_renderer_expands_it_with_the_networks_positions(renderer: Renderer) -> None:
+    rendered = renderer.prompt(question("look", picture(64, 32), picture(96, 64)))
+    assert renderer.image_token_id is not None
+    short = collapse(rendered.ids, rendered.images, renderer.image_token_id)
+    grids = [image.grid_thw for image in rendered.images]
+    prompt = expand(short, grids, renderer.image_token_id, renderer.merge_size)
+    assert prompt.ids == list(rendered.ids)
+    expected = mrope_positions(np.array(rendered.ids), grids, renderer.image_token_id, renderer.merge_size)
+    assert prompt.positions_3T.tolist() == expected.tolist()
+    later = mrope_positions(np.array([*rendered.ids, 1]), grids, renderer.image_token_id, renderer.merge_size)
+    assert later[:, -1].tolist() == [len(prompt.ids) + prompt.delta] * 3
+    for (first, last), image in zip(prompt.spans, rendered.images, strict=True):
+        assert set(prompt.ids[first : last + 1]) == {renderer.image_token_id}
+        assert last - first + 1 == image.num_tokens
+
+
+@pytest.mark.parametrize(("ids", "grids"), [([7, 9], []), ([7], [(1, 2, 2)]), ([9, 9], [(1, 2, 2)])])
+def test_pictures_without_their_placeholders_are_refused(ids: list[int], grids: list[Any]) -> None:
+    with pytest.raises(PictureError, match="placeholders for"):
+        expand(ids, grids, 9, 2)
+
+
+# On servers -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def shared_server(checkpoint: Path) -> Iterator[str]:
+    """A server that others have started with our picture processor; `url` makes it as if just started."""
+    (port,) = free_ports(1)
+    command = [sys.executable, "-m", "agents.engines.sglang.launch", *EMULATOR, "--model-path", str(checkpoint)]
+    env = {**os.environ, "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": "agents.engines.sglang.in_server"}
+    process = subprocess.Popen([*command, "--port", str(port)], env=env)
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def came(engine: SGLangEngine) -> list[dict[str, int]]:
+    """Return how pictures came to each server."""
+    headers = dict(engine.servers._http[False].headers)
+    requests = [urllib.request.Request(f"{s.client.url}/pictures", headers=headers) for s in engine.servers.all]
+    return [json.load(urllib.request.urlopen(request, timeout=20)) for request in requests]
+
+
+def asked(renderer: Renderer, seeds: Sequence[int], seed: int = 1) -> GenerateRequest:
+    rendered = renderer.prompt(question("look", *(picture(64, 32, number) for number in seeds)))
+    return GenerateRequest(rendered.ids, rendered.images, 4, SamplingParams(1.0, (), renderer.suppressed_ids), seed)
+
+
+async def write(engine: SGLangEngine, *requests: GenerateRequest) -> list[Any]:
+    async def one(request: GenerateRequest) -> Any:
+        async with engine.session() as session:
+            return await session.generate(request)
+
+    return await asyncio.gather(*map(one, requests))
+
+
+def test_a_group_sends_its_picture_once_and_writes_what_it_would_write_with_data_uris(
+    checkpoint: Path, renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [asked(renderer, (1, 2))] * 6 + [asked(renderer, (2, 1, 2))] * 2
+
+    async def play(engine: SGLangEngine) -> Any:
+        written = await write(engine, *requests)
+        scores = await engine.score(requests[0].ids, requests[0].images)
+        logprobs = [x for completion in written for x in completion.logprobs]
+        return [(c.ids, c.prompt_length) for c in written], [*logprobs, *scores.tolist()], came(engine)
+
+    kept, logprobs, how = with_engine(settings(checkpoint, tmp_path), renderer, play)
+    assert how == [{"png": 2, "key": 6 * 2 + 2 * 3 + 2 - 2}]
+    monkeypatch.setattr("agents.engines.sglang.servers.ENVIRONMENT", {})
+    plain, plain_logprobs, how = with_engine(settings(checkpoint, tmp_path), renderer, play)
+    assert how == [{"uri": 6 * 2 + 2 * 3 + 2}] and kept == plain
+    assert logprobs == pytest.approx(plain_logprobs, abs=1e-4)  # of batches that form as requests arrive
+
+
+def test_a_picture_crosses_once_over_turns_and_weights_and_is_encoded_anew_by_each(
+    checkpoint: Path, renderer: Renderer, tmp_path: Path
+) -> None:
+    async def play(engine: SGLangEngine) -> Any:
+        for version in range(3):
+            if version:
+                await engine.pause()
+                await engine.update_from_disk(checkpoint, version)
+                await engine.resume()
+            for seeds in ((1,), (1, 2)):  # the later turn has a further picture
+                (completion,) = await write(engine, asked(renderer, seeds))
+                assert completion.finish == "length" and completion.versions == ((version, 4),)
+        return came(engine)
+
+    # An encoding of old weights would be refused by the server, and the turn given up.
+    assert with_engine(settings(checkpoint, tmp_path), renderer, play) == [{"png": 2, "key": 7}]
+
+
+def test_a_server_that_forgot_its_pictures_is_sent_them_again_within_the_call(
+    url: str, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def play(engine: SGLangEngine) -> Any:
+        await write(engine, asked(renderer, (1, 2)))
+        misbehave(url, "generate", "forget the pictures")
+        written = await write(engine, asked(renderer, (1, 2)), asked(renderer, (1, 3)))
+        assert all(completion.finish == "length" for completion in written)
+        assert engine.num_retried == 0 and engine.servers.events == []
+        return came(engine)
+
+    (how,) = with_engine(SGLangSettings(urls=(url,)), renderer, play)
+    assert how["png"] in (5, 6)  # two, then those two again and one more; the second request may miss one as well
+
+
+def test_two_runs_on_one_server_share_pictures_but_no_encodings(url: str, renderer: Renderer) -> None:
+    async def play(engine: SGLangEngine) -> Any:
+        other = SGLangEngine(SGLangSettings(urls=(url,)), renderer.image_token_id)
+        await other.start()
+        try:
+            written = await write(engine, asked(renderer, (1,))) + await write(other, asked(renderer, (1,)))
+            assert engine.salt != other.salt
+        finally:
+            await other.close()
+        return [completion.logprobs for completion in written], came(engine)
+
+    (first, second), how = with_engine(SGLangSettings(urls=(url,)), renderer, play)
+    assert first == second and how == [{"png": 2}]
+
+
+def test_a_server_that_is_killed_gets_its_pictures_again(checkpoint: Path, renderer: Renderer, tmp_path: Path) -> None:
+    async def play(engine: SGLangEngine) -> Any:
+        await write(engine, asked(renderer, (1, 2)))
+        process = engine.servers.all[0].process
+        assert process
+        process.kill()
+        (completion,) = await write(engine, asked(renderer, (1, 2)))
+        assert completion.finish == "length"
+        return came(engine)
+
+    assert with_engine(settings(checkpoint, tmp_path), renderer, play) == [{"png": 2}]
+
+
+def test_a_bad_picture_ends_its_own_turn_alone(url: str, renderer: Renderer) -> None:
+    async def play(engine: SGLangEngine) -> Any:
+        good, bad = asked(renderer, (1,)), asked(renderer, (77,))
+        (image,) = bad.images
+        object.__setattr__(image, "png", b"no picture")  # a cached property: what would be sent
+        broken, sound = await write(engine, bad, good)
+        return broken.finish, sound.finish
+
+    assert with_engine(SGLangSettings(urls=(url,)), renderer, play) == ("abort", "length")
+
+
+def test_what_a_processor_hands_over_is_sglangs_own_record(renderer: Renderer) -> None:
+    pytest.importorskip("sglang", reason="SGLang needs a GPU")
+    from agents.engines.sglang.in_server.handover import PreparedPrompt
+
+    prompt = expand([7, 9, 7], [(1, 4, 4)], 9, 2)
+    patches = torch.randn(16, 8).to(torch.bfloat16)
+    address = keep_patches("aa", patches, (1, 4, 4))
+    prepared = PreparedPrompt.make(prompt, [address], [2**55 + 1], {"im_token_id": 9})
+    record = pickle.loads(pickle.dumps(prepared))
+    (item,) = record.mm_items
+    assert type(record).__name__ == "MultimodalProcessorOutput" and item.hash == 2**55 + 1
+    assert torch.equal(item.feature, patches) and item.offsets == [(1, 4)]
+    assert list(record.padded_input_ids) == [7, *[item.pad_value] * 4, 7]
+    assert record.mrope_positions.tolist() == prompt.positions_3T.tolist()
+    assert record.mrope_position_delta.tolist() == [[prompt.delta]]
+    os.close(address.fd)
