@@ -117,7 +117,7 @@ async def rate(server: Server, workload: Workload, cell: Cell, with_pictures: bo
     images = {id(image): image.png for _, request in waiting for image in request.images}  # made beforehand
     salt = f"{time.monotonic()}"
     bodies = {
-        number: generate_body(request, [], f"{salt}-{number:06d}", workload.renderer.image_token_id, salt)
+        number: generate_body(request, [], f"{salt}-{number:06d}", workload.renderer.image_token_id)
         for number, request in waiting
     }
 
@@ -127,7 +127,7 @@ async def rate(server: Server, workload: Workload, cell: Cell, with_pictures: bo
     async def client() -> None:
         while waiting:
             number, request = waiting.pop()
-            answer = parse_answer(await server.generate(bodies[number], request.images))
+            answer = parse_answer(await server.generate(bodies[number], request.images, salt))
             assert len(answer.ids) == NEW_TOKENS and answer.prompt_length == len(request.ids), (
                 answer,
                 len(request.ids),
@@ -148,8 +148,8 @@ async def parity(before: Server, after: Server, workload: Workload, num_tokens: 
         number += 1
 
         async def scores(server: Server, salt: str) -> np.ndarray:
-            body = score_body(ids, images, workload.renderer.image_token_id, salt)  # noqa: B023
-            return parse_scores(await server.generate(body, images), len(ids))  # noqa: B023
+            body = score_body(ids, images, workload.renderer.image_token_id)  # noqa: B023
+            return parse_scores(await server.generate(body, images, salt), len(ids))  # noqa: B023
 
         kept = await scores(after, f"kept-{number}")
         differences["before"].append(kept - await scores(before, f"uri-{number}"))

@@ -95,14 +95,16 @@ class Bench:
     folder: Path
     renderer: Renderer
 
-    def engine(self, num_servers: int = 1, mem_fraction: float | None = None) -> SGLangEngine:
+    def engine(self, num_servers: int = 1) -> SGLangEngine:
         settings = SGLangSettings(
             model_path=str(self.folder),
             num_servers=num_servers,
-            mem_fraction=mem_fraction or self.options.mem_fraction,
+            mem_fraction=self.options.mem_fraction,
             arguments=tuple(shlex.split(self.options.engine_args)),
             log_folder=self.options.out / "servers",
             command=tuple(shlex.split(self.options.server_command)),
+            max_sessions=self.options.episodes,
+            context_length=4096,
         )
         return SGLangEngine(settings, self.renderer.image_token_id)
 
@@ -342,8 +344,8 @@ async def faults(bench: Bench) -> dict[str, Any]:
             parameter.add_(torch.randn_like(parameter) * parameter.std().nan_to_num(0.0) * 0.01)
     model.save(new)
     bench.renderer.save(new)
-    for num_servers, mem_fraction in ((2, bench.options.mem_fraction / 2), (1, bench.options.mem_fraction)):
-        engine = bench.engine(num_servers, mem_fraction)
+    for num_servers in (2, 1):
+        engine = bench.engine(num_servers)
         try:
             await engine.start()
             engine.current_weights = lambda: new

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from agents.engines.sglang.server_arguments import Argument, ServerFacts, choose_arguments, choose_variables
+from agents.engines.sglang.server_facts import Checkpoint, Gpu
 from envs.check import CHECKS
 from envs.env import CallPolicy, EnvArgs
 from envs.grading import GRADERS
@@ -148,11 +150,25 @@ def test_every_flag_of_the_page_on_rollouts_is_one_of_the_command() -> None:
     text = (ROOT / "docs" / "rollouts.md").read_text(encoding="utf-8")
     others = {"--enable-fp32-lm-head", "--enable-lora", "--max-lora-rank"}  # of SGLang
     others |= {"--tokenizers", "--only", "--no-network"}  # of other commands
+    others |= {name for argument in chosen_arguments() for name in argument.names}
     named = set(re.findall(r"--[a-z][a-z0-9-]+", text)) - others
     done = run_command("trainer.run", "--help")
     known = set(re.findall(r"--[a-z][a-z0-9-]+", done.stdout))
     assert len(named) > 20
     assert named <= known, sorted(named - known)
+
+
+def test_the_table_of_started_servers_has_every_argument_and_variable_that_is_chosen() -> None:
+    table = (ROOT / "docs" / "rollouts.md").read_text(encoding="utf-8").split("### Arguments of started servers")[1]
+    names = {argument.words[0] for argument in chosen_arguments()} | {*choose_variables("float32")}
+    assert [name for name in names if f"`{name}`" not in table.split("\n## ")[0]] == []
+
+
+def chosen_arguments() -> tuple[Argument, ...]:
+    """Return arguments of every kind: for a server that shares its GPU, with pictures and a short context."""
+    checkpoint = Checkpoint(sees=True, max_positions=10_000, weight_bytes=1, token_bytes=1)
+    gpu = Gpu("NVIDIA H100 80GB HBM3", (9, 0), 80 * 2**30)
+    return choose_arguments(ServerFacts(gpu, True, checkpoint, context_length=100, servers_on_gpu=2))
 
 
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -32,16 +33,20 @@ class ServersConfig(Section):
         description="file with the API key of the servers; empty: the variable TRUETURN_ENGINE_API_KEY, or without it "
         "a random key for started servers and none for running ones",
     )
-    num_servers: int = Field(default=1, ge=1, description="SGLang servers to start")
+    num_servers: int = Field(default=1, ge=1, description="SGLang servers to start; beyond the GPUs they share them")
     tensor_parallel: int = Field(default=1, ge=1, description="GPUs of one started server")
     first_gpu: int | None = Field(
         default=None,
         ge=0,
         description="first GPU of the started servers; empty: the one after the learners' GPUs, or GPU 0",
     )
-    mem_fraction: float = Field(default=0.4, gt=0, lt=1, description="share of a GPU's memory for a started server")
+    mem_fraction: float = Field(
+        default=0.4, gt=0, lt=1, description="share of a GPU's memory for the started servers on it"
+    )
     engine_args: str = Field(
-        default="", description='more arguments of sglang.launch_server: --engine-args="--attention-backend triton"'
+        default="",
+        description="arguments of sglang.launch_server in place of those chosen for the GPU and the run: "
+        '--engine-args="--attention-backend triton"',
     )
     request_timeout_s: float = Field(
         default=600.0, gt=0, description="longest wait in seconds for one turn of a server"
@@ -140,6 +145,15 @@ class RolloutConfig(Section):
         le=1,
         description="largest share of a step's episodes with an invalid token stream; more of them stop the run",
     )
+
+    def max_sessions(self, num_evaluated: int = 0) -> int:
+        """Return the most episodes that run at once, in a step or in an evaluation of so many.
+
+        >>> RolloutConfig(problems_per_step=8, group_size=8, oversample=1.5).max_sessions()
+        96
+        """
+        num_trained = math.ceil(self.problems_per_step * self.oversample) * self.group_size
+        return min(self.max_concurrent, max(num_trained, num_evaluated))
 
     @field_validator("max_oversample")
     @classmethod

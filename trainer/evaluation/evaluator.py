@@ -137,9 +137,19 @@ def prepare(config: EvaluateConfig) -> EvaluationContext:
     first_gpu = place_servers(config.engine)
     own = config.measurement
     folder = make_folder(RunDirConfig(out=own.out, name=own.name), f"{spec.id}-evaluation", can_resume=False)
+    max_sessions = min(own.max_concurrent, own.samples * len(samples))
     try:
         engine = build_engine(
-            config.engine, config.model, chosen, model_path, renderer, first_gpu, own.max_batch, folder, Engine
+            config.engine,
+            config.model,
+            chosen,
+            model_path,
+            renderer,
+            first_gpu,
+            own.max_batch,
+            max_sessions,
+            folder,
+            Engine,
         )
     except BaseException:  # an evaluation that cannot run leaves no folder
         folder.rmdir()

@@ -229,12 +229,14 @@ def prepare(config: RunConfig) -> LiveContext:
         learner, folder, checkpoint = begin_or_resume(config, plan, label, model_path, sampling, cleanup)
         (folder / ENVIRONMENT).write_text(spec.model_dump_json(indent=1) + "\n", encoding="utf-8")
         num_gpus, max_batch = config.cluster.num_gpus, config.rollout.max_batch
+        max_sessions = config.rollout.max_sessions(len(evaluation) if evaluation else 0)
         try:
             transport = build_transport(
                 config.engine,
                 config.model,
                 num_gpus,
                 max_batch,
+                max_sessions,
                 model_path,
                 facts,
                 renderer,

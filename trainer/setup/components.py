@@ -206,6 +206,7 @@ def build_transport(
     model: ModelConfig,
     num_gpus: int,
     max_batch: int,
+    max_sessions: int,
     model_path: Path | str,
     facts: ModelFacts,
     renderer: Renderer,
@@ -215,8 +216,8 @@ def build_transport(
 ) -> Transport:
     """Return the transport that brings the learner's weights to the engine, with the engine; its `start` starts both.
 
-    `num_gpus` is the number of GPUs of learner processes; `max_batch` limits the embedded engine. If the learner
-    `trains_adapters`, servers may get those alone.
+    `num_gpus` is the number of GPUs of learner processes; `max_batch` limits the embedded engine, and servers are
+    started for `max_sessions` at once. If the learner `trains_adapters`, servers may get those alone.
     """
     first_gpu = place_servers(config, learner.gpus_here)
     device = f"cuda:{first_gpu}" if num_gpus else model.device
@@ -228,6 +229,7 @@ def build_transport(
         renderer,
         first_gpu,
         max_batch,
+        max_sessions,
         folder,
         TrainableEngine,
     )
@@ -274,6 +276,7 @@ def build_engine(
     renderer: Renderer,
     first_gpu: int,
     max_batch: int,
+    max_sessions: int,
     folder: Path,
     protocol: type[E],
 ) -> E | HFEngine | SGLangEngine:
@@ -285,7 +288,7 @@ def build_engine(
         network = PolicyModel.load(model_path, getattr(torch, model.dtype))
         return HFEngine(network, model.context_length, max_batch, torch.device(model.device), config.batch_wait_s)
     if chosen == "sglang":
-        settings = server_settings(config, model.dtype, model_path, first_gpu, folder / "servers")
+        settings = server_settings(config, model, model_path, first_gpu, max_sessions, folder / "servers")
         return SGLangEngine(settings, renderer.image_token_id, model.context_length)
     setup = EngineSetup(
         model_path=str(model_path),
@@ -325,9 +328,14 @@ def first_server_gpu(given: int | None, learner_gpus: Sequence[int], num_gpus: i
 
 
 def server_settings(
-    engine: ServersConfig, dtype: str, model_path: Path | str, first_gpu: int, log_folder: Path
+    engine: ServersConfig,
+    model: ModelConfig,
+    model_path: Path | str,
+    first_gpu: int,
+    max_sessions: int,
+    log_folder: Path,
 ) -> SGLangSettings:
-    """Return the settings to start servers with, or to connect to them."""
+    """Return the settings to start servers with, for `max_sessions` at once together, or to connect to them."""
     return SGLangSettings(
         model_path=str(model_path),
         urls=engine.engine_url,
@@ -335,11 +343,13 @@ def server_settings(
         tensor_parallel=engine.tensor_parallel,
         first_gpu=first_gpu,
         mem_fraction=engine.mem_fraction,
-        dtype=dtype,
+        dtype=model.dtype,
         arguments=tuple(shlex.split(engine.engine_args)),
         log_folder=log_folder,
         api_key=engine_api_key(engine),
         request_timeout_s=engine.request_timeout_s,
+        max_sessions=max_sessions,
+        context_length=model.context_length,
     )
 
 

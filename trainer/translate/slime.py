@@ -230,7 +230,7 @@ SLIME = Dialect(
         "sglang_mm_attention_backend": server_argument("mm-attention-backend"),
         "sglang_ep_size": server_argument("ep-size"),
         "sglang_max_running_requests": server_argument("max-running-requests"),
-        "sglang_cuda_graph_*": lost("only concerns speed: give it to the servers with --engine-args"),
+        "sglang_cuda_graph_*": lost("only concerns speed: our servers capture the sizes that the run needs"),
         "sglang_speculative_*": lost("speculative decoding was not tried here"),
         "sglang_router*": lost("the client itself spreads episodes over servers"),
         "sglang_server_concurrency": lost("--max-concurrent bounds the episodes in progress"),

@@ -24,6 +24,7 @@ from agents.engines.sglang.adapter_loading import AdapterLoader
 from agents.engines.sglang.adapters import Adapter
 from agents.engines.sglang.client import ServerLost, ServerRefused, SGLangClient
 from agents.engines.sglang.payloads import GenerateAnswer, generate_body, parse_answer, parse_scores, score_body
+from agents.engines.sglang.routing import prompt_key
 from agents.engines.sglang.servers import EngineDown, Server, ServerPool, SGLangSettings
 from agents.types import Completion, GenerateRequest, ProcessedImage, add_run
 
@@ -127,7 +128,7 @@ class SGLangEngine:
         """
 
         async def one(server: Server) -> NDArray[np.float32] | ServerLost:
-            body = score_body(ids, images, self.image_token_id, self.salt, self.adapter_name)
+            body = score_body(ids, images, self.image_token_id, self.adapter_name)
             try:
                 return parse_scores(await self._ask(server, body, images), len(ids))
             except ServerLost as error:
@@ -182,6 +183,7 @@ class SGLangEngine:
         """
         assert self._idle.is_set(), "weights change while nothing is being written: pause first"
         self._use(version, adapter)
+        self.servers.router.forget()
 
         async def one(server: Server) -> None:
             try:
@@ -263,7 +265,7 @@ class SGLangEngine:
         """Send a request and return the answer; raise `ServerLost` for one refused by a server without the adapter."""
         adapter = body.get("lora_path", "")
         try:
-            return await server.generate(body, images)
+            return await server.generate(body, images, self.salt)
         except (asyncio.CancelledError, ServerLost):
             self.adapters.note_unended(server.client, adapter)
             raise
@@ -323,14 +325,15 @@ class SGLangSession:
     def __init__(self, engine: SGLangEngine) -> None:
         self._engine = engine
         self._server: Server | None = None
+        self._prompt: int | None = None
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Write one turn; it survives pauses for new weights and the loss of servers."""
         engine, turn, tries = self._engine, _PendingTurn(request), 0
         while not turn.is_whole:
-            server = await self._assigned_server()
+            server = await self._assigned_server(request)
             rid, adapter = engine.next_request_id(), engine.adapter_name
-            body = generate_body(request, turn.ids, rid, engine.image_token_id, engine.salt, adapter)
+            body = generate_body(request, turn.ids, rid, engine.image_token_id, adapter)
             try:
                 answer = parse_answer(await engine.send(server, body, request.images))
                 if answer.prompt_length is None:
@@ -356,13 +359,18 @@ class SGLangSession:
             await asyncio.sleep(pause_s(tries))
         return turn.completion()
 
-    async def _assigned_server(self) -> Server:
-        """Return the session's server, or another one if it is not up. Wait while the engine is paused."""
+    async def _assigned_server(self, request: GenerateRequest) -> Server:
+        """Return the session's server, or another one if it is not up. Wait while the engine is paused.
+
+        The session's first request is its prompt, which all samples of a problem share, and all forks of an episode.
+        """
+        if self._prompt is None:
+            self._prompt = prompt_key(request)
         while True:
             await self._engine.wait_until_resumed()
             if self._server is None or not self._server.is_up:
                 self.release_server()
-                self._server = await self._engine.servers.pick()
+                self._server = await self._engine.servers.pick(self._prompt)
                 self._server.num_sessions += 1
             if not self._engine.is_paused:  # `pick` may have waited
                 return self._server

@@ -7,7 +7,6 @@ where a request has them.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -36,27 +35,16 @@ def collapse(ids: Sequence[int], images: Sequence[ProcessedImage], image_token_i
     return short + ids[position:]
 
 
-def salted_hash(image: ProcessedImage, salt: str) -> str:
-    """Return 14 hexadecimal digits (to the server a positive 64-bit number) that depend on picture and salt."""
-    return hashlib.blake2b(f"{image.digest}/{salt}".encode(), digest_size=7).hexdigest()
-
-
 def generate_body(
-    request: GenerateRequest,
-    written: Sequence[int],
-    rid: str,
-    image_token_id: int | None,
-    salt: str,
-    adapter: str = "",
+    request: GenerateRequest, written: Sequence[int], rid: str, image_token_id: int | None, adapter: str = ""
 ) -> dict[str, Any]:
     """Return the body of `/generate` that continues a turn after the ids `written` so far, without its pictures.
 
-    `salt` becomes part of each image's hash. It holds the version of the weights, so that the server does not reuse an
-    image that older weights encoded. A server that has no adapter of the name `adapter` refuses the request; it keeps
-    the prefixes that each adapter has read apart.
+    A server that has no adapter of the name `adapter` refuses the request; it keeps the prefixes that each adapter has
+    read apart.
     """
     sampling = request.sampling
-    body: dict[str, Any] = {
+    return {
         "rid": rid,
         "input_ids": [*collapse(request.ids, request.images, image_token_id), *written],
         "sampling_params": {
@@ -73,12 +61,11 @@ def generate_body(
             "no_stop_trim": True,
         },
         "return_logprob": True,
-    }
-    return body | image_hashes(request.images, salt) | adapter_field(adapter)
+    } | adapter_field(adapter)
 
 
 def score_body(
-    ids: Sequence[int], images: Sequence[ProcessedImage], image_token_id: int | None, salt: str, adapter: str = ""
+    ids: Sequence[int], images: Sequence[ProcessedImage], image_token_id: int | None, adapter: str = ""
 ) -> dict[str, Any]:
     """Return the body of `/generate` that requests the log-probs of a whole stream, without its pictures."""
     return {
@@ -86,17 +73,12 @@ def score_body(
         "sampling_params": {"temperature": 1.0, "max_new_tokens": 1},
         "return_logprob": True,
         "logprob_start_len": 0,
-    } | (image_hashes(images, salt) | adapter_field(adapter))
+    } | adapter_field(adapter)
 
 
 def adapter_field(name: str) -> dict[str, Any]:
     """Return the field of a body for the adapter that writes; none for the checkpoint alone."""
     return {"lora_path": name} if name else {}
-
-
-def image_hashes(images: Sequence[ProcessedImage], salt: str) -> dict[str, Any]:
-    """Return the field of a body for the hashes of its pictures, if it has any."""
-    return {"mm_hashes": [salted_hash(image, salt) for image in images]} if images else {}
 
 
 class GenerateAnswer:

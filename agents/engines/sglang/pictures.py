@@ -3,8 +3,9 @@
 A server that we start has a picture processor of ours (`in_server`), which keeps what it has been sent. To any other
 server a picture goes along with every request, as SGLang has it. `picture_protocol` finds out which one a server is.
 
-An entry of `image_data` is `trueturn-picture:KEY`, with `:PNG` in base64 the first time. A server that is asked for a
-picture it does not have answers `trueturn-picture misses KEY ...`; it is then sent again.
+An entry of `image_data` is `trueturn-picture:KEY:HASH`, with `:PNG` in base64 the first time. KEY is of the picture
+alone, HASH is what its encoding is kept under. A server that is asked for a picture it does not have answers
+`trueturn-picture misses KEY ...`; it is then sent again.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from agents.types import ProcessedImage
@@ -54,29 +56,35 @@ def data_uri(image: ProcessedImage) -> str:
     return _encoded(image).uri
 
 
+def salted_hash(image: ProcessedImage, salt: str) -> str:
+    """Return 14 hexadecimal digits (to the server a positive 64-bit number) that depend on picture and salt."""
+    return hashlib.blake2b(f"{image.digest}/{salt}".encode(), digest_size=7).hexdigest()
+
+
 class SentPictures:
     """The pictures that one server has been sent.
 
     Example::
 
         sent = SentPictures()
-        sent.entries([image])               # ["trueturn-picture:KEY:PNG"]
-        sent.entries([image])               # ["trueturn-picture:KEY"]
+        sent.entries([image], "salt")       # ["trueturn-picture:KEY:HASH:PNG"]
+        sent.entries([image], "salt")       # ["trueturn-picture:KEY:HASH"]
         sent.forget(missed_pictures(text))  # the server does not have it: the next entry holds the PNG again
     """
 
     def __init__(self) -> None:
         self._keys: set[str] = set()
 
-    def entries(self, images: Iterable[ProcessedImage]) -> list[str]:
+    def entries(self, images: Iterable[ProcessedImage], salt: str) -> list[str]:
         """Return the entries of a request; a picture counts as sent from then on."""
-        return [self._entry(_encoded(image)) for image in images]
+        return [self._entry(_encoded(image), salted_hash(image, salt)) for image in images]
 
-    def _entry(self, picture: _Encoded) -> str:
+    def _entry(self, picture: _Encoded, hash_: str) -> str:
+        short = f"{MARK}:{picture.key}:{hash_}"
         if picture.key in self._keys:
-            return f"{MARK}:{picture.key}"
+            return short
         self._keys.add(picture.key)
-        return f"{MARK}:{picture.key}:{picture.uri.removeprefix(URI)}"
+        return f"{short}:{picture.uri.removeprefix(URI)}"
 
     def forget(self, keys: Iterable[str]) -> None:
         """Note that the server does not have these pictures."""
@@ -89,6 +97,17 @@ def missed_pictures(refusal: str) -> tuple[str, ...]:
     return tuple(found[1].split()) if found else ()
 
 
-def image_entries(images: Sequence[ProcessedImage], sent: SentPictures | None) -> list[str]:
-    """Return `image_data` of a request to a server that keeps pictures, or (`sent` is None) to any other."""
-    return [data_uri(image) for image in images] if sent is None else sent.entries(images)
+def image_fields(images: Sequence[ProcessedImage], salt: str, sent: SentPictures | None) -> dict[str, Any]:
+    """Return the fields of a body for its pictures; `sent` is None for a server that does not keep them.
+
+    `salt` becomes part of each image's hash. It holds the version of the weights, so that the server does not reuse an
+    image that older weights encoded.
+    """
+    if not images:
+        return {}
+    if sent is not None:
+        return {"image_data": sent.entries(images, salt)}
+    return {
+        "image_data": [data_uri(image) for image in images],
+        "mm_hashes": [salted_hash(image, salt) for image in images],
+    }

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import random
 import secrets
@@ -28,14 +29,22 @@ from typing import Any
 import aiohttp
 
 from agents.engines.sglang.client import ServerLost, ServerRefused, SGLangClient, authorization, uses_proxy
-from agents.engines.sglang.pictures import SentPictures, image_entries, missed_pictures
+from agents.engines.sglang.pictures import SentPictures, image_fields, missed_pictures
+from agents.engines.sglang.routing import PromptRouter, most_sessions
+from agents.engines.sglang.server_arguments import (
+    Argument,
+    ServerFacts,
+    choose_arguments,
+    choose_variables,
+    server_gpus,
+    without_given,
+)
+from agents.engines.sglang.server_facts import Checkpoint, Host
 from agents.types import ProcessedImage
 from envs.errors import UserError
 
 POLL_S = 0.5
 STOP_S = 10.0
-#: Set for servers that we start, unless the user has set it: our picture processor.
-ENVIRONMENT = {"SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": "agents.engines.sglang.in_server"}
 #: How often a request is sent to a server that has forgotten its pictures.
 MAX_SENDS = 3
 
@@ -45,7 +54,9 @@ class SGLangSettings:
     """Where servers are, or how to start them.
 
     With `urls` the servers there are used and never stopped. Else `num_servers` servers of `model_path` are started,
-    server k on GPU `first_gpu + k * tensor_parallel`. `command` starts a server and takes SGLang's arguments.
+    server k on GPU `first_gpu + k * tensor_parallel`; those on one GPU share `mem_fraction` of it. Together they serve
+    `max_sessions` at once, of streams up to `context_length` (0: the model's). `command` starts a server and takes
+    SGLang's arguments, which are chosen (`agents.engines.sglang.server_arguments`); `arguments` have the last word.
     Every call proves `api_key`. Started servers ask for it, and for a random key if there is none and `arguments` give
     none. `lora_targets` are the layers that servers adapt, with `lora_rank` rows at most; 0: none.
     """
@@ -64,42 +75,69 @@ class SGLangSettings:
     request_timeout_s: float = 600.0
     start_timeout_s: float = 600.0
     max_restarts: int = 3
+    max_sessions: int = 256
+    context_length: int = 0
     lora_rank: int = 0
     lora_targets: tuple[str, ...] = ()
 
-    def launch_command(self, number: int, port: int, gpus_seen: int) -> list[str]:
-        """Return the command of the `number`-th local server."""
-        gpu = self.first_gpu + number * self.tensor_parallel
-        if gpus_seen:  # servers beyond the last GPU share the GPUs, from the first on
-            gpu %= gpus_seen
-            gpu = gpu if gpu + self.tensor_parallel <= gpus_seen else 0
+    def chosen_arguments(self, number: int, port: int, host: Host) -> list[Argument]:
+        """Return the arguments of the `number`-th local server that `arguments` do not decide.
+
+        Raises:
+            UserError: servers share a GPU whose memory is too small for them.
+        """
+        places = [server_gpus(self.first_gpu, k, self.tensor_parallel, host.num_gpus) for k in range(self.num_servers)]
+        gpu = places[number][0]
         own = {
-            "--model-path": self.model_path,
-            "--host": "127.0.0.1",
             "--port": str(port),
+            "--host": "127.0.0.1",
             "--dtype": self.dtype,
-            "--tp-size": str(self.tensor_parallel),
             "--base-gpu-id": str(gpu),
-            "--mem-fraction-static": str(self.mem_fraction),
             "--weight-version": "0",
             "--log-level": "warning",
         }
-        words = [word for name, value in own.items() if name not in self.arguments for word in (name, value)]
-        words += self._lora_words()
-        words += ["--enable-fp32-lm-head"] if self.dtype != "float32" else []  # as `agents.model.policy.float32_logits`
+        facts = ServerFacts(
+            gpu=host.gpus[gpu] if gpu < len(host.gpus) else None,
+            has_fa3=host.has_fa3,
+            checkpoint=Checkpoint.read(self.model_path, self.dtype),
+            dtype=self.dtype,
+            context_length=self.context_length,
+            sessions=self._most_sessions(),
+            mem_fraction=self.mem_fraction,
+            servers_on_gpu=max(sum(index in place for place in places) for index in places[number]),
+            tensor_parallel=self.tensor_parallel,
+        )
+        chosen = [
+            Argument(("--model-path", self.model_path), other_names=("--model",)),
+            Argument(("--tp-size", str(self.tensor_parallel)), other_names=("--tensor-parallel-size",)),
+            *map(Argument, own.items()),
+            *choose_arguments(facts),
+            *self._lora_arguments(),
+        ]
+        if self.dtype != "float32":  # as `agents.model.policy.float32_logits`
+            chosen.append(Argument(("--enable-fp32-lm-head",), "log-probs of the learner come from float32 logits"))
+        return without_given(chosen, self.arguments)
+
+    def _most_sessions(self) -> int:
+        """Return how many sessions one server may have at once."""
+        mean = self.max_sessions / self.num_servers
+        return min(self.max_sessions, math.ceil(most_sessions(mean)))
+
+    def launch_command(self, chosen: Sequence[Argument]) -> list[str]:
+        """Return the command that starts a server with chosen arguments, and the user's."""
+        words = [word for argument in chosen for word in argument.words]
         return [sys.executable, "-m", "agents.engines.sglang.launch", *self.command, *words, *self.arguments]
 
-    def _lora_words(self) -> list[str]:
+    def _lora_arguments(self) -> list[Argument]:
         """Return what a server needs to take adapters. It has two places: for the one that writes and for none."""
         if not self.lora_rank:
             return []
-        own = {
-            "--enable-lora": (),
-            "--max-lora-rank": (str(self.lora_rank),),
-            "--lora-target-modules": self.lora_targets,
-            "--max-loras-per-batch": ("2",),
-        }
-        return [word for name, values in own.items() if name not in self.arguments for word in (name, *values)]
+        return [
+            Argument(("--enable-lora",), "the learner trains adapters, and sends those alone"),
+            Argument(("--max-lora-rank", str(self.lora_rank))),
+            Argument(("--lora-target-modules", *self.lora_targets)),
+            Argument(("--max-loras-per-batch", "2")),
+        ]
 
 
 @dataclass(eq=False)
@@ -117,8 +155,8 @@ class Server:
     #: What it has been sent, if it keeps pictures.
     sent_pictures: SentPictures | None = field(default=None, repr=False)
 
-    async def generate(self, body: dict[str, Any], images: Sequence[ProcessedImage]) -> Any:
-        """Return the answer of `/generate`. Pictures that the server has forgotten are sent again.
+    async def generate(self, body: dict[str, Any], images: Sequence[ProcessedImage], salt: str) -> Any:
+        """Return the answer of `/generate` to a body with its pictures. Those that the server forgot are sent again.
 
         Raises:
             ServerLost, ServerRefused: as `SGLangClient.call`.
@@ -126,8 +164,7 @@ class Server:
         sent = self.sent_pictures
         for _ in range(MAX_SENDS):
             try:
-                pictures = {"image_data": image_entries(images, sent)} if images else {}
-                return await self.client.call("generate", body | pictures)
+                return await self.client.call("generate", body | image_fields(images, salt, sent))
             except ServerRefused as error:
                 missed = missed_pictures(str(error))
                 if sent is None or not missed:
@@ -144,6 +181,7 @@ class ServerPool:
         servers = ServerPool(SGLangSettings(urls=("http://gpu1:30000",)), on_return=load_current_weights)
         await servers.start()
         server = await servers.pick()          # the one with the fewest sessions; waits while none is up
+        server = await servers.pick(prompt=7)  # the one that has read prompt 7, unless it has too many sessions
         servers.report_lost(server, "status 500")   # polls it, restarts it if needed, and takes it back
         await servers.close()
     """
@@ -159,6 +197,7 @@ class ServerPool:
         self.events: list[str] = []  # messages about servers, in order
         self._http: dict[bool, aiohttp.ClientSession] = {}  # by whether proxies count
         self._key_file: Path | None = None
+        self.router: PromptRouter[Server] = PromptRouter()
         self._changed: asyncio.Condition = asyncio.Condition()
 
     @property
@@ -170,10 +209,14 @@ class ServerPool:
         """Start or find every server, and wait until all answer.
 
         Raises:
-            UserError: one does not answer; names its log.
+            UserError: one does not answer; names its log. Or those to start cannot share their GPU.
         """
         self._changed = asyncio.Condition()
         settings = self.settings
+        if not settings.urls:
+            host = await asyncio.to_thread(Host.here)
+            for number in range(settings.num_servers):  # what cannot start must not start others first
+                settings.chosen_arguments(number, 0, host)
         urls: Sequence[str] = settings.urls or [f"http://127.0.0.1:{port}" for port in free_ports(settings.num_servers)]
         api_key = settings.api_key if settings.urls else self._make_key()
         for proxied in set(map(uses_proxy, urls)):
@@ -192,8 +235,9 @@ class ServerPool:
                 raise result
             server.is_up = True
 
-    async def pick(self) -> Server:
-        """Return the server with the fewest sessions among those that are up; wait while none is.
+    async def pick(self, prompt: int | None = None) -> Server:
+        """Return the server that is up and has read the prompt or, in balance, has the fewest sessions; wait while none
+        is up.
 
         Raises:
             EngineDown: every server has been given up.
@@ -204,7 +248,7 @@ class ServerPool:
             async with self._changed:
                 if not self.up:
                     await self._changed.wait()
-        return min(self.up, key=lambda server: (server.num_sessions, server.number))
+        return self.router.choose(self.up, prompt)
 
     def report_lost(self, server: Server, reason: str) -> None:
         """Take a server that gave no answer out of service and start to recover it, unless that has happened before."""
@@ -248,10 +292,14 @@ class ServerPool:
         port = int(server.client.url.rsplit(":", 1)[1])
         self.settings.log_folder.mkdir(parents=True, exist_ok=True)
         server.log_path = self.settings.log_folder / f"sglang-{server.number}.log"
-        command = self.settings.launch_command(server.number, port, _count_gpus())
+        chosen = self.settings.chosen_arguments(server.number, port, Host.here())
+        command = self.settings.launch_command(chosen)
         command += ["--config", str(self._key_file)] if self._key_file else []
+        variables = choose_variables(self.settings.dtype)
+        reasons = [f"{shlex.join(argument.words)}: {argument.reason}" for argument in chosen if argument.reason]
+        reasons += [f"{name}={value}: {why}" for name, (value, why) in variables.items() if name not in os.environ]
         with server.log_path.open("ab") as log:
-            log.write(f"$ {shlex.join(command)}\n".encode())
+            log.write("".join([f"$ {shlex.join(command)}\n", *(f"# {reason}\n" for reason in reasons)]).encode())
             log.flush()
             server.process = subprocess.Popen(
                 command,
@@ -259,7 +307,7 @@ class ServerPool:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env=ENVIRONMENT | os.environ,
+                env={**{name: value for name, (value, _) in variables.items()}, **os.environ},
             )
 
     async def _wait_until_up(self, server: Server) -> None:
@@ -352,9 +400,3 @@ def free_ports(count: int) -> list[int]:
         if len(ports) == count:
             return ports
     raise OSError("no free port between 20000 and 50000")
-
-
-def _count_gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()

@@ -72,7 +72,7 @@ class Emulator:
         self.slow_s, self.version, self.checkpoint = slow_s, "default", model_path
         self.running: dict[str, asyncio.Task[Any]] = {}
         self.images: dict[str, tuple[ProcessedImage, str]] = {}  # the "encoder cache": by hash, never emptied
-        self.keeps_pictures = "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE" in os.environ
+        self.keeps_pictures = bool(os.environ.get("SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE"))
         self.kept = KeptPictures(self._cut)
         self.came: Counter[str] = Counter()
         self.updates: list[str] = []
@@ -278,7 +278,8 @@ class Emulator:
             images = [self._read(base64.b64decode(uri.split(",", 1)[1])) for uri in image_data]
             self.came["uri"] += len(images)
         else:
-            self.came.update("png" if png else "key" for _, png in entries)
+            self.came.update("png" if entry.png else "key" for entry in entries)
+            hashes = [entry.hash for entry in entries]
             images = [self._mapped(address) for address in await self.kept.addresses(entries)]
         return [self._encoded(image, key) for image, key in zip(images, hashes, strict=True)]
 

@@ -27,7 +27,8 @@ import torch
 
 from agents.engines.sglang import SGLangEngine, SGLangSettings
 from agents.engines.sglang.client import ServerRefused, SGLangClient
-from agents.engines.sglang.payloads import collapse, salted_hash
+from agents.engines.sglang.payloads import collapse
+from agents.engines.sglang.pictures import salted_hash
 from agents.engines.sglang.servers import EngineDown, free_ports
 from agents.model.architectures import ModelFacts
 from agents.model.policy import PolicyModel
@@ -382,12 +383,12 @@ def test_servers_die_with_the_process_that_started_them(tmp_path: Path) -> None:
         assert not Path(f"/proc/{child_pid}").exists(), "the server has outlived its trainer"
 
 
-def test_samples_spread_over_servers(url: str, renderer: Renderer) -> None:
+def test_prompts_spread_over_servers(url: str, renderer: Renderer) -> None:
     async def play(engine: SGLangEngine) -> list[int]:
         async with engine.session() as one, engine.session() as other:
-            rendered = renderer.prompt(question("Find x."))
-            request = GenerateRequest(rendered.ids, (), 2, sampling(renderer), seed=1)
-            await asyncio.gather(one.generate(request), other.generate(request))
+            rendered = [renderer.prompt(question(text)) for text in ("Find x.", "Find y.")]
+            requests = [GenerateRequest(each.ids, (), 2, sampling(renderer), seed=1) for each in rendered]
+            await asyncio.gather(one.generate(requests[0]), other.generate(requests[1]))
             return [server.num_sessions for server in engine.servers.all]
 
     assert with_engine(external(url, url), renderer, play) == [1, 1]

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from agents.engines.sglang.in_server import kept_pictures
 from agents.engines.sglang.in_server.kept_pictures import (
     KeptPictures,
     PatchesAddress,
+    PictureEntry,
     PictureError,
     keep_patches,
     map_patches,
@@ -31,7 +33,7 @@ from agents.engines.sglang.in_server.kept_pictures import (
 )
 from agents.engines.sglang.in_server.prompts import expand
 from agents.engines.sglang.payloads import collapse
-from agents.engines.sglang.pictures import HELLO, PROTOCOL, SentPictures, missed_pictures, picture_key
+from agents.engines.sglang.pictures import HELLO, PROTOCOL, SentPictures, missed_pictures, picture_key, salted_hash
 from agents.engines.sglang.servers import free_ports
 from agents.model.mrope import mrope_positions
 from agents.rendering.renderer import Renderer
@@ -41,16 +43,16 @@ from tests.prompts import picture, question
 
 __all__ = ["url"]  # a fixture
 
-Entry = tuple[str, str]
+HASH = "00ff"
 
 
-def entry(name: str) -> Entry:
-    """Return key and file of a picture as they come the first time."""
-    return picture_key(name.encode()), base64.b64encode(name.encode()).decode()
+def entry(name: str) -> PictureEntry:
+    """Return a picture as it comes the first time."""
+    return PictureEntry(picture_key(name.encode()), HASH, base64.b64encode(name.encode()).decode())
 
 
-def known(name: str) -> Entry:
-    return picture_key(name.encode()), ""
+def known(name: str) -> PictureEntry:
+    return PictureEntry(picture_key(name.encode()), HASH)
 
 
 def processed(renderer: Renderer, *seeds: int) -> tuple[ProcessedImage, ...]:
@@ -63,24 +65,26 @@ def processed(renderer: Renderer, *seeds: int) -> tuple[ProcessedImage, ...]:
 
 def test_a_picture_is_sent_whole_once_and_again_when_it_was_missed(renderer: Renderer) -> None:
     (one, other), sent = processed(renderer, 1, 2), SentPictures()
-    first, again, also = sent.entries([one, one, other])
-    assert picture_entries([first]) == [(again.split(":")[1], base64.b64encode(one.png).decode())]
-    assert first.startswith(f"{again}:") and also.count(":") == 2
-    key = again.split(":")[1]
+    first, again, also = sent.entries([one, one, other], "salt")
+    key, hash_ = picture_key(one.png), salted_hash(one, "salt")
+    assert picture_entries([first, again]) == [
+        PictureEntry(key, hash_, base64.b64encode(one.png).decode()),
+        PictureEntry(key, hash_),
+    ]
+    assert sent.entries([one], "other") == [again.replace(hash_, salted_hash(one, "other"))]
     refusal = f"http://host/generate: status 400: {{'message': 'trueturn-picture misses {key} 00ff'}}"
     assert missed_pictures(refusal) == (key, "00ff")
     sent.forget(missed_pictures(refusal))
-    assert sent.entries([one, other]) == [first, also.rpartition(":")[0]]
+    assert sent.entries([one, other], "salt") == [first, also.rpartition(":")[0]]
     assert missed_pictures("status 400: the prompt misses a lot") == ()
 
 
 def test_the_key_is_of_the_pixels_that_the_model_reads(renderer: Renderer) -> None:
-    assert renderer.images
-    one, same = (renderer.images.process(picture(64, 32, 1)) for _ in range(2))
+    (one,) = processed(renderer, 1)
     copy = ProcessedImage("another name", one.pixels_PD, one.grid_thw, one.num_tokens, one.picture)
     resized = ProcessedImage(one.digest, one.pixels_PD, one.grid_thw, one.num_tokens, picture(96, 32, 1))
-    keys = [SentPictures().entries([image])[0].split(":")[1] for image in (one, same, copy, resized)]
-    assert keys[0] == keys[1] == keys[2] != keys[3]
+    keys = [SentPictures().entries([image], "salt")[0].split(":")[1] for image in (one, copy, resized)]
+    assert keys[0] == keys[1] != keys[2]
 
 
 # What a server keeps --------------------------------------------------------------------------------------------------
@@ -120,7 +124,7 @@ def test_pictures_that_nobody_brings_are_named_and_are_taken_when_they_come(monk
         kept = KeptPictures(Cutter())
         with pytest.raises(PictureError) as raised:
             await kept.addresses([known("a"), entry("b"), known("c")])
-        assert missed_pictures(str(raised.value)) == (known("a")[0], known("c")[0])
+        assert missed_pictures(str(raised.value)) == (known("a").key, known("c").key)
         assert len(await kept.addresses([entry("c"), known("b")])) == 2
 
     asyncio.run(play())
@@ -131,21 +135,21 @@ def test_pictures_that_nobody_brings_are_named_and_are_taken_when_they_come(monk
     [
         (base64.b64encode(b"broken").decode(), "OSError no picture"),
         ("%%%", "cannot be read"),
-        (entry("another")[1], "not the one of this key"),
+        (entry("another").png, "not the one of this key"),
     ],
 )
 def test_a_picture_that_cannot_be_read_fails_its_requests_and_may_come_again(png: str, fault: str) -> None:
-    key, whole = entry("broken")
+    whole = entry("broken")
 
     async def play() -> None:
         cutter = Cutter()
         kept = KeptPictures(cutter)
         results = await asyncio.gather(
-            *(kept.addresses([(key, text)]) for text in (png, "", png)), return_exceptions=True
+            *(kept.addresses([replace(whole, png=text)]) for text in (png, "", png)), return_exceptions=True
         )
-        assert all(f"picture {key} cannot be read" in str(result) and fault in str(result) for result in results)
+        assert all(f"picture {whole.key} cannot be read" in str(result) and fault in str(result) for result in results)
         cutter.broken = b""
-        assert len(await kept.addresses([(key, whole)])) == 1
+        assert len(await kept.addresses([whole])) == 1
 
     asyncio.run(play())
 
@@ -159,7 +163,7 @@ def test_the_pictures_used_last_stay_within_the_bytes_and_none_in_use_is_dropped
         for name in "abac":
             await kept.addresses([entry(name)])
             await asyncio.sleep(0.01)
-        names = {entry(name)[0]: name for name in "abc"}
+        names = {entry(name).key: name for name in "abc"}
         return "".join(names[key] for key in kept._pictures)
 
     before = len(list(Path("/proc/self/fd").iterdir()))
@@ -172,7 +176,7 @@ def test_the_pictures_used_last_stay_within_the_bytes_and_none_in_use_is_dropped
 def test_a_request_of_another_kind_is_left_to_sglang_and_the_protocol_is_told_to_who_asks() -> None:
     assert picture_entries(None) is None and picture_entries([]) is None
     assert picture_entries(["data:image/png;base64,AA"]) is None
-    assert picture_entries(["trueturn-picture:aa", "data:image/png;base64,AA"]) is None
+    assert picture_entries(["trueturn-picture:aa:00ff", "data:image/png;base64,AA"]) is None
     with pytest.raises(PictureError, match=PROTOCOL):
         picture_entries([HELLO])
 
@@ -286,7 +290,7 @@ def test_a_group_sends_its_picture_once_and_writes_what_it_would_write_with_data
 
     kept, logprobs, how = with_engine(settings(checkpoint, tmp_path), renderer, play)
     assert how == [{"png": 2, "key": 6 * 2 + 2 * 3 + 2 - 2}]
-    monkeypatch.setattr("agents.engines.sglang.servers.ENVIRONMENT", {})
+    monkeypatch.setenv("SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE", "")
     plain, plain_logprobs, how = with_engine(settings(checkpoint, tmp_path), renderer, play)
     assert how == [{"uri": 6 * 2 + 2 * 3 + 2}] and kept == plain
     assert logprobs == pytest.approx(plain_logprobs, abs=1e-4)  # of batches that form as requests arrive

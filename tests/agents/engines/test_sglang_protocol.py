@@ -24,13 +24,11 @@ from agents.engines.sglang.engine import MAX_GIVEN_UP, MAX_TRIES, pause_s
 from agents.engines.sglang.payloads import (
     collapse,
     generate_body,
-    image_hashes,
     parse_answer,
     parse_scores,
-    salted_hash,
     score_body,
 )
-from agents.engines.sglang.pictures import HELLO, data_uri
+from agents.engines.sglang.pictures import HELLO, data_uri, image_fields, salted_hash
 from agents.engines.sglang.servers import EngineDown
 from agents.types import Completion, GenerateRequest, ProcessedImage, SamplingParams
 from tests.prompts import picture
@@ -159,7 +157,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_request_says_every_part_of_the_sampling_law_and_nothing_the_model_did_not_see() -> None:
     images = (processed("a"), processed("b", 1, seed=1))
     request = GenerateRequest((1, PAD, PAD, 2, PAD, 3), images, 10, SamplingParams(0.7, (5, 6), (PAD, 8)), seed=1)
-    assert generate_body(request, [40, 41, 42], "name", PAD, "salt") == {
+    assert generate_body(request, [40, 41, 42], "name", PAD) | image_fields(images, "salt", None) == {
         "rid": "name",
         "input_ids": [1, PAD, 2, PAD, 3, 40, 41, 42],
         "sampling_params": {
@@ -176,25 +174,25 @@ def test_a_request_says_every_part_of_the_sampling_law_and_nothing_the_model_did
             "no_stop_trim": True,
         },
         "return_logprob": True,
+        "image_data": [data_uri(image) for image in images],
         "mm_hashes": [salted_hash(image, "salt") for image in images],
     }
 
 
 def test_a_request_without_pictures_and_suppressed_ids_names_neither() -> None:
-    body = generate_body(asked(), [], "name", None, "salt")
+    body = generate_body(asked(), [], "name", None)
     assert body["sampling_params"]["logit_bias"] is None
     assert not {"image_data", "mm_hashes"} & set(body)
-    assert image_hashes((), "salt") == {}
+    assert image_fields((), "salt", None) == {}
 
 
 def test_scores_are_asked_for_at_temperature_one_from_the_first_token_on() -> None:
     image = processed("a")
-    assert score_body([1, PAD, PAD, 2], [image], PAD, "salt") == {
+    assert score_body([1, PAD, PAD, 2], [image], PAD) == {
         "input_ids": [1, PAD, 2],
         "sampling_params": {"temperature": 1.0, "max_new_tokens": 1},
         "return_logprob": True,
         "logprob_start_len": 0,
-        "mm_hashes": [salted_hash(image, "salt")],
     }
 
 
@@ -642,7 +640,7 @@ def test_a_session_stays_with_its_server_and_leaves_it_at_the_end() -> None:
         async with engine.session() as first, engine.session() as second:
             await first.generate(asked())
             for _ in range(3):
-                await second.generate(asked())
+                await second.generate(asked((3, 2, 1)))
             assert [server.num_sessions for server in engine.servers.all] == [1, 1]
         assert [server.num_sessions for server in engine.servers.all] == [0, 0]
         return len(one.bodies("generate")), len(other.bodies("generate"))
@@ -858,7 +856,7 @@ def test_scores_are_of_every_server_that_is_up_and_of_the_first_alone_where_one_
         other.answers["generate"] = [scored(-2.0)] * 2
         both = await engine.score_everywhere([1, 2], ())
         first = await engine.score([1, 2], ())
-        assert one.bodies("generate")[0] == score_body([1, 2], (), PAD, engine.salt)
+        assert one.bodies("generate")[0] == score_body([1, 2], (), PAD)
         return [scores.tolist() for scores in both], first.tolist()
 
     assert with_engine(play, 2, generate=[scored(-1.0)] * 2) == ([[-1.0], [-2.0]], [-1.0])

@@ -283,7 +283,9 @@ def test_a_server_on_the_learners_gpu_takes_its_share_of_it() -> None:
     beside = alone.model_copy(update={"engine": EngineConfig(engine="sglang", sync="disk", mem_fraction=0.5)})
     two, one = FreeMemory(64 * GIB, ((80 * GIB, 80 * GIB),) * 2), FreeMemory(64 * GIB, ((80 * GIB, 80 * GIB),))
     assert "80.0 GiB are free" in check_memory(alone, networks(), two).found
-    assert "40.0 GiB are free beside a server that takes 0.5 of it" in check_memory(beside, networks(), one).found
+    assert "39.0 GiB are free beside servers that take 0.5 of it" in check_memory(beside, networks(), one).found
+    three = beside.model_copy(update={"engine": beside.engine.model_copy(update={"num_servers": 3})})
+    assert "37.0 GiB are free beside servers that take 0.5 of it" in check_memory(three, networks(), one).found
 
 
 def test_weights_are_split_over_gpus_and_gpus_elsewhere_are_not_judged() -> None:

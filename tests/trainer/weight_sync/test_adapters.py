@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from agents.engines.sglang import SGLangEngine, SGLangSettings
+from agents.engines.sglang.server_facts import Host
 from agents.model.policy import PolicyModel
 from agents.model.stream_logprobs import stream_logprobs
 from agents.rendering.renderer import Renderer
@@ -321,6 +322,12 @@ def test_a_server_that_fails_at_its_first_adapter_gets_merged_weights(
     assert gap < 1e-5 and len(events) == 1 and "status 500" in events[0]
 
 
+def command_of(engine: SGLangEngine) -> list[str]:
+    """Return the command that starts the first server."""
+    settings = engine.servers.settings
+    return settings.launch_command(settings.chosen_arguments(0, 30000, Host()))
+
+
 def test_layers_that_servers_cannot_adapt_are_known_before_the_start(
     checkpoint: Path, renderer: Renderer, tmp_path: Path
 ) -> None:
@@ -335,7 +342,7 @@ def test_layers_that_servers_cannot_adapt_are_known_before_the_start(
         adapters_alone(merged, "adapter", trains_adapters=True)
     with pytest.raises(UserError, match=r"--sync adapter: needs adapters.*give --lora-rank"):
         adapters_alone(merged, "adapter", trains_adapters=False)
-    assert "--enable-lora" not in engine.settings.launch_command(0, 30000, 0)
+    assert "--enable-lora" not in command_of(engine)
 
 
 def test_started_servers_are_told_the_rank_and_the_layers_of_the_adapters(
@@ -346,9 +353,9 @@ def test_started_servers_are_told_the_rank_and_the_layers_of_the_adapters(
     engine = SGLangEngine(settings, renderer.image_token_id)
     merged = ServersTransport(learner, engine, tmp_path)
     assert adapters_alone(merged, "disk", trains_adapters=True) is merged
-    assert "--enable-lora" not in engine.servers.settings.launch_command(0, 30000, 0)
+    assert "--enable-lora" not in command_of(engine)
     adapters_alone(merged, "auto", trains_adapters=True)
-    words = engine.servers.settings.launch_command(0, 30000, 0)
+    words = command_of(engine)
     first = words.index("--enable-lora")
     given = ["--enable-lora", "--max-lora-rank", "3", "--lora-target-modules", "q_proj", "v_proj"]
     assert words[first : first + 6] == given

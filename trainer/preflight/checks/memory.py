@@ -6,10 +6,12 @@ The verdict has both numbers and, if the run does not fit, the flags with which 
 from __future__ import annotations
 
 import importlib.util
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agents.engines.sglang.server_arguments import server_gpus
 from trainer.config.run import RunConfig
 from trainer.preflight.checks.free_memory import FreeMemory
 from trainer.preflight.finding import Verdict, combine, fault, ok, skipped, warning
@@ -201,7 +203,8 @@ def _check_gpus(config: RunConfig, networks: MetaNetworks, need: MemoryNeed, fre
     def room_on(index: int) -> int:
         """Return the bytes that a server on the GPU leaves free."""
         free_bytes, total_bytes = free.gpus[index]
-        return free_bytes - (int(config.engine.mem_fraction * total_bytes) if index in shared else 0)
+        taken = config.engine.mem_fraction * total_bytes + shared[index] * PROCESS_BYTES
+        return free_bytes - (int(taken) if shared[index] else 0)
 
     def tightest(need: MemoryNeed) -> tuple[int, int, int]:
         """Return the largest need, the smallest need and the room on the GPU where the room is tightest."""
@@ -219,7 +222,7 @@ def _check_gpus(config: RunConfig, networks: MetaNetworks, need: MemoryNeed, fre
         return most if most <= TIGHT * room else None
 
     most, least, room = tightest(need)
-    also = f" beside a server that takes {config.engine.mem_fraction:g} of it" if shared else ""
+    also = f" beside servers that take {config.engine.mem_fraction:g} of it" if shared else ""
     found = f"a GPU with a learner may need {_gib(most)}, {_gib(room)} are free{also}"
     return _judge(most, least, room, found, lambda: _fix(config, (*CHANGES, *MORE_GPUS), fits))
 
@@ -231,14 +234,14 @@ def _check_host(need: MemoryNeed, free: FreeMemory) -> Sequence[Verdict]:
     return [_judge(need.offloaded, need.offloaded, free.host, found, lambda: "give --offload none, or --lora-rank")]
 
 
-def _shared_gpus(config: RunConfig, here: int) -> set[int]:
-    """Return the GPUs that a learner shares with a started server; `here` is the number of GPUs of this host."""
+def _shared_gpus(config: RunConfig, here: int) -> Counter[int]:
+    """Return the number of started servers on each GPU with a learner; `here` is the number of GPUs of this host."""
     if not _uses_servers(config) or config.engine.engine_url:
-        return set()
+        return Counter()
     learners, tensor_parallel = tuple(range(max(1, config.cluster.num_gpus))), config.engine.tensor_parallel
     first = first_server_gpu(config.engine.first_gpu, learners, here, tensor_parallel)
-    servers = {(first + number) % here for number in range(config.engine.num_servers * tensor_parallel)}
-    return servers & set(learners)
+    places = [server_gpus(first, number, tensor_parallel, here) for number in range(config.engine.num_servers)]
+    return Counter(gpu for place in places for gpu in place if gpu in learners)
 
 
 def _embedded_gpu(config: RunConfig, here: int) -> int:

@@ -114,8 +114,17 @@ class PictureError(ValueError):
     """The answer to a request whose pictures cannot be read. (SGLang answers a `ValueError` with status 400.)"""
 
 
-def picture_entries(image_data: Sequence[object] | None) -> list[tuple[str, str]] | None:
-    """Return key and PNG (empty if it was sent before) of each picture; None where they came in another way.
+@dataclass(frozen=True)
+class PictureEntry:
+    """A picture of a request: its key, the hash that its encoding is kept under, and its PNG unless it came before."""
+
+    key: str
+    hash: str
+    png: str = ""
+
+
+def picture_entries(image_data: Sequence[object] | None) -> list[PictureEntry] | None:
+    """Return the pictures of a request; None where they came in another way.
 
     Raises:
         PictureError: the answer to a client that asks for the protocol.
@@ -125,8 +134,7 @@ def picture_entries(image_data: Sequence[object] | None) -> list[tuple[str, str]
         return None
     if HELLO in entries:
         raise PictureError(PROTOCOL if can_share() else "pictures cannot be kept: no shared memory")
-    pairs = [entry.removeprefix(f"{MARK}:").partition(":") for entry in entries]
-    return [(key, png) for key, _, png in pairs]
+    return [PictureEntry(*entry.removeprefix(f"{MARK}:").split(":", 2)) for entry in entries]
 
 
 @dataclass(eq=False)
@@ -146,9 +154,9 @@ class KeptPictures:
     Example::
 
         kept = KeptPictures(cut)
-        addresses = await kept.addresses([(key, png)])   # cut and kept
-        addresses = await kept.addresses([(key, "")])    # found
-        await kept.addresses([("0", "")])                # PictureError: trueturn-picture misses 0
+        addresses = await kept.addresses([PictureEntry(key, hash, png)])   # cut and kept
+        addresses = await kept.addresses([PictureEntry(key, hash)])        # found
+        await kept.addresses([PictureEntry("0", hash)])                    # PictureError: trueturn-picture misses 0
     """
 
     def __init__(self, cut: Callable[[bytes], tuple[torch.Tensor, Grid]], max_bytes: int = MAX_BYTES) -> None:
@@ -157,19 +165,19 @@ class KeptPictures:
         self._num_bytes = 0
         self._thread = ThreadPoolExecutor(1, "pictures")  # Transformers' processors are not safe in two threads
 
-    async def addresses(self, entries: Sequence[tuple[str, str]]) -> list[PatchesAddress]:
+    async def addresses(self, entries: Sequence[PictureEntry]) -> list[PatchesAddress]:
         """Return where the pictures are, in order. Waits a moment for those that other requests bring.
 
         Raises:
             PictureError: pictures are missing, which it names, or cannot be read.
         """
-        asked = [self._picture(key, png) for key, png in entries]
+        asked = [self._picture(entry.key, entry.png) for entry in entries]
         waiting = [picture.address for picture in asked if not picture.address.done()]
         if waiting:
             await asyncio.wait(waiting, timeout=WAIT_S)
         while cutting := [picture.address for picture in asked if picture.is_here and not picture.address.done()]:
             await asyncio.wait(cutting)
-        missing = [key for (key, _), picture in zip(entries, asked, strict=True) if not picture.is_here]
+        missing = [entry.key for entry, picture in zip(entries, asked, strict=True) if not picture.is_here]
         if missing:
             raise PictureError(f"{MARK} misses {' '.join(missing)}")
         return [picture.address.result() for picture in asked]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 from typing import Any
 
+import sglang
 import torch
 from PIL import Image
 from sglang.srt.multimodal.processors.qwen_vl import QwenVLImageProcessor
@@ -13,6 +14,11 @@ from sglang.srt.multimodal.processors.qwen_vl import QwenVLImageProcessor
 from agents.engines.sglang.in_server.handover import PreparedPrompt
 from agents.engines.sglang.in_server.kept_pictures import Grid, KeptPictures, PictureError, picture_entries
 from agents.engines.sglang.in_server.prompts import expand
+
+#: The releases whose scheduler is known to take what we hand over. With another one SGLang ignores this module.
+PROVEN = ("0.5.15",)
+if not sglang.__version__.startswith(PROVEN):
+    raise ImportError(f"pictures are kept with SGLang {PROVEN[0]} only, got {sglang.__version__}")
 
 ARCHITECTURES = tuple(f"{name}ForConditionalGeneration" for name in ("Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe"))
 #: Types in which patches are kept. The network casts them to its own, so a narrower type than that would change them.
@@ -43,9 +49,8 @@ class PictureProcessor(QwenVLImageProcessor):
         entries = picture_entries(image_data)
         if entries is None:
             return await super().process_mm_data_async(image_data, input_text, request_obj, *args, **kwargs)
-        hashes = request_obj.mm_hashes
-        if not isinstance(input_text, list) or len(hashes or ()) != len(entries):
-            raise PictureError("pictures by key need input_ids, and one of mm_hashes each")
+        if not isinstance(input_text, list):
+            raise PictureError("pictures by key need input_ids")
         addresses = await self._pictures.addresses(entries)
         grids = [address.grid_thw for address in addresses]
         prompt = expand(input_text, grids, self.mm_tokens.image_token_id, self.spatial_merge_size)
@@ -56,4 +61,4 @@ class PictureProcessor(QwenVLImageProcessor):
             "video_token_id": self.mm_tokens.video_token_id,
             "audio_token_id": self.mm_tokens.audio_token_id,
         }
-        return PreparedPrompt.make(prompt, addresses, [int(key, 16) for key in hashes], token_ids)
+        return PreparedPrompt.make(prompt, addresses, [int(entry.hash, 16) for entry in entries], token_ids)

@@ -1,0 +1,67 @@
+"""Sends the samples of one prompt to one server, which reads the prompt once, and keeps the servers equally busy."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
+
+from agents.types import GenerateRequest
+
+#: Sessions above the mean that a server may always have. So few cost no time: decoding is bound by reading weights.
+SLACK = 16
+#: Prompts whose server is remembered.
+MAX_PROMPTS = 10_000
+
+
+class Serving(Protocol):
+    """A server as far as routing sees it."""
+
+    number: int
+    num_sessions: int
+
+
+S = TypeVar("S", bound=Serving)
+
+
+def most_sessions(mean: float) -> float:
+    """Return how many sessions a server may have before it gets no more because it knows their prompt.
+
+    >>> most_sessions(8), most_sessions(200)
+    (24, 250.0)
+    """
+    return mean + max(SLACK, mean / 4)
+
+
+def prompt_key(request: GenerateRequest) -> int:
+    """Return a number that requests share whose ids and pictures are the same."""
+    return hash((request.ids, *(image.digest for image in request.images)))
+
+
+class PromptRouter(Generic[S]):
+    """Remembers which server has read a prompt. A new prompt goes to the server with the fewest sessions.
+
+    Example: with two idle servers and groups of 8, the groups go to servers 0, 1, 0, 1 and so on, each as a whole.
+    """
+
+    def __init__(self) -> None:
+        self._servers: OrderedDict[int, S] = OrderedDict()
+
+    def choose(self, servers: Sequence[S], prompt: int | None) -> S:
+        """Return the server for a session with this prompt: the one that has read it, unless it has too many sessions
+        or is not among `servers`; then the one with the fewest, where the next sessions with the prompt follow."""
+        fewest = min(servers, key=lambda server: (server.num_sessions, server.number))
+        if prompt is None:
+            return fewest
+        chosen = self._servers.pop(prompt, fewest)
+        mean = (sum(server.num_sessions for server in servers) + 1) / len(servers)
+        if chosen not in servers or chosen.num_sessions + 1 > most_sessions(mean):
+            chosen = fewest
+        self._servers[prompt] = chosen  # as the one used last
+        if len(self._servers) > MAX_PROMPTS:
+            self._servers.popitem(last=False)
+        return chosen
+
+    def forget(self) -> None:
+        """Forget every prompt: new weights empty the servers' caches."""
+        self._servers.clear()

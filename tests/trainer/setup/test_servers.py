@@ -1,0 +1,36 @@
+"""Claims about the servers that a configuration starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainer.config.inputs import ModelConfig
+from trainer.config.rollout import RolloutConfig, ServersConfig
+from trainer.setup.components import server_settings
+
+
+@pytest.mark.parametrize(
+    ("options", "num_evaluated", "sessions"),
+    [
+        ({}, 0, 64),
+        ({"oversample": 1.6}, 0, 13 * 8),
+        ({}, 256, 256),
+        ({"max_concurrent": 50}, 256, 50),
+        ({"problems_per_step": 128, "group_size": 16}, 256, 1024),
+    ],
+)
+def test_servers_are_started_for_the_episodes_that_run_at_once(
+    options: dict[str, float], num_evaluated: int, sessions: int
+) -> None:
+    assert RolloutConfig(**options).max_sessions(num_evaluated) == sessions  # type: ignore[arg-type]
+
+
+def test_what_the_run_asks_of_its_servers_reaches_their_settings(tmp_path: Path) -> None:
+    config = ServersConfig(num_servers=2, mem_fraction=0.6, engine_args="--disable-cuda-graph --page-size=16")
+    model = ModelConfig(dtype="bfloat16", context_length=1000)
+    settings = server_settings(config, model, tmp_path, first_gpu=1, max_sessions=96, log_folder=tmp_path / "logs")
+    assert (settings.num_servers, settings.mem_fraction, settings.first_gpu) == (2, 0.6, 1)
+    assert (settings.dtype, settings.context_length, settings.max_sessions) == ("bfloat16", 1000, 96)
+    assert settings.arguments == ("--disable-cuda-graph", "--page-size=16")
