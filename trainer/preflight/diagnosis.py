@@ -91,7 +91,7 @@ async def _check_prepared(
 
     async def start() -> Verdict:
         await context.weight_sync.transport.start()
-        return ok(f"{type(context.engine).__name__} runs")
+        return engine.describe()
 
     try:
         await log.add_async("engine", start, is_needed=True)

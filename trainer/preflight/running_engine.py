@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from agents.engines.base import Session
 from agents.engines.hf import HFEngine
+from agents.engines.sglang import SGLangEngine
 from agents.model.mrope import num_images_within
 from agents.rendering.renderer import Rendered
 from agents.rollout.groups import derive_seed
@@ -19,8 +20,9 @@ from trainer.preflight.checks.engine_agreement import check_agreement, check_epi
 from trainer.preflight.checks.image_sensitivity import check_image_sensitivity, score_variants
 from trainer.preflight.checks.positions import check_scores, text_places
 from trainer.preflight.checks.stale_cache import LEAST_MOVE, CacheGaps, check_caches
+from trainer.preflight.checks.versions import check_releases
 from trainer.preflight.checks.weights import check_same, rows_of
-from trainer.preflight.finding import Verdict, combine, fault, skipped
+from trainer.preflight.finding import Verdict, combine, fault, ok, skipped
 from trainer.preflight.prepared_run import PreparedChecks
 from trainer.preflight.probe_streams import as_training_samples, as_trajectory
 from trainer.setup.components import sampling_params
@@ -44,6 +46,14 @@ class EngineChecks:
 
     prepared: PreparedChecks
     played: list[Trajectory] = field(default_factory=list)
+
+    def describe(self) -> Verdict:
+        """Return which engine runs, and what is not known of the releases of its servers."""
+        engine = self.prepared.context.engine
+        servers = engine.servers.up if isinstance(engine, SGLangEngine) else []
+        releases = [server.client.release for server in servers]
+        shown = ", ".join(sorted({release.version for release in releases if release.version}))
+        return combine([ok(f"{type(engine).__name__} runs {shown}".strip()), *check_releases(releases)])
 
     async def weights(self) -> Verdict:
         """Compare the engine's weights with the learner's: by name if it is embedded, else by log-probs of streams."""

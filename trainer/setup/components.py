@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,7 +28,8 @@ from agents.engines.own import find_engine, make_engine
 from agents.engines.sglang import SGLangEngine, SGLangSettings
 from agents.engines.sglang.adapters import why_unsupported
 from agents.engines.sglang.client import authorization, uses_proxy
-from agents.model.architectures import ModelFacts
+from agents.engines.sglang.releases import OLDEST, UNKNOWN, Release, dotted
+from agents.model.architectures import NO_IMAGE_TOKEN, ModelFacts
 from agents.model.policy import PolicyModel
 from agents.rendering.renderer import Renderer
 from agents.rendering.thinking import find_thinking
@@ -160,12 +161,9 @@ def check_servers(engine: ServersConfig, facts: ModelFacts) -> None:
 
 
 def check_server(url: str, facts: ModelFacts, api_key: str = "") -> None:
-    """Raise `UserError` if a server does not answer, refuses the key, or serves another architecture."""
-    handlers = () if uses_proxy(url) else (urllib.request.ProxyHandler({}),)
+    """Raise `UserError` if a server does not answer, refuses the key, serves another architecture or changes ids."""
     try:
-        request = urllib.request.Request(f"{url.rstrip('/')}/model_info", headers=authorization(api_key))
-        with urllib.request.build_opener(*handlers).open(request, timeout=10) as answer:
-            served = tuple(dict(json.load(answer)).get("architectures") or ())
+        served = tuple(ask_server(url, "model_info", api_key).get("architectures") or ())
     except urllib.error.HTTPError as error:
         if error.code not in (401, 403):
             raise UserError("--engine-url", "must be a running SGLang server", url, f"start it ({error})") from error
@@ -177,6 +175,26 @@ def check_server(url: str, facts: ModelFacts, api_key: str = "") -> None:
     if served and facts.architectures and served != facts.architectures:
         fix = f"serve the checkpoint that is trained, of {', '.join(facts.architectures)}"
         raise UserError("--engine-url", "must serve the kind of network that --model is", ", ".join(served), fix)
+    release = read_release(url, api_key)
+    if facts.image_token_id != NO_IMAGE_TOKEN and not release.keeps_ids:
+        rule, got = "must keep the ids of requests with pictures", f"SGLang {release.version}, which decodes them"
+        raise UserError("--engine-url", rule, got, f"serve with SGLang {dotted(OLDEST)} or later")
+
+
+def read_release(url: str, api_key: str) -> Release:
+    """Return the release of SGLang that a server names."""
+    try:
+        return Release.of(ask_server(url, "server_info", api_key))
+    except (OSError, ValueError, TypeError, http.client.HTTPException):
+        return UNKNOWN
+
+
+def ask_server(url: str, path: str, api_key: str) -> dict[str, Any]:
+    """Return what a server answers to a question."""
+    handlers = () if uses_proxy(url) else (urllib.request.ProxyHandler({}),)
+    request = urllib.request.Request(f"{url.rstrip('/')}/{path}", headers=authorization(api_key))
+    with urllib.request.build_opener(*handlers).open(request, timeout=10) as answer:
+        return dict(json.load(answer))
 
 
 def start_learner(

@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from agents.engines.base import Engine, TrainableEngine
 from agents.engines.hf import HFEngine
 from agents.engines.sglang import SGLangEngine
-from agents.engines.sglang.client import SGLangClient
 from agents.types import ProcessedImage
 from envs.errors import UserError
 from trainer.learner.cuda_ipc import Loan
@@ -186,13 +185,9 @@ class IpcTransport(ServersTransport):
         num_gpus = self.engine.settings.tensor_parallel
         with ExitStack() as stack:
             loan = await asyncio.to_thread(stack.enter_context, self._lend())
-
-            async def push(client: SGLangClient) -> None:
-                for index, payload in enumerate(loan.payloads):
-                    is_last = index == len(loan.payloads) - 1
-                    await client.update_from_tensors(payload, version, is_last, num_gpus)
-
-            await self.engine.update(push, version)
+            await self.engine.update(
+                lambda client: client.update_from_tensors(loan.payloads, version, num_gpus), version
+            )
             return loan.num_bytes
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -11,10 +12,13 @@ import aiohttp
 
 from agents.engines.sglang.adapters import Adapter
 from agents.engines.sglang.pictures import HELLO, PROTOCOL
+from agents.engines.sglang.releases import UNKNOWN, Release
 
-#: Time limits: to answer `model_info`, which a busy server does late, to say how it takes pictures, to load weights,
-#: and to load an adapter.
+#: Time limits: to answer `model_info` or `server_info`, which a busy server does late, to say how it takes pictures, to
+#: load weights, and to load an adapter.
 ALIVE_S, HELLO_S, UPDATE_S, ADAPTER_S = 20.0, 5.0, 600.0, 120.0
+#: Tries to read a release. A server of an unknown one may be sent what ends it.
+RELEASE_TRIES = 3
 
 #: Bytes of an answer; the log-probs of a million tokens take about 30 MiB.
 MAX_ANSWER = 2**26
@@ -61,6 +65,8 @@ class SGLangClient:
 
     def __init__(self, url: str, http: aiohttp.ClientSession, timeout_s: float = 600.0) -> None:
         self.url, self._http, self._timeout_s = url.rstrip("/"), http, timeout_s
+        self.release = UNKNOWN
+        self._model_type = ""
         self._waits: set[asyncio.Timeout] = set()
 
     async def call(self, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None) -> Any:
@@ -109,9 +115,10 @@ class SGLangClient:
     async def is_alive(self) -> bool:
         """Whether the server answers at all."""
         try:
-            await self.call("model_info", timeout_s=ALIVE_S)
+            answer = await self.call("model_info", timeout_s=ALIVE_S)
         except (ServerLost, ServerRefused):
             return False
+        self._model_type = str(answer.get("model_type")) if isinstance(answer, dict) else ""
         return True
 
     async def keeps_pictures(self) -> bool:
@@ -125,6 +132,20 @@ class SGLangClient:
             pass
         return False
 
+    async def read_release(self) -> None:
+        """Read which release of SGLang a server that is alive runs; it stays unknown where the server does not say."""
+        self.release = UNKNOWN
+        for _ in range(RELEASE_TRIES):
+            try:
+                answer = await self.call("server_info", timeout_s=ALIVE_S)
+            except ServerLost:  # a busy server answers late
+                continue
+            except ServerRefused:
+                return
+            if isinstance(answer, dict):
+                self.release = Release.of(answer, self._model_type)
+            return
+
     async def weight_version(self) -> str:
         """Return the version of the weights that the server reports."""
         answer = await self.call("model_info", timeout_s=ALIVE_S)
@@ -137,14 +158,31 @@ class SGLangClient:
         body = {"model_path": folder, "weight_version": str(version), "flush_cache": True}
         await self._update("update_weights_from_disk", body)
 
-    async def update_from_tensors(self, payload: str, version: int, is_last: bool, num_gpus: int = 1) -> None:
+    async def update_from_tensors(self, payloads: Sequence[str], version: int, num_gpus: int = 1) -> None:
         """Load pickled handles of tensors on a GPU that the server sees; each of its own GPUs copies what it needs.
 
         Only the last payload empties the prefix cache and sets the version. So a server that is lost before it reports
         the old version, and is given the weights again.
         """
-        body = {"serialized_named_tensors": [payload] * num_gpus, "flush_cache": is_last}
-        await self._update("update_weights_from_tensor", body | ({"weight_version": str(version)} if is_last else {}))
+        if self.release.has_update_sessions:
+            await self._begin_update()
+        for place, payload in enumerate(payloads, 1):
+            is_last = place == len(payloads)
+            body = {"serialized_named_tensors": [payload] * num_gpus, "flush_cache": is_last}
+            body |= {"weight_version": str(version)} if is_last else {}
+            await self._update("update_weights_from_tensor", body)
+        if self.release.has_update_sessions:
+            await self._update("end_weight_update", {})
+
+    async def _begin_update(self) -> None:
+        """Open a session of updates; first close one that an earlier update left open because it failed."""
+        try:
+            await self._update("begin_weight_update", {})
+        except ServerRefused as error:
+            if "already open" not in str(error):
+                raise
+            await self._update("end_weight_update", {})
+            await self._update("begin_weight_update", {})
 
     async def load_adapter(self, name: str, adapter: Adapter) -> None:
         """Load an adapter, and make its name the version of the weights. It writes what asks for it by its name.

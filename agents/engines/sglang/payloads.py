@@ -1,8 +1,8 @@
 """The bodies of requests to an SGLang server, and the parsing of its answers.
 
-Measured on SGLang 0.5.15.post1: `/generate` takes ids with one placeholder per image, expands them itself and keeps all
-other ids verbatim. `flush_cache` empties the prefix cache but not the cache of encoded images, whose key is `mm_hashes`
-where a request has them.
+`/generate` takes ids with one placeholder per image, expands them itself and keeps all other ids verbatim.
+`flush_cache` empties the prefix cache but not the cache of encoded images; what names an image there depends on the
+release.
 """
 
 from __future__ import annotations

@@ -13,11 +13,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+import struct
+import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from agents.engines.sglang.releases import UNKNOWN, Release
 from agents.types import ProcessedImage
 
 MARK = "trueturn-picture"
@@ -25,18 +27,9 @@ MARK = "trueturn-picture"
 HELLO, PROTOCOL = f"{MARK}?", f"{MARK} protocol 1"
 
 URI = "data:image/png;base64,"
+#: Bytes of the chunk that ends a PNG file.
+PNG_END = 12
 _MISSES = re.compile(rf"{MARK} misses ((?:[0-9a-f]+ ?)+)")
-
-
-@dataclass(frozen=True)
-class _Encoded:
-    """A picture as it is sent: its PNG file as a data URI, and a key that depends on that file alone."""
-
-    key: str
-    uri: str
-
-
-_ENCODED: WeakKeyDictionary[ProcessedImage, _Encoded] = WeakKeyDictionary()
 
 
 def picture_key(png: bytes) -> str:
@@ -44,16 +37,31 @@ def picture_key(png: bytes) -> str:
     return hashlib.blake2b(png, digest_size=16).hexdigest()
 
 
-def _encoded(image: ProcessedImage) -> _Encoded:
-    """Return the picture, already in the size that the model reads; encoded once per picture."""
-    if image not in _ENCODED:
-        _ENCODED[image] = _Encoded(picture_key(image.png), URI + base64.b64encode(image.png).decode())
-    return _ENCODED[image]
+_KEYS: WeakKeyDictionary[ProcessedImage, str] = WeakKeyDictionary()
+_URIS: WeakKeyDictionary[ProcessedImage, tuple[str, str]] = WeakKeyDictionary()
 
 
-def data_uri(image: ProcessedImage) -> str:
-    """Return the picture as a data URI."""
-    return _encoded(image).uri
+def _key(image: ProcessedImage) -> str:
+    if image not in _KEYS:
+        _KEYS[image] = picture_key(image.png)
+    return _KEYS[image]
+
+
+def data_uri(image: ProcessedImage, salt: str = "") -> str:
+    """Return the picture, already in the size that the model reads, as a data URI; made once per picture and salt."""
+    made = _URIS.get(image)
+    if made is None or made[0] != salt:
+        made = _URIS[image] = salt, URI + base64.b64encode(salted_file(image.png, salt)).decode()
+    return made[1]
+
+
+def salted_file(png: bytes, salt: str) -> bytes:
+    """Return a PNG file of the same pixels with the salt as a comment; the same file for an empty salt."""
+    if not salt:
+        return png
+    chunk = b"tEXt" + b"Comment\0" + salt.encode("latin-1")
+    framed = struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
+    return png[:-PNG_END] + framed + png[-PNG_END:]
 
 
 def salted_hash(image: ProcessedImage, salt: str) -> str:
@@ -77,14 +85,14 @@ class SentPictures:
 
     def entries(self, images: Iterable[ProcessedImage], salt: str) -> list[str]:
         """Return the entries of a request; a picture counts as sent from then on."""
-        return [self._entry(_encoded(image), salted_hash(image, salt)) for image in images]
+        return [self._entry(image, salt) for image in images]
 
-    def _entry(self, picture: _Encoded, hash_: str) -> str:
-        short = f"{MARK}:{picture.key}:{hash_}"
-        if picture.key in self._keys:
+    def _entry(self, image: ProcessedImage, salt: str) -> str:
+        short = f"{MARK}:{_key(image)}:{salted_hash(image, salt)}"
+        if _key(image) in self._keys:
             return short
-        self._keys.add(picture.key)
-        return f"{short}:{picture.uri.removeprefix(URI)}"
+        self._keys.add(_key(image))
+        return f"{short}:{data_uri(image).removeprefix(URI)}"
 
     def forget(self, keys: Iterable[str]) -> None:
         """Note that the server does not have these pictures."""
@@ -97,16 +105,20 @@ def missed_pictures(refusal: str) -> tuple[str, ...]:
     return tuple(found[1].split()) if found else ()
 
 
-def image_fields(images: Sequence[ProcessedImage], salt: str, sent: SentPictures | None) -> dict[str, Any]:
+def image_fields(
+    images: Sequence[ProcessedImage], salt: str, sent: SentPictures | None = None, release: Release = UNKNOWN
+) -> dict[str, Any]:
     """Return the fields of a body for its pictures; `sent` is None for a server that does not keep them.
 
-    `salt` becomes part of each image's hash. It holds the version of the weights, so that the server does not reuse an
-    image that older weights encoded.
+    `salt` becomes part of each image's name on the server. It holds the version of the weights, so that the server does
+    not reuse an image that older weights encoded.
     """
     if not images:
         return {}
     if sent is not None:
         return {"image_data": sent.entries(images, salt)}
+    if release.names_files:
+        return {"image_data": [data_uri(image, salt) for image in images]}
     return {
         "image_data": [data_uri(image) for image in images],
         "mm_hashes": [salted_hash(image, salt) for image in images],

@@ -164,7 +164,7 @@ class Server:
         sent = self.sent_pictures
         for _ in range(MAX_SENDS):
             try:
-                return await self.client.call("generate", body | image_fields(images, salt, sent))
+                return await self.client.call("generate", body | image_fields(images, salt, sent, self.client.release))
             except ServerRefused as error:
                 missed = missed_pictures(str(error))
                 if sent is None or not missed:
@@ -319,6 +319,9 @@ class ServerPool:
             if time.monotonic() > deadline:
                 raise self._cannot_start(server, f"no answer in {self.settings.start_timeout_s:g} s")
             await asyncio.sleep(POLL_S)
+        await server.client.read_release()
+        if doubt := server.client.release.doubt:
+            self.events.append(f"server {server.number}: {doubt}")
         keeps = self._has_pictures and await server.client.keeps_pictures()
         server.sent_pictures = SentPictures() if keeps else None
 

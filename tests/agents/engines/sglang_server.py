@@ -8,6 +8,10 @@ given. Adapters are loaded under a name that is used once, and a request names t
 source of 0.5.15.post1). Where the environment names our picture processor, as for servers that we start, pictures are
 kept by its own code. Run as `python -m tests.agents.engines.sglang_server --model-path FOLDER --port PORT`.
 
+With `--release 0.5.23` it does what the source of that release does: encoded images are kept by their file, and
+`mm_hashes` break the server (status 500 here, a CUDA error there); tensors are taken in a session only; answers list
+which weights wrote which tokens.
+
 `/misbehave` takes faults for the next calls of a path, `/reset` makes the server one that was only just started, and
 `/pictures` says how pictures came: `uri`, `png` (to be kept) or `key`.
 """
@@ -49,12 +53,18 @@ from agents.model.policy import PolicyModel
 from agents.rendering.renderer import Renderer
 from agents.types import GenerateRequest, ProcessedImage, SamplingParams
 
+#: The releases that this speaks like.
+OLD, NEW = "0.5.15.post1", "0.5.23"
+
 
 class Emulator:
     """One server's state."""
 
-    def __init__(self, model_path: str, slow_s: float, api_key: str = "", lora: Lora | None = None) -> None:
-        self.api_key = api_key
+    def __init__(
+        self, model_path: str, slow_s: float, api_key: str = "", release: str = OLD, lora: Lora | None = None
+    ) -> None:
+        self.api_key, self.release = api_key, release
+        self.has_session = False  # of updates, in the new release
         self.lora = lora
         self.adapters: dict[str, LoadedAdapter] = {}
         self.users: dict[str | None, int] = {}  # by adapter: requests that have not ended
@@ -84,6 +94,7 @@ class Emulator:
         app.router.add_post("/misbehave", self.misbehave)
         app.router.add_post("/reset", self.reset)
         app.router.add_get("/model_info", self.model_info)
+        app.router.add_get("/server_info", self.server_info)
         app.router.add_get("/updates", self.list_updates)
         app.router.add_get("/held", self.list_held)
         app.router.add_get("/pictures", self.list_pictures)
@@ -94,6 +105,10 @@ class Emulator:
         app.router.add_post("/update_weight_version", self.update_version)
         app.router.add_post("/load_lora_adapter_from_tensors", self.load_adapter)
         app.router.add_post("/unload_lora_adapter", self.unload_adapter)
+        app.router.add_post("/update_weights_from_tensor", self.update_from_tensor)
+        if self.release == NEW:
+            app.router.add_post("/begin_weight_update", self.begin_update)
+            app.router.add_post("/end_weight_update", self.end_update)
         return app
 
     async def misbehave(self, request: web.Request) -> web.Response:
@@ -103,7 +118,7 @@ class Emulator:
 
     async def reset(self, request: web.Request) -> web.Response:
         self.slow_s, self.version = (await request.json())["slow_s"], "default"
-        self.faults, self.images, self.updates = {}, {}, []
+        self.faults, self.images, self.updates, self.has_session = {}, {}, [], False
         self.adapters, self.users, self.checkpoint = {}, {}, self.model_path
         self.kept, self.came = KeptPictures(self._cut), Counter()
         while self.running:
@@ -164,8 +179,12 @@ class Emulator:
         return response
 
     async def model_info(self, _: web.Request) -> web.Response:
-        kind = self.engine.model.config.architectures
-        return web.json_response({"weight_version": self.version, "architectures": kind})
+        config = self.engine.model.config
+        facts = {"architectures": config.architectures, "model_type": config.model_type}
+        return web.json_response({"weight_version": self.version, **facts})
+
+    async def server_info(self, _: web.Request) -> web.Response:
+        return web.json_response({"version": self.release})
 
     async def list_updates(self, _: web.Request) -> web.Response:
         return web.json_response(self.updates)
@@ -246,6 +265,8 @@ class Emulator:
             "weight_version": self.version,
             "output_token_logprobs": [[x, i, None] for x, i in zip(logprobs, written, strict=True)],
         }
+        if self.release == NEW and written:
+            meta["weight_versions"] = [{"version": self.version, "start": 0, "end": len(written)}]
         if finish == "abort" and not written:
             del meta["prompt_tokens"], meta["cached_tokens"]
             self.users[body.get("lora_path")] += 1  # as above
@@ -275,6 +296,10 @@ class Emulator:
     async def _images(self, image_data: list[str], hashes: list[str]) -> list[ProcessedImage]:
         entries = picture_entries(image_data) if self.keeps_pictures else None
         if entries is None:
+            if self.release == NEW:
+                if hashes:
+                    raise ValueError("CUDA error: device-side assert triggered")
+                hashes = image_data
             images = [self._read(base64.b64decode(uri.split(",", 1)[1])) for uri in image_data]
             self.came["uri"] += len(images)
         else:
@@ -329,10 +354,37 @@ class Emulator:
                 model = await asyncio.to_thread(PolicyModel.load, body["model_path"])
             except Exception as error:
                 return web.json_response({"success": False, "message": f"Failed to load: {error}"}, status=400)
-            self.engine.load_weights(dict(model.named_parameters()), version=int(body["weight_version"]))
-            self.version, self.checkpoint = body["weight_version"], f"{body['model_path']} as {body['weight_version']}"
-            self.updates.append(self.version)
+            self._load(dict(model.named_parameters()), body["weight_version"])
         return web.json_response({"success": True, "message": "ok"})
+
+    def _load(self, weights: dict[str, torch.Tensor], version: str | None) -> None:
+        self.engine.load_weights(weights, version=int(version or 0))
+        if version is not None:
+            self.version = self.checkpoint = version
+            self.updates.append(version)
+
+    async def update_from_tensor(self, request: web.Request) -> web.Response:
+        """Load a pickle of names and tensors. The real one is given handles of a GPU's memory in place of values."""
+        body = await request.json()
+        if self.release == NEW and not self.has_session:
+            return refusal("update_weights_from_tensor must run between begin_weight_update() and end_weight_update()")
+        named = pickle.loads(base64.b64decode(body["serialized_named_tensors"][0]))
+        weights = dict(self.engine.model.named_parameters())
+        weights |= {f"backbone.{name}": tensor for name, tensor in named}
+        self._load(weights, body.get("weight_version"))
+        return web.json_response({"success": True, "message": "ok"})
+
+    async def begin_update(self, _: web.Request) -> web.Response:
+        if self.has_session:
+            return refusal("a weight-update session is already open; call end_weight_update() first")
+        self.has_session = True
+        return web.json_response({"success": True, "message": "Success"})
+
+    async def end_update(self, _: web.Request) -> web.Response:
+        if not self.has_session:
+            return refusal("no weight-update session is open; call begin_weight_update() first")
+        self.has_session = False
+        return web.json_response({"success": True, "message": "Success"})
 
     async def update_version(self, request: web.Request) -> web.Response:
         self.version = (await request.json())["new_version"]
@@ -411,6 +463,10 @@ class AdaptedLinear(nn.Linear):
         return base + self.scaling * ((input @ a_RH.T) @ b_OR.T)
 
 
+def refusal(message: str) -> web.Response:
+    return web.json_response({"success": False, "message": message}, status=400)
+
+
 def spoil(answer: dict[str, Any], how: str) -> None:
     """Change an answer of `/generate` as a server would that is broken in this way."""
     meta = answer["meta_info"]
@@ -438,6 +494,7 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--slow-s", type=float, default=0.0, help="seconds to sleep after every 4 tokens")
     parser.add_argument("--api-key", default="")
+    parser.add_argument("--release", default=OLD, choices=(OLD, NEW))
     parser.add_argument("--config", help="YAML file of further arguments")
     parser.add_argument("--enable-lora", action="store_true")
     parser.add_argument("--max-lora-rank", type=int, default=0)
@@ -445,7 +502,7 @@ def main() -> None:
     options, _ = parser.parse_known_args()
     lora = Lora(options.max_lora_rank, tuple(options.lora_target_modules)) if options.enable_lora else None
     api_key = options.api_key or (yaml.safe_load(Path(options.config).read_text())["api-key"] if options.config else "")
-    server = Emulator(options.model_path, options.slow_s, api_key, lora)
+    server = Emulator(options.model_path, options.slow_s, api_key, options.release, lora)
     web.run_app(server.routes(), host=options.host, port=options.port, print=None)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -16,6 +18,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -41,6 +44,7 @@ from agents.types import Completion, EndReason, GenerateRequest, SamplingLaw, Sa
 from envs.env import Env
 from envs.errors import UserError
 from envs.spec import EnvLimits
+from tests.agents.engines.sglang_server import NEW, OLD
 from tests.builders import sampling, versions_of
 from tests.prompts import picture, question, sample
 from trainer.setup.components import check_server
@@ -85,12 +89,13 @@ class PictureEnv(Env):
         return float(len(final_text) % 3)
 
 
-@pytest.fixture(scope="module")
-def shared_server(checkpoint: Path) -> Iterator[str]:
-    """One emulator for all tests that leave it alive."""
+@pytest.fixture(scope="module", params=[OLD, NEW])
+def shared_server(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[str]:
+    """One emulator of each release for all tests that leave it alive."""
     (port,) = free_ports(1)
     launch = (sys.executable, "-m", "agents.engines.sglang.launch")  # which ends it with the tests, however those end
-    process = subprocess.Popen([*launch, *EMULATOR, "--model-path", str(checkpoint), "--port", str(port)])
+    where = ("--model-path", str(checkpoint), "--port", str(port), "--release", request.param)
+    process = subprocess.Popen([*launch, *EMULATOR, *where])
     try:
         yield f"http://127.0.0.1:{port}"
     finally:
@@ -290,6 +295,26 @@ def test_a_turn_goes_on_after_a_pause_under_the_new_weights(
     given = np.array(completion.logprobs)
     assert np.abs(written_logprobs(old, request, completion)[:early] - given[:early]).max() < 1e-4
     assert np.abs(written_logprobs(new, request, completion)[early:] - given[early:]).max() < 1e-4
+
+
+def test_weights_given_as_tensors_score_a_picture_that_older_weights_have_seen(
+    url: str, renderer: Renderer, model: PolicyModel, tmp_path: Path
+) -> None:
+    new = changed(model, tmp_path / "new", renderer)
+    named = [(name.removeprefix("backbone."), value.detach()) for name, value in new.named_parameters()]
+    payloads = [base64.b64encode(pickle.dumps(part)).decode() for part in (named[::2], named[1::2])]
+    rendered = renderer.prompt(question("Find x.", picture()))
+
+    async def play(engine: SGLangEngine) -> tuple[np.ndarray, np.ndarray]:
+        old = await engine.score(rendered.ids, rendered.images)
+        for version in (1, 2):
+            await engine.update(partial(SGLangClient.update_from_tensors, payloads=payloads, version=version), version)
+        return old, await engine.score(rendered.ids, rendered.images)
+
+    old, given = with_engine(external(url), renderer, play)
+    assert np.abs(old - given).max() > 0.01
+    expected = stream_logprobs(new, list(rendered.ids), rendered.images, "cpu")
+    assert np.abs(given - expected).max() < 1e-4
 
 
 def test_cancelling_a_turn_ends_it_on_the_server_too(url: str, checkpoint: Path, renderer: Renderer) -> None:
@@ -820,4 +845,4 @@ def test_a_server_elsewhere_is_called_through_the_proxy_by_check_and_client_alik
     with_engine(external(url), renderer, lambda engine: engine.servers.pick())
     proxy.shutdown()
     proxy.server_close()
-    assert asked == [f"{url}/model_info"] * 2
+    assert asked == [f"{url}/{path}" for path in ("model_info", "server_info")] * 2

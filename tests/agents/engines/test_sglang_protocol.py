@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import gc
 import gzip
 import io
 import math
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,14 @@ from aiohttp import web
 from PIL import Image
 
 from agents.engines.sglang import SGLangEngine, SGLangSettings
-from agents.engines.sglang.client import MAX_ANSWER, ServerLost, ServerRefused, SGLangClient, authorization
+from agents.engines.sglang.client import (
+    MAX_ANSWER,
+    RELEASE_TRIES,
+    ServerLost,
+    ServerRefused,
+    SGLangClient,
+    authorization,
+)
 from agents.engines.sglang.engine import MAX_GIVEN_UP, MAX_TRIES, pause_s
 from agents.engines.sglang.payloads import (
     collapse,
@@ -29,9 +38,13 @@ from agents.engines.sglang.payloads import (
     score_body,
 )
 from agents.engines.sglang.pictures import HELLO, data_uri, image_fields, salted_hash
+from agents.engines.sglang.releases import UNKNOWN, Release
 from agents.engines.sglang.servers import EngineDown
+from agents.model.architectures import NO_IMAGE_TOKEN, ModelFacts
 from agents.types import Completion, GenerateRequest, ProcessedImage, SamplingParams
+from envs.errors import UserError
 from tests.prompts import picture
+from trainer.setup.components import check_server
 
 PAD = 9
 LIMIT_S = 30
@@ -73,13 +86,12 @@ class Script:
     async def handle(self, request: web.Request) -> web.StreamResponse:
         path = request.path.strip("/")
         body = await request.json() if request.can_read_body else None
-        if body and body.get("image_data") == [
-            HELLO
-        ]:  # asked as the engine starts; SGLang itself knows no such picture
+        if body and body.get("image_data") == [HELLO]:  # SGLang itself knows no such picture
             return web.Response(status=500, text="cannot identify image")
         self.calls.append((request.method, path, body))
         waiting = self.answers.get(path)
-        answer: Any = waiting.pop(0) if waiting else {"weight_version": "default", "success": True}
+        well = {"weight_version": "default", "success": True, "version": "0.5.15.post1"}
+        answer: Any = waiting.pop(0) if waiting else well
         if answer == "hang":
             await asyncio.sleep(3600)
         if isinstance(answer, int):
@@ -393,20 +405,131 @@ def test_weights_from_disk_are_named_and_empty_the_prefix_cache() -> None:
     assert with_client(play) == [("POST", "update_weights_from_disk", body)]
 
 
-def test_only_the_last_tensors_name_the_weights_and_every_gpu_gets_all() -> None:
-    async def play(client: SGLangClient, script: Script) -> list[Call]:
-        await client.update_from_tensors("first", 3, is_last=False)
-        await client.update_from_tensors("last", 3, is_last=True, num_gpus=2)
-        return script.calls
+TENSORS = [
+    ("update_weights_from_tensor", {"serialized_named_tensors": ["first", "first"], "flush_cache": False}),
+    (
+        "update_weights_from_tensor",
+        {"serialized_named_tensors": ["last", "last"], "flush_cache": True, "weight_version": "3"},
+    ),
+]
+BEGIN, END = ("begin_weight_update", {}), ("end_weight_update", {})
 
-    assert with_client(play) == [
-        ("POST", "update_weights_from_tensor", {"serialized_named_tensors": ["first"], "flush_cache": False}),
-        (
-            "POST",
-            "update_weights_from_tensor",
-            {"serialized_named_tensors": ["last", "last"], "flush_cache": True, "weight_version": "3"},
-        ),
-    ]
+
+def tensor_calls(version: str, **answers: Any) -> list[Any]:
+    """Return the paths and bodies of an update of two payloads on a server of two GPUs and a release of SGLang."""
+
+    async def play(client: SGLangClient, script: Script) -> list[Any]:
+        client.release = Release.of({"version": version})
+        with contextlib.suppress(ServerRefused):
+            await client.update_from_tensors(["first", "last"], 3, num_gpus=2)
+        return [(path, body) for _, path, body in script.calls]
+
+    return with_client(play, **answers)
+
+
+def test_only_the_last_tensors_name_the_weights_and_every_gpu_gets_all() -> None:
+    assert tensor_calls("0.5.15.post1") == TENSORS
+
+
+def test_releases_that_take_tensors_in_a_session_get_one_and_one_left_open_is_closed_first() -> None:
+    assert tensor_calls("0.5.21") == tensor_calls("0.5.23") == [BEGIN, *TENSORS, END]
+    left_open = {"success": False, "message": "a weight-update session is already open; call end_weight_update() first"}
+    assert tensor_calls("0.5.23", begin_weight_update=[left_open]) == [BEGIN, END, BEGIN, *TENSORS, END]
+    assert tensor_calls("0.5.23", begin_weight_update=[{"success": False, "message": "no"}]) == [BEGIN]
+
+
+@pytest.mark.parametrize(
+    ("version", "model_type", "facts", "doubt"),
+    [
+        ("0.5.12.post1", "qwen3_vl", (False, False, False), "older than any"),
+        ("0.5.13", "qwen3_vl", (True, False, False), "0.5.13 is untried"),
+        ("0.5.15.post1", "qwen3_vl", (True, False, False), ""),
+        ("0.5.19", "qwen3_vl", (True, False, False), ""),
+        ("0.5.20.dev3+g1234", "qwen3_vl", (True, True, False), ""),
+        ("0.5.20", "qwen2_5_vl", (True, False, False), ""),
+        ("0.5.23", "qwen3_vl_moe", (True, True, True), ""),
+        ("0.10.0", "qwen3_vl", (True, True, True), "treated as 0.5.23"),
+        ("0.0.0.dev0", "qwen3_vl", (True, False, False), "does not name its release"),
+        ("main", "qwen3_vl", (True, False, False), "does not name its release"),
+    ],
+)
+def test_a_release_is_known_by_its_number_and_doubted_outside_of_what_was_compared(
+    version: str, model_type: str, facts: tuple[bool, bool, bool], doubt: str
+) -> None:
+    async def play(client: SGLangClient, script: Script) -> Release:
+        assert await client.is_alive()
+        await client.read_release()
+        assert [path for _, path, _ in script.calls] == ["model_info", "server_info"]
+        return client.release
+
+    release = with_client(play, model_info=[{"model_type": model_type}], server_info=[{"version": version}])
+    assert (release.keeps_ids, release.names_files, release.has_update_sessions) == facts
+    assert (doubt in release.doubt, bool(doubt)) == (True, bool(release.doubt))
+
+
+@pytest.mark.parametrize("answer", [404, 500, ["0.5.23"], {}, {"version": None}, {"version": "9" * 400}])
+def test_a_server_that_names_no_release_is_treated_as_the_measured_one(answer: Any) -> None:
+    async def play(client: SGLangClient, script: Script) -> Release:
+        client.release = Release.of({"version": "0.5.23"})  # an earlier one at this address
+        await client.read_release()
+        return client.release
+
+    assert with_client(play, server_info=[answer] * RELEASE_TRIES) == UNKNOWN
+    assert (UNKNOWN.names_files, UNKNOWN.has_update_sessions) == (False, False)
+
+
+def test_a_busy_server_is_asked_again_for_its_release() -> None:
+    async def play(client: SGLangClient, script: Script) -> str:
+        await client.read_release()
+        return client.release.version
+
+    assert with_client(play, server_info=[500, 503, {"version": "0.5.23"}]) == "0.5.23"
+
+
+def test_servers_with_a_cache_of_processed_pictures_name_every_models_pictures_by_their_files() -> None:
+    info = {"version": "0.5.23", "mm_preprocess_cache_size_mb": 256}
+    assert Release.of(info, "qwen2_5_vl").names_files
+
+
+def test_a_file_named_by_its_bytes_has_the_salt_as_a_comment_and_the_same_pixels() -> None:
+    image, release = processed("a"), Release.of({"version": "0.5.23"}, "qwen3_vl")
+
+    def sent(salt: str) -> bytes:
+        fields = image_fields([image], salt, None, release)
+        assert list(fields) == ["image_data"]  # hashes of ours would end the server
+        return base64.b64decode(fields["image_data"][0].split(",")[1])
+
+    one, other = sent("run/0/0"), sent("run/1/0")
+    assert sent("run/0/0") == one != other != image.png
+    for file, salt in ((one, "run/0/0"), (other, "run/1/0")):
+        picture = Image.open(io.BytesIO(file))
+        picture.load()
+        assert picture.info == {"Comment": salt}
+        assert picture.tobytes() == Image.open(io.BytesIO(image.png)).tobytes()
+
+
+def test_a_server_that_decodes_the_ids_of_requests_with_pictures_is_refused_before_a_run_that_has_some(
+    checkpoint: Path,
+) -> None:
+    async def play(*scripts: Script) -> None:
+        old, unknown = (script.url for script in scripts)
+        sees = ModelFacts.load(checkpoint)
+        scripts[1].answers["server_info"] = [404]
+        await asyncio.to_thread(check_server, old, replace(sees, image_token_id=NO_IMAGE_TOKEN))
+        await asyncio.to_thread(check_server, unknown, sees)
+        with pytest.raises(UserError, match=r"got SGLang 0\.5\.12\.post1, .* serve with SGLang 0\.5\.15 or later"):
+            await asyncio.to_thread(check_server, old, sees)
+
+    on_servers(play, 2, server_info=[{"version": "0.5.12.post1"}] * 2)
+
+
+def test_a_run_says_what_is_not_known_of_its_servers_releases() -> None:
+    async def play(engine: SGLangEngine, *_: Script) -> list[str]:
+        return engine.servers.events
+
+    assert with_engine(play, server_info=[{"version": "0.5.23"}]) == []
+    (event,) = with_engine(play, server_info=[{"version": "0.6.0"}])
+    assert event.startswith("server 0: SGLang 0.6.0 is untried")
 
 
 @pytest.mark.parametrize("answer", [{"success": False}, {"success": "yes"}, {}, "success", 400])

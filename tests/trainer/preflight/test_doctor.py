@@ -8,12 +8,18 @@ import re
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer
 
+from agents.engines.sglang import SGLangEngine, SGLangSettings
+from agents.engines.sglang.client import SGLangClient
+from agents.engines.sglang.releases import Release
+from agents.engines.sglang.servers import Server
 from agents.model import STARTER_PATH
 from envs.config.cli import parse
 from envs.config.settings import leaves
@@ -56,6 +62,7 @@ from trainer.preflight.memory_estimate import GIB, MetaNetworks
 from trainer.preflight.quick import RunRefused
 from trainer.preflight.qwen3_vl import qwen3_vl_config
 from trainer.preflight.report import CHECKS, DoctorConfig, FindingLog, summary_line
+from trainer.preflight.running_engine import EngineChecks
 from trainer.run import run as run_training
 from trainer.types import StepStats
 
@@ -204,8 +211,10 @@ ALL = Uses(("torch", "transformers", "sglang"), "qwen3_vl", has_vision=True, on_
         ("transformers", "5.5.3", replace(ALL, model_type="qwen2_5_vl"), "fault", "issues/45325"),
         ("transformers", "6.0.0", ALL, "warning", "untried"),
         ("sglang", "0.5.12.post1", ALL, "fault", "pull/26555"),
-        ("sglang", "0.5.12.post1", replace(ALL, has_vision=False), "fault", "too old: >=0.5.15"),
-        ("sglang", "0.5.14", ALL, "fault", "too old: >=0.5.15"),
+        ("sglang", "0.5.12.post1", replace(ALL, has_vision=False), "warning", "nothing is known of it"),
+        ("sglang", "0.5.14", ALL, "warning", "SGLang 0.5.14 is untried: log-probs"),
+        ("sglang", "0.5.23", ALL, "ok", "sglang 0.5.23"),
+        ("sglang", "0.5.24", ALL, "warning", "it is treated as 0.5.23, and changes since are not known"),
         ("sglang", "0.4.9", replace(ALL, packages=("torch", "transformers")), "ok", "sglang 0.4.9"),
     ],
 )  # fmt: skip
@@ -237,6 +246,22 @@ def test_sglang_must_be_built_for_the_torch_that_is_there() -> None:
     assert "asks for torch==2.11.0, 2.13.0 is there" in check_versions(other, ALL).found
     other = replace(pinned, packages={**HERE.packages, "transformers": "5.23.0"})
     assert check_versions(other, ALL).status == "warning"
+
+
+def test_the_check_of_the_engine_names_releases_of_its_servers_and_what_is_not_known_of_them() -> None:
+    def described(*versions: str) -> Verdict:
+        engine = SGLangEngine(SGLangSettings(), None)
+        for number, version in enumerate(versions):
+            client = SGLangClient("http://nowhere", None)  # type: ignore[arg-type]
+            client.release = Release.of({"version": version})
+            engine.servers.all.append(Server(client, number, is_up=True))
+        prepared: Any = SimpleNamespace(context=SimpleNamespace(engine=engine))
+        return EngineChecks(prepared).describe()
+
+    assert described("0.5.15.post1", "0.5.23") == ok("SGLangEngine runs 0.5.15.post1, 0.5.23")
+    verdict = described("0.5.23", "0.6.0", "0.6.0")
+    assert verdict.status == "warning" and verdict.found.count("SGLang 0.6.0 is untried") == 1
+    assert verdict.fix == "serve with SGLang 0.5.15 to 0.5.23"
 
 
 def test_a_driver_that_is_too_old_for_its_cuda_is_named(tmp_path: Path) -> None:

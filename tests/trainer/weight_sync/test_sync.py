@@ -184,8 +184,7 @@ def test_weights_in_several_messages_get_their_name_with_the_last_one() -> None:
     async def play() -> None:
         client = SGLangClient("http://nowhere", None, timeout_s=5)  # type: ignore[arg-type]
         client.call = call  # type: ignore[method-assign, assignment]
-        for number in range(3):
-            await client.update_from_tensors("payload", version=4, is_last=number == 2)
+        await client.update_from_tensors(["payload"] * 3, version=4)
 
     asyncio.run(play())
     assert [(body.get("weight_version"), body["flush_cache"]) for body in bodies] == [
