@@ -12,9 +12,13 @@ from pathlib import Path
 
 from agents.engines.sglang.servers import free_ports
 
+#: The arguments with which servers take adapters of all decoder layers.
+TAKES_ADAPTERS = ("--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj", "k_proj", "v_proj")
+TAKES_ADAPTERS += ("o_proj", "gate_proj", "up_proj", "down_proj")
+
 
 @contextmanager
-def serving(checkpoint: Path) -> Iterator[str]:
+def serving(checkpoint: Path, *arguments: str) -> Iterator[str]:
     """Run `tests.agents.engines.sglang_server` on a checkpoint; yield its address once it answers."""
     (port,) = free_ports(1)
     command = [
@@ -25,6 +29,7 @@ def serving(checkpoint: Path) -> Iterator[str]:
         str(checkpoint),
         "--port",
         str(port),
+        *arguments,
     ]
     process = subprocess.Popen(command)
     url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 60

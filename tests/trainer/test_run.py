@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import signal
 import sys
@@ -20,10 +21,14 @@ from envs.registry import load_registry
 from tests.environments import lucky_lengths
 from tests.processes import Command
 from tests.recordings import episodes_in, lines_of
-from tests.servers import serving
+from tests.servers import TAKES_ADAPTERS, serving
 from tests.tiny_models import write_tiny_model
 from tests.trainer.runs import drawing
+from trainer.config.learner import LearnerConfig
 from trainer.config.sources import read_config
+from trainer.learner.lora import add_lora
+from trainer.learner.sharding import trainable_parameters
+from trainer.learner.weights_io import empty_model
 from trainer.rollouts.session import InvalidStreams
 from trainer.run import run
 from trainer.weight_sync.sync import WeightSync
@@ -342,6 +347,50 @@ def test_a_run_on_servers_goes_on_with_the_weights_of_its_checkpoint(
     assert [row["step"] for row in rows] == [1, 2] and rows[1]["rollout_train_kl"] < 1e-8
     last = episodes_in(tmp_path / "run")[-4:]
     assert [{run[0] for turn in e["turns"] for run in turn["versions"]} for e in last] == [{1}] * 4
+
+
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
+def test_a_run_that_trains_adapters_sends_servers_those_alone_also_when_it_is_resumed(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    adapters = (
+        "--lora-rank",
+        "2",
+        "--sync",
+        "adapter",
+        "--entropy-coef",
+        "0.01",
+        "--warmup-steps",
+        "0",
+        "--lr",
+        "1e-2",
+    )
+    with serving(checkpoint, *TAKES_ADAPTERS) as url:
+        train(checkpoint, tmp_path / "run", "--engine-url", url, *adapters, steps=1)
+        assert run(["--resume", str(tmp_path / "run"), "--steps", "2"]) == 0
+        with pytest.raises(UserError, match=r"--sync adapter: needs servers that take the adapter.*--max-lora-rank"):
+            train(checkpoint, tmp_path / "larger", "--engine-url", url, "--lora-rank", "16", "--sync", "adapter")
+    rows = lines_of(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2] and all(row["rollout_train_kl"] < 1e-8 for row in rows)
+    model = empty_model(checkpoint)
+    add_lora(model, LearnerConfig(lora_rank=2))
+    values = sum(parameter.numel() for parameter in trainable_parameters(model))
+    assert [row["sync_bytes"] for row in rows] == [4 * values] * 2
+    assert all(row["probe_gap"] < 1e-5 and row["num_updates"] == 1 for row in rows)
+    assert rows[0]["probe_learner_moved"] > 1e-3
+    versions = [{run[0] for turn in e["turns"] for run in turn["versions"]} for e in episodes_in(tmp_path / "run")]
+    assert versions == [{0}] * 4 + [{1}] * 4
+    assert not (tmp_path / "run" / "sync").exists()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
+def test_a_run_says_before_its_first_step_that_its_servers_take_no_adapters(
+    checkpoint: Path, server: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(checkpoint, tmp_path / "merged", "--engine-url", server, "--lora-rank", "2", steps=1)
+    shown = capsys.readouterr().out
+    assert 0 < shown.find("merged weights, not the adapter alone") < shown.find("evaluate before")
+    assert lines_of(tmp_path / "merged" / "metrics.jsonl")[0]["probe_gap"] < 1e-5
 
 
 def test_a_server_of_another_kind_of_network_is_refused(server: str, tmp_path: Path) -> None:

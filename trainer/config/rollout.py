@@ -72,8 +72,10 @@ class ServersConfig(Section):
 class EngineConfig(ServersConfig):
     """Inference engine and weight synchronization."""
 
-    sync: Literal["auto", "disk", "ipc"] = Field(
-        default="auto", description="how new weights reach SGLang servers; auto: ipc from a GPU of this host, else disk"
+    sync: Literal["auto", "adapter", "disk", "ipc"] = Field(
+        default="auto",
+        description="how new weights reach SGLang servers; adapter: that of --lora-rank alone; auto: adapter if the "
+        "servers take it, else ipc from a GPU of this host, else disk",
     )
     probe_tolerance: float = Field(
         default=0.2,

@@ -6,6 +6,7 @@ import base64
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, cast
 
@@ -22,15 +23,24 @@ BUCKET_VALUES = 2**30
 DEVICE_PLACE = 6
 
 
+@dataclass(frozen=True)
+class Loan:
+    """Weights of `num_bytes` that other processes may copy: strings that servers can turn into tensors."""
+
+    payloads: tuple[str, ...] = ()
+    num_bytes: int = 0
+
+
 @contextmanager
-def lend_weights(learner: FSDPLearner) -> Iterator[list[str]]:
-    """Lend the weights of a learner of this process: yield strings that servers can turn into tensors.
+def lend_weights(learner: FSDPLearner) -> Iterator[Loan]:
+    """Lend the weights of a learner of this process.
 
     The weights, in the learner's `dtype`, stay in memory until the context is left: leave it when every receiver has
     copied them. Each string may go to any number of receivers.
     """
     buckets = list(flat_buckets(learner.weights(learner.dtype), learner.dtype, BUCKET_VALUES, learner.device))
-    yield [handles(bucket) for bucket in buckets]
+    num_bytes = sum(tensor.nbytes for bucket in buckets for _, tensor in bucket)
+    yield Loan(tuple(handles(bucket) for bucket in buckets), num_bytes)
     del buckets
     if learner.device.type == "cuda":  # frees the memory that receivers have released
         torch.cuda.ipc_collect()

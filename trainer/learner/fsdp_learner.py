@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from agents.engines.sglang.adapters import Adapter
 from agents.model.kernel_cache import keep_kernels
 from agents.model.policy import PolicyModel
 from agents.model.stream_logprobs import stream_logprobs
@@ -34,7 +35,7 @@ from trainer.config.learner import LearnerConfig, LearnerPlan, OptimConfig
 from trainer.data.packing import balanced_bins, collate, filler_row, pack_rows
 from trainer.learner.collectives import ensure_process_group, reduce_over_ranks
 from trainer.learner.dcp_state import StateWriter, restore, trained_state
-from trainer.learner.lora import add_lora, disabled, merged_weights
+from trainer.learner.lora import add_lora, disabled, merged_weights, packed_adapter
 from trainer.learner.offload import OffloadedState
 from trainer.learner.sharding import freeze_vision, keep_gathered, reshard, shard, trainable_parameters
 from trainer.learner.step_sums import StepSums
@@ -359,6 +360,12 @@ class FSDPLearner:
                 if dist.get_rank() == 0:
                     kept[name] = weight.to(device or weight.device, dtype or weight.dtype)
             return kept
+
+    def adapter(self) -> Adapter:
+        """Return the low-rank updates alone, in the learner's dtype; every rank must call it."""
+        with self.lock:
+            reshard(self.model)
+            return packed_adapter(self.model, self.dtype, _whole)
 
 
 def build_learner(config: LearnerPlan, path: Path | str, sampling: SamplingParams, device: torch.device) -> FSDPLearner:

@@ -1,15 +1,18 @@
 """LoRA (arXiv 2106.09685) through peft: trains low-rank updates of linear layers, W + (alpha / rank) B A.
 
 peft puts the adapter layers into the network without a wrapper around it, so all other code sees the same network.
-Engines and checkpoints see no adapters: `merged_weights` gives ordinary weights under ordinary names.
+Checkpoints and most engines see no adapters: `merged_weights` gives ordinary weights under ordinary names.
+`packed_adapter` is for servers that take the adapters alone.
 
 Legend: H inputs, O outputs of a linear layer, R rank.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import math
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from agents.engines.sglang.adapters import Adapter
 from agents.model.policy import PolicyModel
 from envs.errors import UserError, did_you_mean
 from trainer.config.learner import LearnerConfig
@@ -42,7 +46,7 @@ def add_lora(model: PolicyModel, config: LearnerConfig, seed: int = 0) -> None:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise UserError("--lora-rank", "needs the package peft", str(error), "pip install 'trueturn[lora]'") from error
-    names = _target_modules(model, config.lora_targets or (ALL_LINEAR,))
+    names = adapted_layers(model, config)
     # peft declares an integer, but uses only alpha / rank.
     options = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=names)  # type: ignore[arg-type]
     inject_adapter_in_model(options, model.backbone, adapter_name=_ADAPTER)
@@ -103,6 +107,35 @@ def merged_weights(
         yield plain_name(name), weight
 
 
+def packed_adapter(
+    model: nn.Module, dtype: torch.dtype, whole: Callable[[Tensor], Tensor] = torch.Tensor.detach
+) -> Adapter:
+    """Return the adapters of all layers in `dtype`, as servers take them; `whole` is as for `merged_weights`.
+
+    In the dtype that the network computes in, they are the values of its own forward. A merged weight is not: rounded
+    to bfloat16, it loses every update below 1/512 of the weight.
+    """
+    tensors: dict[str, Tensor] = {}
+    layers: list[str] = []
+    for name, parameter in model.named_parameters():
+        if is_adapter(name):
+            layer, side = name.removeprefix("backbone.").removesuffix(f".{_ADAPTER}.weight").rsplit(".", 1)
+            tensors[f"base_model.model.{layer}.{side}.weight"] = whole(parameter).to("cpu", dtype, copy=True)
+            layers += [layer] if side == "lora_A" else []
+    module: Any = model.get_submodule(f"backbone.{layers[0]}")
+    rank = module.r[_ADAPTER]
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": module.scaling[_ADAPTER] * rank,
+        "target_modules": sorted({layer.rsplit(".", 1)[1] for layer in layers}),
+        "bias": "none",
+    }
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    return Adapter(config, base64.b64encode(pickle.dumps(tensors)).decode(), num_bytes, tuple(layers))
+
+
 @contextmanager
 def disabled(model: nn.Module) -> Iterator[None]:
     """Switch the adapters off within the context: the network is then the reference policy of a KL penalty."""
@@ -128,13 +161,17 @@ def _enable(layers: Sequence[Any], enabled: bool) -> None:
             parameter.requires_grad_(flag)
 
 
-def _target_modules(model: PolicyModel, targets: Sequence[str]) -> list[str]:
-    """Return the names of the decoder's linear layers that end with one of the targets, or all for "all-linear"."""
+def adapted_layers(model: PolicyModel, config: LearnerConfig) -> list[str]:
+    """Return the names of the decoder's linear layers that end with one of the targets, or all for "all-linear".
+
+    Raises:
+        UserError: a target matches no linear layer.
+    """
     decoder = model.architecture.decoder(model.backbone)
     inside = {module for module in decoder.modules() if isinstance(module, nn.Linear)}
     linear = [name for name, module in model.backbone.named_modules() if module in inside]
     chosen: set[str] = set()
-    for target in targets:
+    for target in config.lora_targets or (ALL_LINEAR,):
         matched = [name for name in linear if target == ALL_LINEAR or f".{name}".endswith(f".{target}")]
         if not matched:
             known = {name.rsplit(".", 1)[-1] for name in linear}

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from agents.engines.sglang.adapters import Adapter
 from agents.types import ProcessedImage
 from trainer.types import StepStats, TrainingSample
 
@@ -68,6 +69,10 @@ class Learner(Protocol):
 
     def weights(self) -> Mapping[str, Tensor]:
         """Return the full weights by parameter name."""
+        ...
+
+    def adapter(self) -> Adapter:
+        """Return the low-rank updates alone, in `dtype`; for a learner that trains nothing else."""
         ...
 
     def save(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:

@@ -22,9 +22,11 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import Tensor
 
+from agents.engines.sglang.adapters import Adapter
 from agents.types import ProcessedImage, SamplingParams
 from envs.errors import UserError, first_line
 from trainer.config.learner import ClusterConfig, LearnerPlan
+from trainer.learner.cuda_ipc import Loan
 from trainer.learner.protocol import CheckpointFailed, LearnerLost
 from trainer.learner.rank_split import light_images, shares
 from trainer.learner.ray_worker import LearnerWorker, Place
@@ -153,6 +155,10 @@ class LearnerGroup:
             warnings.filterwarnings("ignore", "The given NumPy array is not writable")
             return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
+    def adapter(self) -> Adapter:
+        """Return the low-rank updates alone."""
+        return self._call("adapter")[0]
+
     def save(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """Let rank 0 write a model folder. If rank 0 runs on another host, both hosts must see the folder."""
         self._call("save", (folder.absolute(), dtype))
@@ -179,11 +185,11 @@ class LearnerGroup:
         self.steps_done = self._call("restore", (folder.absolute(),))[0]
 
     @contextlib.contextmanager
-    def lend(self) -> Iterator[list[str]]:
+    def lend(self) -> Iterator[Loan]:
         """Lend rank 0's weights to processes on its host, as `trainer.learner.cuda_ipc.lend_weights` does."""
-        payloads = self._call("lend")[0]
+        loan = self._call("lend")[0]
         try:
-            yield payloads
+            yield loan
         finally:
             if self._lost is None:
                 self._call("take_back")

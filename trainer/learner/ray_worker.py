@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from agents.engines.sglang.adapters import Adapter
 from agents.types import ProcessedImage, SamplingParams
 from trainer.config.learner import LearnerPlan
-from trainer.learner.cuda_ipc import lend_weights
+from trainer.learner.cuda_ipc import Loan, lend_weights
 from trainer.learner.fsdp_learner import FSDPLearner, build_learner
 from trainer.learner.protocol import CheckpointFailed
 from trainer.learner.rank_split import Share
@@ -110,6 +111,11 @@ class LearnerWorker:
         weights = self.learner.weights(torch.float32, "cpu")
         return {name: weight.numpy() for name, weight in weights.items()}
 
+    def adapter(self) -> Adapter | None:
+        """Return the low-rank updates on rank 0, and nothing on the others."""
+        adapter = self.learner.adapter()
+        return adapter if self._rank == 0 else None
+
     def save(self, folder: Path, dtype: torch.dtype) -> None:
         """Write a model folder; only rank 0 writes."""
         self.learner.save(folder, dtype)
@@ -133,13 +139,13 @@ class LearnerWorker:
         self.learner.restore(folder)
         return self.learner.steps_done
 
-    def lend(self) -> list[str]:
+    def lend(self) -> Loan:
         """Return the handles of `trainer.learner.cuda_ipc.lend_weights` on rank 0; they are valid until `take_back`."""
         self.take_back()
         if self._rank == 0:
             return self._loan.enter_context(lend_weights(self.learner))
         self.learner.weights()
-        return []
+        return Loan()
 
     def take_back(self) -> None:
         """Free the weights that were lent."""

@@ -237,7 +237,15 @@ def prepare(config: RunConfig, start: Start | None = None, with_engine: bool = T
         servers = None
         if with_engine and gpus is not None and config.engine.starts_servers(num_gpus):
             servers = own_servers(
-                config.engine, config.model, model_path, renderer, gpus, max_sessions, folder, cleanup
+                config.engine,
+                config.model,
+                config.learner,
+                model_path,
+                renderer,
+                gpus,
+                max_sessions,
+                folder,
+                cleanup,
             )
             start.launch(servers)
         with start.clock.stage("the problems"):
@@ -267,6 +275,7 @@ def prepare(config: RunConfig, start: Start | None = None, with_engine: bool = T
                 learner,
                 folder,
                 servers,
+                trains_adapters=config.learner.lora_rank > 0,
             )
         probed = renderer.prompt(train[0].prompt, tools)
         weight_sync = WeightSync(

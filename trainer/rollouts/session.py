@@ -111,6 +111,7 @@ class TrainingSession(RunSession[LoopState]):
 
     async def evaluate_before(self) -> None:
         """Evaluate the policy that the run starts from; a resumed run only what it has not finished evaluating."""
+        self.display.events(self.rollouts.events)
         if self.state.step == 0:
             with self.context.start.clock.stage("the evaluation"):
                 self.evaluations |= await self._evaluate("before", "evaluate before")
@@ -231,7 +232,8 @@ class TrainingSession(RunSession[LoopState]):
         if push:
             # Whole streams, though a prompt that several samples share is read once.
             num_tokens = sum(len(sample.ids_T) for samples in minibatches for sample in samples)
-            metrics |= {"sync_s": push.seconds, "train_tokens_per_s": num_tokens / clock.seconds["train_s"]}
+            metrics |= {"sync_s": push.seconds, "sync_bytes": float(push.num_bytes)}
+            metrics["train_tokens_per_s"] = num_tokens / clock.seconds["train_s"]
             if push.probe:
                 metrics |= {f"probe_{key}": value for key, value in asdict(push.probe).items() if value is not None}
         if self.recorder:  # most of it within rollout_s

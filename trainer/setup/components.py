@@ -27,6 +27,7 @@ from agents.engines.base import Engine, EngineSetup, TrainableEngine
 from agents.engines.hf import HFEngine
 from agents.engines.own import find_engine, make_engine
 from agents.engines.sglang import SGLangEngine, SGLangSettings
+from agents.engines.sglang.adapters import why_unsupported
 from agents.engines.sglang.client import authorization, uses_proxy
 from agents.engines.sglang.releases import OLDEST, UNKNOWN, Release, dotted
 from agents.model.architectures import NO_IMAGE_TOKEN, ModelFacts, read_config
@@ -39,24 +40,31 @@ from agents.types import SamplingParams
 from envs.errors import UserError, first_line
 from envs.spec import EnvLimits, EnvSpec
 from trainer.config.inputs import ModelConfig
-from trainer.config.learner import ClusterConfig, LearnerPlan, OptimConfig
+from trainer.config.learner import ClusterConfig, LearnerConfig, LearnerPlan, OptimConfig
 from trainer.config.rollout import API_KEY_VARIABLE, EngineConfig, ServersConfig
 from trainer.config.run import RunConfig
 from trainer.learner.compile_choice import explain, is_compiled
 from trainer.learner.cuda_ipc import lend_weights
 from trainer.learner.fsdp_learner import build_learner
+from trainer.learner.lora import adapted_layers
 from trainer.learner.protocol import Learner
 from trainer.learner.weights_io import meta_model
 from trainer.weight_sync.transports import (
+    AdapterTransport,
     DiskTransport,
     InProcessTransport,
     IpcTransport,
     Lend,
     ServersTransport,
     Transport,
+    note_merged,
+    refused,
 )
 
 logger = logging.getLogger(__name__)
+
+#: The values of `--sync` with which servers get adapters alone.
+WITH_ADAPTERS = ("auto", "adapter")
 
 E = TypeVar("E", bound=Engine)
 
@@ -252,6 +260,7 @@ def learner_gpus(config: LearnerPlan) -> tuple[int, ...] | None:
 def own_servers(
     config: EngineConfig,
     model: ModelConfig,
+    learner: LearnerConfig,
     model_path: Path | str,
     renderer: Renderer,
     gpus: Sequence[int],
@@ -261,7 +270,7 @@ def own_servers(
 ) -> SGLangEngine:
     """Return an engine of servers for `max_sessions` at once, which `launch` starts beside a learner on `gpus`.
 
-    `cleanup` ends their processes.
+    They take the learner's adapters, if it trains some that servers can take. `cleanup` ends their processes.
     """
     engine = build_engine(
         config,
@@ -276,6 +285,10 @@ def own_servers(
         protocol=TrainableEngine,
     )
     assert isinstance(engine, SGLangEngine), type(engine)
+    if learner.lora_rank and config.sync in WITH_ADAPTERS:
+        layers = adapted_layers(meta_model(read_config(model_path)), learner)
+        if not why_unsupported(layers):
+            engine.adapt(learner.lora_rank, sorted({layer.rpartition(".")[2] for layer in layers}))
     cleanup.callback(engine.servers.end)
     return engine
 
@@ -292,11 +305,13 @@ def build_transport(
     learner: StartedLearner,
     folder: Path,
     servers: SGLangEngine | None = None,
+    trains_adapters: bool = False,
 ) -> Transport:
     """Return the transport that brings the learner's weights to the engine, with the engine; its `start` starts both.
 
     The engine is `servers`, if given, else it is built. `num_gpus` is the number of GPUs of learner processes;
-    `max_batch` limits the embedded engine, and servers are started for `max_sessions` at once.
+    `max_batch` limits the embedded engine, and servers are started for `max_sessions` at once. If the learner
+    `trains_adapters`, servers may get those alone.
     """
     first_gpu = place_servers(config, learner.gpus_here)
     device = f"cuda:{first_gpu}" if num_gpus else model.device
@@ -317,9 +332,34 @@ def build_transport(
     if not isinstance(engine, SGLangEngine):
         return DiskTransport(learner.learner, engine, folder / "sync")
     lend = check_sync(config, facts, learner)
-    if lend:
-        return IpcTransport(learner.learner, engine, folder / "sync", lend)
-    return ServersTransport(learner.learner, engine, folder / "sync")
+    merged = (
+        IpcTransport(learner.learner, engine, folder / "sync", lend)
+        if lend
+        else ServersTransport(learner.learner, engine, folder / "sync")
+    )
+    return adapters_alone(merged, config.sync, trains_adapters)
+
+
+def adapters_alone(merged: ServersTransport, sync: str, trains_adapters: bool) -> Transport:
+    """Return the transport of the learner's adapters, or `merged` where there are none or servers cannot take them.
+
+    Raises:
+        UserError: `--sync adapter` cannot work here.
+    """
+    if not trains_adapters:
+        if sync == "adapter":
+            raise UserError("--sync adapter", "needs adapters to send", "all weights are trained", "give --lora-rank")
+        return merged
+    if sync not in WITH_ADAPTERS:
+        return merged
+    adapter = merged.learner.adapter()
+    if reason := why_unsupported(adapter.layers):
+        if sync == "adapter":
+            raise refused(reason)
+        note_merged(merged.engine, reason)
+        return merged
+    merged.engine.adapt(adapter.rank, adapter.targets)
+    return AdapterTransport(merged, is_required=sync == "adapter")
 
 
 def build_engine(

@@ -31,9 +31,10 @@ class Probe:
 
 @dataclass(frozen=True)
 class WeightPush:
-    """The seconds of a weight push, and the probe that followed it, if there was one."""
+    """The seconds of a weight push, the bytes of the weights, and the probe that followed it, if there was one."""
 
     seconds: float
+    num_bytes: int
     probe: Probe | None = None
 
 
@@ -94,13 +95,13 @@ class WeightSync:
             SyncError: the probe shows other weights.
         """
         started = time.perf_counter()
-        await self.transport.push(version)
+        num_bytes = await self.transport.push(version)
         seconds = time.perf_counter() - started
         if self._is_push_probed:
-            return WeightPush(seconds)
+            return WeightPush(seconds, num_bytes)
         probe = await self.probe()
         self._is_push_probed = True
-        return WeightPush(seconds, probe)
+        return WeightPush(seconds, num_bytes, probe)
 
     async def probe(self) -> Probe:
         """Score the fixed stream with the learner and with every server; each server must agree with the learner.
@@ -142,4 +143,4 @@ class NoWeightSync:
 
     async def push(self, version: int) -> WeightPush:
         """Do nothing."""
-        return WeightPush(seconds=0.0)
+        return WeightPush(seconds=0.0, num_bytes=0)

@@ -4,6 +4,8 @@ The embedded engine copies the weights in memory (`InProcessTransport`). Every o
 folder (`DiskTransport`). So do SGLang servers (`ServersTransport`), unless they get them over CUDA IPC from a learner's
 GPU on their host (`IpcTransport`). Both empty the prefix caches of servers. The image hashes change with the version,
 so a server never reuses a picture that older weights encoded.
+
+Of a learner that trains adapters, servers need only those (`AdapterTransport`): megabytes over HTTP, wherever they run.
 """
 
 from __future__ import annotations
@@ -22,11 +24,13 @@ from agents.engines.base import Engine, TrainableEngine
 from agents.engines.hf import HFEngine
 from agents.engines.sglang import SGLangEngine
 from agents.types import ProcessedImage
+from envs.errors import UserError
+from trainer.learner.cuda_ipc import Loan
 from trainer.learner.protocol import Learner
 
 E = TypeVar("E", bound=TrainableEngine)
 #: Lends the weights until the context is left, as `trainer.learner.cuda_ipc.lend_weights` does.
-Lend = Callable[[], AbstractContextManager[list[str]]]
+Lend = Callable[[], AbstractContextManager[Loan]]
 
 
 class Transport(Protocol):
@@ -57,8 +61,8 @@ class Transport(Protocol):
         """
         ...
 
-    async def push(self, version: int) -> None:
-        """Bring the learner's weights to the engine as `version`, while it is paused or idle."""
+    async def push(self, version: int) -> int:
+        """Bring the learner's weights to the engine as `version`, while it is paused or idle; return their bytes."""
         ...
 
     async def scores(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> Sequence[NDArray[np.float32]]:
@@ -82,9 +86,11 @@ class InProcessTransport:
         """Start the engine, which has loaded the same weights as the learner."""
         await self.engine.start()
 
-    async def push(self, version: int) -> None:
+    async def push(self, version: int) -> int:
         """Copy the learner's weights to the engine."""
-        self.engine.load_weights(dict(await asyncio.to_thread(self.learner.weights)), version)
+        weights = dict(await asyncio.to_thread(self.learner.weights))
+        self.engine.load_weights(weights, version)
+        return sum(weight.nbytes for weight in weights.values())
 
     async def scores(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> Sequence[NDArray[np.float32]]:
         """Return the log-probs of the engine."""
@@ -110,16 +116,19 @@ class DiskTransport(Generic[E]):
         """Start the engine, which has loaded the same weights as the learner."""
         await self.engine.start()
 
-    async def push(self, version: int) -> None:
+    async def push(self, version: int) -> int:
         """Let the engine load the learner's weights, then delete the folders of older weights."""
-        await self._push(version)
+        num_bytes = await self._push(version)
         # Not earlier: a server that was restarting may have been reading an older folder.
         for folder in self.folder.glob("version-*"):
             if folder != self._folder_of(self.learner.steps_done):
                 shutil.rmtree(folder, ignore_errors=True)
+        return num_bytes
 
-    async def _push(self, version: int) -> None:
-        await self.engine.update_from_disk(await asyncio.to_thread(self.save), version)
+    async def _push(self, version: int) -> int:
+        folder = await asyncio.to_thread(self.save)
+        await self.engine.update_from_disk(folder, version)
+        return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
     async def scores(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> Sequence[NDArray[np.float32]]:
         """Return the log-probs of the engine."""
@@ -172,8 +181,71 @@ class IpcTransport(ServersTransport):
         super().__init__(learner, engine, folder)
         self._lend = lend
 
-    async def _push(self, version: int) -> None:
+    async def _push(self, version: int) -> int:
         num_gpus = self.engine.settings.tensor_parallel
         with ExitStack() as stack:
-            payloads = await asyncio.to_thread(stack.enter_context, self._lend())
-            await self.engine.update(lambda client: client.update_from_tensors(payloads, version, num_gpus), version)
+            loan = await asyncio.to_thread(stack.enter_context, self._lend())
+            await self.engine.update(
+                lambda client: client.update_from_tensors(loan.payloads, version, num_gpus), version
+            )
+            return loan.num_bytes
+
+
+class AdapterTransport:
+    """Sends servers the adapter alone; if one refuses it at the start, `merged` brings them all whole weights instead.
+
+    The engine keeps the adapter that it was given last, for servers that restart.
+    """
+
+    def __init__(self, merged: ServersTransport, is_required: bool = False) -> None:
+        self.learner, self.engine = merged.learner, merged.engine
+        self._merged, self._is_required = merged, is_required
+        self._is_refused = False
+
+    @property
+    def events(self) -> Sequence[str]:
+        """Messages about servers."""
+        return self._merged.events
+
+    async def start(self) -> None:
+        """Start the servers, and offer them the learner's adapter.
+
+        Raises:
+            UserError: a server cannot be started or found, or refuses the adapter although it is required.
+        """
+        await self.engine.start()
+        reason = await self.engine.offer_adapter(await asyncio.to_thread(self.learner.adapter))
+        if not reason:
+            return
+        if self._is_required:
+            raise refused(reason)
+        note_merged(self.engine, reason)
+        self._is_refused = True
+        await self.push(0)
+
+    async def push(self, version: int) -> int:
+        """Load the learner's adapter into every server."""
+        if self._is_refused:
+            return await self._merged.push(version)
+        adapter = await asyncio.to_thread(self.learner.adapter)
+        await self.engine.update_adapter(adapter, version)
+        return adapter.num_bytes
+
+    async def scores(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> Sequence[NDArray[np.float32]]:
+        """Return the log-probs of every server."""
+        return await self._merged.scores(ids, images)
+
+    def close(self) -> None:
+        """Delete the files of whole weights, if there are any."""
+        self._merged.close()
+
+
+def refused(reason: str) -> UserError:
+    """Return the error for adapters that are required and cannot be served."""
+    fix = "give --sync auto for merged weights; a server of yours needs --enable-lora, --max-lora-rank and "
+    return UserError("--sync adapter", "needs servers that take the adapter", reason, f"{fix}--lora-target-modules")
+
+
+def note_merged(engine: SGLangEngine, reason: str) -> None:
+    """Report that servers get merged weights although adapters are trained."""
+    engine.servers.events.append(f"servers get merged weights, not the adapter alone: {reason}")

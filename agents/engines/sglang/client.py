@@ -10,12 +10,13 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from agents.engines.sglang.adapters import Adapter
 from agents.engines.sglang.pictures import HELLO, PROTOCOL
 from agents.engines.sglang.releases import UNKNOWN, Release
 
 #: Time limits: to answer `model_info` or `server_info`, which a busy server does late, to say how it takes pictures, to
-#: load weights.
-ALIVE_S, HELLO_S, UPDATE_S = 20.0, 5.0, 600.0
+#: load weights, and to load an adapter.
+ALIVE_S, HELLO_S, UPDATE_S, ADAPTER_S = 20.0, 5.0, 600.0, 120.0
 #: Tries to read a release. A server of an unknown one may be sent what ends it.
 RELEASE_TRIES = 3
 
@@ -183,7 +184,24 @@ class SGLangClient:
             await self._update("end_weight_update", {})
             await self._update("begin_weight_update", {})
 
-    async def _update(self, path: str, body: dict[str, Any]) -> None:
-        answer = await self.call(path, body, timeout_s=max(UPDATE_S, self._timeout_s))
+    async def load_adapter(self, name: str, adapter: Adapter) -> None:
+        """Load an adapter, and make its name the version of the weights. It writes what asks for it by its name.
+
+        The version comes last. So a server that is lost before reports the old one, and is given the adapter again.
+        """
+        body = {"lora_name": name, "config_dict": adapter.config, "serialized_tensors": adapter.tensors}
+        try:
+            await self._update("load_lora_adapter_from_tensors", body, ADAPTER_S)
+        except ServerRefused as error:
+            if "already loaded" not in str(error):  # by a call whose answer was lost
+                raise
+        await self._update("update_weight_version", {"new_version": name, "abort_all_requests": False}, ALIVE_S)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; the server waits for the requests that use it."""
+        await self._update("unload_lora_adapter", {"lora_name": name}, ALIVE_S)
+
+    async def _update(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> None:
+        answer = await self.call(path, body, timeout_s or max(UPDATE_S, self._timeout_s))
         if not (isinstance(answer, dict) and answer.get("success") is True):
             raise ServerRefused(f"{self.url}/{path}: {answer!r:.1000}")

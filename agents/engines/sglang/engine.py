@@ -13,13 +13,15 @@ import itertools
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from agents.engines.sglang.adapter_loading import AdapterLoader
+from agents.engines.sglang.adapters import Adapter
 from agents.engines.sglang.client import ServerLost, ServerRefused, SGLangClient
 from agents.engines.sglang.payloads import GenerateAnswer, generate_body, parse_answer, parse_scores, score_body
 from agents.engines.sglang.routing import prompt_key
@@ -61,6 +63,10 @@ class SGLangEngine:
         self._num_loaded = 0  # how often a server that came back got weights
         self._num_given_up = 0  # turns given up since the last answer
         self._were_weights_pushed = False
+        self._adapter: Adapter | None = None
+        #: The name under which servers hold the adapter that writes; "" for the weights alone.
+        self.adapter_name = ""
+        self.adapters = AdapterLoader(settings.model_path if settings.urls else "")
         self._aborts: set[asyncio.Task[Any]] = set()
         self._in_flight = 0
         self._idle: asyncio.Event = asyncio.Event()
@@ -69,6 +75,11 @@ class SGLangEngine:
     def launch(self) -> None:
         """Start the processes of servers and return at once; `start` waits for them."""
         self.servers.launch()
+
+    def adapt(self, rank: int, targets: Sequence[str]) -> None:
+        """Have servers launched so that they take adapters of this rank on these layers; call it before `launch`."""
+        settings = replace(self.settings, lora_rank=rank, lora_targets=tuple(targets))
+        self.settings = self.servers.settings = settings
 
     async def start(self) -> None:
         """Start or find the servers; raises `UserError` where that fails."""
@@ -121,9 +132,9 @@ class SGLangEngine:
         """
 
         async def one(server: Server) -> NDArray[np.float32] | ServerLost:
-            body = score_body(ids, images, self.image_token_id)
+            body = score_body(ids, images, self.image_token_id, self.adapter_name)
             try:
-                return parse_scores(await server.generate(body, images, self.salt), len(ids))
+                return parse_scores(await self._ask(server, body, images), len(ids))
             except ServerLost as error:
                 self.servers.report_lost(server, str(error))
                 return error
@@ -140,13 +151,42 @@ class SGLangEngine:
         """Load a checkpoint folder, which every server must be able to read, as weights `version`."""
         await self.update(lambda client: client.update_from_disk(str(folder.absolute()), version), version)
 
-    async def update(self, push: Callable[[SGLangClient], Awaitable[None]], version: int) -> None:
+    async def update_adapter(self, adapter: Adapter, version: int) -> None:
+        """Let an adapter over the checkpoint of `settings` write as weights `version`, on every server. Pause before.
+
+        A server that is lost meanwhile, or refuses the adapter, gets it when it is back.
+        """
+        await self.update(self._give_adapter, version, adapter)
+
+    async def offer_adapter(self, adapter: Adapter) -> str:
+        """Do as `update_adapter` with version 0, if every server takes the adapter; else return why one refuses it."""
+        self._use(0, adapter)
+
+        async def one(server: Server) -> str:
+            try:
+                await self._give_adapter(server.client)
+            except ServerLost as error:
+                if await server.client.is_alive():  # one with several data-parallel ranks fails with status 500
+                    return str(error)
+                self.servers.report_lost(server, str(error))
+            except ServerRefused as error:
+                return str(error)
+            return ""
+
+        refusals = [reason for reason in await asyncio.gather(*map(one, self.servers.up)) if reason]
+        if refusals:
+            self._use(0, None)
+        return "; ".join(refusals)
+
+    async def update(
+        self, push: Callable[[SGLangClient], Awaitable[None]], version: int, adapter: Adapter | None = None
+    ) -> None:
         """Call `push(client)` for every server that is up; from then on weights `version` write. Pause before.
 
         A server that is lost meanwhile, or refuses the weights, loads `current_weights` when it is back.
         """
         assert self._idle.is_set(), "weights change while nothing is being written: pause first"
-        self.weight_version, self._were_weights_pushed = version, True
+        self._use(version, adapter)
         self.servers.router.forget()
 
         async def one(server: Server) -> None:
@@ -157,30 +197,56 @@ class SGLangEngine:
 
         await asyncio.gather(*(one(server) for server in self.servers.up))
 
+    def _use(self, version: int, adapter: Adapter | None) -> None:
+        """Let weights `version` write: an adapter under a name that no other has, or the weights alone."""
+        self.weight_version, self._were_weights_pushed = version, True
+        self._adapter = adapter
+        self.adapter_name = f"{self._run}-{version}-{next(self._numbers)}" if adapter else ""
+
     async def _load_current_weights(self, client: SGLangClient) -> None:
         """Load the current weights into a server that is back, unless it has them."""
         loaded = None
         while not self.is_current(name := await client.weight_version()):
-            if loaded == self.weight_version:
+            if loaded == self._version_name:
                 raise ServerRefused(f"{client.url} has loaded weights {loaded} and still reports {name!r}")
-            assert self.current_weights, "the code that pushes weights must set `current_weights`"
-            loaded, folder = self.weight_version, await asyncio.to_thread(self.current_weights)
+            loaded = self._version_name
             try:
-                await client.update_from_disk(str(folder.absolute()), loaded)
+                await self._give_current(client)
             except ServerRefused:
-                if loaded == self.weight_version:  # else newer weights have replaced the folder meanwhile
+                if loaded == self._version_name:  # else newer weights have replaced these meanwhile
                     raise
             self._num_loaded += 1
 
+    async def _give_current(self, client: SGLangClient) -> None:
+        """Give a server that is back the current adapter, or the current weights from their folder."""
+        if self._adapter:
+            await self._give_adapter(client)
+            return
+        assert self.current_weights, "the code that pushes weights must set `current_weights`"
+        version, folder = self.weight_version, await asyncio.to_thread(self.current_weights)
+        await client.update_from_disk(str(folder.absolute()), version)
+
+    async def _give_adapter(self, client: SGLangClient) -> None:
+        """Load the current adapter into a server."""
+        assert self._adapter is not None
+        await self.adapters.give(client, self.adapter_name, self._adapter)
+
+    @property
+    def _version_name(self) -> str:
+        """The version that a server with the current weights reports: the adapter's name, or the number."""
+        return self.adapter_name or str(self.weight_version)
+
     def is_current(self, name: str) -> bool:
         """Return whether the version that a server reports is the current one; a new server reports "default"."""
-        current = str(self.weight_version)
+        current = self._version_name
         return name == current or (name == "default" and current == "0" and not self._were_weights_pushed)
 
     async def close(self) -> None:
-        """Stop the servers that this engine started; turns that wait fail."""
+        """Stop the servers that this engine started; turns that wait fail. Others forget the adapter."""
         if self._aborts:  # an external server would continue writing
             await asyncio.wait(self._aborts, timeout=2)
+        if self.settings.urls and not self._in_flight:
+            await self.adapters.forget_all(server.client for server in self.servers.up)
         await self.servers.close()
         self._may_write.set()
 
@@ -190,7 +256,7 @@ class SGLangEngine:
         self._in_flight += 1
         self._idle.clear()
         try:
-            return await server.generate(body, images, self.salt)
+            return await self._ask(server, body, images)
         except (asyncio.CancelledError, ServerLost):
             self._abort(server, body["rid"])
             raise
@@ -198,6 +264,19 @@ class SGLangEngine:
             self._in_flight -= 1
             if not self._in_flight:
                 self._idle.set()
+
+    async def _ask(self, server: Server, body: dict[str, Any], images: Sequence[ProcessedImage]) -> Any:
+        """Send a request and return the answer; raise `ServerLost` for one refused by a server without the adapter."""
+        adapter = body.get("lora_path", "")
+        try:
+            return await server.generate(body, images, self.salt)
+        except (asyncio.CancelledError, ServerLost):
+            self.adapters.note_unended(server.client, adapter)
+            raise
+        except ServerRefused as error:
+            if adapter and (name := await server.client.weight_version()) != adapter:  # restarted behind our back
+                raise ServerLost(f"{server.client.url} has weights {name}, not adapter {adapter}") from error
+            raise
 
     def _abort(self, server: Server, rid: str) -> None:
         """Abort a request in the background; whether the server gets the call does not matter."""
@@ -237,8 +316,11 @@ class SGLangEngine:
 
     @property
     def salt(self) -> str:
-        """The salt of image hashes, which differs between runs, weights and loads of weights."""
-        return f"{self._run}/{self.weight_version}/{self._num_loaded}"
+        """The salt of image hashes, which differs between runs, loads of weights, and weights of the vision tower.
+
+        Adapters leave the vision tower as it is, so what a server has encoded stays right for the next one.
+        """
+        return f"{self._run}/{'checkpoint' if self._adapter else self.weight_version}/{self._num_loaded}"
 
 
 class SGLangSession:
@@ -254,9 +336,12 @@ class SGLangSession:
         engine, turn, tries = self._engine, _PendingTurn(request), 0
         while not turn.is_whole:
             server = await self._assigned_server(request)
-            body = generate_body(request, turn.ids, engine.next_request_id(), engine.image_token_id)
+            rid, adapter = engine.next_request_id(), engine.adapter_name
+            body = generate_body(request, turn.ids, rid, engine.image_token_id, adapter)
             try:
                 answer = parse_answer(await engine.send(server, body, request.images))
+                if answer.prompt_length is None:
+                    engine.adapters.note_unended(server.client, adapter)
                 if not engine.is_current(answer.version):
                     engine.num_outdated += 1
                     raise ServerLost(f"wrote with weights {answer.version}, not {engine.weight_version}")

@@ -36,9 +36,13 @@ def collapse(ids: Sequence[int], images: Sequence[ProcessedImage], image_token_i
 
 
 def generate_body(
-    request: GenerateRequest, written: Sequence[int], rid: str, image_token_id: int | None
+    request: GenerateRequest, written: Sequence[int], rid: str, image_token_id: int | None, adapter: str = ""
 ) -> dict[str, Any]:
-    """Return the body of `/generate` that continues a turn after the ids `written` so far, without its pictures."""
+    """Return the body of `/generate` that continues a turn after the ids `written` so far, without its pictures.
+
+    A server that has no adapter of the name `adapter` refuses the request; it keeps the prefixes that each adapter has
+    read apart.
+    """
     sampling = request.sampling
     return {
         "rid": rid,
@@ -57,17 +61,24 @@ def generate_body(
             "no_stop_trim": True,
         },
         "return_logprob": True,
-    }
+    } | adapter_field(adapter)
 
 
-def score_body(ids: Sequence[int], images: Sequence[ProcessedImage], image_token_id: int | None) -> dict[str, Any]:
+def score_body(
+    ids: Sequence[int], images: Sequence[ProcessedImage], image_token_id: int | None, adapter: str = ""
+) -> dict[str, Any]:
     """Return the body of `/generate` that requests the log-probs of a whole stream, without its pictures."""
     return {
         "input_ids": collapse(ids, images, image_token_id),
         "sampling_params": {"temperature": 1.0, "max_new_tokens": 1},
         "return_logprob": True,
         "logprob_start_len": 0,
-    }
+    } | adapter_field(adapter)
+
+
+def adapter_field(name: str) -> dict[str, Any]:
+    """Return the field of a body for the adapter that writes; none for the checkpoint alone."""
+    return {"lora_path": name} if name else {}
 
 
 class GenerateAnswer:

@@ -60,7 +60,7 @@ class SGLangSettings:
     `max_sessions` at once, of streams up to `context_length` (0: the model's). `command` starts a server and takes
     SGLang's arguments, which are chosen (`agents.engines.sglang.server_arguments`); `arguments` have the last word.
     Every call proves `api_key`. Started servers ask for it, and for a random key if there is none and `arguments` give
-    none.
+    none. `lora_targets` are the layers that servers adapt, with `lora_rank` rows at most; 0: none.
     """
 
     model_path: str = ""
@@ -79,6 +79,8 @@ class SGLangSettings:
     max_restarts: int = 3
     max_sessions: int = 256
     context_length: int = 0
+    lora_rank: int = 0
+    lora_targets: tuple[str, ...] = ()
 
     def chosen_arguments(self, number: int, port: int, host: Host) -> list[Argument]:
         """Return the arguments of the `number`-th local server that `arguments` do not decide.
@@ -112,6 +114,7 @@ class SGLangSettings:
             Argument(("--tp-size", str(self.tensor_parallel)), other_names=("--tensor-parallel-size",)),
             *map(Argument, own.items()),
             *choose_arguments(facts),
+            *self._lora_arguments(),
         ]
         if self.dtype != "float32":  # as `agents.model.policy.float32_logits`
             chosen.append(Argument(("--enable-fp32-lm-head",), "log-probs of the learner come from float32 logits"))
@@ -126,6 +129,17 @@ class SGLangSettings:
         """Return the command that starts a server with chosen arguments, and the user's."""
         words = [word for argument in chosen for word in argument.words]
         return [sys.executable, "-m", "agents.engines.sglang.launch", *self.command, *words, *self.arguments]
+
+    def _lora_arguments(self) -> list[Argument]:
+        """Return what a server needs to take adapters. It has two places: for the one that writes and for none."""
+        if not self.lora_rank:
+            return []
+        return [
+            Argument(("--enable-lora",), "the learner trains adapters, and sends those alone"),
+            Argument(("--max-lora-rank", str(self.lora_rank))),
+            Argument(("--lora-target-modules", *self.lora_targets)),
+            Argument(("--max-loras-per-batch", "2")),
+        ]
 
 
 @dataclass(eq=False)

@@ -4,8 +4,9 @@ SGLang itself needs a GPU. What this keeps of it, as measured on 0.5.15.post1: o
 (an expanded stream is refused with status 500); log-probs by token; `weight_version` stamped on every answer; encoded
 images kept by `mm_hashes` over weight updates, which `flush_cache` does not empty; aborted requests answer with what
 they have, those that had not begun without a count of their prompt; an abort is of every name that begins like the one
-given. Where the environment names our picture processor, as for servers that we start, pictures are kept by its own
-code. Run as `python -m tests.agents.engines.sglang_server --model-path FOLDER --port PORT`.
+given. Adapters are loaded under a name that is used once, and a request names the one that writes it (as read in the
+source of 0.5.15.post1). Where the environment names our picture processor, as for servers that we start, pictures are
+kept by its own code. Run as `python -m tests.agents.engines.sglang_server --model-path FOLDER --port PORT`.
 
 With `--release 0.5.23` it does what the source of that release does: encoded images are kept by their file, and
 `mm_hashes` break the server (status 500 here, a CUDA error there); tensors are taken in a session only; answers list
@@ -26,8 +27,9 @@ import os
 import pickle
 import zlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ import torch
 import yaml
 from aiohttp import web
 from PIL import Image
+from torch import Tensor, nn
 
 from agents.engines.hf import HFEngine
 from agents.engines.sglang.in_server.kept_pictures import (
@@ -57,14 +60,26 @@ OLD, NEW = "0.5.15.post1", "0.5.23"
 class Emulator:
     """One server's state."""
 
-    def __init__(self, model_path: str, slow_s: float, api_key: str = "", release: str = OLD) -> None:
+    def __init__(
+        self, model_path: str, slow_s: float, api_key: str = "", release: str = OLD, lora: Lora | None = None
+    ) -> None:
         self.api_key, self.release = api_key, release
         self.has_session = False  # of updates, in the new release
+        self.lora = lora
+        self.adapters: dict[str, LoadedAdapter] = {}
+        self.users: dict[str | None, int] = {}  # by adapter: requests that have not ended
+        self.turn = asyncio.Condition()  # requests of one adapter write at a time
+        self.num_writing = 0
+        self.active: str | None = None
         torch.set_num_threads(1)
         self.model_path = model_path
         self.renderer = Renderer.from_checkpoint(model_path)
-        self.engine = HFEngine(PolicyModel.load(model_path), max_batch=256, max_wait_s=0.02)
-        self.slow_s, self.version = slow_s, "default"
+        network = PolicyModel.load(model_path)
+        for module in network.modules():
+            if type(module) is nn.Linear:
+                module.__class__ = AdaptedLinear
+        self.engine = HFEngine(network, max_batch=256, max_wait_s=0.02)
+        self.slow_s, self.version, self.checkpoint = slow_s, "default", model_path
         self.running: dict[str, asyncio.Task[Any]] = {}
         self.images: dict[str, tuple[ProcessedImage, str]] = {}  # the "encoder cache": by hash, never emptied
         self.keeps_pictures = bool(os.environ.get("SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE"))
@@ -81,11 +96,15 @@ class Emulator:
         app.router.add_get("/model_info", self.model_info)
         app.router.add_get("/server_info", self.server_info)
         app.router.add_get("/updates", self.list_updates)
+        app.router.add_get("/held", self.list_held)
         app.router.add_get("/pictures", self.list_pictures)
         app.router.add_post("/generate", self.generate)
         app.router.add_post("/abort_request", self.abort)
         app.router.add_post("/flush_cache", self.flush)
         app.router.add_post("/update_weights_from_disk", self.update_from_disk)
+        app.router.add_post("/update_weight_version", self.update_version)
+        app.router.add_post("/load_lora_adapter_from_tensors", self.load_adapter)
+        app.router.add_post("/unload_lora_adapter", self.unload_adapter)
         app.router.add_post("/update_weights_from_tensor", self.update_from_tensor)
         if self.release == NEW:
             app.router.add_post("/begin_weight_update", self.begin_update)
@@ -100,6 +119,7 @@ class Emulator:
     async def reset(self, request: web.Request) -> web.Response:
         self.slow_s, self.version = (await request.json())["slow_s"], "default"
         self.faults, self.images, self.updates, self.has_session = {}, {}, [], False
+        self.adapters, self.users, self.checkpoint = {}, {}, self.model_path
         self.kept, self.came = KeptPictures(self._cut), Counter()
         while self.running:
             for task in self.running.values():
@@ -114,7 +134,7 @@ class Emulator:
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[Any]]
     ) -> web.StreamResponse:
         """Refuse a call without the key, as the real one does; what only tests call needs none."""
-        is_real = request.path not in ("/misbehave", "/reset", "/updates", "/pictures")
+        is_real = request.path not in ("/misbehave", "/reset", "/updates", "/held", "/pictures")
         if self.api_key and is_real and request.headers.get("Authorization") != f"Bearer {self.api_key}":
             return web.json_response({"error": "Unauthorized"}, status=401)
         return await handler(request)
@@ -144,9 +164,17 @@ class Emulator:
             request.transport.abort()
         if fault == "keep the version":
             self.version = version
+        if fault == "keep the adapter" and len(self.adapters) > 1:  # the new name means the old values
+            *_, old, new = self.adapters
+            self.adapters[new] = self.adapters[old]
+        if fault == "scale twice":
+            new = list(self.adapters)[-1]
+            self.adapters[new] = replace(self.adapters[new], scaling=2 * self.adapters[new].scaling)
         if fault.startswith("answer "):
             answer = json.loads(response.text)
             spoil(answer, fault.removeprefix("answer "))
+            if fault == "answer aborted":  # in its queue: the real one never counts such a request as ended
+                self.users[(await request.json()).get("lora_path")] += 1
             return web.json_response(answer)
         return response
 
@@ -161,11 +189,43 @@ class Emulator:
     async def list_updates(self, _: web.Request) -> web.Response:
         return web.json_response(self.updates)
 
+    async def list_held(self, _: web.Request) -> web.Response:
+        return web.json_response({"adapters": list(self.adapters), "num_images": len(self.images)})
+
     async def list_pictures(self, _: web.Request) -> web.Response:
         return web.json_response(self.came)
 
     async def generate(self, request: web.Request) -> web.Response:
+        """Answer with the network under the adapter that the request names, or with the network alone."""
         body = await request.json()
+        name = body.get("lora_path")
+        if name is not None and name not in self.adapters:
+            return web.json_response({"error": {"message": f"never been loaded: {name}"}}, status=400)
+        self.users[name] = self.users.get(name, 0) + 1
+        try:
+            async with self.writing(name):
+                return await self._generate(request, body)
+        finally:
+            self.users[name] -= 1
+
+    @asynccontextmanager
+    async def writing(self, name: str | None) -> AsyncIterator[None]:
+        """Put an adapter into the network, once the requests of another one have ended."""
+        async with self.turn:
+            await self.turn.wait_for(lambda: not self.num_writing or self.active == name)
+            self.num_writing, self.active = self.num_writing + 1, name
+            adapter = self.adapters[name] if name else None
+        for module_name, module in self.engine.model.backbone.named_modules():
+            if isinstance(module, AdaptedLinear):
+                module.use(adapter, module_name)
+        try:
+            yield
+        finally:
+            async with self.turn:
+                self.num_writing -= 1
+                self.turn.notify_all()
+
+    async def _generate(self, request: web.Request, body: dict[str, Any]) -> web.Response:
         try:
             images = await self._images(body.get("image_data", []), body.get("mm_hashes", []))
             ids = self._expand(body["input_ids"], images)
@@ -209,6 +269,7 @@ class Emulator:
             meta["weight_versions"] = [{"version": self.version, "start": 0, "end": len(written)}]
         if finish == "abort" and not written:
             del meta["prompt_tokens"], meta["cached_tokens"]
+            self.users[body.get("lora_path")] += 1  # as above
         return web.json_response({"output_ids": list(written), "meta_info": meta})
 
     async def _write(self, request: GenerateRequest) -> tuple[list[int], str, list[float]]:
@@ -261,9 +322,9 @@ class Emulator:
         return ProcessedImage(address.key, map_patches(address).numpy(), address.grid_thw, num_tokens)
 
     def _encoded(self, image: ProcessedImage, key: str) -> ProcessedImage:
-        image, version = self.images.setdefault(key, (image, self.version))
-        if version != self.version:  # the real one would go on with features of the old weights, and say nothing
-            raise ValueError(f"the image under {key} was encoded by weights {version}, not {self.version}")
+        image, checkpoint = self.images.setdefault(key, (image, self.checkpoint))
+        if checkpoint != self.checkpoint:  # the real one would go on with features of the old weights, and say nothing
+            raise ValueError(f"the image under {key} was encoded by weights {checkpoint}, not {self.checkpoint}")
         return image
 
     def _expand(self, ids: list[int], images: list[ProcessedImage]) -> list[int]:
@@ -299,7 +360,7 @@ class Emulator:
     def _load(self, weights: dict[str, torch.Tensor], version: str | None) -> None:
         self.engine.load_weights(weights, version=int(version or 0))
         if version is not None:
-            self.version = version
+            self.version = self.checkpoint = version
             self.updates.append(version)
 
     async def update_from_tensor(self, request: web.Request) -> web.Response:
@@ -324,6 +385,82 @@ class Emulator:
             return refusal("no weight-update session is open; call begin_weight_update() first")
         self.has_session = False
         return web.json_response({"success": True, "message": "Success"})
+
+    async def update_version(self, request: web.Request) -> web.Response:
+        self.version = (await request.json())["new_version"]
+        self.updates.append(self.version)
+        return web.json_response({"success": True, "message": "ok"})
+
+    async def load_adapter(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        name, config = body["lora_name"], body["config_dict"]
+        try:
+            if self.lora is None:
+                raise ValueError("LoRA is not enabled. Please set `--enable-lora` to enable LoRA.")
+            if name in self.adapters:
+                raise ValueError(f"Failed to load LoRA adapter {name} because it is already loaded")
+            if config["r"] > self.lora.rank or not set(config["target_modules"]) <= set(self.lora.targets):
+                raise ValueError(f"LoRA adapter {name} is incompatible with the current LoRA memory pool configuration")
+            self.adapters[name] = LoadedAdapter.read(body["serialized_tensors"], config)
+        except ValueError as error:
+            return web.json_response({"success": False, "error_message": str(error)}, status=400)
+        return web.json_response({"success": True, "loaded_adapters": dict.fromkeys(self.adapters, "__tensor__")})
+
+    async def unload_adapter(self, request: web.Request) -> web.Response:
+        name = (await request.json())["lora_name"]
+        if name not in self.adapters:
+            error = f"LoRA with name {name} does not exist"
+            return web.json_response({"success": False, "error_message": error}, status=400)
+        while self.users.get(name):
+            await asyncio.sleep(0.01)
+        del self.adapters[name]
+        return web.json_response({"success": True, "loaded_adapters": dict.fromkeys(self.adapters, "__tensor__")})
+
+
+@dataclass(frozen=True)
+class Lora:
+    """What the server was started for: the largest rank, and the layers that may be adapted."""
+
+    rank: int
+    targets: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class LoadedAdapter:
+    """A (R, H) and B (O, R) of each adapted layer, and alpha / rank."""
+
+    sides: Mapping[str, tuple[Tensor, Tensor]]
+    scaling: float
+
+    @classmethod
+    def read(cls, serialized: str, config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> LoadedAdapter:
+        tensors: dict[str, Tensor] = pickle.loads(base64.b64decode(serialized))
+        prefix, ending = "base_model.model.", ".lora_A.weight"
+        layers = [name.removeprefix(prefix).removesuffix(ending) for name in tensors if name.endswith(ending)]
+        values = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+        names = {layer: f"{prefix}{layer}.lora_" for layer in layers}
+        sides = {layer: (values[f"{name}A.weight"], values[f"{name}B.weight"]) for layer, name in names.items()}
+        if 2 * len(sides) != len(tensors) or any(a.shape[0] != config["r"] for a, _ in sides.values()):
+            raise ValueError("the tensors are not those of the configuration")
+        return cls(sides, config["lora_alpha"] / config["r"])
+
+
+class AdaptedLinear(nn.Linear):
+    """A linear layer that adds scaling * B (A x) while an adapter is in use. Its parameters keep their names."""
+
+    sides: tuple[Tensor, Tensor] | None = None
+    scaling = 0.0
+
+    def use(self, adapter: LoadedAdapter | None, name: str) -> None:
+        self.sides = adapter.sides.get(name) if adapter else None
+        self.scaling = adapter.scaling if adapter else 0.0
+
+    def forward(self, input: Tensor) -> Tensor:
+        base = super().forward(input)
+        if self.sides is None:
+            return base
+        a_RH, b_OR = self.sides
+        return base + self.scaling * ((input @ a_RH.T) @ b_OR.T)
 
 
 def refusal(message: str) -> web.Response:
@@ -359,14 +496,14 @@ def main() -> None:
     parser.add_argument("--api-key", default="")
     parser.add_argument("--release", default=OLD, choices=(OLD, NEW))
     parser.add_argument("--config", help="YAML file of further arguments")
+    parser.add_argument("--enable-lora", action="store_true")
+    parser.add_argument("--max-lora-rank", type=int, default=0)
+    parser.add_argument("--lora-target-modules", nargs="*", default=[])
     options, _ = parser.parse_known_args()
+    lora = Lora(options.max_lora_rank, tuple(options.lora_target_modules)) if options.enable_lora else None
     api_key = options.api_key or (yaml.safe_load(Path(options.config).read_text())["api-key"] if options.config else "")
-    web.run_app(
-        Emulator(options.model_path, options.slow_s, api_key, options.release).routes(),
-        host=options.host,
-        port=options.port,
-        print=None,
-    )
+    server = Emulator(options.model_path, options.slow_s, api_key, options.release, lora)
+    web.run_app(server.routes(), host=options.host, port=options.port, print=None)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import pytest
 from aiohttp import web
 
 from agents.engines.sglang import SGLangEngine, SGLangSettings
-from agents.engines.sglang.client import SGLangClient
 from agents.engines.sglang.routing import SLACK, PromptRouter, most_sessions, prompt_key
 from agents.engines.sglang.servers import Server
 from agents.types import Completion, GenerateRequest, ProcessedImage, SamplingParams
@@ -163,8 +162,7 @@ def test_a_lost_servers_groups_move_together_and_it_gets_new_ones_when_it_is_bac
 
 
 def servers_of(count: int) -> list[Server]:
-    client: SGLangClient = None  # type: ignore[assignment]
-    return [Server(client, number, is_up=True) for number in range(count)]
+    return [Server(f"http://server{number}", number, is_up=True) for number in range(count)]
 
 
 @pytest.mark.parametrize("num_servers", [2, 3, 8])

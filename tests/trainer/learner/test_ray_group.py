@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import importlib.util
 import json
 import os
+import pickle
 import re
 import signal
 import socket
@@ -34,8 +36,9 @@ from tests.builders import sampling
 from tests.environments import lucky_lengths
 from tests.paths import DOCS
 from tests.recordings import episodes_in, lines_of
-from trainer.config.learner import ClusterConfig
+from trainer.config.learner import ClusterConfig, LearnerConfig
 from trainer.config.run import RunConfig
+from trainer.learner.fsdp_learner import build_learner
 from trainer.learner.protocol import LearnerLost
 from trainer.learner.rank_split import light, shares, split_samples
 from trainer.rollouts.live import LiveContext
@@ -247,6 +250,21 @@ def test_a_group_takes_empty_shares_and_names_the_rank_that_fails(
             group.step([[replace(text, ids_T=text.ids_T + 10**9)]])
         with pytest.raises(LearnerLost, match="rank 0 of 2"):
             group.score([5, 6], ())
+    finally:
+        group.close()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
+def test_a_group_has_the_adapter_of_one_learner(cluster: str, checkpoint: Path, renderer: Renderer) -> None:
+    from trainer.learner.ray_group import LearnerGroup
+
+    config = RunConfig(learner=LearnerConfig(lora_rank=3), cluster=ClusterConfig(num_learners=2))
+    group = LearnerGroup(config, checkpoint, sampling(renderer))
+    try:
+        alone = build_learner(config, checkpoint, sampling(renderer), torch.device("cpu"))
+        one, other = (pickle.loads(base64.b64decode(each.adapter().tensors)) for each in (group, alone))
+        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
     finally:
         group.close()
 

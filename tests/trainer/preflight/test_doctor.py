@@ -254,7 +254,8 @@ def test_the_check_of_the_engine_names_releases_of_its_servers_and_what_is_not_k
         for number, version in enumerate(versions):
             client = SGLangClient("http://nowhere", None)  # type: ignore[arg-type]
             client.release = Release.of({"version": version})
-            engine.servers.all.append(Server(client, number, is_up=True))
+            engine.servers.all.append(Server(client.url, number, is_up=True))
+            engine.servers.all[-1].client = client
         prepared: Any = SimpleNamespace(context=SimpleNamespace(engine=engine))
         return EngineChecks(prepared).describe()
 

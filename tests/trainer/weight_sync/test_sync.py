@@ -29,7 +29,7 @@ from agents.model.stream_logprobs import stream_logprobs
 from agents.rendering.renderer import Renderer
 from tests.builders import fresh_model, sampling
 from tests.prompts import picture, question
-from trainer.learner.cuda_ipc import DEVICE_PLACE, flat_buckets, handles, lend_weights
+from trainer.learner.cuda_ipc import DEVICE_PLACE, Loan, flat_buckets, handles, lend_weights
 from trainer.learner.fsdp_learner import FSDPLearner
 from trainer.weight_sync.sync import SyncError, WeightSync
 from trainer.weight_sync.transports import InProcessTransport, IpcTransport, ServersTransport
@@ -264,10 +264,10 @@ def test_lent_weights_go_to_every_gpu_of_every_server_and_are_held_until_all_hav
     given: dict[str, torch.Tensor] = {}
 
     @contextlib.contextmanager
-    def lend() -> Iterator[list[str]]:
+    def lend() -> Iterator[Loan]:
         is_open.append(True)
-        with lend_weights(learner) as payloads:
-            yield payloads
+        with lend_weights(learner) as loan:
+            yield loan
         is_open.clear()
 
     async def call(path: str, body: dict[str, Any], timeout_s: float | None = None) -> dict[str, Any]:
@@ -282,7 +282,9 @@ def test_lent_weights_go_to_every_gpu_of_every_server_and_are_held_until_all_hav
     async def play() -> None:
         client = SGLangClient("http://nowhere", None, timeout_s=5)  # type: ignore[arg-type]
         client.call = call  # type: ignore[method-assign, assignment]
-        engine.servers.all = [Server(client, number, is_up=True) for number in range(2)]
+        engine.servers.all = [Server(client.url, number, is_up=True) for number in range(2)]
+        for server in engine.servers.all:
+            server.client = client
         await IpcTransport(learner, engine, tmp_path, lend).push(version=1)
 
     asyncio.run(play())
