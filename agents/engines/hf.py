@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agents.engines.hf_batch import BatchCache, CachedPrefix, PendingTurn, Sampler, unique_streams, unread_images
+from agents.model.cpu import prepare_for_cpu
 from agents.model.mrope import mrope_positions
 from agents.model.packed import VisionBatch
 from agents.model.policy import PolicyModel
@@ -67,6 +68,8 @@ class HFEngine:
         max_wait_s: float = 2.0,
     ) -> None:
         self.model = model.to(device).eval()
+        if torch.device(device).type == "cpu":
+            prepare_for_cpu(self.model)
         self._dtype = next(self.model.parameters()).dtype
         self.context_length, self.max_batch, self.device = context_length, max_batch, torch.device(device)
         self.max_wait_s = max_wait_s

@@ -195,7 +195,7 @@ class Sampler:
         self._counts = [0] * len(turns)
 
     def draw(self, logits_BV: Tensor) -> Tensor:
-        """Sample one id for each row, and return them (B,). A row whose turn has ended gets one too, which nobody reads."""
+        """Sample one id for each row, and return them (B,); that of a row whose turn has ended is not kept."""
         logprobs_BV = sampling_logprobs(logits_BV, self._sampling.law)
         step = self._num_drawn
         if self._sampling.temperature == 0:

@@ -24,8 +24,8 @@ class Architecture:
     A network with `vision` has a decoder and a vision tower and takes positions on three axes; one without is only a
     decoder and takes one position. `deepstack`: features of several layers of the tower enter the decoder (arXiv
     2406.04334). `windows`: most layers of the tower attend only within windows of `window_size` pixels (Qwen2.5-VL,
-    arXiv 2502.13923, section 2.1.1). `head_norms`: queries and keys are normalised. `names_are_saved`: a checkpoint holds the weights with the same names and shapes
-    as the network in memory.
+    arXiv 2502.13923, section 2.1.1). `head_norms`: queries and keys are normalised. `names_are_saved`: a checkpoint
+    holds the weights with the same names and shapes as the network in memory.
 
     Example::
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from agents.model.cpu import prepare_for_cpu
 from agents.model.policy import PolicyModel
 from agents.model.stream_logprobs import stream_logprobs
 from agents.types import ProcessedImage, SamplingParams
@@ -88,7 +89,7 @@ class FSDPLearner:
             lr=optim.lr,
             betas=(optim.beta1, optim.beta2),
             weight_decay=optim.weight_decay,
-            fused=self.device.type == "cuda",
+            fused=True,
         )
         self._state = OffloadedState(self.optimizer) if config.offload == "optimizer" else None
         self.steps_done = 0
@@ -98,6 +99,8 @@ class FSDPLearner:
 
     def _sharded(self, model: PolicyModel, path: Path | str, seed: int) -> PolicyModel:
         """Shard a network in place over all ranks, with its weights, and return it."""
+        if self.device.type == "cpu":
+            prepare_for_cpu(model)
         is_empty = any(parameter.is_meta for parameter in model.parameters())
         on_host = self.config.offload == "all"
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
