@@ -254,7 +254,6 @@ def measure(workload: Workload, steps: int, warm_up: int) -> dict[str, Any]:
                     took, length = connection.recv()
                     seconds[name].append(took)
                     tokens[name].append(length)
-                    print(name, round(took, 2), length, flush=True)
         except EOFError:
             for name in TRAINERS:
                 print(f"{name}: {(Path(temporary) / f'{name}.log').read_text()[-3000:]}")
