@@ -17,6 +17,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -260,7 +261,7 @@ def measure(workload: Workload, steps: int, warm_up: int) -> dict[str, Any]:
             raise
         finally:
             for process in processes:
-                process.terminate()
+                process.kill()  # a run takes SIGTERM as a wish to stop after the next step
                 process.join()
     return {
         name: {"seconds": [round(s, 4) for s in seconds[name][warm_up:]], "tokens": median(tokens[name][warm_up:])}
@@ -289,7 +290,8 @@ def main() -> None:
     at, load = commit(), os.getloadavg()[0]
     results = {name: measure(WORKLOADS[name], args.steps, args.warm_up) for name in args.workloads}
     figures = {"threads": os.environ.get("OMP_NUM_THREADS", "all"), "load": round(load, 2), "results": results}
-    write_result(args.out, "python -m benchmarks.laptop_step", figures, at, PACKAGES)
+    command = " ".join(["python -m benchmarks.laptop_step", *sys.argv[1:]])
+    write_result(args.out, command, figures, at, PACKAGES)
     print(json.dumps({"load": figures["load"]}), table(results), sep="\n\n")
 
 
