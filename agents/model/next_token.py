@@ -46,7 +46,7 @@ def next_hidden(
 def attend(query: Tensor, key: Tensor, value: Tensor, unseen_B1C: Tensor | None, scaling: float) -> Tensor:
     """Return the attention of (B, heads, 1, D) queries over (B, key heads, C, D) keys and values, (B, 1, heads D).
 
-    `unseen_B1C` is True at columns that a row does not see. torch's own kernel is made for many queries, and takes two
+    `unseen_B1C` is True at columns that a row does not see. torch's own kernel is made for many queries, and takes up
     to three times as long for one.
     """
     rows, heads, _, dim = query.shape
