@@ -31,7 +31,7 @@ from benchmarks.report import RESULTS, commit, markdown, write_result
 
 PACKAGES = ("torch", "transformers", "trl", "numpy")
 PROBLEMS, GROUP, LR = 8, 8, 1e-5
-#: The reply of the tool `calc_score` and what the model may write: tokens of a turn in TRL, of an episode in ours.
+#: The reply of the tool `calc_score`.
 REPLY = "Score 0.0: that is wrong. Try another way."
 QUESTION = "A triangle has angles of {} and {} degrees. Find the third angle."
 
@@ -64,10 +64,7 @@ def write_model(folder: Path, workload: Workload) -> None:
     shutil.copytree(STARTER_PATH, folder)
     (folder / "preprocessor_config.json").unlink()
     (folder / "processor_config.json").unlink()
-    if workload.turns == 1:
-        size = {"num_attention_heads": 8, "num_key_value_heads": 8}
-    else:
-        size = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    heads = 8 if workload.turns == 1 else 4  # the starter's language model has four
     config = Qwen3Config(
         vocab_size=653,
         hidden_size=256,
@@ -80,7 +77,8 @@ def write_model(folder: Path, workload: Workload) -> None:
         eos_token_id=644,
         pad_token_id=642,
         bos_token_id=None,
-        **size,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
     )
     model = PolicyModel.from_config(config)
     if workload.turns > 1:
@@ -190,7 +188,7 @@ def trl(connection: Connection, folder: Path, workload: Workload, steps: int) ->
             written.append(float(mask.sum()) / len(mask))
             return output
 
-    def reward(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
+    def reward(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float | None]:
         return [sum(ids) / len(ids) for ids in completion_ids]
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
