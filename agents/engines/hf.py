@@ -11,7 +11,7 @@ Legend: B rows of a batch, T new tokens, C cached columns, V vocabulary.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agents.engines.hf_batch import BatchCache, CachedPrefix, PendingTurn, draw, unique_streams, unread_images
+from agents.engines.hf_batch import BatchCache, CachedPrefix, PendingTurn, Sampler, unique_streams, unread_images
+from agents.model.cpu import keep_freed_memory
 from agents.model.mrope import mrope_positions
 from agents.model.packed import VisionBatch
 from agents.model.policy import PolicyModel
@@ -67,6 +68,8 @@ class HFEngine:
         max_wait_s: float = 2.0,
     ) -> None:
         self.model = model.to(device).eval()
+        if torch.device(device).type == "cpu":
+            keep_freed_memory()
         self._dtype = next(self.model.parameters()).dtype
         self.context_length, self.max_batch, self.device = context_length, max_batch, torch.device(device)
         self.max_wait_s = max_wait_s
@@ -272,26 +275,30 @@ class HFEngine:
 
     def _decode(self, cache: BatchCache, logits_BV: Tensor, positions_B: Tensor, turns: Sequence[PendingTurn]) -> None:
         """Sample until every row has stopped; give each turn its new prefix."""
-        rows, alive = list(turns), [True] * len(turns)
+        sampler = Sampler(turns, self.device)
         while True:
-            ids_B = draw(rows, alive, logits_BV)
-            paused = self._paused
-            for index, turn in enumerate(rows):
-                if alive[index] and (turn.finish or paused or turn.is_cancelled):
-                    alive[index] = False
-                    # The last sampled id has no keys yet; the next turn reads it.
-                    turn.prefix = CachedPrefix(turn.stream[:-1], cache.row(index))
-            if not any(alive):
+            ids_B = sampler.draw(logits_BV)
+            for index, turn in enumerate(sampler.turns):
+                if self._paused or turn.is_cancelled:
+                    sampler.alive[index] = False
+            if not any(sampler.alive):
+                self._release(sampler, cache, range(len(sampler.turns)), is_last=True)
                 return
-            if sum(alive) <= 0.75 * len(alive):
-                keep = torch.tensor([i for i, living in enumerate(alive) if living], device=self.device)
+            if sum(sampler.alive) <= 0.75 * len(sampler.alive):
+                self._release(sampler, cache, [i for i, alive in enumerate(sampler.alive) if not alive], is_last=False)
+                keep = torch.tensor(sampler.alive, device=self.device).nonzero()[:, 0]
                 cache.select(keep)
+                sampler.select(keep)
                 ids_B, positions_B = ids_B[keep], positions_B[keep]
-                rows, alive = [rows[i] for i in keep.tolist()], [True] * len(keep)
-            real_B1 = torch.tensor(alive, device=self.device)[:, None]
-            mask_BC = torch.cat([cache.columns_BC[:, : cache.length], torch.ones_like(real_B1)], dim=-1)
-            positions_3B1 = positions_B[None, :, None].expand(3, -1, -1)
-            select_B1 = torch.ones_like(real_B1)
-            logits_BV = self.model(ids_B[:, None], positions_3B1, mask_BC[:, None, None], select_B1, None, cache)
+            real_B1 = torch.tensor(sampler.alive, device=self.device)[:, None]
+            seen_BC = torch.cat([cache.columns_BC[:, : cache.length], torch.ones_like(real_B1)], dim=-1)
+            logits_BV = self.model.next_logits(ids_B, positions_B, seen_BC, cache)
             cache.advance(real_B1)
             positions_B = positions_B + 1
+
+    def _release(self, sampler: Sampler, cache: BatchCache, rows: Iterable[int], is_last: bool) -> None:
+        """Give the turns of these rows what was drawn for them, and what the network has read."""
+        for row in rows:
+            turn = sampler.release(row)
+            # The last sampled id has no keys yet; the next turn reads it.
+            turn.prefix = CachedPrefix(turn.stream[:-1], cache.row(row, is_last))

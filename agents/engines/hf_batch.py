@@ -73,11 +73,11 @@ class PendingTurn:
         if not self.ids:
             self.num_cached = len(self.prefix.ids)
 
-    def append(self, token: int, logprob: float) -> None:
-        """Append one sampled id; it may end the turn."""
-        self.ids.append(token)
-        self.logprobs.append(logprob)
-        if token in self.request.sampling.stop_ids:
+    def extend(self, ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Append sampled ids; the last one may end the turn."""
+        self.ids += ids
+        self.logprobs += logprobs
+        if self.ids[-1] in self.request.sampling.stop_ids:
             self.finish = "stop"
         elif not self.num_left:
             self.finish = "length"
@@ -145,37 +145,93 @@ class BatchCache:
     def select(self, rows: Tensor) -> None:
         """Keep only these rows (repeats allowed)."""
         self.columns_BC = self.columns_BC[rows]
-        self.layers = [store[:, rows] for store in self.layers]
+        for layer, store in enumerate(self.layers):
+            _, _, heads, columns, dim = store.shape
+            self.layers[layer] = store.new_empty(2, len(rows), heads, columns, dim)
+            self.layers[layer][:, :, :, : self.length] = store[:, :, :, : self.length].index_select(1, rows)
 
-    def row(self, row: int) -> tuple[Tensor, ...]:
-        """Return one row's keys and values without padding, a (2, heads, C, head_dim) tensor per layer."""
+    def row(self, row: int, is_last: bool) -> tuple[Tensor, ...]:
+        """Return one row's keys and values without padding, a (2, heads, C, head_dim) tensor per layer.
+
+        With `is_last` nothing is written after, so they may be views: a session that ends needs no copy.
+        """
         columns = self.columns_BC[row, : self.length].nonzero()[:, 0]
+        first, end = int(columns[0]), int(columns[-1]) + 1
+        if is_last and end - first == len(columns):
+            return tuple(store[:, row, :, first:end] for store in self.layers)
         return tuple(store[:, row].index_select(2, columns) for store in self.layers)
 
 
-def draw(turns: Sequence[PendingTurn], alive: Sequence[bool], logits_BV: Tensor) -> Tensor:
-    """Sample one id for each row, append it with its log-prob to the turns that are alive, and return the ids (B,).
+class Sampler:
+    """Samples the next id of every row, with few operations for the whole batch and none for each row.
 
-    Each turn has its own random numbers, so its ids do not depend on the other rows.
+    Each turn has its own random numbers, so its ids do not depend on the other rows. A turn gets its ids when its row
+    is released.
+
+    Example::
+
+        sampler = Sampler(turns, device)
+        ids_B = sampler.draw(logits_BV)       # ids_B[i] is the next id of turns[i]
+        sampler.alive                         # [True, False]: the second turn has ended
+        sampler.release(1)                    # turns[1].ids, its log-probs and its end
     """
-    sampling = turns[0].request.sampling
-    logprobs_BV = sampling_logprobs(logits_BV, sampling.law)
-    if sampling.temperature == 0:
-        ids_B = logprobs_BV.argmax(-1)
-    else:
-        step = [len(turn.ids) if living else 0 for turn, living in zip(turns, alive, strict=True)]
-        uniform_B1 = torch.tensor(
-            [[turn.uniforms[k]] for turn, k in zip(turns, step, strict=True)], device=logits_BV.device
+
+    def __init__(self, turns: Sequence[PendingTurn], device: torch.device) -> None:
+        self.turns, self.alive = list(turns), [True] * len(turns)
+        self._sampling = turns[0].request.sampling
+        most = max(turn.num_left for turn in turns)
+        uniforms_BT = np.zeros((len(turns), most))
+        most_stops = max(len(turn.request.sampling.stop_ids) for turn in turns)
+        stops_BS = np.full((len(turns), most_stops), -1)
+        for row, turn in enumerate(turns):
+            stop_ids = turn.request.sampling.stop_ids
+            uniforms_BT[row, : turn.num_left] = turn.uniforms[len(turn.ids) :]
+            stops_BS[row, : len(stop_ids)] = stop_ids
+        self._uniforms_BT, self._stops_BS = (torch.from_numpy(x).to(device) for x in (uniforms_BT, stops_BS))
+        self._left_B = torch.tensor([turn.num_left for turn in turns], device=device)
+        self._ids_BT = torch.zeros(len(turns), most, dtype=torch.long, device=device)
+        self._logprobs_BT = torch.zeros(len(turns), most, device=device)
+        self._num_drawn = 0
+        self._counts = [0] * len(turns)
+
+    def draw(self, logits_BV: Tensor) -> Tensor:
+        """Sample one id for each row, and return them (B,); that of a row whose turn has ended is not kept."""
+        logprobs_BV = sampling_logprobs(logits_BV, self._sampling.law)
+        step = self._num_drawn
+        if self._sampling.temperature == 0:
+            ids_B = logprobs_BV.argmax(-1)
+        else:
+            # Inverse of the cumulative distribution; in double, so that the sum reaches 1.
+            cumulative_BV = logprobs_BV.double().exp_().cumsum(-1)
+            uniform_B1 = self._uniforms_BT[:, step, None]
+            ids_B = torch.searchsorted(cumulative_BV, uniform_B1 * cumulative_BV[:, -1:], right=True)[:, 0]
+            ids_B = ids_B.clamp_max(logits_BV.shape[1] - 1)
+        self._ids_BT[:, step] = ids_B
+        self._logprobs_BT[:, step] = logprobs_BV.gather(-1, ids_B[:, None])[:, 0]
+        self._num_drawn += 1
+        ends_B = (ids_B[:, None] == self._stops_BS).any(-1) | (self._left_B == self._num_drawn)
+        for row, ends in enumerate(ends_B.tolist()):
+            if self.alive[row]:
+                self._counts[row] = self._num_drawn
+                self.alive[row] = not ends
+        return ids_B
+
+    def release(self, row: int) -> PendingTurn:
+        """Append what was drawn for a row to its turn, and return the turn."""
+        turn, count = self.turns[row], self._counts[row]
+        turn.extend(self._ids_BT[row, :count].tolist(), self._logprobs_BT[row, :count].tolist())
+        return turn
+
+    def select(self, rows: Tensor) -> None:
+        """Keep only these rows."""
+        kept = rows.tolist()
+        self.turns, self.alive, self._counts = (
+            [values[i] for i in kept] for values in (self.turns, self.alive, self._counts)
         )
-        # Inverse of the cumulative distribution; in double, so that the sum reaches 1.
-        cumulative_BV = logprobs_BV.double().exp().cumsum(-1)
-        ids_B = torch.searchsorted(cumulative_BV, uniform_B1 * cumulative_BV[:, -1:], right=True)[:, 0]
-        ids_B = ids_B.clamp_max(logits_BV.shape[1] - 1)
-    chosen_B = logprobs_BV.gather(-1, ids_B[:, None])[:, 0]
-    for turn, living, token, logprob in zip(turns, alive, ids_B.tolist(), chosen_B.tolist(), strict=True):
-        if living:
-            turn.append(token, logprob)
-    return ids_B
+        self._uniforms_BT, self._stops_BS, self._left_B, self._ids_BT, self._logprobs_BT = (
+            values[rows]
+            for values in (self._uniforms_BT, self._stops_BS, self._left_B, self._ids_BT, self._logprobs_BT)
+        )
 
 
 def unique_streams(turns: Sequence[PendingTurn]) -> tuple[list[int], list[int]]:

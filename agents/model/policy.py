@@ -24,6 +24,7 @@ from torch.nn import functional
 from agents.model.architectures import NO_IMAGE_TOKEN, architecture_of, read_config
 from agents.model.attention import TEXT_ATTENTION, VISION_ATTENTION, needs_buckets, register_attention
 from agents.model.linear_logprobs import float32_product, linear_scores
+from agents.model.next_token import next_hidden
 from agents.model.packed import PackedStreams, VisionBatch
 from agents.model.vision import tower_inputs
 from agents.types import SamplingLaw
@@ -156,6 +157,22 @@ class PolicyModel(nn.Module):
             ids_BT, positions_3BT, vision, places, attention_mask=attention_mask, past_key_values=cache
         )
         return float32_logits(hidden_BTH[select], self.backbone.lm_head)
+
+    def next_logits(self, ids_B: Tensor, positions_B: Tensor, seen_BC: Tensor, cache: Any) -> Tensor:
+        """Return the logits (B, V) after one new token a row, and append its keys and values to the cache.
+
+        `seen_BC` is True where a row sees a column; the last column is the new token's. In float32 on a CPU this is
+        `agents.model.next_token`, else `forward`; log-probs of the two differ by less than 1e-5.
+        """
+        ids_B1, positions_3B1 = ids_B[:, None], positions_B[None, :, None].expand(3, -1, -1)
+        lm_head: Any = self.backbone.lm_head
+        if ids_B.device.type != "cpu" or lm_head.weight.dtype != torch.float32:
+            return self(ids_B1, positions_3B1, seen_BC[:, None, None], torch.ones_like(ids_B1).bool(), None, cache)
+        decoder = self._decoder
+        positions = positions_3B1 if self.architecture.vision else positions_3B1[0]
+        embeds_B1H = decoder.embed_tokens(ids_B1)
+        hidden_B1H = next_hidden(decoder, embeds_B1H, positions, seen_BC, cache, self.architecture.head_norms)
+        return lm_head(hidden_B1H[:, 0])
 
     def token_scores(self, packed: PackedStreams, law: SamplingLaw) -> tuple[Tensor, Tensor]:
         """Return the log-prob of each chosen token and the entropy in nats at its place, both (N,) float32.

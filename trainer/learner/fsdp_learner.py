@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from agents.engines.sglang.adapters import Adapter
+from agents.model.cpu import keep_freed_memory
 from agents.model.kernel_cache import keep_kernels
 from agents.model.policy import PolicyModel
 from agents.model.stream_logprobs import stream_logprobs
@@ -90,7 +91,7 @@ class FSDPLearner:
             lr=optim.lr,
             betas=(optim.beta1, optim.beta2),
             weight_decay=optim.weight_decay,
-            fused=self.device.type == "cuda",
+            fused=True,
         )
         self._state = OffloadedState(self.optimizer) if config.offload == "optimizer" else None
         self.steps_done = 0
@@ -100,6 +101,8 @@ class FSDPLearner:
 
     def _sharded(self, model: PolicyModel, path: Path | str, seed: int) -> PolicyModel:
         """Shard a network in place over all ranks, with its weights, and return it."""
+        if self.device.type == "cpu":
+            keep_freed_memory()
         is_empty = any(parameter.is_meta for parameter in model.parameters())
         on_host = self.config.offload == "all"
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agents.engines.hf import HFEngine
-from agents.engines.hf_batch import CachedPrefix, PendingTurn, draw
+from agents.engines.hf_batch import CachedPrefix, PendingTurn, Sampler
 from agents.model.policy import PolicyModel
 from agents.model.stream_logprobs import sampling_logprobs
 from agents.rendering.renderer import Renderer
@@ -555,9 +555,10 @@ def test_every_token_is_drawn_with_the_next_number_of_its_turns_random_stream() 
     async def draws() -> list[int]:
         asked = GenerateRequest((1,), (), 30, SamplingParams(), seed=11)
         turn = PendingTurn(asked, CachedPrefix(), asyncio.get_running_loop().create_future())
-        while not turn.finish:
-            draw([turn], [True], torch.zeros(1, 1000))
-        return turn.ids
+        sampler = Sampler([turn], torch.device("cpu"))
+        while sampler.alive[0]:
+            sampler.draw(torch.zeros(1, 1000))
+        return sampler.release(0).ids
 
     uniforms = np.random.default_rng(11).random(30)
     assert asyncio.run(draws()) == np.floor(uniforms * 1000).astype(int).tolist()
