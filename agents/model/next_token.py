@@ -15,14 +15,19 @@ from torch import Tensor
 
 
 def next_hidden(
-    decoder: Any, embeds_B1H: Tensor, positions: Tensor, seen_BC: Tensor, cache: Any, has_head_norms: bool
+    decoder: Any,
+    embeds_B1H: Tensor,
+    rotary: tuple[Tensor, Tensor],
+    seen_BC: Tensor,
+    cache: Any,
+    has_head_norms: bool,
 ) -> Tensor:
     """Return the hidden states (B, 1, H) after one new token a row, and append its keys and values to the cache.
 
-    `positions` are those of `decoder`; `seen_BC` is True where a row sees a column. `has_head_norms`: queries and keys
-    are normalised.
+    `rotary` are cosines and sines, each (B, 1, D); `seen_BC` is True where a row sees a column. `has_head_norms`:
+    queries and keys are normalised.
     """
-    cos_B1D, sin_B1D = decoder.rotary_emb(embeds_B1H, positions)
+    cos_B1D, sin_B1D = rotary
     cos_B11D, half = cos_B1D[:, :, None], cos_B1D.shape[-1] // 2
     # x cos + (-x2, x1) sin is x cos + (x2, x1) (-sin, sin).
     sin_B11D = torch.cat([-sin_B1D[..., :half], sin_B1D[..., half:]], dim=-1)[:, :, None]

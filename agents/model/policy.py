@@ -166,13 +166,14 @@ class PolicyModel(nn.Module):
         """
         ids_B1, positions_3B1 = ids_B[:, None], positions_B[None, :, None].expand(3, -1, -1)
         lm_head: Any = self.backbone.lm_head
-        if ids_B.device.type != "cpu" or lm_head.weight.dtype != torch.float32:
-            return self(ids_B1, positions_3B1, seen_BC[:, None, None], torch.ones_like(ids_B1).bool(), None, cache)
-        decoder = self._decoder
-        positions = positions_3B1 if self.architecture.vision else positions_3B1[0]
-        embeds_B1H = decoder.embed_tokens(ids_B1)
-        hidden_B1H = next_hidden(decoder, embeds_B1H, positions, seen_BC, cache, self.architecture.head_norms)
-        return lm_head(hidden_B1H[:, 0])
+        if ids_B.device.type == "cpu" and lm_head.weight.dtype == torch.float32:
+            decoder = self._decoder
+            embeds_B1H = decoder.embed_tokens(ids_B1)
+            rotary = decoder.rotary_emb(embeds_B1H, positions_3B1 if self.architecture.vision else positions_3B1[0])
+            if rotary[0].ndim == 3:  # up to Transformers 5.12, Qwen2.5-VL's layers still had to join the three axes
+                hidden_B1H = next_hidden(decoder, embeds_B1H, rotary, seen_BC, cache, self.architecture.head_norms)
+                return lm_head(hidden_B1H[:, 0])
+        return self(ids_B1, positions_3B1, seen_BC[:, None, None], torch.ones_like(ids_B1).bool(), None, cache)
 
     def token_scores(self, packed: PackedStreams, law: SamplingLaw) -> tuple[Tensor, Tensor]:
         """Return the log-prob of each chosen token and the entropy in nats at its place, both (N,) float32.
