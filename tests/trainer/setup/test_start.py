@@ -43,8 +43,10 @@ TIME_S = 120.0
 
 
 @pytest.fixture
-def run(tmp_path: Path, checkpoint: Path) -> Iterator[Callable[..., Command]]:
+def run(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Command]]:
     """Begin a training on servers that run `body`; they are found by their arguments, which name this test's folder."""
+    for variable in FOLDERS:  # another test may have set them in this process
+        monkeypatch.delenv(variable, raising=False)
 
     def begin(body: str, *flags: str) -> Command:
         package = tmp_path / "site" / "sglang"
