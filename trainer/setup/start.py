@@ -60,8 +60,8 @@ class Start:
         try:
             with self._live(), _noting_interrupts(interrupts, is_main), self._looking(interrupts=is_main):
                 yield
-        except KeyboardInterrupt:
-            if self.failure is None:
+        except BaseException:  # libraries also turn an interrupt into an error of theirs
+            if self.failure is None and not interrupts:
                 raise
         if self.failure is not None:
             raise self.failure

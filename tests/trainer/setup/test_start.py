@@ -184,6 +184,18 @@ def test_the_clock_shows_what_runs_and_keeps_what_has_ended() -> None:
     assert clock.summary() == "imports 0.0-3.0 s"  # the others took no time
 
 
+def test_ctrl_c_that_a_library_turns_into_its_own_error_stays_ctrl_c() -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), Start().watched():
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except BaseException as error:
+                raise RuntimeError("cannot import it") from error
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_ctrl_c_that_a_finalizer_swallows_ends_the_start_all_the_same() -> None:
     class Library:
