@@ -29,7 +29,8 @@ import torch
 from PIL import Image
 
 from agents.engines.sglang.payloads import generate_body, parse_answer, parse_scores, score_body
-from agents.engines.sglang.servers import Server, ServerPool, SGLangSettings
+from agents.engines.sglang.servers import Server, ServerPool
+from agents.engines.sglang.settings import SGLangSettings
 from agents.model import STARTER_PATH
 from agents.model.policy import PolicyModel
 from agents.rendering.renderer import Renderer

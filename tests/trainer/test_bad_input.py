@@ -26,7 +26,7 @@ from trainer.config.rollout import API_KEY_VARIABLE, ServersConfig
 from trainer.config.run import RunDirConfig
 from trainer.export import run as export
 from trainer.run import run
-from trainer.setup.components import engine_api_key
+from trainer.setup.servers import engine_api_key
 
 ROW = {"problem": "<image>Find x.", "answer": "5", "images": ["a.png"]}
 

@@ -41,16 +41,10 @@ from trainer.evaluation.episodes import EvaluationOptions, ProblemPlayer, Way, w
 from trainer.evaluation.results import Difference, Evaluation, ProblemResult, compare, summarise
 from trainer.evaluation.statistics import Intervals
 from trainer.metrics.console import Display
-from trainer.setup.components import (
-    build_engine,
-    build_episode,
-    check_device,
-    check_engine,
-    check_servers,
-    place_servers,
-)
+from trainer.setup.components import build_engine, build_episode, check_device, check_engine
 from trainer.setup.model_source import check_fit, resolve_model, template_options
 from trainer.setup.problems import check_command, load_rows, own_problems, probe_tools
+from trainer.setup.servers import check_servers, place_servers
 
 logger = logging.getLogger(__name__)
 

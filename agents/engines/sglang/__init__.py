@@ -2,6 +2,7 @@
 takes beside a checkpoint, `releases` are what releases of SGLang do differently, `servers` keeps the servers running,
 `engine` is the engine."""
 
-from agents.engines.sglang.engine import SGLangEngine, SGLangSettings
+from agents.engines.sglang.engine import SGLangEngine
+from agents.engines.sglang.settings import SGLangSettings
 
 __all__ = ["SGLangEngine", "SGLangSettings"]

@@ -25,7 +25,8 @@ from agents.engines.sglang.adapters import Adapter
 from agents.engines.sglang.client import ServerLost, ServerRefused, SGLangClient
 from agents.engines.sglang.payloads import GenerateAnswer, generate_body, parse_answer, parse_scores, score_body
 from agents.engines.sglang.routing import prompt_key
-from agents.engines.sglang.servers import EngineDown, Server, ServerPool, SGLangSettings
+from agents.engines.sglang.servers import EngineDown, Server, ServerPool
+from agents.engines.sglang.settings import SGLangSettings
 from agents.types import Completion, GenerateRequest, ProcessedImage, add_run
 
 #: Tries of one turn before it is given up; with the pauses between them over half a minute.

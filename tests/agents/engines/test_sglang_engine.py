@@ -47,7 +47,7 @@ from envs.spec import EnvLimits
 from tests.agents.engines.sglang_server import NEW, OLD
 from tests.builders import sampling, versions_of
 from tests.prompts import picture, question, sample
-from trainer.setup.components import check_server
+from trainer.setup.servers import check_server
 
 Answer = tuple[dict[str, Any], bool, dict[str, Any]]
 EMULATOR = (sys.executable, "-m", "tests.agents.engines.sglang_server")

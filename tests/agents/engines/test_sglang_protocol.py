@@ -44,7 +44,7 @@ from agents.model.architectures import NO_IMAGE_TOKEN, ModelFacts
 from agents.types import Completion, GenerateRequest, ProcessedImage, SamplingParams
 from envs.errors import UserError
 from tests.prompts import picture
-from trainer.setup.components import check_server
+from trainer.setup.servers import check_server
 
 PAD = 9
 LIMIT_S = 30

@@ -43,7 +43,7 @@ from trainer.learner.protocol import LearnerLost
 from trainer.learner.rank_split import light, shares, split_samples
 from trainer.rollouts.live import LiveContext
 from trainer.run import run
-from trainer.setup.components import first_server_gpu
+from trainer.setup.servers import first_server_gpu
 from trainer.sft.__main__ import run as fine_tune
 from trainer.starter.demonstrations import run as write_demonstrations
 from trainer.types import Row, TrainingSample

@@ -8,7 +8,7 @@ import pytest
 
 from trainer.config.inputs import ModelConfig
 from trainer.config.rollout import RolloutConfig, ServersConfig
-from trainer.setup.components import server_settings
+from trainer.setup.servers import server_settings
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from trainer.learner.compile_choice import is_compiled
 from trainer.preflight.checks.free_memory import FreeMemory
 from trainer.preflight.finding import Verdict, combine, fault, ok, skipped, warning
 from trainer.preflight.memory_estimate import GIB, MetaNetworks, Parameters, Plan, estimate
-from trainer.setup.components import first_server_gpu
+from trainer.setup.servers import first_server_gpu
 
 #: Memory of a process for torch's libraries, a CUDA context and the allocator's gaps.
 PROCESS_BYTES = GIB

@@ -1,0 +1,110 @@
+"""Where SGLang servers are, or how to start them."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from agents.engines.sglang.routing import most_sessions
+from agents.engines.sglang.server_arguments import (
+    Argument,
+    ServerFacts,
+    choose_arguments,
+    server_gpus,
+    without_given,
+)
+from agents.engines.sglang.server_facts import Checkpoint, Host
+
+
+@dataclass(frozen=True)
+class SGLangSettings:
+    """Where servers are, or how to start them.
+
+    With `urls` the servers there are used and never stopped. Else `num_servers` servers of `model_path` are started,
+    server k on GPU `first_gpu + k * tensor_parallel`; those on one GPU share `mem_fraction` of it. Together they serve
+    `max_sessions` at once, of streams up to `context_length` (0: the model's). `command` starts a server and takes
+    SGLang's arguments, which are chosen (`agents.engines.sglang.server_arguments`); `arguments` have the last word.
+    Every call proves `api_key`. Started servers ask for it, and for a random key if there is none and `arguments` give
+    none. `lora_targets` are the layers that servers adapt, with `lora_rank` rows at most; 0: none.
+    """
+
+    model_path: str = ""
+    urls: tuple[str, ...] = ()
+    num_servers: int = 1
+    tensor_parallel: int = 1
+    first_gpu: int = 0
+    mem_fraction: float = 0.4
+    dtype: str = "bfloat16"
+    arguments: tuple[str, ...] = ()
+    command: tuple[str, ...] = (sys.executable, "-m", "sglang.launch_server")
+    log_folder: Path = Path("runs")
+    api_key: str = field(default="", repr=False)
+    request_timeout_s: float = 600.0
+    start_timeout_s: float = 600.0
+    max_restarts: int = 3
+    max_sessions: int = 256
+    context_length: int = 0
+    lora_rank: int = 0
+    lora_targets: tuple[str, ...] = ()
+
+    def chosen_arguments(self, number: int, port: int, host: Host) -> list[Argument]:
+        """Return the arguments of the `number`-th local server that `arguments` do not decide.
+
+        Raises:
+            UserError: servers share a GPU whose memory is too small for them.
+        """
+        places = [server_gpus(self.first_gpu, k, self.tensor_parallel, host.num_gpus) for k in range(self.num_servers)]
+        gpu = places[number][0]
+        own = {
+            "--port": str(port),
+            "--host": "127.0.0.1",
+            "--dtype": self.dtype,
+            "--base-gpu-id": str(gpu),
+            "--weight-version": "0",
+            "--log-level": "warning",
+        }
+        facts = ServerFacts(
+            gpu=host.gpus[gpu] if gpu < len(host.gpus) else None,
+            has_fa3=host.has_fa3,
+            checkpoint=Checkpoint.read(self.model_path, self.dtype),
+            dtype=self.dtype,
+            context_length=self.context_length,
+            sessions=self._most_sessions(),
+            mem_fraction=self.mem_fraction,
+            servers_on_gpu=max(sum(index in place for place in places) for index in places[number]),
+            tensor_parallel=self.tensor_parallel,
+        )
+        chosen = [
+            Argument(("--model-path", self.model_path), other_names=("--model",)),
+            Argument(("--tp-size", str(self.tensor_parallel)), other_names=("--tensor-parallel-size",)),
+            *map(Argument, own.items()),
+            *choose_arguments(facts),
+            *self._lora_arguments(),
+        ]
+        if self.dtype != "float32":  # as `agents.model.policy.float32_logits`
+            chosen.append(Argument(("--enable-fp32-lm-head",), "log-probs of the learner come from float32 logits"))
+        return without_given(chosen, self.arguments)
+
+    def _most_sessions(self) -> int:
+        """Return how many sessions one server may have at once."""
+        mean = self.max_sessions / self.num_servers
+        return min(self.max_sessions, math.ceil(most_sessions(mean)))
+
+    def launch_command(self, chosen: Sequence[Argument]) -> list[str]:
+        """Return the command that starts a server with chosen arguments, and the user's."""
+        words = [word for argument in chosen for word in argument.words]
+        return [sys.executable, "-m", "agents.engines.sglang.launch", *self.command, *words, *self.arguments]
+
+    def _lora_arguments(self) -> list[Argument]:
+        """Return what a server needs to take adapters. It has two places: for the one that writes and for none."""
+        if not self.lora_rank:
+            return []
+        return [
+            Argument(("--enable-lora",), "the learner trains adapters, and sends those alone"),
+            Argument(("--max-lora-rank", str(self.lora_rank))),
+            Argument(("--lora-target-modules", *self.lora_targets)),
+            Argument(("--max-loras-per-batch", "2")),
+        ]

@@ -1,0 +1,138 @@
+"""SGLang servers of a run: whether those that run can be used, where those to start go, and their settings."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import shlex
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from agents.engines.sglang import SGLangSettings
+from agents.engines.sglang.client import authorization, uses_proxy
+from agents.engines.sglang.releases import OLDEST, UNKNOWN, Release, dotted
+from agents.model.architectures import NO_IMAGE_TOKEN, ModelFacts
+from envs.errors import UserError, first_line
+from trainer.config.inputs import ModelConfig
+from trainer.config.rollout import API_KEY_VARIABLE, ServersConfig
+
+
+def engine_api_key(engine: ServersConfig) -> str:
+    """Return the API key of the servers, from its file or variable; empty if there is none.
+
+    Raises:
+        UserError: the file cannot be read, or holds no key.
+    """
+    file = engine.engine_api_key_file
+    if file is None:
+        return os.environ.get(API_KEY_VARIABLE, "").strip()
+    try:
+        api_key = file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        fix = f"give a file that holds the key ({first_line(error)})"
+        raise UserError("--engine-api-key-file", "must be readable", str(file), fix) from error
+    if not api_key.isascii() or len(api_key.split()) != 1:  # never shown: it may be most of a key
+        rule, fix = "must hold a key, one word of ASCII characters", "write the key alone"
+        raise UserError("--engine-api-key-file", rule, str(file), fix)
+    return api_key
+
+
+def check_servers(engine: ServersConfig, facts: ModelFacts) -> None:
+    """Raise `UserError` if the key cannot be read, or a running server cannot be used."""
+    api_key = engine_api_key(engine)
+    for url in engine.engine_url:
+        check_server(url, facts, api_key)
+
+
+def check_server(url: str, facts: ModelFacts, api_key: str = "") -> None:
+    """Raise `UserError` if a server does not answer, refuses the key, serves another architecture or changes ids."""
+    try:
+        served = tuple(ask_server(url, "model_info", api_key).get("architectures") or ())
+    except urllib.error.HTTPError as error:
+        if error.code not in (401, 403):
+            raise UserError("--engine-url", "must be a running SGLang server", url, f"start it ({error})") from error
+        got = "another key" if api_key else "none"
+        fix = f"give its key with --engine-api-key-file or {API_KEY_VARIABLE}"
+        raise UserError("--engine-api-key-file", f"must hold the key of {url}", got, fix) from error
+    except (OSError, ValueError, TypeError, http.client.HTTPException) as error:
+        raise UserError("--engine-url", "must be a running SGLang server", url, f"start it ({error})") from error
+    if served and facts.architectures and served != facts.architectures:
+        fix = f"serve the checkpoint that is trained, of {', '.join(facts.architectures)}"
+        raise UserError("--engine-url", "must serve the kind of network that --model is", ", ".join(served), fix)
+    release = read_release(url, api_key)
+    if facts.image_token_id != NO_IMAGE_TOKEN and not release.keeps_ids:
+        rule, got = "must keep the ids of requests with pictures", f"SGLang {release.version}, which decodes them"
+        raise UserError("--engine-url", rule, got, f"serve with SGLang {dotted(OLDEST)} or later")
+
+
+def read_release(url: str, api_key: str) -> Release:
+    """Return the release of SGLang that a server names."""
+    try:
+        return Release.of(ask_server(url, "server_info", api_key))
+    except (OSError, ValueError, TypeError, http.client.HTTPException):
+        return UNKNOWN
+
+
+def ask_server(url: str, path: str, api_key: str) -> dict[str, Any]:
+    """Return what a server answers to a question."""
+    handlers = () if uses_proxy(url) else (urllib.request.ProxyHandler({}),)
+    request = urllib.request.Request(f"{url.rstrip('/')}/{path}", headers=authorization(api_key))
+    with urllib.request.build_opener(*handlers).open(request, timeout=10) as answer:
+        return dict(json.load(answer))
+
+
+def place_servers(config: ServersConfig, learner_gpus: Sequence[int] = ()) -> int:
+    """Return the first GPU of the first server; raise `UserError` if this host has too few GPUs for it."""
+    here, tensor_parallel = torch.cuda.device_count(), config.tensor_parallel
+    first_gpu = first_server_gpu(config.first_gpu, learner_gpus, here, tensor_parallel)
+    if here and not config.engine_url and first_gpu + tensor_parallel > here:
+        flag, given = ("--tensor-parallel", tensor_parallel) if tensor_parallel > here else ("--first-gpu", first_gpu)
+        rule = f"must leave a server its {tensor_parallel} of this host's {here} GPUs"
+        raise UserError(flag, rule, given, "give less")
+    return first_gpu
+
+
+def first_server_gpu(given: int | None, learner_gpus: Sequence[int], num_gpus: int, tensor_parallel: int = 1) -> int:
+    """Return the first GPU of the first server, which uses `tensor_parallel` GPUs.
+
+    It is the given GPU, or else the one after the learners' GPUs, or else GPU 0, which it then shares.
+
+    >>> first_server_gpu(None, (0, 1), num_gpus=4), first_server_gpu(None, (0, 1), num_gpus=2)
+    (2, 0)
+    """
+    if given is not None:
+        return given
+    after = max(learner_gpus, default=-1) + 1
+    return after if after + tensor_parallel <= num_gpus else 0
+
+
+def server_settings(
+    engine: ServersConfig,
+    model: ModelConfig,
+    model_path: Path | str,
+    first_gpu: int,
+    max_sessions: int,
+    log_folder: Path,
+) -> SGLangSettings:
+    """Return the settings to start servers with, for `max_sessions` at once together, or to connect to them."""
+    return SGLangSettings(
+        model_path=str(model_path),
+        urls=engine.engine_url,
+        num_servers=engine.num_servers,
+        tensor_parallel=engine.tensor_parallel,
+        first_gpu=first_gpu,
+        mem_fraction=engine.mem_fraction,
+        dtype=model.dtype,
+        arguments=tuple(shlex.split(engine.engine_args)),
+        log_folder=log_folder,
+        api_key=engine_api_key(engine),
+        request_timeout_s=engine.request_timeout_s,
+        max_sessions=max_sessions,
+        context_length=model.context_length,
+    )
