@@ -20,8 +20,8 @@ FOLDERS = {
 def keep_kernels() -> None:
     """Set each variable of `FOLDERS` to a folder of the user's cache, `$XDG_CACHE_HOME/trueturn/kernels/...`.
 
-    The libraries themselves name what they keep by versions, GPU and shapes. A variable that is set stays. If the
-    folder cannot be written, nothing is set: then each library uses a folder of its own.
+    The libraries themselves name what they keep by versions, GPU and shapes. A variable that is set and not empty
+    stays. If the folder cannot be written, nothing is set: then each library uses a folder of its own.
     """
     try:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "trueturn" / "kernels"
@@ -32,5 +32,5 @@ def keep_kernels() -> None:
     # Some imports of torch set its variable, to a folder that a restart of the machine may empty.
     default = str(Path(tempfile.gettempdir()) / "torchinductor_")
     for variable, name in FOLDERS.items() if is_writable else ():
-        if os.environ.get(variable, default).startswith(default):
+        if (os.environ.get(variable) or default).startswith(default):
             os.environ[variable] = str(root / name)

@@ -43,10 +43,8 @@ TIME_S = 120.0
 
 
 @pytest.fixture
-def run(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Command]]:
+def run(tmp_path: Path, checkpoint: Path) -> Iterator[Callable[..., Command]]:
     """Begin a training on servers that run `body`; they are found by their arguments, which name this test's folder."""
-    for variable in FOLDERS:  # another test may have set them in this process
-        monkeypatch.delenv(variable, raising=False)
 
     def begin(body: str, *flags: str) -> Command:
         package = tmp_path / "site" / "sglang"
@@ -55,7 +53,8 @@ def run(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> It
         (package / "launch_server.py").write_text(SERVER.format(folder=str(tmp_path), body=body))
         own = ("--engine", "sglang", "--out", str(tmp_path / "out"), f"--engine-args=--mark {tmp_path}")
         paths = f"{tmp_path / 'site'}:{ROOT}"
-        variables = {"PYTHONPATH": paths, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+        unset = dict.fromkeys(FOLDERS, "")  # another test may have set them in the process that starts commands
+        variables = {**unset, "PYTHONPATH": paths, "XDG_CACHE_HOME": str(tmp_path / "cache")}
         return Command("trainer.run", *SMALL, "--model", str(checkpoint), *own, *flags, env=variables)
 
     yield begin
