@@ -125,6 +125,7 @@ def test_pictures_that_nobody_brings_are_named_and_are_taken_when_they_come(monk
         with pytest.raises(PictureError) as raised:
             await kept.addresses([known("a"), entry("b"), known("c")])
         assert missed_pictures(str(raised.value)) == (known("a").key, known("c").key)
+        assert list(kept._pictures) == [known("b").key]
         assert len(await kept.addresses([entry("c"), known("b")])) == 2
 
     asyncio.run(play())
@@ -179,6 +180,8 @@ def test_a_request_of_another_kind_is_left_to_sglang_and_the_protocol_is_told_to
     assert picture_entries(["trueturn-picture:aa:00ff", "data:image/png;base64,AA"]) is None
     with pytest.raises(PictureError, match=PROTOCOL):
         picture_entries([HELLO])
+    with pytest.raises(PictureError, match="an entry must be trueturn-picture:KEY:HASH"):
+        picture_entries(["trueturn-picture:aa"])
 
 
 # Shared memory --------------------------------------------------------------------------------------------------------

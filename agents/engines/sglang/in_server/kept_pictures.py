@@ -127,14 +127,17 @@ def picture_entries(image_data: Sequence[object] | None) -> list[PictureEntry] |
     """Return the pictures of a request; None where they came in another way.
 
     Raises:
-        PictureError: the answer to a client that asks for the protocol.
+        PictureError: an entry is malformed; or it is the answer to a client that asks for the protocol.
     """
     entries = [entry for entry in image_data or () if isinstance(entry, str) and entry.startswith(MARK)]
     if not entries or len(entries) != len(image_data or ()):
         return None
     if HELLO in entries:
         raise PictureError(PROTOCOL if can_share() else "pictures cannot be kept: no shared memory")
-    return [PictureEntry(*entry.removeprefix(f"{MARK}:").split(":", 2)) for entry in entries]
+    parts = [entry.removeprefix(f"{MARK}:").split(":", 2) for entry in entries]
+    if any(len(part) < 2 for part in parts):
+        raise PictureError(f"an entry must be {MARK}:KEY:HASH or {MARK}:KEY:HASH:PNG")
+    return [PictureEntry(*part) for part in parts]
 
 
 @dataclass(eq=False)
@@ -177,7 +180,10 @@ class KeptPictures:
             await asyncio.wait(waiting, timeout=WAIT_S)
         while cutting := [picture.address for picture in asked if picture.is_here and not picture.address.done()]:
             await asyncio.wait(cutting)
-        missing = [entry.key for entry, picture in zip(entries, asked, strict=True) if not picture.is_here]
+        missing = {entry.key: picture for entry, picture in zip(entries, asked, strict=True) if not picture.is_here}
+        for key, picture in missing.items():  # nothing is kept of what nobody brings
+            if self._pictures.get(key) is picture:
+                del self._pictures[key]
         if missing:
             raise PictureError(f"{MARK} misses {' '.join(missing)}")
         return [picture.address.result() for picture in asked]
