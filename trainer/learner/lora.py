@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from agents.engines.sglang.adapters import Adapter
+from agents.engines.sglang.adapters import Adapter, kinds_of
 from agents.model.policy import PolicyModel
 from envs.errors import UserError, did_you_mean
 from trainer.config.learner import LearnerConfig
@@ -129,7 +129,7 @@ def packed_adapter(
         "task_type": "CAUSAL_LM",
         "r": rank,
         "lora_alpha": module.scaling[_ADAPTER] * rank,
-        "target_modules": sorted({layer.rsplit(".", 1)[1] for layer in layers}),
+        "target_modules": list(kinds_of(layers)),
         "bias": "none",
     }
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

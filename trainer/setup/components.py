@@ -21,7 +21,7 @@ from agents.engines.base import Engine, EngineSetup, TrainableEngine
 from agents.engines.hf import HFEngine
 from agents.engines.own import find_engine, make_engine
 from agents.engines.sglang import SGLangEngine
-from agents.engines.sglang.adapters import why_unsupported
+from agents.engines.sglang.adapters import kinds_of, why_unsupported
 from agents.model.architectures import ModelFacts, read_config
 from agents.model.policy import PolicyModel
 from agents.rendering.renderer import Renderer
@@ -217,7 +217,7 @@ def own_servers(
     if learner.lora_rank and config.sync in WITH_ADAPTERS:
         layers = adapted_layers(meta_model(read_config(model_path)), learner)
         if not why_unsupported(layers):
-            engine.adapt(learner.lora_rank, sorted({layer.rpartition(".")[2] for layer in layers}))
+            engine.adapt(learner.lora_rank, kinds_of(layers))
     cleanup.callback(engine.servers.end)
     return engine
 

@@ -39,6 +39,15 @@ class Adapter:
         return tuple(self.config["target_modules"])
 
 
+def kinds_of(layers: Sequence[str]) -> tuple[str, ...]:
+    """Return the last parts of layers' names, each once: what servers call the targets of an adapter.
+
+    >>> kinds_of(["model.layers.0.self_attn.v_proj", "model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj"])
+    ('up_proj', 'v_proj')
+    """
+    return tuple(sorted({layer.rpartition(".")[2] for layer in layers}))
+
+
 def why_unsupported(layers: Sequence[str]) -> str:
     """Return why SGLang cannot serve an adapter of these layers; "" if it can.
 

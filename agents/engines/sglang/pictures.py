@@ -1,7 +1,8 @@
 """How a picture goes to a server: once, then by its key.
 
 A server that we start has a picture processor of ours (`in_server`), which keeps what it has been sent. To any other
-server a picture goes along with every request, as SGLang has it. `picture_protocol` finds out which one a server is.
+server a picture goes along with every request, as SGLang has it. `SGLangClient.keeps_pictures` finds out which one a
+server is.
 
 An entry of `image_data` is `trueturn-picture:KEY:HASH`, with `:PNG` in base64 the first time. KEY is of the picture
 alone, HASH is what its encoding is kept under. A server that is asked for a picture it does not have answers

@@ -1,5 +1,5 @@
 """What runs inside the SGLang servers that we start: a picture processor that keeps the pictures it has been sent.
 
 SGLang imports this package where `SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE` names it, and takes the processor classes of
-its modules in place of its own. Only `processor` needs SGLang.
+its modules in place of its own. `processor` and `handover` need SGLang, the other modules do not.
 """
