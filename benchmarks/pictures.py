@@ -4,7 +4,7 @@
 server is asked in two ways: `before` is SGLang's own (a data URI with every request), `after` sends each picture once.
 `--model 2b` is the shape of Qwen3-VL-2B with fresh weights, `starter` the bundled model; both read pictures of up to
 1,024 tokens here. Samples come in groups of 8 that share their prompt. `--profile py-spy` also lists the server's
-busiest functions while it answers in the second way.
+busiest functions while it answers the last workload in the second way.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ from benchmarks.report import RESULTS, commit, markdown, write_result
 from trainer.setup.components import sampling_params
 
 GROUP_SIZE, PROMPT, NEW_TOKENS = 8, 40, 16
+PROFILE_S = 8
 #: Width and height of a picture by its number of tokens.
 SIZES = {20: (160, 128), 110: (352, 320), 1024: (1024, 1024)}
 #: Tokens of a picture, pictures a stream, requests at once.
-CELLS = ((20, 1, 64), (20, 1, 256), (20, 1, 1024), (110, 1, 256), (110, 4, 256), (1024, 1, 256), (1024, 4, 64))
+CELLS = ("20,1,64", "20,1,256", "20,1,1024", "110,1,256", "110,4,256", "1024,1,256", "1024,4,64")
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,9 @@ async def profiled(server: Server, play: Awaitable[None], py_spy: str) -> dict[s
     """Record the server's processes while `play` runs; return their busiest functions."""
     assert server.process
     with tempfile.NamedTemporaryFile("r") as file:
-        command = f"{py_spy} record --pid {server.process.pid} --subprocesses -f raw -d 8 -r 200 --nonblocking"
+        command = (
+            f"{py_spy} record --pid {server.process.pid} --subprocesses -f raw -d {PROFILE_S} -r 200 --nonblocking"
+        )
         recording = subprocess.Popen([*shlex.split(command), "-o", file.name], stdout=subprocess.DEVNULL)
         await play
         await asyncio.to_thread(recording.wait)
@@ -223,7 +226,8 @@ async def measure(options: argparse.Namespace, folder: Path, renderer: Renderer)
             figures["parity"] = await parity(before, after, workload, options.parity_tokens)
             print(figures["parity"], flush=True)
         rows = []
-        for cell in (Cell(*cell) for cell in CELLS if "rates" in options.parts):
+        cells = [Cell(*map(int, cell.split(","))) for cell in options.cells]
+        for cell in cells if "rates" in options.parts else ():
             await rate(after, workload, replace(cell, concurrency=8), False)
             rates = {
                 "text": await rate(after, workload, cell, False),
@@ -244,11 +248,11 @@ async def measure(options: argparse.Namespace, folder: Path, renderer: Renderer)
         columns = ["picture tokens", "pictures", "at once", "text", "before", "after", "after / text"]
         print(markdown(columns, rows))
         if options.profile:
-            cell = Cell(20, 1, 256)
 
             async def play() -> None:
-                for _ in range(6):
-                    await rate(after, workload, cell, True)
+                started = time.perf_counter()
+                while time.perf_counter() - started < PROFILE_S:
+                    await rate(after, workload, cells[-1], True)
 
             figures["profile"] = await profiled(after, play(), options.profile)
             for process, rows in figures["profile"].items():
@@ -263,6 +267,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=("starter", "2b"), default="starter")
     parser.add_argument("--parts", nargs="+", default=["parity", "rates"])
+    parser.add_argument("--cells", nargs="+", default=CELLS, help="tokens of a picture, pictures a stream, at once")
     parser.add_argument("--parity-tokens", type=int, default=10_000)
     parser.add_argument("--mem-fraction", type=float, default=0.3)
     parser.add_argument("--engine-args", default="")

@@ -19,10 +19,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image, ImageFilter
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from agents.engines.sglang import SGLangEngine, SGLangSettings
 from agents.engines.sglang.in_server import kept_pictures
+from agents.engines.sglang.in_server.cutting import Cut, PatchCutter
 from agents.engines.sglang.in_server.kept_pictures import (
+    Grid,
     KeptPictures,
     PatchesAddress,
     PictureEntry,
@@ -182,6 +186,58 @@ def test_a_request_of_another_kind_is_left_to_sglang_and_the_protocol_is_told_to
         picture_entries([HELLO])
     with pytest.raises(PictureError, match="an entry must be trueturn-picture:KEY:HASH"):
         picture_entries(["trueturn-picture:aa"])
+
+
+# Cutting --------------------------------------------------------------------------------------------------------------
+
+
+def processor_cut(dtype: torch.dtype, **settings: Any) -> Cut:
+    """Return the cut of Transformers' own processor."""
+    processor = Qwen2VLImageProcessorPil(size={"shortest_edge": 128 * 128, "longest_edge": 512 * 512}, **settings)
+
+    def cut(picture: Image.Image) -> tuple[torch.Tensor, Grid]:
+        made = processor(images=[picture], return_tensors="pt")
+        (grid,) = made["image_grid_thw"].tolist()
+        return made["pixel_values"].to(dtype), tuple(grid)
+
+    return cut
+
+
+CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "settings",
+    [{"patch_size": 14, "merge_size": 2} | CLIP, {"patch_size": 16, "merge_size": 2, "image_mean": [0.5] * 3}],
+    ids=["qwen2.5", "qwen3"],
+)
+def test_patches_are_the_processors_to_the_bit(dtype: torch.dtype, settings: dict[str, Any]) -> None:
+    reference = processor_cut(dtype, **settings)
+    cutter = PatchCutter.learn(reference, settings["patch_size"], settings["merge_size"], 2)
+    assert cutter
+    random, unit = np.random.default_rng(0), settings["patch_size"] * settings["merge_size"]
+    for rows, columns in ((5, 7), (8, 8), (13, 5)):
+        pixels = random.integers(0, 256, (rows * unit, columns * unit, 3), dtype=np.uint8)
+        patches, grid = cutter.cut(Image.fromarray(pixels))
+        wanted, wanted_grid = reference(Image.fromarray(pixels))
+        assert grid == wanted_grid and patches.dtype == wanted.dtype and torch.equal(patches, wanted)
+
+
+def test_a_processor_that_mixes_pixels_or_orders_patches_otherwise_is_not_imitated() -> None:
+    plain = processor_cut(torch.float32, patch_size=16, merge_size=2)
+
+    def blurred(picture: Image.Image) -> tuple[torch.Tensor, Grid]:
+        return plain(picture.filter(ImageFilter.BLUR))
+
+    def reordered(picture: Image.Image) -> tuple[torch.Tensor, Grid]:
+        patches, grid = plain(picture)
+        return patches.flip(0), grid
+
+    assert PatchCutter.learn(plain, 16, 2, 2)
+    assert PatchCutter.learn(blurred, 16, 2, 2) is None
+    assert PatchCutter.learn(reordered, 16, 2, 2) is None
+    assert PatchCutter.learn(plain, 16, 2, 1) is None  # one frame where the processor has two
 
 
 # Shared memory --------------------------------------------------------------------------------------------------------

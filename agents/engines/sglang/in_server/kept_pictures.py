@@ -27,6 +27,8 @@ from agents.engines.sglang.pictures import HELLO, MARK, PROTOCOL, picture_key
 
 #: Bytes of patches to keep, unless more are in use: those of the last `IN_USE_S` seconds are.
 MAX_BYTES, IN_USE_S = 2 * 2**30, 60.0
+#: Pictures that are cut at once.
+MAX_THREADS = 8
 #: How long to wait for a picture that another request brings.
 WAIT_S = 5.0
 #: Bytes before the patches, which hold the key.
@@ -65,7 +67,7 @@ def keep_patches(key: str, patches_PD: torch.Tensor, grid_thw: Grid) -> PatchesA
     os.ftruncate(fd, address.num_bytes)
     with mmap.mmap(fd, address.num_bytes) as memory:
         memory[: len(key)] = key.encode()
-        memory[HEADER:] = patches_PD.view(torch.uint8).numpy().tobytes()
+        memory[HEADER:] = memoryview(patches_PD.view(torch.uint8).numpy()).cast("B")
     return address
 
 
@@ -152,7 +154,7 @@ class _Picture:
 class KeptPictures:
     """The pictures of one server.
 
-    `cut(png)` returns patches and grid of a picture. It runs in a thread, for one picture at a time.
+    `cut(png)` returns patches and grid of a picture. It runs in threads, for several pictures at a time.
 
     Example::
 
@@ -166,7 +168,7 @@ class KeptPictures:
         self._cut, self._max_bytes = cut, max_bytes
         self._pictures: OrderedDict[str, _Picture] = OrderedDict()  # the one used last at the end
         self._num_bytes = 0
-        self._thread = ThreadPoolExecutor(1, "pictures")  # Transformers' processors are not safe in two threads
+        self._threads = ThreadPoolExecutor(MAX_THREADS, "pictures")
 
     async def addresses(self, entries: Sequence[PictureEntry]) -> list[PatchesAddress]:
         """Return where the pictures are, in order. Waits a moment for those that other requests bring.
@@ -196,7 +198,7 @@ class KeptPictures:
         picture.used_at = time.monotonic()
         if png and not picture.is_here:
             picture.is_here = True
-            cutting = loop.run_in_executor(self._thread, self._keep, key, png)
+            cutting = loop.run_in_executor(self._threads, self._keep, key, png)
             cutting.add_done_callback(lambda done: self._finish(key, picture, done))
         return picture
 

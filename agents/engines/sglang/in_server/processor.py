@@ -3,7 +3,9 @@
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
+import functools
 import io
+import threading
 from typing import Any
 
 import sglang
@@ -11,9 +13,11 @@ import torch
 from PIL import Image
 from sglang.srt.multimodal.processors.qwen_vl import QwenVLImageProcessor
 
+from agents.engines.sglang.in_server.cutting import PatchCutter
 from agents.engines.sglang.in_server.handover import PreparedPrompt
 from agents.engines.sglang.in_server.kept_pictures import Grid, KeptPictures, PictureError, picture_entries
 from agents.engines.sglang.in_server.prompts import expand
+from agents.rendering.images import stable_size
 
 #: The releases whose scheduler is known to take what we hand over. With another one SGLang ignores this module.
 PROVEN = ("0.5.15",)
@@ -34,11 +38,29 @@ class PictureProcessor(QwenVLImageProcessor):
         super().__init__(hf_config, server_args, _processor, *args, **kwargs)
         self._pictures = KeptPictures(self._cut)
         self._type = NARROW_TYPES.get(str(server_args.dtype), torch.float32)
+        self._sglang = threading.Lock()  # Transformers' processors are not safe in two threads
+        self._image_processor = _processor.image_processor
+
+    @functools.cached_property
+    def _cutter(self) -> PatchCutter | None:
+        """The fast way to cut; None where SGLang was told to size pictures in its own way (`--mm-process-config`)."""
+        if self.image_config:
+            return None
+        sizes = ("patch_size", "merge_size", "temporal_patch_size")
+        return PatchCutter.learn(self._cut_by_sglang, *(getattr(self._image_processor, name) for name in sizes))
 
     def _cut(self, png: bytes) -> tuple[torch.Tensor, Grid]:
-        """Return the patches that SGLang's own way gives."""
-        with Image.open(io.BytesIO(png)) as picture:
-            cut = self.process_mm_data(self.mm_tokens.image_token, images=[picture.convert("RGB")])
+        """Return the patches of a picture, those that SGLang's own way gives."""
+        with Image.open(io.BytesIO(png)) as file:
+            picture = file.convert("RGB")
+        size = (picture.height, picture.width)
+        if self._cutter and stable_size(self._image_processor, *size) == size:
+            return self._cutter.cut(picture)
+        return self._cut_by_sglang(picture)
+
+    def _cut_by_sglang(self, picture: Image.Image) -> tuple[torch.Tensor, Grid]:
+        with self._sglang:
+            cut = self.process_mm_data(self.mm_tokens.image_token, images=[picture])
         (grid,) = cut["image_grid_thw"].tolist()
         return cut["pixel_values"].to(self._type), tuple(grid)
 
