@@ -11,15 +11,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import copy
 import json
 import re
 import shlex
 import shutil
+import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,7 @@ from agents.engines.sglang.servers import Server, ServerPool
 from agents.engines.sglang.settings import SGLangSettings
 from agents.model import STARTER_PATH
 from agents.model.policy import PolicyModel
+from agents.model.stream_logprobs import stream_logprobs
 from agents.rendering.renderer import Renderer
 from agents.types import GenerateRequest, ProcessedImage, SamplingParams
 from benchmarks.learner_workload import shape_config
@@ -57,7 +61,8 @@ class Cell:
 
     @property
     def num_requests(self) -> int:
-        return max(256, min(2 * self.concurrency, 1024)) if self.picture_tokens < 1000 else 2 * self.concurrency
+        most = 2 * self.concurrency
+        return most if self.picture_tokens >= 1000 else max(min(256, 4 * self.concurrency), min(most, 1024))
 
 
 def make_checkpoint(name: str, folder: Path, device: str) -> Renderer:
@@ -141,9 +146,11 @@ async def rate(server: Server, workload: Workload, cell: Cell, with_pictures: bo
     return cell.num_requests / (time.perf_counter() - started)
 
 
-async def parity(before: Server, after: Server, workload: Workload, num_tokens: int) -> dict[str, float]:
-    """Compare the log-probs of streams with pictures by both ways, and by one way twice."""
-    differences: dict[str, list[np.ndarray]] = {"before": [], "itself again": []}
+async def parity(
+    before: Server, after: Server, workload: Workload, num_tokens: int, network: PolicyModel
+) -> dict[str, float]:
+    """Compare the log-probs of streams with pictures by both ways, by one way twice, and with those of the network."""
+    differences: dict[str, list[np.ndarray]] = {"before": [], "itself again": [], "network": []}
     number = 0
     while sum(map(len, differences["before"])) < num_tokens:
         ids, images = workload.stream(*((20, 1), (110, 4), (110, 1), (1024, 1))[number % 4])
@@ -156,6 +163,9 @@ async def parity(before: Server, after: Server, workload: Workload, num_tokens: 
         kept = await scores(after, f"kept-{number}")
         differences["before"].append(kept - await scores(before, f"uri-{number}"))
         differences["itself again"].append(kept - await scores(after, f"again-{number}"))
+        device = next(network.parameters()).device
+        is_text = np.asarray(ids[1:]) != workload.renderer.image_token_id
+        differences["network"].append((kept - stream_logprobs(network, ids, images, device, torch.bfloat16))[is_text])
     joined = {name: np.abs(np.concatenate(parts)) for name, parts in differences.items()}
     return {
         f"{name} {how}": float(f(d)) for name, d in joined.items() for how, f in (("max", np.max), ("mean", np.mean))
@@ -203,8 +213,25 @@ async def profiled(server: Server, play: Awaitable[None], py_spy: str) -> dict[s
         return busiest(Path(file.name).read_text())
 
 
-async def measure(options: argparse.Namespace, folder: Path, renderer: Renderer) -> dict[str, Any]:
-    """Run all parts on one server."""
+async def rates(
+    after: Server, before: Server, workload: Workload, cell: Cell, options: argparse.Namespace
+) -> dict[str, float]:
+    """Return the median rate of each way."""
+    ways = {"text": (after, False), "before": (before, True), "after": (after, True)}
+    found = {}
+    for way in options.ways:
+        server, with_pictures = ways[way]
+        await rate(server, workload, replace(cell, concurrency=8), with_pictures)  # compiles kernels
+        found[way] = statistics.median(
+            [await rate(server, workload, cell, with_pictures) for _ in range(options.repeats)]
+        )
+    return found
+
+
+async def measure(
+    options: argparse.Namespace, folder: Path, renderer: Renderer, write: Callable[[dict[str, Any]], None]
+) -> None:
+    """Run all parts on one server; call `write` with the figures so far after each."""
     workload = Workload(renderer, sampling_params(renderer, 1.0))
     settings = SGLangSettings(
         model_path=str(folder), mem_fraction=options.mem_fraction, log_folder=options.out / "servers",
@@ -220,32 +247,25 @@ async def measure(options: argparse.Namespace, folder: Path, renderer: Renderer)
     print(f"server up in {time.perf_counter() - started:.0f} s; keeps pictures: {keep}", flush=True)
     try:
         (after,) = pool.all
-        before = replace(after, sent_pictures=None)
-        figures: dict[str, Any] = {}
+        before = copy.copy(after)
+        before.sent_pictures = None
+        figures: dict[str, Any] = {"gpu": torch.cuda.get_device_name()}
         if "parity" in options.parts:
-            figures["parity"] = await parity(before, after, workload, options.parity_tokens)
+            network = PolicyModel.load(folder, torch.bfloat16).to(options.device)
+            figures["parity"] = await parity(before, after, workload, options.parity_tokens, network)
+            del network
             print(figures["parity"], flush=True)
+            write(figures)
         rows = []
-        cells = [Cell(*map(int, cell.split(","))) for cell in options.cells]
-        for cell in cells if "rates" in options.parts else ():
-            await rate(after, workload, replace(cell, concurrency=8), False)
-            rates = {
-                "text": await rate(after, workload, cell, False),
-                "before": await rate(before, workload, cell, True),
-                "after": await rate(after, workload, cell, True),
-            }
-            rows.append(
-                [
-                    cell.picture_tokens,
-                    cell.pictures,
-                    cell.concurrency,
-                    *(f"{r:.0f}" for r in rates.values()),
-                    f"{rates['after'] / rates['text']:.2f}",
-                ]
-            )
+        cells = [Cell(*map(int, cell.split(","))) for cell in options.cells if "rates" in options.parts]
+        for cell in cells:
+            found = await rates(after, before, workload, cell, options)
+            share = f"{found['after'] / found['text']:.2f}"
+            rows.append([*vars(cell).values(), *(f"{r:.0f}" for r in found.values()), share])
             print(rows[-1], flush=True)
-            figures.setdefault("rates", []).append({**vars(cell), **rates})
-        columns = ["picture tokens", "pictures", "at once", "text", "before", "after", "after / text"]
+            figures.setdefault("rates", []).append({**vars(cell), **found})
+            write(figures)
+        columns = ["picture tokens", "pictures", "at once", *options.ways, "after / text"]
         print(markdown(columns, rows))
         if options.profile:
 
@@ -255,9 +275,9 @@ async def measure(options: argparse.Namespace, folder: Path, renderer: Renderer)
                     await rate(after, workload, cells[-1], True)
 
             figures["profile"] = await profiled(after, play(), options.profile)
-            for process, rows in figures["profile"].items():
-                print(markdown([f"{process}: function", "share", "own"], rows))
-        return figures
+            write(figures)
+            for process, busy in figures["profile"].items():
+                print(markdown([f"{process}: function", "share", "own"], busy))
     finally:
         await pool.close()
 
@@ -267,6 +287,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=("starter", "2b"), default="starter")
     parser.add_argument("--parts", nargs="+", default=["parity", "rates"])
+    parser.add_argument("--repeats", type=int, default=3, help="times that a rate is measured; the median counts")
+    parser.add_argument("--ways", nargs="+", default=["text", "before", "after"])
     parser.add_argument("--cells", nargs="+", default=CELLS, help="tokens of a picture, pictures a stream, at once")
     parser.add_argument("--parity-tokens", type=int, default=10_000)
     parser.add_argument("--mem-fraction", type=float, default=0.3)
@@ -275,15 +297,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(argv)
-    at = commit()
+    at, command = commit(), f"python -m benchmarks.pictures {shlex.join(argv or sys.argv[1:])}"
+
+    def write(figures: dict[str, Any]) -> None:
+        write_result(options.out / f"pictures_{options.model}.json", command, figures, at, ("torch", "transformers"))
+
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"
         renderer = make_checkpoint(options.model, folder, options.device)
-        figures = asyncio.run(measure(options, folder, renderer))
-    if torch.cuda.is_available():
-        figures["gpu"] = torch.cuda.get_device_name()
-    command = f"python -m benchmarks.pictures --model {options.model}"
-    write_result(options.out / f"pictures_{options.model}.json", command, figures, at, ("torch", "transformers"))
+        asyncio.run(measure(options, folder, renderer, write))
 
 
 if __name__ == "__main__":
