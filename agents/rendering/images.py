@@ -133,6 +133,11 @@ class ImageStore:
         height, width = stable_size(self._processor, image.height, image.width)
         return 1, height // self._processor.patch_size, width // self._processor.patch_size
 
+    def num_tokens(self, image: Image.Image) -> int:
+        """Return the tokens of a picture without processing it; raises as `grid`."""
+        time_, rows, columns = self.grid(image)
+        return time_ * rows * columns // self.merge_size**2
+
     def _digest(self, picture: Image.Image) -> str:
         """Return the hash of the picture as RGB, and remember it while the object lives unchanged."""
         if 0 in picture.size:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 from agents.rendering.encoding import Encoder
 from agents.rendering.images import ImageStore
 from agents.rendering.suffixes import Shape, Suffix, build_suffix, exact_ids
@@ -174,6 +176,11 @@ class Renderer:
             self._prompts.move_to_end(key)
         return Rendered(ids, images)
 
+    def prompt_length(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> int:
+        """Return the number of tokens of `prompt`, which raises the same; no picture is processed for it."""
+        ids = self.encoder.encode(self.text(messages, tools, len(messages)))
+        return len(ids) + sum(store.num_tokens(picture) - 1 for store, picture in self._pictures(messages))
+
     def suffix(self, messages: Sequence[Message], last_id: int) -> Rendered:
         """Return the tokens between a model turn that ends with `last_id` and the next turn.
 
@@ -265,13 +272,15 @@ class Renderer:
         return {**others, "role": role, "content": content}
 
     def _process(self, messages: Sequence[Message]) -> tuple[ProcessedImage, ...]:
+        return tuple(store.process(picture) for store, picture in self._pictures(messages))
+
+    def _pictures(self, messages: Sequence[Message]) -> list[tuple[ImageStore, Image.Image]]:
+        """Return the pictures of messages, each with the store that reads it."""
         pictures = list(message_images(messages))
-        if not pictures:
-            return ()
-        if self.images is None or self.image_token_id is None:
+        if pictures and (self.images is None or self.image_token_id is None):
             fix = "this model reads no images: take a vision-language model"
             raise self._error("must read images for a task with pictures", fix)
-        return tuple(self.images.process(picture) for picture in pictures)
+        return [(self.images, picture) for picture in pictures if self.images]
 
     def expand(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> Sequence[int]:
         """Repeat each image's placeholder once per token of the image."""

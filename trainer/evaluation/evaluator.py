@@ -124,7 +124,7 @@ def prepare(config: EvaluateConfig) -> EvaluationContext:
 
     def length(sample: Sample) -> int:
         keys.update(sample.metadata)
-        return len(renderer.prompt(sample.prompt, shown).ids)
+        return renderer.prompt_length(sample.prompt, shown)
 
     samples, num_overlong = filter_overlong(samples, length, data.max_prompt_tokens)
     check_tags(config.measurement, keys)

@@ -254,7 +254,7 @@ def prepare(config: RunConfig, start: Start | None = None, with_engine: bool = T
             tools = probe_tools(spec, build_env, detect_format(renderer.chat_template), train, check)
             check_held_out(config, evaluation)
             train, num_overlong = filter_overlong(
-                train, lambda sample: len(renderer.prompt(sample.prompt, tools).ids), config.data.max_prompt_tokens
+                train, lambda sample: renderer.prompt_length(sample.prompt, tools), config.data.max_prompt_tokens
             )
         with start.clock.stage("the learner"):
             sampling = sampling_params(renderer, config.rollout.temperature)

@@ -130,6 +130,21 @@ def test_images_in_prompt_and_answers_equal_the_rendering_of_the_whole_conversat
     assert stream(any_renderer, prompt, turns) == whole(any_renderer, conversation(prompt, turns))
 
 
+@pytest.mark.parametrize("tools", [(), TOOLS], ids=["plain", "tools"])
+def test_the_length_of_a_prompt_is_known_without_processing_its_pictures(renderer: Renderer, tools: Any) -> None:
+    store = ImageStore(build_image_processor(), merge_size=2)
+    fresh = Renderer(renderer.tokenizer, store)
+    for sizes in ((), ((64, 32),), ((5, 900), (1200, 800), (32, 32))):
+        prompt = [{"role": "system", "content": "Solve."}, pictured("user", "See", *(picture(*size) for size in sizes))]
+        length = fresh.prompt_length(prompt, tools)
+        assert store.stats().misses == 0
+        assert length == len(renderer.prompt(prompt, tools).ids)
+    wide = [pictured("user", picture(4000, 8))]
+    for count in (fresh.prompt_length, fresh.prompt):
+        with pytest.raises(ValueError, match="smaller than 200"):
+            count(wide)
+
+
 #: No control token, which hypothesis finds in our own code: the stream breaks those, and the plain template does not.
 TEXTS = st.text(st.sampled_from("aé3 .<>|\n\\{}/") | st.characters(codec="utf-8"), max_size=30).filter(
     lambda text: "|>" not in text
