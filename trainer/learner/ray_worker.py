@@ -25,6 +25,9 @@ from trainer.learner.protocol import CheckpointFailed
 from trainer.learner.rank_split import Share
 from trainer.types import StepStats, TrainingSample
 
+#: The thread of a rank that says how far it is while another one works.
+PULSE = "pulse"
+
 
 @dataclass(frozen=True)
 class Place:
@@ -49,6 +52,11 @@ class LearnerWorker:
         self._rank = 0
         self._learner: FSDPLearner | None = None
         self._loan = contextlib.ExitStack()
+
+    @ray.method(concurrency_group=PULSE)
+    def pulse(self) -> int:
+        """Return how many micro-batches this rank has begun, also while it works on one."""
+        return self._learner.num_batches_begun if self._learner else 0
 
     def place(self) -> Place:
         """Return where this rank runs."""
