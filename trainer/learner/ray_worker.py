@@ -85,6 +85,7 @@ class LearnerWorker:
         # Ray shows a rank only its own GPU.
         device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_on_node))
+        torch.manual_seed(config.seed + rank)  # its own seed differs from process to process
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"  # offloaded tensors are reduced on the CPU
         dist.init_process_group(
             backend,
