@@ -80,6 +80,8 @@ class LearnerGroup:
         except BaseException:
             self.close()
             raise
+        #: Whether servers of this host may open the weights of rank 0.
+        self._lends = self._on_gpu and self.is_here
 
     def _begin(self) -> None:
         config, model_path, sampling = self._begun_with
@@ -89,7 +91,6 @@ class LearnerGroup:
     def restart(self) -> None:
         """End all ranks and start them again, where there is room now, with the weights of the model."""
         with self.lock:
-            was_here = self.is_here
             self._end_ranks()
             self.workers, self.places, self.steps_done, self._is_joined, self._lost = [], [], 0, False, None
             try:
@@ -97,7 +98,7 @@ class LearnerGroup:
             except (UserError, LearnerLost, RayError) as error:
                 self._lost = LearnerLost(f"the learner could not be started again: {error}")
             else:
-                if self._on_gpu and was_here and not self.is_here:
+                if self._lends and not self.is_here:
                     self._lost = LearnerLost("no GPU of this host is free any more for learner rank 0")
             if self._lost is not None:
                 self._end_ranks()
