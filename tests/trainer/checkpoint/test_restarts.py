@@ -24,12 +24,13 @@ from trainer.checkpoint.checkpointer import Checkpoint
 from trainer.checkpoint.restarts import RunLost, run_restarting, why_give_up
 from trainer.checkpoint.session import RunFailed
 from trainer.learner.fsdp_learner import FSDPLearner
+from trainer.rollouts.live import LiveRollouts
 from trainer.run import run
 from trueturn.runs import Run
 
 ray = pytest.importorskip("ray")
 cluster_utils = pytest.importorskip("ray.cluster_utils")
-from tests.trainer.checkpoint.learner_drill import fault_at, signal_rank  # noqa: E402
+from tests.trainer.checkpoint.learner_drill import fault_at, ranks_of, signal_rank  # noqa: E402
 from trainer.learner.ray_group import LearnerGroup  # noqa: E402
 
 STEPS = 4
@@ -144,8 +145,8 @@ def test_a_lost_node_is_replaced_by_another_or_named_where_there_is_none(
     nodes = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     others = {node.node_id: node for node in (nodes.add_node(num_cpus=1), nodes.add_node(num_cpus=1))}
 
-    def remove_node(group: LearnerGroup) -> None:
-        nodes.remove_node(others[group.places[1].node], allow_graceful=False)
+    def remove_node(rollouts: LiveRollouts) -> None:
+        nodes.remove_node(others[ranks_of(rollouts).places[1].node], allow_graceful=False)
 
     def train(name: str) -> Run:
         return tt.train(
