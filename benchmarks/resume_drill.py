@@ -1,7 +1,7 @@
 """A run killed over and over against one that is not: `python -m benchmarks.resume_drill --kills 20 --steps 30`.
 
-With `--faults`, runs that lose one part each, on two Ray nodes of this machine or with what further flags say
-(`--num-gpus 2 --num-servers 2`): a table of the seconds until the step is done after all, and of episodes lost or twice.
+With `--faults`, runs that lose one part each, on two Ray nodes of this machine or on what further flags say
+(`--num-gpus 2 --num-servers 2`): a table of the seconds until that step is done, and of episodes lost or twice.
 
 Kills come with SIGKILL at random moments: while the model is loaded, episodes are played, weights change, or a
 checkpoint is written. The run goes on with `--resume` each time. At the end, metrics, recorded episodes, weights and
