@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -21,6 +21,7 @@ from trainer.metrics.console import Display, open_console
 
 if TYPE_CHECKING:
     from trainer.rollouts.protocol import Rollouts
+    from trainer.rollouts.session import TrainingSession
     from trainer.setup.run_context import RunContext
     from trainer.setup.start import Start
 
@@ -36,7 +37,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         return 130 if train(config, open_console(), process_age_s()).is_interrupted else 0
     except RunFailed as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 130 if error.is_interrupted else 1
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,6 @@ def run_prepared(context: RunContext, rollouts: Rollouts, console: Console) -> F
     from trainer.checkpoint.run_dir import BEST
     from trainer.checkpoint.session import run_to_end
     from trainer.evaluation.tables import print_training_summary
-    from trainer.loop import run_training
 
     config = context.config
     *notes, last = context.notes()
@@ -119,7 +119,7 @@ def run_prepared(context: RunContext, rollouts: Rollouts, console: Console) -> F
         console.print(note, soft_wrap=True, markup=False)
     with Display(console) as display:
         again = f"python -m trainer.run --resume {path_text(context.folder)}" if config.trains else ""
-        session, summary = run_to_end(run_training(context, rollouts, display), again)
+        session, summary = run_to_end(restarting(context, rollouts, display), again)
     print_training_summary(console, session.before, session.after, session.ends, context.spec.reward_max_val)
     if best := session.best:
         where = f"after step {best.step}, in {path_text(context.folder / BEST)}"
@@ -139,6 +139,20 @@ def run_prepared(context: RunContext, rollouts: Rollouts, console: Console) -> F
         console.print(note, soft_wrap=True, markup=False)
     console.print(f"everything is in {path_text(context.folder)}", soft_wrap=True)
     return FinishedRun(context.folder, summary["interrupted"])
+
+
+async def restarting(
+    context: RunContext, rollouts: Rollouts, display: Display
+) -> tuple[TrainingSession, dict[str, Any]]:
+    """Run the loop to its end, over losses of the learner; engine and servers last from one start to the next."""
+    from trainer.checkpoint.restarts import run_restarting
+    from trainer.loop import run_training
+
+    restarts = context.config.checkpoint.max_restarts
+    try:
+        return await run_restarting(context, lambda now: run_training(now, rollouts, display), restarts)
+    finally:
+        await rollouts.close()
 
 
 if __name__ == "__main__":

@@ -83,7 +83,11 @@ class Checkpoints:
         self.newest_step = max((checkpoint.step for checkpoint in found_steps(folder)), default=None)
 
     def mark_dirty(self) -> None:
-        """Note that the weights begin to change: until `on_step_end` no checkpoint can be written."""
+        """Note that the weights begin to change: until `on_step_end` no checkpoint can be written.
+
+        One that is on disk by now becomes whole, so that a learner that is lost in this step does not take it along.
+        """
+        self.finish(wait=False)
         self._stands = None
 
     def mark_whole(self, step: int, files: Files) -> None:

@@ -21,6 +21,7 @@ from agents.recording.run_files import CONFIG, METRICS, SUMMARY
 from trainer.callbacks import Callbacks, RunStart
 from trainer.checkpoint.cancel import cancel_on_request
 from trainer.checkpoint.checkpointer import Checkpoints
+from trainer.checkpoint.restarts import RunLost
 from trainer.checkpoint.run_dir import CHECKPOINTS
 from trainer.config.run import CheckpointConfig, RunDirConfig
 from trainer.learner.protocol import Learner, LearnerLost
@@ -102,9 +103,23 @@ class RunSession(ABC, Generic[S]):
         return {**self.state.files(), CONFIG: (self.folder / CONFIG).read_bytes()}
 
     async def run(self, body: Callable[[], Awaitable[None]]) -> dict[str, Any]:
-        """Await `body`; on Ctrl-C or SIGTERM keep everything so far. Returns the summary, which is also on disk."""
-        is_lost = False
+        """Await `body`; on Ctrl-C or SIGTERM keep everything so far. Returns the summary, which is also on disk.
+
+        Raises:
+            RunLost: the learner was lost, in `body` or with the last files; all else is on disk.
+        """
         cancel_on_request()
+        try:
+            summary = await self._run(body)
+        except LearnerLost as error:
+            raise RunLost(str(error), self.step, error.fault, self.is_interrupted) from error
+        finally:
+            await self.close()
+        self.callbacks.on_end(summary)
+        return summary
+
+    async def _run(self, body: Callable[[], Awaitable[None]]) -> dict[str, Any]:
+        is_lost = False
         try:
             self.callbacks.on_begin(RunStart(self.folder, self._settings, self.state.step, self.num_steps))
             await body()
@@ -115,11 +130,7 @@ class RunSession(ABC, Generic[S]):
             is_lost = True
             raise
         finally:
-            try:
-                summary = self._finish(has_weights=not is_lost)
-            finally:
-                await self.close()
-        self.callbacks.on_end(summary)
+            summary = self._finish(has_weights=not is_lost)
         return summary
 
     def steps(self) -> Iterator[int]:
@@ -187,7 +198,7 @@ class RunSession(ABC, Generic[S]):
         """Write the weights as a Hugging Face folder."""
 
     async def close(self) -> None:
-        """Free what the run holds."""
+        """Free what the session holds; learner and rollouts serve the next one."""
 
     def _finish(self, has_weights: bool) -> dict[str, Any]:
         """Write summary and curve, close all files, write the weights: last, for nothing else is lost if that fails."""
@@ -213,7 +224,11 @@ class RunSession(ABC, Generic[S]):
 
 
 class RunFailed(RuntimeError):
-    """The learner or the disk failed; the message says how to resume the run."""
+    """The learner or the disk failed; the message says how to resume the run. `is_interrupted` if by the user."""
+
+    def __init__(self, message: str, is_interrupted: bool = False) -> None:
+        super().__init__(message)
+        self.is_interrupted = is_interrupted
 
 
 def run_to_end(training: Coroutine[Any, Any, T], resume: str) -> T:
@@ -223,4 +238,5 @@ def run_to_end(training: Coroutine[Any, Any, T], resume: str) -> T:
     except (LearnerLost, OSError) as error:
         if isinstance(error, OSError) and error.errno not in _DISK_FAULTS:
             raise
-        raise RunFailed(f"{error}{f'; resume with: {resume}' if resume else ''}") from error
+        is_interrupted = isinstance(error, RunLost) and error.is_interrupted
+        raise RunFailed(f"{error}{f'; resume with: {resume}' if resume else ''}", is_interrupted) from error

@@ -77,6 +77,12 @@ class CheckpointConfig(Section):
     resume: Path | None = Field(
         default=None, description="run folder to resume from its newest complete checkpoint, with its settings"
     )
+    max_restarts: int = Field(
+        default=3,
+        ge=0,
+        description="how often in a row to start lost learner processes again, from the newest complete checkpoint, "
+        "before the run gets further than it was; 0: end the run at the first loss",
+    )
 
 
 class RunDirConfig(Section):

@@ -95,6 +95,8 @@ class FSDPLearner:
         )
         self._state = OffloadedState(self.optimizer) if config.offload == "optimizer" else None
         self.steps_done = 0
+        #: In all steps so far: shows others that a long step goes on.
+        self.num_batches_begun = 0
         self._writer = StateWriter()
         #: Held while the network is used: a server may ask for the weights in one thread while another trains.
         self.lock = threading.RLock()
@@ -239,6 +241,7 @@ class FSDPLearner:
             for number in range(len(bins)):
                 ready = coming.pop().result()
                 coming = [pool.submit(batch, chosen) for chosen in bins[number + 1 : number + 2]]
+                self.num_batches_begun += 1
                 yield ready
 
     def _loss(
@@ -369,6 +372,12 @@ class FSDPLearner:
         with self.lock:
             reshard(self.model)
             return packed_adapter(self.model, self.dtype, _whole)
+
+    def restart(self) -> None:
+        """Do nothing: it can be lost only with this process."""
+
+    def close(self) -> None:
+        """Do nothing: it ends with this process."""
 
 
 def build_learner(config: LearnerPlan, path: Path | str, sampling: SamplingParams, device: torch.device) -> FSDPLearner:

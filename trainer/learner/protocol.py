@@ -18,7 +18,14 @@ from trainer.types import StepStats, TrainingSample
 
 
 class LearnerLost(RuntimeError):
-    """A learner process died or failed; all weights trained since the last checkpoint are lost."""
+    """A learner process died, failed or gave no answer; all weights trained since the last checkpoint are lost.
+
+    `fault` is what the process raised, the same text each time that it raises it; empty if it died or hung.
+    """
+
+    def __init__(self, message: str, fault: str = "") -> None:
+        super().__init__(message)
+        self.fault = fault
 
 
 class CheckpointFailed(RuntimeError):
@@ -97,4 +104,16 @@ class Learner(Protocol):
         Raises:
             UserError: the folder holds another network.
         """
+        ...
+
+    def restart(self) -> None:
+        """Start the processes of a lost learner again, with the weights of the model that it began with.
+
+        Raises:
+            LearnerLost: they cannot start; the message says what is missing.
+        """
+        ...
+
+    def close(self) -> None:
+        """End the processes of the learner. Another thread that waits for one gets `LearnerLost`."""
         ...

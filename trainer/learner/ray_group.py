@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import threading
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -29,7 +30,7 @@ from trainer.config.learner import ClusterConfig, LearnerPlan
 from trainer.learner.cuda_ipc import Loan
 from trainer.learner.protocol import CheckpointFailed, LearnerLost
 from trainer.learner.rank_split import light_images, shares
-from trainer.learner.ray_worker import LearnerWorker, Place
+from trainer.learner.ray_worker import PULSE, LearnerWorker, Place
 from trainer.types import StepStats, TrainingSample
 
 #: How long to wait for free GPUs or CPUs in the cluster.
@@ -38,6 +39,10 @@ PLACE_S = 60.0
 ANSWER_S = 10.0
 #: How long to wait, after a rank has failed, for another rank whose death caused that failure.
 REASON_S = 3.0
+#: How often to ask ranks that work whether they go on, and for how long to wait for what they say.
+PULSE_S = 5.0
+#: Ranks that wait for a silent one give up after `--learner-timeout-s`, and name it better than this process can.
+SLACK_S = 15.0
 
 
 class LearnerGroup:
@@ -56,8 +61,9 @@ class LearnerGroup:
         Raises:
             UserError: the cluster cannot be reached or has too few GPUs or CPUs, or a rank cannot start; says why.
         """
-        cluster, on_gpu = config.cluster, config.cluster.num_gpus > 0
-        self.device = torch.device("cuda" if on_gpu else "cpu")
+        cluster, self._on_gpu = config.cluster, config.cluster.num_gpus > 0
+        self._begun_with = config, model_path, sampling
+        self.device = torch.device("cuda" if self._on_gpu else "cpu")
         self.dtype: torch.dtype = getattr(torch, config.model.dtype)
         self.lock = threading.RLock()
         self.steps_done = 0
@@ -70,11 +76,33 @@ class LearnerGroup:
         self._reserved: PlacementGroup | None = None
         self._owns_ray = start_ray(cluster)
         try:
-            self._place(cluster, on_gpu)
-            self._join(config, model_path, sampling)
+            self._begin()
         except BaseException:
             self.close()
             raise
+        #: Whether servers of this host may open the weights of rank 0.
+        self._lends = self._on_gpu and self.is_here
+
+    def _begin(self) -> None:
+        config, model_path, sampling = self._begun_with
+        self._place(config.cluster, self._on_gpu)
+        self._join(config, model_path, sampling)
+
+    def restart(self) -> None:
+        """End all ranks and start them again, where there is room now, with the weights of the model."""
+        with self.lock:
+            self._end_ranks()
+            self.workers, self.places, self.steps_done, self._is_joined, self._lost = [], [], 0, False, None
+            try:
+                self._begin()
+            except (UserError, LearnerLost, RayError) as error:
+                self._lost = LearnerLost(f"the learner could not be started again: {error}")
+            else:
+                if self._lends and not self.is_here:
+                    self._lost = LearnerLost("no GPU of this host is free any more for learner rank 0")
+            if self._lost is not None:
+                self._end_ranks()
+                raise self._lost
 
     def _place(self, cluster: ClusterConfig, on_gpu: bool) -> None:
         """Start a process per rank. Ranks on this host come first: rank 0 hands weights over and writes files."""
@@ -90,7 +118,7 @@ class LearnerGroup:
             free = int(ray.available_resources().get(kind, 0))
             rule, fix = f"must be at most the {free} {kind}s that are free", "wait until others are done, or give less"
             raise UserError(flag, f"{rule} of the cluster's {available}", wanted, fix) from None
-        actor = ray.remote(LearnerWorker)
+        actor = ray.remote(concurrency_groups={PULSE: 1})(LearnerWorker)
         for index in range(wanted):
             strategy = PlacementGroupSchedulingStrategy(self._reserved, placement_group_bundle_index=index)
             options = actor.options(
@@ -209,14 +237,30 @@ class LearnerGroup:
                 raise self._lost
             refs = [getattr(w, method).remote(*own) for w, own in zip(self.workers, given, strict=True)]
             results: dict[int, Any] = {}
-            waiting = list(refs)
+            waiting, limit = list(refs), _ProgressLimit(self._begun_with[0].cluster.learner_timeout_s + SLACK_S)
             while waiting:
-                done, waiting = ray.wait(waiting, num_returns=1)
-                try:
-                    results[refs.index(done[0])] = ray.get(done[0])
-                except RayError as error:
-                    raise self._failure(method, refs, refs.index(done[0]), error) from None
+                done, waiting = ray.wait(waiting, num_returns=1, timeout=PULSE_S)
+                if not done and limit.is_over(self._pulses()):
+                    late = GetTimeoutError(f"no answer and no progress for {limit.seconds:.0f} s")
+                    raise self._failure(method, refs, refs.index(waiting[0]), late)
+                for ref in done:
+                    try:
+                        results[refs.index(ref)] = ray.get(ref)
+                    except RayError as error:
+                        raise self._failure(method, refs, refs.index(ref), error) from None
             return [results[rank] for rank in range(len(refs))]
+
+    def _pulses(self) -> list[int]:
+        """Return how much each rank has done so far; -1 for one that does not say."""
+        refs = [worker.pulse.remote() for worker in self.workers]
+        said, _ = ray.wait(refs, num_returns=len(refs), timeout=PULSE_S)
+        pulses = []
+        for ref in refs:
+            try:
+                pulses.append(ray.get(ref) if ref in said else -1)
+            except RayError:
+                pulses.append(-1)
+        return pulses
 
     def _failure(self, method: str, refs: Sequence[Any], rank: int, error: RayError) -> Exception:
         """End all ranks and return the error to raise: it names the rank that died or, if none did, failed first."""
@@ -235,40 +279,68 @@ class LearnerGroup:
                     rank, error = refs.index(ref), death
             except RayError:
                 continue
-        self._kill()
+        self._end_ranks()
         place = self.places[rank] if self.places else None
         where = f" (process {place.pid} on {place.host})" if place else ""
         name = f"learner rank {rank} of {len(self.workers)}{where}"
+        fault = ""
         if isinstance(error, RayActorError) and self.places:
             what = "died: it was killed, ran out of memory, or waited too long for another (--learner-timeout-s)"
+        elif isinstance(error, GetTimeoutError):
+            what = f"hangs in {method}: {error} (--learner-timeout-s)"
         else:
             # Ray's message is the traceback of the rank; its last lines say what failed, and where.
             text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
             lines = [line.strip() for line in text.splitlines() if set(line) - set(" ^~")]
-            what = f"failed in {method}: {' | '.join(lines[-4:])[-600:]}"
+            fault = what = f"failed in {method}: {' | '.join(lines[-4:])[-600:]}"
         if not self._is_joined:
             flag = "--num-gpus" if self.device.type == "cuda" else "--num-learners"
             return UserError(flag, "must start every learner process", name, what)
         if silent:
             what += f"; no answer from rank {', '.join(map(str, silent))}"
-        self._lost = LearnerLost(f"{name} {what}")
+        self._lost = LearnerLost(f"{name} {what}", fault)
         return self._lost
 
-    def _kill(self) -> None:
+    def _end_ranks(self) -> None:
+        """Kill all ranks and free their places; a call that waits for a rank, or for a place, fails."""
         for worker in self.workers:
             ray.kill(worker)
+        if self._reserved is not None:
+            remove_placement_group(self._reserved)
+            self._reserved = None
 
     def close(self) -> None:
         """End all ranks, and Ray if it was started here."""
         if not ray.is_initialized():
             return
-        self._kill()
         self._lost = self._lost or LearnerLost("the learners were closed")
-        if self._reserved is not None:
-            remove_placement_group(self._reserved)
-            self._reserved = None
+        self._end_ranks()
         if self._owns_ray:
-            ray.shutdown()
+            with self._left_by_others():
+                ray.shutdown()
+
+    @contextlib.contextmanager
+    def _left_by_others(self) -> Iterator[None]:
+        """Wait until no other thread is in a call: it fails soon once the ranks have ended."""
+        is_held = self.lock.acquire(timeout=SLACK_S)
+        try:
+            yield
+        finally:
+            if is_held:
+                self.lock.release()
+
+
+class _ProgressLimit:
+    """Ends a wait once nothing has changed for `seconds`."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self._seen, self._since = seconds, list[int](), time.monotonic()
+
+    def is_over(self, pulses: list[int]) -> bool:
+        """Return whether no rank has gone on for too long; `pulses` is what each has done so far."""
+        if not self._seen or any(now > before for now, before in zip(pulses, self._seen, strict=True)):
+            self._seen, self._since = pulses, time.monotonic()
+        return time.monotonic() - self._since > self.seconds
 
 
 def start_ray(cluster: ClusterConfig) -> bool:

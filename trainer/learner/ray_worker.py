@@ -25,6 +25,9 @@ from trainer.learner.protocol import CheckpointFailed
 from trainer.learner.rank_split import Share
 from trainer.types import StepStats, TrainingSample
 
+#: The thread of a rank that says how far it is while another one works.
+PULSE = "pulse"
+
 
 @dataclass(frozen=True)
 class Place:
@@ -49,6 +52,11 @@ class LearnerWorker:
         self._rank = 0
         self._learner: FSDPLearner | None = None
         self._loan = contextlib.ExitStack()
+
+    @ray.method(concurrency_group=PULSE)
+    def pulse(self) -> int:
+        """Return how many micro-batches this rank has begun, also while it works on one."""
+        return self._learner.num_batches_begun if self._learner else 0
 
     def place(self) -> Place:
         """Return where this rank runs."""
@@ -77,6 +85,7 @@ class LearnerWorker:
         # Ray shows a rank only its own GPU.
         device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_on_node))
+        torch.manual_seed(config.seed + rank)  # its own seed differs from process to process
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"  # offloaded tensors are reduced on the CPU
         dist.init_process_group(
             backend,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
 import resource
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,9 @@ from trainer.metrics.trackers import TrackedRun, Tracker, open_trackers
 from trainer.types import StepStats
 
 logger = logging.getLogger(__name__)
+
+#: The longest wait for a tracker that writes a row, or sends what is left.
+TRACKER_S = 120.0
 
 
 def rollout_metrics(rollout: StepRollout, max_turns: int, seconds: float) -> dict[str, float]:
@@ -149,8 +155,8 @@ class MetricsLog:
     """Writes the metrics of every step to `metrics.jsonl` and to all trackers.
 
     For a resumed run, the file already holds the rows of `steps_done` steps, and trackers continue from there. What is
-    known only later, such as an evaluation of the step's weights, is added to the row. A tracker that fails is logged
-    once and dropped: the file has everything.
+    known only later, such as an evaluation of the step's weights, is added to the row. A tracker that fails, or hangs
+    for `TRACKER_S`, is logged once and dropped: the file has everything.
 
     Example::
 
@@ -216,11 +222,29 @@ class MetricsLog:
         """Call an action on every tracker; drop trackers that fail."""
         for name, tracker in list(self._trackers.items()):
             try:
-                action(tracker)
+                _within(TRACKER_S, functools.partial(action, tracker))
             except Exception as error:  # of a library, such as no network; a run must not end because of it
                 del self._trackers[name]
                 reason = f"{type(error).__name__}: {error}"
                 logger.warning(f"{name} failed and gets no more numbers, {self.path.name} has them: {reason:.300}")
+
+
+def _within(limit_s: float, work: Callable[[], object]) -> None:
+    """Call `work` on a thread that may hang; raise what it raises, or `TimeoutError` once the limit is over."""
+    done: Future[None] = Future()
+
+    def call() -> None:
+        try:
+            work()
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    threading.Thread(target=call, name="tracker", daemon=True).start()
+    if not wait([done], limit_s).done:
+        raise TimeoutError(f"no answer for {limit_s:g} s")
+    done.result()
 
 
 def peak_memory_gib() -> float:

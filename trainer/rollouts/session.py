@@ -333,13 +333,6 @@ class TrainingSession(RunSession[LoopState]):
             )
             write_card(card, self.folder / name, self.folder / REWARD_CURVE)
 
-    async def close(self) -> None:
-        """Close the rollouts and end learner processes."""
-        try:
-            await self.rollouts.close()
-        finally:
-            self.context.close()
-
 
 def large_kl(stats: StepStats) -> str:
     """Return what is wrong if one token has a KL to the reference that can rule the loss; empty if none has."""

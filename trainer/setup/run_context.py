@@ -9,14 +9,13 @@ import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from safetensors import SafetensorError
 
-from agents.cli.text import path_text
 from agents.model.architectures import ModelFacts
 from agents.recording import Recorder
 from agents.recording.run_files import CONFIG
@@ -24,8 +23,9 @@ from agents.rendering.renderer import Renderer
 from agents.types import SamplingParams
 from envs.errors import UserError
 from envs.spec import EnvSpec
-from trainer.checkpoint.checkpointer import Checkpoint, newest_whole
-from trainer.checkpoint.run_dir import CHECKPOINTS, found_folder, locked, make_folder
+from trainer.checkpoint.checkpointer import Checkpoint
+from trainer.checkpoint.restarts import found_checkpoint
+from trainer.checkpoint.run_dir import found_folder, locked, make_folder
 from trainer.config.learner import LearnerPlan
 from trainer.config.run import RunConfig
 from trainer.config.sources import write_config
@@ -55,6 +55,10 @@ class RunContext:
     checkpoint: Checkpoint | None
     cleanup: ExitStack
     start: Start = field(default_factory=Start, kw_only=True)
+
+    def at(self, checkpoint: Checkpoint | None) -> Self:
+        """Return the context of the run from a checkpoint on, or from its beginning."""
+        return replace(self, checkpoint=checkpoint)
 
     def recorder(self) -> Recorder | None:
         """Return a recorder of the run's episodes; None where they are not recorded."""
@@ -192,11 +196,3 @@ def changed_settings(checkpoint: Checkpoint, file: Path) -> list[str]:
     if len(old) != len(new):
         return [f"{len(old)} lines -> {len(new)}"]
     return [f"{before} -> {now}" for before, now in zip(old, new, strict=True) if before != now]
-
-
-def found_checkpoint(folder: Path) -> Checkpoint | None:
-    """Return the newest whole checkpoint of a run folder, None where there is none."""
-    checkpoint = newest_whole(folder / CHECKPOINTS)
-    start = f"resumes after step {checkpoint.step}" if checkpoint else "starts over: it has no whole checkpoint"
-    logger.info(f"the run in {path_text(folder)} {start}")
-    return checkpoint

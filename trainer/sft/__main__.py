@@ -44,6 +44,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         check_resumable(config, base, SFT_FIXED)
     # Imported late, so that --help and a mistyped flag answer at once.
     from trainer.callbacks import check_callbacks
+    from trainer.checkpoint.restarts import run_restarting
     from trainer.checkpoint.session import RunFailed, run_to_end
     from trainer.sft.loop import run_sft
     from trainer.sft.setup import load_data, prepare
@@ -80,11 +81,12 @@ def run(argv: Sequence[str] | None = None) -> int:
     )
     again = f"python -m trainer.sft --resume {path_text(context.folder)}"
     try:
-        with Display(console) as display:
-            summary = run_to_end(run_sft(context, display), again)
+        with context.cleanup, Display(console) as display:
+            restarts = config.checkpoint.max_restarts
+            summary = run_to_end(run_restarting(context, lambda now: run_sft(now, display), restarts), again)
     except RunFailed as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 130 if error.is_interrupted else 1
     console.print(f"{summary['seconds']:.0f} s, peak memory {summary['peak_memory_gib']:.2f} GiB")
     console.print(f"everything is in {path_text(context.folder)}", soft_wrap=True)
     return 130 if summary["interrupted"] else 0

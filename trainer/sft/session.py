@@ -217,9 +217,8 @@ class SftSession(RunSession[SftState]):
         return {name: loss for name, loss in found.items() if loss is not None}
 
     async def close(self) -> None:
-        """Stop reading, and end learner processes."""
+        """Stop reading."""
         self._reader.shutdown(cancel_futures=True)
-        self.context.cleanup.close()
 
 
 def num_taken(config: SftConfig, size: int, step: int) -> int:

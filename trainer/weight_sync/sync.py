@@ -65,7 +65,7 @@ class WeightSync:
         self._ids, self._images = tuple(probe_ids), tuple(probe_images)
         self._text_T = np.asarray(self._ids[1:]) != image_token_id
         self._previous: tuple[NDArray[np.float32], NDArray[np.float32]] | None = None
-        self._is_push_probed = False
+        self._is_started = self._is_push_probed = False
 
     @property
     def engine(self) -> Engine:
@@ -75,14 +75,17 @@ class WeightSync:
     async def start(self, version: int = 0) -> Probe:
         """Start the engine, and probe whether it runs the weights that the learner starts from.
 
-        Both were loaded with version 0. If the learner starts from a later `version`, it is pushed first.
+        Both were loaded with version 0. If the learner starts from a later `version`, it is pushed first; and so is any
+        version into an engine that runs already, for a learner that was started again.
 
         Raises:
             UserError: a server cannot be started or found.
             SyncError: the engine runs other weights.
         """
-        await self.transport.start()
-        if version:
+        is_running, self._is_started = self._is_started, True
+        if not is_running:
+            await self.transport.start()
+        if version or is_running:
             await self.transport.push(version)
         return await self.probe()
 

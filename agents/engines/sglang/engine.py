@@ -200,6 +200,8 @@ class SGLangEngine:
 
     def _use(self, version: int, adapter: Adapter | None) -> None:
         """Let weights `version` write: an adapter under a name that no other has, or the weights alone."""
+        if self._were_weights_pushed and version <= self.weight_version:
+            self._num_loaded += 1  # the run went back: pictures that the abandoned weights encoded are of no use
         self.weight_version, self._were_weights_pushed = version, True
         self._adapter = adapter
         self.adapter_name = f"{self._run}-{version}-{next(self._numbers)}" if adapter else ""

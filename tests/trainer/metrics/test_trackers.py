@@ -7,6 +7,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -90,6 +91,27 @@ def test_a_tracker_that_fails_is_reported_once_and_dropped(
         "OSError: [Errno 28] No space left on device"
     ]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+class Hanging(Broken):
+    """Never returns from a call."""
+
+    def write(self, step: int, row: Mapping[str, float]) -> None:
+        """Hang."""
+        threading.Event().wait()
+
+
+def test_a_tracker_that_hangs_is_reported_once_and_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("trainer.metrics.log.TRACKER_S", 0.1)
+    monkeypatch.setitem(trackers.OPENERS, "tensorboard", Hanging)
+    log = MetricsLog(tmp_path, CONFIG, ("tensorboard",))
+    for step in (1, 2):
+        log.write(step, {"reward": 0.5})
+    log.close()
+    (said,) = caplog.messages
+    assert said.startswith("tensorboard failed and gets no more numbers") and said.endswith("no answer for 0.1 s")
 
 
 def test_a_tracker_that_fails_at_its_end_does_not_end_the_run(
@@ -176,6 +198,7 @@ def test_wandb_needs_a_login_unless_it_stays_offline(tmp_path: Path) -> None:
 
 TWICE = """
 import sys
+import threading
 from pathlib import Path
 from trainer.metrics.trackers import TrackedRun, open_trackers
 for done in (0, 2):
