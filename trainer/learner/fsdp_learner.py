@@ -36,7 +36,7 @@ from trainer.config.learner import LearnerConfig, LearnerPlan, OptimConfig
 from trainer.data.packing import balanced_bins, collate, filler_row, pack_rows
 from trainer.learner.collectives import ensure_process_group, reduce_over_ranks
 from trainer.learner.dcp_state import StateWriter, restore, trained_state
-from trainer.learner.lora import add_lora, disabled, merged_weights, packed_adapter
+from trainer.learner.lora import add_lora, disabled, is_adapter, merged_weights, packed_adapter, plain_name
 from trainer.learner.offload import OffloadedState
 from trainer.learner.sharding import freeze_vision, keep_gathered, reshard, shard, trainable_parameters
 from trainer.learner.step_sums import StepSums
@@ -363,6 +363,23 @@ class FSDPLearner:
                 if dist.get_rank() == 0:
                     kept[name] = weight.to(device or weight.device, dtype or weight.dtype)
             return kept
+
+    def stream(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the full weights in `dtype`, adapters merged, by their names in a checkpoint, one at a time.
+
+        Every rank must take them all: each weight is gathered from the shards of all.
+        """
+        with self.lock:
+            reshard(self.model)
+            # Cast before they are gathered, shards are half as large; a weight is merged with its adapter in float32.
+            whole = _whole if self.config.lora_rank else lambda weight: _whole(weight.detach().to(self.dtype))
+            for name, weight in merged_weights(self.model, whole):
+                yield name.removeprefix("backbone."), weight.to(self.device, self.dtype)
+
+    def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Return the names and shapes of what `stream` yields, in its order."""
+        every = ((n, p.shape) for n, p in self.model.named_parameters() if not is_adapter(n))
+        return [(plain_name(name).removeprefix("backbone."), tuple(shape)) for name, shape in every]
 
     def adapter(self) -> Adapter:
         """Return the low-rank updates alone, in the learner's dtype; every rank must call it."""

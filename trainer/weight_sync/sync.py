@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,11 +31,22 @@ class Probe:
 
 @dataclass(frozen=True)
 class WeightPush:
-    """The seconds of a weight push, the bytes of the weights, and the probe that followed it, if there was one."""
+    """The seconds of a weight push, the bytes of the weights, and the probe that followed it, if there was one.
+
+    `parts` has the seconds of its parts where they are known, such as `{"gather_s": 0.2, "send_s": 0.1}`.
+    """
 
     seconds: float
     num_bytes: int
     probe: Probe | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of a step's push: `sync_s`, `sync_bytes`, `sync_gb_per_s`, and its parts."""
+        metrics = {"sync_s": self.seconds, "sync_bytes": float(self.num_bytes)}
+        if self.seconds:
+            metrics["sync_gb_per_s"] = self.num_bytes / 1e9 / self.seconds
+        return metrics | {f"sync_{name}": seconds for name, seconds in self.parts.items()}
 
 
 class SyncError(RuntimeError):
@@ -95,13 +106,13 @@ class WeightSync:
             SyncError: the probe shows other weights.
         """
         started = time.perf_counter()
-        num_bytes = await self.transport.push(version)
-        seconds = time.perf_counter() - started
+        transfer = await self.transport.push(version)
+        push = WeightPush(time.perf_counter() - started, transfer.num_bytes, parts=transfer.parts)
         if self._is_push_probed:
-            return WeightPush(seconds, num_bytes)
-        probe = await self.probe()
+            return push
+        push = replace(push, probe=await self.probe())
         self._is_push_probed = True
-        return WeightPush(seconds, num_bytes, probe)
+        return push
 
     async def probe(self) -> Probe:
         """Score the fixed stream with the learner and with every server; each server must agree with the learner.

@@ -2,8 +2,9 @@
 
 The embedded engine copies the weights in memory (`InProcessTransport`). Every other engine reads them from a checkpoint
 folder (`DiskTransport`). So do SGLang servers (`ServersTransport`), unless they get them over CUDA IPC from a learner's
-GPU on their host (`IpcTransport`). Both empty the prefix caches of servers. The image hashes change with the version,
-so a server never reuses a picture that older weights encoded.
+GPU on their host (`IpcTransport`), or over a process group from any host (`trainer.weight_sync.group_transport`). All
+three empty the prefix caches of servers. The image hashes change with the version, so a server never reuses a picture
+that older weights encoded.
 
 Of a learner that trains adapters, servers need only those (`AdapterTransport`): megabytes over HTTP, wherever they run.
 """
@@ -12,8 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
@@ -31,6 +33,14 @@ from trainer.learner.protocol import Learner
 E = TypeVar("E", bound=TrainableEngine)
 #: Lends the weights until the context is left, as `trainer.learner.cuda_ipc.lend_weights` does.
 Lend = Callable[[], AbstractContextManager[Loan]]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """The bytes of a push, and the seconds of its parts where they are known, such as `{"gather_s": 0.2}`."""
+
+    num_bytes: int
+    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 class Transport(Protocol):
@@ -61,8 +71,8 @@ class Transport(Protocol):
         """
         ...
 
-    async def push(self, version: int) -> int:
-        """Bring the learner's weights to the engine as `version`, while it is paused or idle; return their bytes."""
+    async def push(self, version: int) -> Transfer:
+        """Bring the learner's weights to the engine as `version`, while it is paused or idle."""
         ...
 
     async def scores(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> Sequence[NDArray[np.float32]]:
@@ -86,11 +96,11 @@ class InProcessTransport:
         """Start the engine, which has loaded the same weights as the learner."""
         await self.engine.start()
 
-    async def push(self, version: int) -> int:
+    async def push(self, version: int) -> Transfer:
         """Copy the learner's weights to the engine."""
         weights = dict(await asyncio.to_thread(self.learner.weights))
         self.engine.load_weights(weights, version)
-        return sum(weight.nbytes for weight in weights.values())
+        return Transfer(sum(weight.nbytes for weight in weights.values()))
 
     async def scores(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> Sequence[NDArray[np.float32]]:
         """Return the log-probs of the engine."""
@@ -116,19 +126,19 @@ class DiskTransport(Generic[E]):
         """Start the engine, which has loaded the same weights as the learner."""
         await self.engine.start()
 
-    async def push(self, version: int) -> int:
+    async def push(self, version: int) -> Transfer:
         """Let the engine load the learner's weights, then delete the folders of older weights."""
-        num_bytes = await self._push(version)
+        transfer = await self._push(version)
         # Not earlier: a server that was restarting may have been reading an older folder.
         for folder in self.folder.glob("version-*"):
             if folder != self._folder_of(self.learner.steps_done):
                 shutil.rmtree(folder, ignore_errors=True)
-        return num_bytes
+        return transfer
 
-    async def _push(self, version: int) -> int:
+    async def _push(self, version: int) -> Transfer:
         folder = await asyncio.to_thread(self.save)
         await self.engine.update_from_disk(folder, version)
-        return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        return Transfer(sum(file.stat().st_size for file in folder.glob("*.safetensors")))
 
     async def scores(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> Sequence[NDArray[np.float32]]:
         """Return the log-probs of the engine."""
@@ -181,14 +191,14 @@ class IpcTransport(ServersTransport):
         super().__init__(learner, engine, folder)
         self._lend = lend
 
-    async def _push(self, version: int) -> int:
+    async def _push(self, version: int) -> Transfer:
         num_gpus = self.engine.settings.tensor_parallel
         with ExitStack() as stack:
             loan = await asyncio.to_thread(stack.enter_context, self._lend())
             await self.engine.update(
                 lambda client: client.update_from_tensors(loan.payloads, version, num_gpus), version
             )
-            return loan.num_bytes
+            return Transfer(loan.num_bytes)
 
 
 class AdapterTransport:
@@ -223,13 +233,13 @@ class AdapterTransport:
         self._is_refused = True
         await self.push(0)
 
-    async def push(self, version: int) -> int:
+    async def push(self, version: int) -> Transfer:
         """Load the learner's adapter into every server."""
         if self._is_refused:
             return await self._merged.push(version)
         adapter = await asyncio.to_thread(self.learner.adapter)
         await self.engine.update_adapter(adapter, version)
-        return adapter.num_bytes
+        return Transfer(adapter.num_bytes)
 
     async def scores(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> Sequence[NDArray[np.float32]]:
         """Return the log-probs of every server."""
