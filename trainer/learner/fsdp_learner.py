@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -364,16 +364,17 @@ class FSDPLearner:
                     kept[name] = weight.to(device or weight.device, dtype or weight.dtype)
             return kept
 
-    def stream(self) -> Iterator[tuple[str, Tensor]]:
+    def stream(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield the full weights in `dtype`, adapters merged, by their names in a checkpoint, one at a time.
 
-        Every rank must take them all: each weight is gathered from the shards of all.
+        Every rank must take all, or all of `names` if these are given: each is gathered from the shards of all ranks.
         """
         with self.lock:
             reshard(self.model)
             # Cast before they are gathered, shards are half as large; a weight is merged with its adapter in float32.
             whole = _whole if self.config.lora_rank else lambda weight: _whole(weight.detach().to(self.dtype))
-            for name, weight in merged_weights(self.model, whole):
+            only = None if names is None else {f"backbone.{name}" for name in names}
+            for name, weight in merged_weights(self.model, whole, only):
                 yield name.removeprefix("backbone."), weight.to(self.device, self.dtype)
 
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:

@@ -8,7 +8,7 @@ import re
 import socket
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from agents.engines.sglang.client import LOCAL_HOSTS, GroupAddress, Message
 from agents.types import ProcessedImage, SamplingParams
 from envs.errors import UserError, first_line
 from trainer.config.learner import ClusterConfig, LearnerPlan
+from trainer.learner.checksums import Cut
 from trainer.learner.cuda_ipc import Loan
 from trainer.learner.protocol import CheckpointFailed, LearnerLost
 from trainer.learner.rank_split import light_images, shares
@@ -216,6 +217,10 @@ class LearnerGroup:
     def send_weights(self) -> Sent:
         """Let all ranks gather the weights, and rank 0 send them."""
         return self._call("send_weights")[0]
+
+    def checksums(self, cuts: Sequence[Cut]) -> Mapping[Cut, str]:
+        """Return the checksum of each cut of the weights; none of cuts that cannot be made."""
+        return self._call("checksums", (tuple(cuts),))[0]
 
     def close_group(self) -> None:
         """Let rank 0 leave the group, if there is one."""

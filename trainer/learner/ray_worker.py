@@ -20,6 +20,7 @@ from agents.engines.sglang.adapters import Adapter
 from agents.engines.sglang.client import GroupAddress, Message
 from agents.types import ProcessedImage, SamplingParams
 from trainer.config.learner import LearnerPlan
+from trainer.learner.checksums import Cut
 from trainer.learner.cuda_ipc import Loan, lend_weights
 from trainer.learner.fsdp_learner import FSDPLearner, build_learner
 from trainer.learner.protocol import CheckpointFailed
@@ -182,6 +183,10 @@ class LearnerWorker:
     def send_weights(self) -> Sent:
         """Gather all weights, and send them from rank 0."""
         return self.sender.send_weights()
+
+    def checksums(self, cuts: Sequence[Cut]) -> Mapping[Cut, str]:
+        """Return the checksums of cuts of the weights on rank 0, and nothing on the others."""
+        return self.sender.checksums(cuts)
 
     def close_group(self) -> None:
         """Leave the process group with servers."""

@@ -1,9 +1,9 @@
-"""Sends a learner's weights to servers over a process group, gathered from the shards bucket by bucket."""
+"""Sends a learner's weights to servers over a process group, gathered from the shards bucket by bucket; sums them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from agents.engines.sglang.client import GroupAddress, Message
 from trainer.learner.buckets import Bucket, buckets
+from trainer.learner.checksums import Cut, checksums
 from trainer.learner.fsdp_learner import FSDPLearner
 from trainer.learner.weight_group import GroupBroken, WeightGroup, own_address
 
@@ -59,6 +60,10 @@ class WeightSender(Protocol):
 
     def close_group(self) -> None:
         """Leave the group, if there is one."""
+        ...
+
+    def checksums(self, cuts: Sequence[Cut]) -> Mapping[Cut, str]:
+        """Return the checksum of each cut of the weights as they are now; none of cuts that cannot be made."""
         ...
 
 
@@ -110,6 +115,15 @@ class RankSender:
                     fault = str(error)
             send_s += time.perf_counter() - started
         return Sent(num_bytes, time.perf_counter() - began - send_s, send_s, fault)
+
+    def checksums(self, cuts: Sequence[Cut]) -> Mapping[Cut, str]:
+        """Gather the weights that are in the cuts; return their checksums on rank 0."""
+        weights = self.learner.stream({name for cut in cuts for name in cut.names})
+        if not dist.get_rank():
+            return checksums(weights, cuts)
+        for _ in weights:
+            pass
+        return {}
 
     def close_group(self) -> None:
         """Leave the group."""

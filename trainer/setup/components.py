@@ -57,6 +57,7 @@ from trainer.weight_sync.transports import (
     note_merged,
     refused,
 )
+from trainer.weight_sync.weight_checks import WeightChecks
 
 logger = logging.getLogger(__name__)
 
@@ -267,6 +268,7 @@ def build_transport(
     if not isinstance(engine, SGLangEngine):
         return DiskTransport(learner.learner, engine, folder / "sync")
     merged = servers_transport(config, facts, learner, engine, folder / "sync")
+    merged.checks = WeightChecks(engine, learner.sender) if facts.names_are_saved else None
     return adapters_alone(merged, config.sync, trains_adapters)
 
 

@@ -14,6 +14,7 @@ from agents.engines.base import Engine
 from agents.types import ProcessedImage
 from trainer.learner.protocol import Learner
 from trainer.weight_sync.transports import Transport
+from trainer.weight_sync.weight_checks import WeightsDiffer
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,10 @@ class WeightPush:
     parts: Mapping[str, float] = field(default_factory=dict)
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of a step's push: `sync_s`, `sync_bytes`, `sync_gb_per_s`, and its parts."""
+        """Return the metrics of a step's push: `sync_s`, `sync_bytes`, `sync_gb_per_s` without the check, and parts."""
         metrics = {"sync_s": self.seconds, "sync_bytes": float(self.num_bytes)}
         if self.seconds:
-            metrics["sync_gb_per_s"] = self.num_bytes / 1e9 / self.seconds
+            metrics["sync_gb_per_s"] = self.num_bytes / 1e9 / (self.seconds - self.parts.get("check_s", 0.0))
         return metrics | {f"sync_{name}": seconds for name, seconds in self.parts.items()}
 
 
@@ -103,10 +104,13 @@ class WeightSync:
         The first push is followed by a probe.
 
         Raises:
-            SyncError: the probe shows other weights.
+            SyncError: the probe or a checksum shows other weights.
         """
         started = time.perf_counter()
-        transfer = await self.transport.push(version)
+        try:
+            transfer = await self.transport.push(version)
+        except WeightsDiffer as error:
+            raise SyncError(f"{error}; version {version}, brought by {type(self.transport).__name__}") from error
         push = WeightPush(time.perf_counter() - started, transfer.num_bytes, parts=transfer.parts)
         if self._is_push_probed:
             return push

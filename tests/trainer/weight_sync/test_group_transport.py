@@ -14,6 +14,7 @@ import torch
 
 from agents.engines.sglang import SGLangEngine, SGLangSettings
 from agents.rendering.renderer import Renderer
+from envs.errors import UserError
 from tests.agents.engines.sglang_server import digests
 from tests.builders import fresh_model, sampling
 from tests.prompts import picture, question
@@ -25,7 +26,8 @@ from trainer.learner.weight_group import WeightGroup
 from trainer.learner.weight_sender import RankSender
 from trainer.weight_sync import group_transport
 from trainer.weight_sync.group_transport import GroupTransport
-from trainer.weight_sync.sync import WeightSync
+from trainer.weight_sync.sync import SyncError, WeightSync
+from trainer.weight_sync.weight_checks import WeightChecks
 
 PROMPT = question("Find x.", picture())
 SERVER = (sys.executable, "-m", "tests.agents.engines.sglang_server")
@@ -51,6 +53,7 @@ def play_with(
         engine = SGLangEngine(settings, renderer.image_token_id)
         sender = RankSender(learner, SMALL)
         transport = GroupTransport(learner, engine, folder / "sync", sender, is_required)
+        transport.checks = WeightChecks(engine, sender)
         rendered = renderer.prompt(PROMPT)
         ids = learner.model.image_token_id
         sync = WeightSync(learner, transport, rendered.ids, rendered.images, ids, tolerance=0.01)
@@ -85,7 +88,7 @@ def test_two_servers_one_of_two_gpus_get_every_tensor_to_the_bit_and_leave_when_
                 move(learner)
                 push = await sync.push(version)
                 assert push.num_bytes == sum(2 * weight.numel() for weight in learner.weights().values())
-                assert set(push.parts) == {"gather_s", "send_s"}
+                assert set(push.parts) == {"gather_s", "send_s", "check_s"}
                 own = {name: w.to(torch.bfloat16).float() for name, w in learner.weights().items()}
                 assert await served(engine) == [digests(own)] * 2
                 names = [await server.client.weight_version() for server in engine.servers.up]
@@ -152,6 +155,48 @@ def test_a_server_that_dies_or_hangs_in_a_push_breaks_the_group_and_all_have_the
         assert sum("over disk" in event for event in engine.servers.events) == 1
 
     play_with(started(checkpoint, tmp_path, num_servers=2), learner, renderer, tmp_path, play)
+
+
+@pytest.mark.slow
+def test_a_weight_that_arrives_wrong_is_found_by_its_checksum_and_named(
+    checkpoint: Path, renderer: Renderer, tmp_path: Path
+) -> None:
+    learner = learner_of(checkpoint, renderer)
+
+    async def play(sync: WeightSync, engine: SGLangEngine) -> None:
+        await sync.start()
+        client = engine.servers.all[0].client
+        move(learner)
+        count = len(await asyncio.to_thread(sync.transport._sender.messages))  # type: ignore[attr-defined]
+        faults = [*[""] * (count - 1), "spoil a weight"]
+        await client.call("misbehave", {"path": "update_weights_from_distributed", "faults": faults})
+        with pytest.raises(SyncError, match=r"server 0 holds other weights .*: 1 of \d+ tensors differ.*: .*norm"):
+            await sync.push(1)
+
+    play_with(started(checkpoint, tmp_path), learner, renderer, tmp_path, play)
+
+
+@pytest.mark.slow
+def test_a_group_that_cannot_be_formed_is_an_error_where_it_is_required_and_else_weights_go_over_disk(
+    checkpoint: Path, renderer: Renderer, tmp_path: Path
+) -> None:
+    learner = learner_of(checkpoint, renderer)
+    with serving(checkpoint) as url:
+        settings = SGLangSettings(str(checkpoint), urls=(url,), start_timeout_s=60)
+
+        async def play(sync: WeightSync, engine: SGLangEngine) -> None:
+            await engine.start()
+            client = engine.servers.all[0].client
+            refusals = ["status 400"] * group_transport.MAX_TRIES
+            await client.call("misbehave", {"path": "init_weights_update_group", "faults": refusals})
+            await sync.start()
+            move(learner)
+            await sync.push(1)
+            assert await served(engine) == [digests(learner.weights())]
+
+        with pytest.raises(UserError, match=r"--sync nccl: needs servers that can form a process group"):
+            play_with(settings, learner, renderer, tmp_path, play)
+        play_with(settings, learner, renderer, tmp_path, play, is_required=False)
 
 
 async def back(engine: SGLangEngine) -> None:
