@@ -72,10 +72,11 @@ class ServersConfig(Section):
 class EngineConfig(ServersConfig):
     """Inference engine and weight synchronization."""
 
-    sync: Literal["auto", "adapter", "disk", "ipc"] = Field(
+    sync: Literal["auto", "adapter", "disk", "ipc", "nccl"] = Field(
         default="auto",
-        description="how new weights reach SGLang servers; adapter: that of --lora-rank alone; auto: adapter if the "
-        "servers take it, else ipc from a GPU of this host, else disk",
+        description="how new weights reach SGLang servers; adapter: that of --lora-rank alone; ipc: on one host; nccl: "
+        "to GPUs of any host; auto: adapter if the servers take it, else ipc from a GPU of this host, else nccl from "
+        "one, else disk",
     )
     probe_tolerance: float = Field(
         default=0.2,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
@@ -15,6 +15,7 @@ import torch.multiprocessing  # registers tensors with ForkingPickler
 from torch import Tensor
 from torch.multiprocessing import reductions
 
+from trainer.learner.buckets import buckets
 from trainer.learner.fsdp_learner import FSDPLearner
 
 #: Values of one message: 2 GiB in bfloat16.
@@ -36,37 +37,14 @@ def lend_weights(learner: FSDPLearner) -> Iterator[Loan]:
     """Lend the weights of a learner of this process.
 
     The weights, in the learner's `dtype`, stay in memory until the context is left: leave it when every receiver has
-    copied them. Each string may go to any number of receivers.
+    copied them. Each string may go to any number of receivers. A receiver opens one handle for each underlying tensor,
+    so a few large tensors are faster than hundreds of small ones.
     """
-    buckets = list(flat_buckets(learner.weights(learner.dtype), learner.dtype, BUCKET_VALUES, learner.device))
-    num_bytes = sum(tensor.nbytes for bucket in buckets for _, tensor in bucket)
-    yield Loan(tuple(handles(bucket) for bucket in buckets), num_bytes)
-    del buckets
+    lent = list(buckets(learner.stream(), BUCKET_VALUES))
+    yield Loan(tuple(handles(bucket.named) for bucket in lent), sum(bucket.flat.nbytes for bucket in lent))
+    del lent
     if learner.device.type == "cuda":  # frees the memory that receivers have released
         torch.cuda.ipc_collect()
-
-
-def flat_buckets(
-    weights: Mapping[str, Tensor], dtype: torch.dtype, max_values: int, device: torch.device
-) -> Iterator[list[tuple[str, Tensor]]]:
-    """Yield the weights, under their names in a checkpoint, as views of a few large tensors.
-
-    A receiver opens one handle for each underlying tensor, so a few large tensors are faster than hundreds of small
-    ones.
-    """
-    waiting: list[tuple[str, Tensor]] = []
-    for name, weight in weights.items():
-        if waiting and sum(w.numel() for _, w in waiting) + weight.numel() > max_values:
-            yield _flat(waiting, dtype, device)
-            waiting = []
-        waiting.append((name.removeprefix("backbone."), weight))
-    yield _flat(waiting, dtype, device)
-
-
-def _flat(named: Sequence[tuple[str, Tensor]], dtype: torch.dtype, device: torch.device) -> list[tuple[str, Tensor]]:
-    flat = torch.cat([weight.to(device, dtype).flatten() for _, weight in named])
-    pieces = flat.split([weight.numel() for _, weight in named])
-    return [(name, piece.view(weight.shape)) for (name, weight), piece in zip(named, pieces, strict=True)]
 
 
 def handles(named: Sequence[tuple[str, Tensor]]) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -36,7 +36,7 @@ from trainer.config.learner import LearnerConfig, LearnerPlan, OptimConfig
 from trainer.data.packing import balanced_bins, collate, filler_row, pack_rows
 from trainer.learner.collectives import ensure_process_group, reduce_over_ranks
 from trainer.learner.dcp_state import StateWriter, restore, trained_state
-from trainer.learner.lora import add_lora, disabled, merged_weights, packed_adapter
+from trainer.learner.lora import add_lora, disabled, is_adapter, merged_weights, packed_adapter, plain_name
 from trainer.learner.offload import OffloadedState
 from trainer.learner.sharding import freeze_vision, keep_gathered, reshard, shard, trainable_parameters
 from trainer.learner.step_sums import StepSums
@@ -366,6 +366,24 @@ class FSDPLearner:
                 if dist.get_rank() == 0:
                     kept[name] = weight.to(device or weight.device, dtype or weight.dtype)
             return kept
+
+    def stream(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield the full weights in `dtype`, adapters merged, by their names in a checkpoint, one at a time.
+
+        Every rank must take all, or all of `names` if these are given: each is gathered from the shards of all ranks.
+        """
+        with self.lock:
+            reshard(self.model)
+            # Cast before they are gathered, shards are half as large; a weight is merged with its adapter in float32.
+            whole = _whole if self.config.lora_rank else lambda weight: _whole(weight.detach().to(self.dtype))
+            only = None if names is None else {f"backbone.{name}" for name in names}
+            for name, weight in merged_weights(self.model, whole, only):
+                yield name.removeprefix("backbone."), weight.to(self.device, self.dtype)
+
+    def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Return the names and shapes of what `stream` yields, in its order."""
+        every = ((n, p.shape) for n, p in self.model.named_parameters() if not is_adapter(n))
+        return [(plain_name(name).removeprefix("backbone."), tuple(shape)) for name, shape in every]
 
     def adapter(self) -> Adapter:
         """Return the low-rank updates alone, in the learner's dtype; every rank must call it."""

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,17 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import Tensor
 
 from agents.engines.sglang.adapters import Adapter
+from agents.engines.sglang.client import LOCAL_HOSTS, GroupAddress, Message
 from agents.types import ProcessedImage, SamplingParams
 from envs.errors import UserError, first_line
 from trainer.config.learner import ClusterConfig, LearnerPlan
+from trainer.learner.checksums import Cut
 from trainer.learner.cuda_ipc import Loan
 from trainer.learner.protocol import CheckpointFailed, LearnerLost
 from trainer.learner.rank_split import light_images, shares
 from trainer.learner.ray_worker import PULSE, LearnerWorker, Place
+from trainer.learner.weight_group import SHARED_VARIABLES
+from trainer.learner.weight_sender import Sent
 from trainer.types import StepStats, TrainingSample
 
 #: How long to wait for free GPUs or CPUs in the cluster.
@@ -143,7 +147,9 @@ class LearnerGroup:
         [address, *_] = self._call("address")
         on_node = [sum(other.node == place.node for other in self.places) for place in self.places]
         ranks = enumerate(on_node)
-        self._call("join", *((config, model_path, sampling, rank, count, num, address) for rank, num in ranks))
+        variables = {name: os.environ[name] for name in SHARED_VARIABLES if name in os.environ}
+        given = (config, model_path, sampling)
+        self._call("join", *((*given, rank, count, num, address, variables) for rank, num in ranks))
         self._is_joined = True
 
     @property
@@ -221,6 +227,33 @@ class LearnerGroup:
         finally:
             if self._lost is None:
                 self._call("take_back")
+
+    def messages(self) -> Sequence[Message]:
+        """Return what `send_weights` sends, in order."""
+        return self._call("messages")[0]
+
+    def open_group(self, name: str, hosts: Sequence[str], num_receivers: int) -> GroupAddress:
+        """Let rank 0 open a process group with servers on these hosts; return where they meet."""
+        here = "127.0.0.1" if self.is_here else ray.util.get_node_ip_address()
+        hosts = [here if host in LOCAL_HOSTS else host for host in hosts]
+        return self._call("open_group", (name, hosts, num_receivers))[0]
+
+    def join_group(self) -> str:
+        """Let rank 0 join it; return why it failed, "" if it did not."""
+        return self._call("join_group")[0]
+
+    def send_weights(self) -> Sent:
+        """Let all ranks gather the weights, and rank 0 send them."""
+        return self._call("send_weights")[0]
+
+    def checksums(self, cuts: Sequence[Cut]) -> Mapping[Cut, str]:
+        """Return the checksum of each cut of the weights; none of cuts that cannot be made."""
+        return self._call("checksums", (tuple(cuts),))[0]
+
+    def close_group(self) -> None:
+        """Let rank 0 leave the group, if there is one."""
+        if self._lost is None:
+            self._call("close_group")
 
     def _call(self, method: str, *args: tuple[Any, ...]) -> list[Any]:
         """Call a method on every rank and return all results, in rank order.

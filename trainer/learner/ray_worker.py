@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -17,12 +17,15 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from agents.engines.sglang.adapters import Adapter
+from agents.engines.sglang.client import GroupAddress, Message
 from agents.types import ProcessedImage, SamplingParams
 from trainer.config.learner import LearnerPlan
+from trainer.learner.checksums import Cut
 from trainer.learner.cuda_ipc import Loan, lend_weights
 from trainer.learner.fsdp_learner import FSDPLearner, build_learner
 from trainer.learner.protocol import CheckpointFailed
 from trainer.learner.rank_split import Share
+from trainer.learner.weight_sender import RankSender, Sent
 from trainer.types import StepStats, TrainingSample
 
 #: The thread of a rank that says how far it is while another one works.
@@ -51,6 +54,7 @@ class LearnerWorker:
     def __init__(self) -> None:
         self._rank = 0
         self._learner: FSDPLearner | None = None
+        self._sender: RankSender | None = None
         self._loan = contextlib.ExitStack()
 
     @ray.method(concurrency_group=PULSE)
@@ -79,8 +83,13 @@ class LearnerWorker:
         num_ranks: int,
         num_on_node: int,
         address: str,
+        variables: Mapping[str, str] = {},
     ) -> None:
-        """Join the other ranks and load this rank's part of the network; `num_on_node` ranks share the node's cores."""
+        """Join the other ranks and load this rank's part of the network; `num_on_node` ranks share the node's cores.
+
+        `variables` are environment variables that NCCL reads when it is first used.
+        """
+        os.environ.update(variables)
         on_gpu = config.cluster.num_gpus > 0
         # Ray shows a rank only its own GPU.
         device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
@@ -96,6 +105,7 @@ class LearnerWorker:
             device_id=device if on_gpu else None,
         )
         self._rank, self._learner = rank, build_learner(config, model_path, sampling, device)
+        self._sender = RankSender(self._learner)
 
     @property
     def learner(self) -> FSDPLearner:
@@ -153,9 +163,40 @@ class LearnerWorker:
         self.take_back()
         if self._rank == 0:
             return self._loan.enter_context(lend_weights(self.learner))
-        self.learner.weights()
+        for _ in self.learner.stream():
+            pass
         return Loan()
 
     def take_back(self) -> None:
         """Free the weights that were lent."""
         self._loan.close()
+
+    @property
+    def sender(self) -> RankSender:
+        """This rank's part in sending weights, once it has joined."""
+        assert self._sender is not None, "a rank joins first"
+        return self._sender
+
+    def messages(self) -> Sequence[Message]:
+        """Return what `send_weights` sends."""
+        return self.sender.messages()
+
+    def open_group(self, name: str, hosts: Sequence[str], num_receivers: int) -> GroupAddress:
+        """Open a process group with servers on rank 0."""
+        return self.sender.open_group(name, hosts, num_receivers)
+
+    def join_group(self) -> str:
+        """Join it on rank 0; return why it failed."""
+        return self.sender.join_group()
+
+    def send_weights(self) -> Sent:
+        """Gather all weights, and send them from rank 0."""
+        return self.sender.send_weights()
+
+    def checksums(self, cuts: Sequence[Cut]) -> Mapping[Cut, str]:
+        """Return the checksums of cuts of the weights on rank 0, and nothing on the others."""
+        return self.sender.checksums(cuts)
+
+    def close_group(self) -> None:
+        """Leave the process group with servers."""
+        self.sender.close_group()

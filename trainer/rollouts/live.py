@@ -38,6 +38,7 @@ from trainer.setup.components import (
     check_processes,
     check_updates,
     learner_gpus,
+    match_servers,
     own_servers,
     sampling_params,
     with_compile_chosen,
@@ -228,6 +229,7 @@ def prepare(config: RunConfig, start: Start | None = None, with_engine: bool = T
         check_updates(config.optim, config.rollout.problems_per_step)
     check_fit(config.model, config.data.max_prompt_tokens, facts)
     check_processes(config.engine, config.cluster, config.model, facts)
+    match_servers(config.engine, config.cluster)
     renderer = Renderer.from_checkpoint(model_path, template_options(config.model))
     with ExitStack() as cleanup:
         label = f"{config.env.env}-{'' if config.trains else 'rollouts-'}seed{config.seed}"

@@ -232,7 +232,7 @@ class TrainingSession(RunSession[LoopState]):
         if push:
             # Whole streams, though a prompt that several samples share is read once.
             num_tokens = sum(len(sample.ids_T) for samples in minibatches for sample in samples)
-            metrics |= {"sync_s": push.seconds, "sync_bytes": float(push.num_bytes)}
+            metrics |= push.metrics()
             metrics["train_tokens_per_s"] = num_tokens / clock.seconds["train_s"]
             if push.probe:
                 metrics |= {f"probe_{key}": value for key, value in asdict(push.probe).items() if value is not None}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -40,8 +41,11 @@ from trainer.learner.cuda_ipc import lend_weights
 from trainer.learner.fsdp_learner import build_learner
 from trainer.learner.lora import adapted_layers
 from trainer.learner.protocol import Learner
+from trainer.learner.weight_group import SHARED_VARIABLES
+from trainer.learner.weight_sender import RankSender, WeightSender
 from trainer.learner.weights_io import meta_model
 from trainer.setup.servers import check_servers, place_servers, server_settings
+from trainer.weight_sync.group_transport import GroupTransport
 from trainer.weight_sync.transports import (
     AdapterTransport,
     DiskTransport,
@@ -53,6 +57,7 @@ from trainer.weight_sync.transports import (
     note_merged,
     refused,
 )
+from trainer.weight_sync.weight_checks import WeightChecks
 
 logger = logging.getLogger(__name__)
 
@@ -66,12 +71,13 @@ E = TypeVar("E", bound=Engine)
 class StartedLearner:
     """A learner that is ready to train, and where it runs.
 
-    `lend` hands its weights to other processes of this host; None if they are not on a GPU of this host. `gpus_here`
-    lists the GPUs of this host that it uses.
+    `lend` hands its weights to other processes of this host; None if they are not on a GPU of this host. `sender` sends
+    them to any host. `gpus_here` lists the GPUs of this host that it uses.
     """
 
     learner: Learner
     lend: Lend | None
+    sender: WeightSender
     gpus_here: tuple[int, ...]
 
 
@@ -149,13 +155,14 @@ def start_learner(
         learner = build_learner(config, model_path, sampling, device)
         on_gpu = device.type == "cuda"
         gpus = (torch.cuda.current_device(),) if on_gpu else ()
-        return StartedLearner(learner, partial(lend_weights, learner) if on_gpu else None, gpus)
+        lend = partial(lend_weights, learner) if on_gpu else None
+        return StartedLearner(learner, lend, RankSender(learner), gpus)
     from trainer.learner.ray_group import LearnerGroup
 
     group = LearnerGroup(config, model_path, sampling)
     cleanup.callback(group.close)
     can_lend = group.is_here and group.device.type == "cuda"
-    return StartedLearner(group, group.lend if can_lend else None, group.gpus_here)
+    return StartedLearner(group, group.lend if can_lend else None, group, group.gpus_here)
 
 
 def with_compile_chosen(plan: RunConfig, model_path: Path | str, num_tokens: int) -> RunConfig:
@@ -260,12 +267,8 @@ def build_transport(
         return InProcessTransport(learner.learner, engine)
     if not isinstance(engine, SGLangEngine):
         return DiskTransport(learner.learner, engine, folder / "sync")
-    lend = check_sync(config, facts, learner)
-    merged = (
-        IpcTransport(learner.learner, engine, folder / "sync", lend)
-        if lend
-        else ServersTransport(learner.learner, engine, folder / "sync")
-    )
+    merged = servers_transport(config, facts, learner, engine, folder / "sync")
+    merged.checks = WeightChecks(engine, learner.sender) if facts.names_are_saved else None
     return adapters_alone(merged, config.sync, trains_adapters)
 
 
@@ -325,17 +328,38 @@ def build_engine(
     return make_engine(chosen, setup, protocol)
 
 
-def check_sync(config: EngineConfig, facts: ModelFacts, learner: StartedLearner) -> Lend | None:
-    """Return the function that lends weights to servers over IPC, or None if they read weights from disk.
+def servers_transport(
+    config: EngineConfig, facts: ModelFacts, learner: StartedLearner, engine: SGLangEngine, folder: Path
+) -> ServersTransport:
+    """Return the transport of all weights to servers, as `--sync` says: by itself the fastest that can work here.
 
     Raises:
-        UserError: `--sync ipc` cannot work here.
+        UserError: `--sync` cannot work here.
     """
-    lend = learner.lend if facts.names_are_saved and not config.engine_url else None
+    got = f"{facts.model_type} on {learner.learner.device}"
+    has_names, on_gpu = facts.names_are_saved, learner.learner.device.type == "cuda"
+    lend = learner.lend if has_names and not config.engine_url else None
     if config.sync == "ipc" and lend is None:
         rule = "needs servers that are started here, a learner on a GPU here, and a network saved under its own names"
-        raise UserError("--sync ipc", rule, f"{facts.model_type} on {learner.learner.device}", "give --sync disk")
-    return None if config.sync == "disk" else lend
+        raise UserError("--sync ipc", rule, got, "give --sync disk")
+    if config.sync == "nccl" and not has_names:
+        raise UserError("--sync nccl", "needs a network saved under its own names", got, "give --sync disk")
+    if lend and config.sync not in ("disk", "nccl"):
+        return IpcTransport(learner.learner, engine, folder, lend)
+    if config.sync == "nccl" or (config.sync != "disk" and on_gpu and has_names):
+        return GroupTransport(learner.learner, engine, folder, learner.sender, is_required=config.sync == "nccl")
+    return ServersTransport(learner.learner, engine, folder)
+
+
+def match_servers(engine: EngineConfig, cluster: ClusterConfig) -> None:
+    """Set what NCCL must read alike in learner and servers, if weights may travel between them over it.
+
+    Call it before any process uses NCCL.
+    """
+    is_elsewhere = bool(engine.engine_url or cluster.ray_address)
+    if engine.sync == "nccl" or (engine.sync != "disk" and is_elsewhere):
+        for name, value in SHARED_VARIABLES.items():
+            os.environ.setdefault(name, value)
 
 
 def sampling_params(renderer: Renderer, temperature: float) -> SamplingParams:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,7 @@ from agents.engines.base import Engine
 from agents.types import ProcessedImage
 from trainer.learner.protocol import Learner
 from trainer.weight_sync.transports import Transport
+from trainer.weight_sync.weight_checks import WeightsDiffer
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,22 @@ class Probe:
 
 @dataclass(frozen=True)
 class WeightPush:
-    """The seconds of a weight push, the bytes of the weights, and the probe that followed it, if there was one."""
+    """The seconds of a weight push, the bytes of the weights, and the probe that followed it, if there was one.
+
+    `parts` has the seconds of its parts where they are known, such as `{"gather_s": 0.2, "send_s": 0.1}`.
+    """
 
     seconds: float
     num_bytes: int
     probe: Probe | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of a step's push: `sync_s`, `sync_bytes`, `sync_gb_per_s` without the check, and parts."""
+        metrics = {"sync_s": self.seconds, "sync_bytes": float(self.num_bytes)}
+        if self.seconds:
+            metrics["sync_gb_per_s"] = self.num_bytes / 1e9 / (self.seconds - self.parts.get("check_s", 0.0))
+        return metrics | {f"sync_{name}": seconds for name, seconds in self.parts.items()}
 
 
 class SyncError(RuntimeError):
@@ -95,16 +107,19 @@ class WeightSync:
         The first push is followed by a probe.
 
         Raises:
-            SyncError: the probe shows other weights.
+            SyncError: the probe or a checksum shows other weights.
         """
         started = time.perf_counter()
-        num_bytes = await self.transport.push(version)
-        seconds = time.perf_counter() - started
+        try:
+            transfer = await self.transport.push(version)
+        except WeightsDiffer as error:
+            raise SyncError(f"{error}; version {version}, brought by {type(self.transport).__name__}") from error
+        push = WeightPush(time.perf_counter() - started, transfer.num_bytes, parts=transfer.parts)
         if self._is_push_probed:
-            return WeightPush(seconds, num_bytes)
-        probe = await self.probe()
+            return push
+        push = replace(push, probe=await self.probe())
         self._is_push_probed = True
-        return WeightPush(seconds, num_bytes, probe)
+        return push
 
     async def probe(self) -> Probe:
         """Score the fixed stream with the learner and with every server; each server must agree with the learner.

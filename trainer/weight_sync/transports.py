@@ -2,8 +2,9 @@
 
 The embedded engine copies the weights in memory (`InProcessTransport`). Every other engine reads them from a checkpoint
 folder (`DiskTransport`). So do SGLang servers (`ServersTransport`), unless they get them over CUDA IPC from a learner's
-GPU on their host (`IpcTransport`). Both empty the prefix caches of servers. The image hashes change with the version,
-so a server never reuses a picture that older weights encoded.
+GPU on their host (`IpcTransport`), or over a process group from any host (`trainer.weight_sync.group_transport`). All
+three empty the prefix caches of servers. The image hashes change with the version, so a server never reuses a picture
+that older weights encoded.
 
 Of a learner that trains adapters, servers need only those (`AdapterTransport`): megabytes over HTTP, wherever they run.
 """
@@ -12,8 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
@@ -27,10 +30,19 @@ from agents.types import ProcessedImage
 from envs.errors import UserError
 from trainer.learner.cuda_ipc import Loan
 from trainer.learner.protocol import Learner
+from trainer.weight_sync.weight_checks import WeightChecks
 
 E = TypeVar("E", bound=TrainableEngine)
 #: Lends the weights until the context is left, as `trainer.learner.cuda_ipc.lend_weights` does.
 Lend = Callable[[], AbstractContextManager[Loan]]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """The bytes of a push, and the seconds of its parts where they are known, such as `{"gather_s": 0.2}`."""
+
+    num_bytes: int
+    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 class Transport(Protocol):
@@ -61,8 +73,8 @@ class Transport(Protocol):
         """
         ...
 
-    async def push(self, version: int) -> int:
-        """Bring the learner's weights to the engine as `version`, while it is paused or idle; return their bytes."""
+    async def push(self, version: int) -> Transfer:
+        """Bring the learner's weights to the engine as `version`, while it is paused or idle."""
         ...
 
     async def scores(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> Sequence[NDArray[np.float32]]:
@@ -86,11 +98,11 @@ class InProcessTransport:
         """Start the engine, which has loaded the same weights as the learner."""
         await self.engine.start()
 
-    async def push(self, version: int) -> int:
+    async def push(self, version: int) -> Transfer:
         """Copy the learner's weights to the engine."""
         weights = dict(await asyncio.to_thread(self.learner.weights))
         self.engine.load_weights(weights, version)
-        return sum(weight.nbytes for weight in weights.values())
+        return Transfer(sum(weight.nbytes for weight in weights.values()))
 
     async def scores(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> Sequence[NDArray[np.float32]]:
         """Return the log-probs of the engine."""
@@ -116,19 +128,19 @@ class DiskTransport(Generic[E]):
         """Start the engine, which has loaded the same weights as the learner."""
         await self.engine.start()
 
-    async def push(self, version: int) -> int:
+    async def push(self, version: int) -> Transfer:
         """Let the engine load the learner's weights, then delete the folders of older weights."""
-        num_bytes = await self._push(version)
+        transfer = await self._push(version)
         # Not earlier: a server that was restarting may have been reading an older folder.
         for folder in self.folder.glob("version-*"):
             if folder != self._folder_of(self.learner.steps_done):
                 shutil.rmtree(folder, ignore_errors=True)
-        return num_bytes
+        return transfer
 
-    async def _push(self, version: int) -> int:
+    async def _push(self, version: int) -> Transfer:
         folder = await asyncio.to_thread(self.save)
         await self.engine.update_from_disk(folder, version)
-        return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        return Transfer(sum(file.stat().st_size for file in folder.glob("*.safetensors")))
 
     async def scores(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> Sequence[NDArray[np.float32]]:
         """Return the log-probs of the engine."""
@@ -157,6 +169,8 @@ class ServersTransport(DiskTransport[SGLangEngine]):
     def __init__(self, learner: Learner, engine: SGLangEngine, folder: Path) -> None:
         super().__init__(learner, engine, folder)
         engine.current_weights = self.save
+        #: Compares what servers hold after every push with the learner's weights.
+        self.checks: WeightChecks | None = None
 
     @property
     def events(self) -> Sequence[str]:
@@ -168,6 +182,26 @@ class ServersTransport(DiskTransport[SGLangEngine]):
         await super().start()
         if self.engine.settings.urls:
             await self.push(0)
+        else:
+            await self._check_loaded()
+
+    async def _check_loaded(self) -> None:
+        """Find out how servers hold what they loaded themselves; a learner that was resumed holds other weights."""
+        if self.checks and not self.learner.steps_done:
+            await self.checks.check()
+
+    async def push(self, version: int) -> Transfer:
+        """Let the servers load the learner's weights, and compare what they hold.
+
+        Raises:
+            WeightsDiffer: a server holds other weights.
+        """
+        transfer = await super().push(version)
+        if self.checks is None:
+            return transfer
+        began = time.perf_counter()
+        await self.checks.check()
+        return replace(transfer, parts={**transfer.parts, "check_s": time.perf_counter() - began})
 
     async def scores(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> Sequence[NDArray[np.float32]]:
         """Return the log-probs of every server."""
@@ -181,14 +215,14 @@ class IpcTransport(ServersTransport):
         super().__init__(learner, engine, folder)
         self._lend = lend
 
-    async def _push(self, version: int) -> int:
+    async def _push(self, version: int) -> Transfer:
         num_gpus = self.engine.settings.tensor_parallel
         with ExitStack() as stack:
             loan = await asyncio.to_thread(stack.enter_context, self._lend())
             await self.engine.update(
                 lambda client: client.update_from_tensors(loan.payloads, version, num_gpus), version
             )
-            return loan.num_bytes
+            return Transfer(loan.num_bytes)
 
 
 class AdapterTransport:
@@ -223,13 +257,13 @@ class AdapterTransport:
         self._is_refused = True
         await self.push(0)
 
-    async def push(self, version: int) -> int:
+    async def push(self, version: int) -> Transfer:
         """Load the learner's adapter into every server."""
         if self._is_refused:
             return await self._merged.push(version)
         adapter = await asyncio.to_thread(self.learner.adapter)
         await self.engine.update_adapter(adapter, version)
-        return adapter.num_bytes
+        return Transfer(adapter.num_bytes)
 
     async def scores(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> Sequence[NDArray[np.float32]]:
         """Return the log-probs of every server."""

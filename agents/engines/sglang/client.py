@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,6 +19,9 @@ from agents.engines.sglang.releases import UNKNOWN, Release
 #: Time limits: to answer `model_info` or `server_info`, which a busy server does late, to say how it takes pictures, to
 #: load weights, and to load an adapter.
 ALIVE_S, HELLO_S, UPDATE_S, ADAPTER_S = 20.0, 5.0, 600.0, 120.0
+#: Time limits to join a process group, and to receive and load a message of weights over it: longer than those of its
+#: rank 0, which then knows why.
+JOIN_S, RECEIVE_S = 150.0, 150.0
 #: Tries to read a release. A server of an unknown one may be sent what ends it.
 RELEASE_TRIES = 3
 
@@ -52,6 +57,33 @@ class ServerLost(Exception):
 
 class ServerRefused(Exception):
     """The server answered that it will not do this; another try would not help."""
+
+
+class ServerStuck(ServerLost):
+    """The server waits for another process that is gone. Only a restart ends that."""
+
+
+@dataclass(frozen=True)
+class GroupAddress:
+    """Where the members of a process group meet: the store of its rank 0, and how many they are."""
+
+    name: str
+    host: str
+    port: int
+    num_members: int
+    backend: str
+
+
+@dataclass(frozen=True)
+class Message:
+    """Weights that are sent as one tensor of bytes: their names in a checkpoint, their dtype and shapes.
+
+    Example: `Message(("model.norm.weight", "lm_head.weight"), "bfloat16", ((128,), (4096, 128)))`.
+    """
+
+    names: tuple[str, ...]
+    dtype: str
+    shapes: tuple[tuple[int, ...], ...]
 
 
 class SGLangClient:
@@ -164,13 +196,68 @@ class SGLangClient:
         Only the last payload empties the prefix cache and sets the version. So a server that is lost before it reports
         the old version, and is given the weights again.
         """
+        async with self._session():
+            for place, payload in enumerate(payloads, 1):
+                is_last = place == len(payloads)
+                body = {"serialized_named_tensors": [payload] * num_gpus, **_ending(is_last, version)}
+                await self._update("update_weights_from_tensor", body)
+
+    async def num_gpus(self) -> int:
+        """Return how many GPUs serve together, as the server says: its tensor-parallel size."""
+        answer = await self.call("server_info", timeout_s=ALIVE_S)
+        return int(answer["tp_size"]) if isinstance(answer, dict) and "tp_size" in answer else 1
+
+    async def join_group(self, group: GroupAddress, first_rank: int) -> None:
+        """Join a process group that weights are sent over; each GPU of the server is a member, from `first_rank` on."""
+        body = {
+            "master_address": group.host,
+            "master_port": group.port,
+            "rank_offset": first_rank,
+            "world_size": group.num_members,
+            "group_name": group.name,
+            "backend": group.backend,
+        }
+        await self._update("init_weights_update_group", body, JOIN_S)
+
+    async def update_from_group(self, messages: Sequence[Message], group: str, version: int) -> None:
+        """Receive and load weights over a process group; only the last message sets the version, as above.
+
+        Ask for a group only if the server is in it: SGLang's scheduler ends at a name that it does not know.
+        """
+        async with self._session():
+            for place, message in enumerate(messages, 1):
+                body = {
+                    "names": message.names,
+                    "dtypes": [message.dtype] * len(message.names),
+                    "shapes": message.shapes,
+                    "group_name": group,
+                    "load_format": "flattened_bucket",
+                    **_ending(place == len(messages), version),
+                }
+                await self._update("update_weights_from_distributed", body, RECEIVE_S)
+
+    async def leave_group(self, group: str) -> None:
+        """Leave a process group that weights were sent over."""
+        await self._update("destroy_weights_update_group", {"group_name": group}, ALIVE_S)
+
+    async def checksums(self) -> list[dict[str, str]]:
+        """Return the checksums of all tensors by the server's own names, for each of its GPUs.
+
+        Raises:
+            ServerLost, ServerRefused: it gives none.
+        """
+        answer = await self.call("weights_checker", {"action": "checksum"}, RECEIVE_S)
+        try:
+            return [dict(rank["checksums"]) for rank in answer["ranks"]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ServerRefused(f"{self.url}/weights_checker: {answer!r:.500}") from error
+
+    @asynccontextmanager
+    async def _session(self) -> AsyncIterator[None]:
+        """Hold a session of updates open, if the server's release has them."""
         if self.release.has_update_sessions:
             await self._begin_update()
-        for place, payload in enumerate(payloads, 1):
-            is_last = place == len(payloads)
-            body = {"serialized_named_tensors": [payload] * num_gpus, "flush_cache": is_last}
-            body |= {"weight_version": str(version)} if is_last else {}
-            await self._update("update_weights_from_tensor", body)
+        yield
         if self.release.has_update_sessions:
             await self._update("end_weight_update", {})
 
@@ -205,3 +292,8 @@ class SGLangClient:
         answer = await self.call(path, body, timeout_s or max(UPDATE_S, self._timeout_s))
         if not (isinstance(answer, dict) and answer.get("success") is True):
             raise ServerRefused(f"{self.url}/{path}: {answer!r:.1000}")
+
+
+def _ending(is_last: bool, version: int) -> dict[str, Any]:
+    """Return what the last message of an update has: it empties the prefix cache and sets the version."""
+    return {"flush_cache": is_last, **({"weight_version": str(version)} if is_last else {})}

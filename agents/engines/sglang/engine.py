@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from agents.engines.sglang.adapter_loading import AdapterLoader
 from agents.engines.sglang.adapters import Adapter
-from agents.engines.sglang.client import ServerLost, ServerRefused, SGLangClient
+from agents.engines.sglang.client import ServerLost, ServerRefused, ServerStuck, SGLangClient
 from agents.engines.sglang.payloads import GenerateAnswer, generate_body, parse_answer, parse_scores, score_body
 from agents.engines.sglang.routing import prompt_key
 from agents.engines.sglang.servers import EngineDown, Server, ServerPool
@@ -55,13 +55,16 @@ class SGLangEngine:
         self.weight_version = 0
         #: Returns a folder with the current weights, for a server that is back; the code that pushes weights sets it.
         self.current_weights: Callable[[], Path] | None = None
+        #: Called before the servers of others are let go; the code that pushes weights may set it.
+        self.before_close: Callable[[], Awaitable[None]] | None = None
         #: Requests sent, requests to be sent again, and answers discarded because older weights wrote them.
         self.num_requests = self.num_retried = self.num_outdated = 0
         self.servers = ServerPool(settings, self._load_current_weights, image_token_id is not None)
         # Part of request ids and of image hashes: another run may have used the same servers.
         self._run = secrets.token_hex(6)
         self._numbers = itertools.count()
-        self._num_loaded = 0  # how often a server that came back got weights
+        #: How often a server that came back got weights.
+        self.num_loaded = 0
         self._num_given_up = 0  # turns given up since the last answer
         self._were_weights_pushed = False
         self._adapter: Adapter | None = None
@@ -194,7 +197,7 @@ class SGLangEngine:
             try:
                 await push(server.client)
             except (ServerLost, ServerRefused) as error:
-                self.servers.report_lost(server, str(error))
+                self.servers.report_lost(server, str(error), must_restart=isinstance(error, ServerStuck))
 
         await asyncio.gather(*(one(server) for server in self.servers.up))
 
@@ -218,7 +221,7 @@ class SGLangEngine:
             except ServerRefused:
                 if loaded == self._version_name:  # else newer weights have replaced these meanwhile
                     raise
-            self._num_loaded += 1
+            self.num_loaded += 1
 
     async def _give_current(self, client: SGLangClient) -> None:
         """Give a server that is back the current adapter, or the current weights from their folder."""
@@ -250,6 +253,8 @@ class SGLangEngine:
             await asyncio.wait(self._aborts, timeout=2)
         if self.settings.urls and not self._in_flight:
             await self.adapters.forget_all(server.client for server in self.servers.up)
+            if self.before_close:
+                await self.before_close()
         await self.servers.close()
         self._may_write.set()
 
@@ -323,7 +328,7 @@ class SGLangEngine:
 
         Adapters leave the vision tower as it is, so what a server has encoded stays right for the next one.
         """
-        return f"{self._run}/{'checkpoint' if self._adapter else self.weight_version}/{self._num_loaded}"
+        return f"{self._run}/{'checkpoint' if self._adapter else self.weight_version}/{self.num_loaded}"
 
 
 class SGLangSession:

@@ -182,12 +182,15 @@ class ServerPool:
                     await self._changed.wait()
         return self.router.choose(self.up, prompt)
 
-    def report_lost(self, server: Server, reason: str) -> None:
-        """Take a server that gave no answer out of service and start to recover it, unless that has happened before."""
+    def report_lost(self, server: Server, reason: str, must_restart: bool = False) -> None:
+        """Take a server that gave no answer out of service and start to recover it, unless that has happened before.
+
+        It is restarted if it does not answer, or at once if it `must_restart`.
+        """
         if server.is_up:
             server.is_up = False
             self.events.append(f"server {server.number} lost: {reason}")
-            server.recovery = asyncio.create_task(self._recover(server))
+            server.recovery = asyncio.create_task(self._recover(server, must_restart))
 
     async def close(self) -> None:
         """Stop the servers that we started; a `pick` that waits raises `EngineDown`."""
@@ -279,7 +282,7 @@ class ServerPool:
         fix = f"see {server.log_path}; its end: {tail}"
         return UserError("--engine sglang", "must start a server", reason, fix)
 
-    async def _recover(self, server: Server) -> None:
+    async def _recover(self, server: Server, must_restart: bool) -> None:
         """Take a lost server back into service with the current weights, restarted unless it answers after all.
 
         A server that is lost again meanwhile is restarted again (an external one polled again), up to `max_restarts`
@@ -289,7 +292,7 @@ class ServerPool:
         try:
             while not server.is_up:
                 try:
-                    await self._bring_up(server, restart=tries > 0)
+                    await self._bring_up(server, restart=must_restart or tries > 0)
                     server.is_up = True
                     self.events.append(f"server {server.number} is back")
                 except Exception as error:  # the others continue; `pick` raises when none is left

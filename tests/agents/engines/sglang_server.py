@@ -21,23 +21,29 @@ from __future__ import annotations
 import argparse
 import asyncio
 import base64
+import hashlib
 import io
 import json
 import os
 import pickle
+import re
 import zlib
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import yaml
 from aiohttp import web
 from PIL import Image
 from torch import Tensor, nn
+from torch.distributed import PrefixStore, TCPStore
+from torch.distributed.distributed_c10d import _new_process_group_helper
 
 from agents.engines.hf import HFEngine
 from agents.engines.sglang.in_server.kept_pictures import (
@@ -61,7 +67,13 @@ class Emulator:
     """One server's state."""
 
     def __init__(
-        self, model_path: str, slow_s: float, api_key: str = "", release: str = OLD, lora: Lora | None = None
+        self,
+        model_path: str,
+        slow_s: float,
+        api_key: str = "",
+        release: str = OLD,
+        lora: Lora | None = None,
+        num_gpus: int = 1,
     ) -> None:
         self.api_key, self.release = api_key, release
         self.has_session = False  # of updates, in the new release
@@ -87,6 +99,8 @@ class Emulator:
         self.came: Counter[str] = Counter()
         self.updates: list[str] = []
         self.updating = asyncio.Lock()
+        self.num_gpus = num_gpus
+        self.groups: dict[str, list[dist.ProcessGroup]] = {}  # by name: one for each GPU
         self.faults: dict[str, list[str]] = {}  # by path: those of the next calls
 
     def routes(self) -> web.Application:
@@ -98,6 +112,7 @@ class Emulator:
         app.router.add_get("/updates", self.list_updates)
         app.router.add_get("/held", self.list_held)
         app.router.add_get("/pictures", self.list_pictures)
+        app.router.add_get("/digests", self.list_digests)
         app.router.add_post("/generate", self.generate)
         app.router.add_post("/abort_request", self.abort)
         app.router.add_post("/flush_cache", self.flush)
@@ -106,6 +121,10 @@ class Emulator:
         app.router.add_post("/load_lora_adapter_from_tensors", self.load_adapter)
         app.router.add_post("/unload_lora_adapter", self.unload_adapter)
         app.router.add_post("/update_weights_from_tensor", self.update_from_tensor)
+        app.router.add_post("/init_weights_update_group", self.join_group)
+        app.router.add_post("/destroy_weights_update_group", self.leave_group)
+        app.router.add_post("/update_weights_from_distributed", self.update_from_group)
+        app.router.add_post("/weights_checker", self.check_weights)
         if self.release == NEW:
             app.router.add_post("/begin_weight_update", self.begin_update)
             app.router.add_post("/end_weight_update", self.end_update)
@@ -134,7 +153,7 @@ class Emulator:
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[Any]]
     ) -> web.StreamResponse:
         """Refuse a call without the key, as the real one does; what only tests call needs none."""
-        is_real = request.path not in ("/misbehave", "/reset", "/updates", "/held", "/pictures")
+        is_real = request.path not in ("/misbehave", "/reset", "/updates", "/held", "/pictures", "/digests")
         if self.api_key and is_real and request.headers.get("Authorization") != f"Bearer {self.api_key}":
             return web.json_response({"error": "Unauthorized"}, status=401)
         return await handler(request)
@@ -164,6 +183,9 @@ class Emulator:
             request.transport.abort()
         if fault == "keep the version":
             self.version = version
+        if fault == "spoil a weight":
+            with torch.no_grad():
+                list(self.engine.model.parameters())[-1][0] += 1e-3
         if fault == "keep the adapter" and len(self.adapters) > 1:  # the new name means the old values
             *_, old, new = self.adapters
             self.adapters[new] = self.adapters[old]
@@ -184,7 +206,7 @@ class Emulator:
         return web.json_response({"weight_version": self.version, **facts})
 
     async def server_info(self, _: web.Request) -> web.Response:
-        return web.json_response({"version": self.release})
+        return web.json_response({"version": self.release, "tp_size": self.num_gpus})
 
     async def list_updates(self, _: web.Request) -> web.Response:
         return web.json_response(self.updates)
@@ -194,6 +216,10 @@ class Emulator:
 
     async def list_pictures(self, _: web.Request) -> web.Response:
         return web.json_response(self.came)
+
+    async def list_digests(self, _: web.Request) -> web.Response:
+        """Answer with the SHA-256 of every tensor that is served, by its name in a checkpoint."""
+        return web.json_response(digests(dict(self.engine.model.named_parameters())))
 
     async def generate(self, request: web.Request) -> web.Response:
         """Answer with the network under the adapter that the request names, or with the network alone."""
@@ -374,6 +400,49 @@ class Emulator:
         self._load(weights, body.get("weight_version"))
         return web.json_response({"success": True, "message": "ok"})
 
+    async def join_group(self, request: web.Request) -> web.Response:
+        """Join a group, each GPU as a member, by torch's own function for groups that are made by name."""
+        body = await request.json()
+        ranks = range(body["rank_offset"], body["rank_offset"] + self.num_gpus)
+        try:
+            joining = (asyncio.to_thread(joined, body, rank) for rank in ranks)
+            self.groups[body["group_name"]] = list(await asyncio.gather(*joining))
+        except (RuntimeError, ValueError) as error:
+            return refusal(f"Failed to initialize custom process group: {error}.")
+        return web.json_response({"success": True, "message": "ok"})
+
+    async def leave_group(self, request: web.Request) -> web.Response:
+        if self.groups.pop((await request.json())["group_name"], None) is None:
+            return refusal("The group to be destroyed does not exist.")
+        return web.json_response({"success": True, "message": "ok"})
+
+    async def update_from_group(self, request: web.Request) -> web.Response:
+        """Receive the bytes of some weights and load them. Nothing else is done meanwhile, as in the real scheduler."""
+        body = await request.json()
+        if self.release == NEW and not self.has_session:
+            return refusal("weights must be updated between begin_weight_update() and end_weight_update()")
+        if body["group_name"] not in self.groups:
+            os._exit(1)  # an assertion of the scheduler, whose end ends the server
+        assert body["load_format"] == "flattened_bucket"
+        async with self.updating:
+            try:
+                waits = (asyncio.to_thread(received, group, body) for group in self.groups[body["group_name"]])
+                named, *others = await asyncio.gather(*waits)
+            except RuntimeError as error:
+                return refusal(f"Failed to update parameter online: {error}. The full weights are partially updated.")
+            assert all(torch.equal(tensor, other[name]) for other in others for name, tensor in named.items())
+            weights = dict(self.engine.model.named_parameters())
+            weights |= {f"backbone.{name}": tensor.float() for name, tensor in named.items()}
+            self._load(weights, body.get("weight_version"))
+        return web.json_response({"success": True, "message": "ok"})
+
+    async def check_weights(self, request: web.Request) -> web.Response:
+        """Answer with the checksums of the tensors that each GPU has: some joined, and cut for several GPUs."""
+        assert (await request.json()) == {"action": "checksum"}
+        weights = {name.removeprefix("backbone."): w for name, w in self.engine.model.named_parameters()}
+        ranks = [{"checksums": held_by(weights, rank, self.num_gpus)} for rank in range(self.num_gpus)]
+        return web.json_response({"success": True, "message": "Success.", "ranks": ranks})
+
     async def begin_update(self, _: web.Request) -> web.Response:
         if self.has_session:
             return refusal("a weight-update session is already open; call end_weight_update() first")
@@ -463,6 +532,62 @@ class AdaptedLinear(nn.Linear):
         return base + self.scaling * ((input @ a_RH.T) @ b_OR.T)
 
 
+def joined(body: Mapping[str, Any], rank: int) -> dist.ProcessGroup:
+    """Return the group that a request names, joined as a rank of it."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    limit, size, name = timedelta(minutes=30), body["world_size"], body["group_name"]
+    address = body["master_address"], body["master_port"]
+    store = PrefixStore(name, TCPStore(*address, size, is_master=False, timeout=limit))
+    if rank == body["rank_offset"]:
+        group, _ = _new_process_group_helper(size, rank, [], body["backend"], store, group_name=name, timeout=limit)
+        return group
+    # torch has a name once in a process; the real one has a process for each GPU.
+    return dist.ProcessGroupGloo(PrefixStore("cpu/", PrefixStore(f"{name}/", store)), rank, size, timeout=limit)
+
+
+def received(group: dist.ProcessGroup, body: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the weights that rank 0 of a group sends as one tensor of bytes."""
+    dtypes = [getattr(torch, name) for name in body["dtypes"]]
+    empty = [torch.empty(shape, dtype=dtype) for shape, dtype in zip(body["shapes"], dtypes, strict=True)]
+    flat, options = torch.empty(sum(tensor.nbytes for tensor in empty), dtype=torch.uint8), dist.BroadcastOptions()
+    options.rootRank = options.rootTensor = 0
+    group.broadcast([flat], options).wait()
+    pieces = flat.split([tensor.nbytes for tensor in empty])
+    return {
+        name: piece.clone().view(tensor.dtype).view(tensor.shape)
+        for name, piece, tensor in zip(body["names"], pieces, empty, strict=True)
+    }
+
+
+def held_by(weights: Mapping[str, Tensor], rank: int, count: int) -> dict[str, str]:
+    """Return the checksums of what one of `count` GPUs has, by the names that SGLang's Qwen3-VL has for it."""
+    joins = (("q_proj", "qkv_proj"), ("k_proj", "qkv_proj"), ("v_proj", "qkv_proj"))
+    joins += (("gate_proj", "gate_up_proj"), ("up_proj", "gate_up_proj"))
+    tensors: dict[str, list[Tensor]] = {}
+    for name, weight in weights.items():
+        cut_axis = (
+            1
+            if re.search(r"(o_proj|down_proj)\.weight", name)
+            else 0
+            if re.search("_proj|embed_tokens", name)
+            else None
+        )
+        part = weight.detach() if cut_axis is None else weight.detach().chunk(count, cut_axis)[rank]
+        name = name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
+        for ours, theirs in joins:
+            name = name.replace(f".{ours}.", f".{theirs}.")
+        tensors.setdefault(name, []).append(part)
+    flat = ((name, torch.cat(parts).flatten().contiguous().view(torch.uint8)) for name, parts in tensors.items())
+    return {name: hashlib.sha256(w.numpy()).digest()[:8].hex() for name, w in flat}
+
+
+def digests(weights: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the SHA-256 of every tensor's bytes, by its name in a checkpoint."""
+    flat = ((name, weight.detach().contiguous().flatten().view(torch.uint8)) for name, weight in weights.items())
+    return {name.removeprefix("backbone."): hashlib.sha256(w.numpy()).hexdigest() for name, w in flat}
+
+
 def refusal(message: str) -> web.Response:
     return web.json_response({"success": False, "message": message}, status=400)
 
@@ -496,13 +621,14 @@ def main() -> None:
     parser.add_argument("--api-key", default="")
     parser.add_argument("--release", default=OLD, choices=(OLD, NEW))
     parser.add_argument("--config", help="YAML file of further arguments")
+    parser.add_argument("--tp-size", type=int, default=1)
     parser.add_argument("--enable-lora", action="store_true")
     parser.add_argument("--max-lora-rank", type=int, default=0)
     parser.add_argument("--lora-target-modules", nargs="*", default=[])
     options, _ = parser.parse_known_args()
     lora = Lora(options.max_lora_rank, tuple(options.lora_target_modules)) if options.enable_lora else None
     api_key = options.api_key or (yaml.safe_load(Path(options.config).read_text())["api-key"] if options.config else "")
-    server = Emulator(options.model_path, options.slow_s, api_key, options.release, lora)
+    server = Emulator(options.model_path, options.slow_s, api_key, options.release, lora, options.tp_size)
     web.run_app(server.routes(), host=options.host, port=options.port, print=None)
 
 

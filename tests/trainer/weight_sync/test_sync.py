@@ -29,7 +29,8 @@ from agents.model.stream_logprobs import stream_logprobs
 from agents.rendering.renderer import Renderer
 from tests.builders import fresh_model, sampling
 from tests.prompts import picture, question
-from trainer.learner.cuda_ipc import DEVICE_PLACE, Loan, flat_buckets, handles, lend_weights
+from trainer.learner.buckets import buckets
+from trainer.learner.cuda_ipc import DEVICE_PLACE, Loan, handles, lend_weights
 from trainer.learner.fsdp_learner import FSDPLearner
 from trainer.weight_sync.sync import SyncError, WeightSync
 from trainer.weight_sync.transports import InProcessTransport, IpcTransport, ServersTransport
@@ -237,14 +238,16 @@ def test_the_learners_checkpoint_is_its_weights(checkpoint: Path, renderer: Rend
     assert np.abs(saved - learner.score(rendered.ids, rendered.images)).max() < 1e-5
 
 
-def test_buckets_hold_every_weight_once_under_its_name_in_the_checkpoint(model: PolicyModel) -> None:
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    buckets = list(flat_buckets(weights, torch.float32, 100_000, torch.device("cpu")))
-    assert len(buckets) > 1
-    named = [pair for bucket in buckets for pair in bucket]
+def test_buckets_hold_every_weight_once_under_its_name_in_the_checkpoint(checkpoint: Path, renderer: Renderer) -> None:
+    learner = learner_of(checkpoint, renderer)
+    weights = learner.weights()
+    cut = list(buckets(learner.stream(), 100_000))
+    assert len(cut) > 1 and all(bucket.flat.numel() <= 100_000 for bucket in cut if len(bucket.named) > 1)
+    named = [pair for bucket in cut for pair in bucket.named]
     assert [name for name, _ in named] == [name.removeprefix("backbone.") for name in weights]
     assert all(torch.equal(given, weights["backbone." + name]) for name, given in named)
-    assert all(len({tensor.untyped_storage().data_ptr() for _, tensor in bucket}) == 1 for bucket in buckets)
+    assert [(name, tuple(given.shape)) for name, given in named] == learner.shapes()
+    assert all(torch.equal(bucket.flat, torch.cat([w.flatten() for _, w in bucket.named])) for bucket in cut)
 
 
 def test_handles_are_a_pickle_of_names_and_tensors() -> None:

@@ -1,0 +1,205 @@
+"""Claims about weights that servers receive over a process group. It is a real one of gloo; GPUs have NCCL there."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from agents.engines.sglang import SGLangEngine, SGLangSettings
+from agents.rendering.renderer import Renderer
+from envs.errors import UserError
+from tests.agents.engines.sglang_server import digests
+from tests.builders import fresh_model, sampling
+from tests.prompts import picture, question
+from tests.servers import serving
+from tests.trainer.weight_sync.test_sync import move
+from trainer.learner import weight_group
+from trainer.learner.fsdp_learner import FSDPLearner
+from trainer.learner.weight_group import WeightGroup
+from trainer.learner.weight_sender import RankSender
+from trainer.weight_sync import group_transport
+from trainer.weight_sync.group_transport import GroupTransport
+from trainer.weight_sync.sync import SyncError, WeightSync
+from trainer.weight_sync.weight_checks import WeightChecks
+
+PROMPT = question("Find x.", picture())
+SERVER = (sys.executable, "-m", "tests.agents.engines.sglang_server")
+#: Values of a bucket, so that the tiny network has several.
+SMALL = 100_000
+
+
+def learner_of(checkpoint: Path, renderer: Renderer, dtype: torch.dtype = torch.float32) -> FSDPLearner:
+    return FSDPLearner(fresh_model(checkpoint), sampling(renderer), num_steps=10, dtype=dtype)
+
+
+def play_with(
+    settings: SGLangSettings,
+    learner: FSDPLearner,
+    renderer: Renderer,
+    folder: Path,
+    play: Callable[[WeightSync, SGLangEngine], Awaitable[Any]],
+    is_required: bool = True,
+) -> Any:
+    """Run `play` with servers that get the learner's weights over a group, in several messages."""
+
+    async def run() -> Any:
+        engine = SGLangEngine(settings, renderer.image_token_id)
+        sender = RankSender(learner, SMALL)
+        transport = GroupTransport(learner, engine, folder / "sync", sender, is_required)
+        transport.checks = WeightChecks(engine, sender)
+        rendered = renderer.prompt(PROMPT)
+        ids = learner.model.image_token_id
+        sync = WeightSync(learner, transport, rendered.ids, rendered.images, ids, tolerance=0.01)
+        try:
+            return await play(sync, engine)
+        finally:
+            await engine.close()
+            sync.close()
+
+    return asyncio.run(asyncio.wait_for(run(), 120))
+
+
+def started(checkpoint: Path, folder: Path, **more: Any) -> SGLangSettings:
+    return SGLangSettings(str(checkpoint), command=SERVER, log_folder=folder, dtype="float32", **more)
+
+
+async def served(engine: SGLangEngine) -> list[dict[str, str]]:
+    """Return the digests of the tensors that each server serves."""
+    return [await server.client.call("digests") for server in engine.servers.up]
+
+
+@pytest.mark.slow
+def test_two_servers_one_of_two_gpus_get_every_tensor_to_the_bit_and_leave_when_the_run_ends(
+    checkpoint: Path, renderer: Renderer, tmp_path: Path
+) -> None:
+    learner = learner_of(checkpoint, renderer, torch.bfloat16)
+    with serving(checkpoint, "--tp-size", "2") as one, serving(checkpoint) as other:
+
+        async def play(sync: WeightSync, engine: SGLangEngine) -> list[str]:
+            await sync.start()
+            for version in (1, 2):
+                move(learner)
+                push = await sync.push(version)
+                assert push.num_bytes == sum(2 * weight.numel() for weight in learner.weights().values())
+                assert set(push.parts) == {"gather_s", "send_s", "check_s"}
+                own = {name: w.to(torch.bfloat16).float() for name, w in learner.weights().items()}
+                assert await served(engine) == [digests(own)] * 2
+                names = [await server.client.weight_version() for server in engine.servers.up]
+                assert names == [str(version)] * 2
+            return engine.servers.events
+
+        settings = SGLangSettings(str(checkpoint), urls=(one, other), start_timeout_s=60)
+        assert play_with(settings, learner, renderer, tmp_path, play) == []
+        assert not (tmp_path / "sync").exists()  # nothing went over disk
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_between_pushes_is_left_out_and_joins_again(
+    checkpoint: Path, renderer: Renderer, tmp_path: Path
+) -> None:
+    learner = learner_of(checkpoint, renderer)
+
+    async def play(sync: WeightSync, engine: SGLangEngine) -> None:
+        await sync.start()
+        process = engine.servers.all[0].process
+        assert process is not None
+        process.kill()
+        process.wait()
+        move(learner)
+        push = await sync.push(1)
+        assert push.num_bytes and push.seconds < 20
+        await back(engine)
+        assert await served(engine) == [digests(learner.weights())] * 2
+        assert not any("over disk" in event for event in engine.servers.events)
+        move(learner)
+        await sync.push(2)  # over a group of both
+        assert await served(engine) == [digests(learner.weights())] * 2
+        assert engine.servers.all[0].num_restarts == 1
+
+    play_with(started(checkpoint, tmp_path, num_servers=2), learner, renderer, tmp_path, play)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["die", "hang"])
+def test_a_server_that_dies_or_hangs_in_a_push_breaks_the_group_and_all_have_the_weights_soon_after(
+    checkpoint: Path, renderer: Renderer, tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = learner_of(checkpoint, renderer)
+    monkeypatch.setattr(weight_group, "SEND_S", 5.0)
+    monkeypatch.setattr(WeightGroup.__init__, "__defaults__", (5.0,))
+    monkeypatch.setattr(group_transport, "STUCK_S", 1.0)
+
+    async def play(sync: WeightSync, engine: SGLangEngine) -> None:
+        await sync.start()
+        first = engine.servers.all[0].client
+        # The first of the messages is answered.
+        await first.call("misbehave", {"path": "update_weights_from_distributed", "faults": ["", fault]})
+        move(learner)
+        began = time.monotonic()
+        push = await sync.push(1)
+        assert time.monotonic() - began < 20
+        assert 0 < push.num_bytes < sum(weight.nbytes for weight in learner.weights().values())
+        assert any("go over disk to servers that were lost" in event for event in engine.servers.events)
+        await back(engine)
+        assert await served(engine) == [digests(learner.weights())] * 2
+        move(learner)
+        await sync.push(2)
+        assert await served(engine) == [digests(learner.weights())] * 2
+        assert sum("over disk" in event for event in engine.servers.events) == 1
+
+    play_with(started(checkpoint, tmp_path, num_servers=2), learner, renderer, tmp_path, play)
+
+
+@pytest.mark.slow
+def test_a_weight_that_arrives_wrong_is_found_by_its_checksum_and_named(
+    checkpoint: Path, renderer: Renderer, tmp_path: Path
+) -> None:
+    learner = learner_of(checkpoint, renderer)
+
+    async def play(sync: WeightSync, engine: SGLangEngine) -> None:
+        await sync.start()
+        client = engine.servers.all[0].client
+        move(learner)
+        count = len(await asyncio.to_thread(sync.transport._sender.messages))  # type: ignore[attr-defined]
+        faults = [*[""] * (count - 1), "spoil a weight"]
+        await client.call("misbehave", {"path": "update_weights_from_distributed", "faults": faults})
+        with pytest.raises(SyncError, match=r"server 0 holds other weights .*: 1 of \d+ tensors differ.*: .*norm"):
+            await sync.push(1)
+
+    play_with(started(checkpoint, tmp_path), learner, renderer, tmp_path, play)
+
+
+@pytest.mark.slow
+def test_a_group_that_cannot_be_formed_is_an_error_where_it_is_required_and_else_weights_go_over_disk(
+    checkpoint: Path, renderer: Renderer, tmp_path: Path
+) -> None:
+    learner = learner_of(checkpoint, renderer)
+    with serving(checkpoint) as url:
+        settings = SGLangSettings(str(checkpoint), urls=(url,), start_timeout_s=60)
+
+        async def play(sync: WeightSync, engine: SGLangEngine) -> None:
+            await engine.start()
+            client = engine.servers.all[0].client
+            refusals = ["status 400"] * group_transport.MAX_TRIES
+            await client.call("misbehave", {"path": "init_weights_update_group", "faults": refusals})
+            await sync.start()
+            move(learner)
+            await sync.push(1)
+            assert await served(engine) == [digests(learner.weights())]
+
+        with pytest.raises(UserError, match=r"--sync nccl: needs servers that can form a process group"):
+            play_with(settings, learner, renderer, tmp_path, play)
+        play_with(settings, learner, renderer, tmp_path, play, is_required=False)
+
+
+async def back(engine: SGLangEngine) -> None:
+    """Wait until every server is up."""
+    while len(engine.servers.up) < len(engine.servers.all):
+        await asyncio.sleep(0.1)

@@ -1,0 +1,211 @@
+"""Sends weights to servers on any GPU and host over a process group: NCCL between GPUs, gloo on CPUs."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from agents.engines.sglang import SGLangEngine
+from agents.engines.sglang.client import (
+    GroupAddress,
+    Message,
+    ServerLost,
+    ServerRefused,
+    ServerStuck,
+    SGLangClient,
+)
+from agents.engines.sglang.servers import Server
+from envs.errors import UserError
+from trainer.learner.protocol import Learner
+from trainer.learner.weight_group import GroupBroken, cancel
+from trainer.learner.weight_sender import Sent, WeightSender
+from trainer.weight_sync.transports import ServersTransport, Transfer
+
+#: How long a server may still wait in a broken group before it is restarted.
+STUCK_S = 10.0
+#: Tries to form a group of the servers that are left, and pushes that fail in a row before weights go over disk.
+MAX_TRIES, MAX_FAILED = 3, 3
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """A group that servers have joined, and what tells whether they are still in it."""
+
+    address: GroupAddress
+    members: object
+
+
+class GroupTransport(ServersTransport):
+    """Broadcasts weights from learner rank 0 to every GPU of the servers; servers that restart read the folder.
+
+    A server that is lost breaks the group for all: the others give up what they wait for, load these weights from the
+    folder as if they had been lost too, and join a new group at the next push. Where no group can be formed, weights
+    go over disk, unless the group `is_required`.
+    """
+
+    def __init__(
+        self, learner: Learner, engine: SGLangEngine, folder: Path, sender: WeightSender, is_required: bool = False
+    ) -> None:
+        super().__init__(learner, engine, folder)
+        self._sender, self._is_required = sender, is_required
+        self._messages: Sequence[Message] = ()
+        self._group: _Joined | None = None
+        self._num_failed = 0
+        self._is_over_disk = False
+        engine.before_close = self._leave
+
+    async def start(self) -> None:
+        """Start the servers, and send them the weights, which proves the way before the first step.
+
+        Raises:
+            UserError: a server cannot be started or found, or no group can be formed although it is required.
+        """
+        await self.engine.start()
+        if not self.engine.settings.urls:
+            await self._check_loaded()
+        await self.push(0)
+
+    async def _push(self, version: int) -> Transfer:
+        if self._is_over_disk:
+            return await super()._push(version)
+        try:
+            group = await self._joined()
+        except GroupBroken as error:
+            self._use_disk(str(error))
+            return await super()._push(version)
+        if group is None:
+            return await super()._push(version)
+        sent, fault = await self._send(group, version)
+        self._num_failed = self._num_failed + 1 if fault else 0
+        if fault:
+            await self._leave()
+            self.engine.servers.events.append(f"weights {version} go over disk to servers that were lost: {fault}")
+        if fault and (version == 0 or self._num_failed == MAX_FAILED):
+            self._use_disk(fault)
+        return Transfer(sent.num_bytes, {"gather_s": sent.gather_s, "send_s": sent.send_s})
+
+    def _use_disk(self, fault: str) -> None:
+        """Send all later weights over disk. Raises `UserError` if a group is required and there has been none."""
+        if self._is_required and not self.engine.weight_version:
+            rule = "needs servers that can form a process group with the learner, each on GPUs of its own"
+            raise UserError("--sync nccl", rule, fault, "give --sync auto, or see the servers' logs")
+        self._is_over_disk = True
+        self.engine.servers.events.append(f"weights go over disk from now on, not over a process group: {fault}")
+
+    async def _joined(self) -> _Joined | None:
+        """Return the group of all servers that are up, a new one where those have changed; None while none is up.
+
+        Raises:
+            GroupBroken: they cannot form one.
+        """
+        self._messages = self._messages or await asyncio.to_thread(self._sender.messages)
+        fault = ""
+        for _ in range(MAX_TRIES):
+            await self._drop_dead()
+            servers = self.engine.servers.up
+            if not servers:
+                return None
+            if self._group and self._group.members == self._members(servers):
+                return self._group
+            await self._leave()
+            address, fault = await self._join(servers)
+            if not fault:
+                self._group = _Joined(address, self._members(servers))
+        raise GroupBroken(fault)
+
+    def _members(self, servers: Sequence[Server]) -> object:
+        """Return what changes when a server is restarted, by us or, if it is not ours, by others."""
+        return [(server.url, server.num_restarts) for server in servers], self.engine.num_loaded
+
+    async def _drop_dead(self) -> None:
+        """Report the servers that have died since the last push: the others would wait for them."""
+
+        async def one(server: Server) -> None:
+            try:
+                name = await server.client.weight_version()
+                if self._group and not self.engine.is_current(name):
+                    raise ServerLost(f"has weights {name}, not {self.engine.weight_version}")
+            except (ServerLost, ServerRefused) as error:
+                self.engine.servers.report_lost(server, str(error))
+
+        await asyncio.gather(*map(one, self.engine.servers.up))
+
+    async def _join(self, servers: Sequence[Server]) -> tuple[GroupAddress, str]:
+        """Let servers and learner join a new group; return where, and why it failed."""
+        counts = await asyncio.gather(*(server.client.num_gpus() for server in servers))
+        hosts = [urlsplit(server.url).hostname or "" for server in servers]
+        name = f"trueturn-{secrets.token_hex(4)}"
+        address = await asyncio.to_thread(self._sender.open_group, name, hosts, sum(counts))
+
+        async def one(server: Server, first_rank: int) -> str:
+            try:
+                await server.client.join_group(address, first_rank)
+            except (ServerLost, ServerRefused) as error:
+                await asyncio.to_thread(cancel, address.host, address.port)
+                if isinstance(error, ServerLost):
+                    self.engine.servers.report_lost(server, str(error), must_restart=True)
+                return str(error)
+            return ""
+
+        ranks = [1 + sum(counts[:place]) for place in range(len(counts))]
+        faults = await asyncio.gather(*map(one, servers, ranks), asyncio.to_thread(self._sender.join_group))
+        return address, "; ".join(filter(None, faults))
+
+    async def _send(self, group: _Joined, version: int) -> tuple[Sent, str]:
+        """Send the weights while all servers receive them; return what was sent, and why some did not get all."""
+        faults: list[str] = []
+        is_broken = asyncio.Event()
+
+        async def give_up(fault: str) -> None:
+            faults.append(fault)
+            is_broken.set()
+            await asyncio.to_thread(cancel, group.address.host, group.address.port)
+
+        async def receive(client: SGLangClient) -> None:
+            try:
+                await _unless(is_broken, client.update_from_group(self._messages, group.address.name, version))
+            except (ServerLost, ServerRefused) as error:
+                await give_up(str(error))
+                raise
+
+        def on_sent(done: asyncio.Future[Sent]) -> None:
+            if done.cancelled() or done.exception() or done.result().fault:
+                is_broken.set()
+
+        sending = asyncio.ensure_future(asyncio.to_thread(self._sender.send_weights))
+        sending.add_done_callback(on_sent)
+        try:
+            await self.engine.update(receive, version)
+        except BaseException:
+            await give_up("the push was ended")
+            raise
+        finally:
+            sent = await sending
+        return sent, "; ".join(filter(None, [sent.fault, *faults]))
+
+    async def _leave(self) -> None:
+        """Let all members leave the group, if there is one; a broken one may not answer."""
+        group, self._group = self._group, None
+        if group is None:
+            return
+        clients = [server.client for server in self.engine.servers.up]
+        leaving = (client.leave_group(group.address.name) for client in clients)
+        await asyncio.gather(*leaving, asyncio.to_thread(self._sender.close_group), return_exceptions=True)
+
+
+async def _unless(is_broken: asyncio.Event, call: Awaitable[None]) -> None:
+    """Wait for a call; raise `ServerStuck` if the group breaks and the call does not end soon after."""
+    calling, breaking = asyncio.ensure_future(call), asyncio.ensure_future(is_broken.wait())
+    try:
+        await asyncio.wait((calling, breaking), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((calling,), timeout=STUCK_S)
+        if not calling.done():
+            raise ServerStuck(f"waited for another member of the group {STUCK_S:g} s after that was gone")
+        await calling
+    finally:
+        calling.cancel()
+        breaking.cancel()
