@@ -372,6 +372,7 @@ class Emulator:
         tags = (await request.json())["tags"]
         if self.has_memory_saver:
             self.freed += tags
+            print("freed", *tags, flush=True)
             if "weights" in tags:  # they come back without their values
                 with torch.no_grad():
                     for parameter in self.engine.model.parameters():
