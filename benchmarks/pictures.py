@@ -32,6 +32,7 @@ import torch
 from PIL import Image
 
 from agents.engines.sglang.payloads import generate_body, parse_answer, parse_scores, score_body
+from agents.engines.sglang.process import LocalProcess
 from agents.engines.sglang.servers import Server, ServerPool
 from agents.engines.sglang.settings import SGLangSettings
 from agents.model import STARTER_PATH
@@ -202,7 +203,7 @@ def busiest(stacks: str, number: int = 24) -> dict[str, list[list[Any]]]:
 
 async def profiled(server: Server, play: Awaitable[None], py_spy: str) -> dict[str, list[list[Any]]]:
     """Record the server's processes while `play` runs; return their busiest functions."""
-    assert server.process
+    assert isinstance(server.process, LocalProcess)
     with tempfile.NamedTemporaryFile("r") as file:
         command = (
             f"{py_spy} record --pid {server.process.pid} --subprocesses -f raw -d {PROFILE_S} -r 200 --nonblocking"

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from agents.engines.sglang.servers import free_ports
+from agents.engines.sglang.process import free_ports
 
 #: The arguments with which servers take adapters of all decoder layers.
 TAKES_ADAPTERS = ("--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj", "k_proj", "v_proj")

@@ -80,6 +80,7 @@ async def update(
         config.algorithm,
         config.env.max_new_tokens,
     )
+    await context.weight_sync.begin_training()
     stats = await clock.time("train_s", asyncio.to_thread(context.learner.step, minibatches))
     session.record_logprobs(rollout, stats)
     push = await context.weight_sync.push(version=step)

@@ -15,7 +15,12 @@ from envs.config.settings import Section
 #: Holds the API key of the servers. It is no setting: a key must not stand in config.yaml.
 API_KEY_VARIABLE = "TRUETURN_ENGINE_API_KEY"
 SAMPLER = Plugin("a sampler", "trueturn.samplers", ("samples", "seed", "epoch"))
+#: The values of `--engine` with which servers may be started.
+STARTED = ("auto", "sglang")
 GROUP_FILTER = Plugin("a group filter", "trueturn.group_filters", ("group",))
+
+
+Placement = Literal["auto", "colocate", "split"]
 
 
 class ServersConfig(Section):
@@ -26,7 +31,9 @@ class ServersConfig(Section):
         description="hf: embedded, in this process; sglang: servers; auto: sglang with --engine-url or --num-gpus",
     )
     engine_url: tuple[str, ...] = Field(
-        default=(), description="running SGLang server, such as http://gpu1:30000; empty: start servers on this host"
+        default=(),
+        description="running SGLang server, such as http://gpu1:30000; empty: start servers on this host or, with "
+        "--ray-address, on any node of the cluster",
     )
     engine_api_key_file: Path | None = Field(
         default=None,
@@ -78,12 +85,27 @@ class EngineConfig(ServersConfig):
         "to GPUs of any host; auto: adapter if the servers take it, else ipc from a GPU of this host, else nccl from "
         "one, else disk",
     )
+    placement: Placement = Field(
+        default="auto",
+        description="GPUs of started servers; split: GPUs of their own; colocate: those of the learner, whose memory "
+        "they free while it trains; auto: split where there are enough GPUs, else they share them, each with its part "
+        "of the memory",
+    )
     probe_tolerance: float = Field(
         default=0.2,
         gt=0,
         description="largest mean log-prob gap in nats between engine and learner on a fixed stream; a larger one "
         "stops the run at its start",
     )
+
+    @field_validator("placement")
+    @classmethod
+    def _has_servers(cls, value: str, info: ValidationInfo) -> str:
+        if value != "auto" and (info.data.get("engine_url") or info.data.get("engine", "auto") not in STARTED):
+            raise ValueError("is for servers that the run starts: give --engine sglang, without --engine-url")
+        if value == "colocate" and info.data.get("first_gpu"):
+            raise ValueError("cannot be given together with --first-gpu: servers are on the learner's GPUs")
+        return value
 
 
 class RolloutConfig(Section):

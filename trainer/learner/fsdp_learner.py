@@ -131,6 +131,11 @@ class FSDPLearner:
         with self.lock:
             return self._step(minibatches)
 
+    def free_memory(self) -> None:
+        """Return the GPU memory that torch keeps for the next tensors."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def _step(self, minibatches: Sequence[Sequence[TrainingSample]]) -> StepStats:
         everything = [sample for samples in minibatches for sample in samples]
         most_turns = max((int(s.turns_T.max()) for s in everything), default=0)

@@ -66,6 +66,10 @@ class Learner(Protocol):
         """Take one optimizer update per minibatch; return the statistics of the whole step."""
         ...
 
+    def free_memory(self) -> None:
+        """Return the GPU memory that holds no data to the GPU, for servers that share it."""
+        ...
+
     def score(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> NDArray[np.float32]:
         """Return the log-prob, at temperature 1, of each id of a stream but the first, in nats."""
         ...

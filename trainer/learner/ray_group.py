@@ -19,7 +19,7 @@ import ray
 import torch
 from numpy.typing import NDArray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import Tensor
 
@@ -33,12 +33,11 @@ from trainer.learner.cuda_ipc import Loan
 from trainer.learner.protocol import CheckpointFailed, LearnerLost
 from trainer.learner.rank_split import light_images, shares
 from trainer.learner.ray_worker import PULSE, LearnerWorker, Place
+from trainer.learner.reservation import Request, wait_for
 from trainer.learner.weight_group import SHARED_VARIABLES
 from trainer.learner.weight_sender import Sent
 from trainer.types import StepStats, TrainingSample
 
-#: How long to wait for free GPUs or CPUs in the cluster.
-PLACE_S = 60.0
 #: How long to wait for the head of a cluster to answer.
 ANSWER_S = 10.0
 #: How long to wait, after a rank has failed, for another rank whose death caused that failure.
@@ -59,14 +58,20 @@ class LearnerGroup:
         group.close()
     """
 
-    def __init__(self, config: LearnerPlan, model_path: Path | str, sampling: SamplingParams) -> None:
-        """Start Ray or connect to it, and start the ranks of `config.cluster`.
+    def __init__(
+        self,
+        config: LearnerPlan,
+        model_path: Path | str,
+        sampling: SamplingParams,
+        reserved: PlacementGroup | None = None,
+    ) -> None:
+        """Start Ray or connect to it, and start the ranks of `config.cluster`, in bundles of `reserved` if given.
 
         Raises:
             UserError: the cluster cannot be reached or has too few GPUs or CPUs, or a rank cannot start; says why.
         """
         cluster, self._on_gpu = config.cluster, config.cluster.num_gpus > 0
-        self._begun_with = config, model_path, sampling
+        self._begun_with, self._given_room = (config, model_path, sampling), reserved
         self.device = torch.device("cuda" if self._on_gpu else "cpu")
         self.dtype: torch.dtype = getattr(torch, config.model.dtype)
         self.lock = threading.RLock()
@@ -89,7 +94,7 @@ class LearnerGroup:
 
     def _begin(self) -> None:
         config, model_path, sampling = self._begun_with
-        self._place(config.cluster, self._on_gpu)
+        self._place(config.cluster, self._on_gpu, self._given_room)
         self._join(config, model_path, sampling)
 
     def restart(self) -> None:
@@ -108,23 +113,18 @@ class LearnerGroup:
                 self._end_ranks()
                 raise self._lost
 
-    def _place(self, cluster: ClusterConfig, on_gpu: bool) -> None:
+    def _place(self, cluster: ClusterConfig, on_gpu: bool, reserved: PlacementGroup | None) -> None:
         """Start a process per rank. Ranks on this host come first: rank 0 hands weights over and writes files."""
-        kind, flag = ("GPU", "--num-gpus") if on_gpu else ("CPU", "--num-learners")
-        wanted, available = cluster.num_ranks, int(ray.cluster_resources().get(kind, 0))
-        if wanted > available:
-            rule = f"must be at most the {available} {kind}s of the cluster"
-            raise UserError(flag, rule, wanted, f"give {available} or less")
-        self._reserved = placement_group([{kind: 1}] * wanted, strategy="PACK")
+        wanted, request = cluster.num_ranks, Request.of(cluster)
+        if reserved is None:
+            reserved = self._reserved = request.reserve()[0]
         try:
-            ray.get(self._reserved.ready(), timeout=PLACE_S)
+            wait_for([reserved])  # Ray finds other places for those of a node that is gone
         except GetTimeoutError:
-            free = int(ray.available_resources().get(kind, 0))
-            rule, fix = f"must be at most the {free} {kind}s that are free", "wait until others are done, or give less"
-            raise UserError(flag, f"{rule} of the cluster's {available}", wanted, fix) from None
+            raise request.no_room() from None
         actor = ray.remote(concurrency_groups={PULSE: 1})(LearnerWorker)
         for index in range(wanted):
-            strategy = PlacementGroupSchedulingStrategy(self._reserved, placement_group_bundle_index=index)
+            strategy = PlacementGroupSchedulingStrategy(reserved, placement_group_bundle_index=index)
             options = actor.options(
                 num_cpus=int(not on_gpu), num_gpus=int(on_gpu), max_restarts=0, scheduling_strategy=strategy
             )
@@ -173,6 +173,10 @@ class LearnerGroup:
             by_rank: list[StepStats] = self._call("step", *((share,) for share in sent))
             self.steps_done += 1
             return replace(by_rank[0], logprobs={key: own for s in by_rank for key, own in s.logprobs.items()})
+
+    def free_memory(self) -> None:
+        """Let every rank return its GPU memory that holds no data."""
+        self._call("free_memory")
 
     def score(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> NDArray[np.float32]:
         """Return the log-prob, at temperature 1, of each id of a stream but the first, in nats."""

@@ -117,6 +117,10 @@ class LearnerWorker:
         """Train on this rank's share of a step; the statistics are the same on all ranks."""
         return self.learner.step(share)
 
+    def free_memory(self) -> None:
+        """Return this rank's memory that holds no data."""
+        self.learner.free_memory()
+
     def score(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> NDArray[np.float32]:
         """Score a stream; the result is the same on all ranks."""
         return self.learner.score(ids, images)

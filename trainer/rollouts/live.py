@@ -37,9 +37,9 @@ from trainer.setup.components import (
     build_transport,
     check_processes,
     check_updates,
-    learner_gpus,
     match_servers,
     own_servers,
+    reserve_room,
     sampling_params,
     with_compile_chosen,
 )
@@ -234,21 +234,9 @@ def prepare(config: RunConfig, start: Start | None = None, with_engine: bool = T
     with ExitStack() as cleanup:
         label = f"{config.env.env}-{'' if config.trains else 'rollouts-'}seed{config.seed}"
         opened = open_run(config, label, cleanup, keeps=lambda: start.failure is not None)
-        folder, gpus, num_gpus = opened.folder, learner_gpus(config), config.cluster.num_gpus
-        max_sessions = config.rollout.max_sessions(config.data.eval_size or 0)
-        servers = None
-        if with_engine and gpus is not None and config.engine.starts_servers(num_gpus):
-            servers = own_servers(
-                config.engine,
-                config.model,
-                config.learner,
-                model_path,
-                renderer,
-                gpus,
-                max_sessions,
-                folder,
-                cleanup,
-            )
+        folder, room = opened.folder, reserve_room(config, cleanup)
+        servers = own_servers(config, model_path, renderer, folder, room, cleanup)
+        if servers and with_engine and (room is None or room.is_split):
             start.launch(servers)
         with start.clock.stage("the problems"):
             train, evaluation = load_problems(spec, config.data, config.seed, with_held_out=config.trains)
@@ -262,23 +250,10 @@ def prepare(config: RunConfig, start: Start | None = None, with_engine: bool = T
             sampling = sampling_params(renderer, config.rollout.temperature)
             plan = config if config.trains else plan_to_read(config)
             plan = with_compile_chosen(plan, model_path, plan.most_tokens_trained)
-            learner = begin_or_resume(config, plan, opened, model_path, sampling, cleanup)
+            learner = begin_or_resume(config, plan, opened, model_path, sampling, cleanup, room)
         (folder / ENVIRONMENT).write_text(spec.model_dump_json(indent=1) + "\n", encoding="utf-8")
         with start.clock.stage("the engine's weights"):
-            transport = build_transport(
-                config.engine,
-                config.model,
-                num_gpus,
-                config.rollout.max_batch,
-                max_sessions,
-                model_path,
-                facts,
-                renderer,
-                learner,
-                folder,
-                servers,
-                trains_adapters=config.learner.lora_rank > 0,
-            )
+            transport = build_transport(config, model_path, facts, renderer, learner, folder, servers)
         probed = renderer.prompt(train[0].prompt, tools)
         weight_sync = WeightSync(
             learner.learner,

@@ -9,12 +9,11 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -33,7 +32,7 @@ from agents.types import SamplingParams
 from envs.errors import UserError
 from envs.spec import EnvLimits, EnvSpec
 from trainer.config.inputs import ModelConfig
-from trainer.config.learner import ClusterConfig, LearnerConfig, LearnerPlan, OptimConfig
+from trainer.config.learner import ClusterConfig, LearnerPlan, OptimConfig
 from trainer.config.rollout import EngineConfig, ServersConfig
 from trainer.config.run import RunConfig
 from trainer.learner.compile_choice import explain, is_compiled
@@ -59,6 +58,9 @@ from trainer.weight_sync.transports import (
 )
 from trainer.weight_sync.weight_checks import WeightChecks
 
+if TYPE_CHECKING:
+    from trainer.setup.cluster import ClusterRoom
+
 logger = logging.getLogger(__name__)
 
 #: The values of `--sync` with which servers get adapters alone.
@@ -71,14 +73,17 @@ E = TypeVar("E", bound=Engine)
 class StartedLearner:
     """A learner that is ready to train, and where it runs.
 
-    `lend` hands its weights to other processes of this host; None if they are not on a GPU of this host. `sender` sends
-    them to any host. `gpus_here` lists the GPUs of this host that it uses.
+    `lend` hands its weights to servers on the node of rank 0; None if they are on no GPU, or servers start on another
+    host. `sender` sends them to any host. `gpus_here` lists the GPUs of this host that it uses. `node` is that of rank
+    0 where servers start on any node of a cluster, else ""; `is_apart` says that they have GPUs of their own there.
     """
 
     learner: Learner
     lend: Lend | None
     sender: WeightSender
     gpus_here: tuple[int, ...]
+    node: str = ""
+    is_apart: bool = False
 
 
 def check_processes(engine: ServersConfig, cluster: ClusterConfig, model: ModelConfig, facts: ModelFacts) -> None:
@@ -143,9 +148,15 @@ def check_engine(engine: ServersConfig, num_gpus: int = 0) -> str:
 
 
 def start_learner(
-    config: LearnerPlan, model_path: Path | str, sampling: SamplingParams, cleanup: ExitStack
+    config: LearnerPlan,
+    model_path: Path | str,
+    sampling: SamplingParams,
+    cleanup: ExitStack,
+    room: ClusterRoom | None = None,
 ) -> StartedLearner:
     """Return the learner, in this process or in others; `cleanup` ends the processes that were started.
+
+    They start in `room`, if a part of a cluster is reserved.
 
     Raises:
         UserError: the cluster is too small or cannot be reached, or the checkpoint cannot be trained.
@@ -159,10 +170,14 @@ def start_learner(
         return StartedLearner(learner, lend, RankSender(learner), gpus)
     from trainer.learner.ray_group import LearnerGroup
 
-    group = LearnerGroup(config, model_path, sampling)
+    group = LearnerGroup(config, model_path, sampling, room.learners if room else None)
     cleanup.callback(group.close)
-    can_lend = group.is_here and group.device.type == "cuda"
-    return StartedLearner(group, group.lend if can_lend else None, group, group.gpus_here)
+    can_lend = (room or group.is_here) and group.device.type == "cuda"
+    lend = group.lend if can_lend else None
+    if room is None:
+        return StartedLearner(group, lend, group, group.gpus_here)
+    room.hold(group)
+    return StartedLearner(group, lend, group, group.gpus_here, group.places[0].node, room.is_split)
 
 
 def with_compile_chosen(plan: RunConfig, model_path: Path | str, num_tokens: int) -> RunConfig:
@@ -186,90 +201,92 @@ def learner_device(plan: LearnerPlan) -> torch.device:
     return torch.device(plan.model.device)
 
 
-def learner_gpus(config: LearnerPlan) -> tuple[int, ...] | None:
-    """Return the GPUs of this host that the learner will use; None where a running cluster decides."""
-    if config.cluster.ray_address:
+def reserve_room(config: RunConfig, cleanup: ExitStack) -> ClusterRoom | None:
+    """Reserve a part of a cluster for learner and servers; None where the run starts no servers on one."""
+    if not (config.cluster.ray_address and config.engine.starts_servers(config.cluster.num_gpus)):
         return None
-    return tuple(range(config.cluster.num_gpus or int(learner_device(config).type == "cuda")))
+    from trainer.setup.cluster import ClusterRoom
+
+    return ClusterRoom(config, cleanup)
 
 
 def own_servers(
-    config: EngineConfig,
-    model: ModelConfig,
-    learner: LearnerConfig,
+    config: RunConfig,
     model_path: Path | str,
     renderer: Renderer,
-    gpus: Sequence[int],
-    max_sessions: int,
     folder: Path,
+    room: ClusterRoom | None,
     cleanup: ExitStack,
-) -> SGLangEngine:
-    """Return an engine of servers for `max_sessions` at once, which `launch` starts beside a learner on `gpus`.
+) -> SGLangEngine | None:
+    """Return an engine of servers, which `launch` starts beside the learner; None if the run starts none.
 
     They take the learner's adapters, if it trains some that servers can take. `cleanup` ends their processes.
     """
-    engine = build_engine(
-        config,
-        model,
-        "sglang",
-        model_path,
-        renderer,
-        first_gpu=place_servers(config, gpus),
-        max_batch=0,
-        max_sessions=max_sessions,
-        folder=folder,
-        protocol=TrainableEngine,
-    )
-    assert isinstance(engine, SGLangEngine), type(engine)
-    if learner.lora_rank and config.sync in WITH_ADAPTERS:
+    engine, learner, num_gpus = config.engine, config.learner, config.cluster.num_gpus
+    if not engine.starts_servers(num_gpus):
+        return None
+    gpus = tuple(range(num_gpus or int(learner_device(config).type == "cuda")))
+    first_gpu = 0 if room else place_servers(engine, gpus, engine.placement)
+    most = config.rollout.max_sessions(config.data.eval_size or 0)
+    settings = server_settings(engine, config.model, model_path, first_gpu, most, folder / "servers")
+    settings = replace(settings, frees_memory=engine.placement == "colocate")
+    launcher = room.launcher if room else None
+    servers = SGLangEngine(settings, renderer.image_token_id, config.model.context_length, launcher)
+    if learner.lora_rank and engine.sync in WITH_ADAPTERS:
         layers = adapted_layers(meta_model(read_config(model_path)), learner)
         if not why_unsupported(layers):
-            engine.adapt(learner.lora_rank, kinds_of(layers))
-    cleanup.callback(engine.servers.end)
-    return engine
+            servers.adapt(learner.lora_rank, kinds_of(layers))
+    cleanup.callback(servers.servers.end)
+    return servers
 
 
 def build_transport(
-    config: EngineConfig,
-    model: ModelConfig,
-    num_gpus: int,
-    max_batch: int,
-    max_sessions: int,
+    config: RunConfig,
     model_path: Path | str,
     facts: ModelFacts,
     renderer: Renderer,
     learner: StartedLearner,
     folder: Path,
     servers: SGLangEngine | None = None,
-    trains_adapters: bool = False,
 ) -> Transport:
     """Return the transport that brings the learner's weights to the engine, with the engine; its `start` starts both.
 
-    The engine is `servers`, if given, else it is built. `num_gpus` is the number of GPUs of learner processes;
-    `max_batch` limits the embedded engine, and servers are started for `max_sessions` at once. If the learner
-    `trains_adapters`, servers may get those alone.
+    The engine is `servers`, if the run starts some, else it is built.
     """
-    first_gpu = place_servers(config, learner.gpus_here)
-    device = f"cuda:{first_gpu}" if num_gpus else model.device
-    engine = servers or build_engine(
-        config,
-        model.model_copy(update={"device": device}),
-        config.chosen(num_gpus),
-        model_path,
-        renderer,
-        first_gpu,
-        max_batch,
-        max_sessions,
-        folder,
-        TrainableEngine,
-    )
-    if isinstance(engine, HFEngine) and config.chosen(num_gpus) == "hf":
+    chosen = config.engine.chosen(config.cluster.num_gpus)
+    engine = servers or _other_engine(config, chosen, model_path, renderer, learner, folder)
+    if isinstance(engine, HFEngine) and chosen == "hf":
         return InProcessTransport(learner.learner, engine)
     if not isinstance(engine, SGLangEngine):
         return DiskTransport(learner.learner, engine, folder / "sync")
-    merged = servers_transport(config, facts, learner, engine, folder / "sync")
+    merged = servers_transport(config.engine, facts, learner, engine, folder / "sync")
     merged.checks = WeightChecks(engine, learner.sender) if facts.names_are_saved else None
-    return adapters_alone(merged, config.sync, trains_adapters)
+    return adapters_alone(merged, config.engine.sync, trains_adapters=config.learner.lora_rank > 0)
+
+
+def _other_engine(
+    config: RunConfig,
+    chosen: str,
+    model_path: Path | str,
+    renderer: Renderer,
+    learner: StartedLearner,
+    folder: Path,
+) -> TrainableEngine | HFEngine | SGLangEngine:
+    """Return an engine whose servers, if it has any, the run does not start."""
+    first_gpu = place_servers(config.engine, learner.gpus_here)
+    device = f"cuda:{first_gpu}" if config.cluster.num_gpus else config.model.device
+    return build_engine(
+        config.engine,
+        config.model.model_copy(update={"device": device}),
+        chosen,
+        model_path,
+        renderer,
+        first_gpu,
+        config.rollout.max_batch,
+        config.rollout.max_sessions(config.data.eval_size or 0),
+        folder,
+        TrainableEngine,
+    )
 
 
 def adapters_alone(merged: ServersTransport, sync: str, trains_adapters: bool) -> Transport:
@@ -344,8 +361,8 @@ def servers_transport(
         raise UserError("--sync ipc", rule, got, "give --sync disk")
     if config.sync == "nccl" and not has_names:
         raise UserError("--sync nccl", "needs a network saved under its own names", got, "give --sync disk")
-    if lend and config.sync not in ("disk", "nccl"):
-        return IpcTransport(learner.learner, engine, folder, lend)
+    if lend and (config.sync == "ipc" or (config.sync in WITH_ADAPTERS and not learner.is_apart)):
+        return IpcTransport(learner.learner, engine, folder, lend, learner.node)
     if config.sync == "nccl" or (config.sync != "disk" and on_gpu and has_names):
         return GroupTransport(learner.learner, engine, folder, learner.sender, is_required=config.sync == "nccl")
     return ServersTransport(learner.learner, engine, folder)

@@ -36,6 +36,7 @@ from trainer.weight_sync.sync import NoWeightSync, WeightSync
 
 if TYPE_CHECKING:
     from trainer.config.sft import SftConfig
+    from trainer.setup.cluster import ClusterRoom
 
 logger = logging.getLogger(__name__)
 
@@ -168,15 +169,18 @@ def begin_or_resume(
     model_path: Path | str,
     sampling: SamplingParams,
     cleanup: ExitStack,
+    room: ClusterRoom | None = None,
 ) -> StartedLearner:
     """Start the learner where the run's checkpoint left it, if any, and write the configuration into the folder.
+
+    It starts in `room`, if a part of a cluster is reserved.
 
     The processes that it takes last until `cleanup` is closed.
 
     Raises:
         UserError: the processes cannot start, or the checkpoint is of another network.
     """
-    learner = start_learner(plan, model_path, sampling, cleanup)
+    learner = start_learner(plan, model_path, sampling, cleanup, room)
     folder, checkpoint = opened.folder, opened.checkpoint
     if checkpoint:
         learner.learner.restore(checkpoint.learner)

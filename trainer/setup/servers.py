@@ -20,7 +20,7 @@ from agents.engines.sglang.releases import OLDEST, UNKNOWN, Release, dotted
 from agents.model.architectures import NO_IMAGE_TOKEN, ModelFacts
 from envs.errors import UserError, first_line
 from trainer.config.inputs import ModelConfig
-from trainer.config.rollout import API_KEY_VARIABLE, ServersConfig
+from trainer.config.rollout import API_KEY_VARIABLE, Placement, ServersConfig
 
 
 def engine_api_key(engine: ServersConfig) -> str:
@@ -87,9 +87,23 @@ def ask_server(url: str, path: str, api_key: str) -> dict[str, Any]:
         return dict(json.load(answer))
 
 
-def place_servers(config: ServersConfig, learner_gpus: Sequence[int] = ()) -> int:
-    """Return the first GPU of the first server; raise `UserError` if this host has too few GPUs for it."""
+def place_servers(config: ServersConfig, learner_gpus: Sequence[int] = (), placement: Placement = "auto") -> int:
+    """Return the first GPU of the first server.
+
+    Raises:
+        UserError: this host has too few GPUs for a server or, if they are to have GPUs of their own, for all.
+    """
     here, tensor_parallel = torch.cuda.device_count(), config.tensor_parallel
+    after = max(learner_gpus, default=-1) + 1
+    if placement == "split":
+        first_gpu, needed = config.first_gpu if config.first_gpu is not None else after, config.num_servers
+        if here and (first_gpu < after or first_gpu + needed * tensor_parallel > here):
+            rule = f"must leave {needed} servers {needed * tensor_parallel} of this host's {here} GPUs besides {after}"
+            fix = "give less --num-gpus, --num-servers or --tensor-parallel, or --placement colocate"
+            raise UserError("--placement split", f"{rule} of the learner", f"{here - first_gpu}", fix)
+        return first_gpu
+    if placement == "colocate":
+        return min(learner_gpus, default=0)
     first_gpu = first_server_gpu(config.first_gpu, learner_gpus, here, tensor_parallel)
     if here and not config.engine_url and first_gpu + tensor_parallel > here:
         flag, given = ("--tensor-parallel", tensor_parallel) if tensor_parallel > here else ("--first-gpu", first_gpu)

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agents.engines.base import Engine
+from agents.engines.sglang import SGLangEngine
 from agents.types import ProcessedImage
 from trainer.learner.protocol import Learner
 from trainer.weight_sync.transports import Transport
@@ -101,6 +102,16 @@ class WeightSync:
             await self.transport.push(version)
         return await self.probe()
 
+    @property
+    def pauses_to_train(self) -> bool:
+        """Whether servers share the learner's GPUs, free their memory while it trains, and write nothing meanwhile."""
+        return isinstance(self.engine, SGLangEngine) and self.engine.settings.frees_memory
+
+    async def begin_training(self) -> None:
+        """Give the learner the memory of servers on its GPUs, if they free it, until the next push."""
+        if isinstance(self.engine, SGLangEngine) and self.pauses_to_train:
+            await self.engine.free_memory()
+
     async def push(self, version: int) -> WeightPush:
         """Bring the learner's weights to the engine as `version`, while it is paused or idle.
 
@@ -110,6 +121,8 @@ class WeightSync:
             SyncError: the probe or a checksum shows other weights.
         """
         started = time.perf_counter()
+        if self.pauses_to_train:
+            await asyncio.to_thread(self.learner.free_memory)
         try:
             transfer = await self.transport.push(version)
         except WeightsDiffer as error:
@@ -158,6 +171,9 @@ class WeightSync:
 
 class NoWeightSync:
     """Stands in for `WeightSync` where no engine needs the weights: in a run on recorded rollouts."""
+
+    async def begin_training(self) -> None:
+        """Do nothing."""
 
     async def push(self, version: int) -> WeightPush:
         """Do nothing."""

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from agents.engines.base import Engine, TrainableEngine
 from agents.engines.hf import HFEngine
 from agents.engines.sglang import SGLangEngine
+from agents.engines.sglang.client import SGLangClient
 from agents.types import ProcessedImage
 from envs.errors import UserError
 from trainer.learner.cuda_ipc import Loan
@@ -209,19 +210,40 @@ class ServersTransport(DiskTransport[SGLangEngine]):
 
 
 class IpcTransport(ServersTransport):
-    """Lends weights to servers on the learner's host over CUDA IPC; servers that restart read the folder."""
+    """Lends weights over CUDA IPC to servers on the node of learner rank 0.
 
-    def __init__(self, learner: Learner, engine: SGLangEngine, folder: Path, lend: Lend) -> None:
+    Servers on other nodes read the folder, and so do those that restart.
+    """
+
+    def __init__(self, learner: Learner, engine: SGLangEngine, folder: Path, lend: Lend, node: str = "") -> None:
+        """Lend by `lend`, on a node as servers name it; "" if all are on this host."""
         super().__init__(learner, engine, folder)
-        self._lend = lend
+        self._lend, self._node = lend, node
+
+    async def start(self) -> None:
+        """Start the servers, and say which of them weights reach through the folder."""
+        await super().start()
+        if far := [str(server.number) for server in self.engine.servers.all if server.client.node != self._node]:
+            how = "on other nodes than learner rank 0, read weights from the run folder, not over CUDA IPC"
+            self.engine.servers.events.append(f"servers {', '.join(far)}, {how}")
 
     async def _push(self, version: int) -> Transfer:
-        num_gpus = self.engine.settings.tensor_parallel
+        num_gpus, clients = self.engine.settings.tensor_parallel, [s.client for s in self.engine.servers.up]
+        if not any(client.node == self._node for client in clients):
+            return await super()._push(version)
+        if any(client.node != self._node for client in clients):
+            await asyncio.to_thread(self.save)
+
+        async def push(client: SGLangClient) -> None:
+            if client.node == self._node:
+                await client.update_from_tensors(loan.payloads, version, num_gpus)
+            else:
+                folder = await asyncio.to_thread(self.save)
+                await client.update_from_disk(str(folder.absolute()), version)
+
         with ExitStack() as stack:
             loan = await asyncio.to_thread(stack.enter_context, self._lend())
-            await self.engine.update(
-                lambda client: client.update_from_tensors(loan.payloads, version, num_gpus), version
-            )
+            await self.engine.update(push, version)
             return Transfer(loan.num_bytes)
 
 

@@ -17,8 +17,8 @@ from agents.engines.sglang.pictures import HELLO, PROTOCOL
 from agents.engines.sglang.releases import UNKNOWN, Release
 
 #: Time limits: to answer `model_info` or `server_info`, which a busy server does late, to say how it takes pictures, to
-#: load weights, and to load an adapter.
-ALIVE_S, HELLO_S, UPDATE_S, ADAPTER_S = 20.0, 5.0, 600.0, 120.0
+#: load weights, to load an adapter, and to free or take memory.
+ALIVE_S, HELLO_S, UPDATE_S, ADAPTER_S, MEMORY_S = 20.0, 5.0, 600.0, 120.0, 120.0
 #: Time limits to join a process group, and to receive and load a message of weights over it: longer than those of its
 #: rank 0, which then knows why.
 JOIN_S, RECEIVE_S = 150.0, 150.0
@@ -98,6 +98,10 @@ class SGLangClient:
     def __init__(self, url: str, http: aiohttp.ClientSession, timeout_s: float = 600.0) -> None:
         self.url, self._http, self._timeout_s = url.rstrip("/"), http, timeout_s
         self.release = UNKNOWN
+        #: The node of the Ray cluster that the server runs on; "" without one.
+        self.node = ""
+        #: Whether it was started with what it needs to free memory.
+        self.frees_memory = False
         self._model_type = ""
         self._waits: set[asyncio.Timeout] = set()
 
@@ -176,6 +180,7 @@ class SGLangClient:
                 return
             if isinstance(answer, dict):
                 self.release = Release.of(answer, self._model_type)
+                self.frees_memory = answer.get("enable_memory_saver") is True
             return
 
     async def weight_version(self) -> str:
@@ -270,6 +275,18 @@ class SGLangClient:
                 raise
             await self._update("end_weight_update", {})
             await self._update("begin_weight_update", {})
+
+    async def free_memory(self, kinds: Sequence[str]) -> None:
+        """Free "kv_cache", "weights" or both; freed weights lose their values. No request may be in progress.
+
+        A server that is not idle yet would end by it, and one that empties its cache is idle.
+        """
+        await self.call(f"flush_cache?timeout={MEMORY_S / 2:g}", {}, MEMORY_S)
+        await self.call("release_memory_occupation", {"tags": list(kinds)}, MEMORY_S)
+
+    async def take_memory(self, kind: str) -> None:
+        """Take a kind of memory that was freed: the weights before new ones are pushed, the cache after that."""
+        await self.call("resume_memory_occupation", {"tags": [kind]}, MEMORY_S)
 
     async def load_adapter(self, name: str, adapter: Adapter) -> None:
         """Load an adapter, and make its name the version of the weights. It writes what asks for it by its name.

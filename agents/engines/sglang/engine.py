@@ -24,6 +24,7 @@ from agents.engines.sglang.adapter_loading import AdapterLoader
 from agents.engines.sglang.adapters import Adapter
 from agents.engines.sglang.client import ServerLost, ServerRefused, ServerStuck, SGLangClient
 from agents.engines.sglang.payloads import GenerateAnswer, generate_body, parse_answer, parse_scores, score_body
+from agents.engines.sglang.process import Launcher
 from agents.engines.sglang.routing import prompt_key
 from agents.engines.sglang.servers import EngineDown, Server, ServerPool
 from agents.engines.sglang.settings import SGLangSettings
@@ -33,6 +34,8 @@ from agents.types import Completion, GenerateRequest, ProcessedImage, add_run
 MAX_TRIES = 10
 #: Turns given up in a row, over all sessions, before the engine is down.
 MAX_GIVEN_UP = 32
+#: The kinds of memory that servers can free.
+CACHE, WEIGHTS = "kv_cache", "weights"
 
 
 class SGLangEngine:
@@ -50,7 +53,14 @@ class SGLangEngine:
         await engine.close()
     """
 
-    def __init__(self, settings: SGLangSettings, image_token_id: int | None, context_length: int = 4096) -> None:
+    def __init__(
+        self,
+        settings: SGLangSettings,
+        image_token_id: int | None,
+        context_length: int = 4096,
+        launcher: Launcher | None = None,
+    ) -> None:
+        """Describe the servers; `launcher` starts them, by default on this host."""
         self.settings, self.image_token_id, self.context_length = settings, image_token_id, context_length
         self.weight_version = 0
         #: Returns a folder with the current weights, for a server that is back; the code that pushes weights sets it.
@@ -59,7 +69,7 @@ class SGLangEngine:
         self.before_close: Callable[[], Awaitable[None]] | None = None
         #: Requests sent, requests to be sent again, and answers discarded because older weights wrote them.
         self.num_requests = self.num_retried = self.num_outdated = 0
-        self.servers = ServerPool(settings, self._load_current_weights, image_token_id is not None)
+        self.servers = ServerPool(settings, self._load_current_weights, image_token_id is not None, launcher)
         # Part of request ids and of image hashes: another run may have used the same servers.
         self._run = secrets.token_hex(6)
         self._numbers = itertools.count()
@@ -72,6 +82,7 @@ class SGLangEngine:
         self.adapter_name = ""
         self.adapters = AdapterLoader(settings.model_path if settings.urls else "")
         self._aborts: set[asyncio.Task[Any]] = set()
+        self._resumes_after_update = False
         self._in_flight = 0
         self._idle: asyncio.Event = asyncio.Event()
         self._may_write: asyncio.Event = asyncio.Event()
@@ -116,6 +127,15 @@ class SGLangEngine:
     async def resume(self) -> None:
         """Continue writing."""
         self._may_write.set()
+
+    async def free_memory(self) -> None:
+        """Pause, and have servers free their memory for a learner on their GPUs until the next `update` has ended.
+
+        Servers that take adapters keep their weights, since nothing brings them again.
+        """
+        self._resumes_after_update = not self.is_paused
+        await self.pause()
+        await self.servers.free_memory((CACHE,) if self.settings.lora_rank else (CACHE, WEIGHTS))
 
     async def _abort_all(self, server: Server) -> None:
         try:
@@ -195,11 +215,17 @@ class SGLangEngine:
 
         async def one(server: Server) -> None:
             try:
+                await server.take_memory(WEIGHTS)
                 await push(server.client)
+                await server.take_memory(CACHE)
             except (ServerLost, ServerRefused) as error:
                 self.servers.report_lost(server, str(error), must_restart=isinstance(error, ServerStuck))
 
         await asyncio.gather(*(one(server) for server in self.servers.up))
+        self.servers.end_freeing()
+        if self._resumes_after_update:
+            self._resumes_after_update = False
+            await self.resume()
 
     def _use(self, version: int, adapter: Adapter | None) -> None:
         """Let weights `version` write: an adapter under a name that no other has, or the weights alone."""

@@ -29,11 +29,12 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Host:
-    """This host as started servers see it: its GPUs, as far as they are known, and the kernels that are installed."""
+    """This host as started servers see it: its GPUs, as far as they are known, and the packages that are installed."""
 
     num_gpus: int = 0
     gpus: tuple[Gpu, ...] = ()
     has_fa3: bool = False
+    has_memory_saver: bool = False
 
     @classmethod
     @functools.cache
@@ -43,7 +44,7 @@ class Host:
 
         count = torch.cuda.device_count()
         gpus = (_list_gpus() or tuple(map(_ask_torch, range(count)))) if count else ()
-        return cls(count, gpus, has_fa3())
+        return cls(count, gpus, has_fa3(), importlib.util.find_spec("torch_memory_saver") is not None)
 
 
 @dataclass(frozen=True)

@@ -1,46 +1,32 @@
 """Starts SGLang servers, or finds running ones, and replaces those that fail.
 
-A local server is a process in its own process group with a log file. One that dies is restarted with the current
-weights. An external server is polled until it is back, and gets the weights too. Meanwhile its episodes continue on the
-other servers.
+A server that we started is a process (`agents.engines.sglang.process`) on this host or another. One that dies is
+restarted with the current weights. An external server is polled until it is back, and gets the weights too. Meanwhile
+its episodes continue on the other servers.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
-import os
-import random
-import secrets
-import shlex
-import signal
-import socket
-import subprocess
-import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 from agents.engines.sglang.client import ServerLost, ServerRefused, SGLangClient, authorization, uses_proxy
 from agents.engines.sglang.pictures import SentPictures, image_fields, missed_pictures
+from agents.engines.sglang.process import Launcher, LocalLauncher, ServerProcess, free_ports, listens
 from agents.engines.sglang.routing import PromptRouter
-from agents.engines.sglang.server_arguments import (
-    choose_variables,
-)
-from agents.engines.sglang.server_facts import Host
 from agents.engines.sglang.settings import SGLangSettings
-from agents.model.kernel_cache import keep_kernels
 from agents.types import ProcessedImage
 from envs.errors import UserError
 
 POLL_S = 0.5
-STOP_S = 10.0
+#: Seconds between two looks at the processes of servers. A host that is gone may leave requests without an answer.
+WATCH_S = 2.0
 #: How often a request is sent to a server that has forgotten its pictures.
 MAX_SENDS = 3
 
@@ -54,14 +40,15 @@ class Server:
     url: str
     number: int
     client: SGLangClient = field(init=False)
-    process: subprocess.Popen[bytes] | None = None
-    log_path: Path | None = None
+    process: ServerProcess | None = None
     is_up: bool = False
     num_sessions: int = 0
     num_restarts: int = 0
     recovery: asyncio.Task[None] | None = field(default=None, repr=False)
     #: What it has been sent, if it keeps pictures.
     sent_pictures: SentPictures | None = field(default=None, repr=False)
+    #: The kinds of memory that it has freed for the learner, and not taken again yet.
+    freed: tuple[str, ...] = ()
 
     async def generate(self, body: dict[str, Any], images: Sequence[ProcessedImage], salt: str) -> Any:
         """Return the answer of `/generate` to a body with its pictures. Those that the server forgot are sent again.
@@ -79,6 +66,16 @@ class Server:
                     raise
                 sent.forget(missed)
         raise ServerLost(f"{self.client.url} forgets pictures as soon as it has been sent them")
+
+    async def take_memory(self, kind: str) -> None:
+        """Take a kind of memory again, if it was freed.
+
+        Raises:
+            ServerLost, ServerRefused: as `SGLangClient.call`.
+        """
+        if kind in self.freed:
+            await self.client.take_memory(kind)
+            self.freed = tuple(other for other in self.freed if other != kind)
 
 
 class ServerPool:
@@ -100,15 +97,18 @@ class ServerPool:
         settings: SGLangSettings,
         on_return: Callable[[SGLangClient], Awaitable[None]],
         has_pictures: bool = True,
+        launcher: Launcher | None = None,
     ) -> None:
         self.settings, self._on_return, self._has_pictures = settings, on_return, has_pictures
+        self._launcher = launcher or LocalLauncher()
         self.all: list[Server] = []
         self.events: list[str] = []  # messages about servers, in order
         self._http: dict[bool, aiohttp.ClientSession] = {}  # by whether proxies count
-        self._api_key = settings.api_key
-        self._key_file: Path | None = None
         self.router: PromptRouter[Server] = PromptRouter()
         self._changed: asyncio.Condition = asyncio.Condition()
+        #: Set unless the learner has the memory of servers.
+        self._may_start: asyncio.Event = asyncio.Event()
+        self._watching: asyncio.Task[None] | None = None
 
     @property
     def up(self) -> list[Server]:
@@ -122,14 +122,11 @@ class ServerPool:
         """
         if self.all or self.settings.urls:
             return
-        keep_kernels()
-        host = Host.here()
-        for number in range(self.settings.num_servers):  # what cannot start must not start others first
-            self.settings.chosen_arguments(number, 0, host)
-        self._api_key = self._make_key()
+        self._launcher.check(self.settings)  # what cannot start must not start others first
+        self.settings = self.settings.with_key()
         for number, port in enumerate(free_ports(self.settings.num_servers)):
-            self.all.append(Server(f"http://127.0.0.1:{port}", number))
-            self._launch(self.all[-1])
+            process = self._launcher.launch(self.settings, number, port)
+            self.all.append(Server(process.url, number, process=process))
 
     def starting(self) -> list[int]:
         """Return the numbers of the launched servers that do not listen yet.
@@ -137,7 +134,7 @@ class ServerPool:
         Raises:
             UserError: the process of one has ended; names its log.
         """
-        return [server.number for server in self.all if self._has_process(server) and not _listens(server.url)]
+        return [server.number for server in self.all if self._has_process(server) and not listens(server.url)]
 
     async def start(self) -> None:
         """Start or find every server, and wait until all answer.
@@ -145,17 +142,18 @@ class ServerPool:
         Raises:
             UserError: one does not answer; names its log. Or those to start cannot share their GPU.
         """
-        self._changed = asyncio.Condition()
-        settings = self.settings
-        if settings.urls:
-            self.all = [Server(url, number) for number, url in enumerate(settings.urls)]
+        self._changed, self._may_start = asyncio.Condition(), asyncio.Event()
+        self._may_start.set()
+        if self.settings.urls:
+            self.all = [Server(url, number) for number, url in enumerate(self.settings.urls)]
         self.launch()
-        for proxied in {uses_proxy(server.url) for server in self.all}:
+        settings = self.settings
+        for proxied in {_is_proxied(server) for server in self.all}:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=3)
-            headers = authorization(self._api_key)
+            headers = authorization(settings.api_key)
             self._http[proxied] = aiohttp.ClientSession(connector=connector, trust_env=proxied, headers=headers)
         for server in self.all:
-            server.client = SGLangClient(server.url, self._http[uses_proxy(server.url)], settings.request_timeout_s)
+            server.client = SGLangClient(server.url, self._http[_is_proxied(server)], settings.request_timeout_s)
         waits = [asyncio.ensure_future(self._wait_until_up(server)) for server in self.all]
         try:
             await asyncio.gather(*waits)
@@ -166,6 +164,7 @@ class ServerPool:
             raise
         for server in self.all:
             server.is_up = True
+        self._watching = asyncio.create_task(self._watch())
 
     async def pick(self, prompt: int | None = None) -> Server:
         """Return the server that is up and has read the prompt or, in balance, has the fewest sessions; wait while none
@@ -192,12 +191,38 @@ class ServerPool:
             self.events.append(f"server {server.number} lost: {reason}")
             server.recovery = asyncio.create_task(self._recover(server, must_restart))
 
+    async def free_memory(self, kinds: Sequence[str]) -> None:
+        """Have the servers that are up, and idle, free kinds of memory. None starts until `end_freeing`."""
+        self._may_start.clear()
+        await asyncio.gather(*(self._free(server, tuple(kinds)) for server in self.up))
+
+    async def _free(self, server: Server, kinds: tuple[str, ...]) -> None:
+        server.freed = kinds
+        try:
+            await server.client.free_memory(kinds)
+        except (ServerLost, ServerRefused) as error:
+            self.report_lost(server, str(error))
+            if server.process:
+                await asyncio.to_thread(server.process.stop)
+
+    def end_freeing(self) -> None:
+        """Let lost servers start again: the learner has left their memory."""
+        self._may_start.set()
+
+    async def _watch(self) -> None:
+        """Report the servers whose process or host has ended, also if no request fails by it."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            for server in self.up:
+                if server.process and (how := server.process.ended()):
+                    self.report_lost(server, how)
+
     async def close(self) -> None:
         """Stop the servers that we started; a `pick` that waits raises `EngineDown`."""
         servers, self.all = self.all, []
         for server in servers:
             server.is_up = False
-        recoveries = [server.recovery for server in servers if server.recovery]
+        recoveries = [task for task in (self._watching, *(server.recovery for server in servers)) if task]
         for task in recoveries:
             task.cancel()
         await asyncio.gather(*recoveries, asyncio.to_thread(self._end, servers), return_exceptions=True)
@@ -213,74 +238,44 @@ class ServerPool:
     def _end(self, servers: Sequence[Server]) -> None:
         if processes := [server.process for server in servers if server.process]:
             with ThreadPoolExecutor(len(processes)) as pool:
-                list(pool.map(_stop, processes))
-        if self._key_file:
-            self._key_file.unlink(missing_ok=True)
-
-    def _make_key(self) -> str:
-        """Return the key of the started servers. They read it from a file of this user, as all users see arguments."""
-        arguments = self.settings.arguments
-        for place, word in enumerate(arguments):
-            name, _, value = word.partition("=")
-            if name == "--api-key":
-                return value or arguments[place + 1]
-        if "--config" in arguments:  # SGLang takes one such file, which may hold the key
-            return self.settings.api_key
-        api_key = self.settings.api_key or secrets.token_hex(32)
-        with tempfile.NamedTemporaryFile("w", prefix="sglang-", suffix=".yaml", delete=False) as file:  # of mode 600
-            json.dump({"api-key": api_key}, file)
-        self._key_file = Path(file.name)
-        return api_key
-
-    def _launch(self, server: Server) -> None:
-        port = int(server.url.rsplit(":", 1)[1])
-        self.settings.log_folder.mkdir(parents=True, exist_ok=True)
-        server.log_path = self.settings.log_folder / f"sglang-{server.number}.log"
-        chosen = self.settings.chosen_arguments(server.number, port, Host.here())
-        command = self.settings.launch_command(chosen)
-        command += ["--config", str(self._key_file)] if self._key_file else []
-        variables = choose_variables(self.settings.dtype)
-        reasons = [f"{shlex.join(argument.words)}: {argument.reason}" for argument in chosen if argument.reason]
-        reasons += [f"{name}={value}: {why}" for name, (value, why) in variables.items() if name not in os.environ]
-        with server.log_path.open("ab") as log:
-            log.write("".join([f"$ {shlex.join(command)}\n", *(f"# {reason}\n" for reason in reasons)]).encode())
-            log.flush()
-            server.process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env={**{name: value for name, (value, _) in variables.items()}, **os.environ},
-            )
+                list(pool.map(lambda process: process.stop(), processes))
 
     async def _wait_until_up(self, server: Server) -> None:
         """Wait until a server answers; raise `UserError` where its process ends or the time is up."""
         deadline = time.monotonic() + self.settings.start_timeout_s
-        while not await server.client.is_alive():
-            self._has_process(server)
+        while not await self._answers(server):
             if time.monotonic() > deadline:
                 raise self._cannot_start(server, f"no answer in {self.settings.start_timeout_s:g} s")
             await asyncio.sleep(POLL_S)
+        if self.settings.frees_memory and not server.client.frees_memory:
+            note = "keeps its memory while the learner trains: its host lacks the package torch_memory_saver"
+            self.events.append(f"server {server.number} {note}")
         await server.client.read_release()
         if doubt := server.client.release.doubt:
             self.events.append(f"server {server.number}: {doubt}")
         keeps = self._has_pictures and await server.client.keeps_pictures()
         server.sent_pictures = SentPictures() if keeps else None
 
+    async def _answers(self, server: Server) -> bool:
+        """Whether a server answers; raise `UserError` if its process has ended."""
+        if self._has_process(server) and server.process:
+            server.client.url, server.client.node = server.url, server.process.node
+        return bool(server.url) and await server.client.is_alive()
+
     def _has_process(self, server: Server) -> bool:
-        """Whether a server is a process of ours; raise `UserError` if that has ended."""
-        if server.process and server.process.poll() is not None:
-            raise self._cannot_start(server, f"its process ended with status {server.process.returncode}")
-        return server.process is not None
+        """Whether a server is a process of ours, which may have moved; raise `UserError` if it has ended."""
+        if server.process is None:
+            return False
+        if how := server.process.ended():
+            raise self._cannot_start(server, how)
+        server.url = server.process.url
+        return True
 
     def _cannot_start(self, server: Server, reason: str) -> UserError:
-        if server.log_path is None:
+        if server.process is None:
             fix = "start the server, or leave --engine-url out to have one started"
             return UserError("--engine-url", "must answer", server.url, f"{fix} ({reason})")
-        tail = server.log_path.read_text(encoding="utf-8", errors="replace")[-600:].strip()
-        fix = f"see {server.log_path}; its end: {tail}"
-        return UserError("--engine sglang", "must start a server", reason, fix)
+        return UserError("--engine sglang", "must start a server", reason, server.process.log())
 
     async def _recover(self, server: Server, must_restart: bool) -> None:
         """Take a lost server back into service with the current weights, restarted unless it answers after all.
@@ -311,51 +306,29 @@ class ServerPool:
                 self._changed.notify_all()
 
     async def _bring_up(self, server: Server, restart: bool) -> None:
-        has_ended = server.process is not None and server.process.poll() is not None
-        if restart or has_ended or not await server.client.is_alive():
+        has_ended = server.process is not None and bool(server.process.ended())
+        if restart or has_ended or server.freed or not await server.client.is_alive():
             server.client.time_out_calls()
             if server.process is not None:
-                if server.num_restarts >= self.settings.max_restarts:
-                    raise RuntimeError(f"restarted {server.num_restarts} times already; see {server.log_path}")
-                server.num_restarts += 1
-                await asyncio.to_thread(_stop, server.process)
-                self._launch(server)
+                await self._restart(server, server.process)
             await self._wait_until_up(server)
         await self._on_return(server.client)
+
+    async def _restart(self, server: Server, process: ServerProcess) -> None:
+        """Replace the process of a server, once the learner has left its memory."""
+        if server.num_restarts >= self.settings.max_restarts:
+            raise RuntimeError(f"restarted {server.num_restarts} times already; {process.log()}")
+        server.num_restarts += 1
+        await asyncio.to_thread(process.stop)
+        await self._may_start.wait()
+        port = int(server.url.rpartition(":")[2] or 0)
+        server.process, server.freed = self._launcher.launch(self.settings, server.number, port), ()
+
+
+def _is_proxied(server: Server) -> bool:
+    """Whether proxies count for a server: for those elsewhere that we did not start."""
+    return server.process is None and uses_proxy(server.url)
 
 
 class EngineDown(Exception):
     """No server is left that can write."""
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End a server and every process that it started."""
-    for signal_number, wait_s in ((signal.SIGTERM, STOP_S), (signal.SIGKILL, STOP_S)):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal_number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(wait_s)
-            if signal_number == signal.SIGKILL:
-                return
-
-
-def _listens(url: str) -> bool:
-    host, _, port = url.rpartition("/")[2].rpartition(":")
-    with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=1.0):
-        return True
-    return False
-
-
-def free_ports(count: int) -> list[int]:
-    """Return free ports at least 100 apart, because SGLang also uses a few more that it counts up from its own.
-
-    It adds up to 10,000, so the ports must be low. Runs of one seed that start at the same time get different ports.
-    """
-    ports: list[int] = []
-    for port in random.SystemRandom().sample(range(20_000, 50_000, 100), 300):
-        with socket.socket() as tried, contextlib.suppress(OSError):
-            tried.bind(("127.0.0.1", port))
-            ports.append(port)
-        if len(ports) == count:
-            return ports
-    raise OSError("no free port between 20000 and 50000")

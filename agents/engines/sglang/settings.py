@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import secrets
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from agents.engines.sglang.routing import most_sessions
@@ -20,6 +21,19 @@ from agents.engines.sglang.server_facts import Checkpoint, Host
 
 
 @dataclass(frozen=True)
+class ServerPlace:
+    """Where a started server listens, and its first GPU, as its process numbers them.
+
+    At most `servers_on_gpu` servers share one of its GPUs.
+    """
+
+    port: int
+    address: str = "127.0.0.1"
+    first_gpu: int = 0
+    servers_on_gpu: int = 1
+
+
+@dataclass(frozen=True)
 class SGLangSettings:
     """Where servers are, or how to start them.
 
@@ -28,7 +42,8 @@ class SGLangSettings:
     `max_sessions` at once, of streams up to `context_length` (0: the model's). `command` starts a server and takes
     SGLang's arguments, which are chosen (`agents.engines.sglang.server_arguments`); `arguments` have the last word.
     Every call proves `api_key`. Started servers ask for it, and for a random key if there is none and `arguments` give
-    none. `lora_targets` are the layers that servers adapt, with `lora_rank` rows at most; 0: none.
+    none. `lora_targets` are the layers that servers adapt, with `lora_rank` rows at most; 0: none. If servers share
+    GPUs with the learner, `frees_memory` has them free their memory while it trains.
     """
 
     model_path: str = ""
@@ -49,18 +64,40 @@ class SGLangSettings:
     context_length: int = 0
     lora_rank: int = 0
     lora_targets: tuple[str, ...] = ()
+    frees_memory: bool = False
 
-    def chosen_arguments(self, number: int, port: int, host: Host) -> list[Argument]:
-        """Return the arguments of the `number`-th local server that `arguments` do not decide.
+    def with_key(self) -> SGLangSettings:
+        """Return these settings with the key that started servers ask for: the user's, or else a random one."""
+        for place, word in enumerate(self.arguments):
+            name, _, value = word.partition("=")
+            if name == "--api-key":
+                return replace(self, api_key=value or self.arguments[place + 1])
+        return replace(self, api_key=self.api_key or secrets.token_hex(32)) if self.gives_key else self
+
+    @property
+    def gives_key(self) -> bool:
+        """Whether started servers get their key from us.
+
+        The user's arguments may give one, or a file of arguments, which may hold it; SGLang takes one such file.
+        """
+        return not {"--api-key", "--config"} & {word.partition("=")[0] for word in self.arguments}
+
+    def place_here(self, number: int, port: int, host: Host) -> ServerPlace:
+        """Return the place of the `number`-th server if all are on this host."""
+        gpus = [server_gpus(self.first_gpu, k, self.tensor_parallel, host.num_gpus) for k in range(self.num_servers)]
+        sharing = max(sum(index in other for other in gpus) for index in gpus[number])
+        return ServerPlace(port, first_gpu=gpus[number][0], servers_on_gpu=sharing)
+
+    def chosen_arguments(self, place: ServerPlace, host: Host) -> list[Argument]:
+        """Return the arguments of a server at a place of a host that `arguments` do not decide.
 
         Raises:
             UserError: servers share a GPU whose memory is too small for them.
         """
-        places = [server_gpus(self.first_gpu, k, self.tensor_parallel, host.num_gpus) for k in range(self.num_servers)]
-        gpu = places[number][0]
+        gpu = place.first_gpu
         own = {
-            "--port": str(port),
-            "--host": "127.0.0.1",
+            "--port": str(place.port),
+            "--host": place.address,
             "--dtype": self.dtype,
             "--base-gpu-id": str(gpu),
             "--weight-version": "0",
@@ -74,7 +111,7 @@ class SGLangSettings:
             context_length=self.context_length,
             sessions=self._most_sessions(),
             mem_fraction=self.mem_fraction,
-            servers_on_gpu=max(sum(index in place for place in places) for index in places[number]),
+            servers_on_gpu=place.servers_on_gpu,
             tensor_parallel=self.tensor_parallel,
         )
         chosen = [
@@ -83,6 +120,7 @@ class SGLangSettings:
             *map(Argument, own.items()),
             *choose_arguments(facts),
             *self._lora_arguments(),
+            *self._saver_arguments(host),
         ]
         if self.dtype != "float32":  # as `agents.model.policy.float32_logits`
             chosen.append(Argument(("--enable-fp32-lm-head",), "log-probs of the learner come from float32 logits"))
@@ -108,3 +146,8 @@ class SGLangSettings:
             Argument(("--lora-target-modules", *self.lora_targets)),
             Argument(("--max-loras-per-batch", "2")),
         ]
+
+    def _saver_arguments(self, host: Host) -> list[Argument]:
+        """Return what a server needs to free its memory; nothing where its host lacks the package."""
+        saves = self.frees_memory and host.has_memory_saver
+        return [Argument(("--enable-memory-saver",), "the learner trains on its GPU")] if saves else []

@@ -12,6 +12,9 @@ With `--release 0.5.23` it does what the source of that release does: encoded im
 `mm_hashes` break the server (status 500 here, a CUDA error there); tensors are taken in a session only; answers list
 which weights wrote which tokens.
 
+With `--enable-memory-saver` memory is freed and taken by kind (as read in the source): freed weights lose their values,
+and what needs memory that is not there ends the server.
+
 `/misbehave` takes faults for the next calls of a path, `/reset` makes the server one that was only just started, and
 `/pictures` says how pictures came: `uri`, `png` (to be kept) or `key`.
 """
@@ -27,6 +30,7 @@ import json
 import os
 import pickle
 import re
+import time
 import zlib
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -74,6 +78,7 @@ class Emulator:
         release: str = OLD,
         lora: Lora | None = None,
         num_gpus: int = 1,
+        has_memory_saver: bool = False,
     ) -> None:
         self.api_key, self.release = api_key, release
         self.has_session = False  # of updates, in the new release
@@ -102,6 +107,8 @@ class Emulator:
         self.num_gpus = num_gpus
         self.groups: dict[str, list[dist.ProcessGroup]] = {}  # by name: one for each GPU
         self.faults: dict[str, list[str]] = {}  # by path: those of the next calls
+        self.has_memory_saver = has_memory_saver
+        self.freed: list[str] = []  # kinds of memory
 
     def routes(self) -> web.Application:
         app = web.Application(client_max_size=2**30, middlewares=[self.check_key, self.maybe_misbehave])
@@ -116,6 +123,8 @@ class Emulator:
         app.router.add_post("/generate", self.generate)
         app.router.add_post("/abort_request", self.abort)
         app.router.add_post("/flush_cache", self.flush)
+        app.router.add_post("/release_memory_occupation", self.free_memory)
+        app.router.add_post("/resume_memory_occupation", self.take_memory)
         app.router.add_post("/update_weights_from_disk", self.update_from_disk)
         app.router.add_post("/update_weight_version", self.update_version)
         app.router.add_post("/load_lora_adapter_from_tensors", self.load_adapter)
@@ -137,7 +146,7 @@ class Emulator:
 
     async def reset(self, request: web.Request) -> web.Response:
         self.slow_s, self.version = (await request.json())["slow_s"], "default"
-        self.faults, self.images, self.updates, self.has_session = {}, {}, [], False
+        self.faults, self.images, self.updates, self.has_session, self.freed = {}, {}, [], False, []
         self.adapters, self.users, self.checkpoint = {}, {}, self.model_path
         self.kept, self.came = KeptPictures(self._cut), Counter()
         while self.running:
@@ -206,7 +215,8 @@ class Emulator:
         return web.json_response({"weight_version": self.version, **facts})
 
     async def server_info(self, _: web.Request) -> web.Response:
-        return web.json_response({"version": self.release, "tp_size": self.num_gpus})
+        facts = {"tp_size": self.num_gpus, "enable_memory_saver": self.has_memory_saver}
+        return web.json_response({"version": self.release, **facts})
 
     async def list_updates(self, _: web.Request) -> web.Response:
         return web.json_response(self.updates)
@@ -252,6 +262,8 @@ class Emulator:
                 self.turn.notify_all()
 
     async def _generate(self, request: web.Request, body: dict[str, Any]) -> web.Response:
+        if self.freed:  # an access to memory that is not there
+            os._exit(1)
         try:
             images = await self._images(body.get("image_data", []), body.get("mm_hashes", []))
             ids = self._expand(body["input_ids"], images)
@@ -368,8 +380,32 @@ class Emulator:
                 task.cancel()
         return web.Response()
 
-    async def flush(self, _: web.Request) -> web.Response:
-        return web.Response()
+    async def flush(self, request: web.Request) -> web.Response:
+        """Wait as long as the request says for the requests to end, then empty the cache."""
+        deadline = time.monotonic() + float(request.query.get("timeout", 0.0))
+        while self.running and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        return web.Response(status=400 if self.running else 200)
+
+    async def free_memory(self, request: web.Request) -> web.Response:
+        """Free memory. The real one ends by it if it is not idle, and without the package keeps what it has."""
+        if self.running:
+            os._exit(1)
+        tags = (await request.json())["tags"]
+        if self.has_memory_saver:
+            self.freed += tags
+            print("freed", *tags, flush=True)
+            if "weights" in tags:  # they come back without their values
+                with torch.no_grad():
+                    for parameter in self.engine.model.parameters():
+                        parameter.fill_(torch.nan)
+        return web.json_response(None)
+
+    async def take_memory(self, request: web.Request) -> web.Response:
+        for tag in (await request.json())["tags"]:
+            if self.has_memory_saver:
+                self.freed.remove(tag)
+        return web.json_response(None)
 
     async def update_from_disk(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -384,6 +420,8 @@ class Emulator:
         return web.json_response({"success": True, "message": "ok"})
 
     def _load(self, weights: dict[str, torch.Tensor], version: str | None) -> None:
+        if "weights" in self.freed:
+            os._exit(1)
         self.engine.load_weights(weights, version=int(version or 0))
         if version is not None:
             self.version = self.checkpoint = version
@@ -623,12 +661,14 @@ def main() -> None:
     parser.add_argument("--config", help="YAML file of further arguments")
     parser.add_argument("--tp-size", type=int, default=1)
     parser.add_argument("--enable-lora", action="store_true")
+    parser.add_argument("--enable-memory-saver", action="store_true")
     parser.add_argument("--max-lora-rank", type=int, default=0)
     parser.add_argument("--lora-target-modules", nargs="*", default=[])
     options, _ = parser.parse_known_args()
     lora = Lora(options.max_lora_rank, tuple(options.lora_target_modules)) if options.enable_lora else None
     api_key = options.api_key or (yaml.safe_load(Path(options.config).read_text())["api-key"] if options.config else "")
-    server = Emulator(options.model_path, options.slow_s, api_key, options.release, lora, options.tp_size)
+    num_gpus, saves = options.tp_size, options.enable_memory_saver
+    server = Emulator(options.model_path, options.slow_s, api_key, options.release, lora, num_gpus, saves)
     web.run_app(server.routes(), host=options.host, port=options.port, print=None)
 
 

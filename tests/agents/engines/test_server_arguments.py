@@ -139,7 +139,8 @@ def test_every_chosen_argument_has_a_reason_and_one_name() -> None:
 
 def command(*given: str, **options: Any) -> str:
     settings = SGLangSettings(str(STARTER_PATH), arguments=given, context_length=4096, **options)
-    return " ".join(settings.launch_command(settings.chosen_arguments(0, 30000, Host(1, (H100,), True))))
+    host = Host(1, (H100,), True)
+    return " ".join(settings.launch_command(settings.chosen_arguments(settings.place_here(0, 30000, host), host)))
 
 
 def test_without_arguments_the_command_has_all_that_was_given_by_hand_before() -> None:
@@ -206,7 +207,8 @@ def test_a_users_file_of_arguments_takes_the_place_of_chosen_ones_too(tmp_path: 
 def test_servers_beyond_the_gpus_share_them_with_a_command_for_each_place() -> None:
     host = Host(2, (H100, H100), False)
     settings = SGLangSettings(str(STARTER_PATH), num_servers=3, max_sessions=90, context_length=4096)
-    chosen = [settings.chosen_arguments(number, 30000 + number, host) for number in range(3)]
+    places = [settings.place_here(number, 30000 + number, host) for number in range(3)]
+    chosen = [settings.chosen_arguments(place, host) for place in places]
     named = [{argument.words[0]: argument.words[1:] for argument in each} for each in chosen]
     assert [each["--base-gpu-id"] for each in named] == [("0",), ("1",), ("0",)]
     assert ["--max-total-tokens" in each for each in named] == [True, False, True]

@@ -32,7 +32,8 @@ from agents.engines.sglang import SGLangEngine, SGLangSettings
 from agents.engines.sglang.client import ServerRefused, SGLangClient
 from agents.engines.sglang.payloads import collapse
 from agents.engines.sglang.pictures import salted_hash
-from agents.engines.sglang.servers import EngineDown, free_ports
+from agents.engines.sglang.process import LocalProcess, free_ports
+from agents.engines.sglang.servers import EngineDown
 from agents.model.architectures import ModelFacts
 from agents.model.policy import PolicyModel
 from agents.model.stream_logprobs import stream_logprobs
@@ -245,7 +246,7 @@ def test_a_server_killed_in_mid_step_costs_and_doubles_no_episode_and_comes_back
             while engine.num_requests < 30:
                 await asyncio.sleep(0.01)
             victim = engine.servers.all[0].process
-            assert victim is not None
+            assert isinstance(victim, LocalProcess)
             os.killpg(victim.pid, signal.SIGKILL)
 
         killing = asyncio.create_task(kill())
@@ -373,9 +374,9 @@ def test_when_no_server_can_be_brought_back_the_engine_says_so(renderer: Rendere
 
     async def play(engine: SGLangEngine) -> None:
         process = engine.servers.all[0].process
-        assert process is not None
+        assert isinstance(process, LocalProcess)
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        process.popen.wait()
         async with engine.session() as session:
             await session.generate(GenerateRequest(rendered.ids, (), 4, sampling(renderer), seed=1))
 
@@ -746,9 +747,9 @@ def test_a_server_whose_restart_fails_is_restarted_again(renderer: Renderer, tmp
 
     async def play(engine: SGLangEngine) -> int:
         (server,) = engine.servers.all
-        assert server.process is not None
-        server.process.kill()
-        server.process.wait()
+        assert isinstance(server.process, LocalProcess)
+        server.process.popen.kill()
+        server.process.popen.wait()
         engine.servers.report_lost(server, "killed")
         return (await engine.servers.pick()).num_restarts
 
@@ -774,17 +775,17 @@ def test_started_servers_ask_for_a_random_key_that_no_process_list_shows(
     checkpoint: Path, renderer: Renderer, tmp_path: Path
 ) -> None:
     async def play(engine: SGLangEngine) -> Path:
-        server, pool = engine.servers.all[0], engine.servers
-        assert pool._key_file is not None and server.process is not None
-        assert pool._key_file.stat().st_mode & 0o077 == 0
-        key = json.loads(pool._key_file.read_text())["api-key"]
+        server = engine.servers.all[0]
+        assert isinstance(server.process, LocalProcess) and server.process.key_file
+        assert server.process.key_file.stat().st_mode & 0o077 == 0
+        key = json.loads(server.process.key_file.read_text())["api-key"]
         assert len(key) == 64 and await server.client.is_alive()
-        assert all(key not in word for word in map(str, server.process.args))  # type: ignore[union-attr]
-        assert server.log_path is not None and key not in server.log_path.read_text()
+        assert all(key not in word for word in map(str, server.process.popen.args))  # type: ignore[union-attr]
+        assert key not in server.process.log_path.read_text()
         async with aiohttp.ClientSession() as stranger:
             with pytest.raises(ServerRefused, match="status 401"):
                 await SGLangClient(server.client.url, stranger).call("model_info")
-        return pool._key_file
+        return server.process.key_file
 
     key_file = with_engine(settings(checkpoint, tmp_path), renderer, play)
     assert not key_file.exists()
@@ -796,7 +797,8 @@ def test_a_key_in_the_arguments_is_the_one_that_is_proved(checkpoint: Path, rend
     given = replace(given, arguments=(*given.arguments, "--api-key=mine"))
 
     async def play(engine: SGLangEngine) -> None:
-        assert engine.servers._key_file is None
+        process = engine.servers.all[0].process
+        assert isinstance(process, LocalProcess) and process.key_file is None
         url = engine.servers.all[0].client.url
         facts = ModelFacts.load(checkpoint)
         await asyncio.to_thread(check_server, url, facts, "mine")

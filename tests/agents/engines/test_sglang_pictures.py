@@ -38,7 +38,7 @@ from agents.engines.sglang.in_server.kept_pictures import (
 from agents.engines.sglang.in_server.prompts import expand
 from agents.engines.sglang.payloads import collapse
 from agents.engines.sglang.pictures import HELLO, PROTOCOL, SentPictures, missed_pictures, picture_key, salted_hash
-from agents.engines.sglang.servers import free_ports
+from agents.engines.sglang.process import LocalProcess, free_ports
 from agents.model.mrope import mrope_positions
 from agents.rendering.renderer import Renderer
 from agents.types import GenerateRequest, ProcessedImage, SamplingParams
@@ -407,8 +407,8 @@ def test_a_server_that_is_killed_gets_its_pictures_again(checkpoint: Path, rende
     async def play(engine: SGLangEngine) -> Any:
         await write(engine, asked(renderer, (1, 2)))
         process = engine.servers.all[0].process
-        assert process
-        process.kill()
+        assert isinstance(process, LocalProcess)
+        process.popen.kill()
         (completion,) = await write(engine, asked(renderer, (1, 2)))
         assert completion.finish == "length"
         return came(engine)

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from agents.engines.sglang import SGLangEngine, SGLangSettings
+from agents.engines.sglang.process import LocalProcess
 from agents.engines.sglang.server_facts import Host
 from agents.model.policy import PolicyModel
 from agents.model.stream_logprobs import stream_logprobs
@@ -155,9 +156,9 @@ def test_servers_with_the_adapter_have_the_learners_logprobs_also_after_a_restar
         numbers = [p.numel() for name, p in learner.model.named_parameters() if is_adapter(name)]
         assert push.num_bytes == 4 * sum(numbers) < 0.2 * sum(w.nbytes for w in learner.weights().values())
         process = engine.servers.all[0].process
-        assert process is not None
-        process.kill()
-        process.wait()
+        assert isinstance(process, LocalProcess)
+        process.popen.kill()
+        process.popen.wait()
         completion = await turn(engine, renderer)
         assert engine.servers.all[0].num_restarts == 1 and completion.versions == ((1, len(completion.ids)),)
         assert np.abs(own_logprobs(learner, renderer, completion) - completion.logprobs).max() < 1e-4

@@ -11,6 +11,7 @@ import pickle
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,13 @@ from torch.multiprocessing import reductions
 from agents.engines.hf import HFEngine
 from agents.engines.sglang import SGLangEngine, SGLangSettings
 from agents.engines.sglang.client import SGLangClient
+from agents.engines.sglang.process import LocalProcess
 from agents.engines.sglang.servers import Server
 from agents.model.architectures import ModelFacts
 from agents.model.policy import PolicyModel
 from agents.model.stream_logprobs import stream_logprobs
 from agents.rendering.renderer import Renderer
+from agents.types import Completion, GenerateRequest
 from tests.builders import fresh_model, sampling
 from tests.prompts import picture, question
 from trainer.learner.buckets import buckets
@@ -214,9 +217,9 @@ def test_servers_are_given_weights_from_disk_in_full_precision_and_again_after_a
             assert probe is not None
             assert probe.gap < 1e-5
             process = engine.servers.all[0].process
-            assert process is not None
-            process.kill()
-            process.wait()
+            assert isinstance(process, LocalProcess)
+            process.popen.kill()
+            process.popen.wait()
             engine.servers.report_lost(engine.servers.all[0], "killed")
             await engine.servers.pick()
             return await engine.score(rendered.ids, rendered.images)
@@ -227,6 +230,65 @@ def test_servers_are_given_weights_from_disk_in_full_precision_and_again_after_a
     sync.close()
     assert np.abs(score - learner.score(rendered.ids, rendered.images)).max() < 1e-4
     assert not (tmp_path / "sync").exists()
+
+
+# Freed weights come back without their values, and a server that writes without memory ends.
+@pytest.mark.slow
+def test_a_server_on_the_learners_gpu_has_no_memory_while_it_trains_and_goes_on_with_the_new_weights(
+    checkpoint: Path, renderer: Renderer, tmp_path: Path
+) -> None:
+    learner = learner_of(checkpoint, renderer)
+    settings = SGLangSettings(
+        str(checkpoint),
+        command=(sys.executable, "-m", "tests.agents.engines.sglang_server"),
+        arguments=("--enable-memory-saver", "--slow-s", "0.05"),
+        log_folder=tmp_path,
+        dtype="float32",
+        frees_memory=True,
+    )
+    engine = SGLangEngine(settings, renderer.image_token_id)
+    sync = sync_of(learner, engine, renderer, tmp_path / "sync")
+    ids = renderer.prompt(PROMPT).ids
+    endless = replace(sampling(renderer), stop_ids=())
+    request = GenerateRequest(ids, renderer.prompt(PROMPT).images, 40, endless, seed=1)
+
+    async def turn() -> Completion:
+        async with engine.session() as session:
+            return await session.generate(request)
+
+    async def train(version: int, kill: bool = False) -> None:
+        await sync.begin_training()
+        (server,) = engine.servers.all
+        assert set(server.freed) == {"kv_cache", "weights"} and engine.is_paused
+        if kill:
+            assert isinstance(server.process, LocalProcess)
+            server.process.popen.kill()
+            server.process.popen.wait()
+            engine.servers.report_lost(server, "killed")
+            await asyncio.sleep(1.0)
+            assert server.process.ended(), "a server must not start while the learner has its memory"
+        move(learner)
+        await sync.push(version)
+
+    async def play() -> Completion:
+        try:
+            await sync.start()
+            writing = asyncio.create_task(turn())
+            while not engine.num_requests:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.3)
+            await train(version=1)
+            assert engine.servers.all[0].freed == () and engine.servers.all[0].num_restarts == 0
+            completion = await writing
+            await train(version=2, kill=True)
+            later = await turn()
+            assert later.versions == ((2, 40),) and engine.servers.all[0].num_restarts == 1
+            return completion
+        finally:
+            await engine.close()
+
+    completion = asyncio.run(asyncio.wait_for(play(), 120))
+    assert [version for version, _ in completion.versions] == [0, 1]
 
 
 def test_the_learners_checkpoint_is_its_weights(checkpoint: Path, renderer: Renderer, tmp_path: Path) -> None:

@@ -1,0 +1,177 @@
+"""Server processes: what a pool asks of one wherever it runs (`ServerProcess`), and those of this host."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shlex
+import signal
+import socket
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Protocol
+
+from agents.engines.sglang.server_arguments import choose_variables
+from agents.engines.sglang.server_facts import Host
+from agents.engines.sglang.settings import ServerPlace, SGLangSettings
+from agents.model.kernel_cache import keep_kernels
+
+STOP_S = 10.0
+
+
+class ServerProcess(Protocol):
+    """A server that we started, on this host or on another."""
+
+    @property
+    def url(self) -> str:
+        """Where it listens; "" until its host has started it."""
+        ...
+
+    @property
+    def node(self) -> str:
+        """The node of the Ray cluster that it runs on; "" without one."""
+        ...
+
+    def ended(self) -> str:
+        """Return how it ended: "its process ended with status 1"; "" while it runs. Returns at once.
+
+        Raises:
+            UserError: its host cannot start it with what the user gave.
+        """
+        ...
+
+    def log(self) -> str:
+        """Return where its log is, and the end of it."""
+        ...
+
+    def stop(self) -> None:
+        """End it and every process that it started."""
+        ...
+
+
+class Launcher(Protocol):
+    """Starts server processes."""
+
+    def check(self, settings: SGLangSettings) -> None:
+        """Raise `UserError` if what this host knows already says that the servers cannot start."""
+        ...
+
+    def launch(self, settings: SGLangSettings, number: int, port: int) -> ServerProcess:
+        """Start the `number`-th server, which listens at `port` if that is free, and return at once."""
+        ...
+
+
+class LocalLauncher:
+    """Starts servers on this host."""
+
+    def check(self, settings: SGLangSettings) -> None:
+        """Raise `UserError` if servers share a GPU whose memory is too small for them."""
+        host = Host.here()
+        for number in range(settings.num_servers):
+            settings.chosen_arguments(settings.place_here(number, 0, host), host)
+
+    def launch(self, settings: SGLangSettings, number: int, port: int) -> LocalProcess:
+        """Start a server on its GPUs of this host."""
+        return LocalProcess(settings, number, settings.place_here(number, port, Host.here()))
+
+
+class LocalProcess:
+    """A server on this host: a process in its own process group, with a log file."""
+
+    node = ""
+
+    def __init__(self, settings: SGLangSettings, number: int, place: ServerPlace) -> None:
+        """Start the server, which asks for the key of `settings`.
+
+        Raises:
+            UserError: it shares a GPU whose memory is too small.
+        """
+        keep_kernels()
+        self.url = f"http://{place.address}:{place.port}"
+        chosen = settings.chosen_arguments(place, Host.here())
+        settings.log_folder.mkdir(parents=True, exist_ok=True)
+        self.log_path = settings.log_folder / f"sglang-{number}.log"
+        self.key_file = _write_key(settings.api_key) if settings.gives_key else None
+        command = settings.launch_command(chosen)
+        command += ["--config", str(self.key_file)] if self.key_file else []
+        variables = choose_variables(settings.dtype)
+        reasons = [f"{shlex.join(argument.words)}: {argument.reason}" for argument in chosen if argument.reason]
+        reasons += [f"{name}={value}: {why}" for name, (value, why) in variables.items() if name not in os.environ]
+        with self.log_path.open("ab") as log:
+            log.write("".join([f"$ {shlex.join(command)}\n", *(f"# {reason}\n" for reason in reasons)]).encode())
+            log.flush()
+            self.popen = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**{name: value for name, (value, _) in variables.items()}, **os.environ},
+            )
+
+    @property
+    def pid(self) -> int:
+        """The process id, which is also that of its group."""
+        return self.popen.pid
+
+    def ended(self) -> str:
+        """Return the exit status once there is one."""
+        status = self.popen.poll()
+        return "" if status is None else f"its process ended with status {status}"
+
+    def log(self) -> str:
+        """Return the log's path and its end."""
+        tail = self.log_path.read_text(encoding="utf-8", errors="replace")[-600:].strip()
+        return f"see {self.log_path}; its end: {tail}"
+
+    def stop(self) -> None:
+        """End the process group, and delete the file of its key."""
+        for signal_number, wait_s in ((signal.SIGTERM, STOP_S), (signal.SIGKILL, STOP_S)):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal_number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.popen.wait(wait_s)
+                if signal_number == signal.SIGKILL:
+                    break
+        if self.key_file:
+            self.key_file.unlink(missing_ok=True)
+
+
+def _write_key(api_key: str) -> Path:
+    """Write the key to a file of this user alone, from which a server reads it: all users see arguments."""
+    with tempfile.NamedTemporaryFile("w", prefix="sglang-", suffix=".yaml", delete=False) as file:  # of mode 600
+        json.dump({"api-key": api_key}, file)
+    return Path(file.name)
+
+
+def listens(url: str) -> bool:
+    """Return whether a port of a URL takes connections."""
+    host, _, port = url.rpartition("/")[2].rpartition(":")
+    with contextlib.suppress(OSError, ValueError), socket.create_connection((host, int(port)), timeout=1.0):
+        return True
+    return False
+
+
+def free_ports(count: int) -> list[int]:
+    """Return free ports at least 100 apart, because SGLang also uses a few more that it counts up from its own.
+
+    It adds up to 10,000, so the ports must be low. Runs of one seed that start at the same time get different ports.
+    """
+    ports: list[int] = []
+    for port in random.SystemRandom().sample(range(20_000, 50_000, 100), 300):
+        if is_free(port):
+            ports.append(port)
+        if len(ports) == count:
+            return ports
+    raise OSError("no free port between 20000 and 50000")
+
+
+def is_free(port: int, address: str = "127.0.0.1") -> bool:
+    """Return whether a server could listen at a port of this host."""
+    with socket.socket() as tried, contextlib.suppress(OSError):
+        tried.bind((address, port))
+        return True
+    return False

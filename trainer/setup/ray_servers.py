@@ -1,0 +1,196 @@
+"""SGLang servers on any node of a Ray cluster: each is held by an actor, which dies with its node or with the run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from agents.engines.sglang.process import STOP_S, LocalProcess, free_ports, is_free
+from agents.engines.sglang.settings import ServerPlace, SGLangSettings
+from envs.errors import UserError, first_line
+from trainer.learner.ray_worker import Place
+
+#: How long to wait for an actor to answer, and to stop a server.
+ANSWER_S = 10.0
+
+
+@dataclass(frozen=True)
+class Shared:
+    """GPUs of learner ranks that a server uses too: their node, and their names there as Ray gives them.
+
+    At most `servers_on_gpu` servers share one of them.
+    """
+
+    node: str
+    gpus: tuple[str, ...]
+    servers_on_gpu: int = 1
+
+
+class ServerHost:
+    """Holds one server on the node where Ray has placed this actor.
+
+    Example::
+
+        host = ray.remote(ServerHost).options(num_gpus=1).remote(settings, number=0, port=30000)
+        ray.get(host.start.remote())      # ("http://10.0.0.2:30000", "8c1f...")
+    """
+
+    def __init__(self, settings: SGLangSettings, number: int, port: int, shared: Shared | None = None) -> None:
+        self._settings, self._number, self._port, self._shared = settings, number, port, shared
+        self._process: LocalProcess | None = None
+
+    def start(self) -> tuple[str, str]:
+        """Start the server; return where it listens, and the node."""
+        address, node = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
+        shared = self._shared or Shared(node, own_gpus())
+        if shared.gpus:
+            # Its own come first. It also sees the others, since a learner there may lend it weights.
+            others = [gpu for gpu in gpus_of_host() if gpu not in shared.gpus]
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join((*shared.gpus, *others))
+        if not self._settings.log_folder.parent.exists():  # the run's folder is not shared with this node
+            own = Path(tempfile.gettempdir()) / "trueturn" / self._settings.log_folder.parent.name
+            self._settings = replace(self._settings, log_folder=own)
+        port = self._port if self._port and is_free(self._port, address) else free_ports(1)[0]
+        place = ServerPlace(port, address, servers_on_gpu=shared.servers_on_gpu)
+        self._process = LocalProcess(self._settings, self._number, place)
+        return self._process.url, node
+
+    def ended(self) -> str:
+        """Return how the server ended; "" while it runs."""
+        return self._process.ended() if self._process else ""
+
+    def log(self) -> str:
+        """Return where the log is, and its end."""
+        return f"on {ray.util.get_node_ip_address()} {self._process.log()}" if self._process else "it has no log yet"
+
+    def stop(self) -> None:
+        """End the server."""
+        if self._process:
+            self._process.stop()
+
+
+def own_gpus() -> tuple[str, ...]:
+    """Return the GPUs that Ray has given to this actor, as it names them."""
+    return tuple(map(str, ray.get_runtime_context().get_accelerator_ids().get("GPU", [])))
+
+
+def gpus_of_host() -> list[str]:
+    """Return the numbers of all GPUs of this host; none without nvidia-smi."""
+    command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return []
+
+
+class RayProcess:
+    """A server that an actor holds. What it says of the server is what the actor has last answered."""
+
+    def __init__(self, actor: Any) -> None:
+        self.url = self.node = ""
+        self._actor = actor
+        self._call: Any = actor.start.remote()
+        self._end = ""
+        self._lock = threading.Lock()
+
+    def ended(self) -> str:
+        """Return how the server ended: by itself, with its actor or with its node."""
+        with self._lock:
+            try:
+                if not self._end and ray.wait([self._call], timeout=0)[0]:
+                    answer = ray.get(self._call)
+                    if self.url:
+                        self._end = answer
+                    else:
+                        self.url, self.node = answer
+                    self._call = self._actor.ended.remote()
+            except RayTaskError as error:
+                if isinstance(error.cause, UserError):
+                    raise error.cause from None
+                self._end = f"its node could not start it: {first_line(error.cause)}"
+            except RayError as error:
+                self._end = f"its node or its actor is gone: {first_line(error):.200}"
+            return self._end
+
+    def log(self) -> str:
+        """Return where the log is and its end, if the actor still answers."""
+        try:
+            return ray.get(self._actor.log.remote(), timeout=ANSWER_S)
+        except (RayError, GetTimeoutError):
+            return "its log is on a node that does not answer"
+
+    def stop(self) -> None:
+        """End the server, and free its GPUs."""
+        with contextlib.suppress(RayError, GetTimeoutError):
+            ray.get(self._actor.stop.remote(), timeout=2 * STOP_S + ANSWER_S)
+        ray.kill(self._actor)
+
+
+class RayLauncher:
+    """Starts servers on the nodes of a Ray cluster: on a reservation of their own, or on GPUs that learners use.
+
+    A server is started again on its node or, if that is gone, where Ray finds room for its part of the reservation.
+    """
+
+    def __init__(
+        self, reserved: PlacementGroup | None, on_gpu: bool, learners: Callable[[], Sequence[Place]] = tuple
+    ) -> None:
+        """Start each server in its bundle of `reserved`; without it, on GPUs of `learners()`, as many as they have."""
+        self._reserved, self._on_gpu, self._learners = reserved, on_gpu, learners
+
+    def check(self, settings: SGLangSettings) -> None:
+        """Raise `UserError` if servers could be reached without a key: they listen on the cluster's network."""
+        if not settings.gives_key and not settings.with_key().api_key:
+            rule = "must come with the key of the servers, which listen on the network of the cluster"
+            fix = "leave --config out of --engine-args, or give the key that it holds with --engine-api-key-file"
+            raise UserError("--engine-args", rule, "--config", fix)
+
+    def launch(self, settings: SGLangSettings, number: int, port: int) -> RayProcess:
+        """Start the actor of the `number`-th server and return at once."""
+        count, shared = settings.tensor_parallel, None
+        options: dict[str, Any] = {"max_restarts": 0}
+        if self._reserved is not None:
+            options |= {"num_cpus": 0, "num_gpus": count} if self._on_gpu else {"num_cpus": count}
+            strategy: Any = PlacementGroupSchedulingStrategy(self._reserved, placement_group_bundle_index=number)
+        else:
+            shared = shared_place(self._learners(), number, settings.num_servers, count)
+            options |= {"num_cpus": 0}
+            strategy = NodeAffinitySchedulingStrategy(shared.node, soft=False)
+        actor = ray.remote(ServerHost).options(scheduling_strategy=strategy, **options)
+        return RayProcess(actor.remote(settings, number, port, shared))
+
+
+def shared_place(learners: Sequence[Place], number: int, num_servers: int, tensor_parallel: int) -> Shared:
+    """Return the GPUs of the `number`-th server: those of the ranks after the previous one's, all on one node.
+
+    Servers beyond the last rank begin again at the first one.
+
+    Raises:
+        UserError: no node has enough ranks for a server.
+    """
+    nodes: dict[str, list[str]] = {}
+    for rank in learners:
+        nodes.setdefault(rank.node, []).extend(rank.gpus or ("",))  # on a CPU there is no name
+    slots = [
+        (node, tuple(gpus[first : first + tensor_parallel]))
+        for node, gpus in nodes.items()
+        for first in range(0, len(gpus) - tensor_parallel + 1, tensor_parallel)
+    ]
+    if not slots:
+        rule = f"must be at most the {max(map(len, nodes.values()), default=0)} learners of one node"
+        raise UserError("--tensor-parallel", rule, tensor_parallel, "give less, or --placement split")
+    node, gpus = slots[number % len(slots)]
+    on_slot = len(range(number % len(slots), num_servers, len(slots)))
+    return Shared(node, tuple(filter(None, gpus)), on_slot)
