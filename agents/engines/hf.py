@@ -138,7 +138,11 @@ class HFEngine:
         overdue = loop.time() - self._waiting_since >= self.max_wait_s
         if len(self._waiting) < len(self._open) and not overdue:
             return
-        batch, self._waiting = sorted(self._waiting, key=lambda entry: entry[0].order), []
+        law = self._waiting[0][1].law
+        batch = sorted((entry for entry in self._waiting if entry[1].law == law), key=lambda entry: entry[0].order)
+        self._waiting = [entry for entry in self._waiting if entry[1].law != law]
+        if self._waiting:  # turns of an evaluation, or of training beside one
+            self._wait_at_most()
         self._running = loop.create_task(self._run(batch))
 
     async def _run(self, batch: Sequence[tuple[_Session, PendingTurn]]) -> None:
@@ -218,7 +222,7 @@ class HFEngine:
     @torch.inference_mode()
     def write(self, turns: Sequence[PendingTurn]) -> None:
         """Write these turns as one batch, each from where it stands to its end, or until `pause`."""
-        laws = {(t.request.sampling.temperature, t.request.sampling.suppressed_ids) for t in turns}
+        laws = {turn.law for turn in turns}
         assert len(laws) == 1, f"a batch is drawn with one temperature and one set of suppressed ids, got {laws}"
         for turn in turns:
             turn.begin()

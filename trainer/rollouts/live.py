@@ -185,7 +185,6 @@ class LiveRollouts:
             max_concurrent=self.config.rollout.max_concurrent,
         )
         results = {}
-        await self._started.resume()  # with `partial` it may be paused
         with display.aside(name, len(all_ways) * len(source)):
             for way in all_ways:
                 player = ProblemPlayer(

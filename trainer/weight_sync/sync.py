@@ -31,7 +31,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class WeightPush:
-    """The seconds of a weight push, the bytes of the weights, and the probe that followed it, if there was one."""
+    """The seconds in which the engine was paused for new weights, their bytes, and the probe that followed, if any."""
 
     seconds: float
     num_bytes: int
@@ -87,15 +87,19 @@ class WeightSync:
         return await self.probe()
 
     async def push(self, version: int) -> WeightPush:
-        """Bring the learner's weights to the engine as `version`, while it is paused or idle.
+        """Bring the learner's weights to the engine as `version`.
 
-        The first push is followed by a probe.
+        Turns in flight pause meanwhile, and go on under the new weights. The first push is followed by a probe.
 
         Raises:
             SyncError: the probe shows other weights.
         """
         started = time.perf_counter()
-        num_bytes = await self.transport.push(version)
+        await self.engine.pause()
+        try:
+            num_bytes = await self.transport.push(version)
+        finally:
+            await self.engine.resume()
         seconds = time.perf_counter() - started
         if self._is_push_probed:
             return WeightPush(seconds, num_bytes)
