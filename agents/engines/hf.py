@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from agents.engines.busy import BusyTime
 from agents.engines.hf_batch import BatchCache, CachedPrefix, PendingTurn, Sampler, unique_streams, unread_images
 from agents.model.cpu import keep_freed_memory
 from agents.model.mrope import mrope_positions
@@ -74,6 +75,7 @@ class HFEngine:
         self.context_length, self.max_batch, self.device = context_length, max_batch, torch.device(device)
         self.max_wait_s = max_wait_s
         self.weight_version = 0
+        self.busy = BusyTime()
         self._opened = 0
         self._open: dict[int, _Session] = {}
         self._waiting: list[tuple[_Session, PendingTurn]] = []
@@ -147,7 +149,8 @@ class HFEngine:
 
     async def _run(self, batch: Sequence[tuple[_Session, PendingTurn]]) -> None:
         try:
-            await asyncio.to_thread(self.write, [turn for _, turn in batch])
+            with self.busy.request():
+                await asyncio.to_thread(self.write, [turn for _, turn in batch])
             for session, turn in batch:
                 if turn.is_cancelled:
                     continue

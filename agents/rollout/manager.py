@@ -284,7 +284,9 @@ class RolloutManager:
         counting = [number for number in complete if self._counts(self._groups[number])]
         oldest = min((self._groups[number].oldest_version for number in counting[:num_groups]), default=math.inf)
         least = self.engine.weight_version - self.options.max_staleness
-        assert oldest >= least, f"a step of weights {self.engine.weight_version} has a token of {oldest}, before {least}"
+        assert oldest >= least, (
+            f"a step of weights {self.engine.weight_version} has a token of {oldest}, before {least}"
+        )
         chosen = self._remove(counting[:num_groups])
         filtered = self._remove(sorted(set(complete) - set(counting)))
         surplus = {} if self.options.max_staleness else self._remove(counting[num_groups:])
