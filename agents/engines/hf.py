@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from agents.engines.busy import BusyTime
 from agents.engines.hf_batch import BatchCache, CachedPrefix, PendingTurn, Sampler, unique_streams, unread_images
 from agents.model.cpu import keep_freed_memory
 from agents.model.mrope import mrope_positions
@@ -74,6 +75,7 @@ class HFEngine:
         self.context_length, self.max_batch, self.device = context_length, max_batch, torch.device(device)
         self.max_wait_s = max_wait_s
         self.weight_version = 0
+        self.busy = BusyTime()
         self._opened = 0
         self._open: dict[int, _Session] = {}
         self._waiting: list[tuple[_Session, PendingTurn]] = []
@@ -138,12 +140,17 @@ class HFEngine:
         overdue = loop.time() - self._waiting_since >= self.max_wait_s
         if len(self._waiting) < len(self._open) and not overdue:
             return
-        batch, self._waiting = sorted(self._waiting, key=lambda entry: entry[0].order), []
+        law = self._waiting[0][1].law
+        batch = sorted((entry for entry in self._waiting if entry[1].law == law), key=lambda entry: entry[0].order)
+        self._waiting = [entry for entry in self._waiting if entry[1].law != law]
+        if self._waiting:  # turns of an evaluation, or of training beside one
+            self._wait_at_most()
         self._running = loop.create_task(self._run(batch))
 
     async def _run(self, batch: Sequence[tuple[_Session, PendingTurn]]) -> None:
         try:
-            await asyncio.to_thread(self.write, [turn for _, turn in batch])
+            with self.busy.request():
+                await asyncio.to_thread(self.write, [turn for _, turn in batch])
             for session, turn in batch:
                 if turn.is_cancelled:
                     continue
@@ -218,7 +225,7 @@ class HFEngine:
     @torch.inference_mode()
     def write(self, turns: Sequence[PendingTurn]) -> None:
         """Write these turns as one batch, each from where it stands to its end, or until `pause`."""
-        laws = {(t.request.sampling.temperature, t.request.sampling.suppressed_ids) for t in turns}
+        laws = {turn.law for turn in turns}
         assert len(laws) == 1, f"a batch is drawn with one temperature and one set of suppressed ids, got {laws}"
         for turn in turns:
             turn.begin()

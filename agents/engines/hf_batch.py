@@ -54,6 +54,11 @@ class PendingTurn:
         return np.random.default_rng(self.request.seed).random(self.request.max_new_tokens)
 
     @property
+    def law(self) -> tuple[float, tuple[int, ...]]:
+        """Temperature and suppressed ids, which all turns of a batch share."""
+        return self.request.sampling.temperature, self.request.sampling.suppressed_ids
+
+    @property
     def stream(self) -> tuple[int, ...]:
         """All ids so far, the prompt's first."""
         return (*self.request.ids, *self.ids) if self.ids else self.request.ids

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -47,9 +48,11 @@ class RolloutOptions:
     A step takes the first groups, by number, that count; every group that was begun is played to its end. So the
     embedded engine repeats a run exactly, and no group is preferred because it is quick. `stop_early` gives that up:
     the step ends with the first `num_groups` complete groups, so it prefers problems with short episodes, and the clock
-    decides which those are. Unfinished groups are then aborted. With `partial` they are paused instead while the
-    weights change, and finish in a later step, each token with the version of the weights that wrote it; a group begun
-    more than `max_staleness` versions ago is aborted.
+    decides which those are. Unfinished groups are then aborted.
+
+    With `max_staleness` s above 0, episodes never stop: up to s steps' groups are played ahead while the learner
+    learns, and turns in flight go on under new weights, each token with its version. A group that has a token more than
+    s versions older than the weights that a step starts from is aborted.
 
     `group_filter` says of each group whether it counts; the others are replaced in the same way.
 
@@ -63,8 +66,7 @@ class RolloutOptions:
     oversample: float = 1.0
     max_oversample: float = 3.0
     stop_early: bool = False
-    partial: bool = False
-    max_staleness: int = 1
+    max_staleness: int = 0
     max_rollout_s: float = 0.0
     max_rollout_tokens: int = 0
     group_filter: Callable[[TrajectoryGroup], bool] | None = None
@@ -76,13 +78,21 @@ class RolloutOptions:
         return self.group_filter is None or self.group_filter(group)
 
 
+@dataclass(frozen=True)
+class Queue:
+    """The groups in flight as a step begins: complete ones that wait to be taken, and those in progress."""
+
+    num_waiting: int = 0
+    num_in_progress: int = 0
+
+
 @dataclass(frozen=True, eq=False)
 class StepRollout:
     """Every group that a step has ended, each tuple in order of number.
 
     `groups` are those to train on. `filtered` have equal rewards; `surplus` were complete and not needed; `aborted`
     were cut off and hold what was played of them. `shortfall` says why there are fewer groups than requested, or is
-    empty. `weight_version` is that of the engine's weights when the step ended.
+    empty. `weight_version` is that of the weights that the step starts from, and `queue` what was in flight then.
     """
 
     groups: tuple[TrajectoryGroup, ...]
@@ -91,6 +101,7 @@ class StepRollout:
     aborted: tuple[TrajectoryGroup, ...] = ()
     shortfall: str = ""
     weight_version: int = 0
+    queue: Queue = Queue()
 
     @property
     def unused(self) -> dict[str, tuple[TrajectoryGroup, ...]]:
@@ -113,7 +124,6 @@ class GroupInFlight:
     """
 
     number: int
-    begun_version: int
     attempt: int
     played: Mapping[int, Trajectory]
     discarded: tuple[Trajectory, ...]
@@ -137,7 +147,6 @@ class RunningGroup:
 
     number: int
     problem: Problem
-    begun_version: int
     attempt: int = 0
     played: dict[int, Trajectory] = field(default_factory=dict)
     discarded: tuple[Trajectory, ...] = ()
@@ -149,12 +158,18 @@ class RunningGroup:
     def restore(cls, saved: GroupInFlight, problem: Problem) -> RunningGroup:
         """Return the group that `save` was called on."""
         g = saved
-        return cls(g.number, problem, g.begun_version, g.attempt, dict(g.played), g.discarded, g.result)
+        return cls(g.number, problem, g.attempt, dict(g.played), g.discarded, g.result)
 
     def save(self) -> GroupInFlight:
         """Return what a checkpoint keeps of the group."""
         played = dict(self.played)
-        return GroupInFlight(self.number, self.begun_version, self.attempt, played, self.discarded, self.result)
+        return GroupInFlight(self.number, self.attempt, played, self.discarded, self.result)
+
+    @property
+    def oldest_version(self) -> float:
+        """The version of the oldest token of the episodes that have ended and may be trained on; inf without any."""
+        turns = (turn for t in self.played.values() if t.end_reason.is_valid for turn in t.turns)
+        return min((version for turn in turns for version, _ in turn.versions), default=math.inf)
 
     def seed(self, copy: int) -> int:
         """Return the seed of a copy in the current attempt."""

@@ -11,13 +11,24 @@ import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from agents.rollout.episode import ABORT, Episode
-from agents.rollout.groups import ManagerState, Problem, RolloutOptions, RunningGroup, StepRollout
+from agents.rollout.groups import ManagerState, Problem, Queue, RolloutOptions, RunningGroup, StepRollout
 from agents.types import Completion, Trajectory, TrajectoryGroup
 from envs.contract import EpisodeEnv
 from envs.types import Sample, private
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """An episode that runs, and the version of the weights when it began."""
+
+    number: int
+    copy: int
+    version: int
 
 
 class RolloutManager:
@@ -55,35 +66,33 @@ class RolloutManager:
             group = self._groups[saved.number] = RunningGroup.restore(saved, problem_at(saved.number))
             if group.result is None:
                 self._queue_missing(group)
-        self._running: dict[asyncio.Task[Trajectory], tuple[int, int]] = {}  # number and copy
+        self._running: dict[asyncio.Task[Trajectory], _Begun] = {}
         self._num_complete = self._num_counting = self._num_to_begin = self._num_tokens = 0
-        self._is_collecting = self._is_paused = False
+        self._num_groups = self._num_steps = 0  # groups of a step, and the steps that groups are played for
         self._changed = asyncio.Event()
         self._spent_limit = ""
         self._failure: Exception | None = None
 
     async def collect(self, num_groups: int) -> StepRollout:
-        """Play until a step's groups are complete, or its limits are reached.
+        """Return the groups of a step, once they are complete or its limits are reached.
 
-        With `partial`, the engine is paused on return while episodes are unfinished; the next call resumes it.
+        With `max_staleness`, episodes go on after the return, and new ones begin for the steps to come.
 
         Raises what an episode raised, which is a fault of the engine or our own. After that, or after a cancellation,
         `close` ends the other episodes and returns what was played.
         """
-        version, options = self.engine.weight_version, self.options
-        stale = await self._abort(g for g in self._groups.values() if version - g.begun_version > options.max_staleness)
-        await self.resume()
+        aborted = await self._abort(self._too_old())
+        self._recount()
+        queue = Queue(self._num_counting, len(self._groups) - self._num_complete)
         try:
             await self._play(num_groups)
         finally:
-            self._is_collecting, self._num_to_begin = False, 0
-        unfinished: dict[int, TrajectoryGroup] = {}
-        if not options.partial:
-            unfinished = await self._abort(group for group in self._groups.values() if group.result is None)
-        elif self._running:
-            self._is_paused = True
-            await self.engine.pause()
-        return self._step_rollout(num_groups, tuple((stale | unfinished).values()))
+            self._num_steps = self._num_to_begin = 0
+        if not self.options.max_staleness:
+            aborted |= await self._abort(group for group in self._groups.values() if group.result is None)
+        rollout = self._step_rollout(num_groups, tuple(aborted.values()), queue)
+        self._go_on()
+        return rollout
 
     def state(self) -> ManagerState:
         """Return the state between two calls of `collect`, from which another manager can resume."""
@@ -91,51 +100,87 @@ class RolloutManager:
 
     async def close(self) -> tuple[TrajectoryGroup, ...]:
         """Abort the running episodes; return all groups that were begun and never handed out, as they are."""
-        left = await self._abort(self._groups.values())
-        await self.resume()
-        return tuple(left.values())
+        self._num_steps = self._num_to_begin = 0
+        return tuple((await self._abort(self._groups.values())).values())
 
     async def _play(self, num_groups: int) -> None:
         """Return when enough groups are complete, nothing is left to play, or a limit is reached."""
         options = self.options
-        self._num_tokens, self._spent_limit, self._is_collecting = 0, "", True
-        self._num_complete = sum(group.result is not None for group in self._groups.values())
-        self._num_counting = sum(self._counts(group) for group in self._groups.values())
-        most = _times(options.max_oversample, num_groups)
-        wanted = _times(options.oversample, num_groups) - self._num_unfinished - self._num_counting
+        self._num_groups, self._num_steps = num_groups, options.max_staleness + 1
+        self._num_tokens, self._spent_limit = 0, ""
         timer = None
         if options.max_rollout_s:
             loop = asyncio.get_running_loop()
             timer = loop.call_later(options.max_rollout_s, self._end_step, f"{options.max_rollout_s:g} s")
         try:
             while True:
-                self._num_to_begin += max(0, min(wanted, most - len(self._groups) - self._num_to_begin))
-                self._begin_episodes()
-                enough = self._num_counting >= num_groups
-                if self._failure or self._spent_limit or (enough and options.stop_early) or not self._num_unfinished:
+                self._begin_groups()
+                if self._failure or self._spent_limit or self._is_enough or not self._num_unfinished:
                     break
                 self._changed.clear()
                 await self._changed.wait()
-                wanted = self._num_missing(num_groups)
         finally:
             if timer:
                 timer.cancel()
         if self._failure:
             raise self._failure
 
-    def _num_missing(self, num_groups: int) -> int:
-        """Return how many more groups to begin.
+    def _go_on(self) -> None:
+        """Let episodes go on between two steps, for as many steps as `max_staleness` allows."""
+        if self.options.max_staleness:
+            self._recount()
+            self._num_steps = self.options.max_staleness
+            self._begin_groups()
 
-        With `stop_early`, where the clock decides anyway, a filtered group is replaced at once. Otherwise filtered
-        groups are replaced once all others have ended, so that it does not matter which of them ended first.
-        """
+    @property
+    def _is_enough(self) -> bool:
+        """Whether the step may end although episodes are running."""
         if self.options.stop_early:
-            return _times(self.options.oversample, num_groups) - self._num_unfinished - self._num_counting
-        return 0 if self._num_unfinished else _times(self.options.oversample, num_groups - self._num_counting)
+            return self._num_counting >= self._num_groups
+        if not self.options.max_staleness:
+            return False
+        complete = takewhile(lambda group: group.result is not None, self._groups.values())
+        return sum(map(self._counts, complete)) >= self._num_groups
+
+    def _begin_groups(self) -> None:
+        """Decide how many more groups to begin, and begin them as `max_concurrent` allows.
+
+        Where the clock decides anyway (`stop_early`, `max_staleness`), a filtered group is replaced at once. Otherwise
+        filtered groups are replaced once all others have ended, so that it does not matter which of them ended first.
+
+        A group is handed out at the latest when those begun before it are. So there is room for the groups of
+        `max_staleness` steps beside the step that is collected or learnt from, and the last one's tokens are that old.
+        """
+        options = self.options
+        if options.stop_early or options.max_staleness:
+            unfinished = len(self._groups) - self._num_complete
+            room = _times(options.oversample, self._num_steps * self._num_groups) - unfinished - self._num_counting
+        elif not self._num_unfinished:
+            room = _times(options.oversample, self._num_groups - self._num_counting)
+        else:
+            room = self._num_to_begin
+        most = _times(options.max_oversample, self._num_steps * self._num_groups)
+        self._num_to_begin = max(0, min(room, most - len(self._groups)))
+        self._begin_episodes()
 
     @property
     def _num_unfinished(self) -> int:
         return self._num_to_begin + len(self._groups) - self._num_complete
+
+    def _recount(self) -> None:
+        self._num_complete = sum(group.result is not None for group in self._groups.values())
+        self._num_counting = sum(self._counts(group) for group in self._groups.values())
+
+    def _too_old(self) -> list[RunningGroup]:
+        """Return the groups with a token that is over `max_staleness` versions old.
+
+        An episode that runs counts from its begin, since its turn in flight may have tokens of that age.
+        """
+        oldest = {number: group.oldest_version for number, group in self._groups.items()}
+        for begun in self._running.values():
+            oldest[begun.number] = min(oldest[begun.number], begun.version)
+        least = self.engine.weight_version - self.options.max_staleness
+        return [self._groups[number] for number, version in oldest.items() if version < least]
 
     def _counts(self, group: RunningGroup) -> bool:
         if group.result is None:
@@ -152,19 +197,17 @@ class RolloutManager:
 
     def _begin_episodes(self) -> None:
         """Begin episodes in order of number, up to `max_concurrent` at once."""
-        may_begin = self._is_collecting and not self._failure
-        while may_begin and len(self._running) < self.options.max_concurrent:
+        while not self._failure and len(self._running) < self.options.max_concurrent:
             if not self._jobs:
                 if not self._num_to_begin:
                     return
                 number, self.num_begun = self.num_begun, self.num_begun + 1
                 self._num_to_begin -= 1
-                group = RunningGroup(number, self._problem_at(number), self.engine.weight_version)
-                self._groups[number] = group
+                group = self._groups[number] = RunningGroup(number, self._problem_at(number))
                 self._queue_missing(group)
             number, _, copy = heapq.heappop(self._jobs)
             task = asyncio.get_running_loop().create_task(self._run_episode(self._groups[number], copy))
-            self._running[task] = number, copy
+            self._running[task] = _Begun(number, copy, self.engine.weight_version)
             task.add_done_callback(self._on_end)
 
     async def _run_episode(self, group: RunningGroup, copy: int) -> Trajectory:
@@ -181,8 +224,8 @@ class RolloutManager:
 
     def _on_end(self, task: asyncio.Task[Trajectory]) -> None:
         """Add an episode to its group. An error of the episode, or in here, ends `collect`."""
-        number, copy = self._running.pop(task)
-        group = self._groups[number]
+        begun = self._running.pop(task)
+        group, copy = self._groups[begun.number], begun.copy
         error = None if task.cancelled() else task.exception()
         has_failed = task.cancelled() or error
         group.played[copy] = group.empty_trajectory(copy, error) if has_failed else task.result()
@@ -192,7 +235,7 @@ class RolloutManager:
                 raise error
             if not group.is_aborted and len(group.played) == self.options.group_size:
                 self._complete(group)
-            self._begin_episodes()
+            self._begin_groups()
         except Exception as fault:
             self._failure = self._failure or fault
         self._changed.set()
@@ -224,7 +267,7 @@ class RolloutManager:
             group.is_aborted = True
         self._jobs = [job for job in self._jobs if not self._groups[job[0]].is_aborted]
         heapq.heapify(self._jobs)
-        tasks = [task for task, (number, _) in self._running.items() if self._groups[number].is_aborted]
+        tasks = [task for task, begun in self._running.items() if self._groups[begun.number].is_aborted]
         for task in tasks:
             task.cancel(ABORT)
         if tasks:
@@ -235,19 +278,18 @@ class RolloutManager:
         groups = {number: self._groups.pop(number) for number in tuple(numbers)}
         return {number: group.result or group.so_far() for number, group in groups.items()}
 
-    async def resume(self) -> None:
-        """Resume the engine if `collect` has paused it. Unfinished episodes continue; none begins before `collect`."""
-        if self._is_paused:
-            self._is_paused = False
-            await self.engine.resume()
-
-    def _step_rollout(self, num_groups: int, aborted: tuple[TrajectoryGroup, ...]) -> StepRollout:
+    def _step_rollout(self, num_groups: int, aborted: tuple[TrajectoryGroup, ...], queue: Queue) -> StepRollout:
         """Remove and return all groups that this step has ended."""
         complete = [number for number, group in self._groups.items() if group.result]
         counting = [number for number in complete if self._counts(self._groups[number])]
+        oldest = min((self._groups[number].oldest_version for number in counting[:num_groups]), default=math.inf)
+        least = self.engine.weight_version - self.options.max_staleness
+        assert oldest >= least, (
+            f"a step of weights {self.engine.weight_version} has a token of {oldest}, before {least}"
+        )
         chosen = self._remove(counting[:num_groups])
         filtered = self._remove(sorted(set(complete) - set(counting)))
-        surplus = {} if self.options.partial else self._remove(counting[num_groups:])
+        surplus = {} if self.options.max_staleness else self._remove(counting[num_groups:])
         shortfall = ""
         if len(chosen) < num_groups:
             unfinished = f", {len(aborted) + len(self._groups)} unfinished when {self._spent_limit} were spent"
@@ -259,6 +301,7 @@ class RolloutManager:
             surplus=tuple(surplus.values()),
             aborted=aborted,
             shortfall=shortfall,
+            queue=queue,
         )
 
 

@@ -75,7 +75,7 @@ def test_the_metrics_say_where_time_and_tokens_went(finished: tuple[Path, dict[s
         shares = [row[f"{name}_time_frac"] for name in ("engine", "env", "check", "loop")]
         assert sum(shares) == pytest.approx(1) and all(share > 0 for share in shares)
         assert row["rollout_tokens_per_s"] > row["tokens_per_s"] > 0 and row["rollout_turns_per_s"] > 0
-        assert 0 <= row["cache_hit_frac"] < 1 and row["staleness_max"] == 0
+        assert 0 <= row["cache_hit_frac"] < 1 and row["staleness/max"] == 0
         assert 0 <= row["rollout_train_kl/turn_1"] < 1e-8
         assert row["logprob_gap_mean"] <= row["logprob_gap_p99"] <= row["logprob_gap_max"] < 1e-4
         assert row["images/misses"] > 0
@@ -264,18 +264,23 @@ def test_groups_with_equal_rewards_are_recorded_and_not_trained_on(
     assert sum(summary["end_reasons"].values()) == len(episodes) == len({e["seed"] for e in episodes})
 
 
-def test_a_step_that_is_cut_off_is_finished_with_newer_weights(
-    checkpoint: Path, tmp_path: Path, lucky: list[str]
+@pytest.mark.parametrize("where", ["embedded", "servers"])
+def test_an_asynchronous_run_trains_on_tokens_of_several_versions_and_on_none_that_is_too_old(
+    checkpoint: Path, tmp_path: Path, lucky: list[str], where: str, request: pytest.FixtureRequest
 ) -> None:
-    argv = [*lucky, "--max-new-tokens", "400", "--max-rollout-tokens", "1", "--partial", "--max-batch", "16"]
-    train(checkpoint, tmp_path / "run", *argv, steps=3)
+    servers = ["--engine-url", request.getfixturevalue("server")] if where == "servers" else []
+    argv = [*lucky, *servers, "--max-new-tokens", "200", "--max-staleness", "1"]
+    summary = train(checkpoint, tmp_path / "run", *argv, steps=4)
     rows, episodes = lines_of(tmp_path / "run/metrics.jsonl"), episodes_in(tmp_path / "run")
-    assert len(episodes) == len({e["seed"] for e in episodes})
     trained = [e for e in episodes if e["fate"] == "train"]
-    late = [e for e in trained if any(v < e["step"] - 1 for t in e["turns"] for v, _ in t["versions"])]
-    assert late and max(row["staleness_max"] for row in rows) >= 1
-    assert all(row["rollout_train_kl"] < 1 for row in rows)
-    assert {e["fate"] for e in episodes} >= {"train", "aborted"}  # what was left over after the last step
+    assert len(trained) == 4 * 2 * 8 and [row["groups_trained"] for row in rows] == [2] * 4
+    assert len(episodes) == len({e["seed"] for e in episodes}) == sum(summary["end_reasons"].values())
+    ages = [{e["step"] - 1 - version for turn in e["turns"] for version, _ in turn["versions"]} for e in trained]
+    assert set.union(*ages) == {0, 1} and max(row["staleness/max"] for row in rows) == 1
+    assert all(0 <= row["idle/learner_frac"] <= 1 and -1e-6 <= row["idle/servers_frac"] <= 1 for row in rows)
+    assert rows[-1]["queue/waiting"] + rows[-1]["queue/in_progress"] == 2
+    assert all(row["rollout_train_kl"] < 1 for row in rows) and any("rollout_train_kl/staleness_1" in r for r in rows)
+    assert {e["fate"] for e in episodes} == {"train", "aborted"}  # what was left over after the last step
 
 
 def test_a_failing_engine_ends_the_run_with_its_error_and_keeps_what_was_played(
@@ -313,7 +318,7 @@ def test_too_many_broken_streams_stop_the_run_with_the_rule_that_broke(
     ("argv", "flag"),
     [
         (["--oversample", "4"], "--max-oversample: must be at least --oversample 4"),
-        (["--partial"], "--partial: needs --stop-early, --max-rollout-s or --max-rollout-tokens"),
+        (["--max-staleness", "1", "--max-rollout-tokens", "9"], "--max-staleness: cannot .* --max-rollout-tokens"),
     ],
 )
 def test_flags_of_the_rollout_that_contradict_each_other_are_refused(argv: list[str], flag: str) -> None:

@@ -211,7 +211,7 @@ OTHER_TRAINERS: Mapping[str, Mapping[str, str]] = {
         "num_steps_per_rollout": "minibatches",
         "optimizer_cpu_offload": "offload",
         "over_sampling_batch_size": "oversample",
-        "partial_rollout": "partial",
+        "partial_rollout": "max_staleness",
         "prompt_data": "data",
         "recompute_granularity": "recompute",
         "rm_type": "grader",

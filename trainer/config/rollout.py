@@ -158,13 +158,11 @@ class RolloutConfig(Section):
     max_rollout_tokens: int = Field(
         default=0, ge=0, description="sampled tokens after which a step's rollout ends; 0: no limit"
     )
-    partial: bool = Field(
-        default=False,
-        description="pause the groups that a rollout's end cuts off, and finish them in a later step with newer "
-        "weights",
-    )
     max_staleness: int = Field(
-        default=1, ge=0, description="abort a paused group that started more than this many weight versions ago"
+        default=0,
+        ge=0,
+        description="most versions that the weights of a token may be old when a step trains on it; above 0, episodes "
+        "go on while the learner trains; 0: every step plays its own episodes first",
     )
     max_invalid_frac: float = Field(
         default=0.01,
@@ -179,8 +177,9 @@ class RolloutConfig(Section):
         >>> RolloutConfig(problems_per_step=8, group_size=8, oversample=1.5).max_sessions()
         96
         """
-        num_trained = math.ceil(self.problems_per_step * self.oversample) * self.group_size
-        return min(self.max_concurrent, max(num_trained, num_evaluated))
+        num_groups = math.ceil((self.max_staleness + 1) * self.problems_per_step * self.oversample)
+        trained, evaluated = (min(self.max_concurrent, n) for n in (num_groups * self.group_size, num_evaluated))
+        return trained + evaluated if self.max_staleness else max(trained, evaluated)
 
     @field_validator("max_oversample")
     @classmethod
@@ -190,10 +189,9 @@ class RolloutConfig(Section):
             raise ValueError(f"must be at least --oversample {least:g}")
         return value
 
-    @field_validator("partial")
+    @field_validator("max_staleness")
     @classmethod
-    def _something_ends_early(cls, value: bool, info: ValidationInfo) -> bool:
-        ends = ("stop_early", "max_rollout_s", "max_rollout_tokens")
-        if value and not any(info.data.get(name) for name in ends):
-            raise ValueError("needs --stop-early, --max-rollout-s or --max-rollout-tokens, or nothing is ever cut off")
+    def _ends_by_groups(cls, value: int, info: ValidationInfo) -> int:
+        if value and info.data.get("max_rollout_tokens"):
+            raise ValueError("cannot be given with --max-rollout-tokens: episodes do not end with a step")
         return value

@@ -111,7 +111,7 @@ class Display:
         num_valid = round(row["valid_frac"] * row["episodes"])
         valid = f"valid {num_valid}/{row['episodes']:.0f}  " if row["valid_frac"] < 1 else ""
         filtered = f"filtered {row['groups_filtered']:.0f}  " if row.get("groups_filtered") else ""
-        stale = f"staleness {row['staleness_mean']:.2f}  " if row.get("staleness_max") else ""
+        stale = f"staleness {row['staleness/mean']:.2f}  " if row.get("staleness/max") else ""
         training = [f"{label} {row[name]:{form}}  " for label, name, form in _TRAINING_COLUMNS if name in row]
         train = f" train {row['train_s']:.1f}s" if "train_s" in row else ""
         left_s = (time.monotonic() - self._begun) / row["step"] * (total - row["step"])

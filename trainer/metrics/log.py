@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from agents.recording.run_files import METRICS
 from agents.rollout.groups import StepRollout
@@ -41,6 +42,7 @@ def rollout_metrics(rollout: StepRollout, max_turns: int, seconds: float) -> dic
     - `end/REASON`: the share of all episodes, aborted and discarded ones included.
     - `tool/OUTCOME`: tool calls per turn of complete groups. `tool_fault/TOOL`: those that raised, hung or ended the
       process, tool by tool.
+    - `queue/waiting`, `queue/in_progress`: groups in flight as the step began, complete ones and others.
     """
     groups = (*rollout.groups, *rollout.filtered, *rollout.surplus)
     trajectories = [t for group in groups for t in group.trajectories]
@@ -61,6 +63,8 @@ def rollout_metrics(rollout: StepRollout, max_turns: int, seconds: float) -> dic
         "groups_trained": len(rollout.groups),
         **{f"groups_{what}": len(unused) for what, unused in rollout.unused.items()},
         "env_s": sum(turn.env_s for turn in turns) / max(1, len(turns)),
+        "queue/waiting": rollout.queue.num_waiting,
+        "queue/in_progress": rollout.queue.num_in_progress,
     }
     for name in dict.fromkeys(name for t in valid for name in t.rewards):
         values = [t.rewards[name] for t in valid if name in t.rewards]
@@ -121,13 +125,34 @@ def time_metrics(trajectories: Sequence[Trajectory], seconds: float) -> dict[str
 
 
 def staleness_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
-    """Return the age, in versions, of the weights that generated the tokens: the mean over tokens, and the maximum."""
-    runs = [(version - old, count) for t in trajectories for turn in t.turns for old, count in turn.versions if count]
-    tokens = sum(count for _, count in runs)
+    """Return the age, in versions, of the weights that generated the tokens: mean, maximum, and each age's share."""
+    tokens: Counter[int] = Counter()
+    for turn in (turn for t in trajectories for turn in t.turns):
+        tokens.update({version - old: count for old, count in turn.versions if count})
+    total = max(1, tokens.total())
     return {
-        "staleness_mean": sum(age * count for age, count in runs) / max(1, tokens),
-        "staleness_max": max((age for age, _ in runs), default=0),
+        "staleness/mean": sum(age * count for age, count in tokens.items()) / total,
+        "staleness/max": max(tokens, default=0),
+        **{f"staleness/{age}_frac": count / total for age, count in sorted(tokens.items())},
     }
+
+
+def kl_by_staleness(rollout: StepRollout, stats: StepStats) -> dict[str, float]:
+    """Return `rollout_train_kl` over the tokens of each age alone, where there are tokens of older weights."""
+    trained = [t for group in rollout.groups for t in group.trajectories if t.key in stats.logprobs]
+    ages = [rollout.weight_version - _versions_of(t) for t in trained]
+    if not any(age_N.any() for age_N in ages):
+        return {}
+    age_N = np.concatenate(ages)
+    gap_N = np.concatenate([stats.logprobs[t.key] - t.logprobs_T[t.mask_T.astype(bool)] for t in trained])
+    kl_N = np.expm1(gap_N.astype(np.float64)) - gap_N
+    return {f"rollout_train_kl/staleness_{age}": float(kl_N[age_N == age].mean()) for age in np.unique(age_N)}
+
+
+def _versions_of(trajectory: Trajectory) -> NDArray[np.int64]:
+    """Return the version of each model token (N,)."""
+    runs = [run for turn in trajectory.turns for run in turn.versions]
+    return np.repeat([version for version, _ in runs], [count for _, count in runs])
 
 
 def tool_outcomes(turn: Turn) -> list[str]:

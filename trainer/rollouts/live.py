@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
@@ -119,6 +120,7 @@ class LiveRollouts:
         self.context, self.config = context, context.config
         self._manager: RolloutManager | None = None
         self._order: tuple[int, list[int]] = (-1, [])  # an epoch, and the order of its problems
+        self._step_began, self._busy_before_s = 0.0, tuple[float, ...]()
 
     @property
     def events(self) -> Sequence[str]:
@@ -151,8 +153,15 @@ class LiveRollouts:
 
     async def collect(self, num_groups: int) -> StepRollout:
         """Play the groups of the next step."""
+        self._step_began, self._busy_before_s = time.perf_counter(), tuple(self.context.weight_sync.transport.busy_s)
         rollout = await self._started.collect(num_groups)
         return replace(rollout, weight_version=self.context.engine.weight_version)
+
+    def idle_fracs(self) -> Mapping[str, float]:
+        """Return the share of the time since `collect` was called in which a server wrote nothing, over all servers."""
+        passed_s, busy_s = time.perf_counter() - self._step_began, self.context.weight_sync.transport.busy_s
+        shares = [1 - (now - then) / passed_s for now, then in zip(busy_s, self._busy_before_s, strict=False)]
+        return {"idle/servers_frac": sum(shares) / len(shares)} if shares else {}
 
     def state(self) -> ManagerState:
         """Return the number of the next problem, and the groups in flight."""
@@ -186,7 +195,6 @@ class LiveRollouts:
             max_concurrent=self.config.rollout.max_concurrent,
         )
         results = {}
-        await self._started.resume()  # with `partial` it may be paused
         with display.aside(name, len(all_ways) * len(source)):
             for way in all_ways:
                 player = ProblemPlayer(

@@ -42,6 +42,10 @@ class Rollouts(Protocol):
         """Return the groups of the next step: `num_groups`, or what there is."""
         ...
 
+    def idle_fracs(self) -> Mapping[str, float]:
+        """Return the metrics of who waited since the last call of `collect`, as far as the rollouts know."""
+        ...
+
     def state(self) -> ManagerState:
         """Return what a checkpoint needs to continue, between two calls of `collect`."""
         ...

@@ -176,6 +176,10 @@ class RecordedRollouts:
         rollout = await asyncio.to_thread(self.context.recorded.rollout, self._step, images)
         return replace(rollout, weight_version=version)
 
+    def idle_fracs(self) -> Mapping[str, float]:
+        """Return nothing: no server is needed."""
+        return {}
+
     def state(self) -> ManagerState:
         """Return that nothing is in flight."""
         return ManagerState()

@@ -24,7 +24,7 @@ from trainer.evaluation.curve import Curve, Ways, curve_summary, evaluation_metr
 from trainer.metrics.clock import StepClock
 from trainer.metrics.console import Display
 from trainer.metrics.curves import draw_rewards
-from trainer.metrics.log import rollout_metrics
+from trainer.metrics.log import kl_by_staleness, rollout_metrics
 from trainer.rollouts.protocol import Rollouts
 from trainer.rollouts.run_card import run_card
 from trainer.rollouts.run_state import LoopState, kept_random_state, read_loop_state, seed_random
@@ -228,7 +228,9 @@ class TrainingSession(RunSession[LoopState]):
         push: WeightPush | None = None,
     ) -> None:
         """Log and print the step, and end it unless an evaluation is due; begin a checkpoint where one is due."""
-        metrics = rollout_metrics(rollout, self.context.spec.max_turns, clock.seconds["rollout_s"]) | clock.seconds
+        # Where episodes never stop, a step has played for as long as it lasted.
+        played_s = clock.total_s if self.config.rollout.max_staleness else clock.seconds["rollout_s"]
+        metrics = rollout_metrics(rollout, self.context.spec.max_turns, played_s) | clock.seconds
         if push:
             # Whole streams, though a prompt that several samples share is read once.
             num_tokens = sum(len(sample.ids_T) for samples in minibatches for sample in samples)
@@ -241,8 +243,10 @@ class TrainingSession(RunSession[LoopState]):
             self._recorded_s = self.recorder.seconds
         if images := self.context.renderer.images:
             metrics |= {f"images/{name}": value for name, value in asdict(images.stats()).items()}
+        metrics |= {"idle/learner_frac": clock.seconds["rollout_s"] / clock.total_s, **self.rollouts.idle_fracs()}
         metrics["tokens_per_s"] = sum(t.num_model_tokens for t in rollout.played) / clock.total_s
         metrics |= {"step": float(self.step), **(stats.row() if stats else {})}
+        metrics |= kl_by_staleness(rollout, stats) if stats else {}
         try:
             metrics |= self.callbacks.on_step_end(self.step, metrics)
         finally:

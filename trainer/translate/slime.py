@@ -123,7 +123,7 @@ def _server_memory(value: Value, given: Given) -> Result:
 
 
 PARALLEL = lost("the learner shards its weights over all its GPUs (FSDP2), and a stream must fit on one")
-PARTIAL = {"partial": "true", "stop_early": "true"}
+PARTIAL = {"max_staleness": "1", "stop_early": "true"}
 
 SLIME = Dialect(
     "slime",

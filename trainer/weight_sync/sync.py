@@ -33,7 +33,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class WeightPush:
-    """The seconds of a weight push, the bytes of the weights, and the probe that followed it, if there was one.
+    """The seconds in which the engine was paused for new weights, their bytes, and the probe that followed, if any.
 
     `parts` has the seconds of its parts where they are known, such as `{"gather_s": 0.2, "send_s": 0.1}`.
     """
@@ -113,9 +113,9 @@ class WeightSync:
             await self.engine.free_memory()
 
     async def push(self, version: int) -> WeightPush:
-        """Bring the learner's weights to the engine as `version`, while it is paused or idle.
+        """Bring the learner's weights to the engine as `version`.
 
-        The first push is followed by a probe.
+        Turns in flight pause meanwhile, and go on under the new weights. The first push is followed by a probe.
 
         Raises:
             SyncError: the probe or a checksum shows other weights.
@@ -123,10 +123,13 @@ class WeightSync:
         started = time.perf_counter()
         if self.pauses_to_train:
             await asyncio.to_thread(self.learner.free_memory)
+        await self.engine.pause()
         try:
             transfer = await self.transport.push(version)
         except WeightsDiffer as error:
             raise SyncError(f"{error}; version {version}, brought by {type(self.transport).__name__}") from error
+        finally:
+            await self.engine.resume()
         push = WeightPush(time.perf_counter() - started, transfer.num_bytes, parts=transfer.parts)
         if self._is_push_probed:
             return push

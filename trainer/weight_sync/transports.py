@@ -66,6 +66,11 @@ class Transport(Protocol):
         """Messages for the console about the engine's servers, in order: lost, back, and so on."""
         ...
 
+    @property
+    def busy_s(self) -> Sequence[float]:
+        """The seconds so far in which each server wrote, or the embedded engine; empty where nobody knows."""
+        ...
+
     async def start(self) -> None:
         """Start the engine with the weights that the learner starts from.
 
@@ -95,6 +100,11 @@ class InProcessTransport:
     def __init__(self, learner: Learner, engine: HFEngine) -> None:
         self.learner, self.engine = learner, engine
 
+    @property
+    def busy_s(self) -> Sequence[float]:
+        """The engine's seconds."""
+        return [self.engine.busy.seconds]
+
     async def start(self) -> None:
         """Start the engine, which has loaded the same weights as the learner."""
         await self.engine.start()
@@ -123,6 +133,11 @@ class DiskTransport(Generic[E]):
     @property
     def events(self) -> Sequence[str]:
         """Messages about servers."""
+        return ()
+
+    @property
+    def busy_s(self) -> Sequence[float]:
+        """Nothing: a user's engine does not say."""
         return ()
 
     async def start(self) -> None:
@@ -177,6 +192,11 @@ class ServersTransport(DiskTransport[SGLangEngine]):
     def events(self) -> Sequence[str]:
         """Messages about servers."""
         return self.engine.servers.events
+
+    @property
+    def busy_s(self) -> Sequence[float]:
+        """The seconds of every server."""
+        return [server.busy.seconds for server in self.engine.servers.all]
 
     async def start(self) -> None:
         """Start the servers. External servers may hold any weights, so they get the learner's at once."""
@@ -262,6 +282,11 @@ class AdapterTransport:
     def events(self) -> Sequence[str]:
         """Messages about servers."""
         return self._merged.events
+
+    @property
+    def busy_s(self) -> Sequence[float]:
+        """The seconds of every server."""
+        return self._merged.busy_s
 
     async def start(self) -> None:
         """Start the servers, and offer them the learner's adapter.

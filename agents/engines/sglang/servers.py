@@ -16,6 +16,7 @@ from typing import Any
 
 import aiohttp
 
+from agents.engines.busy import BusyTime
 from agents.engines.sglang.client import ServerLost, ServerRefused, SGLangClient, authorization, uses_proxy
 from agents.engines.sglang.pictures import SentPictures, image_fields, missed_pictures
 from agents.engines.sglang.process import Launcher, LocalLauncher, ServerProcess, free_ports, listens
@@ -44,6 +45,7 @@ class Server:
     is_up: bool = False
     num_sessions: int = 0
     num_restarts: int = 0
+    busy: BusyTime = field(default_factory=BusyTime, repr=False)
     recovery: asyncio.Task[None] | None = field(default=None, repr=False)
     #: What it has been sent, if it keeps pictures.
     sent_pictures: SentPictures | None = field(default=None, repr=False)
@@ -59,7 +61,9 @@ class Server:
         sent = self.sent_pictures
         for _ in range(MAX_SENDS):
             try:
-                return await self.client.call("generate", body | image_fields(images, salt, sent, self.client.release))
+                with self.busy.request():
+                    fields = image_fields(images, salt, sent, self.client.release)
+                    return await self.client.call("generate", body | fields)
             except ServerRefused as error:
                 missed = missed_pictures(str(error))
                 if sent is None or not missed:

@@ -319,11 +319,23 @@ def test_a_fault_in_the_network_reaches_every_waiting_episode(network: PolicyMod
     assert all(isinstance(outcome, IndexError) for outcome in asyncio.run(asyncio.wait_for(story(), 20)))
 
 
-def test_one_batch_has_one_temperature(engine: HFEngine, renderer: Renderer) -> None:
-    prompt = renderer.prompt(question("Find x."))
-    mixed = [request(prompt, sampling(renderer, temperature), 4) for temperature in (1.0, 0.0)]
-    with pytest.raises(AssertionError, match="one temperature"):
-        asyncio.run(play(engine, mixed))
+def test_turns_of_two_temperatures_wait_for_each_other_and_are_written_in_batches_of_their_own(
+    network: PolicyModel, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an evaluation beside training asks for them."""
+    engine, prompt = HFEngine(network), renderer.prompt(question("Find x."))
+    write, batches = HFEngine.write, []
+
+    def noted(self: HFEngine, turns: Sequence[PendingTurn]) -> None:
+        batches.append([turn.request.sampling.temperature for turn in turns])
+        write(self, turns)
+
+    monkeypatch.setattr(HFEngine, "write", noted)
+    mixed = [request(prompt, sampling(renderer, temperature), 4) for temperature in (1.0, 0.0, 1.0, 0.0)]
+    alone = [asyncio.run(play(HFEngine(network), [asked]))[0].ids for asked in mixed]
+    batches.clear()
+    assert [completion.ids for completion in asyncio.run(play(engine, mixed))] == alone
+    assert batches == [[1.0, 1.0], [0.0, 0.0]]
 
 
 def test_new_weights_change_what_is_written_and_stamp_their_version(model: PolicyModel, renderer: Renderer) -> None:

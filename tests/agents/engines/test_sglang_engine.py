@@ -672,7 +672,7 @@ def test_no_name_of_a_request_begins_another(renderer: Renderer) -> None:
     assert not any(other.startswith(name) for name in names for other in names if other != name)
 
 
-def test_steps_with_partial_rollouts_have_the_versions_that_wrote_them(
+def test_tokens_of_asynchronous_steps_have_the_versions_that_wrote_them(
     url: str, renderer: Renderer, model: PolicyModel, tmp_path: Path
 ) -> None:
     tell(url, "reset", slow_s=0.02)
@@ -683,7 +683,7 @@ def test_steps_with_partial_rollouts_have_the_versions_that_wrote_them(
 
     async def play(engine: SGLangEngine) -> list[Trajectory]:
         problem = lambda n: Problem(sample(f"Find {n}.", picture(seed=n), id=str(n)), 3, n)  # noqa: E731
-        options = RolloutOptions(group_size=2, oversample=2.0, stop_early=True, partial=True, max_staleness=2)
+        options = RolloutOptions(group_size=2, oversample=2.0, stop_early=True, max_staleness=2)
         manager = RolloutManager(episode(engine, renderer), lambda *_: PictureEnv(), None, problem, options)
         played = list((await manager.collect(2)).played)
         for version, folder in enumerate(folders, 1):

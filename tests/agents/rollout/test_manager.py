@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -21,7 +22,7 @@ from agents.engines.scripted import ScriptedEngine
 from agents.model.policy import PolicyModel
 from agents.rendering.renderer import Renderer
 from agents.rollout.episode import Episode, Limits
-from agents.rollout.groups import ManagerState, Problem, RolloutOptions, StepRollout, derive_seed
+from agents.rollout.groups import ManagerState, Problem, Queue, RolloutOptions, StepRollout, derive_seed
 from agents.rollout.manager import RolloutManager
 from agents.types import Completion, EndReason, GenerateRequest, SamplingParams, TrajectoryGroup
 from envs.env import Env
@@ -375,77 +376,201 @@ def test_spent_tokens_end_a_step_with_what_is_complete(renderer: Renderer) -> No
     assert second.shortfall == ""  # every step has its own
 
 
-def test_what_is_cut_off_is_paused_and_finishes_in_the_next_step(renderer: Renderer) -> None:
-    gate: list[asyncio.Event] = []
-    engine = PacedEngine(renderer, wait=lambda n, c: gate[0].wait() if n in (0, 1) else asyncio.sleep(0))
-    manager = manager_of(renderer, engine, oversample=2.0, stop_early=True, partial=True)
+def test_a_synchronous_manager_plays_nothing_between_two_steps(renderer: Renderer) -> None:
+    engine = PacedEngine(renderer)
+    manager = manager_of(renderer, engine)
+
+    async def story() -> None:
+        await manager.collect(2)
+        await asyncio.sleep(0.05)
+        assert (len(engine.asked), manager.num_begun, manager._running) == (2 * COPIES, 2, {})
+        await manager.close()
+
+    finish(story())
+
+
+def ahead(manager: RolloutManager, engine: PacedEngine, *nums: int, learn_s: float = 0.05) -> list[StepRollout]:
+    """Collect steps of so many groups; between two steps the learner takes `learn_s`, and the weights change."""
 
     async def story() -> list[StepRollout]:
-        gate.append(asyncio.Event())
-        first = await manager.collect(2)
-        assert (engine.num_pauses, engine.num_resumes) == (1, 0)
-        gate[0].set()
-        second = await manager.collect(2)
-        assert engine.num_resumes == 1
-        return [first, second, StepRollout((), aborted=await manager.close())]
+        rollouts = []
+        for num in nums:
+            rollouts.append(replace(await manager.collect(num), weight_version=engine.weight_version))
+            await asyncio.sleep(learn_s)
+            engine.weight_version += 1
+        return [*rollouts, StepRollout((), aborted=await manager.close())]
 
     rollouts = finish(story())
     assert_each_once(manager, *rollouts)
-    assert [numbers(r.groups) for r in rollouts[:2]] == [[2, 3], [0, 1]]
-    assert not any((r.aborted, r.surplus) != ((), ()) for r in rollouts[:2])
-    assert all(t.end_reason is EndReason.COMPLETED for r in rollouts[:2] for t in r.played)
+    return rollouts
 
 
-def test_a_complete_group_that_was_not_needed_is_kept_for_the_next_step(renderer: Renderer) -> None:
-    manager = manager_of(renderer, PacedEngine(renderer), oversample=2.0, max_rollout_s=30.0, partial=True)
-    (first, second), left = collect(manager, 2, 2)
-    assert (numbers(first.groups), numbers(second.groups)) == ([0, 1], [2, 3])
-    assert numbers(left) == [4, 5]
+def ages(rollout: StepRollout) -> set[int]:
+    """How many versions old the tokens of a step are."""
+    turns = (turn for g in rollout.groups for t in g.trajectories for turn in t.turns)
+    return {rollout.weight_version - version for turn in turns for version, _ in turn.versions}
+
+
+def test_episodes_of_the_next_steps_are_played_while_the_learner_learns(renderer: Renderer) -> None:
+    engine = PacedEngine(renderer, wait=lambda *_: asyncio.sleep(0.01))
+    *steps, _ = ahead(manager_of(renderer, engine, max_staleness=2), engine, 2, 2, 2, 2, 2, learn_s=0.3)
+    assert [numbers(r.groups) for r in steps] == [[2 * i, 2 * i + 1] for i in range(5)]
+    assert [ages(r) for r in steps] == [{0}, {1}, {2}, {2}, {2}]
+    assert not any(r.aborted or r.surplus or r.filtered or r.shortfall for r in steps)
+    assert [r.queue for r in steps] == [Queue(0, 0)] + [Queue(4, 0)] * 4
+
+
+@examples(25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 1000),
+    staleness=st.integers(1, 3),
+    equal=st.sets(st.integers(0, 20)),
+    broken=st.sets(st.integers(0, 20)),
+    max_concurrent=st.sampled_from([1, 5, 100]),
+    stop_early=st.booleans(),
+)
+def test_no_token_of_a_step_is_too_old_and_no_group_is_lost_or_there_twice(
+    renderer: Renderer,
+    seed: int,
+    staleness: int,
+    equal: set[int],
+    broken: set[int],
+    max_concurrent: int,
+    stop_early: bool,
+) -> None:
+    options = {"filter_equal": True, "max_concurrent": max_concurrent, "stop_early": stop_early, "resample": 1}
+
+    def text(number: int, copy: int) -> str:
+        return "raise" if number in broken else "1" if number in equal else mixed(number, copy)
+
+    async def shuffled(number: int, copy: int) -> None:
+        for _ in range(derive_seed(seed, number, copy) % 9):
+            await asyncio.sleep(0.0005)
+
+    engine = PacedEngine(renderer, text, shuffled)
+    manager = manager_of(renderer, engine, max_staleness=staleness, **options)
+    *steps, _ = ahead(manager, engine, 2, 2, 2, 2, learn_s=0.002)
+    assert all(max(ages(r), default=0) <= staleness for r in steps)
+    if not stop_early:  # the first by number that count, whoever ended first
+        taken = [number for r in steps for number in numbers(r.groups)]
+        skipped = {number for r in steps for number in numbers(r.aborted)}
+        counting = [n for n in range(manager.num_begun) if n not in equal | broken | skipped]
+        assert taken == counting[: len(taken)]
+
+
+def test_a_group_whose_episode_is_too_slow_is_aborted_before_its_tokens_are_too_old(renderer: Renderer) -> None:
+    """Problem 1 never ends: steps take what is behind it as long as they may, then it is given up and counted."""
+    engine = PacedEngine(renderer, wait=hang(1))
+    manager = manager_of(renderer, engine, max_staleness=1, stop_early=True)
+    *steps, left = ahead(manager, engine, 2, 2, 2, 2)
+    assert [numbers(r.aborted) for r in steps] == [[], [], [1], []] and 1 not in numbers(left.aborted)
+    assert steps[2].aborted[0].trajectories[-1].end_reason is EndReason.ABORTED
+    assert all(len(r.groups) == 2 and max(ages(r)) <= 1 for r in steps)
+
+
+def test_a_step_waits_for_its_first_groups_until_its_time_is_up(renderer: Renderer) -> None:
+    """Without `stop_early` no group is preferred because it is quick: problem 0 holds up the step, up to its limit."""
+    engine = PacedEngine(renderer, wait=hang(0))
+    manager = manager_of(renderer, engine, max_staleness=1, max_rollout_s=0.3)
+    first, second, third, _ = ahead(manager, engine, 1, 1, 1)
+    assert (numbers(first.groups), numbers(second.groups)) == ([1], [2])
+    assert (numbers(third.aborted), numbers(third.groups)) == ([0], [3])
+
+
+def test_groups_ahead_are_no_more_than_steps_may_still_take(renderer: Renderer) -> None:
+    engine = PacedEngine(renderer)
+    manager = manager_of(renderer, engine, max_staleness=2)
+
+    async def story() -> list[int]:
+        begun = []
+        for _ in range(3):
+            await manager.collect(2)
+            await asyncio.sleep(0.1)
+            begun.append(manager.num_begun)
+            engine.weight_version += 1
+        await manager.close()
+        return begun
+
+    assert finish(story()) == [6, 8, 10]  # those handed out, and two steps ahead
+
+
+def test_a_group_of_equal_rewards_is_replaced_while_the_learner_learns(renderer: Renderer) -> None:
+    engine = PacedEngine(renderer, every_third_equal)
+    manager = manager_of(renderer, engine, max_staleness=1, filter_equal=True)
+    first, second, third, _ = ahead(manager, engine, 2, 2, 2)
+    assert [numbers(r.groups) for r in (first, second, third)] == [[1, 2], [4, 5], [7, 8]]
+    assert (second.queue, third.queue) == (Queue(2, 0), Queue(2, 0))
+
+
+def test_a_search_without_end_stops_in_every_asynchronous_step_too(renderer: Renderer) -> None:
+    engine = PacedEngine(renderer, lambda *_: "1")
+    manager = manager_of(renderer, engine, max_staleness=1, filter_equal=True, max_oversample=2.0)
+    first, second, _ = ahead(manager, engine, 2, 2)
+    assert (first.groups, second.groups) == ((), ())
+    assert first.shortfall == "0 of 2 groups count: 8 with equal rewards"
+
+
+def test_a_failure_between_two_steps_ends_the_next_one(renderer: Renderer) -> None:
+    async def fails(number: int, copy: int) -> None:
+        if number == 3:
+            await asyncio.sleep(0.3)
+            raise ConnectionError("no server answers")
+
+    manager = manager_of(renderer, PacedEngine(renderer, wait=fails), max_staleness=1)
+
+    async def story() -> tuple[TrajectoryGroup, ...]:
+        first = await manager.collect(2)
+        await asyncio.sleep(0.4)
+        with pytest.raises(ConnectionError, match="no server"):
+            await manager.collect(2)
+        return (*first.groups, *await manager.close())
+
+    played = finish(story())
+    assert sorted(numbers(played)) == list(range(manager.num_begun))
 
 
 def test_another_manager_goes_on_from_the_state_of_one_that_ended(renderer: Renderer) -> None:
-    options = {"stop_early": True, "partial": True, "oversample": 2.0, "max_staleness": 9}
+    """The state is taken while episodes run: complete groups, ended copies, and those that must begin again."""
 
     async def story(state: ManagerState, engine: PacedEngine, num_steps: int) -> tuple[list[StepRollout], ManagerState]:
-        manager = manager_of(renderer, engine, state=state, **options)
+        manager = manager_of(renderer, engine, state=state, max_staleness=1)
         rollouts = [await manager.collect(2) for _ in range(num_steps)]
-        while len(manager._running) > 2:  # which of the others end in time depends on the clock
+        while len(manager._running) > 1:
             await asyncio.sleep(0.01)
         left = pickle.loads(pickle.dumps(manager.state()))
         await manager.close()
         return rollouts, left
 
-    first, state = finish(story(ManagerState(), PacedEngine(renderer, wait=hang(1, 3)), 1))
-    assert sorted(numbers(first[0].groups)) == [0, 2] and state.num_begun == 4
-    assert [(g.number, sorted(g.played), g.result) for g in state.in_flight] == [
-        (1, [0, 1, 2], None),
-        (3, [0, 1, 2], None),
+    first, state = finish(story(ManagerState(), PacedEngine(renderer, wait=hang(3)), 1))
+    assert numbers(first[0].groups) == [0, 1] and state.num_begun == 4
+    assert [(g.number, sorted(g.played), g.result is not None) for g in state.in_flight] == [
+        (2, [0, 1, 2, 3], True),
+        (3, [0, 1, 2], False),
     ]
     engine = PacedEngine(renderer)
     second, _ = finish(story(state, engine, 1))
-    # Those that were begun come first, and of them only what was missing is played.
-    assert engine.asked[:2] == [(1, 3), (3, 3)]
-    taken_up = [group for group in second[0].groups if group.sample_id in ("1", "3")]
-    assert {(n, c) for n, c in engine.asked if n in (1, 3)} == {(1, 3), (3, 3)}
-    for group in taken_up:
+    assert engine.asked[0] == (3, 3)  # what was begun comes first, and of it only what was missing is played
+    assert {(n, c) for n, c in engine.asked if n in (2, 3)} == {(3, 3)}
+    assert numbers(second[0].groups) == [2, 3]
+    for group in second[0].groups:
         assert [WHO[t.seed] for t in group.trajectories] == [(int(group.sample_id), copy) for copy in range(COPIES)]
 
 
-def test_a_paused_group_that_has_become_too_old_is_aborted(renderer: Renderer) -> None:
-    engine = PacedEngine(renderer, wait=hang(0))
-    manager = manager_of(renderer, engine, oversample=2.0, stop_early=True, partial=True, max_staleness=1)
+def test_tokens_that_a_resumed_run_kept_may_be_too_old_and_are_aborted(renderer: Renderer) -> None:
+    async def story(state: ManagerState, version: int) -> tuple[StepRollout, ManagerState]:
+        engine = PacedEngine(renderer)
+        engine.weight_version = version
+        manager = manager_of(renderer, engine, state=state, max_staleness=1)
+        rollout = await manager.collect(2)
+        while manager._running:
+            await asyncio.sleep(0.01)
+        left = manager.state()
+        await manager.close()
+        return rollout, left
 
-    async def story() -> list[StepRollout]:
-        rollouts = []
-        for version in range(3):
-            engine.weight_version = version
-            rollouts.append(await manager.collect(1))
-        return [*rollouts, StepRollout((), aborted=await manager.close())]
-
-    rollouts = finish(story())
-    assert_each_once(manager, *rollouts)
-    assert [0 in numbers(r.aborted) for r in rollouts] == [False, False, True, False]
-    assert rollouts[2].aborted[0].trajectories[-1].end_reason is EndReason.ABORTED
+    _, state = finish(story(ManagerState(), 0))
+    rollout, _ = finish(story(state, 2))
+    assert (numbers(rollout.aborted), numbers(rollout.groups)) == ([2, 3], [4, 5])
 
 
 def test_a_failing_engine_ends_the_step_and_every_other_episode_is_kept(renderer: Renderer) -> None:
@@ -556,14 +681,18 @@ def network_manager(
     return RolloutManager(episode, Retry, None, problem, RolloutOptions(**options)), engine, model
 
 
-def test_episodes_carried_over_a_change_of_weights_have_tokens_of_both(checkpoint: Any, renderer: Renderer) -> None:
-    manager, engine, model = network_manager(checkpoint, renderer, oversample=2.0, stop_early=True, partial=True)
+def test_turns_in_flight_go_on_under_new_weights_and_each_token_names_its_version(
+    checkpoint: Any, renderer: Renderer
+) -> None:
+    manager, engine, model = network_manager(checkpoint, renderer, max_staleness=1)
     torch.manual_seed(0)
     new = {name: p.detach() * (1 + 0.1 * torch.randn_like(p)) for name, p in model.named_parameters()}
 
     async def story() -> list[StepRollout]:
         first = await manager.collect(2)
+        await engine.pause()
         engine.load_weights(new, version=1)
+        await engine.resume()
         second = await manager.collect(2)
         return [first, second, StepRollout((), aborted=await manager.close())]
 

@@ -48,11 +48,11 @@ def test_a_card_shows_numbers_switches_and_words_and_of_free_text_only_the_flag(
             "engine": {"engine_url": [f"http://{host}:30000"]},
             "cluster": {"num_learners": 2, "ray_address": f"{host}:6379"},
             "optim": {"lr": 1e-6, "schedule": "cosine"},
-            "rollout": {"partial": True, "stop_early": True},
+            "rollout": {"max_staleness": 1, "stop_early": True},
             "log": {"out": tmp_path, "callback": [f"{tmp_path}/own.py:Plateau"]},
         }
     )
-    for row in ("`--lr` | 1.0e-06 | 5.0e-05", "`--schedule` | cosine | constant", "`--partial` | true | false"):
+    for row in ("`--lr` | 1.0e-06 | 5.0e-05", "`--schedule` | cosine | constant", "`--max-staleness` | 1 | 0"):
         assert f"| {row} |" in text
     assert "| `--reward` | brevity@0.1 | empty |" in text
     assert "Also set: `--system-prompt`, `--engine-url`, `--ray-address`." in text

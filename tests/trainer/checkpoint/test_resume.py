@@ -8,6 +8,7 @@ import shutil
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,21 @@ def test_a_killed_run_goes_on_bit_for_bit(
     assert_same_run(folder, unbroken)
     (abandoned,) = (folder / "episodes" / "abandoned").glob("episodes.jsonl-*.gz")
     assert num_members(abandoned) >= 4  # those of the step that was taken again
+
+
+def test_a_killed_asynchronous_run_trains_on_every_group_once_and_loses_none(
+    checkpoint: Path, often: list[str], tmp_path: Path
+) -> None:
+    """The checkpoint is written while episodes of later steps run; what had ended of them is kept."""
+    folder = tmp_path / "killed"
+    kill_after(checkpoint, [*often, "--save-every", "1", "--max-staleness", "2"], folder, 3)
+    summary, episodes = go_on(folder), episodes_in(folder)
+    assert [row["step"] for row in metrics_of(folder)] == list(range(1, STEPS + 1))
+    assert all(row["staleness/max"] <= 2 and row["groups_trained"] == 2 for row in metrics_of(folder))
+    trained = [e for e in episodes if e["fate"] == "train"]
+    assert sorted({(e["step"], e["group"]) for e in trained}) == [(1 + n // 2, n) for n in range(2 * STEPS)]
+    copies = Counter((e["group"], e["attempt"], e["sample_index"]) for e in episodes)
+    assert set(copies.values()) == {1} and sum(summary["end_reasons"].values()) == len(episodes)
 
 
 @pytest.mark.slow

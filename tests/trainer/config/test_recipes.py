@@ -33,7 +33,6 @@ READY = sorted(file.stem for file in SOURCES.ready.glob("*.yaml"))
 FIELDS = dict(leaves(RunConfig))
 #: What else a field needs that no value of its own can have alone, and values that a rule over several fields allows.
 NEEDED = {
-    "partial": {("rollout", "stop_early"): True},
     "ray_address": {("cluster", "num_learners"): 2},
     "lora_alpha": {("learner", "lora_rank"): 4},
     "lora_targets": {("learner", "lora_rank"): 4},
@@ -268,7 +267,7 @@ def test_the_page_on_configuration_names_what_there_is() -> None:
         "--help",
         "--from-slime",
     }
-    others = {"--split", "--logdir", "--no-partial"}
+    others = {"--split", "--logdir", "--no-stop-early"}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE)) <= flags | others
     assert re.findall(r"^\| `([\w-]+)` \|", PAGE.split("| name | what")[1], re.MULTILINE)[:5] == [
         "starter-geo3k", "slime-geo3k-multi-turn", "slime-geo3k", "rlinf-qwen3-vl-2b-geo3k", "qwen3-vl-8b-lora"

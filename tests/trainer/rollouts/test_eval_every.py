@@ -236,7 +236,7 @@ def test_the_models_have_a_card_that_says_what_was_done_and_not_where(evaluated:
 def test_evaluations_go_on_while_episodes_of_the_next_step_are_in_flight(
     checkpoint: Path, lucky: list[str], tmp_path: Path
 ) -> None:
-    ahead = ["--stop-early", "--partial", "--oversample", "2", "--eval-every", "1"]
+    ahead = ["--max-staleness", "2", "--eval-every", "1"]
     summary = train(checkpoint, tmp_path / "run", *lucky, *ahead, steps=3)
     assert [point["step"] for point in summary["evaluations"]] == [0, 1, 2, 3]
 
