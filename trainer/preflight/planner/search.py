@@ -7,9 +7,10 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from agents.model.policy import PolicyModel
 from envs.errors import UserError
 from trainer.preflight.memory_estimate import count_values, empty_network
-from trainer.preflight.planner.costs import Costs, Transport
+from trainer.preflight.planner.costs import Costs, LearnerCosts, Transport
 from trainer.preflight.planner.hardware import Hardware
 from trainer.preflight.planner.layout import Layout, Memory, Placement, ladder
 from trainer.preflight.planner.shape import ModelShape
@@ -56,11 +57,19 @@ class Search:
     seed: int = 0
     _done: dict[Layout, Forecast] = field(default_factory=dict)
     _found: dict[tuple[int, Wanted], Planned | None] = field(default_factory=dict)
+    _learner_s: dict[LearnerCosts, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: str, hardware: Hardware, workload: Workload, schedule: Schedule, seed: int = 0) -> Search:
-        """Return the search for a network: a checkpoint folder, hub id, or name of `QWEN3_VL`."""
-        network = empty_network(model)
+    def of(
+        cls,
+        model: str | PolicyModel,
+        hardware: Hardware,
+        workload: Workload,
+        schedule: Schedule,
+        seed: int = 0,
+    ) -> Search:
+        """Return the search for a network, or for a checkpoint folder, hub id or name of `QWEN3_VL`."""
+        network = empty_network(model) if isinstance(model, str) else model
         shape = ModelShape.of(network.config, count_values(network.parameters()))
         group = next(workload.groups(schedule.group_size, seed))
         share = group.images / group.trained_tokens
@@ -83,7 +92,7 @@ class Search:
         """
         found: Planned | None = None
         for number in (*(n for n in ladder(num_gpus) if n < num_gpus), num_gpus):
-            if made := self._best_of(number, wanted):
+            if made := self.fastest(number, wanted):
                 found = max(found or made, made, key=lambda planned: planned.forecast.samples_per_s)
         if found is None:
             refused = [layout for layout in self._candidates(num_gpus, wanted) if isinstance(layout, str)]
@@ -91,8 +100,8 @@ class Search:
             raise UserError("--num-gpus", "must hold learners and servers", num_gpus, fix)
         return found
 
-    def _best_of(self, num_gpus: int, wanted: Wanted) -> Planned | None:
-        """Return the best of the `TRIED` layouts that the estimate puts first, each placement by itself."""
+    def fastest(self, num_gpus: int, wanted: Wanted = Wanted()) -> Planned | None:
+        """Return the best of the layouts that the estimate puts first, `TRIED` of each placement; None if none fits."""
         if (num_gpus, wanted) not in self._found:
             fitting = [layout for layout in self._candidates(num_gpus, wanted) if isinstance(layout, Layout)]
             tried = []
@@ -125,33 +134,49 @@ class Search:
         """Return about how many samples a second the layout gives, without playing: the learner's seconds and the
         servers', one after the other where they wait for each other.
         """
-        groups, schedule = self._groups, self.schedule
-        learner_s = self.costs.train_s(groups, layout.learner)
+        schedule, totals = self.schedule, self._totals
+        if layout.learner not in self._learner_s:
+            self._learner_s[layout.learner] = self.costs.train_s(totals.groups, layout.learner)
+        learner_s = self._learner_s[layout.learner]
         sync_s = self.costs.sync_s(layout.transport, layout.learner.num_ranks)
         ahead = schedule.max_staleness + 1
-        rollout_s = self._rollout_s(groups, layout, ahead)
+        rollout_s = self._rollout_s(layout, ahead)
         overlaps = ahead > 1 and layout.placement == "split"
         step_s = max(learner_s, rollout_s) if overlaps else learner_s + rollout_s
         return schedule.problems_per_step * schedule.group_size / (step_s + sync_s)
 
     @functools.cached_property
-    def _groups(self) -> list[GroupShape]:
-        groups = self.workload.groups(self.schedule.group_size, self.seed)
-        return list(itertools.islice(groups, self.schedule.problems_per_step))
+    def _totals(self) -> _Totals:
+        drawn = self.workload.groups(self.schedule.group_size, self.seed)
+        groups = list(itertools.islice(drawn, self.schedule.problems_per_step))
+        num_episodes = len(groups) * self.schedule.group_size
+        return _Totals(
+            groups=groups,
+            written=sum(group.model_tokens for group in groups),
+            longest=max(episode.model_tokens for group in groups for episode in group.episodes),
+            half_stream=sum(group.stream_tokens for group in groups) / num_episodes / 2,
+            reading_s=sum(self.costs.prefill_s(g.trained_tokens - g.model_tokens, 0, g.images) for g in groups),
+        )
 
-    def _rollout_s(self, groups: list[GroupShape], layout: Layout, ahead: int) -> float:
+    def _rollout_s(self, layout: Layout, ahead: int) -> float:
         """Return about how long the servers write a step's tokens: as many streams at once as there are, and the
         longest episode alone where nothing else is ahead.
         """
-        servers, size = layout.num_servers, layout.tensor_parallel
-        mean = sum(group.stream_tokens for group in groups) / len(groups) / self.schedule.group_size / 2
-        streams = min(self.schedule.max_concurrent, ahead * len(groups) * self.schedule.group_size)
-        rows = max(1, min(streams // servers, int(layout.cache_tokens / mean)))
-        tokens = sum(group.model_tokens for group in groups) / servers
-        longest = max(episode.model_tokens for group in groups for episode in group.episodes)
-        reading = (
-            sum(self.costs.prefill_s(g.trained_tokens - g.model_tokens, 0, g.images, size) for g in groups) / servers
-        )
-        step_s = self.costs.decode_step_s(rows, rows * mean, size)
-        tail_s = self.costs.decode_step_s(1, 2 * mean, size)
-        return reading + max(tokens / rows * step_s + longest / 2 * tail_s / ahead, longest * tail_s / ahead)
+        servers, size, totals = layout.num_servers, layout.tensor_parallel, self._totals
+        streams = min(self.schedule.max_concurrent, ahead * len(totals.groups) * self.schedule.group_size)
+        rows = max(1, min(streams // servers, int(layout.cache_tokens / totals.half_stream)))
+        step_s = self.costs.decode_step_s(rows, rows * totals.half_stream, size)
+        tail_s = totals.longest * self.costs.decode_step_s(1, 2 * totals.half_stream, size) / ahead
+        writing_s = totals.written / servers / rows * step_s
+        return totals.reading_s / servers / size + max(writing_s + tail_s / 2, tail_s)
+
+
+@dataclass(frozen=True)
+class _Totals:
+    """Sums over the groups of one step."""
+
+    groups: list[GroupShape]
+    written: int
+    longest: int
+    half_stream: float
+    reading_s: float

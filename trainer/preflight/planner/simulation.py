@@ -1,7 +1,7 @@
 """Plays a run event by event, with SimPy: problems begin, servers write turns, the learner takes groups in order.
 
-A problem begins only while fewer than (staleness + 1) * problems_per_step begun ones are not yet trained on. So no token
-trains when it is older, and with staleness 0 a step collects, then learns. While weights are pushed, and with `colocate`
+A problem begins only while fewer than (staleness + 1) * problems_per_step begun ones are not yet trained on. So no
+older token trains, and with staleness 0 a step collects, then learns. While weights are pushed, and with `colocate`
 while the learner trains, servers pause; then turns go on where they stood.
 
 Legend: a server's clock counts the tokens that it has written in each of its streams since the start.
