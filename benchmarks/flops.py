@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.preflight.planner.shape import decoder_weights, triangle, vision_flops
 from trainer.types import TrainingSample
 
 #: A forward, and twice that for the gradients of inputs and of weights.
@@ -68,35 +69,9 @@ def forward_flops(config: Any, samples: Sequence[TrainingSample], shared: bool) 
     return Flops(
         tokens=tokens,
         images=len(grids),
-        body=2 * tokens * decoder_weights(text),
+        body=2 * tokens * decoder_weights(text, text.head_dim),
         attention=4 * pairs * text.num_attention_heads * text.head_dim * text.num_hidden_layers,
         head=2 * chosen * text.hidden_size * text.vocab_size,
         vision=vision,
         vision_attention=vision_attention,
     )
-
-
-def triangle(length: int) -> int:
-    """Return how many pairs of a stream's tokens see each other, every token itself too."""
-    return length * (length + 1) // 2
-
-
-def decoder_weights(text: Any) -> int:
-    """Return the entries of the decoder's matrices, embedding and output layer left out."""
-    queries, keys = text.num_attention_heads * text.head_dim, text.num_key_value_heads * text.head_dim
-    attention = text.hidden_size * (2 * queries + 2 * keys)
-    return text.num_hidden_layers * (attention + 3 * text.hidden_size * text.intermediate_size)
-
-
-def vision_flops(vision: Any, grids: Sequence[tuple[int, int, int]]) -> tuple[int, int]:
-    """Return the operations of the tower's matrices, mergers included, and of its attention inside each frame."""
-    patches = sum(time * height * width for time, height, width in grids)
-    pairs = sum(time * (height * width) ** 2 for time, height, width in grids)
-    width, merged = vision.hidden_size, vision.hidden_size * vision.spatial_merge_size**2
-    embed = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2 * width
-    block = 4 * width**2 + 2 * width * vision.intermediate_size
-    merger = merged**2 + merged * vision.out_hidden_size
-    mergers = 1 + len(vision.deepstack_visual_indexes)
-    per_patch = embed + vision.depth * block
-    linear = 2 * patches * per_patch + 2 * patches // vision.spatial_merge_size**2 * mergers * merger
-    return linear, 4 * pairs * width * vision.depth

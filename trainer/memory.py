@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from pydantic import Field, ValidationInfo, field_validator
 
 from envs.config.cli import exit_code, parse
 from envs.config.settings import Section
 from trainer.config.learner import Offload, Reshard
-from trainer.preflight.qwen3_vl import QWEN3_VL, qwen3_vl_config
+from trainer.preflight.qwen3_vl import QWEN3_VL
 
 
 class MemoryConfig(Section):
@@ -51,11 +50,9 @@ def run(argv: Sequence[str] | None = None) -> int:
     description = "Compute how much GPU memory a training step takes."
     config = parse(MemoryConfig, argv, "python -m trainer.memory", description)
     # Imported late, so that --help and a mistyped flag answer at once.
-    from trainer.learner.weights_io import empty_model, meta_model
-    from trainer.preflight.memory_estimate import MetaNetworks, Plan, memory_table
+    from trainer.preflight.memory_estimate import MetaNetworks, Plan, empty_network, memory_table
 
-    is_named = config.model in QWEN3_VL and not Path(config.model).exists()
-    model = meta_model(qwen3_vl_config(config.model) if is_named else empty_model(config.model).config)
+    model = empty_network(config.model)
     networks, patches = MetaNetworks(model), config.image_tokens * model.merge_size**2
     plan = Plan(config.gpus, config.tokens, patches, 0.0, config.reshard, config.offload, config.frozen_bytes)
     gpus = f"{config.gpus} GPUs with {config.memory_gib:g} GiB"

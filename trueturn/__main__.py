@@ -20,6 +20,7 @@ COMMANDS = {
     "evaluate": ("trainer.evaluate", "Measure how good a policy is in an environment."),
     "doctor": ("trainer.doctor", "Find what is wrong with a run before step 0. Takes the flags of trainer.run."),
     "export": ("trainer.export", "Write the model of a checkpoint."),
+    "plan": ("trainer.plan", "Compute how fast a run is on any number of GPUs, and what limits it."),
     "memory": ("trainer.memory", "Compute how much GPU memory a training step takes."),
     "translate": ("trainer.translate.__main__", "Translate a command of slime, verl, TRL or RLinf into ours."),
     "starter": ("trainer.starter.__main__", "Make the starter model."),

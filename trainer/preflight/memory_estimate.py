@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +15,8 @@ from agents.model.policy import PolicyModel
 from trainer.config.learner import LearnerConfig, Offload, Reshard
 from trainer.learner.lora import add_lora
 from trainer.learner.sharding import freeze_vision, trainable_parameters
-from trainer.learner.weights_io import meta_model
+from trainer.learner.weights_io import empty_model, meta_model
+from trainer.preflight.qwen3_vl import QWEN3_VL, qwen3_vl_config
 
 GIB = 2**30
 _COLUMNS = ("weights", "gathered", "gradients", "optimizer", "activations", "logits", "total")
@@ -141,6 +143,13 @@ def estimate(model: PolicyModel, plan: Plan) -> MemoryEstimate:
     elif plan.offload == "optimizer":
         optimizer = max(0, optimizer - gathered - whole - activations - logits)
     return MemoryEstimate(weights, gathered, sharded_gradients + whole, optimizer, activations, logits)
+
+
+def empty_network(name: str) -> PolicyModel:
+    """Return the network of a checkpoint folder, hub id or name of `QWEN3_VL` on the meta device."""
+    if name in QWEN3_VL and not Path(name).exists():
+        return meta_model(qwen3_vl_config(name))
+    return meta_model(empty_model(name).config)
 
 
 def memory_table(networks: MetaNetworks, plan: Plan, lora_rank: int, memory_gib: float) -> str:
