@@ -177,7 +177,7 @@ def try_faults(names: list[str], argv: list[str], place: Path) -> Iterator[Recov
     has_cluster = any(word in argv for word in ("--num-gpus", "--ray-address"))
     nodes = None if has_cluster else Cluster(True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     if nodes:
-        argv = [*argv, "--num-learners", "2", "--ray-address", nodes.address]
+        argv = [*argv, "--num-learners", "2", "--ray-address", str(nodes.address)]
     others: dict[str, Any] = {}
 
     def add_node() -> None:

@@ -118,7 +118,8 @@ class LearnerGroup:
             free = int(ray.available_resources().get(kind, 0))
             rule, fix = f"must be at most the {free} {kind}s that are free", "wait until others are done, or give less"
             raise UserError(flag, f"{rule} of the cluster's {available}", wanted, fix) from None
-        actor = ray.remote(concurrency_groups={PULSE: 1})(LearnerWorker)
+        # Its types leave this option out.
+        actor = ray.remote(concurrency_groups={PULSE: 1})(LearnerWorker)  # pyright: ignore[reportCallIssue]
         for index in range(wanted):
             strategy = PlacementGroupSchedulingStrategy(self._reserved, placement_group_bundle_index=index)
             options = actor.options(
