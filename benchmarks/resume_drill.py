@@ -189,8 +189,8 @@ def try_faults(names: list[str], argv: list[str], place: Path) -> Iterator[Recov
         nodes.remove_node(others.pop(ranks_of(rollouts).places[1].node), allow_graceful=False)
 
     faults: dict[str, Fault] = {
-        "rank": signal_rank(1),
-        "stopped-rank": signal_rank(1, signal.SIGSTOP),
+        "rank": signal_rank(-1),
+        "stopped-rank": signal_rank(-1, signal.SIGSTOP),
         "node": remove_node,
         "server": kill_server(),
     }
