@@ -217,13 +217,13 @@ def try_faults(names: list[str], argv: list[str], place: Path) -> Iterator[Recov
 
 
 def measure_faults(names: list[str], argv: list[str], out: Path, at: str, command: str) -> None:
-    """Try faults, print a row for each, and write the table."""
+    """Try faults; print a row for each, and write them as they come."""
+    found: list[Recovery] = []
     with tempfile.TemporaryDirectory() as place:
-        found = []
         for one in try_faults(names, argv, Path(place)):
             found.append(one)
-            print(f"{one}", flush=True)
-    write_result(out, command, {"recoveries": [asdict(one) for one in found]}, at, (*PACKAGES, "ray"))
+            print(one, flush=True)
+            write_result(out, command, {"recoveries": [asdict(one) for one in found]}, at, (*PACKAGES, "ray"))
     print(markdown(tuple(asdict(found[0])), [tuple(asdict(one).values()) for one in found]))
 
 
