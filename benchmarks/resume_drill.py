@@ -177,7 +177,7 @@ def try_faults(names: list[str], argv: list[str], place: Path) -> Iterator[Recov
     has_cluster = any(word in argv for word in ("--num-gpus", "--ray-address"))
     nodes = None if has_cluster else Cluster(True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     if nodes:
-        argv = [*argv, "--num-learners", "2", "--ray-address", nodes.address]
+        argv = [*argv, "--num-learners", "2", "--ray-address", str(nodes.address)]
     others: dict[str, Any] = {}
 
     def add_node() -> None:
@@ -189,8 +189,8 @@ def try_faults(names: list[str], argv: list[str], place: Path) -> Iterator[Recov
         nodes.remove_node(others.pop(ranks_of(rollouts).places[1].node), allow_graceful=False)
 
     faults: dict[str, Fault] = {
-        "rank": signal_rank(1),
-        "stopped-rank": signal_rank(1, signal.SIGSTOP),
+        "rank": signal_rank(-1),
+        "stopped-rank": signal_rank(-1, signal.SIGSTOP),
         "node": remove_node,
         "server": kill_server(),
     }
@@ -217,13 +217,13 @@ def try_faults(names: list[str], argv: list[str], place: Path) -> Iterator[Recov
 
 
 def measure_faults(names: list[str], argv: list[str], out: Path, at: str, command: str) -> None:
-    """Try faults, print a row for each, and write the table."""
+    """Try faults; print a row for each, and write them as they come."""
+    found: list[Recovery] = []
     with tempfile.TemporaryDirectory() as place:
-        found = []
         for one in try_faults(names, argv, Path(place)):
             found.append(one)
-            print(f"{one}", flush=True)
-    write_result(out, command, {"recoveries": [asdict(one) for one in found]}, at, (*PACKAGES, "ray"))
+            print(one, flush=True)
+            write_result(out, command, {"recoveries": [asdict(one) for one in found]}, at, (*PACKAGES, "ray"))
     print(markdown(tuple(asdict(found[0])), [tuple(asdict(one).values()) for one in found]))
 
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import socket
+import sys
 import threading
 import time
 import warnings
@@ -79,6 +80,7 @@ class LearnerGroup:
         self.workers: list[Any] = []
         self.places: list[Place] = []
         self._lost: LearnerLost | None = None
+        self._ray_answered = time.monotonic()
         self._written: list[bool] = []
         self._fault = ""
         self._is_joined = False
@@ -122,7 +124,8 @@ class LearnerGroup:
             wait_for([reserved])  # Ray finds other places for those of a node that is gone
         except GetTimeoutError:
             raise request.no_room() from None
-        actor = ray.remote(concurrency_groups={PULSE: 1})(LearnerWorker)
+        # Its types leave this option out.
+        actor = ray.remote(concurrency_groups={PULSE: 1})(LearnerWorker)  # pyright: ignore[reportCallIssue]
         for index in range(wanted):
             strategy = PlacementGroupSchedulingStrategy(reserved, placement_group_bundle_index=index)
             options = actor.options(
@@ -168,7 +171,7 @@ class LearnerGroup:
 
     def step(self, minibatches: Sequence[Sequence[TrainingSample]]) -> StepStats:
         """Take a step, each rank on its share; raises `LearnerLost` if a rank fails."""
-        with self.lock:
+        with self.lock, self._watched():
             sent = [ray.put(share) for share in shares(minibatches, len(self.workers))]
             by_rank: list[StepStats] = self._call("step", *((share,) for share in sent))
             self.steps_done += 1
@@ -269,7 +272,7 @@ class LearnerGroup:
             LearnerLost: a rank died or failed. The others are ended, and every later call raises it too.
         """
         given = args * len(self.workers) if len(args) == 1 else args or ((),) * len(self.workers)
-        with self.lock:
+        with self.lock, self._watched():
             if self._lost is not None:
                 raise self._lost
             refs = [getattr(w, method).remote(*own) for w, own in zip(self.workers, given, strict=True)]
@@ -277,6 +280,7 @@ class LearnerGroup:
             waiting, limit = list(refs), _ProgressLimit(self._begun_with[0].cluster.learner_timeout_s + SLACK_S)
             while waiting:
                 done, waiting = ray.wait(waiting, num_returns=1, timeout=PULSE_S)
+                self._ray_answered = time.monotonic()
                 if not done and limit.is_over(self._pulses()):
                     late = GetTimeoutError(f"no answer and no progress for {limit.seconds:.0f} s")
                     raise self._failure(method, refs, refs.index(waiting[0]), late)
@@ -286,6 +290,29 @@ class LearnerGroup:
                     except RayError as error:
                         raise self._failure(method, refs, refs.index(ref), error) from None
             return [results[rank] for rank in range(len(refs))]
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """End the command if Ray on this host stops answering in the block: nothing can end a call that waits for it.
+
+        Ray does the same where its process on this host has died, rather than hangs.
+        """
+        limit_s, is_over = self._begun_with[0].cluster.learner_timeout_s + 2 * SLACK_S, threading.Event()
+        self._ray_answered = time.monotonic()
+
+        def watch() -> None:
+            while not is_over.wait(PULSE_S):
+                if time.monotonic() - self._ray_answered > limit_s:
+                    silence = f"Ray on this host gave no answer for {limit_s:.0f} s (--learner-timeout-s)"
+                    print(f"error: {silence}; end its process raylet, then --resume the run", file=sys.stderr)
+                    sys.stderr.flush()
+                    os._exit(1)
+
+        threading.Thread(target=watch, name="ray", daemon=True).start()
+        try:
+            yield
+        finally:
+            is_over.set()
 
     def _pulses(self) -> list[int]:
         """Return how much each rank has done so far; -1 for one that does not say."""

@@ -83,7 +83,7 @@ def fault_at(moment: str, step: int, fault: Fault) -> Iterator[Drill]:
         drill.began = time.monotonic()
 
         def act() -> None:
-            drill.began = time.monotonic()
+            drill.began, drill.is_over = time.monotonic(), 0.0
             fault(played[0])
 
         if delay_s:

@@ -19,6 +19,8 @@ import torch
 
 import trueturn as tt
 from tests.environments import lucky_lengths
+from tests.recordings import episodes_in, lines_of
+from tests.servers import serving
 from tests.trainer.runs import episodes_of, metrics_of, num_members, state_of
 from trainer.checkpoint.checkpointer import Checkpoint
 from trainer.checkpoint.restarts import RunLost, run_restarting, why_give_up
@@ -26,6 +28,8 @@ from trainer.checkpoint.session import RunFailed
 from trainer.learner.fsdp_learner import FSDPLearner
 from trainer.rollouts.live import LiveRollouts
 from trainer.run import run
+from trainer.sft.__main__ import run as fine_tune
+from trainer.starter.demonstrations import run as write_demonstrations
 from trueturn.runs import Run
 
 ray = pytest.importorskip("ray")
@@ -167,6 +171,44 @@ def test_a_lost_node_is_replaced_by_another_or_named_where_there_is_none(
     assert said.count("step 2: the learner could not be started again: --num-learners: must be at most the 1 CPUs") == 3
     assert "(--max-restarts 3): step 2: learner rank 1 of 2 " in said
     assert said.endswith(f"resume with: python -m trainer.run --resume {tmp_path / 'nowhere'}")
+
+
+# Their weights are of step 1 when the learner begins anew; kl shows any difference from those of the learner.
+@pytest.mark.slow
+def test_servers_outlive_a_lost_learner_and_take_its_weights_again(
+    flags: list[str], checkpoint: Path, tmp_path: Path
+) -> None:
+    with serving(checkpoint) as url, fault_at("update, early", 2, signal_rank(1)) as drill:
+        argv = [*flags, "--save-every", "0", "--engine-url", url, "--out", str(tmp_path), "--name", "run"]
+        assert run([*argv, "--steps", "2"]) == 0
+    assert drill.is_over > drill.began > 0
+    rows, episodes = lines_of(tmp_path / "run" / "metrics.jsonl"), episodes_in(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2] and all(row["grad_norm"] > 0 for row in rows)
+    assert all(row["rollout_train_kl"] < 1e-8 for row in rows)
+    assert [{run[0] for turn in e["turns"] for run in turn["versions"]} for e in episodes] == [{0}] * 8 + [{1}] * 8
+
+
+@pytest.mark.slow
+def test_supervised_training_gets_over_a_killed_rank_too(
+    cluster: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    demos, train, killed = tmp_path / "demos.jsonl", LearnerGroup.step, []
+    assert write_demonstrations(["--num", "4", "--out", str(demos)]) == 0
+    argv = ["--model", str(checkpoint), "--data", str(demos), "--batch-size", "2", "--epochs", "2", "--tracker="]
+    argv += ["--save-every", "1", "--out", str(tmp_path), "--num-learners", "2", "--ray-address", cluster]
+    assert fine_tune([*argv, "--name", "unbroken"]) == 0
+
+    def step(group: LearnerGroup, minibatches: Any) -> Any:
+        if group.steps_done == 2 and not killed:
+            killed.append(group.places[1].pid)
+            os.kill(group.places[1].pid, signal.SIGKILL)
+        return train(group, minibatches)
+
+    monkeypatch.setattr(LearnerGroup, "step", step)
+    assert fine_tune([*argv, "--name", "run"]) == 0
+    assert killed and metrics_of(tmp_path / "run") == metrics_of(tmp_path / "unbroken")
+    ours, theirs = (state_of(tmp_path / name, 4) for name in ("run", "unbroken"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 def loss(step: int, fault: str = "", is_interrupted: bool = False) -> RunLost:
