@@ -108,6 +108,10 @@ class LearnerWorker:
         """Train on this rank's share of a step; the statistics are the same on all ranks."""
         return self.learner.step(share)
 
+    def choose_reshard(self) -> str:
+        """Decide `--reshard auto`; return what was chosen and why."""
+        return self.learner.choose_reshard()
+
     def score(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> NDArray[np.float32]:
         """Score a stream; the result is the same on all ranks."""
         return self.learner.score(ids, images)

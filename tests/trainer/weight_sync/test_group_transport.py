@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import sys
+import threading
 import time
-from collections.abc import Awaitable, Callable
+import urllib.request
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from agents.engines.sglang import SGLangEngine, SGLangSettings
 from agents.rendering.renderer import Renderer
@@ -18,12 +22,15 @@ from envs.errors import UserError
 from tests.agents.engines.sglang_server import digests
 from tests.builders import fresh_model, sampling
 from tests.prompts import picture, question
+from tests.recordings import episodes_in, lines_of
 from tests.servers import serving
+from tests.trainer.test_run import train
 from tests.trainer.weight_sync.test_sync import move
 from trainer.learner import weight_group
 from trainer.learner.fsdp_learner import FSDPLearner
-from trainer.learner.weight_group import WeightGroup
+from trainer.learner.weight_group import GroupBroken, WeightGroup, cancel, own_address
 from trainer.learner.weight_sender import RankSender
+from trainer.run import run
 from trainer.weight_sync import group_transport
 from trainer.weight_sync.group_transport import GroupTransport
 from trainer.weight_sync.sync import SyncError, WeightSync
@@ -80,7 +87,8 @@ def test_two_servers_one_of_two_gpus_get_every_tensor_to_the_bit_and_leave_when_
     checkpoint: Path, renderer: Renderer, tmp_path: Path
 ) -> None:
     learner = learner_of(checkpoint, renderer, torch.bfloat16)
-    with serving(checkpoint, "--tp-size", "2") as one, serving(checkpoint) as other:
+    kind = ("--dtype", "bfloat16")
+    with serving(checkpoint, "--tp-size", "2", *kind) as one, serving(checkpoint, *kind) as other:
 
         async def play(sync: WeightSync, engine: SGLangEngine) -> list[str]:
             await sync.start()
@@ -203,3 +211,55 @@ async def back(engine: SGLangEngine) -> None:
     """Wait until every server is up."""
     while len(engine.servers.up) < len(engine.servers.all):
         await asyncio.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [(), ("--num-learners", "2")], ids=["one learner", "two learners"])
+def test_a_run_over_a_group_is_one_over_disk(checkpoint: Path, tmp_path: Path, flags: Sequence[str]) -> None:
+    if flags:
+        pytest.importorskip("ray")
+    with serving(checkpoint) as url:
+        for sync in ("nccl", "disk"):
+            urllib.request.urlopen(urllib.request.Request(f"{url}/reset", b'{"slow_s": 0}'), timeout=20).close()
+            train(checkpoint, tmp_path / sync, "--engine-url", url, "--sync", sync, *flags, eval_size=0)
+    over_group, over_disk = (tmp_path / sync for sync in ("nccl", "disk"))
+    one, other = lines_of(over_group / "metrics.jsonl"), lines_of(over_disk / "metrics.jsonl")
+    assert [row["loss"] for row in one] == [row["loss"] for row in other] and one[0]["grad_norm"] > 0
+    assert all(row["rollout_train_kl"] < 1e-8 and row["sync_gb_per_s"] > 0 and row["sync_check_s"] > 0 for row in one)
+    turns = [[turn["ids"] for e in episodes_in(run) for turn in e["turns"]] for run in (over_group, over_disk)]
+    assert turns[0] == turns[1] and len(turns[0]) >= 8
+    weights = [load_file(run / "model" / "model.safetensors") for run in (over_group, over_disk)]
+    assert digests(weights[0]) == digests(weights[1])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
+def test_a_run_sends_merged_adapters_over_a_group_also_when_it_is_resumed(checkpoint: Path, tmp_path: Path) -> None:
+    adapters = ("--lora-rank", "2", "--sync", "nccl", "--entropy-coef", "0.01", "--warmup-steps", "0", "--lr", "1e-2")
+    with serving(checkpoint) as url:
+        train(checkpoint, tmp_path / "run", "--engine-url", url, *adapters, steps=1, eval_size=0)
+        assert run(["--resume", str(tmp_path / "run"), "--steps", "2"]) == 0
+    rows = lines_of(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2] and all(row["rollout_train_kl"] < 1e-8 for row in rows)
+    assert rows[0]["probe_learner_moved"] > 1e-3 and all(row["probe_gap"] < 1e-5 for row in rows)
+    assert not (tmp_path / "run" / "sync").exists()
+
+
+def test_a_group_waits_no_longer_than_its_limit_and_ends_when_it_is_cancelled() -> None:
+    alone = WeightGroup("alone", 1, torch.device("cpu"), limit_s=0.5)
+    began = time.monotonic()
+    with pytest.raises(GroupBroken, match=r"waited 0\.5 s for the servers to join|imed out"):
+        alone.join()
+    assert time.monotonic() - began < 5
+    cancelled = WeightGroup("cancelled", 1, torch.device("cpu"), limit_s=20)
+    threading.Timer(0.3, cancel, ("127.0.0.1", cancelled.port)).start()
+    began = time.monotonic()
+    with pytest.raises(GroupBroken, match="a server is gone"):
+        cancelled.join()
+    assert time.monotonic() - began < 5
+    cancel("127.0.0.1", 1)  # a store that is gone
+
+
+def test_the_address_for_servers_is_one_that_they_can_reach() -> None:
+    assert own_address(["127.0.0.1", "localhost"]) == "127.0.0.1"
+    assert own_address(["127.0.0.1", "127.0.0.9"]) == "127.0.0.1"  # the way to it begins there
