@@ -123,7 +123,7 @@ def test_a_server_that_dies_between_pushes_is_left_out_and_joins_again(
         process.wait()
         move(learner)
         push = await sync.push(1)
-        assert push.num_bytes and push.seconds < 20
+        assert push.num_bytes and push.seconds < 15
         await back(engine)
         assert await served(engine) == [digests(learner.weights())] * 2
         assert not any("over disk" in event for event in engine.servers.events)
@@ -151,10 +151,8 @@ def test_a_server_that_dies_or_hangs_in_a_push_breaks_the_group_and_all_have_the
         # The first of the messages is answered.
         await first.call("misbehave", {"path": "update_weights_from_distributed", "faults": ["", fault]})
         move(learner)
-        began = time.monotonic()
         push = await sync.push(1)
-        assert time.monotonic() - began < 20
-        assert 0 < push.num_bytes < sum(weight.nbytes for weight in learner.weights().values())
+        assert push.seconds < 15 and 0 < push.num_bytes < sum(weight.nbytes for weight in learner.weights().values())
         assert any("go over disk to servers that were lost" in event for event in engine.servers.events)
         await back(engine)
         assert await served(engine) == [digests(learner.weights())] * 2
