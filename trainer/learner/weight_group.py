@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore
 
 from agents.engines.sglang.client import LOCAL_HOSTS
+from envs.errors import first_line
 
 T = TypeVar("T")
 
@@ -121,7 +122,9 @@ class WeightGroup:
             return result.result()
         except (RuntimeError, OSError) as error:
             self._abort()
-            raise error if isinstance(error, GroupBroken) else GroupBroken(str(error).split("\n")[0]) from error
+            if isinstance(error, GroupBroken):
+                raise
+            raise GroupBroken(f"waited for {what}: {first_line(error)}") from error
 
     def _abort(self) -> None:
         """End what still waits, here and, where connections break, on the servers."""

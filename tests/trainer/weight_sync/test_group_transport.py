@@ -248,7 +248,7 @@ def test_a_run_sends_merged_adapters_over_a_group_also_when_it_is_resumed(checkp
 def test_a_group_waits_no_longer_than_its_limit_and_ends_when_it_is_cancelled() -> None:
     alone = WeightGroup("alone", 1, torch.device("cpu"), limit_s=0.5)
     began = time.monotonic()
-    with pytest.raises(GroupBroken, match=r"waited 0\.5 s for the servers to join|imed out"):
+    with pytest.raises(GroupBroken, match=r"waited (0\.5 s )?for the servers to join"):
         alone.join()
     assert time.monotonic() - began < 5
     cancelled = WeightGroup("cancelled", 1, torch.device("cpu"), limit_s=20)
