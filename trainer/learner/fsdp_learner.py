@@ -38,7 +38,17 @@ from trainer.learner.collectives import ensure_process_group, reduce_over_ranks
 from trainer.learner.dcp_state import StateWriter, restore, trained_state
 from trainer.learner.lora import add_lora, disabled, is_adapter, merged_weights, packed_adapter, plain_name
 from trainer.learner.offload import OffloadedState
-from trainer.learner.sharding import freeze_vision, keep_gathered, reshard, shard, trainable_parameters
+from trainer.learner.sharding import (
+    ROOM_FRAC,
+    bytes_to_keep_gathered,
+    explain_reshard,
+    freeze_vision,
+    keep_gathered,
+    never_reshard,
+    reshard,
+    shard,
+    trainable_parameters,
+)
 from trainer.learner.step_sums import StepSums
 from trainer.learner.weights_io import empty_model, load_weights
 from trainer.types import MicroBatch, ModelTokens, Row, StepStats, TrainingSample
@@ -79,6 +89,7 @@ class FSDPLearner:
         assert path or not algorithm.kl_coef or config.lora_rank, "a reference network is read from a checkpoint"
         ensure_process_group(self.device)
         self.optim, self.algorithm, self.config = optim, algorithm, config
+        self._keeps_gathered = config.reshard == "never"
         self.sampling, self.num_steps = sampling, num_steps
         if config.freeze_vision:
             freeze_vision(model, dtype)
@@ -201,7 +212,7 @@ class FSDPLearner:
         reshard(self.model)
         bins = self._bins(trained)
         for number, batch in enumerate(self._batches(bins, any_images), 1):
-            keep_gathered(self.model, self.config.reshard == "never" and number < len(bins))
+            keep_gathered(self.model, self._keeps_gathered and number < len(bins))
             loss = self._loss(batch, sums, old, reference)
             # FSDP averages gradients over ranks, but the token weights already hold the global denominator: undo it.
             (loss * dist.get_world_size()).backward()
@@ -300,6 +311,20 @@ class FSDPLearner:
 
     def _max_over_ranks(self, values: list[float]) -> list[float]:
         return reduce_over_ranks(values, dist.ReduceOp.MAX, self.device)
+
+    def choose_reshard(self) -> str:
+        """Decide `--reshard auto` by the memory that the first step left free; return what was chosen and why.
+
+        Every rank on a GPU must call it, after a step: its peak, and what servers take of the GPU, are then known.
+        """
+        memory = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
+        room = memory - torch.cuda.max_memory_allocated(self.device)
+        least = -int(self._max_over_ranks([-float(room)])[0])
+        need = bytes_to_keep_gathered(self.model, self.dtype)
+        self._keeps_gathered = need <= ROOM_FRAC * least
+        if self._keeps_gathered:
+            never_reshard(self.model)
+        return explain_reshard(self._keeps_gathered, need, least)
 
     def score(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> NDArray[np.float32]:
         """Return the log-prob, at temperature 1, of each id of a stream but the first; every rank must call it.

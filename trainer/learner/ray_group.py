@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import socket
@@ -38,6 +39,8 @@ from trainer.learner.reservation import Request, wait_for
 from trainer.learner.weight_group import SHARED_VARIABLES
 from trainer.learner.weight_sender import Sent
 from trainer.types import StepStats, TrainingSample
+
+logger = logging.getLogger(__name__)
 
 #: How long to wait for the head of a cluster to answer.
 ANSWER_S = 10.0
@@ -84,6 +87,8 @@ class LearnerGroup:
         self._written: list[bool] = []
         self._fault = ""
         self._is_joined = False
+        # Memory tells on a GPU only. With one rank there is nothing to gather.
+        self._is_reshard_open = on_gpu and cluster.num_ranks > 1 and config.learner.reshard == "auto"
         self._reserved: PlacementGroup | None = None
         self._owns_ray = start_ray(cluster)
         try:
@@ -175,6 +180,9 @@ class LearnerGroup:
             sent = [ray.put(share) for share in shares(minibatches, len(self.workers))]
             by_rank: list[StepStats] = self._call("step", *((share,) for share in sent))
             self.steps_done += 1
+            if self._is_reshard_open and any(samples for samples in minibatches):
+                self._is_reshard_open = False
+                logger.info(self._call("choose_reshard")[0])
             return replace(by_rank[0], logprobs={key: own for s in by_rank for key, own in s.logprobs.items()})
 
     def free_memory(self) -> None:

@@ -121,6 +121,10 @@ class LearnerWorker:
         """Return this rank's memory that holds no data."""
         self.learner.free_memory()
 
+    def choose_reshard(self) -> str:
+        """Decide `--reshard auto`; return what was chosen and why."""
+        return self.learner.choose_reshard()
+
     def score(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> NDArray[np.float32]:
         """Score a stream; the result is the same on all ranks."""
         return self.learner.score(ids, images)

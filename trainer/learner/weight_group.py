@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore
 
 from agents.engines.sglang.client import LOCAL_HOSTS
+from envs.errors import first_line
 
 T = TypeVar("T")
 
@@ -54,9 +55,10 @@ class WeightGroup:
     def __init__(self, name: str, num_receivers: int, device: torch.device, limit_s: float = SEND_S) -> None:
         """Open the store where the members meet; it listens on every address of this host."""
         self.name, self.device, self._size, self._limit_s = name, device, num_receivers + 1, limit_s
-        self._store = TCPStore(
-            "127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=JOIN_S), wait_for_workers=False
-        )
+        limit = timedelta(seconds=JOIN_S)
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, timeout=limit, wait_for_workers=False)
+        # A connection of its own to look for the end: a store that waits for a key answers nothing else.
+        self._ends = TCPStore("127.0.0.1", self.port, is_master=False, timeout=limit, wait_for_workers=False)
         self._members: dist.ProcessGroup | None = None
 
     @property
@@ -110,7 +112,7 @@ class WeightGroup:
         Thread(target=run, daemon=True).start()
         deadline, fault = time.monotonic() + limit_s, ""
         while not fault and not wait([result], POLL_S).done:
-            if self._store.check([_CANCELLED]):
+            if self._ends.check([_CANCELLED]):
                 fault = "a server is gone"
             elif time.monotonic() > deadline:
                 fault = f"waited {limit_s:g} s for {what}"
@@ -120,7 +122,9 @@ class WeightGroup:
             return result.result()
         except (RuntimeError, OSError) as error:
             self._abort()
-            raise error if isinstance(error, GroupBroken) else GroupBroken(str(error).split("\n")[0]) from error
+            if isinstance(error, GroupBroken):
+                raise
+            raise GroupBroken(f"waited for {what}: {first_line(error)}") from error
 
     def _abort(self) -> None:
         """End what still waits, here and, where connections break, on the servers."""

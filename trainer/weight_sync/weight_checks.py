@@ -47,36 +47,36 @@ class WeightChecks:
 
     def __init__(self, engine: SGLangEngine, sender: WeightSender) -> None:
         self._engine, self._sender = engine, sender
-        self._cuts: list[tuple[_Place, Cut]] | None = None
+        #: By the number of a server's GPUs: what each of its tensors is.
+        self._cuts: dict[int, list[tuple[_Place, Cut]]] = {}
         self._num_checks = 0
 
     async def check(self) -> None:
-        """Compare a part of the weights. The first time, find out which can be compared.
+        """Compare a part of the weights. Of servers that were not seen before, find out what can be compared.
 
-        Servers that give no checksums, and those of another layout, are left to the probe.
+        Servers that give no checksums, and tensors of another layout, are left to the probe.
 
         Raises:
             WeightsDiffer: a server that is up holds other weights; names some.
         """
         held = await self._held()
-        if self._cuts is None and held:
-            self._cuts = await self._learned(next(iter(held.values())))
-            return
-        share = [pair for k, pair in enumerate(self._cuts or ()) if not self._num_checks or k % SHARES == self._share]
-        self._num_checks += 1
-        if not share or not held:
-            return
-        own = await asyncio.to_thread(self._sender.checksums, [cut for _, cut in share])
-        for server, tensors in held.items():
-            wrong = [place.name for place, cut in share if tensors.get(place, own[cut]) != own[cut]]
+        known = {server: self._cuts[count] for server in held if (count := _num_gpus(held[server])) in self._cuts}
+        shares = {server: self._share(cuts) for server, cuts in known.items()}
+        wanted = dict.fromkeys(cut for share in shares.values() for _, cut in share)
+        own = await asyncio.to_thread(self._sender.checksums, list(wanted)) if wanted else {}
+        self._num_checks += bool(wanted)
+        for server, share in shares.items():
+            wrong = [place.name for place, cut in share if held[server].get(place, own[cut]) != own[cut]]
             if wrong:
-                shown = ", ".join(wrong[:3])
-                found = f"{len(wrong)} of {len(share)} tensors differ from the learner's: {shown}"
+                found = f"{len(wrong)} of {len(share)} tensors differ from the learner's: {', '.join(wrong[:3])}"
                 raise WeightsDiffer(f"server {server.number} holds other weights as {server.client.url}: {found}")
+        for server in held:
+            if (count := _num_gpus(held[server])) not in self._cuts:
+                self._cuts[count] = await self._learned(held[server], count)
 
-    @property
-    def _share(self) -> int:
-        return self._num_checks % SHARES
+    def _share(self, cuts: Sequence[tuple[_Place, Cut]]) -> Sequence[tuple[_Place, Cut]]:
+        """Return the cuts to compare now: all the first time, then another share of them each time."""
+        return cuts[self._num_checks % SHARES :: SHARES] if self._num_checks else cuts
 
     async def _held(self) -> Mapping[Server, Mapping[_Place, str]]:
         """Return the checksums of every server that gives some; one that does not is asked no more."""
@@ -92,11 +92,10 @@ class WeightChecks:
         answers = await asyncio.gather(*map(one, servers))
         return {server: answer for server, answer in zip(servers, answers, strict=True) if answer}
 
-    async def _learned(self, held: Mapping[_Place, str]) -> list[tuple[_Place, Cut]]:
+    async def _learned(self, held: Mapping[_Place, str], num_gpus: int) -> list[tuple[_Place, Cut]]:
         """Return which cut each tensor of a server is. Of tensors with equal values, the name must tell."""
         messages = await asyncio.to_thread(self._sender.messages)
         names = [name for message in messages for name in message.names]
-        num_gpus = 1 + max(place.gpu for place in held)
         own = await asyncio.to_thread(self._sender.checksums, list(ways(names, num_gpus)))
         cuts_of: dict[str, list[Cut]] = {}
         for cut, value in own.items():
@@ -112,6 +111,10 @@ class WeightChecks:
             text = f"checksums compare {len(found)} of {len(held)} tensors of a server with the learner's"
             self._engine.servers.events.append(f"{text}; the others are left to the probe")
         return found
+
+
+def _num_gpus(held: Mapping[_Place, str]) -> int:
+    return 1 + max(place.gpu for place in held)
 
 
 def _is_named_alike(name: str, cut: Cut) -> bool:

@@ -79,6 +79,7 @@ class Emulator:
         lora: Lora | None = None,
         num_gpus: int = 1,
         has_memory_saver: bool = False,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.api_key, self.release = api_key, release
         self.has_session = False  # of updates, in the new release
@@ -104,7 +105,7 @@ class Emulator:
         self.came: Counter[str] = Counter()
         self.updates: list[str] = []
         self.updating = asyncio.Lock()
-        self.num_gpus = num_gpus
+        self.num_gpus, self.dtype = num_gpus, dtype  # it computes in float32
         self.groups: dict[str, list[dist.ProcessGroup]] = {}  # by name: one for each GPU
         self.faults: dict[str, list[str]] = {}  # by path: those of the next calls
         self.has_memory_saver = has_memory_saver
@@ -477,7 +478,8 @@ class Emulator:
     async def check_weights(self, request: web.Request) -> web.Response:
         """Answer with the checksums of the tensors that each GPU has: some joined, and cut for several GPUs."""
         assert (await request.json()) == {"action": "checksum"}
-        weights = {name.removeprefix("backbone."): w for name, w in self.engine.model.named_parameters()}
+        named = self.engine.model.named_parameters()
+        weights = {name.removeprefix("backbone."): weight.detach().to(self.dtype) for name, weight in named}
         ranks = [{"checksums": held_by(weights, rank, self.num_gpus)} for rank in range(self.num_gpus)]
         return web.json_response({"success": True, "message": "Success.", "ranks": ranks})
 
@@ -659,6 +661,7 @@ def main() -> None:
     parser.add_argument("--api-key", default="")
     parser.add_argument("--release", default=OLD, choices=(OLD, NEW))
     parser.add_argument("--config", help="YAML file of further arguments")
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--tp-size", type=int, default=1)
     parser.add_argument("--enable-lora", action="store_true")
     parser.add_argument("--enable-memory-saver", action="store_true")
@@ -667,8 +670,9 @@ def main() -> None:
     options, _ = parser.parse_known_args()
     lora = Lora(options.max_lora_rank, tuple(options.lora_target_modules)) if options.enable_lora else None
     api_key = options.api_key or (yaml.safe_load(Path(options.config).read_text())["api-key"] if options.config else "")
+    dtype: torch.dtype = getattr(torch, options.dtype)
     num_gpus, saves = options.tp_size, options.enable_memory_saver
-    server = Emulator(options.model_path, options.slow_s, api_key, options.release, lora, num_gpus, saves)
+    server = Emulator(options.model_path, options.slow_s, api_key, options.release, lora, num_gpus, saves, dtype)
     web.run_app(server.routes(), host=options.host, port=options.port, print=None)
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import sys
+import threading
 import time
-from collections.abc import Awaitable, Callable
+import urllib.request
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from agents.engines.sglang import SGLangEngine, SGLangSettings
 from agents.rendering.renderer import Renderer
@@ -18,16 +22,19 @@ from envs.errors import UserError
 from tests.agents.engines.sglang_server import digests
 from tests.builders import fresh_model, sampling
 from tests.prompts import picture, question
+from tests.recordings import episodes_in, lines_of
 from tests.servers import serving
+from tests.trainer.test_run import train
 from tests.trainer.weight_sync.test_sync import move
 from trainer.learner import weight_group
 from trainer.learner.fsdp_learner import FSDPLearner
-from trainer.learner.weight_group import WeightGroup
+from trainer.learner.weight_group import GroupBroken, WeightGroup, cancel, own_address
 from trainer.learner.weight_sender import RankSender
+from trainer.run import run
 from trainer.weight_sync import group_transport
 from trainer.weight_sync.group_transport import GroupTransport
 from trainer.weight_sync.sync import SyncError, WeightSync
-from trainer.weight_sync.weight_checks import WeightChecks
+from trainer.weight_sync.weight_checks import SHARES, WeightChecks
 
 PROMPT = question("Find x.", picture())
 SERVER = (sys.executable, "-m", "tests.agents.engines.sglang_server")
@@ -80,7 +87,8 @@ def test_two_servers_one_of_two_gpus_get_every_tensor_to_the_bit_and_leave_when_
     checkpoint: Path, renderer: Renderer, tmp_path: Path
 ) -> None:
     learner = learner_of(checkpoint, renderer, torch.bfloat16)
-    with serving(checkpoint, "--tp-size", "2") as one, serving(checkpoint) as other:
+    kind = ("--dtype", "bfloat16")
+    with serving(checkpoint, "--tp-size", "2", *kind) as one, serving(checkpoint, *kind) as other:
 
         async def play(sync: WeightSync, engine: SGLangEngine) -> list[str]:
             await sync.start()
@@ -96,7 +104,8 @@ def test_two_servers_one_of_two_gpus_get_every_tensor_to_the_bit_and_leave_when_
             return engine.servers.events
 
         settings = SGLangSettings(str(checkpoint), urls=(one, other), start_timeout_s=60)
-        assert play_with(settings, learner, renderer, tmp_path, play) == []
+        events = play_with(settings, learner, renderer, tmp_path, play)
+        assert not any("over disk" in event for event in events)
         assert not (tmp_path / "sync").exists()  # nothing went over disk
 
 
@@ -114,7 +123,7 @@ def test_a_server_that_dies_between_pushes_is_left_out_and_joins_again(
         process.wait()
         move(learner)
         push = await sync.push(1)
-        assert push.num_bytes and push.seconds < 20
+        assert push.num_bytes and push.seconds < 15
         await back(engine)
         assert await served(engine) == [digests(learner.weights())] * 2
         assert not any("over disk" in event for event in engine.servers.events)
@@ -142,10 +151,8 @@ def test_a_server_that_dies_or_hangs_in_a_push_breaks_the_group_and_all_have_the
         # The first of the messages is answered.
         await first.call("misbehave", {"path": "update_weights_from_distributed", "faults": ["", fault]})
         move(learner)
-        began = time.monotonic()
         push = await sync.push(1)
-        assert time.monotonic() - began < 20
-        assert 0 < push.num_bytes < sum(weight.nbytes for weight in learner.weights().values())
+        assert push.seconds < 15 and 0 < push.num_bytes < sum(weight.nbytes for weight in learner.weights().values())
         assert any("go over disk to servers that were lost" in event for event in engine.servers.events)
         await back(engine)
         assert await served(engine) == [digests(learner.weights())] * 2
@@ -166,12 +173,13 @@ def test_a_weight_that_arrives_wrong_is_found_by_its_checksum_and_named(
     async def play(sync: WeightSync, engine: SGLangEngine) -> None:
         await sync.start()
         client = engine.servers.all[0].client
-        move(learner)
         count = len(await asyncio.to_thread(sync.transport._sender.messages))  # type: ignore[attr-defined]
-        faults = [*[""] * (count - 1), "spoil a weight"]
+        faults = [*[""] * (count - 1), "spoil a weight"] * SHARES
         await client.call("misbehave", {"path": "update_weights_from_distributed", "faults": faults})
-        with pytest.raises(SyncError, match=r"server 0 holds other weights .*: 1 of \d+ tensors differ.*: .*norm"):
-            await sync.push(1)
+        with pytest.raises(SyncError, match=r"server 0 holds other weights .*: 1 of \d+ tensors differ"):
+            for version in range(1, SHARES + 1):
+                move(learner)
+                await sync.push(version)
 
     play_with(started(checkpoint, tmp_path), learner, renderer, tmp_path, play)
 
@@ -203,3 +211,55 @@ async def back(engine: SGLangEngine) -> None:
     """Wait until every server is up."""
     while len(engine.servers.up) < len(engine.servers.all):
         await asyncio.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [(), ("--num-learners", "2")], ids=["one learner", "two learners"])
+def test_a_run_over_a_group_is_one_over_disk(checkpoint: Path, tmp_path: Path, flags: Sequence[str]) -> None:
+    if flags:
+        pytest.importorskip("ray")
+    with serving(checkpoint) as url:
+        for sync in ("nccl", "disk"):
+            urllib.request.urlopen(urllib.request.Request(f"{url}/reset", b'{"slow_s": 0}'), timeout=20).close()
+            train(checkpoint, tmp_path / sync, "--engine-url", url, "--sync", sync, *flags, eval_size=0)
+    over_group, over_disk = (tmp_path / sync for sync in ("nccl", "disk"))
+    one, other = lines_of(over_group / "metrics.jsonl"), lines_of(over_disk / "metrics.jsonl")
+    assert [row["loss"] for row in one] == [row["loss"] for row in other] and one[0]["grad_norm"] > 0
+    assert all(row["rollout_train_kl"] < 1e-8 and row["sync_gb_per_s"] > 0 and row["sync_check_s"] > 0 for row in one)
+    turns = [[turn["ids"] for e in episodes_in(run) for turn in e["turns"]] for run in (over_group, over_disk)]
+    assert turns[0] == turns[1] and len(turns[0]) >= 8
+    weights = [load_file(run / "model" / "model.safetensors") for run in (over_group, over_disk)]
+    assert digests(weights[0]) == digests(weights[1])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
+def test_a_run_sends_merged_adapters_over_a_group_also_when_it_is_resumed(checkpoint: Path, tmp_path: Path) -> None:
+    adapters = ("--lora-rank", "2", "--sync", "nccl", "--entropy-coef", "0.01", "--warmup-steps", "0", "--lr", "1e-2")
+    with serving(checkpoint) as url:
+        train(checkpoint, tmp_path / "run", "--engine-url", url, *adapters, steps=1, eval_size=0)
+        assert run(["--resume", str(tmp_path / "run"), "--steps", "2"]) == 0
+    rows = lines_of(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2] and all(row["rollout_train_kl"] < 1e-8 for row in rows)
+    assert rows[0]["probe_learner_moved"] > 1e-3 and all(row["probe_gap"] < 1e-5 for row in rows)
+    assert not (tmp_path / "run" / "sync").exists()
+
+
+def test_a_group_waits_no_longer_than_its_limit_and_ends_when_it_is_cancelled() -> None:
+    alone = WeightGroup("alone", 1, torch.device("cpu"), limit_s=0.5)
+    began = time.monotonic()
+    with pytest.raises(GroupBroken, match=r"waited (0\.5 s )?for the servers to join"):
+        alone.join()
+    assert time.monotonic() - began < 5
+    cancelled = WeightGroup("cancelled", 1, torch.device("cpu"), limit_s=20)
+    threading.Timer(0.3, cancel, ("127.0.0.1", cancelled.port)).start()
+    began = time.monotonic()
+    with pytest.raises(GroupBroken, match="a server is gone"):
+        cancelled.join()
+    assert time.monotonic() - began < 5
+    cancel("127.0.0.1", 1)  # a store that is gone
+
+
+def test_the_address_for_servers_is_one_that_they_can_reach() -> None:
+    assert own_address(["127.0.0.1", "localhost"]) == "127.0.0.1"
+    assert own_address(["127.0.0.1", "127.0.0.9"]) == "127.0.0.1"  # the way to it begins there
