@@ -141,7 +141,7 @@ def test_with_staleness_one_two_steps_share_a_rollout_training_and_push() -> Non
     """The groups of step k + 2 begin when step k has been pushed; nothing else is slow enough to wait for."""
     costs = Costs(TINY, machine(decode_step_s=0.5, update_s=3.0, push_s=2.0))
     ahead = play(costs, Schedule(2, 2, 1, 100, steps=8), EQUAL)
-    assert ahead.step_s == pytest.approx((19 + 3 + 2) / 2, rel=1e-3) and ahead.limit == "longest episodes"
+    assert ahead.step_s == pytest.approx((19 + 3 + 2) / 2, rel=1e-3) and ahead.limit == "episode latency"
     slow = play(replace(costs, hardware=replace(costs.hardware, update_s=40.0)), Schedule(2, 2, 1, 100, 8), EQUAL)
     assert slow.step_s == pytest.approx(40 + 2, rel=1e-3) and slow.limit == "learner"
 
@@ -306,7 +306,7 @@ def test_the_command_plans_prints_its_flags_and_what_was_not_measured(capsys: py
     text = capsys.readouterr().out
     assert text.startswith("Computed, not measured: 2b of 2,128 M parameters on H200")
     assert "--max-staleness 1" in text and "samples/s" in text and "limit: " in text
-    assert "not measured: decode_step_s" in text and "from the datasheet: " in text
+    assert "not measured: decode_row_s" in text and "from the datasheet: " in text
 
 
 def test_a_recorded_run_is_played_again_as_it_was(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from envs.errors import UserError
 from trainer.preflight.memory_estimate import count_values, empty_network
 from trainer.preflight.planner.costs import Costs, LearnerCosts, Transport
 from trainer.preflight.planner.hardware import Hardware
-from trainer.preflight.planner.layout import Layout, Memory, Placement, ladder
+from trainer.preflight.planner.layout import MEM_FRACTION, Layout, Memory, Placement, ladder
 from trainer.preflight.planner.shape import ModelShape
 from trainer.preflight.planner.simulation import Forecast, Schedule, simulate
 from trainer.preflight.planner.workload import GroupShape, Workload
@@ -101,19 +101,24 @@ class Search:
         return found
 
     def fastest(self, num_gpus: int, wanted: Wanted = Wanted()) -> Planned | None:
-        """Return the best of the layouts that the estimate puts first, `TRIED` of each placement; None if none fits."""
+        """Return the best of the layouts that the estimate puts first, `TRIED` of each placement; None if none fits.
+
+        What costs time that nobody has measured is chosen only where nothing else fits: GPUs that both sides share
+        (`release_s`), and servers of more GPUs than they need (`collective_s`).
+        """
         if (num_gpus, wanted) not in self._found:
             fitting = [layout for layout in self._candidates(num_gpus, wanted) if isinstance(layout, Layout)]
             tried = []
-            for placement in ("colocate", "split"):
+            for placement in ("split", "colocate"):
                 own = [layout for layout in fitting if layout.placement == placement]
-                tried += sorted(own, key=self.estimate, reverse=True)[:TRIED]
+                if not tried or self.memory.hardware.is_measured("release_s"):
+                    tried += sorted(own, key=self.estimate, reverse=True)[:TRIED]
             made = [Planned(layout, self.forecast(layout)) for layout in tried]
             self._found[num_gpus, wanted] = max(made, key=lambda planned: planned.forecast.samples_per_s, default=None)
         return self._found[num_gpus, wanted]
 
     def _candidates(self, num_gpus: int, wanted: Wanted) -> Iterator[Layout | str]:
-        sizes = [wanted.tensor_parallel] if wanted.tensor_parallel else (1, 2, 4, 8)
+        sizes = [wanted.tensor_parallel] if wanted.tensor_parallel else self._server_sizes()
         gpus_per_host = int(self.memory.hardware.gpus_per_host)
         transport = wanted.transport or ("ipc" if num_gpus <= gpus_per_host else "nccl")
         for ranks, size in itertools.product(ladder(num_gpus), sizes):
@@ -129,6 +134,11 @@ class Search:
                 for count in counts:
                     if 0 < count <= left:
                         yield self.memory.layout("split", ranks, count, size, transport)
+
+    def _server_sizes(self) -> list[int]:
+        gib = MEM_FRACTION * self.memory.hardware.memory_gib
+        sizes = [size for size in (1, 2, 4, 8) if self.memory.cache_tokens(size, gib) >= self.memory.longest]
+        return (sizes if self.memory.hardware.is_measured("collective_s") else sizes[:1]) or [8]
 
     def estimate(self, layout: Layout) -> float:
         """Return about how many samples a second the layout gives, without playing: the learner's seconds and the
