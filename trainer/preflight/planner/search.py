@@ -18,7 +18,7 @@ from trainer.preflight.planner.simulation import Forecast, Schedule, simulate
 from trainer.preflight.planner.workload import GroupShape, Workload
 
 #: Layouts of each placement to simulate.
-TRIED = 2
+TRIED = 3
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Search:
                 found = max(found or made, made, key=lambda planned: planned.forecast.samples_per_s)
         if found is None:
             refused = [layout for layout in self._candidates(num_gpus, wanted) if isinstance(layout, str)]
-            fix = max(refused, key=lambda text: "do" in text.rpartition("; ")[2], default="give more GPUs")
+            fix = refused[-1] if refused else "give more GPUs"  # the last one has the most learners
             raise UserError("--num-gpus", "must hold learners and servers", num_gpus, fix)
         return found
 
@@ -120,20 +120,28 @@ class Search:
     def _candidates(self, num_gpus: int, wanted: Wanted) -> Iterator[Layout | str]:
         sizes = [wanted.tensor_parallel] if wanted.tensor_parallel else self._server_sizes()
         gpus_per_host = int(self.memory.hardware.gpus_per_host)
-        transport = wanted.transport or ("ipc" if num_gpus <= gpus_per_host else "nccl")
+        transports: list[Transport] = ["ipc", "nccl"] if num_gpus <= gpus_per_host else ["nccl"]
+        transports = [wanted.transport] if wanted.transport else transports
         for ranks, size in itertools.product(ladder(num_gpus), sizes):
             if size > gpus_per_host:
                 continue
             if wanted.placement != "split" and ranks >= size:
                 count = wanted.num_servers or ranks // size
                 if count * size <= ranks:
-                    yield self.memory.layout("colocate", ranks, count, size, transport)
+                    yield self._first("colocate", ranks, count, size, transports)
             if wanted.placement != "colocate":
                 left = (num_gpus - ranks) // size
                 counts = [wanted.num_servers] if wanted.num_servers else ladder(left)
                 for count in counts:
                     if 0 < count <= left:
-                        yield self.memory.layout("split", ranks, count, size, transport)
+                        yield self._first("split", ranks, count, size, transports)
+
+    def _first(
+        self, placement: Placement, ranks: int, count: int, size: int, transports: list[Transport]
+    ) -> Layout | str:
+        """Return the layout with the first transport whose copies of the weights fit."""
+        made = [self.memory.layout(placement, ranks, count, size, transport) for transport in transports]
+        return next((layout for layout in made if isinstance(layout, Layout)), made[-1])
 
     def _server_sizes(self) -> list[int]:
         gib = MEM_FRACTION * self.memory.hardware.memory_gib
@@ -150,10 +158,11 @@ class Search:
         learner_s = self._learner_s[layout.learner]
         sync_s = self.costs.sync_s(layout.transport, layout.learner.num_ranks)
         ahead = schedule.max_staleness + 1
-        rollout_s = self._rollout_s(layout, ahead)
-        overlaps = ahead > 1 and layout.placement == "split"
-        step_s = max(learner_s, rollout_s) if overlaps else learner_s + rollout_s
-        return schedule.problems_per_step * schedule.group_size / (step_s + sync_s)
+        # The groups of step k + ahead begin when step k has been pushed, so so many steps share one of each.
+        step_s = (self._rollout_s(layout, 1) + learner_s + sync_s) / ahead
+        rollout_s, pushed_s = self._rollout_s(layout, ahead), learner_s + sync_s
+        step_s = max(step_s, rollout_s + sync_s if layout.placement == "split" else rollout_s + pushed_s, pushed_s)
+        return schedule.problems_per_step * schedule.group_size / step_s
 
     @functools.cached_property
     def _totals(self) -> _Totals:
