@@ -210,11 +210,11 @@ class _Server:
         import simpy
 
         while True:
-            if self._is_paused or not (self._writing or (turns := self._ready())):
+            turns = [] if self._is_paused else self._ready()
+            if self._is_paused or not (turns or self._writing):
                 self._sleeps = True
                 yield self._wake
                 continue
-            turns = self._ready() if self._writing else turns
             if turns:
                 seconds = self._read_s(turns)
                 yield self.sim.timeout(seconds)
