@@ -195,15 +195,17 @@ def rollout_figures() -> list[Compared]:
 
 
 def curves(hardware: Hardware, models: Sequence[str], sizes: Sequence[int], staleness: int) -> list[dict[str, Any]]:
-    """Return the fastest layout of each model on each number of GPUs, with one problem of 8 episodes for each GPU."""
+    """Return the fastest layout of each model on each number of GPUs: a problem of 8 episodes for every two GPUs, and
+    at least 32.
+    """
     rows = []
     for model in models:
-        network = empty_network(model)
+        memory = Search.of(model, hardware, Lengths(), Schedule()).memory
+        costs = Costs(memory.shape, hardware)
         for number in sizes:
-            problems = max(32, number)
-            schedule = Schedule(problems, 8, staleness, 8 * problems * (staleness + 1), 3 + 2 * staleness)
-            search = Search.of(network, hardware, Lengths(), schedule)
-            planned = search.fastest(number)
+            problems = max(32, number // 2)
+            schedule = Schedule(problems, 8, staleness, 8 * problems * (staleness + 1), 2 + 2 * staleness)
+            planned = Search(memory, costs, Lengths(), schedule).fastest(number)
             row: dict[str, Any] = {"model": model, "gpus": number, "layout": "does not fit"}
             if planned:
                 layout, forecast = planned.layout, planned.forecast

@@ -117,6 +117,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         "dtype": "bfloat16",
         "problems_per_step": schedule.problems_per_step,
         "group_size": schedule.group_size,
+        "max_concurrent": schedule.max_concurrent,
         "max_staleness": schedule.max_staleness,
         "sync": schedule.sync,
     }

@@ -87,8 +87,7 @@ class LearnerGroup:
         self._written: list[bool] = []
         self._fault = ""
         self._is_joined = False
-        # Memory tells on a GPU only. With one rank there is nothing to gather.
-        self._is_reshard_open = on_gpu and cluster.num_ranks > 1 and config.learner.reshard == "auto"
+        self._is_reshard_open = False
         self._reserved: PlacementGroup | None = None
         self._owns_ray = start_ray(cluster)
         try:
@@ -101,6 +100,8 @@ class LearnerGroup:
 
     def _begin(self) -> None:
         config, model_path, sampling = self._begun_with
+        # Memory tells on a GPU only. With one rank there is nothing to gather.
+        self._is_reshard_open = self._on_gpu and config.cluster.num_ranks > 1 and config.learner.reshard == "auto"
         self._place(config.cluster, self._on_gpu, self._given_room)
         self._join(config, model_path, sampling)
 

@@ -20,7 +20,6 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 
 import numpy as np
 import torch
@@ -119,7 +118,7 @@ def _network(model: str, device: str) -> PolicyModel:
 
 
 def _time(work: Callable[[], object], repeats: int = 3) -> float:
-    """Return the median seconds of some work, after one that is not counted."""
+    """Return the least seconds of some work, after one that is not counted: other processes only add to it."""
     seconds = []
     for _ in range(repeats + 1):
         began = time.perf_counter()
@@ -127,7 +126,7 @@ def _time(work: Callable[[], object], repeats: int = 3) -> float:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
-    return median(seconds[1:])
+    return min(seconds[1:])
 
 
 def _copies(machine: Hardware, device: str, sizes: _Sizes, dtype: torch.dtype) -> Hardware:

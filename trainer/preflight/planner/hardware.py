@@ -100,6 +100,10 @@ class Hardware:
         constants = {name: {"value": getattr(self, name), "source": self.sources[name]} for name in CONSTANTS}
         path.write_text(json.dumps({"name": self.name, "constants": constants}, indent=1) + "\n", encoding="utf-8")
 
+    def is_measured(self, name: str) -> bool:
+        """Whether a constant has a source other than that nobody has measured it."""
+        return not self.sources[name].startswith(NOT_MEASURED)
+
     def notes(self) -> list[str]:
         """Return a line for what was not measured, and one for what is a vendor's figure."""
         lines = []

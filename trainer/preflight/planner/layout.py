@@ -151,9 +151,7 @@ class Memory:
         whole = COMPUTE_BYTES * self.shape.parameters
         gpu = self.hardware.memory_gib
         nearest = next((n for n in ladder(4096) if n > num_ranks and self.learner(n, not streams)), None)
-        fix = (
-            f"{nearest} learners do" if nearest else "no number of learners does: give shorter episodes, or --sync nccl"
-        )
+        fix = f"{nearest} learners do" if nearest else "no number does: give shorter episodes, or --sync nccl"
         if least <= gpu * GIB:
             held = (whole + least) / GIB
             return f"rank 0 of {num_ranks} learners needs {held:.0f} of {gpu:g} GiB to push weights whole; {fix}"

@@ -12,13 +12,13 @@ from envs.errors import UserError
 from trainer.preflight.memory_estimate import count_values, empty_network
 from trainer.preflight.planner.costs import Costs, LearnerCosts, Transport
 from trainer.preflight.planner.hardware import Hardware
-from trainer.preflight.planner.layout import Layout, Memory, Placement, ladder
+from trainer.preflight.planner.layout import MEM_FRACTION, Layout, Memory, Placement, ladder
 from trainer.preflight.planner.shape import ModelShape
 from trainer.preflight.planner.simulation import Forecast, Schedule, simulate
 from trainer.preflight.planner.workload import GroupShape, Workload
 
 #: Layouts of each placement to simulate.
-TRIED = 2
+TRIED = 3
 
 
 @dataclass(frozen=True)
@@ -96,39 +96,57 @@ class Search:
                 found = max(found or made, made, key=lambda planned: planned.forecast.samples_per_s)
         if found is None:
             refused = [layout for layout in self._candidates(num_gpus, wanted) if isinstance(layout, str)]
-            fix = max(refused, key=lambda text: "do" in text.rpartition("; ")[2], default="give more GPUs")
+            fix = refused[-1] if refused else "give more GPUs"  # the last one has the most learners
             raise UserError("--num-gpus", "must hold learners and servers", num_gpus, fix)
         return found
 
     def fastest(self, num_gpus: int, wanted: Wanted = Wanted()) -> Planned | None:
-        """Return the best of the layouts that the estimate puts first, `TRIED` of each placement; None if none fits."""
+        """Return the best of the layouts that the estimate puts first, `TRIED` of each placement; None if none fits.
+
+        What costs time that nobody has measured is chosen only where nothing else fits: GPUs that both sides share
+        (`release_s`), and servers of more GPUs than they need (`collective_s`).
+        """
         if (num_gpus, wanted) not in self._found:
             fitting = [layout for layout in self._candidates(num_gpus, wanted) if isinstance(layout, Layout)]
             tried = []
-            for placement in ("colocate", "split"):
+            for placement in ("split", "colocate"):
                 own = [layout for layout in fitting if layout.placement == placement]
-                tried += sorted(own, key=self.estimate, reverse=True)[:TRIED]
+                if not tried or self.memory.hardware.is_measured("release_s"):
+                    tried += sorted(own, key=self.estimate, reverse=True)[:TRIED]
             made = [Planned(layout, self.forecast(layout)) for layout in tried]
             self._found[num_gpus, wanted] = max(made, key=lambda planned: planned.forecast.samples_per_s, default=None)
         return self._found[num_gpus, wanted]
 
     def _candidates(self, num_gpus: int, wanted: Wanted) -> Iterator[Layout | str]:
-        sizes = [wanted.tensor_parallel] if wanted.tensor_parallel else (1, 2, 4, 8)
+        sizes = [wanted.tensor_parallel] if wanted.tensor_parallel else self._server_sizes()
         gpus_per_host = int(self.memory.hardware.gpus_per_host)
-        transport = wanted.transport or ("ipc" if num_gpus <= gpus_per_host else "nccl")
+        transports: list[Transport] = ["ipc", "nccl"] if num_gpus <= gpus_per_host else ["nccl"]
+        transports = [wanted.transport] if wanted.transport else transports
         for ranks, size in itertools.product(ladder(num_gpus), sizes):
             if size > gpus_per_host:
                 continue
             if wanted.placement != "split" and ranks >= size:
                 count = wanted.num_servers or ranks // size
                 if count * size <= ranks:
-                    yield self.memory.layout("colocate", ranks, count, size, transport)
+                    yield self._first("colocate", ranks, count, size, transports)
             if wanted.placement != "colocate":
                 left = (num_gpus - ranks) // size
                 counts = [wanted.num_servers] if wanted.num_servers else ladder(left)
                 for count in counts:
                     if 0 < count <= left:
-                        yield self.memory.layout("split", ranks, count, size, transport)
+                        yield self._first("split", ranks, count, size, transports)
+
+    def _first(
+        self, placement: Placement, ranks: int, count: int, size: int, transports: list[Transport]
+    ) -> Layout | str:
+        """Return the layout with the first transport whose copies of the weights fit."""
+        made = [self.memory.layout(placement, ranks, count, size, transport) for transport in transports]
+        return next((layout for layout in made if isinstance(layout, Layout)), made[-1])
+
+    def _server_sizes(self) -> list[int]:
+        gib = MEM_FRACTION * self.memory.hardware.memory_gib
+        sizes = [size for size in (1, 2, 4, 8) if self.memory.cache_tokens(size, gib) >= self.memory.longest]
+        return (sizes if self.memory.hardware.is_measured("collective_s") else sizes[:1]) or [8]
 
     def estimate(self, layout: Layout) -> float:
         """Return about how many samples a second the layout gives, without playing: the learner's seconds and the
@@ -140,10 +158,11 @@ class Search:
         learner_s = self._learner_s[layout.learner]
         sync_s = self.costs.sync_s(layout.transport, layout.learner.num_ranks)
         ahead = schedule.max_staleness + 1
-        rollout_s = self._rollout_s(layout, ahead)
-        overlaps = ahead > 1 and layout.placement == "split"
-        step_s = max(learner_s, rollout_s) if overlaps else learner_s + rollout_s
-        return schedule.problems_per_step * schedule.group_size / (step_s + sync_s)
+        # The groups of step k + ahead begin when step k has been pushed, so so many steps share one of each.
+        step_s = (self._rollout_s(layout, 1) + learner_s + sync_s) / ahead
+        rollout_s, pushed_s = self._rollout_s(layout, ahead), learner_s + sync_s
+        step_s = max(step_s, rollout_s + sync_s if layout.placement == "split" else rollout_s + pushed_s, pushed_s)
+        return schedule.problems_per_step * schedule.group_size / step_s
 
     @functools.cached_property
     def _totals(self) -> _Totals:

@@ -55,8 +55,8 @@ class StepTimes:
 class Forecast:
     """What a simulated run did. `busy` are shares of the time: of the servers on average, of the busiest tokenizer
     process, of the driver's event loop, of the learner and of pushes. Servers wrote `tokens_written`, of which
-    `tokens_ahead` were not trained on when the last step ended. `full_frac` is how full their batches were on average,
-    as a share of the streams that may be in progress.
+    `tokens_ahead` were not trained on when the last step ended. Their decode steps took `slowdown` times as long as
+    those of a single stream.
 
     With staleness, the first `1 + max_staleness` steps fill the queue and count in no rate.
     """
@@ -66,7 +66,7 @@ class Forecast:
     busy: Mapping[str, float]
     tokens_written: float
     tokens_ahead: float
-    full_frac: float
+    slowdown: float
 
     @property
     def counted(self) -> tuple[StepTimes, ...]:
@@ -99,9 +99,10 @@ class Forecast:
 
     @property
     def limit(self) -> str:
-        """What the run waits for most: the busiest part, or the longest episodes where nothing is busy."""
+        """What the run waits for most: its busiest part, or the time that an episode takes by itself."""
         name, share = max(self.busy.items(), key=lambda item: item[1])
-        return name if share >= 0.5 and not (name == "servers" and self.full_frac < 0.5) else "longest episodes"
+        is_latency = share < 0.5 or (name == "servers" and self.slowdown < 1.5)  # more servers would be no faster
+        return "episode latency" if is_latency else name
 
 
 class _Line:
@@ -134,7 +135,7 @@ class _Server:
         self.line = _Line(sim)
         self.sessions = 0
         self.busy_s = 0.0
-        self.written = 0.0
+        self.written = self.decode_s = 0.0
         self._waiting: deque[_Turn] = deque()
         self._writing: list[tuple[float, int, _Turn]] = []
         self._clock, self._cached, self._order = 0.0, 0.0, itertools.count()
@@ -209,11 +210,11 @@ class _Server:
         import simpy
 
         while True:
-            if self._is_paused or not (self._writing or (turns := self._ready())):
+            turns = [] if self._is_paused else self._ready()
+            if self._is_paused or not (turns or self._writing):
                 self._sleeps = True
                 yield self._wake
                 continue
-            turns = self._ready() if self._writing else turns
             if turns:
                 seconds = self._read_s(turns)
                 yield self.sim.timeout(seconds)
@@ -233,6 +234,7 @@ class _Server:
             except simpy.Interrupt:
                 steps = min(steps, (self.sim.now - began) / step_s)
             self.busy_s += self.sim.now - began
+            self.decode_s += self.sim.now - began
             self._clock, self._cached, self.written = (
                 self._clock + steps,
                 self._cached + rows * steps,
@@ -277,11 +279,10 @@ class _Run:
         written = sum(server.written for server in self.servers)
         ahead += sum(server.in_progress for server in self.servers)
         del busy["now"]
-        rows = written / max(1e-9, sum(server.num_steps for server in self.servers)) * len(self.servers)
-        schedule = self.schedule
-        streams = max(1, schedule.max_staleness) * schedule.problems_per_step * schedule.group_size
-        full = rows / min(schedule.max_concurrent, streams)
-        return Forecast(tuple(self.steps), self.warm_up, busy, written, ahead, full)
+        alone = self.costs.decode_step_s(1, 0, self.layout.tensor_parallel)
+        num_steps = sum(server.num_steps for server in self.servers)
+        slowdown = sum(server.decode_s for server in self.servers) / num_steps / max(alone, 1e-12)
+        return Forecast(tuple(self.steps), self.warm_up, busy, written, ahead, slowdown)
 
     def _spent(self) -> dict[str, float]:
         """Return the seconds that each part has worked so far."""
