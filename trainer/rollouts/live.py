@@ -94,6 +94,10 @@ class LiveContext(RunContext):
         notes, data = [], self.config.data
         if self.num_overlong:
             notes.append(f"left out {self.num_overlong} problems whose prompt is over {data.max_prompt_tokens} tokens")
+        if self.config.trains and self.config.rollout.max_staleness and self.config.algorithm.correction == "none":
+            notes.append(
+                "--correction none trains on tokens of older weights as if the newest had written them: see tis"
+            )
         if self.config.trains and self.eval_samples is None and data.eval_size != 0:
             notes.append("no held-out evaluation: give --eval-data")
         return [*notes, f"{len(self.train_samples)} training problems"]
