@@ -428,6 +428,7 @@ def test_episodes_of_the_next_steps_are_played_while_the_learner_learns(renderer
     broken=st.sets(st.integers(0, 20)),
     max_concurrent=st.sampled_from([1, 5, 100]),
     stop_early=st.booleans(),
+    oversample=st.sampled_from([1.0, 1.5]),
 )
 def test_no_token_of_a_step_is_too_old_and_no_group_is_lost_or_there_twice(
     renderer: Renderer,
@@ -437,8 +438,10 @@ def test_no_token_of_a_step_is_too_old_and_no_group_is_lost_or_there_twice(
     broken: set[int],
     max_concurrent: int,
     stop_early: bool,
+    oversample: float,
 ) -> None:
-    options = {"filter_equal": True, "max_concurrent": max_concurrent, "stop_early": stop_early, "resample": 1}
+    options: dict[str, Any] = {"filter_equal": True, "max_concurrent": max_concurrent, "resample": 1}
+    options |= {"stop_early": stop_early, "oversample": oversample}
 
     def text(number: int, copy: int) -> str:
         return "raise" if number in broken else "1" if number in equal else mixed(number, copy)
