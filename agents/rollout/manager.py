@@ -1,7 +1,7 @@
 """Collects the groups of episodes for each training step. All episodes run concurrently on one event loop.
 
-Problems are numbered without end. A group's episodes depend on its problem's number alone, never on when they run or on
-what else runs. Groups with lower numbers begin first.
+Problems are numbered without end. A group's problem and seeds depend on its number alone, never on when it runs or on
+what else runs. Groups with lower numbers begin first. With `max_staleness`, episodes go on between the steps.
 """
 
 from __future__ import annotations
