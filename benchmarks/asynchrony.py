@@ -97,7 +97,15 @@ def half_the_cores() -> dict[str, str]:
 def figures_of(runs: Sequence[Run]) -> dict[str, float]:
     """Return the means over runs of one staleness."""
     kl = sorted({name for run in runs for row in run.rows for name in row if name.startswith("rollout_train_kl/stal")})
-    names = ("idle/learner_frac", "idle/servers_frac", "sync_s", "rollout_s", "train_s", "staleness/mean", "reward")
+    names = (
+        "idle/learner_time_frac",
+        "idle/servers_time_frac",
+        "sync_s",
+        "rollout_s",
+        "train_s",
+        "staleness/mean",
+        "reward",
+    )
     per_step = [*names, "rollout_train_kl", *kl]
     return {
         "samples_per_s": mean(run.num_samples / run.times_s[-1] for run in runs),
@@ -122,7 +130,7 @@ def report(runs: Sequence[Run]) -> dict[str, Any]:
         s: figures_of([r for r in runs if r.staleness == s]) for s in dict.fromkeys(r.staleness for r in runs)
     }
     first = next(iter(by_staleness.values()))["samples_per_s"]
-    shown = ("samples_per_s", "tokens_per_s", "step_s", "idle/learner_frac", "idle/servers_frac", "sync_s")
+    shown = ("samples_per_s", "tokens_per_s", "step_s", "idle/learner_time_frac", "idle/servers_time_frac", "sync_s")
     shown += ("staleness/mean", "rollout_train_kl", "groups_aborted")
     lines = [
         [s, f"{f['samples_per_s'] / first:.2f}", *(f"{f[name]:.3g}" for name in shown)] for s, f in by_staleness.items()

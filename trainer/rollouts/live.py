@@ -164,7 +164,7 @@ class LiveRollouts:
         """Return the share of the time since `collect` was called in which a server wrote nothing, over all servers."""
         passed_s, busy_s = time.perf_counter() - self._step_began, self.context.weight_sync.transport.busy_s
         shares = [1 - (now - then) / passed_s for now, then in zip(busy_s, self._busy_before_s, strict=False)]
-        return {"idle/servers_frac": sum(shares) / len(shares)} if shares else {}
+        return {"idle/servers_time_frac": sum(shares) / len(shares)} if shares else {}
 
     def state(self) -> ManagerState:
         """Return the number of the next problem, and the groups in flight."""
