@@ -1,7 +1,7 @@
 """Collects the groups of episodes for each training step. All episodes run concurrently on one event loop.
 
-Problems are numbered without end. A group's episodes depend on its problem's number alone, never on when they run or on
-what else runs. Groups with lower numbers begin first.
+Problems are numbered without end. A group's problem and seeds depend on its number alone, never on when it runs or on
+what else runs. Groups with lower numbers begin first. With `max_staleness`, episodes go on between the steps.
 """
 
 from __future__ import annotations
@@ -148,13 +148,14 @@ class RolloutManager:
         Where the clock decides anyway (`stop_early`, `max_staleness`), a filtered group is replaced at once. Otherwise
         filtered groups are replaced once all others have ended, so that it does not matter which of them ended first.
 
-        A group is handed out at the latest when those begun before it are. So there is room for the groups of
-        `max_staleness` steps beside the step that is collected or learnt from, and the last one's tokens are that old.
+        Steps take groups in order. So the last of `max_staleness` steps' groups, played beside the step that is
+        collected or learnt from, is that many versions old when its turn comes.
         """
         options = self.options
         if options.stop_early or options.max_staleness:
             unfinished = len(self._groups) - self._num_complete
-            room = _times(options.oversample, self._num_steps * self._num_groups) - unfinished - self._num_counting
+            wanted = (self._num_steps - 1) * self._num_groups + _times(options.oversample, self._num_groups)
+            room = wanted - unfinished - self._num_counting
         elif not self._num_unfinished:
             room = _times(options.oversample, self._num_groups - self._num_counting)
         else:

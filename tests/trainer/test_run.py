@@ -277,7 +277,7 @@ def test_an_asynchronous_run_trains_on_tokens_of_several_versions_and_on_none_th
     assert len(episodes) == len({e["seed"] for e in episodes}) == sum(summary["end_reasons"].values())
     ages = [{e["step"] - 1 - version for turn in e["turns"] for version, _ in turn["versions"]} for e in trained]
     assert set.union(*ages) == {0, 1} and max(row["staleness/max"] for row in rows) == 1
-    assert all(0 <= row["idle/learner_frac"] <= 1 and -1e-6 <= row["idle/servers_frac"] <= 1 for row in rows)
+    assert all(0 <= row["idle/learner_time_frac"] <= 1 and -1e-6 <= row["idle/servers_time_frac"] <= 1 for row in rows)
     assert rows[-1]["queue/waiting"] + rows[-1]["queue/in_progress"] == 2
     assert all(row["rollout_train_kl"] < 1 for row in rows) and any("rollout_train_kl/staleness_1" in r for r in rows)
     assert {e["fate"] for e in episodes} == {"train", "aborted"}  # what was left over after the last step

@@ -177,7 +177,7 @@ class RolloutConfig(Section):
         >>> RolloutConfig(problems_per_step=8, group_size=8, oversample=1.5).max_sessions()
         96
         """
-        num_groups = math.ceil((self.max_staleness + 1) * self.problems_per_step * self.oversample)
+        num_groups = self.max_staleness * self.problems_per_step + math.ceil(self.problems_per_step * self.oversample)
         trained, evaluated = (min(self.max_concurrent, n) for n in (num_groups * self.group_size, num_evaluated))
         return trained + evaluated if self.max_staleness else max(trained, evaluated)
 

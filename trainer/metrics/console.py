@@ -112,6 +112,8 @@ class Display:
         valid = f"valid {num_valid}/{row['episodes']:.0f}  " if row["valid_frac"] < 1 else ""
         filtered = f"filtered {row['groups_filtered']:.0f}  " if row.get("groups_filtered") else ""
         stale = f"staleness {row['staleness/mean']:.2f}  " if row.get("staleness/max") else ""
+        if stale and "idle/servers_time_frac" in row:
+            stale += f"servers idle {row['idle/servers_time_frac']:.0%}  "
         training = [f"{label} {row[name]:{form}}  " for label, name, form in _TRAINING_COLUMNS if name in row]
         train = f" train {row['train_s']:.1f}s" if "train_s" in row else ""
         left_s = (time.monotonic() - self._begun) / row["step"] * (total - row["step"])

@@ -95,6 +95,10 @@ class LiveContext(RunContext):
         notes, data = [], self.config.data
         if self.num_overlong:
             notes.append(f"left out {self.num_overlong} problems whose prompt is over {data.max_prompt_tokens} tokens")
+        if self.config.trains and self.config.rollout.max_staleness and self.config.algorithm.correction == "none":
+            notes.append(
+                "--correction none trains on tokens of older weights as if the newest had written them: see tis"
+            )
         if self.config.trains and self.eval_samples is None and data.eval_size != 0:
             notes.append("no held-out evaluation: give --eval-data")
         return [*notes, f"{len(self.train_samples)} training problems"]
@@ -161,7 +165,7 @@ class LiveRollouts:
         """Return the share of the time since `collect` was called in which a server wrote nothing, over all servers."""
         passed_s, busy_s = time.perf_counter() - self._step_began, self.context.weight_sync.transport.busy_s
         shares = [1 - (now - then) / passed_s for now, then in zip(busy_s, self._busy_before_s, strict=False)]
-        return {"idle/servers_frac": sum(shares) / len(shares)} if shares else {}
+        return {"idle/servers_time_frac": sum(shares) / len(shares)} if shares else {}
 
     def state(self) -> ManagerState:
         """Return the number of the next problem, and the groups in flight."""

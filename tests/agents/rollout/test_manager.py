@@ -428,6 +428,7 @@ def test_episodes_of_the_next_steps_are_played_while_the_learner_learns(renderer
     broken=st.sets(st.integers(0, 20)),
     max_concurrent=st.sampled_from([1, 5, 100]),
     stop_early=st.booleans(),
+    oversample=st.sampled_from([1.0, 1.5]),
 )
 def test_no_token_of_a_step_is_too_old_and_no_group_is_lost_or_there_twice(
     renderer: Renderer,
@@ -437,8 +438,10 @@ def test_no_token_of_a_step_is_too_old_and_no_group_is_lost_or_there_twice(
     broken: set[int],
     max_concurrent: int,
     stop_early: bool,
+    oversample: float,
 ) -> None:
-    options = {"filter_equal": True, "max_concurrent": max_concurrent, "stop_early": stop_early, "resample": 1}
+    options: dict[str, Any] = {"filter_equal": True, "max_concurrent": max_concurrent, "resample": 1}
+    options |= {"stop_early": stop_early, "oversample": oversample}
 
     def text(number: int, copy: int) -> str:
         return "raise" if number in broken else "1" if number in equal else mixed(number, copy)
@@ -704,6 +707,36 @@ def test_turns_in_flight_go_on_under_new_weights_and_each_token_names_its_versio
     assert all(versions == sorted(versions) for versions in carried)
     assert [0, 1] in [sorted(set(versions)) for versions in carried]
     assert all(t.end_reason.is_valid for r in rollouts[:2] for t in r.played)
+
+
+def test_weights_that_arrive_while_every_episode_is_in_a_tool_call_write_the_next_turn(
+    checkpoint: Any, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_tool, may_end = threading.Semaphore(0), threading.Event()
+
+    def step(self: Retry, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
+        in_tool.release()
+        assert int(self.id) < 2 or may_end.wait(30)
+        return {"obs_str": "again"}, False, {}
+
+    monkeypatch.setattr(Retry, "step", step)
+    manager, engine, model = network_manager(checkpoint, renderer, max_staleness=1)
+
+    async def story() -> StepRollout:
+        await manager.collect(2)
+        for _ in range(6 * COPIES):  # two turns of each episode of the step, one of the next
+            assert await asyncio.to_thread(in_tool.acquire, True, 30)
+        await engine.pause()
+        engine.load_weights({name: p.detach() * 1.1 for name, p in model.named_parameters()}, version=1)
+        await engine.resume()
+        may_end.set()
+        second = await manager.collect(2)
+        await manager.close()
+        return second
+
+    rollout = finish(story())
+    versions = [[[v for v, _ in turn.versions] for turn in t.turns] for g in rollout.groups for t in g.trajectories]
+    assert versions == [[[0], [1]]] * 2 * COPIES
 
 
 def test_a_seed_repeats_steps_to_the_last_digit_with_the_embedded_engine(checkpoint: Any, renderer: Renderer) -> None:

@@ -1,0 +1,125 @@
+"""Claims about runs whose episodes go on while the learner learns: what they train on, and how they end."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from agents.recording import Recording
+from tests.environments import lucky_geometry
+from tests.recordings import episodes_in, lines_of
+from tests.trainer.test_run import SMALL, train
+from trainer.config.sources import read_config
+from trainer.learner.fsdp_learner import FSDPLearner
+from trainer.rollouts.live import LiveRollouts
+from trainer.run import run
+from trainer.weight_sync.sync import WeightSync
+
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def lucky(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """Flags of a run whose steps all teach something."""
+    with lucky_geometry(tmp_path_factory.mktemp("lucky"), "lucky_geometry", "return float(len(text) % 3)") as flags:
+        yield [*flags, "--lr", "1e-2", "--warmup-steps", "0", "--group-size", "4"]
+
+
+@pytest.fixture(scope="module")
+def recorded(checkpoint: Path, lucky: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "recorded"
+    train(checkpoint, folder, *lucky, "--max-staleness", "2", steps=STEPS, eval_size=0)
+    return folder
+
+
+def test_a_recording_of_an_asynchronous_run_replays_to_the_bit(
+    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = lines_of(recorded / "metrics.jsonl")
+    assert max(row["staleness/max"] for row in rows) == 2 and all(row["grad_norm"] > 0 for row in rows)
+    model = read_config(recorded / "config.yaml").model.model
+    argv = ["--replay-rollouts", str(recorded), "--model", model, "--tracker=", "--out", str(tmp_path)]
+    assert run([*argv, "--name", "replay"]) == 0
+    assert f"figures are equal to the bit in all {STEPS} steps" in " ".join(capsys.readouterr().out.split())
+    ours, theirs = (load_file(path / "model" / "model.safetensors") for path in (tmp_path / "replay", recorded))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_the_loss_of_a_step_with_tokens_of_several_versions_is_that_of_decoupled_ppo(recorded: Path) -> None:
+    """Worked out from the recording alone: the engine's log-probs when a token was written are the behaviour's, the
+    learner's before the update the proximal policy's; before the first update PPO's own ratio is 1."""
+    recording = Recording.open(recorded)
+    scores = recording.scores()
+    corrected = 0
+    for row in lines_of(recorded / "metrics.jsonl"):
+        terms = []
+        for e in episodes_in(recorded):
+            if e["fate"] != "train" or e["step"] != row["step"] or e["advantage"] is None:
+                continue
+            proximal_N, behaviour_N = np.array(scores[e["id"]].logprobs), np.array(e["logprobs"])
+            weight_N = np.minimum(np.exp(proximal_N - behaviour_N), 2.0)
+            terms.append(-weight_N * e["advantage"])
+            version_N = np.concatenate([[v] * n for turn in e["turns"] for v, n in turn["versions"]])
+            is_new_N = version_N == row["step"] - 1
+            assert np.abs(proximal_N - behaviour_N)[is_new_N].max(initial=0) < 1e-3
+            corrected += int((np.abs(weight_N - 1) > 0.01)[~is_new_N].sum())
+        assert row["loss"] == pytest.approx(np.concatenate(terms).mean(), rel=1e-4, abs=1e-6)
+    assert corrected > 10
+
+
+def test_a_run_without_a_correction_says_what_it_does(
+    checkpoint: Path, lucky: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(checkpoint, tmp_path / "run", *lucky, "--max-staleness", "1", "--correction", "none", steps=1, eval_size=0)
+    assert "--correction none trains on tokens of older weights" in capsys.readouterr().out
+
+
+def test_a_problem_set_smaller_than_what_is_played_ahead_is_read_again(
+    checkpoint: Path, lucky: list[str], tmp_path: Path
+) -> None:
+    few = ["--train-size", "3", "--max-staleness", "4", "--max-concurrent", "1"]
+    train(checkpoint, tmp_path / "run", *lucky, *few, steps=3, eval_size=0)
+    trained = [e for e in episodes_in(tmp_path / "run") if e["fate"] == "train"]
+    assert list(dict.fromkeys(e["group"] for e in trained)) == [0, 1, 2, 3, 4, 5]
+    assert len({e["sample_id"] for e in trained}) == 3
+    assert max(Counter(e["seed"] for e in trained).values()) == 1
+
+
+@pytest.mark.parametrize("phase", ["collect", "learn", "push", "evaluate"])
+def test_an_interrupt_in_any_phase_ends_the_run_with_every_episode_accounted_for(
+    checkpoint: Path, lucky: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
+    owner, name = {
+        "collect": (LiveRollouts, "collect"),
+        "learn": (FSDPLearner, "step"),
+        "push": (WeightSync, "push"),
+        "evaluate": (LiveRollouts, "evaluate"),
+    }[phase]
+    work, calls = getattr(owner, name), itertools.count(1)
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return work(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, interrupted)
+    folder = tmp_path / "run"
+    argv = ["--model", str(checkpoint), "--steps", "9", "--eval-size", "3", "--eval-every", "1", *SMALL, *lucky]
+    assert run([*argv, "--max-staleness", "2", "--tracker=", "--out", str(tmp_path), "--name", "run"]) == 130
+    summary, episodes = json.loads((folder / "summary.json").read_text()), episodes_in(folder)
+    rows = lines_of(folder / "metrics.jsonl")
+    assert summary["interrupted"] and summary["steps_done"] == len(rows) in (1, 2)
+    assert {e["fate"] for e in episodes} == {"train", "aborted"}
+    assert sum(summary["end_reasons"].values()) == len(episodes) == len({e["seed"] for e in episodes})
+    assert len({e["group"] for e in episodes if e["fate"] == "train"}) == 2 * summary["steps_done"]
