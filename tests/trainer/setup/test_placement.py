@@ -36,7 +36,7 @@ from trainer.learner.reservation import wait_for  # noqa: E402
 from trainer.setup.ray_servers import RayLauncher, Shared, shared_place  # noqa: E402
 
 SERVER = (sys.executable, "-m", "tests.agents.engines.sglang_server")
-TIME_S = 120.0
+TIME_S = 240.0
 
 
 @pytest.fixture
