@@ -244,12 +244,12 @@ class ServerPool:
             if time.monotonic() > deadline:
                 raise self._cannot_start(server, f"no answer in {self.settings.start_timeout_s:g} s")
             await asyncio.sleep(POLL_S)
-        if self.settings.frees_memory and not server.client.frees_memory:
-            note = "keeps its memory while the learner trains: its host lacks the package torch_memory_saver"
-            self.events.append(f"server {server.number} {note}")
         await server.client.read_release()
         if doubt := server.client.release.doubt:
             self.events.append(f"server {server.number}: {doubt}")
+        if self.settings.frees_memory and not server.client.frees_memory:
+            note = "keeps its memory while the learner trains: its host lacks the package torch_memory_saver"
+            self.events.append(f"server {server.number} {note}")
         keeps = self._has_pictures and await server.client.keeps_pictures()
         server.sent_pictures = SentPictures() if keeps else None
 

@@ -272,6 +272,7 @@ def test_a_server_on_the_learners_gpu_has_no_memory_while_it_trains_and_goes_on_
     async def play() -> Completion:
         try:
             await sync.start()
+            assert not any("keeps its memory" in event for event in engine.servers.events)
             writing = asyncio.create_task(turn())
             while not engine.num_requests:
                 await asyncio.sleep(0.01)
