@@ -6,6 +6,7 @@ process, with those that it has started.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -75,7 +76,7 @@ class RayWorker:
             WorkerLost: the node is gone, or another thread has called `kill`.
         """
         try:
-            value = ray.get(self._actor.call.remote(function, args, timeout_s))
+            value: Any = ray.get(self._actor.call.remote(function, args, timeout_s))
         except RayTaskError as error:  # what was sent or returned cannot be pickled or imported there
             raise WorkerError(str(error)) from error
         except RayError as error:
@@ -97,4 +98,4 @@ def connect() -> None:
     if not ray.is_initialized():
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         where = os.environ.get("RAY_ADDRESS") or "local"
-        ray.init(where, logging_level="error", log_to_driver=False)
+        ray.init(where, logging_level=logging.ERROR, log_to_driver=False)

@@ -211,8 +211,10 @@ class ServerPool:
         while True:
             await asyncio.sleep(WATCH_S)
             for server in self.up:
-                if server.process and (how := server.process.ended()):
-                    self.report_lost(server, how)
+                try:
+                    self._has_process(server)
+                except UserError as error:
+                    self.report_lost(server, error.got)
 
     async def close(self) -> None:
         """Stop the servers that we started; a `pick` that waits raises `EngineDown`."""
