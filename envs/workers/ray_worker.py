@@ -20,6 +20,10 @@ from envs.workers.worker import Worker, WorkerDied, WorkerError, WorkerLost, Wor
 R = TypeVar("R")
 #: How long an idle worker may take to answer. One that does not is replaced, perhaps on another node.
 PING_S = 5.0
+#: How long a call with a time limit may wait for a node with room, besides that limit.
+PLACE_S = 30.0
+#: The resources that Ray has names for.
+KNOWN = ("num_cpus", "num_gpus", "memory")
 FAULTS = (WorkerError, WorkerDied, WorkerTimeout)
 
 
@@ -54,10 +58,13 @@ class RayWorker:
     def __init__(self, resources: Mapping[str, float]) -> None:
         """Ask for an actor and return at once; the first call waits for a node with room."""
         connect()
-        known = {name: value for name, value in resources.items() if name in ("num_cpus", "num_gpus", "memory")}
-        others = {name: value for name, value in resources.items() if name not in known}
-        options = {"num_cpus": 1, **known, "resources": others, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
-        self._actor: Any = ray.remote(WorkerHost).options(**options).remote(sys.path)
+        self._resources = {"num_cpus": 1, **resources}
+        own = {name: value for name, value in self._resources.items() if name not in KNOWN}
+        known = {name: value for name, value in self._resources.items() if name in KNOWN}
+        actor: Any = ray.remote(WorkerHost).options(
+            **known, resources=own, max_restarts=0, scheduling_strategy="SPREAD"
+        )
+        self._actor: Any = actor.remote(sys.path)
         self.is_alive = True
 
     @property
@@ -75,8 +82,13 @@ class RayWorker:
             WorkerError, WorkerDied, WorkerTimeout: as `envs.workers.worker.Worker.call`.
             WorkerLost: the node is gone, or another thread has called `kill`.
         """
+        limit_s = None if timeout_s is None else timeout_s + PLACE_S
         try:
-            value: Any = ray.get(self._actor.call.remote(function, args, timeout_s))
+            value: Any = ray.get(self._actor.call.remote(function, args, timeout_s), timeout=limit_s)
+        except GetTimeoutError:
+            self.kill()
+            room = f"does a node have room for {self._resources}?"
+            raise WorkerTimeout(f"no answer from the cluster in {limit_s:g} s: {room}") from None
         except RayTaskError as error:  # what was sent or returned cannot be pickled or imported there
             raise WorkerError(str(error)) from error
         except RayError as error:

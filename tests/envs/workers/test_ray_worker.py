@@ -75,6 +75,14 @@ def test_calls_on_a_node_return_raise_end_and_run_out_of_time_as_those_of_this_h
     assert not Path(f"/proc/{pid}").exists()
 
 
+def test_a_worker_for_which_no_node_has_room_is_given_up(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("envs.workers.ray_worker.PLACE_S", 0.5)
+    worker = RayWorker({"num_cpus": 1, "browsers": 2})
+    with pytest.raises(WorkerTimeout, match=r"in 1.5 s: does a node have room for .*'browsers': 2"):
+        worker.call(math.sqrt, 4.0, timeout_s=1.0)
+    assert not worker.is_alive
+
+
 def runner_of(spec: EnvSpec) -> EnvRunner:
     make = functools.partial(load_env(spec), Sample(id="1", prompt=(), label="", metadata={}), spec.args())
     return EnvRunner(make, EnvLimits.of(spec))
