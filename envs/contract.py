@@ -50,6 +50,10 @@ class EnvFault(Exception):
         self.timed_out, self.process_ended = timed_out, process_ended
 
 
+class HostLost(EnvFault):
+    """The host of an environment is gone. No action of the model causes that, so it never counts against the model."""
+
+
 class ToolFault(EnvFault):
     """A fault that the model's own action caused: the episode counts, with the lowest reward.
 

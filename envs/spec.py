@@ -109,6 +109,16 @@ class EnvSpec(BaseModel):
         description="where the environment runs: inline on the event loop (it must be fast and never block), on a "
         "thread, or in its own process, which may crash, hang in native code or be killed",
     )
+    workers: Literal["local", "ray"] = Field(
+        default="local",
+        description="hosts of isolated processes: this one, or any node of a Ray cluster, for heavy tools",
+    )
+    worker_resources: Mapping[str, float] = Field(
+        default={},
+        strict=False,
+        description="what a process on a cluster asks of its node: num_cpus (1), num_gpus, memory in bytes, or "
+        "resources of your own",
+    )
     memory_limit_gib: float = Field(
         default=0.0, ge=0, strict=False, description="memory an isolated process may take; 0: no limit (Linux)"
     )
@@ -142,6 +152,10 @@ class EnvSpec(BaseModel):
     def _check_limits(self) -> EnvSpec:
         if self.memory_limit_gib and self.isolation != "process":
             raise ValueError(f"memory_limit_gib needs isolation: process, got {self.isolation}")
+        if self.workers == "ray" and self.isolation != "process":
+            raise ValueError(f"workers: ray needs isolation: process, got {self.isolation}")
+        if self.worker_resources and self.workers != "ray":
+            raise ValueError(f"worker_resources needs workers: ray, got {self.workers}")
         if self.reward_max_val <= self.reward_min_val:
             both = f"{self.reward_max_val:g} and {self.reward_min_val:g}"
             raise ValueError(f"reward_max_val must be over reward_min_val, got {both}")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
+import importlib.util
 import os
 import signal
 import sys
@@ -12,14 +14,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from envs.contract import EnvFault, ToolFault, checked_messages
+from envs.contract import EnvFault, HostLost, ToolFault, checked_messages
 from envs.env import Env, EnvArgs
 from envs.errors import UserError
 from envs.spec import EnvSpec
 from envs.tool_calls import ToolCall, find_tool_calls
 from envs.types import Message, Sample
 from envs.workers.process_info import children, num_files
-from envs.workers.worker import WorkerDied, WorkerError, WorkerPool, WorkerTimeout
+from envs.workers.worker import WorkerDied, WorkerError, WorkerLost, WorkerPool, WorkerTimeout
 from envs.wrapper import unwrapped
 
 CLOSE_LIMIT_S = 5.0
@@ -27,6 +29,26 @@ IMPORT_LIMIT_S = 120.0
 MAX_MORE_FILES = 32
 
 _POOL = WorkerPool()
+#: By the resources that each worker asks of a Ray cluster.
+_RAY_POOLS: dict[tuple[tuple[str, float], ...], WorkerPool] = {}
+
+
+def pool_of(spec: EnvSpec) -> WorkerPool:
+    """Return the workers of an entry: processes of this host or, with `workers: ray`, of any node of a cluster.
+
+    Raises:
+        UserError: Ray is not installed.
+    """
+    if spec.workers == "local":
+        return _POOL
+    if importlib.util.find_spec("ray") is None:
+        field, fix = f"environment '{spec.id}' workers", "pip install 'trueturn[cluster]'"
+        raise UserError(field, "needs the package ray", "ray", fix)
+    from envs.workers.ray_worker import RayWorker
+
+    resources = dict(spec.worker_resources)
+    key = tuple(sorted(resources.items()))
+    return _RAY_POOLS.setdefault(key, WorkerPool(make=functools.partial(RayWorker, resources)))
 
 
 class ProcessEnv(Env):
@@ -44,14 +66,15 @@ class ProcessEnv(Env):
     def __init__(self, spec: EnvSpec, sample: Sample, args: EnvArgs) -> None:
         """Take a worker; the first call builds the environment in it."""
         self._build = (spec, sample, args)
-        self._worker = _POOL.acquire()
+        self._pool = pool_of(spec)
+        self._worker = self._pool.acquire()
         self._is_built = self._is_closed = self._runs_tools = False
         self._lock, self._num_running = threading.Lock(), 0
 
     @staticmethod
     def check(spec: EnvSpec) -> None:
         """Import the entry point in a worker; raise the `UserError` that `load_env` would raise."""
-        with _POOL.worker() as worker:
+        with pool_of(spec).worker() as worker:
             try:
                 error = worker.call(_import_error, spec, sys.path, timeout_s=IMPORT_LIMIT_S)
             except (WorkerDied, WorkerTimeout, WorkerError) as fault:
@@ -108,7 +131,7 @@ class ProcessEnv(Env):
             worker.kill()
             raise
         finally:
-            _POOL.release(worker)
+            self._pool.release(worker)
 
     def _call(self, name: str, *args: object) -> Any:
         with self._lock:
@@ -122,6 +145,8 @@ class ProcessEnv(Env):
             value = self._worker.call(_use, name, args)
         except WorkerError as error:
             raise EnvFault(f"the environment raised: {error}") from error
+        except WorkerLost as error:
+            raise HostLost(f"the environment's host is gone: {error}") from error
         except WorkerDied as error:
             raise EnvFault(f"the environment's process ended: {error}", process_ended=True) from error
         finally:

@@ -21,6 +21,7 @@ from envs.contract import (
     TOOL_FAULT,
     EnvFault,
     EpisodeEnv,
+    HostLost,
     ToolFault,
     checked_answer,
     checked_number,
@@ -132,6 +133,8 @@ class EnvRunner:
         With "observe", a `ToolEnv` shows what its tools raise. A tool that hangs or ends the process leaves no
         environment that could go on. The episode counts all the same, because dropping it would favour breaking things.
         """
+        if isinstance(fault, HostLost):
+            return False
         if self.limits.on_tool_fault == "observe":
             return self.runs_tools and (fault.timed_out or fault.process_ended)
         return self.limits.on_tool_fault == "reward_min"

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from envs.workers.forkserver import kill_with_children
 
@@ -34,6 +34,10 @@ class WorkerError(Exception):
 
 class WorkerDied(Exception):
     """The process ended during the call; the message says how: "exit code 3", "signal SIGSEGV"."""
+
+
+class WorkerLost(WorkerDied):
+    """The host of the process is gone, and the process with it."""
 
 
 class WorkerTimeout(Exception):
@@ -174,6 +178,17 @@ class Worker:
         return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
 
 
+class AnyWorker(Protocol):
+    """A worker process, on this host (`Worker`) or elsewhere."""
+
+    @property
+    def is_alive(self) -> bool: ...
+    @property
+    def is_idle(self) -> bool: ...
+    def call(self, function: Callable[..., R], *args: object, timeout_s: float | None = None) -> R: ...
+    def kill(self) -> None: ...
+
+
 class WorkerPool:
     """Keeps idle workers for the next user.
 
@@ -183,17 +198,17 @@ class WorkerPool:
             worker.call(function, timeout_s=1.0)
     """
 
-    def __init__(self, size: int | None = None) -> None:
-        """Set how many workers may be in use at once (None: no limit); further users wait."""
-        self._size = size
+    def __init__(self, size: int | None = None, make: Callable[[], AnyWorker] = Worker) -> None:
+        """Set how many workers may be in use at once (None: no limit; further users wait), and what makes one."""
+        self._size, self._make = size, make
         self._reset()
 
     def _reset(self) -> None:
-        self._idle: list[Worker] = []
+        self._idle: list[AnyWorker] = []
         self._free_slots = threading.Semaphore(self._size) if self._size is not None else None
         self._owner = os.getpid()
 
-    def acquire(self) -> Worker:
+    def acquire(self) -> AnyWorker:
         """Return an idle worker, or a new one."""
         if self._owner != os.getpid():  # in a forked child; the workers belong to the parent
             self._reset()
@@ -203,12 +218,12 @@ class WorkerPool:
             try:
                 worker = self._idle.pop()
             except IndexError:
-                return Worker()
+                return self._make()
             if worker.is_idle:
                 return worker
             worker.kill()
 
-    def release(self, worker: Worker) -> None:
+    def release(self, worker: AnyWorker) -> None:
         """Return a worker to the pool; a killed one is dropped."""
         if worker.is_alive:
             self._idle.append(worker)
@@ -216,7 +231,7 @@ class WorkerPool:
             self._free_slots.release()
 
     @contextlib.contextmanager
-    def worker(self) -> Iterator[Worker]:
+    def worker(self) -> Iterator[AnyWorker]:
         """Lend a worker for the duration of a `with` block."""
         worker = self.acquire()
         try:

@@ -416,8 +416,10 @@ class _ProgressLimit:
         return time.monotonic() - self._since > self.seconds
 
 
-def start_ray(cluster: ClusterConfig) -> bool:
+def start_ray(cluster: ClusterConfig, more_cpus: int = 0) -> bool:
     """Start Ray on this host, or connect to `--ray-address`; return False if this process is already connected.
+
+    Ray on this host has a CPU for each rank, and `more_cpus` for environments.
 
     Raises:
         UserError: there is no cluster at the address.
@@ -428,7 +430,7 @@ def start_ray(cluster: ClusterConfig) -> bool:
     quiet: dict[str, Any] = {"include_dashboard": False, "logging_level": "error", "log_to_driver": False}
     if not cluster.ray_address:
         try:
-            ray.init("local", num_cpus=cluster.num_ranks, num_gpus=cluster.num_gpus, **quiet)
+            ray.init("local", num_cpus=cluster.num_ranks + more_cpus, num_gpus=cluster.num_gpus, **quiet)
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             flag = "--num-gpus" if cluster.num_gpus else "--num-learners"
             fix = f"set RAY_TMPDIR to a short path that can be written to ({first_line(error):.120})"

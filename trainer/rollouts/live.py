@@ -24,7 +24,7 @@ from agents.types import TrajectoryGroup
 from envs.datasets.samples import filter_overlong
 from envs.env import EnvArgs
 from envs.execution.load import load_env
-from envs.spec import BuildEnv
+from envs.spec import BuildEnv, EnvSpec
 from envs.tool_calls import detect_format
 from envs.types import SampleSource
 from trainer.checkpoint.run_dir import ENVIRONMENT, EPISODES
@@ -38,6 +38,7 @@ from trainer.setup.components import (
     build_transport,
     check_processes,
     check_updates,
+    connect_workers,
     match_servers,
     own_servers,
     reserve_room,
@@ -230,20 +231,20 @@ def prepare(config: RunConfig, start: Start | None = None, with_engine: bool = T
     Raises:
         UserError: environment, data, model, device or output folder cannot be used.
     """
-    start = start or Start()
-    spec = config.env.resolve()
-    build_env = load_env(spec)
-    check_rollout(config.rollout, spec)
-    check_algorithm(config.algorithm)
-    model_path = resolve_model(config.model.model)
-    facts = ModelFacts.load(model_path)
-    if config.trains:
-        check_updates(config.optim, config.rollout.problems_per_step)
-    check_fit(config.model, config.data.max_prompt_tokens, facts)
-    check_processes(config.engine, config.cluster, config.model, facts)
-    match_servers(config.engine, config.cluster)
-    renderer = Renderer.from_checkpoint(model_path, template_options(config.model))
+    start, spec = start or Start(), config.env.resolve()
     with ExitStack() as cleanup:
+        connect_workers(config.cluster, spec, cleanup)
+        build_env = load_env(spec)
+        check_rollout(config.rollout, spec)
+        check_algorithm(config.algorithm)
+        model_path = resolve_model(config.model.model)
+        facts = ModelFacts.load(model_path)
+        if config.trains:
+            check_updates(config.optim, config.rollout.problems_per_step)
+        check_fit(config.model, config.data.max_prompt_tokens, facts)
+        check_processes(config.engine, config.cluster, config.model, facts)
+        match_servers(config.engine, config.cluster)
+        renderer = Renderer.from_checkpoint(model_path, template_options(config.model))
         label = f"{config.env.env}-{'' if config.trains else 'rollouts-'}seed{config.seed}"
         opened = open_run(config, label, cleanup, keeps=lambda: start.failure is not None)
         folder, room = opened.folder, reserve_room(config, cleanup)
@@ -251,13 +252,7 @@ def prepare(config: RunConfig, start: Start | None = None, with_engine: bool = T
         if servers and with_engine and (room is None or room.is_split):
             start.launch(servers)
         with start.clock.stage("the problems"):
-            train, evaluation = load_problems(spec, config.data, config.seed, with_held_out=config.trains)
-            check = check_command(config.env, config.data)
-            tools = probe_tools(spec, build_env, detect_format(renderer.chat_template), train, check)
-            check_held_out(config, evaluation)
-            train, num_overlong = filter_overlong(
-                train, lambda sample: renderer.prompt_length(sample.prompt, tools), config.data.max_prompt_tokens
-            )
+            problems = _load_problems(config, spec, build_env, renderer)
         with start.clock.stage("the learner"):
             sampling = sampling_params(renderer, config.rollout.temperature)
             plan = config if config.trains else plan_to_read(config)
@@ -266,33 +261,49 @@ def prepare(config: RunConfig, start: Start | None = None, with_engine: bool = T
         (folder / ENVIRONMENT).write_text(spec.model_dump_json(indent=1) + "\n", encoding="utf-8")
         with start.clock.stage("the engine's weights"):
             transport = build_transport(config, model_path, facts, renderer, learner, folder, servers)
-        probed = renderer.prompt(train[0].prompt, tools)
-        weight_sync = WeightSync(
-            learner.learner,
-            transport,
-            probed.ids,
-            probed.images,
-            facts.image_token_id,
-            config.engine.probe_tolerance,
-        )
+        probed = renderer.prompt(problems.train[0].prompt, problems.tools)
+        tolerance = config.engine.probe_tolerance
         return LiveContext(
             config=config,
             folder=folder,
             spec=spec,
             build_env=build_env,
-            has_tools=bool(tools),
-            train_samples=train,
-            eval_samples=evaluation,
-            num_overlong=num_overlong,
+            has_tools=bool(problems.tools),
+            train_samples=problems.train,
+            eval_samples=problems.held_out,
+            num_overlong=problems.num_overlong,
             model_path=model_path,
             facts=facts,
             renderer=renderer,
             learner=learner.learner,
-            weight_sync=weight_sync,
+            weight_sync=WeightSync(
+                learner.learner, transport, probed.ids, probed.images, facts.image_token_id, tolerance
+            ),
             checkpoint=opened.checkpoint,
             cleanup=cleanup.pop_all(),
             start=start,
         )
+
+
+@dataclass(frozen=True, eq=False)
+class _Problems:
+    """The problems of a run without those whose prompt is too long, and the environment's tools."""
+
+    train: SampleSource
+    held_out: SampleSource | None
+    num_overlong: int
+    tools: Sequence[dict[str, Any]]
+
+
+def _load_problems(config: RunConfig, spec: EnvSpec, build_env: BuildEnv, renderer: Renderer) -> _Problems:
+    """Load the problems, and try the environment on one of them. Raises `UserError` where they cannot be used."""
+    train, held_out = load_problems(spec, config.data, config.seed, with_held_out=config.trains)
+    check = check_command(config.env, config.data)
+    tools = probe_tools(spec, build_env, detect_format(renderer.chat_template), train, check)
+    check_held_out(config, held_out)
+    longest = config.data.max_prompt_tokens
+    train, num_overlong = filter_overlong(train, lambda sample: renderer.prompt_length(sample.prompt, tools), longest)
+    return _Problems(train, held_out, num_overlong, tools)
 
 
 def plan_to_read(config: RunConfig) -> RunConfig:

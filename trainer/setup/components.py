@@ -100,9 +100,7 @@ def check_learner(cluster: ClusterConfig, model: ModelConfig) -> None:
     if not cluster.num_ranks:
         check_device(device)
         return
-    flag = "--num-gpus" if cluster.num_gpus else "--num-learners"
-    if importlib.util.find_spec("ray") is None:
-        raise UserError(flag, "needs the package ray", cluster.num_ranks, "pip install 'trueturn[cluster]'")
+    check_ray(cluster)
     if cluster.num_learners and device.split(":")[0] != "cpu":
         raise UserError("--device", "must be cpu with --num-learners", device, "give --num-gpus instead")
     if cluster.num_gpus and "device" in model.model_fields_set and device.split(":")[0] != "cuda":
@@ -111,6 +109,13 @@ def check_learner(cluster: ClusterConfig, model: ModelConfig) -> None:
     if cluster.num_gpus > here and not cluster.ray_address:
         fix = f"give {here} or less, or the --ray-address of a cluster" if here else "give --num-learners for CPUs"
         raise UserError("--num-gpus", f"must be at most the {here} GPUs of this host", cluster.num_gpus, fix)
+
+
+def check_ray(cluster: ClusterConfig) -> None:
+    """Raise `UserError` if Ray is not installed."""
+    if importlib.util.find_spec("ray") is None:
+        flag = "--num-gpus" if cluster.num_gpus else "--num-learners"
+        raise UserError(flag, "needs the package ray", cluster.num_ranks, "pip install 'trueturn[cluster]'")
 
 
 def check_updates(optim: OptimConfig, num_groups: int) -> None:
@@ -199,6 +204,19 @@ def learner_device(plan: LearnerPlan) -> torch.device:
     if plan.cluster.num_ranks:
         return torch.device("cuda" if plan.cluster.num_gpus else "cpu")
     return torch.device(plan.model.device)
+
+
+def connect_workers(cluster: ClusterConfig, spec: EnvSpec, cleanup: ExitStack) -> None:
+    """Connect to the run's Ray cluster if environments run on it; without one, the first of them starts one here."""
+    if spec.workers != "ray" or not cluster.num_ranks:
+        return
+    check_ray(cluster)
+    import ray
+
+    from trainer.learner.ray_group import start_ray
+
+    if start_ray(cluster, more_cpus=os.cpu_count() or 1):
+        cleanup.callback(ray.shutdown)
 
 
 def reserve_room(config: RunConfig, cleanup: ExitStack) -> ClusterRoom | None:

@@ -127,7 +127,8 @@ class RayProcess:
     def log(self) -> str:
         """Return where the log is and its end, if the actor still answers."""
         try:
-            return ray.get(self._actor.log.remote(), timeout=ANSWER_S)
+            text: Any = ray.get(self._actor.log.remote(), timeout=ANSWER_S)
+            return text
         except (RayError, GetTimeoutError):
             return "its log is on a node that does not answer"
 

@@ -218,8 +218,10 @@ class ServerPool:
         while True:
             await asyncio.sleep(WATCH_S)
             for server in self.up:
-                if server.process and (how := server.process.ended()):
-                    self.report_lost(server, how)
+                try:
+                    self._has_process(server)
+                except UserError as error:
+                    self.report_lost(server, error.got)
 
     async def close(self) -> None:
         """Stop the servers that we started; a `pick` that waits raises `EngineDown`."""
@@ -251,12 +253,12 @@ class ServerPool:
             if time.monotonic() > deadline:
                 raise self._cannot_start(server, f"no answer in {self.settings.start_timeout_s:g} s")
             await asyncio.sleep(POLL_S)
-        if self.settings.frees_memory and not server.client.frees_memory:
-            note = "keeps its memory while the learner trains: its host lacks the package torch_memory_saver"
-            self.events.append(f"server {server.number} {note}")
         await server.client.read_release()
         if doubt := server.client.release.doubt:
             self.events.append(f"server {server.number}: {doubt}")
+        if self.settings.frees_memory and not server.client.frees_memory:
+            note = "keeps its memory while the learner trains: its host lacks the package torch_memory_saver"
+            self.events.append(f"server {server.number} {note}")
         keeps = self._has_pictures and await server.client.keeps_pictures()
         server.sent_pictures = SentPictures() if keeps else None
 

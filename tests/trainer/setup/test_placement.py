@@ -19,7 +19,7 @@ from agents.rendering.renderer import Renderer
 from agents.types import Completion, GenerateRequest
 from envs.errors import UserError
 from tests.builders import sampling
-from tests.environments import lucky_lengths
+from tests.environments import LUCKY, environment, lucky_lengths, write_rows
 from tests.paths import ROOT
 from tests.prompts import question
 from tests.recordings import lines_of
@@ -36,7 +36,7 @@ from trainer.learner.reservation import wait_for  # noqa: E402
 from trainer.setup.ray_servers import RayLauncher, Shared, shared_place  # noqa: E402
 
 SERVER = (sys.executable, "-m", "tests.agents.engines.sglang_server")
-TIME_S = 120.0
+TIME_S = 240.0
 
 
 @pytest.fixture
@@ -91,6 +91,25 @@ def test_a_run_with_learners_and_servers_on_two_nodes_learns_what_one_process_le
     freed = 2 if placement == "colocate" else 0  # in each step
     assert [log.count("freed kv_cache weights") for log in logs] == [freed] * 2
     assert_same_in_one_process(tmp_path / "runs" / "far", flags)
+
+
+@pytest.mark.slow
+def test_a_run_whose_environments_are_on_a_node_of_the_cluster_is_that_with_local_ones(
+    cluster: Cluster, checkpoint: Path, tmp_path: Path
+) -> None:
+    cluster.add_node(num_cpus=2)
+    data = write_rows(tmp_path / "rows.jsonl", *({"problem": f"Say {n}.", "answer": str(n)} for n in range(4)))
+    small = ["--group-size", "2", "--max-new-tokens", "16", "--problems-per-step", "2", "--steps", "1", "--tracker="]
+    small += ["--data", data, "--eval-size", "0", "--save-every", "0", "--doctor", "off", "--model", str(checkpoint)]
+    rows = []
+    for workers, more in (("local", []), ("ray", ["--num-learners", "1", "--ray-address", cluster.address])):
+        source = LUCKY.format(reward="float(len(text) % 3)")
+        with environment(tmp_path, f"lucky_{workers}", source, isolation="process", workers=workers) as flags:
+            concurrent = ["--max-concurrent", "1"]  # a CPU for the learner, and one for an environment
+            assert run([*flags, *small, *more, *concurrent, "--out", str(tmp_path), "--name", workers]) == 0
+        rows += lines_of(tmp_path / workers / "metrics.jsonl")
+    assert [rows[1][key] for key in ("reward", "num_tokens")] == [rows[0][key] for key in ("reward", "num_tokens")]
+    assert rows[1]["grad_norm"] == pytest.approx(rows[0]["grad_norm"], rel=1e-4)
 
 
 @pytest.mark.slow

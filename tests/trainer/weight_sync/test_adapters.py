@@ -326,7 +326,7 @@ def test_a_server_that_fails_at_its_first_adapter_gets_merged_weights(
 def command_of(engine: SGLangEngine) -> list[str]:
     """Return the command that starts the first server."""
     settings = engine.servers.settings
-    return settings.launch_command(settings.chosen_arguments(0, 30000, Host()))
+    return settings.launch_command(settings.chosen_arguments(settings.place_here(0, 30000, Host()), Host()))
 
 
 def test_layers_that_servers_cannot_adapt_are_known_before_the_start(

@@ -273,6 +273,7 @@ def test_a_server_on_the_learners_gpu_has_no_memory_while_it_trains_and_goes_on_
     async def play() -> Completion:
         try:
             await sync.start()
+            assert not any("keeps its memory" in event for event in engine.servers.events)
             writing = asyncio.create_task(turn())
             while not engine.num_requests:
                 await asyncio.sleep(0.01)
@@ -355,6 +356,45 @@ def test_lent_weights_go_to_every_gpu_of_every_server_and_are_held_until_all_hav
     asyncio.run(play())
     assert not is_open and len(seen) == 2 and seen[0] == seen[1]
     assert all(torch.equal(given[name.removeprefix("backbone.")], w) for name, w in learner.weights().items())
+
+
+@pytest.mark.parametrize(
+    ("nodes", "paths"),
+    [(("a", "b"), ["update_weights_from_tensor", "update_weights_from_disk"]), (("b",), ["update_weights_from_disk"])],
+)
+def test_servers_on_other_nodes_than_the_lender_read_the_folder(
+    nodes: tuple[str, ...], paths: list[str], checkpoint: Path, renderer: Renderer, tmp_path: Path
+) -> None:
+    learner, loans = learner_of(checkpoint, renderer), []
+    engine = SGLangEngine(SGLangSettings(), renderer.image_token_id)
+    engine._idle.set()
+    seen: dict[str, tuple[str, dict[str, Any]]] = {}
+
+    @contextlib.contextmanager
+    def lend() -> Iterator[Loan]:
+        loans.append(Loan(("handles",), 7))
+        yield loans[-1]
+
+    def server(number: int, node: str) -> Server:
+        async def call(path: str, body: dict[str, Any], timeout_s: float | None = None) -> dict[str, Any]:
+            seen[node] = path, body
+            return {"success": True, "message": ""}
+
+        found = Server("http://nowhere", number, is_up=True)
+        found.client = SGLangClient("http://nowhere", None, timeout_s=5)  # type: ignore[arg-type]
+        found.client.node, found.client.call = node, call  # type: ignore[method-assign, assignment]
+        return found
+
+    async def play() -> None:
+        engine.servers.all = [server(number, node) for number, node in enumerate(nodes)]
+        await IpcTransport(learner, engine, tmp_path, lend, node="a").push(version=1)
+
+    asyncio.run(play())
+    assert [seen[node][0] for node in nodes] == paths
+    assert len(loans) == ("a" in nodes)
+    folder = Path(seen["b"][1]["model_path"])
+    loaded = dict(PolicyModel.load(folder).named_parameters())
+    assert all(torch.equal(loaded[name], weight) for name, weight in learner.weights().items())
 
 
 def test_torch_takes_the_device_of_a_handle_where_its_gpu_is_named() -> None:

@@ -237,7 +237,7 @@ def _check_host(need: MemoryNeed, free: FreeMemory) -> Sequence[Verdict]:
 
 def _shared_gpus(config: RunConfig, here: int) -> Counter[int]:
     """Return the number of started servers on each GPU with a learner; `here` is the number of GPUs of this host."""
-    if not _uses_servers(config) or config.engine.engine_url:
+    if not _uses_servers(config) or config.engine.engine_url or config.engine.placement != "auto":
         return Counter()
     learners, tensor_parallel = tuple(range(max(1, config.cluster.num_gpus))), config.engine.tensor_parallel
     first = first_server_gpu(config.engine.first_gpu, learners, here, tensor_parallel)
