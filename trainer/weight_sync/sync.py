@@ -14,7 +14,7 @@ from agents.engines.base import Engine
 from agents.engines.sglang import SGLangEngine
 from agents.types import ProcessedImage
 from trainer.learner.protocol import Learner
-from trainer.weight_sync.transports import Transport
+from trainer.weight_sync.transports import Transfer, Transport
 from trainer.weight_sync.weight_checks import WeightsDiffer
 
 
@@ -99,7 +99,7 @@ class WeightSync:
         if not is_running:
             await self.transport.start()
         if version or is_running:
-            await self.transport.push(version)
+            await self._bring(version)
         return await self.probe()
 
     @property
@@ -121,21 +121,25 @@ class WeightSync:
             SyncError: the probe or a checksum shows other weights.
         """
         started = time.perf_counter()
-        if self.pauses_to_train:
-            await asyncio.to_thread(self.learner.free_memory)
-        await self.engine.pause()
-        try:
-            transfer = await self.transport.push(version)
-        except WeightsDiffer as error:
-            raise SyncError(f"{error}; version {version}, brought by {type(self.transport).__name__}") from error
-        finally:
-            await self.engine.resume()
+        transfer = await self._bring(version)
         push = WeightPush(time.perf_counter() - started, transfer.num_bytes, parts=transfer.parts)
         if self._is_push_probed:
             return push
         push = replace(push, probe=await self.probe())
         self._is_push_probed = True
         return push
+
+    async def _bring(self, version: int) -> Transfer:
+        """Pause the engine, push to it, and let it go on."""
+        if self.pauses_to_train:
+            await asyncio.to_thread(self.learner.free_memory)
+        await self.engine.pause()
+        try:
+            return await self.transport.push(version)
+        except WeightsDiffer as error:
+            raise SyncError(f"{error}; version {version}, brought by {type(self.transport).__name__}") from error
+        finally:
+            await self.engine.resume()
 
     async def probe(self) -> Probe:
         """Score the fixed stream with the learner and with every server; each server must agree with the learner.

@@ -82,7 +82,6 @@ class SGLangEngine:
         self.adapter_name = ""
         self.adapters = AdapterLoader(settings.model_path if settings.urls else "")
         self._aborts: set[asyncio.Task[Any]] = set()
-        self._resumes_after_update = False
         self._in_flight = 0
         self._idle: asyncio.Event = asyncio.Event()
         self._may_write: asyncio.Event = asyncio.Event()
@@ -129,11 +128,10 @@ class SGLangEngine:
         self._may_write.set()
 
     async def free_memory(self) -> None:
-        """Pause, and have servers free their memory for a learner on their GPUs until the next `update` has ended.
+        """Pause, and have servers free their memory for a learner on their GPUs until the next `update`.
 
         Servers that take adapters keep their weights, since nothing brings them again.
         """
-        self._resumes_after_update = not self.is_paused
         await self.pause()
         await self.servers.free_memory((CACHE,) if self.settings.lora_rank else (CACHE, WEIGHTS))
 
@@ -223,14 +221,11 @@ class SGLangEngine:
 
         await asyncio.gather(*(one(server) for server in self.servers.up))
         self.servers.end_freeing()
-        if self._resumes_after_update:
-            self._resumes_after_update = False
-            await self.resume()
 
     def _use(self, version: int, adapter: Adapter | None) -> None:
         """Let weights `version` write: an adapter under a name that no other has, or the weights alone."""
         if self._were_weights_pushed and version <= self.weight_version:
-            self._num_loaded += 1  # the run went back: pictures that the abandoned weights encoded are of no use
+            self.num_loaded += 1  # the run went back: pictures that the abandoned weights encoded are of no use
         self.weight_version, self._were_weights_pushed = version, True
         self._adapter = adapter
         self.adapter_name = f"{self._run}-{version}-{next(self._numbers)}" if adapter else ""
