@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from trainer.types import StepStats
 
 
 def metrics_of(
-    *groups: TrajectoryGroup, max_turns: int = 1, version: int = 0, seconds: float = 1.0, **unused: tuple
+    *groups: TrajectoryGroup, max_turns: int = 1, version: int = 0, seconds: float = 1.0, **unused: Any
 ) -> dict[str, float]:
     return rollout_metrics(StepRollout(groups, **unused, weight_version=version), max_turns, seconds)
 
