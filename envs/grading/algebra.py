@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from envs.errors import UserError
 from envs.grading.algebra_worker import compare, prepare
-from envs.workers.worker import Worker, WorkerDied, WorkerError, WorkerPool, WorkerTimeout
+from envs.workers.worker import AnyWorker, WorkerDied, WorkerError, WorkerPool, WorkerTimeout
 
 #: Processor time of one comparison. With wall time the verdict would depend on the load of the machine.
 ALGEBRA_LIMIT_S = 2.0
@@ -23,7 +23,7 @@ ALGEBRA_MEMORY_BYTES = 2 * 2**30
 START_LIMIT_S = 120.0
 
 _POOL = WorkerPool(max(2, os.cpu_count() or 2))
-_STARTED: weakref.WeakSet[Worker] = weakref.WeakSet()
+_STARTED: weakref.WeakSet[AnyWorker] = weakref.WeakSet()
 
 
 @lru_cache(maxsize=16_384)
@@ -49,7 +49,7 @@ def equal_by_algebra(answer: str, label: str) -> bool:
     return False
 
 
-def _start(worker: Worker) -> None:
+def _start(worker: AnyWorker) -> None:
     """Let a new worker import math-verify, outside the time limit of a comparison."""
     try:
         works = worker.call(prepare, ALGEBRA_MEMORY_BYTES, timeout_s=START_LIMIT_S)

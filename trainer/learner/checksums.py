@@ -73,7 +73,7 @@ def checksum(tensor: Tensor) -> str:
     """Return a tensor's checksum as SGLang's server of the same kind of device gives it: 16 hexadecimal digits."""
     flat = tensor.detach().contiguous().flatten().view(torch.uint8)
     if flat.device.type == "cpu":
-        return hashlib.sha256(flat.numpy()).digest()[:8].hex()
+        return hashlib.sha256(flat.numpy().data).digest()[:8].hex()
     return f"{word_hash(flat):016x}"
 
 

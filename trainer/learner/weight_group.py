@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from agents.engines.sglang.client import LOCAL_HOSTS
 from envs.errors import first_line
@@ -76,11 +76,11 @@ class WeightGroup:
         store = PrefixStore(f"{self.name}/", PrefixStore(self.name, self._store))
         store = PrefixStore("cuda/" if is_nccl else "cpu/", store)
         if not is_nccl:
-            return dist.ProcessGroupGloo(store, 0, self._size, timeout=limit)
+            return dist.ProcessGroupGloo(store, 0, self._size, timeout=limit)  # pyright: ignore[reportReturnType]
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = limit
         with _variables(_UNWATCHED):
-            return dist.ProcessGroupNCCL(store, 0, self._size, options)
+            return dist.ProcessGroupNCCL(store, 0, self._size, options)  # pyright: ignore[reportReturnType]
 
     def send(self, flat: Tensor) -> None:
         """Send a flat tensor to all servers, and wait until it has left. Raises `GroupBroken` if it does not arrive."""

@@ -110,7 +110,7 @@ class RayProcess:
         with self._lock:
             try:
                 if not self._end and ray.wait([self._call], timeout=0)[0]:
-                    answer = ray.get(self._call)
+                    answer: Any = ray.get(self._call)
                     if self.url:
                         self._end = answer
                     else:

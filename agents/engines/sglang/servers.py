@@ -221,7 +221,7 @@ class ServerPool:
                 try:
                     self._has_process(server)
                 except UserError as error:
-                    self.report_lost(server, error.got)
+                    self.report_lost(server, str(error.got))
 
     async def close(self) -> None:
         """Stop the servers that we started; a `pick` that waits raises `EngineDown`."""

@@ -67,7 +67,7 @@ def keep_patches(key: str, patches_PD: torch.Tensor, grid_thw: Grid) -> PatchesA
     os.ftruncate(fd, address.num_bytes)
     with mmap.mmap(fd, address.num_bytes) as memory:
         memory[: len(key)] = key.encode()
-        memory[HEADER:] = memoryview(patches_PD.view(torch.uint8).numpy()).cast("B")
+        memory[HEADER:] = patches_PD.view(torch.uint8).numpy().data.cast("B")
     return address
 
 
