@@ -71,7 +71,7 @@ class PlanConfig(Section):
 
 def run(argv: Sequence[str] | None = None) -> int:
     """Parse the flags, and print the plan."""
-    description = "Plan a run: what fits, how fast it is, and what limits it."
+    description = "Compute how fast a run is on any number of GPUs, and what limits it."
     config = parse(PlanConfig, argv, "python -m trainer.plan", description)
     # Imported late, so that --help and a mistyped flag answer at once.
     from trainer.preflight.planner.hardware import Hardware
