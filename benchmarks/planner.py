@@ -68,10 +68,9 @@ def compare_run(folder: Path, hardware: Hardware) -> list[Compared]:
     shape = ModelShape.of(network.config, count_values(network.parameters()))
     costs = Costs(shape, hardware, 2 if config.model.dtype == "bfloat16" else 4)
     rollout = config.rollout
-    staleness = rollout.max_staleness if getattr(rollout, "partial", True) else 0
     embedded = not config.engine.starts_servers(config.cluster.num_gpus) and not config.engine.engine_url
     at_once = min(rollout.max_batch, rollout.max_concurrent) if embedded else rollout.max_concurrent
-    schedule = Schedule(rollout.problems_per_step, rollout.group_size, staleness, at_once, len(rows))
+    schedule = Schedule(rollout.problems_per_step, rollout.group_size, rollout.max_staleness, at_once, len(rows))
     forecast = simulate(
         costs, layout_of(config, costs, embedded), schedule, Recorded.read(folder).groups(rollout.group_size, 0)
     )
@@ -90,7 +89,7 @@ def compare_run(folder: Path, hardware: Hardware) -> list[Compared]:
     whole = [sum(row[name] for name in ("rollout_s", "train_s", "sync_s")) for row in measured]
     found.append(both("step, s", [s.ended - s.began for s in steps], whole))
     for side in ("learner", "servers"):
-        if theirs := [row[name] for row in measured if (name := f"idle/{side}_frac") in row]:
+        if theirs := [row[name] for row in measured if (name := f"idle/{side}_time_frac") in row]:
             found.append(Compared(folder.name, f"idle {side}", 1 - forecast.busy[side], sum(theirs) / len(theirs)))
     counted = sum(len(group.episodes) for step in steps for group in step.groups)
     rate = counted / sum(step.ended - step.began for step in steps)
@@ -103,8 +102,7 @@ def layout_of(config: RunConfig, costs: Costs, embedded: bool) -> Layout:
     cluster, engine, learner = config.cluster, config.engine, config.learner
     ranks = max(1, cluster.num_ranks)
     reshards = learner.reshard == "always" or (learner.reshard == "auto" and ranks > 1)
-    sides = getattr(engine, "placement", "auto")
-    shared = embedded or sides == "colocate"
+    shared = embedded or engine.placement == "colocate"
     per_gpu = engine.mem_fraction * costs.hardware.memory_gib * GIB
     weights = costs.value_bytes * costs.shape.parameters / engine.tensor_parallel
     cache = (per_gpu - weights) * min(engine.tensor_parallel, costs.shape.kv_heads)

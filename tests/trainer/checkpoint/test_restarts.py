@@ -145,7 +145,7 @@ def test_a_lost_node_is_replaced_by_another_or_named_where_there_is_none(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer.checkpoint.restarts.WAITS_S", (0.0, 0.5))
-    monkeypatch.setattr("trainer.learner.ray_group.PLACE_S", 10.0)
+    monkeypatch.setattr("trainer.learner.reservation.PLACE_S", 10.0)
     nodes = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     others = {node.node_id: node for node in (nodes.add_node(num_cpus=1), nodes.add_node(num_cpus=1))}
 

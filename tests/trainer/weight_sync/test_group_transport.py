@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from agents.engines.sglang import SGLangEngine, SGLangSettings
+from agents.engines.sglang.process import LocalProcess
 from agents.rendering.renderer import Renderer
 from envs.errors import UserError
 from tests.agents.engines.sglang_server import digests
@@ -118,9 +119,9 @@ def test_a_server_that_dies_between_pushes_is_left_out_and_joins_again(
     async def play(sync: WeightSync, engine: SGLangEngine) -> None:
         await sync.start()
         process = engine.servers.all[0].process
-        assert process is not None
-        process.kill()
-        process.wait()
+        assert isinstance(process, LocalProcess)
+        process.popen.kill()
+        process.popen.wait()
         move(learner)
         push = await sync.push(1)
         assert push.num_bytes and push.seconds < 15
