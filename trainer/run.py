@@ -146,11 +146,18 @@ async def restarting(
 ) -> tuple[TrainingSession, dict[str, Any]]:
     """Run the loop to its end, over losses of the learner; engine and servers last from one start to the next."""
     from trainer.checkpoint.restarts import run_restarting
+    from trainer.learner.protocol import LearnerLost
     from trainer.loop import run_training
 
-    restarts = context.config.checkpoint.max_restarts
+    async def training(now: RunContext) -> tuple[TrainingSession, dict[str, Any]]:
+        try:
+            return await run_training(now, rollouts, display)
+        except LearnerLost:
+            await now.weight_sync.begin_training()  # the new ranks load their weights where servers had memory
+            raise
+
     try:
-        return await run_restarting(context, lambda now: run_training(now, rollouts, display), restarts)
+        return await run_restarting(context, training, context.config.checkpoint.max_restarts)
     finally:
         await rollouts.close()
 

@@ -201,6 +201,8 @@ class ServerPool:
         await asyncio.gather(*(self._free(server, tuple(kinds)) for server in self.up))
 
     async def _free(self, server: Server, kinds: tuple[str, ...]) -> None:
+        if server.freed == kinds:
+            return
         server.freed = kinds
         try:
             await server.client.free_memory(kinds)

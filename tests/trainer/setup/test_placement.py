@@ -23,6 +23,7 @@ from tests.environments import LUCKY, environment, lucky_lengths, write_rows
 from tests.paths import ROOT
 from tests.prompts import question
 from tests.recordings import lines_of
+from tests.trainer.checkpoint.learner_drill import fault_at, signal_rank
 from trainer.config.rollout import ServersConfig
 from trainer.run import run
 from trainer.setup.servers import check_server, place_servers
@@ -64,7 +65,7 @@ def flags(checkpoint: Path, tmp_path: Path) -> Iterator[list[str]]:
         yield [*flags, *small, "--model", str(checkpoint), "--out", str(tmp_path / "runs")]
 
 
-def assert_same_in_one_process(folder: Path, flags: list[str]) -> None:
+def assert_same_in_one_process(folder: Path, flags: list[str], max_staleness: int) -> None:
     """Learn from a run's recording in this process, and compare the metrics of every step."""
     assert run([*flags, "--replay-rollouts", str(folder), "--name", f"{folder.name}-again", "--engine", "auto"]) == 0
     played, again = (lines_of(each / "metrics.jsonl") for each in (folder, folder.with_name(f"{folder.name}-again")))
@@ -72,25 +73,42 @@ def assert_same_in_one_process(folder: Path, flags: list[str]) -> None:
     for ours, theirs in zip(played, again, strict=True):
         for key in ("reward", "num_tokens", "loss", "grad_norm", "entropy"):
             assert theirs[key] == pytest.approx(ours[key], rel=1e-4), key
-        assert ours["rollout_train_kl"] < 1e-7  # the servers had the weights
+        assert ours["staleness/max"] <= max_staleness
+        if not ours["staleness/max"]:
+            assert ours["rollout_train_kl"] < 1e-7  # the servers had the weights
 
 
 # A server beside the two learners on the first node, one on the other. Then both servers on the learners' CPUs.
 @pytest.mark.slow
+@pytest.mark.parametrize("max_staleness", [0, 1])
 @pytest.mark.parametrize("placement", ["split", "colocate"])
 def test_a_run_with_learners_and_servers_on_two_nodes_learns_what_one_process_learns(
-    placement: str, cluster: Cluster, flags: list[str], tmp_path: Path
+    placement: str, max_staleness: int, cluster: Cluster, flags: list[str], tmp_path: Path
 ) -> None:
     cluster.add_node(num_cpus=3 if placement == "split" else 1)
     cluster.add_node(num_cpus=1)
     far = ["--num-servers", "2", "--num-learners", "2", "--ray-address", cluster.address, "--placement", placement]
-    far += ["--engine-args=--enable-memory-saver"]
+    far += ["--engine-args=--enable-memory-saver", "--max-staleness", str(max_staleness)]
     assert run([*flags, "--engine", "sglang", "--name", "far", *far]) == 0
     logs = [file.read_text() for file in sorted((tmp_path / "runs/far/servers").glob("sglang-*.log"))]
     assert len(logs) == 2 and all("--host 127.0.0.1" not in log for log in logs)
     freed = 2 if placement == "colocate" else 0  # in each step
     assert [log.count("freed kv_cache weights") for log in logs] == [freed] * 2
-    assert_same_in_one_process(tmp_path / "runs" / "far", flags)
+    assert_same_in_one_process(tmp_path / "runs" / "far", flags, max_staleness)
+
+
+@pytest.mark.slow
+def test_servers_free_their_memory_for_a_learner_that_starts_again(
+    cluster: Cluster, flags: list[str], tmp_path: Path
+) -> None:
+    cluster.add_node(num_cpus=2)
+    far = ["--num-servers", "1", "--num-learners", "2", "--ray-address", cluster.address, "--placement", "colocate"]
+    far += ["--engine", "sglang", "--engine-args=--enable-memory-saver", "--name", "far"]
+    with fault_at("rollout", 2, signal_rank(1)):
+        assert run([*flags, *far]) == 0
+    assert [row["step"] for row in lines_of(tmp_path / "runs/far/metrics.jsonl")] == [1, 2]
+    log = (tmp_path / "runs/far/servers/sglang-0.log").read_text()
+    assert log.count("freed kv_cache weights") == 4  # for step 1, the new ranks, and both steps again
 
 
 @pytest.mark.slow
