@@ -389,14 +389,21 @@ def test_a_synchronous_manager_plays_nothing_between_two_steps(renderer: Rendere
     finish(story())
 
 
-def ahead(manager: RolloutManager, engine: PacedEngine, *nums: int, learn_s: float = 0.05) -> list[StepRollout]:
-    """Collect steps of so many groups; between two steps the learner takes `learn_s`, and the weights change."""
+def ahead(
+    manager: RolloutManager, engine: PacedEngine, *nums: int, learn_s: float = 0.05, until_idle: bool = False
+) -> list[StepRollout]:
+    """Collect steps of so many groups; between two steps the learner takes `learn_s`, and the weights change.
+
+    With `until_idle` it takes as long as episodes run.
+    """
 
     async def story() -> list[StepRollout]:
         rollouts = []
         for num in nums:
             rollouts.append(replace(await manager.collect(num), weight_version=engine.weight_version))
             await asyncio.sleep(learn_s)
+            while until_idle and manager._running:
+                await asyncio.sleep(0.005)
             engine.weight_version += 1
         return [*rollouts, StepRollout((), aborted=await manager.close())]
 
@@ -413,7 +420,7 @@ def ages(rollout: StepRollout) -> set[int]:
 
 def test_episodes_of_the_next_steps_are_played_while_the_learner_learns(renderer: Renderer) -> None:
     engine = PacedEngine(renderer, wait=lambda *_: asyncio.sleep(0.01))
-    *steps, _ = ahead(manager_of(renderer, engine, max_staleness=2), engine, 2, 2, 2, 2, 2, learn_s=0.3)
+    *steps, _ = ahead(manager_of(renderer, engine, max_staleness=2), engine, 2, 2, 2, 2, 2, until_idle=True)
     assert [numbers(r.groups) for r in steps] == [[2 * i, 2 * i + 1] for i in range(5)]
     assert [ages(r) for r in steps] == [{0}, {1}, {2}, {2}, {2}]
     assert not any(r.aborted or r.surplus or r.filtered or r.shortfall for r in steps)
@@ -474,7 +481,7 @@ def test_a_group_whose_episode_is_too_slow_is_aborted_before_its_tokens_are_too_
 def test_a_step_waits_for_its_first_groups_until_its_time_is_up(renderer: Renderer) -> None:
     """Without `stop_early` no group is preferred because it is quick: problem 0 holds up the step, up to its limit."""
     engine = PacedEngine(renderer, wait=hang(0))
-    manager = manager_of(renderer, engine, max_staleness=1, max_rollout_s=0.3)
+    manager = manager_of(renderer, engine, max_staleness=1, max_rollout_s=1.0)
     first, second, third, _ = ahead(manager, engine, 1, 1, 1)
     assert (numbers(first.groups), numbers(second.groups)) == ([1], [2])
     assert (numbers(third.aborted), numbers(third.groups)) == ([0], [3])
@@ -500,7 +507,7 @@ def test_groups_ahead_are_no_more_than_steps_may_still_take(renderer: Renderer) 
 def test_a_group_of_equal_rewards_is_replaced_while_the_learner_learns(renderer: Renderer) -> None:
     engine = PacedEngine(renderer, every_third_equal)
     manager = manager_of(renderer, engine, max_staleness=1, filter_equal=True)
-    first, second, third, _ = ahead(manager, engine, 2, 2, 2)
+    first, second, third, _ = ahead(manager, engine, 2, 2, 2, until_idle=True)
     assert [numbers(r.groups) for r in (first, second, third)] == [[1, 2], [4, 5], [7, 8]]
     assert (second.queue, third.queue) == (Queue(2, 0), Queue(2, 0))
 

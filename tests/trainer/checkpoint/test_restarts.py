@@ -96,7 +96,7 @@ def test_a_run_whose_rank_is_killed_ends_as_one_that_lost_none(
 def test_a_rank_that_hangs_is_replaced(flags: list[str], unbroken: Path, tmp_path: Path) -> None:
     with fault_at("update, early", 3, signal_rank(1, signal.SIGSTOP)) as drill:
         assert run([*flags, "--learner-timeout-s", "4", "--out", str(tmp_path), "--name", "run"]) == 0
-    assert 4 < drill.seconds < 60
+    assert 4 < drill.seconds < 200
     assert_same_run(tmp_path / "run", unbroken)
 
 
@@ -135,7 +135,7 @@ def test_ctrl_c_ends_a_restart(
     monkeypatch.setattr(LearnerGroup, "restart", interrupted)
     with fault_at("push", 1, signal_rank(0)):
         assert run([*flags, "--out", str(tmp_path), "--name", "run"]) == 130
-    assert time.monotonic() - began[0] < 10
+    assert time.monotonic() - began[0] < 40
     (error,) = capsys.readouterr().err.strip().splitlines()
     assert "interrupted before it could go on; resume with: python -m trainer.run" in error
 

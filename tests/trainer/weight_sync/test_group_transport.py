@@ -124,7 +124,7 @@ def test_a_server_that_dies_between_pushes_is_left_out_and_joins_again(
         process.popen.wait()
         move(learner)
         push = await sync.push(1)
-        assert push.num_bytes and push.seconds < 15
+        assert push.num_bytes and push.seconds < 60
         await back(engine)
         assert await served(engine) == [digests(learner.weights())] * 2
         assert not any("over disk" in event for event in engine.servers.events)
@@ -153,7 +153,7 @@ def test_a_server_that_dies_or_hangs_in_a_push_breaks_the_group_and_all_have_the
         await first.call("misbehave", {"path": "update_weights_from_distributed", "faults": ["", fault]})
         move(learner)
         push = await sync.push(1)
-        assert push.seconds < 15 and 0 < push.num_bytes < sum(weight.nbytes for weight in learner.weights().values())
+        assert push.seconds < 60 and 0 < push.num_bytes < sum(weight.nbytes for weight in learner.weights().values())
         assert any("go over disk to servers that were lost" in event for event in engine.servers.events)
         await back(engine)
         assert await served(engine) == [digests(learner.weights())] * 2
