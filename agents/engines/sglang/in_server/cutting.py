@@ -7,7 +7,7 @@ values by patch. `PatchCutter.learn` reads both off the processor itself, and pr
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -62,18 +62,16 @@ class PatchCutter:
         """Return the cutter that gives these patches; None where a value depends on more than level and channel."""
         bits = np.dtype(f"u{patches.dtype.itemsize}")
         wanted = patches.contiguous().view(torch.uint8).numpy().view(bits)
-        own_levels = cls(
-            np.tile(np.arange(LEVELS, dtype=bits), (CHANNELS, 1)), patches.dtype, patch_size, merge_size, frames
-        )
-        levels = own_levels._bits_of(probe).reshape(-1, CHANNELS, frames * patch_size**2)
-        if wanted.size != levels.size:
+        values = np.tile(np.arange(LEVELS, dtype=bits), (CHANNELS, 1))  # each level is its own value
+        unchanged = cls(values, patches.dtype, patch_size, merge_size, frames)
+        levels = unchanged._bits_of(probe)
+        if wanted.shape != levels.shape:
             return None
-        values = np.zeros((CHANNELS, LEVELS), bits)
-        for channel, (seen, value) in enumerate(
-            zip(levels.swapaxes(0, 1), wanted.reshape(levels.shape).swapaxes(0, 1), strict=True)
-        ):
-            values[channel, seen] = value
-        cutter = cls(values, patches.dtype, patch_size, merge_size, frames)
+        learnt = np.zeros_like(values)
+        seen_PCN, wanted_PCN = (values_PN.reshape(len(wanted), CHANNELS, -1) for values_PN in (levels, wanted))
+        for channel in range(CHANNELS):
+            learnt[channel, seen_PCN[:, channel]] = wanted_PCN[:, channel]
+        cutter = replace(unchanged, values=learnt)
         return cutter if np.array_equal(cutter._bits_of(probe), wanted) else None
 
     def cut(self, picture: Image.Image) -> tuple[torch.Tensor, Grid]:
