@@ -16,6 +16,7 @@ from pydantic import Field
 
 from envs.config.cli import exit_code, parse
 from envs.config.settings import Section
+from envs.errors import UserError
 from trainer.preflight.qwen3_vl import QWEN3_VL
 
 
@@ -52,7 +53,7 @@ class WorkloadConfig(Section):
     like: Path | None = Field(default=None, description="run folder whose recorded episodes to take, in place of means")
     prompt_tokens: int = Field(default=400, ge=1, description="text tokens of a prompt")
     image_tokens: int = Field(default=256, ge=0, description="tokens of the prompt's pictures")
-    turns: float = Field(default=3.0, ge=1, description="model turns of an episode")
+    turns: float = Field(default=3.0, ge=1, le=1000, description="model turns of an episode")
     turn_tokens: int = Field(default=300, ge=1, description="tokens that the model writes in a turn")
     observation_tokens: int = Field(default=60, ge=0, description="tokens of the environment's answer to a turn")
     tool_s: float = Field(default=0.1, ge=0, description="seconds of the environment in a turn")
@@ -84,6 +85,9 @@ def run(argv: Sequence[str] | None = None) -> int:
     if machine.calibrate is not None:
         from trainer.preflight.planner.calibrate import calibrate
 
+        if not machine.calibrate.absolute().parent.is_dir():  # before minutes of measuring
+            rule, fix = "must be a file in a folder that exists", "make the folder"
+            raise UserError("--calibrate", rule, str(machine.calibrate), fix)
         hardware = calibrate(machine.model, machine.engine_url)
         hardware.write(machine.calibrate)
         print(f"measured {hardware.name}; constants in {machine.calibrate}", *hardware.notes(), sep="\n")

@@ -251,6 +251,11 @@ def test_what_does_not_fit_says_by_how_much_and_what_does(capsys: pytest.Capture
     assert isinstance(whole, Layout)  # 58 GiB of weights beside a 64th of the state
 
 
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--calibrate: must be a file in a folder that exists"):
+        run(["--calibrate", str(tmp_path / "nowhere" / "constants.json")])
+
+
 def test_every_flag_of_a_plan_is_one_of_the_run() -> None:
     assert set(layout().flags()) <= {path[-1] for path, _ in leaves(RunConfig)}
 
