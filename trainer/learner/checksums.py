@@ -50,8 +50,7 @@ def checksums(weights: Iterable[tuple[str, Tensor]], cuts: Sequence[Cut]) -> dic
 def _checksums(weights: Iterable[tuple[str, Tensor]], cuts: Sequence[Cut]) -> Iterator[tuple[Cut, str]]:
     by_name: dict[str, list[Cut]] = {}
     for cut in cuts:
-        by_name.setdefault(cut.names[0], []).append(cut)
-        for name in cut.names[1:]:
+        for name in cut.names:
             by_name.setdefault(name, []).append(cut)
     uses = Counter(name for cut in cuts for name in cut.names)
     held: dict[str, Tensor] = {}
