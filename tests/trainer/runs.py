@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -73,3 +74,15 @@ def state_of(folder: Path, step: int) -> dict[str, Tensor]:
     state = {name: torch.zeros(m.size, dtype=m.properties.dtype) for name, m in found.items() if hasattr(m, "size")}
     dcp.load(state, storage_reader=reader, no_dist=True)
     return state
+
+
+def assert_equal_runs(folder: Path, other: Path, num_steps: int, *summarized: str) -> None:
+    """Compare metrics, episodes and every tensor of two whole runs, and these parts of their summaries."""
+    assert metrics_of(folder) == metrics_of(other)
+    assert [row["step"] for row in metrics_of(folder)] == list(range(1, num_steps + 1))
+    assert episodes_of(folder) == episodes_of(other)
+    ours, theirs = state_of(folder, num_steps), state_of(other, num_steps)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    summaries = [json.loads((path / "summary.json").read_text()) for path in (folder, other)]
+    for name in summarized:
+        assert summaries[0][name] == summaries[1][name], name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import signal
@@ -21,7 +20,7 @@ import trueturn as tt
 from tests.environments import lucky_lengths
 from tests.recordings import episodes_in, lines_of
 from tests.servers import serving
-from tests.trainer.runs import episodes_of, metrics_of, num_members, state_of
+from tests.trainer.runs import assert_equal_runs, metrics_of, num_members, state_of
 from trainer.checkpoint.checkpointer import Checkpoint
 from trainer.checkpoint.restarts import RunLost, run_restarting, why_give_up
 from trainer.checkpoint.session import RunFailed
@@ -68,14 +67,7 @@ def unbroken(flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 def assert_same_run(folder: Path, other: Path) -> None:
-    assert metrics_of(folder) == metrics_of(other)
-    assert [row["step"] for row in metrics_of(folder)] == list(range(1, STEPS + 1))
-    assert episodes_of(folder) == episodes_of(other)
-    ours, theirs = state_of(folder, STEPS), state_of(other, STEPS)
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    summaries = [json.loads((path / "summary.json").read_text()) for path in (folder, other)]
-    for name in ("steps_done", "end_reasons", "max_rollout_train_kl", "checkpoints_failed"):
-        assert summaries[0][name] == summaries[1][name], name
+    assert_equal_runs(folder, other, STEPS, "steps_done", "end_reasons", "max_rollout_train_kl", "checkpoints_failed")
 
 
 # The benchmark tries all moments.

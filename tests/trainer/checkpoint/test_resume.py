@@ -23,7 +23,7 @@ from tests.environments import lucky_geometry
 from tests.processes import Command
 from tests.recordings import episodes_in, lines_of
 from tests.trainer.checkpoint.test_checkpointer import largest_file
-from tests.trainer.runs import episodes_of, metrics_of, num_lines, num_members, state_of
+from tests.trainer.runs import assert_equal_runs, episodes_of, metrics_of, num_lines, num_members, state_of
 from tests.trainer.test_run import SMALL, train
 from trainer.checkpoint.checkpointer import found_steps
 from trainer.checkpoint.model_card import CARD
@@ -61,14 +61,9 @@ def go_on(folder: Path, *argv: str) -> dict[str, Any]:
 
 
 def assert_same_run(folder: Path, other: Path) -> None:
-    assert metrics_of(folder) == metrics_of(other)
-    assert [row["step"] for row in metrics_of(folder)] == list(range(1, STEPS + 1))
-    assert episodes_of(folder) == episodes_of(other)
-    ours, theirs = state_of(folder, STEPS), state_of(other, STEPS)
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    summaries = [json.loads((path / "summary.json").read_text()) for path in (folder, other)]
-    for name in ("steps_done", "accuracy_before", "accuracy_after", "end_reasons", "evaluation_before"):
-        assert summaries[0][name] == summaries[1][name], name
+    assert_equal_runs(
+        folder, other, STEPS, "steps_done", "accuracy_before", "accuracy_after", "end_reasons", "evaluation_before"
+    )
 
 
 def kill_after(checkpoint: Path, often: list[str], folder: Path, step: int) -> None:
