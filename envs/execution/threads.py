@@ -1,4 +1,4 @@
-"""Runs calls that may never return on threads, and lets an event loop wait for them with a time limit.
+"""Runs calls that may never return on threads, and lets an event loop, or a thread, wait for them with a time limit.
 
 Two threads serve quick calls, which is several times faster than one thread per call. If calls wait because the threads
 are blocked, more threads start until no call waits. All threads are daemons, so one that hangs does not keep the
@@ -14,6 +14,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -118,6 +119,41 @@ class DaemonThreads:
                     more = min(len(self._waiting), max(1, 3 * num_working))
                     self._num_allowed = num_working + more
                     self._wake(more)
+
+
+class DaemonThread:
+    """One thread that makes the calls it is given, in order. Whoever waits for one that hangs may give up.
+
+    Example::
+
+        thread = DaemonThread("tracker")
+        answer = thread.begin(work)        # `work` takes nothing
+        wait([answer], 120.0).done         # empty if it hangs; calls after it hang too
+        thread.end()
+    """
+
+    def __init__(self, name: str) -> None:
+        self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
+        threading.Thread(target=self._serve, daemon=True, name=name).start()
+
+    def begin(self, work: Callable[[], R]) -> Future[R]:
+        """Schedule `work`, and return at once what will hold its value or its error."""
+        answer: Future[R] = Future()
+        self._calls.put((work, answer))
+        return answer
+
+    def end(self) -> None:
+        """End the thread after the calls that were begun."""
+        self._calls.put(None)
+
+    def _serve(self) -> None:
+        while (call := self._calls.get()) is not None:
+            work, answer = call
+            try:
+                answer.set_result(work())
+            except BaseException as error:  # passed to whoever waits
+                answer.set_exception(error)
+            del call, work, answer  # release what they hold while the thread waits
 
 
 _THREADS = DaemonThreads()

@@ -11,7 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from datetime import timedelta
 from threading import Thread
 from typing import TypeVar
@@ -23,6 +23,7 @@ from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPri
 
 from agents.engines.sglang.client import LOCAL_HOSTS
 from envs.errors import first_line
+from envs.execution.threads import DaemonThread
 
 T = TypeVar("T")
 
@@ -60,6 +61,7 @@ class WeightGroup:
         # A connection of its own to look for the end: a store that waits for a key answers nothing else.
         self._ends = TCPStore("127.0.0.1", self.port, is_master=False, timeout=limit, wait_for_workers=False)
         self._members: dist.ProcessGroup | None = None
+        self._thread = DaemonThread("weights")
 
     @property
     def port(self) -> int:
@@ -99,17 +101,13 @@ class WeightGroup:
 
     def _within(self, limit_s: float, what: str, call: Callable[[], T]) -> T:
         """Return what a call returns. One that takes too long or is cancelled is left behind in its thread."""
-        result: Future[T] = Future()
 
-        def run() -> None:
-            try:
-                if self.device.type == "cuda":
-                    torch.cuda.set_device(self.device)
-                result.set_result(call())
-            except BaseException as error:
-                result.set_exception(error)
+        def run() -> T:
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)
+            return call()
 
-        Thread(target=run, daemon=True).start()
+        result = self._thread.begin(run)
         deadline, fault = time.monotonic() + limit_s, ""
         while not fault and not wait([result], POLL_S).done:
             if self._ends.check([_CANCELLED]):
@@ -137,6 +135,7 @@ class WeightGroup:
     def close(self) -> None:
         """Leave the group."""
         self._abort()
+        self._thread.end()
 
 
 def cancel(host: str, port: int) -> None:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import os
 import resource
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from agents.recording.run_files import METRICS
@@ -23,13 +21,11 @@ from agents.rollout.groups import StepRollout
 from agents.types import Trajectory, Turn
 from envs.contract import TOOL_FAULT
 from envs.errors import UserError, first_line
+from trainer.algorithms.policy_loss import k3_kl
 from trainer.metrics.trackers import TrackedRun, Tracker, open_trackers
 from trainer.types import StepStats
 
 logger = logging.getLogger(__name__)
-
-#: The longest wait for a tracker that writes a row, or sends what is left.
-TRACKER_S = 120.0
 
 
 def rollout_metrics(rollout: StepRollout, max_turns: int, seconds: float) -> dict[str, float]:
@@ -144,8 +140,9 @@ def kl_by_staleness(rollout: StepRollout, stats: StepStats) -> dict[str, float]:
     if not any(age_N.any() for age_N in ages):
         return {}
     age_N = np.concatenate(ages)
-    gap_N = np.concatenate([stats.logprobs[t.key] - t.logprobs_T[t.mask_T.astype(bool)] for t in trained])
-    kl_N = np.expm1(gap_N.astype(np.float64)) - gap_N
+    ours_N = np.concatenate([stats.logprobs[t.key] for t in trained])
+    theirs_N = np.concatenate([t.logprobs_T[t.mask_T.astype(bool)] for t in trained])
+    kl_N = k3_kl(torch.from_numpy(ours_N), torch.from_numpy(theirs_N)).numpy()
     return {f"rollout_train_kl/staleness_{age}": float(kl_N[age_N == age].mean()) for age in np.unique(age_N)}
 
 
@@ -180,8 +177,8 @@ class MetricsLog:
     """Writes the metrics of every step to `metrics.jsonl` and to all trackers.
 
     For a resumed run, the file already holds the rows of `steps_done` steps, and trackers continue from there. What is
-    known only later, such as an evaluation of the step's weights, is added to the row. A tracker that fails, or hangs
-    for `TRACKER_S`, is logged once and dropped: the file has everything.
+    known only later, such as an evaluation of the step's weights, is added to the row. A tracker that fails or
+    hangs is logged once and dropped: the file has everything.
 
     Example::
 
@@ -247,29 +244,11 @@ class MetricsLog:
         """Call an action on every tracker; drop trackers that fail."""
         for name, tracker in list(self._trackers.items()):
             try:
-                _within(TRACKER_S, functools.partial(action, tracker))
+                action(tracker)
             except Exception as error:  # of a library, such as no network; a run must not end because of it
                 del self._trackers[name]
                 reason = f"{type(error).__name__}: {error}"
                 logger.warning(f"{name} failed and gets no more numbers, {self.path.name} has them: {reason:.300}")
-
-
-def _within(limit_s: float, work: Callable[[], object]) -> None:
-    """Call `work` on a thread that may hang; raise what it raises, or `TimeoutError` once the limit is over."""
-    done: Future[None] = Future()
-
-    def call() -> None:
-        try:
-            work()
-        except BaseException as error:
-            done.set_exception(error)
-        else:
-            done.set_result(None)
-
-    threading.Thread(target=call, name="tracker", daemon=True).start()
-    if not wait([done], limit_s).done:
-        raise TimeoutError(f"no answer for {limit_s:g} s")
-    done.result()
 
 
 def peak_memory_gib() -> float:

@@ -9,19 +9,25 @@ of your own, `--tracker my.py:MyTracker`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import json
 import netrc
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from envs.errors import UserError
+from envs.execution.threads import DaemonThread
 from trainer.config.run import TRACKER
+
+#: The longest wait for a tracker that writes a row, or sends what is left.
+TRACKER_S = 120.0
 
 
 class Tracker(Protocol):
@@ -129,6 +135,34 @@ class Trackio:
             self._run.finish()
 
 
+class OwnThread:
+    """A tracker that is opened, called and closed on one thread of its own: libraries keep state by thread, and hang.
+
+    Raises:
+        TimeoutError: a call took longer than `TRACKER_S`.
+    """
+
+    def __init__(self, opener: Callable[[], Tracker]) -> None:
+        """Open the tracker; raises what `opener` raises."""
+        self._thread = DaemonThread("tracker")
+        self._tracker = self._thread.begin(opener).result()
+
+    def write(self, step: int, row: Mapping[str, float]) -> None:
+        """Add the row of a step."""
+        self._wait_for(lambda: self._tracker.write(step, row))
+
+    def close(self) -> None:
+        """Send or write what is left."""
+        self._wait_for(self._tracker.close)
+        self._thread.end()
+
+    def _wait_for(self, work: Callable[[], None]) -> None:
+        done = self._thread.begin(work)
+        if not wait([done], TRACKER_S).done:
+            raise TimeoutError(f"no answer for {TRACKER_S:g} s")
+        done.result()
+
+
 OPENERS: dict[str, Callable[[TrackedRun], Tracker]] = {
     "tensorboard": TensorBoard,
     "wandb": Wandb,
@@ -163,7 +197,7 @@ def open_trackers(names: Sequence[str], run: TrackedRun) -> dict[str, Tracker]:
         for name in dict.fromkeys(names):
             opener = OPENERS.get(name) or TRACKER.load("--tracker", name)
             with _as_user_error(name):
-                trackers[name] = opener(run)
+                trackers[name] = OwnThread(functools.partial(opener, run))
             opened.callback(trackers[name].close)
         opened.pop_all()
     return trackers

@@ -104,7 +104,7 @@ class Hanging(Broken):
 def test_a_tracker_that_hangs_is_reported_once_and_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("trainer.metrics.log.TRACKER_S", 0.1)
+    monkeypatch.setattr(trackers, "TRACKER_S", 0.1)
     monkeypatch.setitem(trackers.OPENERS, "tensorboard", Hanging)
     log = MetricsLog(tmp_path, CONFIG, ("tensorboard",))
     for step in (1, 2):
@@ -112,6 +112,31 @@ def test_a_tracker_that_hangs_is_reported_once_and_dropped(
     log.close()
     (said,) = caplog.messages
     assert said.startswith("tensorboard failed and gets no more numbers") and said.endswith("no answer for 0.1 s")
+
+
+def test_a_tracker_is_opened_called_and_closed_on_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+
+    class Local:
+        """Keeps state by thread, as a connection of sqlite3 does."""
+
+        def __init__(self, run: TrackedRun) -> None:
+            threads.append(threading.current_thread())
+
+        def write(self, step: int, row: Mapping[str, float]) -> None:
+            threads.append(threading.current_thread())
+
+        def close(self) -> None:
+            threads.append(threading.current_thread())
+
+    monkeypatch.setitem(trackers.OPENERS, "tensorboard", Local)
+    log = MetricsLog(tmp_path, CONFIG, ("tensorboard",))
+    for step in (1, 2):
+        log.write(step, {"reward": 0.5})
+    log.close()
+    assert len(threads) == 4 and len(set(threads)) == 1
+    threads[0].join(10)
+    assert not threads[0].is_alive()
 
 
 def test_a_tracker_that_fails_at_its_end_does_not_end_the_run(
