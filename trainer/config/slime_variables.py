@@ -26,7 +26,10 @@ def _num_gpus(count: str) -> Counterpart:
 
 
 def _backend(name: str) -> Counterpart:
-    return "the learner is FSDP2, as there" if name == "fsdp" else "the only learner is FSDP2"
+    if name != "megatron":
+        return "the learner is FSDP2, as there"
+    # The scripts share matrices and tokens among four GPUs.
+    return {("cluster", "backend"): name, ("cluster", "tp"): "4", ("cluster", "sp"): "true"}
 
 
 def _external_ray(flag: str) -> Counterpart:

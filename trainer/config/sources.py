@@ -55,6 +55,8 @@ SOURCES = Sources(
     foreign=SLIME_VARIABLES,
 )
 
+#: Its checkpoints are its own; those of Megatron are read under any layout.
+BACKEND: FieldPath = ("cluster", "backend")
 #: Sections and fields that must stay the same when a run is resumed. All others may change.
 FIXED: tuple[FieldPath, ...] = (
     ("seed",),
@@ -63,6 +65,7 @@ FIXED: tuple[FieldPath, ...] = (
     ("model",),
     ("rollout", "problems_per_step"),
     ("rollout", "group_size"),
+    BACKEND,
     ("learner", "lora_rank"),
     ("learner", "lora_alpha"),
     ("learner", "lora_targets"),
@@ -114,6 +117,8 @@ def check_resumable(config: C, base: C, fixed: Sequence[FieldPath] = FIXED) -> N
         if is_under(path, fixed):
             rule = f"must stay as in the run, which has {_shown(old)}"
             fix = f"leave it out of flags, files and {PREFIX}{path[-1].upper()}, or begin a new run"
+            if path == BACKEND:
+                fix += " from this one's weights, --model RUN"
             raise UserError(flag_of(path[-1], fields[path]), rule, _shown(new), fix)
 
 

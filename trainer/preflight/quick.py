@@ -16,6 +16,7 @@ from trainer.preflight.recorded_run import RecordedChecks
 from trainer.preflight.report import FindingLog, summary_line
 from trainer.rollouts.live import LiveContext
 from trainer.rollouts.recorded import RecordedContext
+from trainer.setup.backend import check_backend
 from trainer.setup.run_context import RunContext
 
 logger = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class QuickChecks:
         """Run the checks that need no loaded network.
 
         Raises:
-            UserError: the adapters cannot be made as configured.
+            UserError: the backend or the adapters cannot be made as configured.
             RunRefused: a check found a fault, and `--doctor` is stop.
         """
         if self._mode == "off":
@@ -66,7 +67,10 @@ class QuickChecks:
             checks.network  # noqa: B018 - the code that loads the checkpoint says what is wrong with it
         except UserError:
             return
-        checks.networks.trained(checks.config.learner)  # a wrong flag of the adapters is no finding of a check
+        # A wrong flag of the backend or the adapters is no finding of a check.
+        config = checks.config
+        check_backend(config.cluster, config.model, config.learner, checks.network_config)
+        checks.networks.trained(config.learner)
         self._log.add("versions", checks.versions)
         self._log.add("run folder", checks.run_folder)
         self._log.add("memory", checks.memory)

@@ -33,6 +33,7 @@ from trainer.evaluation.episodes import EvaluationOptions, ProblemPlayer, ways
 from trainer.evaluation.results import Evaluation
 from trainer.metrics.console import Display
 from trainer.rollouts.protocol import OnEpisode, OnEvaluated
+from trainer.setup.backend import prepare_backend
 from trainer.setup.components import (
     build_episode,
     build_transport,
@@ -242,6 +243,7 @@ def prepare(config: RunConfig, start: Start | None = None, with_engine: bool = T
         if config.trains:
             check_updates(config.optim, config.rollout.problems_per_step)
         check_fit(config.model, config.data.max_prompt_tokens, facts)
+        prepare_backend(config.cluster, config.model, config.learner, model_path)
         check_processes(config.engine, config.cluster, config.model, facts)
         match_servers(config.engine, config.cluster)
         renderer = Renderer.from_checkpoint(model_path, template_options(config.model))

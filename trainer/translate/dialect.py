@@ -192,5 +192,48 @@ def same_memory(value: Value, given: Given) -> Result:
     return SHARED_MEMORY
 
 
+#: Names of the backends that other trainers have.
+BACKENDS = words(
+    {"megatron": {"backend": "megatron"}, **dict.fromkeys(("fsdp", "fsdp2"), SameHere("FSDP2 trains by default"))}
+)
+#: Megatron's names of what its ranks share -> the field of ours.
+_SHARED = {
+    "tensor_model_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+    "expert_model_parallel_size": "ep",
+    "expert_tensor_parallel_size": "etp",
+    "context_parallel_size": "cp",
+}
+
+
+def megatron(section: str, backend: str) -> dict[str, Conversion]:
+    """Megatron's settings in a section. They count unless the setting `backend` names another one."""
+
+    def is_read(given: Given) -> bool:
+        return str(given.get(backend, "megatron")).lower() == "megatron"
+
+    def ranks(field: str) -> Conversion:
+        def convert(value: Value, given: Given) -> Result:
+            if not is_read(given) or is_in(value, "1 none null"):
+                return SameHere("not shared there and here")
+            return {"backend": "megatron", field: value}
+
+        return convert
+
+    def tokens(value: Value, given: Given) -> Result:
+        shares = is_read(given) and is_true(value) and not is_in(given.get(f"{section}{tensor}", "1"), "1 none null")
+        return {"backend": "megatron", "sp": "true"} if shares else SameHere("not shared there and here")
+
+    def lengths(value: Value, given: Given) -> Result:
+        if is_true(value) or not is_read(given):
+            return SameHere("micro-batches have their own lengths")
+        return {"backend": "megatron", "pad_microbatches": "true"}
+
+    tensor = "tensor_model_parallel_size"
+    found = {name: ranks(field) for name, field in _SHARED.items()}
+    found |= {"sequence_parallel": tokens, "variable_seq_lengths": lengths}
+    return {section + name: convert for name, convert in found.items()}
+
+
 EPOCHS = lost("give --steps: epochs x rows / problems per step")
 MICRO_BATCH = lost("counts samples: memory is bounded by tokens here, --max-tokens-per-microbatch")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from trainer.translate.dialect import (
+    BACKENDS,
     EPOCHS,
     EVALUATION,
     MICRO_BATCH,
@@ -19,6 +20,7 @@ from trainer.translate.dialect import (
     flag,
     is_true,
     lost,
+    megatron,
     neutral,
     number,
     one,
@@ -165,11 +167,13 @@ RLINF = Dialect(
         "data.seed": lost("one --seed serves data, model and sampling"),
         "data.val*": EVALUATION,
         "data.*": lost("rows are checked before step 0 and decoded when they are used"),
-        "actor.training_backend": neutral("fsdp", "FSDP2", "the only learner is FSDP2"),
+        "actor.training_backend": BACKENDS,
+        **megatron("actor.model.", "actor.training_backend"),
+        "actor.model.recompute_granularity": words({"full": "1", "selective": SameHere("attention keeps no scores")}),
         "actor.enable_offload": flag("optimizer", {}),
         "actor.fsdp_config.gradient_checkpointing": flag("1", "0"),
         "actor.fsdp_config.reshard_after_forward": flag("always", "never"),
-        "actor.fsdp_config.strategy": neutral("fsdp fsdp2", "FSDP2", "the only learner is FSDP2"),
+        "actor.fsdp_config.strategy": neutral("fsdp fsdp2", "FSDP2", "--backend fsdp is FSDP2"),
         "actor.fsdp_config.mixed_precision.param_dtype": words(
             {"bf16": {"dtype": "bfloat16"}, "fp32": {"dtype": "float32"}}
         ),

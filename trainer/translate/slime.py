@@ -8,6 +8,7 @@ from pathlib import Path
 from envs.config.files import parse_yaml
 from envs.errors import UserError
 from trainer.translate.dialect import (
+    BACKENDS,
     EPOCHS,
     EVALUATION,
     MICRO_BATCH,
@@ -26,6 +27,7 @@ from trainer.translate.dialect import (
     group,
     is_true,
     lost,
+    megatron,
     neutral,
     number,
     same,
@@ -122,7 +124,6 @@ def _server_memory(value: Value, given: Given) -> Result:
     return SHARED_MEMORY if is_true(given.get("colocate")) else value
 
 
-PARALLEL = lost("the learner shards its weights over all its GPUs (FSDP2), and a stream must fit on one")
 PARTIAL = {"max_staleness": "1", "stop_early": "true"}
 
 SLIME = Dialect(
@@ -210,7 +211,8 @@ SLIME = Dialect(
         "rollout_shuffle": same("problems are shuffled in every epoch"),
         "use_dynamic_batch_size": same("streams are packed up to a number of tokens"),
         "balance_data": same("ranks get equal shares of tokens"),
-        "train_backend": neutral("fsdp", "FSDP2", "the only learner is FSDP2"),
+        "train_backend": BACKENDS,
+        **megatron("", "train_backend"),
         "attention_dropout": neutral("0", "no dropout", "no dropout here"),
         "hidden_dropout": neutral("0", "no dropout", "no dropout here"),
         "accumulate_allreduce_grads_in_fp32": same("gradients are float32"),
@@ -218,8 +220,7 @@ SLIME = Dialect(
         "attention_backend": lost("the learner's attention is torch's varlen attention"),
         "megatron_to_hf_mode": same("weights keep the names of Hugging Face"),
         "rotary_base": same("read from the checkpoint"),
-        "*_parallel*": PARALLEL,
-        "sequence_parallel": PARALLEL,
+        "*_parallel*": lost("--tp, --pp, --ep, --etp, --cp and --sp are all that Megatron's ranks share here"),
         "use_wandb": flag({"tracker": ["wandb"]}, {}),
         "use_tensorboard": flag({"tracker": ["tensorboard"]}, {}),
         "wandb_key": SECRET,

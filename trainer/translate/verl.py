@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trainer.translate.dialect import (
+    BACKENDS,
     EPOCHS,
     EVALUATION,
     MICRO_BATCH,
@@ -19,6 +20,7 @@ from trainer.translate.dialect import (
     group,
     is_true,
     lost,
+    megatron,
     neutral,
     number,
     one,
@@ -145,6 +147,8 @@ VERL = Dialect(
         f"{_ACTOR}.fsdp_config.param_offload": flag("all", {}),
         f"{_ACTOR}.fsdp_config.optimizer_offload": _offload,
         f"{_ACTOR}.fsdp_config.reshard_after_forward": flag("always", "never"),
+        f"{_ACTOR}.strategy": BACKENDS,
+        **megatron(f"{_ACTOR}.megatron.", f"{_ACTOR}.strategy"),
         f"{_ACTOR}.use_torch_compile": flag({"compile": "auto"}, "off"),
         "actor_rollout_ref.model.enable_gradient_checkpointing": flag("1", "0"),
         "actor_rollout_ref.model.use_remove_padding": same("streams are packed without padding"),

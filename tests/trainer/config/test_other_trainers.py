@@ -56,6 +56,7 @@ def test_the_names_of_trl_are_names_of_the_installed_trl() -> None:
         (("--learning_rate=1e-6",), "--learning_rate of TRL is --lr here: learning rate"),
         (("--actor-lr", "1e-6"), "--actor-lr of other trainers is --lr here"),
         (("--eps-clip", "0.2"), "--eps-clip of slime and OpenRLHF is --clip-low here"),
+        (("--tensor-model-parallel-size=2",), "--tensor-model-parallel-size of slime is --tp here: learner ranks"),
         (("--vllm",), "--vllm of other trainers is --engine here"),
         (("actor_rollout_ref.actor.optim.lr=1e-6",), "actor_rollout_ref.actor.optim.lr of verl is --lr here"),
         (("+trainer.total_training_steps=9",), "+trainer.total_training_steps of verl is --steps here"),
@@ -73,10 +74,7 @@ def test_a_flag_of_another_trainer_is_answered_with_ours(argv: tuple[str, ...], 
         (("--ref-load=x",), "--ref-load has no counterpart here: the reference of --kl-coef is the --model"),
         (("--top_p=0.9",), "--top_p has no counterpart here: tokens are sampled from the whole distribution"),
         (("algorithm.gamma=1",), "algorithm.gamma has no counterpart here: there is no critic"),
-        (
-            ("--tensor-model-parallel-size=2",),
-            "--tensor-model-parallel-size has no counterpart here: the learner shards",
-        ),
+        (("--zero-stage=3",), "--zero-stage has no counterpart here: FSDP2 shards all weights over the --num-gpus"),
     ],
 )
 def test_a_flag_without_a_counterpart_is_answered_with_what_is_so_instead(argv: tuple[str, ...], fix: str) -> None:

@@ -18,6 +18,7 @@ from envs.config.cli import exit_code, parse
 from envs.config.settings import changed, leaves, values_of
 from envs.errors import UserError
 from tests.paths import ROOT
+from trainer.config.learner import BackendConfig, ClusterConfig
 from trainer.config.other_trainers import OTHER_TRAINERS
 from trainer.config.run import RunConfig
 from trainer.config.sources import SOURCES
@@ -280,10 +281,43 @@ def test_the_example_of_slime_becomes_the_same_run(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config, text = translated(capsys, written(tmp_path, name))
-    assert differing(config) == SEED
+    shared = {"backend": "megatron", "tp": 4, **({"sp": True} if name == "slime.sh" else {})}
+    assert differing(config) == SEED | shared
     assert config.env.env == "geo3k"
-    assert "--tensor-model-parallel-size 4" in text and "FSDP2" in text
     assert "secret" not in text and "wandb" not in text
+
+
+@pytest.mark.parametrize(
+    ("source", "shared"),
+    [
+        ("train.py --tensor-model-parallel-size 2 --sequence-parallel --rollout-batch-size 4", {"tp": 2, "sp": True}),
+        ("train.py --train-backend fsdp --tensor-model-parallel-size 2 --rollout-batch-size 4", {}),
+        ("train.py --context-parallel-size 1 --sequence-parallel --rollout-batch-size 4", {}),
+        (
+            "train.py --expert-model-parallel-size 8 --expert-tensor-parallel-size 2 --context-parallel-size 4 "
+            "--pipeline-model-parallel-size 2 --rollout-batch-size 4",
+            {"ep": 8, "etp": 2, "cp": 4, "pp": 2},
+        ),
+        (
+            "python -m verl.trainer.main_ppo actor_rollout_ref.actor.strategy=megatron "
+            "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",
+            {"pp": 2},
+        ),
+        (
+            "python -m rlinf actor.training_backend=megatron actor.model.tensor_model_parallel_size=2 "
+            "actor.model.sequence_parallel=True actor.model.variable_seq_lengths=False",
+            {"tp": 2, "sp": True, "pad_microbatches": True},
+        ),
+        ("python -m rlinf actor.training_backend=fsdp actor.model.variable_seq_lengths=False", {}),
+    ],
+)
+def test_what_ranks_of_megatron_share_is_shared_here(
+    source: str, shared: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, _ = translated(capsys, source)
+    expected = ClusterConfig(backend="megatron", **shared) if shared else ClusterConfig()
+    fields = BackendConfig.model_fields
+    assert config.cluster.model_dump(include=set(fields)) == expected.model_dump(include=set(fields))
 
 
 def test_it_is_the_run_of_our_own_recipe_after_slimes_example(
@@ -291,7 +325,15 @@ def test_it_is_the_run_of_our_own_recipe_after_slimes_example(
 ) -> None:
     config, _ = translated(capsys, written(tmp_path, "slime.sh"))
     recipe = parse(RunConfig, ["--config", "slime-geo3k-multi-turn"], "", "", SOURCES)
-    assert {path[-1] for path in changed(config, recipe)} <= {"data", "seed", "grader", "max_turns"}
+    assert {path[-1] for path in changed(config, recipe)} <= {
+        "data",
+        "seed",
+        "grader",
+        "max_turns",
+        "backend",
+        "tp",
+        "sp",
+    }
 
 
 def test_variables_of_the_scripts_count_as_they_do_there(

@@ -1,0 +1,88 @@
+"""Checks what `--backend megatron` needs, before anything is loaded, and says what it does in another way."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from agents.model.architectures import read_config
+from envs.errors import UserError
+from trainer.config.inputs import ModelConfig
+from trainer.config.learner import ClusterConfig, LearnerConfig
+from trainer.learner.layout import Layout
+from trainer.learner.layout_rules import check_layout
+
+logger = logging.getLogger(__name__)
+
+#: What the extra `megatron` installs: the import, and the package that brings it.
+PACKAGES = {
+    "megatron.core": "megatron-core",
+    "megatron.bridge": "megatron-bridge",
+    "transformer_engine": "transformer-engine",
+}
+#: Of Megatron-Bridge 0.6.2.
+PYTHON = (3, 12)
+
+
+def prepare_backend(cluster: ClusterConfig, model: ModelConfig, learner: LearnerConfig, path: Path | str) -> None:
+    """Check the backend for the checkpoint in `path`, and say once what it does in another way.
+
+    Raises:
+        UserError: it cannot train the checkpoint as configured here.
+    """
+    if cluster.backend == "megatron":
+        check_backend(cluster, model, learner, read_config(path))
+        for line in fallbacks(learner):
+            logger.info(line)
+
+
+def check_backend(cluster: ClusterConfig, model: ModelConfig, learner: LearnerConfig, network: Any) -> None:
+    """Raise `UserError` if the backend cannot train the network of a Transformers configuration as configured here."""
+    if cluster.backend == "megatron":
+        check_layout(Layout.of(cluster), max(1, cluster.num_gpus), network)
+        _check_settings(cluster, model, learner)
+        _check_host(cluster, model)
+
+
+def fallbacks(learner: LearnerConfig) -> list[str]:
+    """Return a line for each thing that `--backend megatron` does in another way than FSDP2."""
+    lines = ["--backend megatron reads a prompt once for each of its samples: its packed streams cannot share one"]
+    unread = [name for name in ("reshard", "compile") if getattr(learner, name) != "auto"]
+    return lines + [f"--backend megatron does not read --{name}, which is FSDP2's" for name in unread]
+
+
+def _check_settings(cluster: ClusterConfig, model: ModelConfig, learner: LearnerConfig) -> None:
+    if learner.offload != "none":
+        fix = "leave it out: the optimizer's state is spread over all ranks with the same weights"
+        raise UserError("--offload", "must be none with --backend megatron", learner.offload, fix)
+    if cluster.pad_microbatches and model.context_length > learner.max_tokens_per_microbatch:
+        rule = f"must be at least --context-length {model.context_length} with --pad-microbatches"
+        fix = f"give {model.context_length}, or leave --pad-microbatches out"
+        raise UserError("--max-tokens-per-microbatch", rule, learner.max_tokens_per_microbatch, fix)
+
+
+def _check_host(cluster: ClusterConfig, model: ModelConfig) -> None:
+    if sys.version_info < PYTHON:
+        least, found = ".".join(map(str, PYTHON)), ".".join(map(str, sys.version_info[:3]))
+        fix = f"make an environment with Python {least}, or leave --backend out"
+        raise UserError("--backend megatron", f"needs Python {least} or newer", found, fix)
+    if missing := [package for name, package in PACKAGES.items() if not _is_installed(name)]:
+        rule, found = f"needs the packages {', '.join(PACKAGES.values())}", f"no {' and no '.join(missing)}"
+        raise UserError("--backend megatron", rule, found, "pip install 'trueturn[megatron]'")
+    if not cluster.num_gpus and model.device.split(":")[0] != "cuda":
+        fix = "give --num-gpus, or --device cuda for one GPU"
+        raise UserError("--backend megatron", "needs GPUs", f"--device {model.device}", fix)
+    if not cluster.num_gpus and not torch.cuda.is_available():
+        raise UserError("--backend megatron", "needs a GPU that torch sees", "none", "leave it out: FSDP2 runs on CPUs")
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # no package around it
+        return False
