@@ -26,7 +26,8 @@ from benchmarks.learner_workload import GEO3K, response_lengths
 from benchmarks.report import RESULTS, commit, markdown, write_result
 from envs.errors import UserError
 from trainer.config.run import RunConfig
-from trainer.preflight.memory_estimate import GIB, count_values, empty_network
+from trainer.preflight.memory_estimate import empty_network
+from trainer.preflight.memory_terms import GIB, count_values
 from trainer.preflight.planner.costs import Costs, LearnerCosts
 from trainer.preflight.planner.hardware import Hardware
 from trainer.preflight.planner.layout import Layout

@@ -6,6 +6,9 @@ engine on the same GPU: leave some GiB for them. When weights go to servers, ran
 bfloat16.
 
 The formulas hold for blocks that are not compiled; compiled blocks keep less.
+
+With `--backend megatron` and `--tp` to `--sp` the table is that of the pipeline stage that needs the most: weights in
+bfloat16 and float32 gradients of a rank's part, the optimizer shared by ranks with the same weights.
 """
 
 from __future__ import annotations
@@ -16,16 +19,16 @@ from collections.abc import Sequence
 from pydantic import Field, ValidationInfo, field_validator
 
 from envs.config.cli import exit_code, parse
-from envs.config.settings import Section
-from trainer.config.learner import Offload, Reshard
+from trainer.config.learner import BackendConfig, Offload, Reshard
+from trainer.learner.layout import Layout
 from trainer.preflight.qwen3_vl import QWEN3_VL
 
 
-class MemoryConfig(Section):
+class MemoryConfig(BackendConfig):
     """A training step, and the GPUs that it runs on."""
 
     model: str = Field(default="2b", description=f"checkpoint folder, hub id, or one of {', '.join(QWEN3_VL)}")
-    gpus: int = Field(default=1, ge=1, description="GPUs that the weights are sharded over")
+    gpus: int = Field(default=1, ge=1, description="GPUs that the learner runs on")
     memory_gib: float = Field(default=80.0, gt=0, description="memory of one GPU")
     tokens: int = Field(default=8192, ge=1, description="tokens of a micro-batch")
     image_tokens: int = Field(
@@ -44,21 +47,44 @@ class MemoryConfig(Section):
             raise ValueError(f"must be among the {tokens} --tokens")
         return value
 
+    @field_validator("offload")
+    @classmethod
+    def _is_done(cls, value: Offload, info: ValidationInfo) -> Offload:
+        if value != "none" and info.data.get("backend") == "megatron":
+            raise ValueError("must be none with --backend megatron")
+        return value
+
 
 def run(argv: Sequence[str] | None = None) -> int:
     """Parse the flags and print the table."""
     description = "Compute how much GPU memory a training step takes."
     config = parse(MemoryConfig, argv, "python -m trainer.memory", description)
     # Imported late, so that --help and a mistyped flag answer at once.
-    from trainer.preflight.memory_estimate import MetaNetworks, Plan, empty_network, memory_table
+    from trainer.learner.layout_rules import check_layout
+    from trainer.preflight.memory_estimate import MetaNetworks, empty_network, memory_table
+    from trainer.preflight.memory_terms import Plan
 
     model = empty_network(config.model)
-    networks, patches = MetaNetworks(model), config.image_tokens * model.merge_size**2
-    plan = Plan(config.gpus, config.tokens, patches, 0.0, config.reshard, config.offload, config.frozen_bytes)
+    layout = None
+    if config.backend == "megatron":
+        layout = Layout.of(config)
+        check_layout(layout, config.gpus, model.config, "--gpus")
+    plan = Plan(
+        num_gpus=config.gpus,
+        tokens=config.tokens,
+        patches=config.image_tokens * model.merge_size**2,
+        reshard=config.reshard,
+        offload=config.offload,
+        frozen_bytes=config.frozen_bytes,
+        layout=layout,
+    )
+    networks = MetaNetworks(model)
     gpus = f"{config.gpus} GPUs with {config.memory_gib:g} GiB"
     parameters = f"{networks.num_parameters / 1e6:,.0f} M parameters"
     print(f"Computed, not measured: GiB on each of {gpus}, {config.model} of")
     print(f"{parameters}, {config.tokens} tokens a micro-batch, {config.image_tokens} of images.")
+    if layout:
+        print(f"{layout.flags()}, on a rank of the pipeline stage that needs the most.")
     print(memory_table(networks, plan, config.lora_rank, config.memory_gib))
     return 0
 

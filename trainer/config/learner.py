@@ -31,13 +31,8 @@ class BackendConfig(Section):
     sp: bool = Field(
         default=False, description="share the tokens between the matrices among the --tp ranks (sequence parallel)"
     )
-    pad_microbatches: bool = Field(
-        default=False,
-        description="pad every micro-batch to --max-tokens-per-microbatch, so all have one shape: pipeline stages need "
-        "not tell each other its length, and GPU memory stays in one piece",
-    )
 
-    @field_validator("tp", "pp", "ep", "etp", "cp", "sp", "pad_microbatches")
+    @field_validator("tp", "pp", "ep", "etp", "cp", "sp", "pad_microbatches", check_fields=False)
     @classmethod
     def _has_a_reader(cls, value: Any, info: ValidationInfo) -> Any:
         default = cls.model_fields[str(info.field_name)].default
@@ -56,6 +51,11 @@ class BackendConfig(Section):
 class ClusterConfig(BackendConfig):
     """Learner processes and their backend. By default training runs in the process of the command, without Ray."""
 
+    pad_microbatches: bool = Field(
+        default=False,
+        description="pad every micro-batch to --max-tokens-per-microbatch, so all have one shape: pipeline stages need "
+        "not tell each other its length, and GPU memory stays in one piece",
+    )
     num_gpus: int = Field(
         default=0, ge=0, description="learner processes, one GPU each, through Ray; 0: train in this process"
     )

@@ -36,6 +36,22 @@ class Layout:
         """Return the layout of the flags `--tp` to `--sp`."""
         return cls(config.tp, config.pp, config.ep, config.etp, config.cp, config.sp)
 
+    def flags(self) -> str:
+        """Return the flags of `trainer.run` for it.
+
+        >>> Layout(tensor=4, sequence=True).flags()
+        '--backend megatron --tp 4 --sp'
+        """
+        sizes = {
+            "tp": self.tensor,
+            "pp": self.pipeline,
+            "ep": self.expert,
+            "etp": self.expert_tensor,
+            "cp": self.context,
+        }
+        words = [f"--{name} {size}" for name, size in sizes.items() if size > 1]
+        return " ".join(["--backend megatron", *words, *(["--sp"] if self.sequence else [])])
+
     @property
     def model_parallel(self) -> int:
         """The number of ranks that compute one stream together."""

@@ -8,6 +8,7 @@ DeepStack's features enter the first pipeline stage (`bridge/models/qwen_vl/mode
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,53 +20,55 @@ from trainer.learner.layout import Layout
 MODEL_TYPES = ("qwen3_vl", "qwen3_vl_moe", "qwen3", "qwen2", "llama")
 
 
-def check_layout(layout: Layout, num_ranks: int, config: Any) -> None:
+def check_layout(layout: Layout, num_ranks: int, config: Any, ranks_flag: str = "--num-gpus") -> None:
     """Raise `UserError` if `num_ranks` ranks cannot share the network of a Transformers configuration in this way.
+
+    `ranks_flag` is the command's flag for the number of ranks.
 
     Example: Qwen3-VL-2B has 28 layers, so `Layout(pipeline=3)` raises "--pp: must divide the 28 layers, got 3; give one
     of 1, 2, 4, 7".
     """
-    for broken in _broken(layout, num_ranks, config):
+    for broken in _broken(layout, num_ranks, config, ranks_flag):
         raise broken
 
 
 def is_possible(layout: Layout, num_ranks: int, config: Any) -> bool:
     """Return whether `check_layout` finds nothing."""
-    return next(_broken(layout, num_ranks, config), None) is None
+    return next(_broken(layout, num_ranks, config, "--num-gpus"), None) is None
 
 
-def _broken(layout: Layout, num_ranks: int, config: Any) -> Iterator[UserError]:
+def _broken(layout: Layout, num_ranks: int, config: Any, ranks_flag: str) -> Iterator[UserError]:
     """Yield an error for each rule that the layout breaks."""
     if config.model_type not in MODEL_TYPES:
         rule = f"must be one of {', '.join(MODEL_TYPES)} with --backend megatron"
         yield UserError("--model", rule, config.model_type, "leave --backend out: FSDP2 trains it")
         return
-    yield from _broken_groups(layout, num_ranks, bool(num_experts(config)))
+    yield from _broken_groups(layout, num_ranks, bool(num_experts(config)), ranks_flag)
     yield from _broken_sizes(layout, config)
     yield from _broken_stages(layout, config)
 
 
-def _broken_groups(layout: Layout, num_ranks: int, has_experts: bool) -> Iterator[UserError]:
+def _broken_groups(layout: Layout, num_ranks: int, has_experts: bool, ranks_flag: str) -> Iterator[UserError]:
     sizes = {"--tp": layout.tensor, "--pp": layout.pipeline, "--cp": layout.context}
     if num_ranks % layout.model_parallel:
-        yield _not_whole(num_ranks, sizes)
+        yield _not_whole(ranks_flag, num_ranks, sizes)
     for flag, size in (("--ep", layout.expert), ("--etp", layout.expert_tensor)):
         if size > 1 and not has_experts:
             yield UserError(flag, "needs a mixture of experts", size, "leave it out")
     if num_ranks % layout.expert_parallel:
-        yield _not_whole(num_ranks, {"--ep": layout.expert, "--etp": layout.expert_tensor, "--pp": layout.pipeline})
+        sizes = {"--ep": layout.expert, "--etp": layout.expert_tensor, "--pp": layout.pipeline}
+        yield _not_whole(ranks_flag, num_ranks, sizes)
     if has_experts and layout.tensor > 1 and not layout.sequence:
         rule = "must be given where a mixture of experts shares matrices (--tp)"
         yield UserError("--sp", rule, "false", "give --sp, or --tp 1 with more --ep")
 
 
-def _not_whole(num_ranks: int, sizes: dict[str, int]) -> UserError:
-    size, used = 1, {flag: number for flag, number in sizes.items() if number > 1}
-    for number in used.values():
-        size *= number
-    product = " x ".join(f"{flag} {number}" for flag, number in used.items())
-    more = -(-num_ranks // size) * size
-    return UserError("--num-gpus", f"must be a multiple of {size} = {product}", num_ranks, f"give --num-gpus {more}")
+def _not_whole(flag: str, num_ranks: int, sizes: dict[str, int]) -> UserError:
+    used = {name: size for name, size in sizes.items() if size > 1}
+    whole = math.prod(used.values())
+    product = " x ".join(f"{name} {size}" for name, size in used.items())
+    more = -(-num_ranks // whole) * whole
+    return UserError(flag, f"must be a multiple of {whole} = {product}", num_ranks, f"give {flag} {more}")
 
 
 def _broken_sizes(layout: Layout, config: Any) -> Iterator[UserError]:

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
 
 from agents.model.linear_logprobs import CHUNK_VALUES
 from agents.model.policy import PolicyModel
-from trainer.config.learner import LearnerConfig, Offload, Reshard
+from trainer.config.learner import LearnerConfig
 from trainer.learner.lora import add_lora
 from trainer.learner.sharding import freeze_vision, trainable_parameters
 from trainer.learner.weights_io import empty_model, meta_model
+from trainer.preflight.memory_megatron import estimate_megatron
+from trainer.preflight.memory_terms import (
+    GIB,
+    MemoryEstimate,
+    Plan,
+    count_values,
+    decoder_block,
+    divided,
+    vision_block,
+)
 from trainer.preflight.qwen3_vl import QWEN3_VL, qwen3_vl_config
 
-GIB = 2**30
 _COLUMNS = ("weights", "gathered", "gradients", "optimizer", "activations", "logits", "total")
 
 
@@ -77,60 +82,16 @@ class MetaNetworks:
         return self._made[key]
 
 
-@dataclass(frozen=True)
-class Plan:
-    """How a training step runs.
-
-    `tokens` and `patches` are the size of a micro-batch; an image of N tokens has 4 N patches. `recompute`, `reshard`
-    and `offload` are the learner's options. A frozen weight takes `frozen_bytes`. A value in a computation takes
-    `compute_bytes`: 2 in bfloat16, 4 in float32; with 4, activations count double, which is a little too high.
-    """
-
-    num_gpus: int = 1
-    tokens: int = 4096
-    patches: int = 4096
-    recompute: float = 0.0
-    reshard: Reshard = "auto"
-    offload: Offload = "none"
-    frozen_bytes: int = 4
-    compute_bytes: int = 2
-
-    @property
-    def reshards(self) -> bool:
-        """Whether gathered weights are freed between forward and backward."""
-        return self.reshard == "always" or (self.reshard == "auto" and self.num_gpus > 1)
-
-
-@dataclass(frozen=True)
-class MemoryEstimate:
-    """Bytes on one GPU.
-
-    `gathered` counts the weights of the units in use, in the compute dtype, `optimizer` Adam's two moments.
-    `gradients` counts the sharded float32 gradients, and those of one unit and the root before ranks sum them.
-    """
-
-    weights: int
-    gathered: int
-    gradients: int
-    optimizer: int
-    activations: int
-    logits: int
-
-    @property
-    def total(self) -> int:
-        """The sum, which is the most that a step needs."""
-        whole = self.weights + self.gathered + self.gradients
-        return whole + self.optimizer + self.activations + self.logits
-
-
 def estimate(model: PolicyModel, plan: Plan) -> MemoryEstimate:
     """Return the memory that a training step of this network needs; the network may be on the meta device.
 
     An offloaded optimizer counts only if its step needs more memory than forward and backward.
     """
+    if plan.layout is not None:
+        return estimate_megatron(model, plan)
     count, n = Parameters.of(model), plan.num_gpus
-    weights = _split(4 * count.trained + plan.frozen_bytes * count.frozen, n)
-    sharded_gradients, optimizer = _split(4 * count.trained, n), _split(8 * count.trained, n)
+    weights = divided(4 * count.trained + plan.frozen_bytes * count.frozen, n)
+    sharded_gradients, optimizer = divided(4 * count.trained, n), divided(8 * count.trained, n)
     # While one unit is used, the next one is gathered.
     size = plan.compute_bytes
     gathered = size * (count.root + (count.largest_unit + count.next_unit if plan.reshards else count.units))
@@ -169,45 +130,14 @@ def memory_table(networks: MetaNetworks, plan: Plan, lora_rank: int, memory_gib:
     return "\n".join(lines)
 
 
-def decoder_block_bytes(config: Any) -> int:
-    """Return the bytes that a decoder block keeps per token for the gradient, with the sizes of a text configuration.
-
-    A norm keeps its input in float32, the factor of its weight, and its output, which the linear layers keep: 8 H bytes
-    for hidden size H. Attention keeps queries, keys, values and its output. A gated MLP of size M keeps the outputs of
-    both input layers, the activation and the product: 8 M bytes. Qwen3 norms queries and keys and does not keep their
-    output. A token that k experts see is copied for each of them: input and output, 4 H bytes.
-    """
-    hidden, heads = config.hidden_size, config.num_attention_heads
-    size = getattr(config, "head_dim", None) or hidden // heads
-    queries, keys = heads * size, config.num_key_value_heads * size
-    kept = 2 * 8 * hidden + 4 * queries + 4 * keys
-    if config.model_type.startswith("qwen3"):
-        kept += 6 * (queries + keys)
-    if experts := getattr(config, "num_experts_per_tok", 0):
-        return kept + experts * (8 * config.moe_intermediate_size + 4 * hidden)
-    return kept + 8 * config.intermediate_size
-
-
-def vision_block_bytes(config: Any) -> int:
-    """Return the bytes that a block of the vision tower keeps per patch, with the sizes of a vision configuration.
-
-    Qwen3-VL's layer norms keep input and output, its MLP keeps the input and the output of the activation; Qwen2.5-VL's
-    norms and MLP are those of its decoder. Attention keeps queries, keys, values and its output, 2 C bytes each for
-    hidden size C.
-    """
-    is_gated = config.model_type.startswith("qwen2_5")
-    norm, mlp = (8, 8) if is_gated else (4, 4)
-    return (2 * norm + 8) * config.hidden_size + mlp * config.intermediate_size
-
-
 def _activations(model: PolicyModel, plan: Plan) -> int:
     """Return the bytes of all blocks' activations, and of one block more: the one whose gradient is being computed."""
     text, share = model.config.get_text_config(), plan.recompute
-    parts = [(decoder_block_bytes(text) * plan.tokens, 2 * text.hidden_size * plan.tokens, text.num_hidden_layers)]
+    parts = [(decoder_block(text).total * plan.tokens, 2 * text.hidden_size * plan.tokens, text.num_hidden_layers)]
     tower = model.architecture.vision_tower(model.backbone)
     if tower is not None and any(parameter.requires_grad for parameter in tower.parameters()):
         vision = tower.config
-        block = vision_block_bytes(vision) * plan.patches
+        block = vision_block(vision).total * plan.patches
         parts.append((block, 2 * vision.hidden_size * plan.patches, len(tower.blocks)))
     total = 0
     for block, block_input, layers in parts:
@@ -223,12 +153,3 @@ def _logits(model: PolicyModel, plan: Plan) -> int:
     weight = model.backbone.lm_head.weight  # type: ignore[union-attr]
     chunk = min(CHUNK_VALUES, plan.tokens * weight.shape[0])  # type: ignore[operator,index]
     return (8 + plan.compute_bytes) * chunk + (4 * weight.numel() if weight.requires_grad else 0)  # type: ignore[operator,union-attr]
-
-
-def count_values(parameters: Iterable[Tensor]) -> int:
-    """Return the number of values in some parameters."""
-    return sum(parameter.numel() for parameter in parameters)
-
-
-def _split(size: int, num_gpus: int) -> int:
-    return -(-size // num_gpus)

@@ -40,7 +40,8 @@ from trainer.preflight.checks.positions import (
 from trainer.preflight.checks.prompt_lengths import check_lengths
 from trainer.preflight.checks.weights import check_learner, rows_of, rows_of_checkpoint
 from trainer.preflight.finding import Verdict, combine, skipped
-from trainer.preflight.memory_estimate import GIB, Parameters
+from trainer.preflight.memory_estimate import Parameters
+from trainer.preflight.memory_terms import GIB
 from trainer.preflight.probe_streams import (
     ImageVariants,
     OpenedProblem,

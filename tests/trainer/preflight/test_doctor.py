@@ -58,7 +58,8 @@ from trainer.preflight.checks.versions import RANGES, Uses, Versions, check_vers
 from trainer.preflight.checks.weights import check_same, check_tower, rows_of
 from trainer.preflight.diagnosis import diagnose
 from trainer.preflight.finding import Finding, Verdict, combine, fault, ok, run_check, skipped, warning
-from trainer.preflight.memory_estimate import GIB, MetaNetworks
+from trainer.preflight.memory_estimate import MetaNetworks
+from trainer.preflight.memory_terms import GIB
 from trainer.preflight.quick import RunRefused
 from trainer.preflight.qwen3_vl import qwen3_vl_config
 from trainer.preflight.report import CHECKS, DoctorConfig, FindingLog, summary_line

@@ -30,10 +30,9 @@ from trainer.preflight.memory_estimate import (
     GIB,
     Parameters,
     Plan,
-    decoder_block_bytes,
     estimate,
-    vision_block_bytes,
 )
+from trainer.preflight.memory_terms import decoder_block, vision_block
 from trainer.preflight.qwen3_vl import qwen3_vl_config
 
 
@@ -190,11 +189,11 @@ def test_blocks_keep_what_the_formulas_say(model_type: str) -> None:
         with_buckets=True,
     )
     scores = model.token_scores(packed, SamplingLaw())
-    assert sum(kept[1].values()) / len(ids) == pytest.approx(decoder_block_bytes(text), rel=0.03)
+    assert sum(kept[1].values()) / len(ids) == pytest.approx(decoder_block(text).total, rel=0.03)
     if images:
         assert vision is not None
         # Off the GPU, attention takes the values where the joint projection wrote them: 4 C bytes more stay.
-        expected = vision_block_bytes(vision) + 4 * vision.hidden_size
+        expected = vision_block(vision).total + 4 * vision.hidden_size
         assert sum(kept[-2].values()) / 256 == pytest.approx(expected, rel=0.03)
     del scores
 

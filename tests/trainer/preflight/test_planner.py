@@ -20,7 +20,7 @@ from tests.budget import examples
 from trainer.config.run import RunConfig
 from trainer.learner.weights_io import meta_model
 from trainer.plan import run
-from trainer.preflight.memory_estimate import GIB, count_values
+from trainer.preflight.memory_terms import GIB, count_values
 from trainer.preflight.planner.calibrate import fit_line
 from trainer.preflight.planner.costs import Costs, LearnerCosts
 from trainer.preflight.planner.hardware import BUNDLED, CONSTANTS, Hardware

@@ -16,7 +16,8 @@ from trainer.config.run import RunConfig
 from trainer.learner.compile_choice import is_compiled
 from trainer.preflight.checks.free_memory import FreeMemory
 from trainer.preflight.finding import Verdict, combine, fault, ok, skipped, warning
-from trainer.preflight.memory_estimate import GIB, MetaNetworks, Parameters, Plan, estimate
+from trainer.preflight.memory_estimate import MetaNetworks, Parameters, estimate
+from trainer.preflight.memory_terms import GIB, Plan
 from trainer.setup.servers import first_server_gpu
 
 #: Memory of a process for torch's libraries, a CUDA context and the allocator's gaps.

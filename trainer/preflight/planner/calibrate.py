@@ -35,7 +35,7 @@ from agents.types import GenerateRequest, SamplingParams
 from trainer.config.learner import LearnerConfig, OptimConfig
 from trainer.config.rollout import API_KEY_VARIABLE
 from trainer.learner.fsdp_learner import FSDPLearner
-from trainer.preflight.memory_estimate import GIB, count_values
+from trainer.preflight.memory_terms import GIB, count_values
 from trainer.preflight.planner.costs import Costs
 from trainer.preflight.planner.hardware import CONSTANTS, NOT_MEASURED, RATES, Hardware
 from trainer.preflight.planner.shape import ModelShape

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from agents.model.policy import PolicyModel
-from trainer.preflight.memory_estimate import GIB, MemoryEstimate, Plan, estimate
+from trainer.preflight.memory_estimate import estimate
+from trainer.preflight.memory_terms import GIB, MemoryEstimate, Plan
 from trainer.preflight.planner.costs import COMPUTE_BYTES, LearnerCosts, Transport
 from trainer.preflight.planner.hardware import Hardware
 from trainer.preflight.planner.shape import ModelShape

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from agents.model.policy import PolicyModel
 from envs.errors import UserError
-from trainer.preflight.memory_estimate import count_values, empty_network
+from trainer.preflight.memory_estimate import empty_network
+from trainer.preflight.memory_terms import count_values
 from trainer.preflight.planner.costs import Costs, LearnerCosts, Transport
 from trainer.preflight.planner.hardware import Hardware
 from trainer.preflight.planner.layout import MEM_FRACTION, Layout, Memory, Placement, ladder
