@@ -20,6 +20,7 @@ from trainer.preflight.checks.storage import DiskNeed, check_folder
 from trainer.preflight.checks.versions import Uses, check_versions, read_versions
 from trainer.preflight.finding import Verdict, combine
 from trainer.preflight.memory_estimate import MetaNetworks, Parameters
+from trainer.setup.backend import check_backend
 from trainer.setup.model_source import resolve_model, template_options
 
 
@@ -93,7 +94,9 @@ class ConfigChecks:
 
     def memory(self) -> Verdict:
         """Compare the memory that learner and engine need with what is free."""
-        return check_memory(self.config, self.networks, FreeMemory.measure(on_gpu(self.config)))
+        config = self.config
+        check_backend(config.cluster, config.model, config.learner, self.network_config)
+        return check_memory(config, self.networks, FreeMemory.measure(on_gpu(config)))
 
     def chat_template(self) -> Verdict:
         """Check the chat template: whether the renderer accepts it, and whether it follows its family's conventions."""

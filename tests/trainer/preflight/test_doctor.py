@@ -325,6 +325,22 @@ def test_weights_are_split_over_gpus_and_gpus_elsewhere_are_not_judged() -> None
     assert check_memory(eager, config, here).status == "fault"
 
 
+def test_ranks_of_megatron_hold_what_their_layout_says() -> None:
+    config, room = networks("8b"), FreeMemory(64 * GIB, ((60 * GIB, 60 * GIB),) * 8)
+    on_disk = ON_GPU.model_copy(update={"engine": EngineConfig(engine="sglang", sync="disk", placement="split")})
+
+    def with_layout(num_gpus: int, **layout: int) -> RunConfig:
+        cluster = ClusterConfig(backend="megatron", num_gpus=num_gpus, **layout)  # type: ignore[arg-type]
+        return on_disk.model_copy(update={"cluster": cluster})
+
+    # Copies add nothing but their share of the optimizer: weights and gradients are whole on each.
+    need = {n: memory_need(with_layout(n), config).learner for n in (1, 2, 8)}
+    assert need[1] - need[2] == 6 * 8_767_123_696 and need[1] - need[8] == 12 * 8_767_123_696 * 7 // 8
+    assert memory_need(with_layout(4, tp=4), config).learner < need[8] - 40 * GIB
+    found = check_memory(with_layout(4, tp=2), config, room)
+    assert found.status == "fault" and found.fix.startswith("give --recompute 1") and "offload" not in found.fix
+
+
 def test_a_host_is_at_fault_only_where_not_even_the_weights_fit() -> None:
     tiny = MetaNetworks(meta_model(tiny_config("qwen3_vl", AutoTokenizer.from_pretrained(STARTER_PATH), tied=True)))
     need = memory_need(RunConfig(), tiny)

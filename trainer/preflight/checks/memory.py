@@ -14,6 +14,7 @@ from typing import Any
 from agents.engines.sglang.server_arguments import server_gpus
 from trainer.config.run import RunConfig
 from trainer.learner.compile_choice import is_compiled
+from trainer.learner.layout import Layout
 from trainer.preflight.checks.free_memory import FreeMemory
 from trainer.preflight.finding import Verdict, combine, fault, ok, skipped, warning
 from trainer.preflight.memory_estimate import MetaNetworks, Parameters, estimate
@@ -114,7 +115,7 @@ def check_memory(config: RunConfig, networks: MetaNetworks, free: FreeMemory) ->
 def memory_need(config: RunConfig, networks: MetaNetworks) -> MemoryNeed:
     """Return the memory that a configuration needs."""
     model, size = networks.trained(config.learner), _value_bytes(config)
-    ranks, count = max(1, config.cluster.num_ranks), Parameters.of(model)
+    ranks, count, layout = max(1, config.cluster.num_ranks), Parameters.of(model), _layout(config)
     tokens = max(config.learner.max_tokens_per_microbatch, config.data.max_prompt_tokens + config.env.max_new_tokens)
     num_image_tokens = int(IMAGE_SHARE * tokens) if model.architecture.vision else 0
     plan = Plan(
@@ -126,21 +127,22 @@ def memory_need(config: RunConfig, networks: MetaNetworks) -> MemoryNeed:
         offload=config.learner.offload,
         frozen_bytes=size if config.learner.lora_rank or config.learner.freeze_vision else 4,
         compute_bytes=size,
+        layout=layout,
     )
     num_parameters = count.trained + count.frozen
     parts = estimate(model, plan)
     learner = parts.total + PROCESS_BYTES
     if config.algorithm.kl_coef and not config.learner.lora_rank:  # the reference network
-        learner += size * num_parameters // ranks
+        learner += parts.weights if layout else size * num_parameters // ranks
     # After a step, rank 0 holds all weights for the servers to copy.
     if _uses_servers(config) and config.engine.sync != "disk":
         learner = max(learner, parts.weights + parts.optimizer + size * num_parameters + PROCESS_BYTES)
     engine, cache = _engine_bytes(config, networks, model.config, size)
     if not config.trains:  # only the weights, to score a stream with
-        learner = size * num_parameters // ranks + PROCESS_BYTES
+        learner = (parts.weights if layout else size * num_parameters // ranks) + PROCESS_BYTES
         return MemoryNeed(learner, learner - PROCESS_BYTES // 2, engine, cache, offloaded=0)
     offloaded = {"none": 0, "optimizer": 8 * count.trained, "all": 16 * count.trained + size * count.frozen}
-    compiles = is_compiled(config.learner, on_gpu(config), num_parameters, config.most_tokens_trained)
+    compiles = is_compiled(config.learner, on_gpu(config), num_parameters, config.most_tokens_trained) and not layout
     unsure = int((1 - COMPILED_SHARE) * parts.activations) if compiles else 0
     return MemoryNeed(
         learner=learner,
@@ -149,6 +151,11 @@ def memory_need(config: RunConfig, networks: MetaNetworks) -> MemoryNeed:
         cache=cache,
         offloaded=offloaded[config.learner.offload],
     )
+
+
+def _layout(config: RunConfig) -> Layout | None:
+    """Return how the ranks of Megatron share the network; None with FSDP2."""
+    return Layout.of(config.cluster) if config.cluster.backend == "megatron" else None
 
 
 def _uses_servers(config: RunConfig) -> bool:
@@ -174,7 +181,9 @@ def _value_bytes(config: RunConfig) -> int:
 
 def _least_weights(config: RunConfig, networks: MetaNetworks) -> int:
     """Return the bytes of weights on a rank, however little of them is trained; 0 if they are offloaded."""
-    ranks = max(1, config.cluster.num_ranks)
+    ranks, layout = max(1, config.cluster.num_ranks), _layout(config)
+    if layout:  # other ranks hold copies
+        ranks = max(layout.tensor * layout.pipeline, layout.expert_parallel)
     return 0 if config.learner.offload == "all" else _value_bytes(config) * networks.num_parameters // ranks
 
 
@@ -267,9 +276,17 @@ def _fix(config: RunConfig, changes: Sequence[Change], fits: Callable[[RunConfig
     for change in changes:
         is_more = not change.num_gpus or change.num_gpus > config.cluster.num_gpus
         is_possible = has_peft or "lora_rank" not in change.learner
-        if is_more and is_possible and (total := fits(change.applied(config))):
+        if is_more and is_possible and _keeps_layout(change, config) and (total := fits(change.applied(config))):
             return f"give {change.flags}: about {_gib(total)}"
     return "take a smaller model, or a GPU with more memory (python -m trainer.memory computes what fits)"
+
+
+def _keeps_layout(change: Change, config: RunConfig) -> bool:
+    """Return whether the backend can follow a change: Megatron does not offload, and its groups divide the ranks."""
+    layout, count = _layout(config), change.num_gpus or max(1, config.cluster.num_gpus)
+    if layout is None:
+        return True
+    return "offload" not in change.learner and not (count % layout.model_parallel or count % layout.expert_parallel)
 
 
 def _gib(size: int) -> str:
