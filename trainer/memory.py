@@ -19,12 +19,12 @@ from collections.abc import Sequence
 from pydantic import Field, ValidationInfo, field_validator
 
 from envs.config.cli import exit_code, parse
-from trainer.config.learner import BackendConfig, Offload, Reshard
+from trainer.config.learner import LayoutConfig, Offload, Reshard
 from trainer.learner.layout import Layout
 from trainer.preflight.qwen3_vl import QWEN3_VL
 
 
-class MemoryConfig(BackendConfig):
+class MemoryConfig(LayoutConfig):
     """A training step, and the GPUs that it runs on."""
 
     model: str = Field(default="2b", description=f"checkpoint folder, hub id, or one of {', '.join(QWEN3_VL)}")

@@ -15,7 +15,7 @@ Offload = Literal["none", "optimizer", "all"]
 Reshard = Literal["auto", "always", "never"]
 
 
-class BackendConfig(Section):
+class LayoutConfig(Section):
     """Backend of the learner, and how its ranks share one network."""
 
     backend: Backend = Field(
@@ -48,14 +48,19 @@ class BackendConfig(Section):
         return value
 
 
-class ClusterConfig(BackendConfig):
-    """Learner processes and their backend. By default training runs in the process of the command, without Ray."""
+class BackendConfig(LayoutConfig):
+    """Backend of the learner, its layout and its options."""
 
     pad_microbatches: bool = Field(
         default=False,
         description="pad every micro-batch to --max-tokens-per-microbatch, so all have one shape: pipeline stages need "
         "not tell each other its length, and GPU memory stays in one piece",
     )
+
+
+class ClusterConfig(BackendConfig):
+    """Learner processes and their backend. By default training runs in the process of the command, without Ray."""
+
     num_gpus: int = Field(
         default=0, ge=0, description="learner processes, one GPU each, through Ray; 0: train in this process"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainer.config.learner import BackendConfig
+from trainer.config.learner import LayoutConfig
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Layout:
     sequence: bool = False
 
     @classmethod
-    def of(cls, config: BackendConfig) -> Layout:
+    def of(cls, config: LayoutConfig) -> Layout:
         """Return the layout of the flags `--tp` to `--sp`."""
         return cls(config.tp, config.pp, config.ep, config.etp, config.cp, config.sp)
 
