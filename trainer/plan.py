@@ -17,6 +17,8 @@ from pydantic import Field
 from envs.config.cli import exit_code, parse
 from envs.config.settings import Section
 from envs.errors import UserError
+from trainer.config.learner import LayoutConfig
+from trainer.learner.layout import Layout
 from trainer.preflight.qwen3_vl import QWEN3_VL
 
 
@@ -66,8 +68,16 @@ class PlanConfig(Section):
     """What to plan."""
 
     machine: MachineConfig = MachineConfig()
+    learner: LayoutConfig = LayoutConfig()
     run: ScheduleConfig = ScheduleConfig()
     workload: WorkloadConfig = WorkloadConfig()
+
+
+def layouts_of(config: LayoutConfig) -> tuple[Layout, ...] | None:
+    """Return the layouts of Megatron to choose from: the given one, None for all, and none with FSDP2."""
+    if config.backend == "fsdp":
+        return ()
+    return (Layout.of(config),) if config.model_fields_set - {"backend"} else None
 
 
 def run(argv: Sequence[str] | None = None) -> int:
@@ -108,6 +118,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         Recorded.read(given.like) if given.like else lengths,
         Schedule(**schedule.model_dump(include=set(scheduled))),
         schedule.seed,
+        layouts_of(config.learner),
     )
     wanted = Wanted(
         None if schedule.placement == "auto" else schedule.placement,

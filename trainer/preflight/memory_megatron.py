@@ -94,6 +94,7 @@ def _stage_estimate(
         optimizer=optimizer,
         activations=_activations(model, plan, layout, stage),
         logits=_logits(model, plan, layout) if stage == layout.pipeline - 1 else 0,
+        gradients_stay=True,
     )
 
 

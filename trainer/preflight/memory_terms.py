@@ -54,6 +54,12 @@ class MemoryEstimate:
     optimizer: int
     activations: int
     logits: int
+    gradients_stay: bool = False
+
+    @property
+    def between_steps(self) -> int:
+        """What stays between steps; FSDP2 frees gradients, Megatron keeps their memory."""
+        return self.weights + self.optimizer + (self.gradients if self.gradients_stay else 0)
 
     @property
     def total(self) -> int:

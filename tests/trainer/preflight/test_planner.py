@@ -18,6 +18,7 @@ from envs.config.settings import leaves
 from envs.errors import UserError
 from tests.budget import examples
 from trainer.config.run import RunConfig
+from trainer.learner.layout import Layout as RankLayout
 from trainer.learner.weights_io import meta_model
 from trainer.plan import run
 from trainer.preflight.memory_terms import GIB, count_values
@@ -231,6 +232,72 @@ def test_memory_is_that_of_the_estimate_and_of_the_cache_by_hand() -> None:
     assert isinstance(shared, Layout)
     resident = (estimate.weights + estimate.optimizer) / GIB
     assert shared.server_gib == pytest.approx(min(0.8, 0.9 - resident / 80) * 80)
+
+
+def test_ranks_of_megatron_that_share_a_stream_are_as_much_faster_and_wait_for_the_pipeline() -> None:
+    costs = Costs(TINY, machine(train_tflops=1e-12))
+    group = GroupShape((EpisodeShape(4, (TurnShape(2, 1), TurnShape(1))), EpisodeShape(4, (TurnShape(3),))))
+    pairs = 36 + 28
+    by_hand = 3 * (2 * (8 + 7) * 500 + 4 * pairs * 8 + 2 * (3 + 3) * 80)  # each sample reads the prompt
+    one = LearnerCosts(1, layout=RankLayout())
+    assert costs.group_flops(group, shares_prompt=False) == by_hand
+    assert costs.train_s([group], one) == pytest.approx(by_hand, rel=1e-6)
+    for layout in (RankLayout(tensor=4), RankLayout(tensor=2, context=2)):
+        assert costs.train_s([group], LearnerCosts(4, layout=layout)) == pytest.approx(by_hand / 4, rel=1e-6)
+    # Two micro-batches of 8 tokens over four stages: 3 of 5 slots of a stage are waited for.
+    four = LearnerCosts(4, tokens=8, layout=RankLayout(pipeline=4))
+    assert costs.train_s([group], four) == pytest.approx(by_hand / 4 * (1 + 3 / 2), rel=1e-6)
+    copies = LearnerCosts(4, layout=RankLayout(tensor=2))
+    assert costs.train_s([group] * 2, copies) == pytest.approx(by_hand / 2, rel=1e-6)
+
+
+def test_what_ranks_of_megatron_exchange_is_the_arithmetic_by_hand() -> None:
+    shape = replace(TINY, layers=4, hidden=8, experts=200, expert_share=0.25, experts_per_token=2)
+    costs = Costs(shape, machine(link_gb_s=1e-6, network_gb_s=1e-7, ranks_s=1.0))
+
+    def shared_s(layout: RankLayout, recompute: float = 0.0) -> float:
+        return costs.shared_s(LearnerCosts(8, tokens=16, recompute=recompute, layout=layout), layout) * 1e3
+
+    hidden = 2 * 16 * 8  # of one micro-batch, in bytes
+    keys = 2 * 16 * 2 * 8  # of one block
+    assert shared_s(RankLayout()) == 0
+    assert shared_s(RankLayout(tensor=4)) == pytest.approx(4 * 4 * 2 * 0.75 * hidden)
+    assert shared_s(RankLayout(tensor=4), 1.0) == pytest.approx(6 * 4 * 2 * 0.75 * hidden)
+    assert shared_s(RankLayout(context=2)) == pytest.approx(3 * 4 * keys / 2)
+    assert shared_s(RankLayout(pipeline=2)) == pytest.approx(2 * hidden)
+    assert shared_s(RankLayout(expert=4)) == pytest.approx(4 * 4 * 0.75 * 2 * hidden)
+    assert shared_s(RankLayout(expert=16)) == pytest.approx(10 * 4 * 4 * 15 / 16 * 2 * hidden)  # over two hosts
+    exchange = LearnerCosts(8, layout=RankLayout(tensor=2, expert=4, sequence=True))
+    moved = 800 / 2 * 0.75 + 200 / 4 * 0.5
+    assert costs.exchange_s(5, exchange) == pytest.approx(1 + 6 * moved / 1e3)
+
+
+def test_the_layout_that_shares_the_least_and_fits_is_chosen() -> None:
+    model = meta_model(qwen3_vl_config("8b"))
+    shape = ModelShape.of(model.config, count_values(model.parameters()))
+
+    def chosen(name: str, ranks: int, longest: int = 4096) -> RankLayout | None:
+        found = Memory(model, shape, Hardware.read(name), longest, 0.2, layouts=None).learner(ranks)
+        assert found is None or found[1].total <= Hardware.read(name).memory_gib * GIB
+        return found[0].layout if found else None
+
+    assert chosen("h200", 4) == RankLayout() and chosen("h100", 1) is None
+    assert chosen("h100", 4) == RankLayout(tensor=2, sequence=True)
+    assert chosen("h100", 8, 262_144) == RankLayout(tensor=4, sequence=True)
+    given = Memory(model, shape, Hardware.read("h200"), 4096, 0.2, layouts=(RankLayout(pipeline=2),))
+    found = given.learner(4)
+    assert found is not None and found[0].layout == RankLayout(pipeline=2)
+    refused = given.layout("split", 3, 1, 1, "nccl")
+    assert isinstance(refused, str) and refused.startswith("3 learners cannot share the network in this way")
+
+
+def test_the_plan_of_megatron_is_a_command_with_its_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--model", str(STARTER_PATH), "--num-gpus", "4", "--steps", "2", "--backend", "megatron", "--pp", "2"]
+    assert run([*argv, "--problems-per-step", "4"]) == 0
+    text = capsys.readouterr().out
+    assert "GPUs for learners (--backend megatron --pp 2)" in text and "not measured: all times of --backend" in text
+    command = next(line for line in text.splitlines() if line.startswith("python -m trainer.run"))
+    assert command.endswith("--backend megatron --pp 2") and "--reshard" not in command
 
 
 def test_what_does_not_fit_says_by_how_much_and_what_does(capsys: pytest.CaptureFixture[str]) -> None:

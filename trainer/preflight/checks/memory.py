@@ -136,7 +136,7 @@ def memory_need(config: RunConfig, networks: MetaNetworks) -> MemoryNeed:
         learner += parts.weights if layout else size * num_parameters // ranks
     # After a step, rank 0 holds all weights for the servers to copy.
     if _uses_servers(config) and config.engine.sync != "disk":
-        learner = max(learner, parts.weights + parts.optimizer + size * num_parameters + PROCESS_BYTES)
+        learner = max(learner, parts.between_steps + size * num_parameters + PROCESS_BYTES)
     engine, cache = _engine_bytes(config, networks, model.config, size)
     if not config.trains:  # only the weights, to score a stream with
         learner = (parts.weights if layout else size * num_parameters // ranks) + PROCESS_BYTES

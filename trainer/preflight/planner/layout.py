@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from agents.model.policy import PolicyModel
+from trainer.learner.layout import Layout as RankLayout
+from trainer.learner.layout_rules import is_possible, num_experts
 from trainer.preflight.memory_estimate import estimate
 from trainer.preflight.memory_terms import GIB, MemoryEstimate, Plan
 from trainer.preflight.planner.costs import COMPUTE_BYTES, LearnerCosts, Transport
@@ -24,6 +28,8 @@ WAYS = (
     (1.0, True, False),
     (1.0, True, True),
 )
+#: Those of Megatron: recompute.
+RECOMPUTED = (0.0, 0.5, 1.0)
 #: Tokens of a micro-batch to try.
 MICRO_BATCHES = (16384, 8192, 4096)
 
@@ -56,7 +62,8 @@ class Layout:
     def describe(self) -> str:
         """Return one line: "split: 4 GPUs for learners, 2 x 2 for servers"."""
         servers = f"{self.num_servers} x {self.tensor_parallel} for servers"
-        return f"{self.placement}: {self.learner.num_ranks} GPUs for learners, {servers}"
+        shared = f" ({self.learner.layout.flags()})" if self.learner.layout else ""
+        return f"{self.placement}: {self.learner.num_ranks} GPUs for learners{shared}, {servers}"
 
     def flags(self) -> dict[str, object]:
         """Return the flags of `trainer.run`, by field name."""
@@ -68,6 +75,11 @@ class Layout:
             "mem_fraction": round(self.mem_fraction, 2),
             "max_tokens_per_microbatch": self.learner.tokens,
             "recompute": self.learner.recompute,
+            **({} if self.learner.layout else self._fsdp_flags()),
+        }
+
+    def _fsdp_flags(self) -> dict[str, object]:
+        return {
             "reshard": "always" if self.learner.reshards else "never",
             "offload": "optimizer" if self.learner.offloads else "none",
         }
@@ -84,34 +96,86 @@ class Memory:
     """
 
     def __init__(
-        self, model: PolicyModel, shape: ModelShape, hardware: Hardware, longest: int, image_share: float
+        self,
+        model: PolicyModel,
+        shape: ModelShape,
+        hardware: Hardware,
+        longest: int,
+        image_share: float,
+        layouts: Sequence[RankLayout] | None = (),
     ) -> None:
+        """`layouts` are those of Megatron to choose from: none with FSDP2; None: all that the network allows."""
         self.model, self.shape, self.hardware, self.longest = model, shape, hardware, longest
-        self.image_share = image_share
+        self.image_share, self.layouts = image_share, layouts
 
     @functools.cache  # noqa: B019 - lives as long as its command
-    def estimate(self, num_ranks: int, tokens: int, recompute: float, reshards: bool, offloads: bool) -> MemoryEstimate:
+    def estimate(
+        self,
+        num_ranks: int,
+        tokens: int,
+        recompute: float,
+        reshards: bool,
+        offloads: bool,
+        layout: RankLayout | None = None,
+    ) -> MemoryEstimate:
         """Return what one rank takes; `trainer.memory` prints the same."""
         patches = round(self.image_share * tokens) * self.shape.patches_per_token
         reshard, offload = "always" if reshards else "never", "optimizer" if offloads else "none"
-        return estimate(self.model, Plan(num_ranks, tokens, patches, recompute, reshard, offload))
+        plan = Plan(num_ranks, tokens, patches, recompute, reshard, offload, layout=layout)
+        return estimate(self.model, plan)
 
     @functools.cache  # noqa: B019
     def learner(self, num_ranks: int, whole_copy: bool = False) -> tuple[LearnerCosts, MemoryEstimate] | None:
         """Return the fastest way in which so many ranks fit, and its estimate; None if there is none.
 
         `whole_copy`: the first rank also holds all weights once in bfloat16, which a push needs that does not stream.
+        Of the layouts of Megatron, the one with the least sharing that fits is taken.
         """
         extra = COMPUTE_BYTES * self.shape.parameters if whole_copy and num_ranks > 1 else 0
         micro_batches = [tokens for tokens in MICRO_BATCHES if tokens >= self.longest] or [self.longest]
-        for recompute, reshards, offloads in WAYS:
+        for recompute, reshards, offloads, layout in self._ways(num_ranks):
             for tokens in micro_batches:
-                found = self.estimate(num_ranks, tokens, recompute, reshards and num_ranks > 1, offloads)
+                found = self.estimate(num_ranks, tokens, recompute, reshards, offloads, layout)
                 # A push comes between steps: gathered weights, activations and logits are free again.
-                at_push = found.weights + found.optimizer + extra
-                if max(found.total, at_push) <= self.hardware.memory_gib * GIB:
-                    return LearnerCosts(num_ranks, tokens, recompute, reshards and num_ranks > 1, offloads), found
+                if max(found.total, found.between_steps + extra) <= self.hardware.memory_gib * GIB:
+                    made = LearnerCosts(num_ranks, tokens, recompute, reshards, offloads, layout=layout)
+                    return made, found
         return None
+
+    def _ways(self, num_ranks: int) -> list[tuple[float, bool, bool, RankLayout | None]]:
+        """Return how so many ranks may run, the fastest first: recompute, reshard, offload, layout."""
+        if self.layouts == ():
+            return [(recompute, reshards and num_ranks > 1, offloads, None) for recompute, reshards, offloads in WAYS]
+        room = self.hardware.memory_gib * GIB
+        layouts = [layout for layout in self._layouts(num_ranks) if self._least(num_ranks, layout) <= room]
+        return [(recompute, False, False, layout) for layout in layouts for recompute in RECOMPUTED]
+
+    def _layouts(self, num_ranks: int) -> list[RankLayout]:
+        """Return the layouts that so many ranks can have, those that share the least first.
+
+        Experts are spread over as many ranks of a host as possible. Streams are shared only if they are longer than the
+        largest micro-batch.
+        """
+        config, host = self.model.config, int(self.hardware.gpus_per_host)
+        made = self.layouts
+        if made is None:
+            contexts = (1, 2, 4, 8) if self.longest > MICRO_BATCHES[0] else (1,)
+            experts = (32, 16, 8, 4, 2, 1) if num_experts(config) else (1,)
+            sizes = itertools.product(contexts, (1, 2, 4, 8, 16), (1, 2, 4, 8), experts)
+            made = [
+                RankLayout(tensor, stages, expert, 1, context, tensor > 1)
+                for context, stages, tensor, expert in sizes
+                if max(tensor * context, expert) <= host
+            ]
+        possible = [layout for layout in made if is_possible(layout, num_ranks, config)]
+        # A stable sort: of the same amount of sharing, more experts apart come first.
+        return sorted(possible, key=lambda layout: (layout.model_parallel, layout.pipeline))
+
+    def _least(self, num_ranks: int, layout: RankLayout | None) -> int:
+        """Return the bytes that a rank needs if it saves memory wherever it can."""
+        tokens, offloads = max(self.longest, MICRO_BATCHES[-1]), (False,) if layout else (False, True)
+        reshards = num_ranks > 1 and layout is None
+        return min(self.estimate(num_ranks, tokens, 1.0, reshards, offload, layout).total for offload in offloads)
 
     def cache_tokens(self, tensor_parallel: int, gib: float) -> float:
         """Return the tokens that fit into a server's cache if it may take so many GiB of each of its GPUs."""
@@ -129,7 +193,7 @@ class Memory:
         if chosen is None:
             return self._learner_too_large(num_ranks, streams)
         learner, found = chosen
-        resident = (found.weights + found.optimizer) / GIB if placement == "colocate" else 0.0
+        resident = found.between_steps / GIB if placement == "colocate" else 0.0
         fraction = min(MEM_FRACTION, (1 - resident / gpu_gib) - MARGIN) if resident else MEM_FRACTION
         tokens = self.cache_tokens(tensor_parallel, max(0.0, fraction) * gpu_gib)
         if tokens < self.longest:
@@ -147,8 +211,10 @@ class Memory:
         )
 
     def _learner_too_large(self, num_ranks: int, streams: bool) -> str:
-        tokens = max(self.longest, MICRO_BATCHES[-1])
-        least = min(self.estimate(num_ranks, tokens, 1.0, num_ranks > 1, offloads).total for offloads in (False, True))
+        layouts = [None] if self.layouts == () else self._layouts(num_ranks)
+        if not layouts:
+            return f"{num_ranks} learners cannot share the network in this way: give more, or another --tp to --sp"
+        least = min(self._least(num_ranks, layout) for layout in layouts)
         whole = COMPUTE_BYTES * self.shape.parameters
         gpu = self.hardware.memory_gib
         nearest = next((n for n in ladder(4096) if n > num_ranks and self.learner(n, not streams)), None)

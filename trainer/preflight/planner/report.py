@@ -9,11 +9,14 @@ from trainer.preflight.planner.layout import Layout
 from trainer.preflight.planner.search import Planned
 from trainer.preflight.planner.simulation import Forecast
 
+NOT_MEASURED = "not measured: all times of --backend megatron; it is taken to compute as fast as FSDP2 does"
+
 
 def command(layout: Layout, settings: Mapping[str, object]) -> str:
     """Return the command of `trainer.run` for a layout, with further settings by field name."""
     words = (f"--{name.replace('_', '-')} {value}" for name, value in {**settings, **layout.flags()}.items())
-    return "python -m trainer.run " + " ".join(words)
+    shared = f" {layout.learner.layout.flags()}" if layout.learner.layout else ""
+    return "python -m trainer.run " + " ".join(words) + shared
 
 
 def speed(forecast: Forecast) -> list[str]:
@@ -47,5 +50,6 @@ def plan_text(planned: Planned, hardware: Hardware, settings: Mapping[str, objec
             *speed(planned.forecast),
             command(layout, settings),
             *hardware.notes(),
+            *([NOT_MEASURED] if layout.learner.layout else []),
         ]
     )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from agents.model.policy import PolicyModel
 from envs.errors import UserError
+from trainer.learner.layout import Layout as RankLayout
 from trainer.preflight.memory_estimate import empty_network
 from trainer.preflight.memory_terms import count_values
 from trainer.preflight.planner.costs import Costs, LearnerCosts, Transport
@@ -68,13 +69,17 @@ class Search:
         workload: Workload,
         schedule: Schedule,
         seed: int = 0,
+        layouts: Sequence[RankLayout] | None = (),
     ) -> Search:
-        """Return the search for a network, or for a checkpoint folder, hub id or name of `QWEN3_VL`."""
+        """Return the search for a network, or for a checkpoint folder, hub id or name of `QWEN3_VL`.
+
+        `layouts` are those of Megatron to choose from: none with FSDP2; None: all that the network allows.
+        """
         network = empty_network(model) if isinstance(model, str) else model
         shape = ModelShape.of(network.config, count_values(network.parameters()))
         group = next(workload.groups(schedule.group_size, seed))
         share = group.images / group.trained_tokens
-        memory = Memory(network, shape, hardware, workload.longest, share)
+        memory = Memory(network, shape, hardware, workload.longest, share, layouts)
         return cls(memory, Costs(shape, hardware), workload, schedule, seed)
 
     def forecast(self, layout: Layout) -> Forecast:

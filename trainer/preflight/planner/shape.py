@@ -30,6 +30,8 @@ class ModelShape:
     head_size: int
     patch_flops: float
     patches_per_token: int
+    hidden: int = 0
+    experts_per_token: int = 0
 
     @classmethod
     def of(cls, config: Any, parameters: int) -> ModelShape:
@@ -51,6 +53,8 @@ class ModelShape:
             head_size=size,
             patch_flops=vision_flops(vision, [(1, 2, 2)])[0] / 4 if vision and hasattr(vision, "depth") else 0.0,
             patches_per_token=patches,
+            hidden=text.hidden_size,
+            experts_per_token=text.num_experts_per_tok if num_experts else 0,
         )
 
     @property
