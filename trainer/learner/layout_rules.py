@@ -73,7 +73,7 @@ def _not_whole(flag: str, num_ranks: int, sizes: dict[str, int]) -> UserError:
 
 def _broken_sizes(layout: Layout, config: Any) -> Iterator[UserError]:
     text, vision, tensor = config.get_text_config(), getattr(config, "vision_config", None), layout.tensor
-    shared = {"attention heads": text.num_attention_heads, "words of the vocabulary": text.vocab_size}
+    shared = {"attention heads": text.num_attention_heads}  # a vocabulary is padded
     if not num_experts(config):
         shared["columns of an MLP"] = text.intermediate_size
     if vision is not None:

@@ -6,6 +6,7 @@ import pytest
 
 from envs.config.cli import parse
 from tests.paths import ROOT
+from trainer.config.learner import ClusterConfig
 from trainer.config.run import RunConfig
 from trainer.config.sources import SOURCES
 from trainer.learner.layout import Layout
@@ -64,6 +65,14 @@ def test_slimes_own_layout_is_that_of_the_dense_models_and_does_not_hold_a_mixtu
     assert {Layout.of(recipe(size).cluster) for size in ("2b", "4b", "8b")} == {own}
     mixture = estimate(meta_model(qwen3_vl_config("30b-a3b")), Plan(8, 8192, 8192, 1.0, layout=own))
     assert round(mixture.total / GIB) == 212 and "would need 212 GiB" in PAGE
+
+
+def test_a_recipe_runs_without_megatron_as_the_page_says() -> None:
+    flags = "--backend fsdp --tp 1 --pp 1 --ep 1 --no-sp"
+    assert f"`{flags}`" in PAGE
+    argv = ["--config", "slime-geo3k", "--config", "megatron-qwen3-vl-235b-a22b", *flags.split()]
+    cluster = parse(RunConfig, argv, "prog", "", SOURCES).cluster
+    assert cluster == ClusterConfig(num_gpus=64)
 
 
 def test_the_page_shows_what_a_long_stream_needs() -> None:

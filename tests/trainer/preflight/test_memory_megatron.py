@@ -49,7 +49,7 @@ AXES = {
 
 def tiny(model_type: str, tied: bool = True) -> PolicyModel:
     config = tiny_config(model_type, AutoTokenizer.from_pretrained(STARTER_PATH), tied)
-    config.get_text_config().vocab_size = 654
+    config.get_text_config().vocab_size = 654  # an even number
     return meta_model(config)
 
 
