@@ -6,6 +6,7 @@ import abc
 import functools
 import itertools
 import json
+import re
 import subprocess
 import sys
 import time
@@ -607,7 +608,7 @@ class Quadratic(Shop):
         (Naive, "thread", "broken JSON, step 1: json.decoder.JSONDecodeError"),
         (Naive, "process", "broken JSON, step 1: json.decoder.JSONDecodeError"),
         (Deaf, "thread", "broken JSON: the call cannot be made, and the model is not told (ends the episode)"),
-        pytest.param(Quadratic, "inline", "100 kB of prose: a step took 30", marks=pytest.mark.alone),
+        pytest.param(Quadratic, "inline", "100 kB of prose: a step took 3", marks=pytest.mark.alone),
         pytest.param(Quadratic, "thread", "step took longer than 0.2 s", marks=pytest.mark.alone),
     ],
 )
@@ -658,7 +659,8 @@ class SlowStart(Shop):
 @pytest.mark.alone
 def test_an_environment_called_in_place_that_takes_too_long_fails_the_timing_alone() -> None:
     found = failed(SlowStart, isolation="inline", reset_timeout_s=0.005)
-    assert list(found) == ["timing"] and "reset 10" in found["timing"]
+    seen = re.match(r"reset ([\d.]+) ms, at most", found["timing"])
+    assert list(found) == ["timing"] and seen and float(seen[1]) >= 10
 
 
 class NoSuchProperty(Shop):
