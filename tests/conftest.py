@@ -6,6 +6,8 @@ Nothing here imports torch before a test asks for it, so `pytest tests/envs` run
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +25,14 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 settings.register_profile("budget", examples(settings.default.max_examples))
 settings.load_profile("budget")
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """SIGINT raises `KeyboardInterrupt`, as in a terminal: where tests run in the background, it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")

@@ -69,20 +69,22 @@ class RolloutManager:
         self._running: dict[asyncio.Task[Trajectory], _Begun] = {}
         self._num_complete = self._num_counting = self._num_to_begin = self._num_tokens = 0
         self._num_groups = self._num_steps = 0  # groups of a step, and the steps that groups are played for
+        self._num_ahead = 0  # of these, the steps that come after the one that is collected or learnt from
         self._changed = asyncio.Event()
         self._spent_limit = ""
         self._failure: Exception | None = None
 
-    async def collect(self, num_groups: int) -> StepRollout:
+    async def collect(self, num_groups: int, steps_to_come: float = math.inf) -> StepRollout:
         """Return the groups of a step, once they are complete or its limits are reached.
 
-        With `max_staleness`, episodes go on after the return, and new ones begin for the steps to come.
+        With `max_staleness`, episodes go on after the return, and new ones begin for the steps to come after this one.
 
         Raises what an episode raised, which is a fault of the engine or our own. After that, or after a cancellation,
         `close` ends the other episodes and returns what was played.
         """
         aborted = await self._abort(self._too_old())
         self._recount()
+        self._num_ahead = int(min(self.options.max_staleness, steps_to_come))
         queue = Queue(self._num_counting, len(self._groups) - self._num_complete)
         try:
             await self._play(num_groups)
@@ -106,7 +108,7 @@ class RolloutManager:
     async def _play(self, num_groups: int) -> None:
         """Return when enough groups are complete, nothing is left to play, or a limit is reached."""
         options = self.options
-        self._num_groups, self._num_steps = num_groups, options.max_staleness + 1
+        self._num_groups, self._num_steps = num_groups, self._num_ahead + 1
         self._num_tokens, self._spent_limit = 0, ""
         timer = None
         if options.max_rollout_s:
@@ -126,10 +128,10 @@ class RolloutManager:
             raise self._failure
 
     def _go_on(self) -> None:
-        """Let episodes go on between two steps, for as many steps as `max_staleness` allows."""
+        """Let episodes go on between two steps, for as many steps as `max_staleness` allows and as will come."""
         if self.options.max_staleness:
             self._recount()
-            self._num_steps = self.options.max_staleness
+            self._num_steps = self._num_ahead
             self._begin_groups()
 
     @property

@@ -196,9 +196,8 @@ def test_cancelling_an_awaited_run_keeps_everything_so_far() -> None:
 
 
 @pytest.mark.alone
+@pytest.mark.usefixtures("ctrl_c")
 def test_the_stop_button_of_a_notebook_ends_the_run_and_the_call_returns_it() -> None:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a test before may have left another
-
     def stop() -> None:
         while not Path("runs/cut/metrics.jsonl").exists() or not tt.Run("runs/cut").rows:
             time.sleep(0.05)
@@ -213,7 +212,6 @@ def test_the_stop_button_of_a_notebook_ends_the_run_and_the_call_returns_it() ->
         run = loop.run_until_complete(cell())
     finally:
         loop.close()
-        signal.signal(signal.SIGINT, before)
     assert run.summary["interrupted"] and 1 <= run.summary["steps_done"] < 60
 
 

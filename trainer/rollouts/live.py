@@ -160,7 +160,8 @@ class LiveRollouts:
     async def collect(self, num_groups: int) -> StepRollout:
         """Play the groups of the next step."""
         self._step_began, self._busy_before_s = time.perf_counter(), tuple(self.context.weight_sync.transport.busy_s)
-        rollout = await self._started.collect(num_groups)
+        version = self.context.engine.weight_version  # the number of steps done
+        rollout = await self._started.collect(num_groups, steps_to_come=self.config.steps - version - 1)
         return replace(rollout, weight_version=self.context.engine.weight_version)
 
     def idle_fracs(self) -> Mapping[str, float]:

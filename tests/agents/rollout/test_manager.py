@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import pickle
 import threading
 import time
@@ -390,17 +391,23 @@ def test_a_synchronous_manager_plays_nothing_between_two_steps(renderer: Rendere
 
 
 def ahead(
-    manager: RolloutManager, engine: PacedEngine, *nums: int, learn_s: float = 0.05, until_idle: bool = False
+    manager: RolloutManager,
+    engine: PacedEngine,
+    *nums: int,
+    learn_s: float = 0.05,
+    until_idle: bool = False,
+    goes_on: bool = True,
 ) -> list[StepRollout]:
     """Collect steps of so many groups; between two steps the learner takes `learn_s`, and the weights change.
 
-    With `until_idle` it takes as long as episodes run.
+    With `until_idle` it takes as long as episodes run. Unless it `goes_on`, these are the last steps of the run.
     """
 
     async def story() -> list[StepRollout]:
         rollouts = []
-        for num in nums:
-            rollouts.append(replace(await manager.collect(num), weight_version=engine.weight_version))
+        for place, num in enumerate(nums, 1):
+            to_come = math.inf if goes_on else len(nums) - place
+            rollouts.append(replace(await manager.collect(num, to_come), weight_version=engine.weight_version))
             await asyncio.sleep(learn_s)
             while until_idle and manager._running:
                 await asyncio.sleep(0.005)
@@ -425,6 +432,14 @@ def test_episodes_of_the_next_steps_are_played_while_the_learner_learns(renderer
     assert [ages(r) for r in steps] == [{0}, {1}, {2}, {2}, {2}]
     assert not any(r.aborted or r.surplus or r.filtered or r.shortfall for r in steps)
     assert [r.queue for r in steps] == [Queue(0, 0)] + [Queue(4, 0)] * 4
+
+
+def test_the_last_steps_begin_no_group_that_no_step_would_take(renderer: Renderer) -> None:
+    engine = PacedEngine(renderer, wait=lambda *_: asyncio.sleep(0.01))
+    manager = manager_of(renderer, engine, max_staleness=2)
+    *steps, left = ahead(manager, engine, 2, 2, 2, 2, until_idle=True, goes_on=False)
+    assert [numbers(r.groups) for r in steps] == [[2 * i, 2 * i + 1] for i in range(4)]
+    assert (manager.num_begun, left.aborted) == (8, ())
 
 
 @examples(25, suppress_health_check=[HealthCheck.function_scoped_fixture])

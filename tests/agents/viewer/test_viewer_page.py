@@ -69,7 +69,8 @@ class Visit:
 
     @property
     def fragment(self) -> str:
-        return "#" + self.page.url.partition("#")[2]
+        """What the page itself says: its address as the browser reports it comes a moment later."""
+        return str(self.page.evaluate("location.hash"))
 
 
 Open = Callable[..., Visit]

@@ -6,6 +6,7 @@ import abc
 import functools
 import itertools
 import json
+import re
 import subprocess
 import sys
 import time
@@ -430,14 +431,14 @@ def test_what_the_contract_does_not_know_fails_the_contract_alone(env: type, det
 
 class Hangs(Shop):
     def step(self, response_text: str) -> Step:
-        time.sleep(0.5)
+        time.sleep(3)
         return super().step(response_text)
 
 
 @pytest.mark.alone
 def test_an_environment_that_hangs_is_given_up_after_its_first_time_limit() -> None:
     started = time.perf_counter()
-    assert list(failed(Hangs, step_timeout_s=0.05)) == ["contract"]
+    assert list(failed(Hangs, step_timeout_s=0.5)) == ["contract"]
     assert time.perf_counter() - started < 3
 
 
@@ -597,7 +598,7 @@ class Deaf(Shop):
 
 class Quadratic(Shop):
     def step(self, response_text: str) -> Step:
-        time.sleep(0.3 if len(response_text) > 50_000 else 0)
+        time.sleep(1.5 if len(response_text) > 50_000 else 0)
         return super().step(response_text)
 
 
@@ -607,14 +608,14 @@ class Quadratic(Shop):
         (Naive, "thread", "broken JSON, step 1: json.decoder.JSONDecodeError"),
         (Naive, "process", "broken JSON, step 1: json.decoder.JSONDecodeError"),
         (Deaf, "thread", "broken JSON: the call cannot be made, and the model is not told (ends the episode)"),
-        pytest.param(Quadratic, "inline", "100 kB of prose: a step took 30", marks=pytest.mark.alone),
-        pytest.param(Quadratic, "thread", "step took longer than 0.2 s", marks=pytest.mark.alone),
+        pytest.param(Quadratic, "inline", "100 kB of prose: a step took 1", marks=pytest.mark.alone),
+        pytest.param(Quadratic, "thread", "step took longer than 1 s", marks=pytest.mark.alone),
     ],
 )
 def test_a_broken_call_that_breaks_the_environment_fails_malformed_calls_alone(
     env: type, isolation: str, detail: str
 ) -> None:
-    found = failed(env, isolation=isolation, step_timeout_s=0.2)
+    found = failed(env, isolation=isolation, step_timeout_s=1.0)
     assert list(found) == ["malformed calls"] and detail in found["malformed calls"]
 
 
@@ -658,7 +659,8 @@ class SlowStart(Shop):
 @pytest.mark.alone
 def test_an_environment_called_in_place_that_takes_too_long_fails_the_timing_alone() -> None:
     found = failed(SlowStart, isolation="inline", reset_timeout_s=0.005)
-    assert list(found) == ["timing"] and "reset 10" in found["timing"]
+    seen = re.match(r"reset ([\d.]+) ms, at most", found["timing"])
+    assert list(found) == ["timing"] and seen and float(seen[1]) >= 10
 
 
 class NoSuchProperty(Shop):

@@ -68,7 +68,7 @@ def test_a_hog_is_not_shown_equal_costs_its_limit_once_and_does_not_harm_the_nex
     assert not equal_by_algebra(HOG, "once")
     second = time.perf_counter() - start - first
     assert equal_by_algebra("once+1", "1+once")
-    assert first >= short_limit > 0.05 > second
+    assert first >= short_limit > second
 
 
 @pytest.mark.alone

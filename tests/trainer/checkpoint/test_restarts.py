@@ -114,6 +114,7 @@ def test_an_update_that_fails_twice_in_the_same_way_ends_the_run(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_ends_a_restart(
     flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -315,6 +315,19 @@ def test_a_server_on_the_learners_gpu_takes_its_share_of_it() -> None:
     assert "37.0 GiB are free beside servers that take 0.5 of it" in check_memory(three, networks(), one).found
 
 
+def test_what_the_learner_keeps_must_fit_beside_servers_that_free_their_memory_while_it_trains() -> None:
+    def judged(mem_fraction: float) -> Verdict:
+        engine = EngineConfig(engine="sglang", sync="disk", placement="colocate", mem_fraction=mem_fraction)
+        config = ON_GPU.model_copy(update={"engine": engine, "cluster": ClusterConfig(num_gpus=1)})
+        return check_memory(config, networks(), FreeMemory(64 * GIB, ((80 * GIB, 80 * GIB),)))
+
+    kept = 12 * 2_127_532_032 / GIB + 1  # float32 weights, two moments, and the process
+    tight = judged(0.75)
+    assert tight.status == "fault" and tight.found.startswith(f"the learner keeps {kept:.1f} GiB while servers write")
+    fraction = float(tight.fix.removeprefix("give --mem-fraction "))
+    assert judged(fraction).status == "ok" and judged(fraction + 0.1).status != "ok"
+
+
 def test_weights_are_split_over_gpus_and_gpus_elsewhere_are_not_judged() -> None:
     four = ON_GPU.model_copy(update={"cluster": ClusterConfig(num_gpus=4)})
     config, here = networks("8b"), FreeMemory(64 * GIB, ((80 * GIB, 80 * GIB),) * 5)  # one for the server

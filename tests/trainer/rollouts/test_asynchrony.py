@@ -56,6 +56,10 @@ def test_a_recording_of_an_asynchronous_run_replays_to_the_bit(
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+def test_a_run_plays_no_group_that_it_does_not_train_on(recorded: Path) -> None:
+    assert Counter(e["fate"] for e in episodes_in(recorded)) == {"train": STEPS * 2 * 4}
+
+
 def test_the_loss_of_a_step_with_tokens_of_several_versions_is_that_of_decoupled_ppo(recorded: Path) -> None:
     """Worked out from the recording alone: the engine's log-probs when a token was written are the behaviour's, the
     learner's before the update the proximal policy's; before the first update PPO's own ratio is 1."""

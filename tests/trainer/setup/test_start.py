@@ -137,16 +137,13 @@ def dying(folder: Path) -> SGLangEngine:
     return SGLangEngine(SGLangSettings(command=(sys.executable, "-c", "import sys; sys.exit(3)"), log_folder=folder), 1)
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_the_death_of_a_server_interrupts_what_the_learner_does(tmp_path: Path) -> None:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background
     start = Start()
-    try:
-        with pytest.raises(UserError, match="ended with status 3"), start.watched():
-            start.launch(dying(tmp_path))
-            assert not threading.Event().wait(TIME_S), "nothing has ended the wait"
-            pytest.fail("the wait was not interrupted")
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with pytest.raises(UserError, match="ended with status 3"), start.watched():
+        start.launch(dying(tmp_path))
+        assert not threading.Event().wait(TIME_S), "nothing has ended the wait"
+        pytest.fail("the wait was not interrupted")
 
 
 def test_servers_that_are_ended_on_purpose_hide_no_error_of_the_learner(tmp_path: Path) -> None:
@@ -183,18 +180,16 @@ def test_the_clock_shows_what_runs_and_keeps_what_has_ended() -> None:
     assert clock.summary() == "imports 0.0-3.0 s"  # the others took no time
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_that_a_library_turns_into_its_own_error_stays_ctrl_c() -> None:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt), Start().watched():
-            try:
-                signal.raise_signal(signal.SIGINT)
-            except BaseException as error:
-                raise RuntimeError("cannot import it") from error
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with pytest.raises(KeyboardInterrupt), Start().watched():
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except BaseException as error:
+            raise RuntimeError("cannot import it") from error
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_that_a_finalizer_swallows_ends_the_start_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     printed: list[sys.UnraisableHookArgs] = []
     monkeypatch.setattr(sys, "unraisablehook", printed.append)
@@ -203,12 +198,8 @@ def test_ctrl_c_that_a_finalizer_swallows_ends_the_start_all_the_same(monkeypatc
         def __del__(self) -> None:
             signal.raise_signal(signal.SIGINT)
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     passed = []
-    try:
-        with pytest.raises(KeyboardInterrupt), Start().watched():
-            Library()  # Python drops what a finalizer raises, and prints it
-            passed.append("the finalizer")
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with pytest.raises(KeyboardInterrupt), Start().watched():
+        Library()  # Python drops what a finalizer raises, and prints it
+        passed.append("the finalizer")
     assert passed and not printed and sys.unraisablehook == printed.append

@@ -6,6 +6,7 @@ The verdict has both numbers and, if the run does not fit, the flags with which 
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -76,6 +77,7 @@ class MemoryNeed:
       counts only the activations that compiled blocks keep at least.
     - `engine`: the weights of an embedded engine, and `cache`: most that its key-value cache needs.
     - `offloaded`: what the learner keeps in host memory.
+    - `resident`: what it keeps on its device between two steps.
 
     On a CPU, all of it is host memory.
     """
@@ -85,13 +87,15 @@ class MemoryNeed:
     engine: int
     cache: int
     offloaded: int
+    resident: int
 
 
 def check_memory(config: RunConfig, networks: MetaNetworks, free: FreeMemory) -> Verdict:
     """Return whether learner and engine fit: a fault if they surely do not, a warning if they may not."""
     if on_gpu(config):
         need = memory_need(config, networks)
-        return combine([_check_gpus(config, networks, need, free), *_check_host(need, free)])
+        verdicts = (_check_gpus(config, networks, need, free), *_check_colocated(config, need, free))
+        return combine([*verdicts, *_check_host(need, free)])
     ranks = max(1, config.cluster.num_learners)
 
     def total(config: RunConfig) -> tuple[int, int]:
@@ -140,7 +144,7 @@ def memory_need(config: RunConfig, networks: MetaNetworks) -> MemoryNeed:
     engine, cache = _engine_bytes(config, networks, model.config, size)
     if not config.trains:  # only the weights, to score a stream with
         learner = (parts.weights if layout else size * num_parameters // ranks) + PROCESS_BYTES
-        return MemoryNeed(learner, learner - PROCESS_BYTES // 2, engine, cache, offloaded=0)
+        return MemoryNeed(learner, learner - PROCESS_BYTES // 2, engine, cache, offloaded=0, resident=learner)
     offloaded = {"none": 0, "optimizer": 8 * count.trained, "all": 16 * count.trained + size * count.frozen}
     compiles = is_compiled(config.learner, on_gpu(config), num_parameters, config.most_tokens_trained) and not layout
     unsure = int((1 - COMPILED_SHARE) * parts.activations) if compiles else 0
@@ -150,6 +154,7 @@ def memory_need(config: RunConfig, networks: MetaNetworks) -> MemoryNeed:
         engine=engine,
         cache=cache,
         offloaded=offloaded[config.learner.offload],
+        resident=parts.between_steps + PROCESS_BYTES - (0 if config.learner.offload == "none" else parts.optimizer),
     )
 
 
@@ -243,6 +248,19 @@ def _check_host(need: MemoryNeed, free: FreeMemory) -> Sequence[Verdict]:
         return []
     found = f"{_gib(need.offloaded)} are offloaded to this host's memory, {_gib(free.host)} are free"
     return [_judge(need.offloaded, need.offloaded, free.host, found, lambda: "give --offload none, or --lora-rank")]
+
+
+def _check_colocated(config: RunConfig, need: MemoryNeed, free: FreeMemory) -> Sequence[Verdict]:
+    """Judge what the learner keeps while servers on its GPUs write; while it trains, they have freed theirs."""
+    num_gpus, fraction = max(1, config.cluster.num_gpus), config.engine.mem_fraction
+    if config.engine.placement != "colocate" or num_gpus > len(free.gpus):
+        return []
+    gpus = free.gpus[:num_gpus]
+    room = max(0, min(free_bytes - int(fraction * total) for free_bytes, total in gpus) - PROCESS_BYTES)
+    fitting = min((free_bytes - PROCESS_BYTES - need.resident / TIGHT) / total for free_bytes, total in gpus)
+    fix = f"give --mem-fraction {math.floor(100 * fitting) / 100:g}" if fitting >= 0.1 else "give --offload all"
+    found = f"the learner keeps {_gib(need.resident)} while servers write, which leave it {_gib(room)}"
+    return [_judge(need.resident, need.resident, room, found, lambda: fix)]
 
 
 def _shared_gpus(config: RunConfig, here: int) -> Counter[int]:
