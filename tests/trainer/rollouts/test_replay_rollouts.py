@@ -237,6 +237,7 @@ def test_rollouts_alone_are_recorded_with_their_metrics_and_nothing_is_kept_of_t
     assert first == [e["ids"] for e in episodes_in(recorded) if e["step"] == 1]
 
 
+@pytest.mark.usefixtures("recorded")  # a run before this one has started the process that watches calls
 def test_a_full_disk_ends_rollouts_alone_in_one_line_without_a_word_of_going_on(
     uneven: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
