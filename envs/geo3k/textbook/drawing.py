@@ -33,11 +33,12 @@ class Scale:
     font: tuple[int, int]
     most_cells: int
     longest: int
+    least: tuple[int, int] = (CELL, CELL)  # width and height of the smallest picture
 
 
 SCALES = {
     "textbook": Scale(span=(100, 165), font=(13, 16), most_cells=48, longest=256),
-    "small_print": Scale(span=(440, 520), font=(12, 13), most_cells=320, longest=640),
+    "small_print": Scale(span=(360, 470), font=(11, 12), most_cells=320, longest=640, least=(640, 512)),
 }
 
 
@@ -89,7 +90,7 @@ def draw(figure: Figure, wording: Wording, rng: Random, scale: Scale) -> Drawing
         growth = 1 + 0.03 * max(0, attempt - 3)
         span = rng.uniform(*scale.span) * growth
         font_size = max(look.font_size / growth, scale.font[0] - 1)
-        layout = _Layout(_posed(figure, rng), wording, replace(look, font_size=font_size), span)
+        layout = _Layout(_posed(figure, rng), wording, replace(look, font_size=font_size), span, scale.least)
         if not layout.fits(scale):
             continue
         if best is None or layout.conflicts < best.conflicts:
@@ -115,8 +116,8 @@ def _posed(figure: Figure, rng: Random) -> Figure:
 class _Layout:
     """A figure in pixels with its labels placed; the origin is moved when it is drawn."""
 
-    def __init__(self, figure: Figure, wording: Wording, look: Look, span: float) -> None:
-        self._figure, self._look = figure, look
+    def __init__(self, figure: Figure, wording: Wording, look: Look, span: float, least: tuple[int, int]) -> None:
+        self._figure, self._look, self._least = figure, look, least
         bounds = list(figure.points.values())
         for circle in figure.circles:
             center, on = figure.ends(circle)
@@ -304,7 +305,8 @@ class _Layout:
     def _size(self) -> tuple[int, int]:
         low, high = self._bounds()
         need = high - low + 2 * BORDER * (1 + 1j)
-        return CELL * math.ceil(need.real / CELL), CELL * math.ceil(need.imag / CELL)
+        wide, high = (CELL * math.ceil(side / CELL) for side in (need.real, need.imag))
+        return max(wide, self._least[0]), max(high, self._least[1])
 
     def fits(self, scale: Scale) -> bool:
         """Return whether the picture is not larger than its style allows."""

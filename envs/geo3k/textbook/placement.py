@@ -150,7 +150,7 @@ def around(point: Point, away: complex, half_x: float, half_y: float, clear: flo
     for turn in range(24):
         direction = cmath.rect(1, 2 * math.pi * turn / 24)
         extra = 5 * (1 - (direction * away.conjugate()).real)
-        for farther in (0.0, 2.5, 5.0):
+        for farther in (0.0, 2.5, 5.0, 9.0):
             center = point + direction * (reach(direction, half_x, half_y) + clear + farther)
             yield center, extra + farther, point
 
@@ -158,12 +158,17 @@ def around(point: Point, away: complex, half_x: float, half_y: float, clear: flo
 def beside_arc(
     center: Point, radius: float, first: float, opening: float, half_x: float, half_y: float
 ) -> Iterator[Candidate]:
-    """Yield positions outside an arc, which starts at `first` and spans `opening` radians, then inside."""
+    """Yield positions beside an arc, outside first, which starts at `first` and spans `opening` radians, then inside."""
     for share in (0.5, 0.4, 0.6, 0.3, 0.7, 0.22, 0.78):
         direction = cmath.rect(1, first + opening * share)
         for farther in (0.0, 3.0, 6.0):
-            distance = radius + reach(direction, half_x, half_y) + GAP + 1.5 + farther
-            yield center + direction * distance, 25 * abs(share - 0.5) + farther, center + direction * radius
+            for side, extra in ((1, 0.0), (-1, OFF_PREFERRED)):
+                distance = radius + side * (reach(direction, half_x, half_y) + GAP + 1.5 + farther)
+                yield (
+                    center + direction * distance,
+                    25 * abs(share - 0.5) + farther + extra,
+                    center + direction * radius,
+                )
 
 
 def at_distance(target: Point, distances: Sequence[float]) -> Iterator[Candidate]:

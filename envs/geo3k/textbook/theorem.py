@@ -17,7 +17,15 @@ TRIES = 300
 
 #: Shares of problems, or of their labels, with something that real diagrams have at times.
 LETTERED, ASKED_BY_NAME, ASKED_BY_NUMBER, TOLD, WITH_SPARE, WITH_OTHERS = 0.75, 0.4, 0.15, 0.3, 0.3, 0.35
+#: Angles are multiples of this many degrees at each level.
+ANGLE_STEP = {1: 5, 2: 2, 3: 1}
 ALGEBRA = {1: 0.0, 2: 0.15, 3: 0.35}
+
+
+def pick_angle(rng: Random, level: int, low: int, high: int) -> int:
+    """Return an angle in [low, high] degrees, a multiple of the level's step; the range must contain one."""
+    step = ANGLE_STEP[level]
+    return step * rng.randint(-(-low // step), high // step)
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,7 @@ class Theorem(ABC):
     name: ClassVar[str]
     note: ClassVar[str] = ""  # a sentence that the question adds
     takes_algebra: ClassVar[bool] = True
+    is_whole: ClassVar[bool] = True  # answers of levels 1 and 2 are integers
 
     @abstractmethod
     def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
@@ -63,7 +72,10 @@ class Theorem(ABC):
 
     @abstractmethod
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
-        """Return the figure, true to scale; dimensions that the givens leave free vary with `rng`."""
+        """Return the figure, true to scale; dimensions that the givens leave free vary with `rng`.
+
+        Raises ValueError if the numbers and `rng` make none.
+        """
 
     def solve(self, givens: Givens, unknown: str) -> tuple[str, str]:
         """Return the reasoning and answer; an unknown that ends in + or - asks for x in "ax + b" or "ax - b"."""
@@ -111,9 +123,10 @@ class Theorem(ABC):
             shape = rng.getrandbits(32)
             try:
                 _, answer = self.solve(givens, unknown)
+                is_clear = self.figure(givens, unknown, shape).is_clear()
             except ValueError:
                 continue
-            if not self.figure(givens, unknown, shape).is_clear():
+            if not is_clear or (level < 3 and self.is_whole and not answer.isdigit()):
                 continue
             if self.takes_algebra and answer.isdigit() and rng.random() < ALGEBRA[level]:
                 return *_with_expression(givens, unknown, int(answer), rng), shape

@@ -114,7 +114,10 @@ def check_scale(problem: Problem) -> None:
     is_rounded = "nearest" in problem.question
     for seen in (figure, figure.turned(0.7, mirrored=False), figure.turned(2.1, mirrored=True)):
         for label in (*seen.labels, *([seen.spare] if seen.spare else ())):
-            assert measure(seen, label.part) == pytest.approx(label_value(label.text, answer), rel=1e-6), (problem, label)
+            assert measure(seen, label.part) == pytest.approx(label_value(label.text, answer), rel=1e-6), (
+                problem,
+                label,
+            )
         if seen.asked is not None:
             size = label_value(seen.asked.text, answer) if seen.asked.text else answer
             tolerance = {"abs": 0.0501} if is_rounded else {"rel": 1e-5}
@@ -288,7 +291,7 @@ def test_small_print_is_legible_only_when_it_is_enlarged() -> None:
         digit = digit_height(*source.item(index))
         reduction = min(1.0, math.sqrt(seen_pixels / (picture.width * picture.height)))
         assert digit * reduction < 5
-        zoomed = Geo3kZoomEnv(sample, EnvArgs()).zoom(300, 300, 550, 550)
+        zoomed = Geo3kZoomEnv(sample, EnvArgs(max_turns=3)).zoom(300, 300, 550, 550)
         enlarged = zoomed.width / (picture.width * 0.25)
         again = min(1.0, math.sqrt(seen_pixels / (zoomed.width * zoomed.height)))
         assert digit * enlarged * again > 8
@@ -357,7 +360,11 @@ def test_every_font_has_every_character(font: str) -> None:
     characters = "0123456789abnxyzABCDEFGHJKLMNOPQRSTUVWXYZ°+−()"
     masks = {character: text_mask(character, font, 40).tobytes() for character in characters}  # type: ignore[arg-type]
     assert len(set(masks.values())) == len(characters)
-    assert text_mask("\ue123", font, 40).tobytes() not in masks.values()  # type: ignore[arg-type]
+    try:
+        missing = text_mask("\ue123", font, 40)  # type: ignore[arg-type]
+    except AssertionError:  # this font draws nothing for what it lacks
+        return
+    assert missing.tobytes() not in masks.values()
 
 
 def test_pillow_brings_its_own_font() -> None:

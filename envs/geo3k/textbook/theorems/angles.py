@@ -6,9 +6,9 @@ import math
 from random import Random
 
 from envs.geo3k.families.arithmetic import add, divide, rest
-from envs.geo3k.families.family import Givens, pick_angle, require, require_angles
+from envs.geo3k.families.family import Givens, require, require_angles
 from envs.geo3k.textbook.figure import Figure, angle, foot, meet, polar, triangle
-from envs.geo3k.textbook.theorem import Theorem
+from envs.geo3k.textbook.theorem import Theorem, pick_angle
 
 
 def spare(rng: Random) -> int:
@@ -287,16 +287,17 @@ class PolygonAngles(Theorem):
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         count = len(givens) + 1
         angles = [*givens, 180 * (count - 2) - sum(givens)]
-        sides, directions, heading = [], [], 0.0
+        directions, heading = [], 0.0
         for corner in angles:
             directions.append(polar(heading))
             heading += 180 - corner
         # All sides but the last two are free; those close the polygon.
         corners = [0j]
         for direction in directions[: count - 2]:
-            sides.append(rng.uniform(0.85, 1.15))
-            corners.append(corners[-1] + direction * sides[-1])
+            corners.append(corners[-1] + direction * rng.uniform(0.85, 1.15))
         last = meet(corners[-1], corners[-1] + directions[-2], 0j, directions[-1])
+        closing = ((last - corners[-1]) / directions[-2]).real, (-last / directions[-1]).real
+        require(min(closing) > 0.4, "the last sides have a length")
         figure = Figure(dict(zip("ABCDEF", [*corners, last], strict=False)))
         letters = "ABCDEF"[:count]
         figure.polygon(letters)

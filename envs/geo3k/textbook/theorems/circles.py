@@ -7,9 +7,9 @@ import math
 from random import Random
 
 from envs.geo3k.families.arithmetic import divide, fraction, multiply, radical, rest
-from envs.geo3k.families.family import Givens, pick_angle, require, require_angles
+from envs.geo3k.families.family import Givens, require, require_angles
 from envs.geo3k.textbook.figure import Figure, Part, angle, arc, foot, length, meet, polar
-from envs.geo3k.textbook.theorem import Theorem
+from envs.geo3k.textbook.theorem import Theorem, pick_angle
 from envs.geo3k.textbook.theorems.angles import spare
 
 LOOKS_TANGENT = "Assume that segments that appear to be tangent are tangent."
@@ -106,8 +106,7 @@ class CyclicQuadrilateral(Theorem):
         cut = wide * rng.uniform(0.4, 0.6)  # arc BC
         after = 2 * second - (wide - cut)  # arc DA, because the angle at B stands on the arc CDA
         figure = Figure(circle(A=0, B=360 - wide - after, C=360 - wide - after + cut, D=360 - after))
-        if not (40 < after < 360 - wide - 40):
-            figure.points["D"] = figure.points["A"]  # not clear, so other numbers are drawn
+        require(40 < after < 360 - wide - 40, "the corners follow each other on the circle")
         del figure.points["O"]
         figure.points["o"] = 0j
         figure.circles.append("oA")
@@ -378,12 +377,6 @@ class SecantLengths(Theorem):
         answer = fraction(product - other * other, other)
         return f"{start} {step} {whole} - {other} = {answer}.", answer
 
-    def sample(self, rng: Random, level: int) -> tuple[Givens, str, int]:
-        while True:
-            givens, unknown, shape = super().sample(rng, level)
-            if level == 3 or self.solve(givens, unknown)[1].isdigit():
-                return givens, unknown, shape
-
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         outer, inner = givens[:2]
         power = float(outer * (outer + inner))
@@ -447,7 +440,8 @@ class ChordDistance(Theorem):
         steps += [f"{first} * {first} = {first * first}.", f"{second} * {second} = {second * second}."]
         steps += [f"{first * first} {sign} {second * second} = {square}."]
         answer, root = radical(1, square), f"\\sqrt {{ {square} }}"
-        steps += [f"{root}." if answer == root else f"{root} = {answer}."]
+        if answer != root or unknown != "chord":
+            steps += [f"{root}." if answer == root else f"{root} = {answer}."]
         if unknown == "chord":
             half, answer = answer, radical(2, square)
             steps += [f"2 * {half} = {answer}."]
@@ -511,7 +505,7 @@ class ArcsOfCircle(Theorem):
 class _Round(Theorem):
     """A central angle and the radius of a circle are given."""
 
-    takes_algebra = False
+    takes_algebra = is_whole = False
 
     def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
         opening = rng.choice(

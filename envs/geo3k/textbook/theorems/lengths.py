@@ -6,9 +6,9 @@ import math
 from random import Random
 
 from envs.geo3k.families.arithmetic import divide, multiply, radical
-from envs.geo3k.families.family import Givens, pick_angle, require
+from envs.geo3k.families.family import Givens, require
 from envs.geo3k.textbook.figure import Figure, angle, length, polar, triangle, triangle_of_sides
-from envs.geo3k.textbook.theorem import Theorem
+from envs.geo3k.textbook.theorem import Theorem, pick_angle
 
 TRIPLES = ((3, 4, 5), (5, 12, 13), (8, 15, 17), (7, 24, 25), (20, 21, 29), (9, 40, 41))
 TO_TENTH = "Round to the nearest tenth."
@@ -34,7 +34,7 @@ class Pythagoras(Theorem):
         if level == 3:
             a, b = rng.randint(3, 20), rng.randint(3, 20)
             return ((a, b), "hypotenuse") if rng.random() < 0.5 else ((a + b // 2 + 1, a), "leg")
-        k = rng.randint(1, 4 if level == 1 else 9)
+        k = rng.randint(1, 6 if level == 1 else 9)
         a, b, c = (k * side for side in rng.choice(TRIPLES[: 3 if level == 1 else 5]))
         a, b = (a, b) if rng.random() < 0.5 else (b, a)
         return ((a, b), "hypotenuse") if rng.random() < 0.5 else ((c, a), "leg")
@@ -78,6 +78,7 @@ class SpecialTriangles(Theorem):
     """One angle and one side of a 45-45-90 or 30-60-90 triangle are given, another side is asked."""
 
     name = "special_triangles"
+    is_whole = False
 
     def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
         names = list(_SPECIAL)
@@ -170,7 +171,7 @@ class TriangleMidsegment(Theorem):
     name = "triangle_midsegment"
 
     def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
-        half = rng.randint(2, {1: 15, 2: 40, 3: 60}[level])
+        half = rng.randint(2, {1: 30, 2: 60, 3: 90}[level])
         if rng.random() < 0.5:
             return (half,), "base"
         return (2 * half + (level == 3 and rng.random() < 0.4),), "midsegment"
@@ -355,7 +356,7 @@ class Centroid(Theorem):
     name = "centroid"
 
     def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
-        part = rng.randint(2, {1: 15, 2: 30, 3: 45}[level])
+        part = rng.randint(2, {1: 30, 2: 60, 3: 90}[level])
         if rng.random() < 0.5:
             return (part,), "long"
         return (2 * part - (level == 3 and rng.random() < 0.3),), "short"
@@ -387,7 +388,7 @@ class RectangleDiagonals(Theorem):
 
     def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
         if level < 3:
-            k = rng.randint(1, 4 if level == 1 else 9)
+            k = rng.randint(1, 6 if level == 1 else 12)
             a, b, c = (k * side for side in rng.choice(TRIPLES[:3]))
         else:
             a, b = rng.randint(4, 24), rng.randint(4, 24)
@@ -420,7 +421,7 @@ class RhombusDiagonals(Theorem):
 
     def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
         if level < 3:
-            k = rng.randint(1, 4 if level == 1 else 9)
+            k = rng.randint(1, 6 if level == 1 else 12)
             a, b, c = (k * side for side in rng.choice(((3, 4, 5), (4, 3, 5), (8, 15, 17), (20, 21, 29))))
         else:
             a, b = rng.randint(3, 20), rng.randint(3, 20)
@@ -473,7 +474,7 @@ class TrigonometricRatio(Theorem):
 
     name = "trigonometric_ratio"
     note = TO_TENTH
-    takes_algebra = False
+    takes_algebra = is_whole = False
 
     def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
         return (pick_angle(rng, level, 25, 65), rng.randint(4, {1: 12, 2: 25, 3: 60}[level])), rng.choice(
@@ -510,7 +511,7 @@ class LawOfSines(Theorem):
 
     name = "law_of_sines"
     note = TO_TENTH
-    takes_algebra = False
+    takes_algebra = is_whole = False
 
     def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
         first = pick_angle(rng, level, 30, 100)
@@ -550,7 +551,7 @@ class LawOfCosines(Theorem):
 
     name = "law_of_cosines"
     note = TO_TENTH
-    takes_algebra = False
+    takes_algebra = is_whole = False
 
     def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
         low, high = {1: (4, 12), 2: (5, 20), 3: (6, 40)}[level]
