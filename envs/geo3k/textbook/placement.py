@@ -18,6 +18,7 @@ Candidate = tuple[Point, float, Point]  # a center, its cost, and a point of wha
 GAP = 2.0  # pixels between a label and anything else
 CONFLICT = 100.0  # the cost of touching one stroke or label
 OFF_PREFERRED = 6.0
+RIVAL = 1.1  # a label is nearer to its own part than to any other, by this factor
 CROSSED = 12.0  # the cost of a leader line across a stroke
 CLEAR = 2.0  # pixels that the line from a label to its part keeps from the part
 
@@ -43,13 +44,13 @@ class Placer:
         """Return the center of the cheapest candidate for a box, and how many conflicts it has.
 
         A candidate conflicts with each stroke or box that it touches, with each stroke between it and its part, and
-        with each rival: a point that is much nearer to it than its part.
+        with each rival: a point that is not clearly farther from it than its part.
         """
         centers_C, costs_C, anchors_C = _columns(candidates)
         conflicts_C = self._touched(centers_C, half_x + GAP, half_y + GAP) + self._crossed(anchors_C, centers_C)
         if rivals:
             apart_CR = np.abs(centers_C[:, None] - np.array(rivals))
-            conflicts_C += (apart_CR < 0.8 * np.abs(centers_C - anchors_C)[:, None]).sum(axis=1)
+            conflicts_C += (apart_CR < RIVAL * np.abs(centers_C - anchors_C)[:, None]).sum(axis=1)
         best = int((costs_C + CONFLICT * conflicts_C).argmin())
         return complex(centers_C[best]), int(conflicts_C[best])
 

@@ -99,7 +99,7 @@ class Theorem(ABC):
         if unknown[-1] not in "+-":
             return self.build(givens, unknown, Random(shape))
         figure = self.build(givens[:-2], unknown[:-1], Random(shape))
-        assert figure.asked is not None, f"{self.name} asks for a labelled part"
+        assert figure.asked is not None and figure.asked.text, f"{self.name} asks for a labelled part"
         text = with_unit(figure.asked.part, expression(givens[-2], givens[-1], unknown[-1]))
         figure.asked = Label(figure.asked.part, text, (len(givens) - 2, len(givens) - 1))
         return figure
@@ -123,12 +123,13 @@ class Theorem(ABC):
             shape = rng.getrandbits(32)
             try:
                 _, answer = self.solve(givens, unknown)
-                is_clear = self.figure(givens, unknown, shape).is_clear()
+                figure = self.figure(givens, unknown, shape)
             except ValueError:
                 continue
-            if not is_clear or (level < 3 and self.is_whole and not answer.isdigit()):
+            if not figure.is_clear() or (level < 3 and self.is_whole and not answer.isdigit()):
                 continue
-            if self.takes_algebra and answer.isdigit() and rng.random() < ALGEBRA[level]:
+            has_label = figure.asked is not None and figure.asked.text
+            if self.takes_algebra and has_label and answer.isdigit() and rng.random() < ALGEBRA[level]:
                 return *_with_expression(givens, unknown, int(answer), rng), shape
             return givens, unknown, shape
         raise RuntimeError(f"{TRIES} figures of {self.name}, level {level}: none is clear")

@@ -14,12 +14,13 @@ from random import Random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image, ImageFont
+from PIL import Image, ImageChops, ImageFont
 
 from envs.env import EnvArgs
 from envs.errors import UserError
+from envs.geo3k import sheet
 from envs.geo3k.families import FAMILIES
-from envs.geo3k.problem import LEVELS, STYLES, Problem, draw_problem, make_problem, misread
+from envs.geo3k.problem import LEVELS, STYLES, Problem, make_problem, misread
 from envs.geo3k.procedural import KEY_TRIES, SPLITS, ProceduralGeo3k, split_of
 from envs.geo3k.textbook import drawing
 from envs.geo3k.textbook.drawing import CELL, SCALES, Drawing, draw
@@ -94,7 +95,7 @@ def steps_hold(reasoning: str) -> bool:
             number = value(parts[0])
         else:
             a, operator, b = value(parts[0]), parts[1], value(parts[2])
-            number = {"+": a + b, "-": a - b, "*": a * b, "/": a / b}[operator]
+            number = {"+": a + b, "-": a - b, "*": a * b, "/": a / (b or math.nan)}[operator]
         exact = not re.search(r"\d\.\d|sin|cos|tan", f"{left} {right}")
         if not math.isclose(number, value(right), rel_tol=1e-9 if exact else 2e-3, abs_tol=1e-9 if exact else 0.051):
             return False
@@ -127,12 +128,12 @@ def check_scale(problem: Problem) -> None:
 @pytest.mark.parametrize(("family", "level"), CASES)
 def test_every_printed_number_and_the_answer_are_what_the_figure_measures(family: str, level: int) -> None:
     rng = Random(f"{family}/{level}")
-    for _ in range(40):
+    for _ in range(12):
         check_scale(make_problem(family, level, rng))
 
 
 @given(seed=st.integers(0, 2**48), family=st.sampled_from(list(THEOREMS)), level=st.sampled_from(LEVELS))
-@examples(400)
+@examples(300)
 def test_random_problems_are_sound(seed: int, family: str, level: int) -> None:
     problem = make_problem(family, level, Random(seed))
     check_scale(problem)
@@ -146,7 +147,7 @@ def test_random_problems_are_sound(seed: int, family: str, level: int) -> None:
 def test_marks_are_true_in_the_figure(family: str) -> None:
     """Right angles measure 90 degrees, ticked segments are equal, parallels do not meet, equal angles are equal."""
     rng = Random(f"{family}/marks")
-    for level in LEVELS * 12:
+    for level in LEVELS * 5:
         figure, _ = figure_of(make_problem(family, level, rng))
         size = max(abs(p) for p in figure.points.values())
         for points in figure.right_angles:
@@ -171,7 +172,7 @@ def test_segments_that_should_touch_a_circle_do() -> None:
     rng = Random(6)
     lines = {"two_tangents": ("PA", "PB", "AB", "BC", "CA"), "tangent_chord": ("cA",), "secant_lengths": ("PT",)}
     for family, tangents in lines.items():
-        for _ in range(60):
+        for _ in range(30):
             figure, _ = figure_of(make_problem(family, 3, rng))
             center, on = figure.ends(figure.circles[0])
             for pair, _ in figure.strokes:
@@ -185,7 +186,7 @@ def test_segments_that_should_touch_a_circle_do() -> None:
 def test_a_misread_problem_is_consistent_and_has_another_answer(family: str, level: int) -> None:
     rng = Random(f"{family}/{level}/misread")
     found = possible = 0
-    for _ in range(40):
+    for _ in range(20):
         problem = make_problem(family, level, rng)
         wrong = misread(problem, rng)
         possible += bool(problem.drawn_givens)
@@ -197,7 +198,7 @@ def test_a_misread_problem_is_consistent_and_has_another_answer(family: str, lev
         assert wrong.answer != problem.answer and wrong.reasoning != problem.reasoning
         assert (wrong.question, wrong.wording, wrong.unknown) == (problem.question, problem.wording, problem.unknown)
         assert steps_hold(wrong.reasoning) and value(wrong.answer) > 0
-    assert possible >= 36 and found >= 0.6 * possible
+    assert possible >= 15 and found >= 0.6 * possible
 
 
 @pytest.mark.parametrize(("family", "level"), CASES)
@@ -223,11 +224,9 @@ def drawings(family: str, count: int, style: str = "textbook") -> list[tuple[Pro
 
 @pytest.mark.parametrize("family", list(THEOREMS))
 def test_every_text_stands_alone_inside_the_picture(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = drawings(family, 6)
-    place = drawing._Pen.text
+    shown = drawings(family, 3)
     monkeypatch.setattr(Image.Image, "paste", _paste_without_text(Image.Image.paste))
-    bare = drawings(family, 6)
-    assert place is drawing._Pen.text
+    bare = drawings(family, 3)
     for (problem, one), (_, without) in zip(shown, bare, strict=True):
         assert [box for _, box in one.texts] == [box for _, box in without.texts]
         width, height = one.image.size
@@ -253,13 +252,13 @@ def _paste_without_text(paste):  # type: ignore[no-untyped-def]
 
 def test_nearly_all_layouts_have_no_conflict() -> None:
     rng = Random(8)
-    problems = [make_problem(rng.choice(list(THEOREMS)), rng.choice(LEVELS), rng) for _ in range(300)]
+    problems = [make_problem(rng.choice(list(THEOREMS)), rng.choice(LEVELS), rng) for _ in range(150)]
     conflicts = sum(draw(*figure_of(problem), rng, SCALES["textbook"]).conflicts > 0 for problem in problems)
-    assert conflicts <= 4
+    assert conflicts <= 2
 
 
 def test_pictures_are_whole_tokens_and_bounded() -> None:
-    sizes = {image.image.size for family in THEOREMS for _, image in drawings(family, 3)}
+    sizes = {image.image.size for family in list(THEOREMS)[::2] for _, image in drawings(family, 3)}
     assert len(sizes) >= 10, "aspect ratios vary"
     for width, height in sizes:
         assert width % CELL == 0 and height % CELL == 0
@@ -267,25 +266,25 @@ def test_pictures_are_whole_tokens_and_bounded() -> None:
 
 
 def test_the_picture_is_true_to_scale_to_the_pixel() -> None:
-    """Two labelled segments have the same pixels per unit: measured between ends of the drawn line."""
-    problem = Problem("pythagoras", 1, (30, 40), "hypotenuse", "Find x.", "50", "", Wording(1, "", "x"))
-    picture = draw(*figure_of(problem), Random(3), SCALES["textbook"])
-    ink = picture.image.convert("L").point(lambda level: 255 * (level < 140))
-    boxes = [box for _, box in picture.texts]
-    for box in boxes:
-        ink.paste(0, box)
-    left, top, right, bottom = ink.getbbox()  # type: ignore[misc]
-    sides = sorted((right - left, bottom - top))
-    assert sides[0] / 30 == pytest.approx(picture.pixels_per_unit, rel=0.25) or sides[1] / 50 == pytest.approx(
-        picture.pixels_per_unit, rel=0.25
-    )
+    """A circle of radius 20 in a picture: its ink is 40 units wide and high, within 2 pixels for the line's width."""
+    figure = Figure({"o": 0j, "A": 20 + 0j})
+    figure.circles.append("oA")
+    for seed in range(5):
+        picture = draw(figure, Wording(0, "", ""), Random(seed), SCALES["textbook"])
+        paper = picture.image.getpixel((0, 0))
+        left, top, right, bottom = ImageChops.difference(
+            picture.image,
+            Image.new("RGB", picture.image.size, paper),  # type: ignore[arg-type]
+        ).getbbox()  # type: ignore[misc]
+        for side in (right - left, bottom - top):
+            assert 0 <= side - 40 * picture.pixels_per_unit <= 4, "the line is at most 2 pixels wide"
 
 
 def test_small_print_is_legible_only_when_it_is_enlarged() -> None:
     """At the size the bundled model sees, digits are below 5 pixels; zoomed to a quarter of each side, above 8."""
     seen_pixels = 65536
-    source = ProceduralGeo3k("train", 12, style="small_print")
-    for index in range(12):
+    source = ProceduralGeo3k("train", 4, style="small_print")
+    for index in range(4):
         sample = source[index]
         (picture,) = message_images(sample.prompt)
         digit = digit_height(*source.item(index))
@@ -307,10 +306,25 @@ def test_textbook_digits_are_legible_as_they_are() -> None:
     assert min(text_mask("8", font, SCALES["textbook"].font[0] - 1).height for font in FONTS) >= 8
 
 
+@pytest.mark.parametrize("family", list(THEOREMS))
+def test_every_given_is_drawn_or_told_and_the_asked_part_is_marked_or_named(family: str) -> None:
+    for problem, picture in drawings(family, 3):
+        figure, wording = figure_of(problem)
+        drawn = [text for text, _ in picture.texts]
+        shown = "".join(re.sub(r"[^\d ]", " ", text) + " " for text in (*drawn, problem.question)).split()
+        for number in problem.givens:
+            # A factor of 1 is not written.
+            assert str(number) in shown or number == 1, (problem, drawn)
+        if figure.asked is not None and figure.asked.text:
+            assert not wording.variable or any(wording.variable in text for text in drawn), (problem, drawn)
+            assert wording.variable in problem.question
+        assert list(wording.letters) == [text for text in drawn if text.isupper()]
+
+
 def test_questions_name_only_points_that_have_letters_and_never_the_answer_alone() -> None:
     rng = Random(12)
     for family, level in CASES:
-        for _ in range(8):
+        for _ in range(4):
             problem = make_problem(family, level, rng)
             assert problem.wording is not None
             named = set(re.findall(r"(?<= )[A-Z](?=[ ,.])", problem.question.split(".")[0] + "."))
@@ -345,6 +359,18 @@ def test_plain_problems_do_not_change() -> None:
 
 #: Of the texts above, made before textbook problems existed.
 PLAIN_DIGEST = "09b8573f582d423e"
+
+
+def test_the_command_draws_one_problem_of_each_family(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "sheet.png"
+    assert sheet.run(["--families", "angle_sum,kite_angles", "--columns", "1", "--out", str(out)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines[:2]] == ["angle_sum:", "kite_angles:"]
+    assert lines[2] == f"2 pictures in {out}"
+    with Image.open(out) as page:
+        assert page.width >= 64 + 16 and page.height >= 2 * 64 + 24
+    with pytest.raises(UserError, match="--out: must be a file that can be written"):
+        sheet.run(["--families", "angle_sum", "--out", str(tmp_path / "no" / "sheet.png")])
 
 
 @pytest.mark.parametrize("name", ["DejaVuSans", "DejaVuSans-Oblique", "STIXGeneral", "STIXGeneralItalic"])

@@ -41,7 +41,7 @@ class EqualExpressions(Theorem):
         step, answer = divide(total, factor)
         part = large * total - less * factor  # the size of each part, times the factor
         require(part > 0, "a part is above 0")
-        require(unknown not in _OF_ANGLES or 20 * factor <= part <= 80 * factor, "the angle has room for its label")
+        require(unknown not in _OF_ANGLES or 25 * factor <= part <= 80 * factor, "the angle has room for its label")
         return f"{start} {step}", answer
 
     def canonical(self, givens: Givens, unknown: str) -> Givens:
@@ -135,8 +135,10 @@ class SumOfExpressions(Theorem):
         if unknown in ("line", "right"):
             whole = _SUMS[unknown]
             figure = Figure({"O": 0j, "A": 1 + 0j, "B": polar(first), "C": polar(whole)})
-            figure.line(*(("AC", "OB") if unknown == "line" else ("OA", "OB", "OC")))
-            if unknown == "right":
+            figure.line("OB")
+            if unknown == "line":
+                figure.line("AC")
+            else:
                 figure.line("OA", "OC", ends="end")
                 figure.right_angles.append("AOC")
             parts = angle("AOB"), angle("BOC")

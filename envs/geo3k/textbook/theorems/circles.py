@@ -8,7 +8,7 @@ from random import Random
 
 from envs.geo3k.families.arithmetic import divide, fraction, multiply, radical, rest
 from envs.geo3k.families.family import Givens, require, require_angles
-from envs.geo3k.textbook.figure import Figure, Part, angle, arc, foot, length, meet, polar
+from envs.geo3k.textbook.figure import Figure, Part, angle, arc, length, meet, polar
 from envs.geo3k.textbook.theorem import Theorem, pick_angle
 from envs.geo3k.textbook.theorems.angles import spare
 
