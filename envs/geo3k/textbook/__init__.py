@@ -1,1 +1,1 @@
-"""Problems drawn like those of a textbook: true to scale, with lettered points, marks, expressions and spare numbers."""
+"""Problems drawn as in a textbook: true to scale, with letters, marks, expressions and numbers nobody needs."""

@@ -6,6 +6,7 @@ import cmath
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from random import Random
 
 from PIL import Image, ImageDraw
@@ -193,11 +194,11 @@ class _Layout:
         for circle in figure.circles:
             center, on = self._ends(circle)
             ring = [center + cmath.rect(abs(on - center), math.pi * k / 24) for k in range(49)]
-            strokes += zip(ring, ring[1:], strict=False)
+            strokes += pairwise(ring)
         for line in (*self._marks, *self._thin, *self._thin_heads):
-            strokes += zip(line, line[1:], strict=False)
+            strokes += pairwise(line)
         for head, _ in self._heads:
-            strokes += zip(head, head[1:], strict=False)
+            strokes += pairwise(head)
         strokes += [(self._at[dot], self._at[dot]) for dot in figure.dots]
         return strokes  # type: ignore[return-value]
 

@@ -159,7 +159,7 @@ def around(point: Point, away: complex, half_x: float, half_y: float, clear: flo
 def beside_arc(
     center: Point, radius: float, first: float, opening: float, half_x: float, half_y: float
 ) -> Iterator[Candidate]:
-    """Yield positions beside an arc, outside first, which starts at `first` and spans `opening` radians, then inside."""
+    """Yield positions outside, then inside, an arc that starts at `first` and spans `opening` radians."""
     for share in (0.5, 0.4, 0.6, 0.3, 0.7, 0.22, 0.78):
         direction = cmath.rect(1, first + opening * share)
         for farther in (0.0, 3.0, 6.0):

@@ -50,7 +50,7 @@ class Theorem(ABC):
 
         theorem = THEOREMS["angle_sum"]
         theorem.solve((47, 65), "angle")               # ("47 + 65 = 112. 180 - 112 = 68.", "68")
-        theorem.solve((47, 65, 2, 8), "angle+")        # the third angle is 2x + 8: "... 68 - 8 = 60. 60 / 2 = 30.", "30"
+        theorem.solve((47, 65, 2, 8), "angle+")        # the third angle is 2x + 8: "... 60 / 2 = 30.", "30"
     """
 
     name: ClassVar[str]

@@ -40,7 +40,7 @@ class AngleSum(Theorem):
 
 
 class ExteriorAngleTheorem(Theorem):
-    """A side of a triangle is extended; unknown `exterior`: both remote angles are given, `remote`: it and one of them."""
+    """A side of a triangle is extended; unknown `exterior` from both remote angles, `remote` from it and the other."""
 
     name = "exterior_angle_theorem"
 
@@ -118,7 +118,7 @@ class IsoscelesTriangle(Theorem):
 
 
 class BisectedAngle(Theorem):
-    """Arcs mark the halves of a triangle's angle; unknown `half`: two other angles are given, `foot`: one and a half."""
+    """Arcs mark the halves of an angle; unknown `half` from the other two angles, `foot` from one and a half."""
 
     name = "bisected_angle"
 
@@ -157,7 +157,7 @@ class BisectedAngle(Theorem):
 
 
 class CrossingLines(Theorem):
-    """Two lines cross; unknown `vertical`: the angle across is given, `adjacent`: the one beside it, `right`: three lines."""
+    """Two lines cross; unknown `vertical` from the angle across, `adjacent` from the next one, `right` beside 90°."""
 
     name = "crossing_lines"
 
@@ -192,7 +192,7 @@ class CrossingLines(Theorem):
 
 
 class Transversal(Theorem):
-    """A line cuts two parallel lines; unknown `corresponding`, `alternate`, `same_side` or `outer` (same side, outside)."""
+    """A line cuts two parallels; unknown `corresponding`, `alternate`, `same_side` or `outer`: the same side outside."""
 
     name = "transversal"
 
@@ -228,7 +228,7 @@ class Transversal(Theorem):
 
 
 class ParallelInTriangle(Theorem):
-    """A segment parallel to the base of a triangle; the apex and the angle at the segment are given, a base angle asked."""
+    """A segment is parallel to a side; unknown `same`: the angle that equals the given one, `other`: the third angle."""
 
     name = "parallel_in_triangle"
 
@@ -312,7 +312,7 @@ class PolygonAngles(Theorem):
 
 
 class ParallelogramAngles(Theorem):
-    """Unknown `opposite` or `next` angle of a parallelogram, or `diagonal`: one corner and a part beside the diagonal."""
+    """Unknown `opposite` or `next` angle of a parallelogram, or `diagonal`: an angle beside the diagonal."""
 
     name = "parallelogram_angles"
 
@@ -416,7 +416,7 @@ class KiteAngles(Theorem):
 
 
 class AltitudeAngle(Theorem):
-    """An altitude or two altitudes of a triangle; unknown `beside`: a base angle is given, `crossing`: two angles are."""
+    """An altitude of a triangle; unknown `beside` it from a base angle, or the `apex` from both base angles."""
 
     name = "altitude_angles"
 

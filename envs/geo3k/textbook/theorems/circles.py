@@ -21,7 +21,7 @@ def circle(**degrees: float) -> dict[str, complex]:
 
 
 class InscribedAngle(Theorem):
-    """An inscribed angle is half its arc and half the central angle; unknown `from_arc`, `arc`, `from_central`, `central`."""
+    """An inscribed angle is half its arc; unknown `arc` or `central` angle, or the angle `from_arc`, `from_central`."""
 
     name = "inscribed_angle"
 
@@ -58,7 +58,7 @@ class InscribedAngle(Theorem):
 
 
 class DiameterAngle(Theorem):
-    """A triangle whose side is a diameter has a right angle; one of the other angles is given. `arc`: the arc beside it."""
+    """A triangle on a diameter has a right angle; unknown `angle` or `arc` from one of the other angles."""
 
     name = "diameter_angle"
 
@@ -100,7 +100,7 @@ class CyclicQuadrilateral(Theorem):
         return rest(180, givens[:1])
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
-        # The arc BCD is twice the angle at A; C cuts it, and A cuts the rest, so that the angle at B is the second given.
+        # The arc BCD is twice the angle at A. C cuts it, and A the rest, so that the second given is at B.
         wide = 2 * givens[0]
         second = givens[1] if unknown == "both" else rng.randint(75, 105)
         cut = wide * rng.uniform(0.4, 0.6)  # arc BC
@@ -120,7 +120,7 @@ class CyclicQuadrilateral(Theorem):
 
 
 class TangentRadius(Theorem):
-    """A tangent is perpendicular to the radius; unknown `angle`, or lengths `tangent`, `radius` or `distance` (Pythagoras)."""
+    """A tangent is perpendicular to the radius; unknown `angle`, or by Pythagoras `tangent`, `radius`, `distance`."""
 
     name = "tangent_radius"
 
@@ -206,8 +206,10 @@ class TangentChord(Theorem):
 
 
 class TwoTangents(Theorem):
-    """Two tangents from a point; unknown `angle` (from the arc), `arc` (from the angle) or `perimeter` of a circumscribed
-    triangle from the lengths at its corners."""
+    """Two tangents from a point; unknown `angle` from the arc, `arc` from the angle, or `perimeter`.
+
+    The perimeter is that of a triangle around the circle, from a tangent at each corner.
+    """
 
     name = "two_tangents"
     note = LOOKS_TANGENT
@@ -308,7 +310,7 @@ class CrossingChords(Theorem):
 
 
 class SecantAngles(Theorem):
-    """Two secants meet outside a circle at half the difference of their arcs; unknown `angle` or `near` (the smaller arc)."""
+    """Two secants meet outside at half the difference of their arcs; unknown `angle` or `near`, the smaller arc."""
 
     name = "secant_angles"
 
@@ -412,7 +414,7 @@ class SecantLengths(Theorem):
 
 
 class ChordDistance(Theorem):
-    """A radius perpendicular to a chord halves it; unknown `chord` (radius and distance given) or `distance`, `radius`."""
+    """A line from the center perpendicular to a chord halves it; unknown `chord`, `distance` or `radius`."""
 
     name = "chord_distance"
 
@@ -469,7 +471,7 @@ class ChordDistance(Theorem):
 
 
 class ArcsOfCircle(Theorem):
-    """Diameters and radii cut a circle into arcs; unknown `last`: all other arcs are given, `across`: beside a diameter."""
+    """Radii cut a circle into arcs; unknown `last` from the two others, `across` from its neighbour on a diameter."""
 
     name = "arcs_of_circle"
 

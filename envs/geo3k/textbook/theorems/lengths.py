@@ -198,7 +198,7 @@ class TriangleMidsegment(Theorem):
 
 
 class TrapezoidMidline(Theorem):
-    """The midline of a trapezoid; unknown `midline` from both parallel sides, or `base` from the midline and one side."""
+    """The midline of a trapezoid; unknown `midline` from both parallel sides, or `base` from it and one side."""
 
     name = "trapezoid_midline"
 
