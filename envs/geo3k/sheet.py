@@ -22,9 +22,7 @@ class SheetConfig(Section):
     """What to draw, and where to."""
 
     style: Style = Field(default="textbook", description="how problems are drawn")
-    families: tuple[str, ...] = Field(
-        default=(), description="one problem of each; empty: of every family of the style"
-    )
+    families: tuple[str, ...] = Field(default=(), description="one problem of each; empty: of all")
     level: int = Field(default=3, ge=1, le=3, description="level of the problems")
     seed: int = Field(default=0, ge=0, description="seed of the problems")
     columns: int = Field(default=8, ge=1, description="pictures in a row")
@@ -59,9 +57,8 @@ def run(argv: Sequence[str] | None = None) -> int:
     try:
         sheet(images, config.columns).quantize(200).save(config.out, "PNG", optimize=True)
     except (OSError, ValueError) as error:
-        raise UserError(
-            "--out", "must be a file that can be written", str(config.out), f"give another ({error})"
-        ) from error
+        rule, fix = "must be a file that can be written", f"give another ({error})"
+        raise UserError("--out", rule, str(config.out), fix) from error
     print(f"{len(images)} pictures in {config.out}")
     return 0
 

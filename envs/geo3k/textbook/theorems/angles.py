@@ -192,7 +192,7 @@ class CrossingLines(Theorem):
 
 
 class Transversal(Theorem):
-    """A line cuts two parallels; unknown `corresponding`, `alternate`, `same_side` or `outer`: the same side outside."""
+    """A line cuts two parallels; unknown `corresponding`, `alternate`, `same_side` or `outer`: same side, outside."""
 
     name = "transversal"
 
@@ -228,7 +228,7 @@ class Transversal(Theorem):
 
 
 class ParallelInTriangle(Theorem):
-    """A segment is parallel to a side; unknown `same`: the angle that equals the given one, `other`: the third angle."""
+    """A segment is parallel to a side; unknown `same`: the angle equal to the given one, `other`: the third one."""
 
     name = "parallel_in_triangle"
 

@@ -462,9 +462,12 @@ def decimal(thousandth: int) -> str:
     return f"{thousandth / 1000:.3f}".rstrip("0").rstrip(".")
 
 
-def product_to_tenth(number: float, factor: int, exact: float) -> str:
-    """Return number * factor / 1000 to the nearest tenth; raise ValueError if the exact value rounds to another."""
-    answer = to_tenth(number * factor / 1000)
+def sure_tenth(value: float, exact: float) -> str:
+    """Return a value, computed with three decimals, to the nearest tenth.
+
+    Raises ValueError if the exact value rounds to another tenth, or is near the border between two.
+    """
+    answer = to_tenth(value)
     require(answer == to_tenth(exact) and abs(exact * 10 % 1 - 0.5) > 0.02, "three decimals suffice for the tenth")
     return answer
 
@@ -485,11 +488,9 @@ class TrigonometricRatio(Theorem):
         opening, side = givens
         require(opening < 90, "the angle of a right triangle is below 90 degrees")
         ratio = {"sin": math.sin, "cos": math.cos, "tan": math.tan}[unknown](math.radians(opening))
-        answer = product_to_tenth(side, thousandths(ratio), side * ratio)
-        return (
-            f"\\{unknown} {opening} = {decimal(thousandths(ratio))}. {side} * {decimal(thousandths(ratio))} = {answer}.",
-            answer,
-        )
+        short = decimal(thousandths(ratio))
+        answer = sure_tenth(side * thousandths(ratio) / 1000, side * ratio)
+        return f"\\{unknown} {opening} = {short}. {side} * {short} = {answer}.", answer
 
     def canonical(self, givens: Givens, unknown: str) -> Givens:
         return givens
@@ -523,7 +524,7 @@ class LawOfSines(Theorem):
         sines = [math.sin(math.radians(opening)) for opening in (first, second)]
         top, bottom = (thousandths(sine) for sine in sines)
         require(bottom > 0, "an angle is above 0 degrees")
-        answer = product_to_tenth(side / bottom * 1000, top, side * sines[0] / sines[1])
+        answer = sure_tenth(side * top / bottom, side * sines[0] / sines[1])
         middle = decimal(side * top)
         steps = (
             f"\\sin {first} = {decimal(top)}. \\sin {second} = {decimal(bottom)}. {side} * {decimal(top)} = {middle}."
@@ -561,19 +562,19 @@ class LawOfCosines(Theorem):
         b, c, opening = givens
         require(opening < 180, "an angle is below 180 degrees")
         cosine = math.cos(math.radians(opening))
-        ratio = thousandths(cosine)
-        sum_of_squares, twice = b * b + c * c, 2 * b * c
-        square = sum_of_squares - twice * ratio / 1000
+        size, squares, twice = thousandths(abs(cosine)), b * b + c * c, 2 * b * c
+        sign = "-" if cosine >= 0 else "+"
+        square = squares - math.copysign(twice * size / 1000, cosine)
         require(square > 0, "the third side is above 0")
-        exact = math.sqrt(sum_of_squares - twice * cosine)
-        answer = to_tenth(math.sqrt(square))
-        require(answer == to_tenth(exact) and abs(exact * 10 % 1 - 0.5) > 0.02, "three decimals suffice for the tenth")
-        sign, size = ("-", ratio) if ratio >= 0 else ("+", -ratio)
-        steps = f"{b} * {b} = {b * b}. {c} * {c} = {c * c}. {b * b} + {c * c} = {sum_of_squares}. 2 * {b} = {2 * b}. {2 * b} * {c} = {twice}."
-        product = decimal(twice * size)
-        steps += f" \\cos {opening} = {'-' if ratio < 0 else ''}{decimal(size)}. {twice} * {decimal(size)} = {product}."
-        rest = decimal(round(1000 * square))
-        return f"{steps} {sum_of_squares} {sign} {product} = {rest}. \\sqrt {{ {rest} }} = {answer}.", answer
+        answer = sure_tenth(math.sqrt(square), math.sqrt(squares - twice * cosine))
+        product, left = decimal(twice * size), decimal(round(1000 * square))
+        steps = (
+            f"{b} * {b} = {b * b}. {c} * {c} = {c * c}. {b * b} + {c * c} = {squares}.",
+            f"2 * {b} = {2 * b}. {2 * b} * {c} = {twice}.",
+            f"\\cos {opening} = {'-' if sign == '+' else ''}{decimal(size)}. {twice} * {decimal(size)} = {product}.",
+            f"{squares} {sign} {product} = {left}. \\sqrt {{ {left} }} = {answer}.",
+        )
+        return " ".join(steps), answer
 
     def canonical(self, givens: Givens, unknown: str) -> Givens:
         return (*sorted(givens[:2]), givens[2])
