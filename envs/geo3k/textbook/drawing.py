@@ -39,7 +39,7 @@ class Scale:
 
 SCALES = {
     "textbook": Scale(span=(100, 165), font=(13, 16), most_cells=48, longest=256),
-    "small_print": Scale(span=(360, 470), font=(11, 12), most_cells=320, longest=640, least=(640, 512)),
+    "small_print": Scale(span=(360, 470), font=(9, 10), most_cells=320, longest=640, least=(640, 512)),
 }
 
 

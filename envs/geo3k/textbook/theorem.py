@@ -16,7 +16,7 @@ VARIABLES = "xxxxxyzabn"
 TRIES = 300
 
 #: Shares of problems, or of their labels, with something that real diagrams have at times.
-LETTERED, ASKED_BY_NAME, ASKED_BY_NUMBER, TOLD, WITH_SPARE, WITH_OTHERS = 0.75, 0.4, 0.15, 0.3, 0.3, 0.35
+LETTERED, ASKED_BY_NAME, ASKED_BY_NUMBER, TOLD, WITH_SPARE, WITH_OTHERS = 0.85, 0.5, 0.15, 0.35, 0.3, 0.35
 #: Angles are multiples of this many degrees at each level.
 ANGLE_STEP = {1: 5, 2: 2, 3: 1}
 ALGEBRA = {1: 0.0, 2: 0.15, 3: 0.35}

@@ -58,7 +58,7 @@ class AreaOfTriangle(_Area):
 
 
 class AreaOfParallelogram(_Area):
-    """Base and height of a parallelogram are given, and the slanted side without need."""
+    """Base and height of a parallelogram are given for its `area`, two sides for its `perimeter`."""
 
     name = "area_of_parallelogram"
 
@@ -141,7 +141,7 @@ class AreaOfTrapezoid(_Area):
 
 
 class AreaOfRhombus(_Area):
-    """Half the product of the diagonals of a rhombus or kite; their halves are given."""
+    """The area of a rhombus is half the product of its diagonals; their halves are given."""
 
     name = "area_of_rhombus"
 
@@ -170,8 +170,10 @@ class AreaOfRhombus(_Area):
 
 
 class CompositeArea(_Area):
-    """Unknown `corner`: a rectangle without a corner; `roof`: a rectangle with a triangle on top; `frame`: a rectangle
-    with a hole, shaded around it; `perimeter`: that of a rectangle without a corner."""
+    """Rectangles put together with a triangle (`roof`) or without a part (`corner`, `frame`, `perimeter`).
+
+    `perimeter` is that of a rectangle without a corner, the others are areas; `frame` is shaded.
+    """
 
     name = "composite_figure"
     note = "Angles that look right are right."

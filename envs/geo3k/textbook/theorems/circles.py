@@ -86,7 +86,7 @@ class DiameterAngle(Theorem):
 
 
 class CyclicQuadrilateral(Theorem):
-    """Opposite angles of a quadrilateral in a circle make 180 degrees; one angle is given."""
+    """Opposite angles of a quadrilateral in a circle make 180 degrees; unknown `both` gives a needless one too."""
 
     name = "cyclic_quadrilateral"
 

@@ -382,7 +382,7 @@ class Centroid(Theorem):
 
 
 class RectangleDiagonals(Theorem):
-    """Diagonals of a rectangle are equal and halve each other; unknown `diagonal`, `half` or `side` (Pythagoras)."""
+    """A diagonal cuts a rectangle into right triangles; unknown `diagonal` or `side`."""
 
     name = "rectangle_diagonals"
 
@@ -415,7 +415,7 @@ class RectangleDiagonals(Theorem):
 
 
 class RhombusDiagonals(Theorem):
-    """Halves of a rhombus's diagonals are the legs of a right triangle; unknown `side` from both diagonals' halves."""
+    """Halves of a rhombus's diagonals are the legs of a right triangle; unknown `side`, or `half` a diagonal."""
 
     name = "rhombus_diagonals"
 
