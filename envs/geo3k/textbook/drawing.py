@@ -135,7 +135,7 @@ class _Layout:
         self._texts: list[tuple[str, Image.Image, Point]] = []
         self.conflicts = 0.0
         named = "".join(pair for pair, _ in figure.strokes)
-        self._corners = {name for name in named if named.count(name) > 1}
+        self._corners = [name for name in figure.points if named.count(name) != 1 and name not in figure.dots]
         labels = list(_visible_labels(figure, wording))
         spanned = [label for label in labels if label.part.points in figure.spans]
         boxes = [self._span(label) for label in spanned]
