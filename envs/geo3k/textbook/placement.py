@@ -35,7 +35,7 @@ class Placer:
     def __init__(self, strokes: Sequence[tuple[Point, Point]]) -> None:
         ends_S2 = np.array(strokes, dtype=complex).reshape(-1, 2)
         self._middle_S: NDArray[np.complex128] = ends_S2.mean(axis=1)
-        self._half_S: NDArray[np.complex128] = np.subtract(ends_S2[:, 1], ends_S2[:, 0], dtype=np.complex128) / 2
+        self._half_S: NDArray[np.complex128] = np.asarray(np.diff(ends_S2)[:, 0] / 2, dtype=np.complex128)
         self.boxes: list[tuple[Point, float, float]] = []  # center, half width, half height
 
     def choose(
