@@ -381,7 +381,7 @@ class RhombusAngles(Theorem):
         else:
             del figure.points["E"]
             figure.ask(angle("DCB"))
-        figure.spare_length(rng.choice(("AB", "AC")), spare(rng))
+        figure.spare_length("AB", spare(rng))
         return figure
 
 
