@@ -1,6 +1,6 @@
 """Creates one geometry problem, text and diagram, from a family, a level and random numbers.
 
-Levels mean the same in every family:
+Levels mean the same in every plain family; docs/diagrams.md has those of textbook problems:
 
 - 1: friendly numbers. Angles are multiples of 10, lengths are small, answers are integers.
 - 2: harder arithmetic. Angles are multiples of 5, lengths are larger, answers are integers (or whole multiples of a
@@ -106,14 +106,14 @@ def make_problem(family: str, level: int, rng: Random) -> Problem:
     return Problem(family, level, givens, unknown, question, answer, reasoning, wording)
 
 
-def draw_problem(problem: Problem, rng: Random, style: Style = "plain") -> Image.Image:
-    """Draw the diagram: 160x128 RGB in the plain style, else of a size that fits it.
+def draw_problem(problem: Problem, rng: Random, small_print: bool = False) -> Image.Image:
+    """Draw the diagram: 160x128 RGB for a plain family, of a size that fits it for a theorem, or in small print.
 
     It is the first of a few layouts without conflicts, else the one with the fewest.
     """
     if problem.wording is not None:
         figure = THEOREMS[problem.family].figure(problem.givens, problem.unknown, problem.wording.shape)
-        return draw(figure, problem.wording, rng, SCALES[style]).image
+        return draw(figure, problem.wording, rng, SCALES["small_print" if small_print else "textbook"]).image
     return _draw_plain(problem, rng)
 
 

@@ -78,7 +78,7 @@ class ProceduralGeo3k(MadeSamples):
     def item(self, index: int) -> tuple[Problem, Image.Image]:
         """Return the problem and its picture at an index in -size to size - 1."""
         problem, rng = self._sample(index)
-        return problem, draw_problem(problem, rng, self.style)
+        return problem, draw_problem(problem, rng, small_print=self.style == "small_print")
 
     def problem(self, index: int) -> Problem:
         """Return the problem at an index without drawing it."""

@@ -20,7 +20,7 @@ from envs.env import EnvArgs
 from envs.errors import UserError
 from envs.geo3k import sheet
 from envs.geo3k.families import FAMILIES
-from envs.geo3k.problem import LEVELS, STYLES, Problem, make_problem, misread
+from envs.geo3k.problem import LEVELS, STYLES, Problem, draw_problem, make_problem, misread
 from envs.geo3k.procedural import KEY_TRIES, SPLITS, ProceduralGeo3k, split_of
 from envs.geo3k.textbook import drawing
 from envs.geo3k.textbook.drawing import CELL, SCALES, Drawing, draw
@@ -354,6 +354,12 @@ def test_the_style_decides_families_and_pictures_and_plain_stays_the_default() -
 
 def draw_again(source: ProceduralGeo3k, index: int) -> Image.Image:
     return next(message_images(source[index].prompt))
+
+
+def test_a_textbook_problem_is_drawn_without_naming_a_style() -> None:
+    problem = make_problem("kite_angles", 1, Random(1))
+    assert draw_problem(problem, Random(2)).width <= 256
+    assert draw_problem(problem, Random(2), small_print=True).size == (640, 512)
 
 
 def test_plain_problems_do_not_change() -> None:
