@@ -2,7 +2,7 @@
 
 The hash of a problem's key (family, numbers, unknown) decides its split, so no two splits share a problem, for any
 seed, size, family and level. Supervised training uses `demonstrations`, reinforcement learning `train`, and neither
-uses `heldout`.
+uses `validation`, on which settings are chosen, or `heldout`, on which results are reported.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from envs.errors import UserError, did_you_mean
 from envs.geo3k.problem import FAMILIES, LEVELS, Problem, draw_problem, make_problem
 from envs.types import MadeSamples, Sample
 
-Split = Literal["demonstrations", "train", "heldout"]
-SPLITS = ("demonstrations", "train", "heldout")
+Split = Literal["demonstrations", "train", "validation", "heldout"]
+SPLITS = ("demonstrations", "train", "validation", "heldout")
+#: The split of a key by the last digit of its hash.
+SPLIT_OF_DIGIT: dict[int, Split] = {0: "heldout", 1: "validation", 5: "train"}
 KEY_TRIES = 2000  # at least one key in fifty is in a split, so all tries miss with a chance of 3e-18
 
 
 def split_of(key: str) -> Split:
-    """Return the split of a problem's key: one key in ten is `heldout`, one in ten is `train`.
+    """Return the split of a problem's key: one key in ten is `heldout`, one `validation`, one `train`.
 
     >>> split_of("triangle_angles/47-65/x")
     'heldout'
     """
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
-    tenth = int.from_bytes(digest, "big") % 10
-    return "heldout" if tenth == 0 else "train" if tenth == 5 else "demonstrations"
+    return SPLIT_OF_DIGIT.get(int.from_bytes(digest, "big") % 10, "demonstrations")
 
 
 class ProceduralGeo3k(MadeSamples):

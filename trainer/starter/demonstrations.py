@@ -36,11 +36,11 @@ from envs.config.settings import Section
 from envs.env import EnvArgs
 from envs.errors import UserError
 from envs.geo3k.env import SYSTEM_PROMPT, build_env
-from envs.geo3k.problem import Problem
-from envs.geo3k.procedural import ProceduralGeo3k
+from envs.geo3k.problem import FAMILIES, Problem
+from envs.geo3k.procedural import ProceduralGeo3k, Split
 from envs.spec import EnvLimits
 from envs.types import Sample
-from trainer.starter.plans import MAX_TURNS, Mixture, Plan, PlannedTurn, tool_call
+from trainer.starter.plans import MAX_TURNS, Attempt, Mixture, Plan, PlannedTurn, tool_call
 
 #: Sentences like those of real geometry problems, so that the tokenizer does not split these into single bytes.
 GEOMETRY_ENGLISH = (
@@ -53,15 +53,28 @@ GEOMETRY_ENGLISH = (
     "The two polygons are similar. Each pair of lines is parallel. Line l is a tangent of \\odot S.",
     "For the parallelogram, trapezoid, rhombus, square or hexagon, what is the area of the shaded region?",
 )
+#: What reading lessons and second attempts say besides.
+LESSON_ENGLISH = (
+    "Read the numbers. Read the figure.",
+    "Step by step. Look again: 47, 65. Compute again. Another way.",
+    *(name.replace("_", " ") for name in FAMILIES),
+)
 
 
 @dataclass(frozen=True, eq=False)
 class Demonstration:
-    """One stream: its ids, True for tokens with a loss, and the grey diagram, (height, width) uint8."""
+    """One stream: its ids, True for tokens with a loss, and its grey pictures, (height, width) uint8 each.
+
+    `kind`, `family`, `level` and the numbers in the picture, `givens`, say what it shows, for measuring.
+    """
 
     ids_T: NDArray[np.int64]
     loss_mask_T: NDArray[np.bool_]
-    image_HW: NDArray[np.uint8]
+    images: tuple[NDArray[np.uint8], ...]
+    kind: str = "problem"
+    family: str = ""
+    level: int = 0
+    givens: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +85,7 @@ class _Played:
     turns: Sequence[PlannedTurn]
     tools: Sequence[dict[str, Any]]
     image: Image.Image
+    problem: Problem
 
 
 class GridStore(ImageStore):
@@ -83,10 +97,36 @@ class GridStore(ImageStore):
 
     def process(self, image: Image.Image) -> ProcessedImage:
         """Return the grid and the number of tokens of a picture whose sides are multiples of a token's."""
+        assert not (image.width % 32 or image.height % 32), f"a picture of {image.size} pixels would be resized"
         rows, columns = image.height // self._patch_size, image.width // self._patch_size
         return ProcessedImage(
             "", np.empty((0, 0), np.float32), (1, rows, columns), rows * columns // self.merge_size**2
         )
+
+
+class Player:
+    """Plays planned turns in the real agent loop with the real environment."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        self._script: Sequence[PlannedTurn] = ()
+        engine = ScriptedEngine(renderer.tokenizer, lambda turn, _: self._script[turn].text)
+        limits = Limits(max_turns=MAX_TURNS, max_new_tokens=1024, env=EnvLimits(inline=True))
+        sampling = SamplingParams(stop_ids=renderer.stop_ids)
+        self._episodes = {
+            use_tools: Episode(engine, renderer, limits, sampling, use_tools=use_tools) for use_tools in (False, True)
+        }
+        self._loop = asyncio.new_event_loop()
+
+    def play(self, plan: Plan, problem: Problem, image: Image.Image) -> _Played:
+        """Play a plan on its problem."""
+        self._script = plan.turns()
+        sample = demonstration_sample(problem, image)
+        env = build_env(sample, EnvArgs(MAX_TURNS))
+        trajectory = self._loop.run_until_complete(self._episodes[plan.use_tools].run(sample, lambda: env, seed=0))
+        assert trajectory.end_reason is EndReason.COMPLETED and trajectory.reward == float(not plan.gives_up), (
+            trajectory
+        )
+        return _Played(trajectory, self._script, env.tools if plan.use_tools else (), image, problem)
 
 
 class Demonstrator:
@@ -96,26 +136,36 @@ class Demonstrator:
 
         demonstrator = Demonstrator(tokenizer, size=1_000_000, seed=0)
         demonstration = demonstrator[17]     # the same one every time
+
+    `problems` are further arguments of `ProceduralGeo3k`. `demonstrator.after(17, wrong)` goes on after wrong attempts
+    at the same problem.
     """
 
     def __init__(
-        self, tokenizer: Any, size: int, seed: int, mixture: Mixture | None = None, levels: tuple[int, ...] = (1, 2, 3)
+        self,
+        tokenizer: Any,
+        size: int,
+        seed: int,
+        mixture: Mixture | None = None,
+        problems: Mapping[str, Any] | None = None,
+        split: Split = "demonstrations",
     ) -> None:
-        self._problems = ProceduralGeo3k("demonstrations", size, seed, levels=levels)
-        self._renderer = Renderer(tokenizer, GridStore(patch_size=16, merge_size=2))
+        self.problems = ProceduralGeo3k(split, size, seed, **(problems or {}))
+        self.renderer = Renderer(tokenizer, GridStore(patch_size=16, merge_size=2))
         self._seed, self._mixture = seed, mixture or Mixture()
-        self._loop = asyncio.new_event_loop()
+        self._player = Player(self.renderer)
 
     def __len__(self) -> int:
-        return len(self._problems)
+        return len(self.problems)
 
     def __getitem__(self, index: int) -> Demonstration:
-        played = self._play(index)
-        mask = played.trajectory.mask_T.copy()
-        for turn, planned in zip(played.trajectory.turns, played.turns, strict=True):
-            if not planned.is_taught:
-                mask[turn.start : turn.end] = False
-        return Demonstration(played.trajectory.ids_T, mask, np.asarray(played.image)[:, :, 0])
+        return _demonstration(self._play(index), "problem")
+
+    def after(self, index: int, wrong: Sequence[Attempt]) -> Demonstration:
+        """Return a demonstration that goes on after wrong attempts at the problem at an index."""
+        problem, image = self.problems.item(index)
+        plan = Plan.after(wrong, problem, self._mixture, random.Random(f"after/{self._seed}/{index}/{len(wrong)}"))
+        return _demonstration(self._player.play(plan, problem, image), "attempt")
 
     def row(self, index: int) -> dict[str, Any]:
         """Return the same demonstration as a row of a data set: messages, the picture as a data URI, and the tools."""
@@ -132,24 +182,24 @@ class Demonstrator:
         return row | ({"tools": list(played.tools)} if played.tools else {})
 
     def _play(self, index: int) -> _Played:
-        """Play a plan in the agent loop with the real environment."""
-        problem, image = self._problems.item(index)
+        problem, image = self.problems.item(index)
         plan = Plan.draw(problem, self._mixture, random.Random(f"demonstration/{self._seed}/{index}"))
-        turns = plan.turns()
-        sample = demonstration_sample(problem, image)
-        episode = Episode(
-            ScriptedEngine(self._renderer.tokenizer, lambda turn, _: turns[turn].text),
-            self._renderer,
-            Limits(max_turns=MAX_TURNS, max_new_tokens=1024, env=EnvLimits(inline=True)),
-            SamplingParams(stop_ids=self._renderer.stop_ids),
-            use_tools=plan.use_tools,
-        )
-        env = build_env(sample, EnvArgs(MAX_TURNS))
-        trajectory = self._loop.run_until_complete(episode.run(sample, lambda: env, seed=0))
-        assert trajectory.end_reason is EndReason.COMPLETED and trajectory.reward == float(not plan.gives_up), (
-            trajectory
-        )
-        return _Played(trajectory, turns, env.tools if plan.use_tools else (), image)
+        return self._player.play(plan, problem, image)
+
+
+def _demonstration(played: _Played, kind: str) -> Demonstration:
+    trajectory, problem = played.trajectory, played.problem
+    mask_T = trajectory.mask_T.copy()
+    for turn, planned in zip(trajectory.turns, played.turns, strict=True):
+        if not planned.is_taught:
+            mask_T[turn.start : turn.end] = False
+    images, givens = (grey(played.image),), tuple(map(str, problem.givens))
+    return Demonstration(trajectory.ids_T, mask_T, images, kind, problem.family, problem.level, givens)
+
+
+def grey(image: Image.Image) -> NDArray[np.uint8]:
+    """Return the pixels of a picture in one channel."""
+    return np.asarray(image.convert("L"))
 
 
 def _without_pictures(message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -170,7 +220,7 @@ def demonstration_sample(problem: Problem, image: Image.Image) -> Sample:
 def corpus(size: int, seed: int) -> list[str]:
     """Return the texts to train the tokenizer on: those of demonstrations, and realistic geometry problems."""
     problems = ProceduralGeo3k("demonstrations", size, seed)
-    texts: list[str] = [*GEOMETRY_ENGLISH * (size // 20)]
+    texts: list[str] = [*(GEOMETRY_ENGLISH + LESSON_ENGLISH) * (size // 20)]
     for index in range(size):
         problem = problems.problem(index)
         texts += [problem.question, f"{problem.reasoning} {tool_call(problem.answer)}", f"\\boxed{{{problem.answer}}}"]

@@ -1,21 +1,59 @@
-"""The recipes of the starter: stages of training over mixtures of demonstrations."""
+"""The recipes of the starter: stages of training, each with its lessons, learning rate and end."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from trainer.starter.plans import MIXED_HABITS, Mixture
 
 
 @dataclass(frozen=True)
+class Numbers:
+    """Pictures of bare numbers: 1 to `most` numbers of 1 to `digits` digits, in type of `sizes` pixels.
+
+    With `unknown`, half of the pictures also show an x; with `lines`, some lines run beside and through the numbers.
+    """
+
+    most: int = 1
+    digits: int = 1
+    sizes: tuple[int, int] = (32, 56)
+    unknown: bool = False
+    lines: bool = False
+
+
+@dataclass(frozen=True)
 class Stage:
-    """A learning-rate schedule over one mixture of demonstrations."""
+    """One part of the training: what it teaches, for how long, and how fast.
+
+    A lesson is one of four kinds. `numbers_frac` of all show bare numbers, and `figures_frac` a problem's figure, whose
+    numbers are to be read; `attempts_frac` go on after a wrong attempt of the policy itself, which plays `num_attempts`
+    problems at the beginning of each of `rounds`. The others are demonstrations of `mixture`.
+
+    The rate warms up over `warmup_steps` and falls by half a cosine to `final_lr` of itself. The stage ends early once
+    the policy reads `until` of the held-out pictures exactly (`trainer.starter.progress`).
+    """
 
     steps: int
     batch_size: int
     lr: float
     warmup_steps: int
     mixture: Mixture = field(default_factory=Mixture)
+    problems: Mapping[str, Any] = field(default_factory=dict)  # arguments of `ProceduralGeo3k`
+    numbers: Numbers = field(default_factory=Numbers)
+    numbers_frac: float = 0.0
+    figures_frac: float = 0.0
+    attempts_frac: float = 0.0
+    num_attempts: int = 0
+    rounds: int = 1
+    final_lr: float = 0.01
+    until: float | None = None
+
+    @property
+    def num_lessons(self) -> int:
+        """How many lessons the stage shows at most."""
+        return self.steps * self.batch_size
 
 
 @dataclass(frozen=True)
@@ -27,12 +65,87 @@ class Recipe:
     weight_decay: float = 0.05
     max_grad_norm: float = 1.0
     seed: int = 17
-    levels: tuple[int, ...] = (1, 2, 3)
     corpus_size: int = 20_000
+    num_probes: int = 512  # held-out lessons that measure progress, fifty times in a stage at most
 
+
+ANGLES = ("triangle_angles", "linear_pair", "vertical_angles", "angles_at_point", "quadrilateral_angles")
+REASONED = Mixture(checks=0.5, corrects=True)
+MIXED = replace(MIXED_HABITS, checks=0.65, corrects=True)
 
 RECIPES = {
     "starter": Recipe(
+        "starter",
+        stages=(
+            # Reading, from one large digit to whole figures. Each stage keeps some of the one before it.
+            Stage(1_500, 384, 1e-3, 200, numbers=Numbers(), numbers_frac=1.0, final_lr=1.0, until=0.95),
+            Stage(
+                1_500,
+                384,
+                1e-3,
+                50,
+                numbers=Numbers(2, 2, (20, 44)),
+                numbers_frac=1.0,
+                final_lr=1.0,
+                until=0.9,
+            ),
+            Stage(
+                2_000,
+                384,
+                1e-3,
+                50,
+                numbers=Numbers(3, 3, (13, 28), unknown=True, lines=True),
+                numbers_frac=0.8,
+                figures_frac=0.2,
+                problems={"levels": (1,)},
+                final_lr=1.0,
+                until=0.85,
+            ),
+            # Problems: few families with round numbers, all families, all levels.
+            Stage(
+                1_000,
+                384,
+                1e-3,
+                50,
+                REASONED,
+                {"levels": (1,), "families": ANGLES},
+                Numbers(3, 3, (12, 20), unknown=True, lines=True),
+                numbers_frac=0.2,
+                figures_frac=0.4,
+                final_lr=1.0,
+                until=0.95,
+            ),
+            Stage(
+                2_000,
+                384,
+                1e-3,
+                50,
+                REASONED,
+                {"levels": (1, 2)},
+                Numbers(3, 3, (12, 20), unknown=True, lines=True),
+                numbers_frac=0.1,
+                figures_frac=0.3,
+                final_lr=1.0,
+                until=0.9,
+            ),
+            Stage(8_000, 384, 1e-3, 50, REASONED, figures_frac=0.2),
+            # After a wrong attempt of its own: another reading, another sum.
+            Stage(
+                2_400,
+                384,
+                3e-4,
+                50,
+                replace(REASONED, checks=0.7),
+                attempts_frac=0.5,
+                num_attempts=16_384,
+                rounds=4,
+            ),
+            # Habits of every kind, for reinforcement learning to choose from.
+            Stage(1_200, 384, 2e-4, 50, MIXED, attempts_frac=0.35, num_attempts=16_384, rounds=2),
+        ),
+    ),
+    # The weights in the package, until `starter` replaces them.
+    "bundled": Recipe(
         "starter",
         stages=(
             Stage(steps=14_946, batch_size=384, lr=1.2e-3, warmup_steps=400),
@@ -43,10 +156,11 @@ RECIPES = {
     "smoke": Recipe(
         "smoke",
         stages=(
-            Stage(steps=36, batch_size=8, lr=4e-3, warmup_steps=4),
-            Stage(steps=12, batch_size=8, lr=2e-3, warmup_steps=2, mixture=MIXED_HABITS),
+            Stage(4, 8, 4e-3, 4, numbers_frac=1.0, final_lr=1.0, until=0.95),
+            Stage(32, 8, 4e-3, 4, problems={"levels": (1,)}, figures_frac=0.2),
+            Stage(12, 8, 2e-3, 2, MIXED, {"levels": (1,)}, attempts_frac=0.4, num_attempts=8, rounds=2),
         ),
-        levels=(1,),
         corpus_size=300,
+        num_probes=16,
     ),
 }

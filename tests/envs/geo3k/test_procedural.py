@@ -149,13 +149,13 @@ def test_no_two_splits_share_a_key() -> None:
 def test_about_one_key_in_ten_is_held_out_and_one_in_ten_is_for_training() -> None:
     rng = Random(5)
     keys = {make_problem("trapezoid_area", 3, rng).key for _ in range(5000)}
-    for split in ("train", "heldout"):
+    for split in ("train", "validation", "heldout"):
         assert 0.08 < sum(split_of(key) == split for key in keys) / len(keys) < 0.12
 
 
 def test_the_split_of_a_key_never_changes() -> None:
     keys = ["triangle_angles/47-65/x", "rectangle/3-4/area", "right_triangle/3-4/hypotenuse", "isosceles/70/apex"]
-    assert [split_of(key) for key in keys] == ["heldout", "demonstrations", "demonstrations", "demonstrations"]
+    assert [split_of(key) for key in keys] == ["heldout", "validation", "demonstrations", "demonstrations"]
 
 
 def test_the_same_index_gives_the_same_text_and_pixels_in_any_order() -> None:
