@@ -103,13 +103,15 @@ def draw_numbers(numbers: Numbers, rng: Random) -> tuple[list[str], Image.Image]
         points = [(rng.randrange(WIDTH), rng.randrange(HEIGHT)) for _ in range(2)]
         draw.line([*points[0], *points[1]], fill=0, width=rng.choice((1, 1, 2)))
     column = WIDTH / len(texts)
+    spread = numbers.spread * rng.random()
     for place, text in enumerate(texts):
         size = rng.randint(*numbers.sizes)
         box = _ink(text, size)
         if box.width > column - MARGIN:
             box = _ink(text, int(size * (column - MARGIN) / box.width))
-        left = place * column + rng.random() * (column - box.width)
-        image.paste(box, (round(left), rng.randint(MARGIN, HEIGHT - box.height - MARGIN)))
+        across, down = (0.5 + spread * (rng.random() - 0.5) for _ in range(2))
+        left, top = across * (column - box.width), down * (HEIGHT - box.height)
+        image.paste(box, (round(place * column + left), round(top)))
     return texts, image.convert("RGB")
 
 

@@ -13,12 +13,14 @@ from trainer.starter.plans import MIXED_HABITS, Mixture
 class Numbers:
     """Pictures of bare numbers: 1 to `most` numbers of 1 to `digits` digits, in type of `sizes` pixels.
 
-    With `unknown`, half of the pictures also show an x; with `lines`, some lines run beside and through the numbers.
+    The numbers stand in columns; `spread` is the share of its column that a number may move in, 0 for the middle. With
+    `unknown`, half of the pictures also show an x; with `lines`, some lines run beside and through the numbers.
     """
 
     most: int = 1
     digits: int = 1
-    sizes: tuple[int, int] = (32, 56)
+    sizes: tuple[int, int] = (96, 112)
+    spread: float = 1.0
     unknown: bool = False
     lines: bool = False
 
@@ -69,69 +71,54 @@ class Recipe:
     num_probes: int = 512  # held-out lessons that measure progress, fifty times in a stage at most
 
 
-ANGLES = ("triangle_angles", "linear_pair", "vertical_angles", "angles_at_point", "quadrilateral_angles")
 REASONED = Mixture(checks=0.5, corrects=True)
 MIXED = replace(MIXED_HABITS, checks=0.65, corrects=True)
+
+#: One digit as large as the picture and in its middle is read after a thousand lessons. From there, every rung is a
+#: little harder: beside the middle, smaller, anywhere, several, then as in figures.
+LADDER = (
+    Numbers(spread=0.0),
+    Numbers(sizes=(72, 112), spread=0.2),
+    Numbers(sizes=(40, 112), spread=0.6),
+    Numbers(sizes=(20, 80)),
+    Numbers(2, 2, (14, 44)),
+    Numbers(3, 3, (12, 24), unknown=True, lines=True),
+)
+LABELS = LADDER[-1]
+ANGLES = ("triangle_angles", "linear_pair", "vertical_angles", "angles_at_point", "quadrilateral_angles")
+FEW: Mapping[str, Any] = {"levels": (1,), "families": ANGLES}
+
+
+def _climb(steps: int, batch_size: int, until: float) -> tuple[Stage, ...]:
+    """Return a stage for each rung of the ladder."""
+    return tuple(
+        Stage(
+            steps,
+            batch_size,
+            1e-3,
+            100 if number == 0 else 20,
+            numbers=rung,
+            numbers_frac=1.0,
+            final_lr=1.0,
+            until=until,
+        )
+        for number, rung in enumerate(LADDER)
+    )
+
 
 RECIPES = {
     "starter": Recipe(
         "starter",
         stages=(
-            # Reading, from one large digit to whole figures. Each stage keeps some of the one before it.
-            Stage(1_500, 384, 1e-3, 200, numbers=Numbers(), numbers_frac=1.0, final_lr=1.0, until=0.95),
-            Stage(
-                1_500,
-                384,
-                1e-3,
-                50,
-                numbers=Numbers(2, 2, (20, 44)),
-                numbers_frac=1.0,
-                final_lr=1.0,
-                until=0.9,
-            ),
-            Stage(
-                2_000,
-                384,
-                1e-3,
-                50,
-                numbers=Numbers(3, 3, (13, 28), unknown=True, lines=True),
-                numbers_frac=0.8,
-                figures_frac=0.2,
-                problems={"levels": (1,)},
-                final_lr=1.0,
-                until=0.85,
-            ),
-            # Problems: few families with round numbers, all families, all levels.
-            Stage(
-                1_000,
-                384,
-                1e-3,
-                50,
-                REASONED,
-                {"levels": (1,), "families": ANGLES},
-                Numbers(3, 3, (12, 20), unknown=True, lines=True),
-                numbers_frac=0.2,
-                figures_frac=0.4,
-                final_lr=1.0,
-                until=0.95,
-            ),
-            Stage(
-                2_000,
-                384,
-                1e-3,
-                50,
-                REASONED,
-                {"levels": (1, 2)},
-                Numbers(3, 3, (12, 20), unknown=True, lines=True),
-                numbers_frac=0.1,
-                figures_frac=0.3,
-                final_lr=1.0,
-                until=0.9,
-            ),
-            Stage(8_000, 384, 1e-3, 50, REASONED, figures_frac=0.2),
+            *_climb(steps=700, batch_size=384, until=0.9),
+            # Figures of few families with round numbers, all families, all levels; then problems with their steps.
+            Stage(800, 384, 1e-3, 20, REASONED, FEW, LABELS, 0.3, 0.7, final_lr=1.0, until=0.9),
+            Stage(800, 384, 1e-3, 20, REASONED, FEW, LABELS, 0.1, 0.3, final_lr=1.0, until=0.95),
+            Stage(2_000, 384, 1e-3, 20, REASONED, {"levels": (1, 2)}, LABELS, 0.1, 0.3, final_lr=1.0, until=0.95),
+            Stage(8_000, 384, 1e-3, 20, REASONED, figures_frac=0.2),
             # After a wrong attempt of its own: another reading, another sum.
             Stage(
-                2_400,
+                2_000,
                 384,
                 3e-4,
                 50,
@@ -143,6 +130,7 @@ RECIPES = {
             # Habits of every kind, for reinforcement learning to choose from.
             Stage(1_200, 384, 2e-4, 50, MIXED, attempts_frac=0.35, num_attempts=16_384, rounds=2),
         ),
+        num_probes=768,
     ),
     # The weights in the package, until `starter` replaces them.
     "bundled": Recipe(
