@@ -2,8 +2,8 @@
 
 The parts run one after the other, each in a process of its own with its share of the time: training, held-out problems,
 the demonstration over three seeds with and without its tool, the same for zooming, and the real test set. Each leaves a
-file in `--out`. After `--minutes`, or when a part fails, the command prints what there is; called again, it goes on with
-the parts that are not done, and with the training where it stands. Exit code 0: everything is done.
+file in `--out`. After `--minutes`, or when a part fails, the command prints what there is; called again, it goes on
+with the parts that are not done, and with the training where it stands. Exit code 0: everything is done.
 
 Everything at the smallest size, on a CPU: `--recipe smoke --device cpu --quick`.
 """

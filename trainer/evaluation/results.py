@@ -19,8 +19,8 @@ class EpisodeResult:
 
     `is_right`: it is valid and has the reward of a right answer. `is_first_turn_right`: the answer after its first turn
     was right; None if not graded. `outcomes` lists the outcomes of its tool calls, "none" for a turn without a call.
-    `attempts` says of each answer that was graded, in order, whether it was right: those that a turn's step scored, then
-    the answer at the end.
+    `attempts` says of each graded answer, in order, whether it was right: those that a turn's step scored, then the one
+    at the end.
     """
 
     reward: float

@@ -63,7 +63,7 @@ class Probe:
         stage = replace(recipe.stages[number], steps=1, batch_size=recipe.num_probes, mixture=mixture, attempts_frac=0)
         lessons = Lessons(tokenizer, stage, recipe.seed, "validation")
         self._tokenizer, self._collator = tokenizer, collator
-        self._lessons = [lessons[index] for index in range(len(lessons))]
+        self.lessons = [lessons[index] for index in range(len(lessons))]
         self._at_once = recipe.stages[number].batch_size
 
     @torch.no_grad()
@@ -71,8 +71,8 @@ class Probe:
         """Return what the policy gets right now. Compiled blocks run as they were written, for other shapes."""
         exact: dict[tuple[str, str], list[float]] = defaultdict(list)
         reading: dict[tuple[str, str], list[float]] = defaultdict(list)
-        for start in range(0, len(self._lessons), self._at_once):
-            lessons = self._lessons[start : start + self._at_once]
+        for start in range(0, len(self.lessons), self._at_once):
+            lessons = self.lessons[start : start + self._at_once]
             for lesson, right in self._right(lessons, model, device):
                 groups = [("all", ""), ("kind", lesson.kind)]
                 groups += [("family", lesson.family), ("level", str(lesson.level))] if lesson.family else []

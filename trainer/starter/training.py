@@ -70,8 +70,13 @@ class Position:
     stage: int = 0
     step: int = 0
     seconds: float = 0.0
+    stage_began_s: float = 0.0
     history: list[dict[str, Any]] = field(default_factory=list)
     attempts: list[OwnAttempts] = field(default_factory=list)
+
+    def begin_next_stage(self) -> None:
+        """Move to the first step of the stage after this one."""
+        self.stage, self.step, self.attempts, self.stage_began_s = self.stage + 1, 0, [], self.seconds
 
 
 class StarterRun:
@@ -112,49 +117,44 @@ class StarterRun:
     def train(self, max_minutes: float = math.inf) -> bool:
         """Train to the end and write the report, or stop after so many minutes with the state saved.
 
-        Returns whether the training is done.
+        Returns whether the training is done. Every call gets on by a row of the log at least.
         """
         clock = _Clock(self.position.seconds, max_minutes)
         while self.position.stage < len(self.recipe.stages):
-            self._train_stage(clock)
+            is_ended = self._train_stage(clock)
             self.position.seconds = clock.total_s
-            if clock.is_over and self.position.stage < len(self.recipe.stages):
+            if is_ended:
+                self.position.begin_next_stage()
+            if is_ended or clock.is_over:
                 self._save_state()
+            if clock.is_over and self.position.stage < len(self.recipe.stages):
                 return False
         self._finish(clock.total_s)
         return True
 
-    def _train_stage(self, clock: _Clock) -> None:
-        """Train the current stage from where it stands until it ends or the time is over."""
+    def _train_stage(self, clock: _Clock) -> bool:
+        """Train the current stage from where it stands; return whether it has ended, or else the time is over."""
         position, number = self.position, self.position.stage
-        stage, began = self.recipe.stages[number], clock.total_s
+        stage = self.recipe.stages[number]
         probe = Probe(self.tokenizer, self.recipe, number, self.collator)
-        every, per_round = max(1, stage.steps // LOG_ROWS), -(-stage.steps // stage.rounds)
-        scores, losses = None, []
-        while position.step < stage.steps and not clock.is_over:
-            if stage.num_attempts and position.step % per_round == 0:
-                position.attempts = self._play(stage, number, position.step // per_round)
-            end = min(stage.steps, (position.step // per_round + 1) * per_round)
-            with closing(self._batches(stage, number, position.step, end)) as batches:
-                for batch in batches:
-                    losses.append(self._step(batch, lr_at(position.step, stage)))
-                    position.step += 1
-                    if position.step % every == 0 or position.step == stage.steps:
-                        scores = probe.measure(self.model, self.device)
-                        self._log(clock, torch.stack(losses).mean().item(), scores.as_row())
-                        losses.clear()
-                        if clock.is_over or _is_reached(stage, scores.reading):
-                            break
-            if scores and _is_reached(stage, scores.reading):
-                break
-        if position.step < stage.steps and not (scores and _is_reached(stage, scores.reading)):
-            return
-        assert scores, "the last step of a stage is measured"
-        report = {"stage": number + 1, "steps": position.step, "seconds": round(clock.total_s - began, 1)}
-        position.history.append({**report, **scores.as_row()})
-        position.stage, position.step, position.attempts = number + 1, 0, []
-        position.seconds = clock.total_s
-        self._save_state()
+        every, losses = max(1, stage.steps // LOG_ROWS), []
+        with closing(self._batches(stage, number)) as batches:
+            for batch in batches:
+                losses.append(self._step(batch, lr_at(position.step, stage)))
+                position.step += 1
+                if position.step % every and position.step < stage.steps:
+                    continue
+                scores = probe.measure(self.model, self.device)
+                self._log(clock, torch.stack(losses).mean().item(), scores.as_row())
+                losses.clear()
+                if position.step == stage.steps or (stage.until is not None and scores.reading >= stage.until):
+                    seconds = round(clock.total_s - position.stage_began_s, 1)
+                    report = {"stage": number + 1, "steps": position.step, "seconds": seconds}
+                    position.history.append({**report, **scores.as_row()})
+                    return True
+                if clock.is_over:
+                    return False
+        raise AssertionError(f"stage {number + 1} ended at step {position.step} of {stage.steps}")
 
     def _step(self, batch: SftBatch, lr: float) -> Tensor:
         for group in self.optimizer.param_groups:
@@ -179,7 +179,17 @@ class StarterRun:
         print(f"stage {number + 1}: played {stage.num_attempts} problems, {len(attempts)} wrong beginnings", flush=True)
         return attempts
 
-    def _batches(self, stage: Stage, number: int, first: int, end: int) -> Iterator[SftBatch]:
+    def _batches(self, stage: Stage, number: int) -> Iterator[SftBatch]:
+        """Yield the batches of the rest of the stage; at the beginning of a round, the policy plays first."""
+        position, per_round = self.position, -(-stage.steps // stage.rounds)
+        while position.step < stage.steps:
+            round_number = position.step // per_round
+            if stage.num_attempts and position.step % per_round == 0:
+                position.attempts = self._play(stage, number, round_number)
+            end = min(stage.steps, (round_number + 1) * per_round)
+            yield from self._load(stage, number, position.step, end)
+
+    def _load(self, stage: Stage, number: int, first: int, end: int) -> Iterator[SftBatch]:
         """Yield the batches of steps `first` to `end` - 1, made by `num_workers` processes (0: by this process)."""
         from torch.utils.data import DataLoader
 
@@ -256,10 +266,6 @@ class StarterRun:
         write_card(self.folder, report)
         (self.folder / "recipe.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         (self.folder / STATE).unlink(missing_ok=True)
-
-
-def _is_reached(stage: Stage, reading: float) -> bool:
-    return stage.until is not None and reading >= stage.until
 
 
 class _Clock:
