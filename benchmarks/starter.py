@@ -1,9 +1,9 @@
 """Makes a starter and measures it, in one go: `python -m benchmarks.starter --out runs/new-starter`.
 
 The parts run one after the other, each in a process of its own with its share of the time: training, held-out problems,
-the demonstration over three seeds with and without its tool, the same for zooming, and the real test set. Each leaves a
-file in `--out`. After `--minutes`, or when a part fails, the command prints what there is; called again, it goes on
-with the parts that are not done, and with the training where it stands. Exit code 0: everything is done.
+the demonstration over three seeds with and without its tool, the same for zooming, and the real test set. Each leaves
+its results and a log in `--out`. After `--minutes` the command prints what there is; called again, it goes on with the
+parts that are not done, and with the training where it stands. Exit code 0: everything is done.
 
 Everything at the smallest size, on a CPU: `--recipe smoke --device cpu --quick`.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,77 +29,83 @@ from trainer.starter.recipes import RECIPES
 
 #: Where the 400 real problems may be: they are for measuring only, and not in the repository.
 REAL = ("shared/geo3k/test.jsonl", "../shared/geo3k/test.jsonl")
+DONE, OUTCOMES = "done", "outcomes.json"
 MARGIN_S = 20  # for the training to save its state, of its share
 
 
 @dataclass(frozen=True)
 class Part:
-    """A command that leaves a file, and the most seconds that it may take."""
+    """A command, the most seconds that it may take, and what is deleted if an earlier call left it undone."""
 
     name: str
     argv: tuple[str, ...]
-    result: Path
     limit_s: float
+    leftovers: tuple[Path, ...] = ()
 
 
 def parts(args: argparse.Namespace, real: Path | None) -> list[Part]:
     """Return all parts in the order in which they matter."""
     out: Path = args.out
-    model, device = str(out / "model"), args.device
-    kind = "bfloat16" if device == "cuda" else "float32"
-    where = ("--model", model, "--device", device, "--dtype", kind)
-    evaluate = ("trainer.evaluate", "--out", str(out), "--record", "0", *where)
+    model, is_gpu = str(out / "model"), args.device == "cuda"
+    where = (
+        "--device",
+        args.device,
+        "--dtype",
+        "bfloat16" if is_gpu else "float32",
+        "--max-batch",
+        "512" if is_gpu else "64",
+    )
     tiny = ("--size", "4") if args.quick else ()
-    size = tiny or ("--size", "2048")
-    batch = ("--max-batch", "512") if device == "cuda" else ()
-    demo = ("benchmarks.demo", "--jobs", str(args.jobs), "--seeds", *map(str, args.seeds))
-    short = ("--steps", "1", "--problems-per-step", "2", "--group-size", "2", "--eval-size", "4") if args.quick else ()
-    workers = ("--num-workers", str(args.num_workers))
+
+    def evaluation(name: str, model: str, *flags: str) -> Part:
+        argv = (
+            "trainer.evaluate",
+            "--out",
+            str(out),
+            "--name",
+            name,
+            "--model",
+            model,
+            "--record",
+            "0",
+            *where,
+            *flags,
+        )
+        return Part(name, argv, 240, (out / name,))
+
+    def demonstration(name: str, *flags: str) -> Part:
+        runs = out / f"{name}-runs"
+        short = (
+            ("--steps", "1", "--problems-per-step", "2", "--group-size", "2", "--eval-size", "4") if args.quick else ()
+        )
+        seeds = ("--jobs", str(args.jobs), "--seeds", *map(str, args.seeds))
+        files = ("--keep", str(runs), "--out", str(out / f"{name}.json"))
+        return Part(name, ("benchmarks.demo", *flags, *seeds, *files, "--model", model, *short), 600, (runs,))
+
+    training = ("--recipe", args.recipe, "--device", args.device, "--num-workers", str(args.num_workers))
     made = [
-        Part(
-            "train",
-            ("trainer.starter", "--recipe", args.recipe, "--out", model, "--device", device, *workers),
-            out / "model" / "recipe.json",
-            60 * args.train_minutes,
-        ),
-        Part(
-            "validation",
-            (*evaluate, "--name", "validation", "--split", "validation", *size, *batch),
-            out / "validation" / "evaluation.json",
-            240,
-        ),
-        Part(
-            "demo",
-            (*demo, "--keep", str(out / "runs"), "--out", str(out / "demo.json"), "--model", model, *short),
-            out / "demo.json",
-            600,
-        ),
+        Part("train", ("trainer.starter", "--out", model, *training), 60 * args.train_minutes),
+        evaluation("validation", model, "--split", "validation", *(tiny or ("--size", "2048"))),
+        demonstration("demo"),
+        demonstration("zoom", "--env", "geo3k_zoom", "--max-turns", "4"),
     ]
-    if "zoom" in args.parts:
-        zoom = ("--env", "geo3k_zoom", "--max-turns", "4", "--keep", str(out / "zoom-runs"))
-        made.append(Part("zoom", (*demo, *zoom, "--out", str(out / "zoom.json"), "--model", model, *short),
-                         out / "zoom.json", 600))  # fmt: skip
     if real:
-        after = str(out / "runs" / f"seed-{args.seeds[0]}")
-        rows = ("--data", str(real), "--max-prompt-tokens", "2048", "--max-new-tokens", "512", *batch, *tiny)
-        sampled = ("--samples", "8", "--eval-temperature", "1")
+        rows = ("--data", str(real), "--max-prompt-tokens", "2048", "--max-new-tokens", "512", *tiny)
+        after = str(out / "demo-runs" / f"seed-{args.seeds[0]}")
         for when, folder in (("before", model), ("after", after)):
-            for how, flags in (("greedy", ()), ("sampled", sampled)):
-                name = f"real-{when}-{how}"
-                argv = (*evaluate, "--model", folder, "--name", name, *rows, *flags)
-                made.append(Part(name, argv, out / name / "evaluation.json", 240))
+            made.append(evaluation(f"real-{when}-greedy", folder, *rows))
+            made.append(evaluation(f"real-{when}-sampled", folder, *rows, "--samples", "8", "--eval-temperature", "1"))
     return [part for part in made if part.name.split("-")[0] in args.parts]
 
 
-def run(part: Part, limit_s: float) -> str:
-    """Run a part for at most so many seconds; return what became of it in a word."""
-    argv = [*part.argv, "--max-minutes", f"{(limit_s - MARGIN_S) / 60:.2f}"] if part.name == "train" else part.argv
-    log = part.result.parent / f"{part.name}.log" if part.name == "train" else part.result.with_suffix(".log")
-    log.parent.mkdir(parents=True, exist_ok=True)
+def run(part: Part, limit_s: float, log: Path) -> str:
+    """Run a part for at most so many seconds; return what became of it in a few words."""
+    for left in part.leftovers:
+        shutil.rmtree(left, ignore_errors=True)
+    own_limit = ("--max-minutes", f"{(limit_s - MARGIN_S) / 60:.2f}") if part.name == "train" else ()
+    argv = [sys.executable, "-m", *part.argv, *own_limit]
     with log.open("a", encoding="utf-8") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", *argv], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        process = subprocess.Popen(argv, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -106,8 +113,9 @@ def run(part: Part, limit_s: float) -> str:
             process.wait()
             return "out of time"
     if code:
-        return f"failed with exit code {code}: {log}"
-    return "done" if part.result.exists() else "stopped, goes on"
+        return f"failed with exit code {code}, see {log}"
+    is_stopped = part.name == "train" and not (Path(part.argv[2]) / "recipe.json").exists()
+    return "stopped, goes on" if is_stopped else DONE
 
 
 def summary(args: argparse.Namespace) -> str:
@@ -159,21 +167,24 @@ def main() -> int:
     real = next((place for place in places if place.exists()), None)
     if real is None:
         print("no real test set: left out")
-    began, is_done = time.monotonic(), True
+    began, outcomes = time.monotonic(), _read(args.out / OUTCOMES) or {}
     for part in parts(args, real):
-        if part.result.exists():
+        if outcomes.get(part.name) == DONE:
             continue
-        left = 60 * args.minutes - (time.monotonic() - began)
         started = time.monotonic()
-        outcome = run(part, min(part.limit_s, left)) if left > 2 * MARGIN_S else "no time left"
-        print(f"{part.name}: {outcome}, {time.monotonic() - started:.0f} s", flush=True)
-        if outcome != "done":
-            is_done = False
+        left = 60 * args.minutes - (started - began)
+        limit_s = min(part.limit_s, left)
+        outcomes[part.name] = (
+            run(part, limit_s, args.out / f"{part.name}.log") if limit_s > 2 * MARGIN_S else "no time left"
+        )
+        (args.out / OUTCOMES).write_text(json.dumps(outcomes, indent=1) + "\n", encoding="utf-8")
+        print(f"{part.name}: {outcomes[part.name]}, {time.monotonic() - started:.0f} s", flush=True)
+        if part.name == "train" and outcomes[part.name] != DONE:
             break
     text = summary(args)
     (args.out / "tables.md").write_text(text + "\n", encoding="utf-8")
     print(text)
-    return 0 if is_done else 1
+    return 0 if all(outcome == DONE for outcome in outcomes.values()) else 1
 
 
 if __name__ == "__main__":
