@@ -15,6 +15,7 @@ from torch import Tensor
 
 from agents.model.mrope import mrope_positions
 from agents.model.packed import VisionBatch
+from agents.model.policy import PolicyModel
 from trainer.starter.demonstrations import Demonstration
 
 Grid = tuple[int, int, int]
@@ -26,7 +27,7 @@ MOST_BLANK = 512
 class SftBatch:
     """Packed rows with their pictures, in row order.
 
-    `document_BT` numbers the lessons inside a row from 1; 0 is padding. `patches_P` are grey, (P, 256) uint8. Blank
+    `document_BT` numbers the lessons inside a row from 1; 0 is padding. `patches_P` are (P, 3, 256) uint8. Blank
     pictures may follow those of the lessons; no token shows them.
     """
 
@@ -51,8 +52,9 @@ class SftBatch:
         return self.map(Tensor.pin_memory)
 
     def vision(self, num_placeholders: int) -> VisionBatch:
-        """Return the pictures as the network takes them: -1..1 in three equal channels and two equal frames."""
-        values = (self.patches_P.float() / 127.5 - 1.0).repeat(1, 6)
+        """Return the pictures as the network takes them: values of -1 to 1, and two equal frames."""
+        values = self.patches_P.float() / 127.5 - 1.0
+        values = values[:, :, None].expand(-1, -1, 2, -1).flatten(1)
         return VisionBatch(values, self.grids, torch.arange(num_placeholders, device=values.device))
 
 
@@ -83,7 +85,7 @@ class Collator:
         for row, packed in enumerate(rows):
             end = 0
             for number, d in enumerate(packed, 1):
-                grids = [(1, *(side // self.patch_size for side in image.shape)) for image in d.images]
+                grids = [(1, *(side // self.patch_size for side in image.shape[:2])) for image in d.images]
                 start, end = end, end + len(d.ids_T)
                 ids_BT[row, start:end] = d.ids_T
                 document_BT[row, start:end] = number
@@ -123,15 +125,24 @@ class Collator:
         for number in range(count):
             blocks = missing // block // count + (number < missing // block % count)
             grids.append((1, self.merge_size, self.merge_size * blocks))
-        pieces.append(np.full((missing, self.patch_size**2), 255, dtype=np.uint8))
+        pieces.append(np.full((missing, 3, self.patch_size**2), 255, dtype=np.uint8))
         return np.concatenate(pieces), tuple(grids)
 
 
-def patchify(image_HW: NDArray[np.uint8], patch_size: int = 16, merge_size: int = 2) -> NDArray[np.uint8]:
-    """Cut a grey picture into patches, (patches, values), in the order of the starter's image processor."""
-    rows, columns = (side // patch_size // merge_size for side in image_HW.shape)
-    blocks = image_HW.reshape(rows, merge_size, patch_size, columns, merge_size, patch_size)
-    return blocks.transpose(0, 3, 1, 4, 2, 5).reshape(-1, patch_size**2)
+def patchify(image_HWC: NDArray[np.uint8], patch_size: int = 16, merge_size: int = 2) -> NDArray[np.uint8]:
+    """Cut a picture into patches, (patches, channels, values), in the order of the starter's image processor."""
+    rows, columns = (side // patch_size // merge_size for side in image_HWC.shape[:2])
+    blocks = image_HWC.reshape(rows, merge_size, patch_size, columns, merge_size, patch_size, -1)
+    return blocks.transpose(0, 3, 1, 4, 6, 2, 5).reshape(-1, image_HWC.shape[2], patch_size**2)
+
+
+def taught_logits(model: PolicyModel, batch: SftBatch) -> Tensor:
+    """Return the logits (N, V) from which the tokens of the loss mask are predicted, row by row."""
+    num_placeholders = int((batch.ids_BT == model.image_token_id).sum())
+    same_BTT = batch.document_BT[:, :, None] == batch.document_BT[:, None, :]
+    target_BT = batch.loss_mask_BT.roll(-1, dims=1)  # lessons begin with a prompt, so no target wraps around
+    mask_B1TT = same_BTT.tril()[:, None]
+    return model(batch.ids_BT, batch.positions_3BT, mask_B1TT, target_BT, batch.vision(num_placeholders))
 
 
 def _up(count: int, step: int) -> int:

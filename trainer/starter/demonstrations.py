@@ -40,6 +40,7 @@ from envs.geo3k.problem import FAMILIES, Problem
 from envs.geo3k.procedural import ProceduralGeo3k, Split
 from envs.spec import EnvLimits
 from envs.types import Sample
+from trainer.starter.architecture import build_image_processor
 from trainer.starter.plans import MAX_TURNS, Attempt, Mixture, Plan, PlannedTurn, tool_call
 
 #: Sentences like those of real geometry problems, so that the tokenizer does not split these into single bytes.
@@ -63,7 +64,7 @@ LESSON_ENGLISH = (
 
 @dataclass(frozen=True, eq=False)
 class Demonstration:
-    """One stream: its ids, True for tokens with a loss, and its grey pictures, (height, width) uint8 each.
+    """One stream: its ids, True for tokens with a loss, and its pictures, (height, width, 3) uint8 each.
 
     `kind`, `family`, `level` and the numbers in the picture, `givens`, say what it shows, for measuring.
     """
@@ -89,19 +90,19 @@ class _Played:
 
 
 class GridStore(ImageStore):
-    """Gives an image's grid without its patches; training cuts the patches on its own device."""
+    """Gives a picture as the starter reads it, without its patches; training cuts these on its own device."""
 
-    def __init__(self, patch_size: int, merge_size: int) -> None:
-        super().__init__(processor=None, merge_size=merge_size)
-        self._patch_size = patch_size
+    def __init__(self) -> None:
+        processor = build_image_processor()
+        super().__init__(processor, merge_size=processor.merge_size)
 
     def process(self, image: Image.Image) -> ProcessedImage:
-        """Return the grid and the number of tokens of a picture whose sides are multiples of a token's."""
-        assert not (image.width % 32 or image.height % 32), f"a picture of {image.size} pixels would be resized"
-        rows, columns = image.height // self._patch_size, image.width // self._patch_size
-        return ProcessedImage(
-            "", np.empty((0, 0), np.float32), (1, rows, columns), rows * columns // self.merge_size**2
-        )
+        """Return the picture, resized if it has to be, its grid and its number of tokens."""
+        time, rows, columns = grid = self.grid(image)
+        size = columns * self._processor.patch_size, rows * self._processor.patch_size
+        picture = image if image.size == size else image.resize(size, resample=self._processor.resample)
+        no_patches = np.empty((0, 0), np.float32)
+        return ProcessedImage("", no_patches, grid, time * rows * columns // self.merge_size**2, picture)
 
 
 class Player:
@@ -151,7 +152,7 @@ class Demonstrator:
         split: Split = "demonstrations",
     ) -> None:
         self.problems = ProceduralGeo3k(split, size, seed, **(problems or {}))
-        self.renderer = Renderer(tokenizer, GridStore(patch_size=16, merge_size=2))
+        self.renderer = Renderer(tokenizer, GridStore())
         self._seed, self._mixture = seed, mixture or Mixture()
         self._player = Player(self.renderer)
 
@@ -193,13 +194,13 @@ def _demonstration(played: _Played, kind: str) -> Demonstration:
     for turn, planned in zip(trajectory.turns, played.turns, strict=True):
         if not planned.is_taught:
             mask_T[turn.start : turn.end] = False
-    images, givens = (grey(played.image),), tuple(map(str, problem.givens))
+    images, givens = pixels(trajectory.images), tuple(map(str, problem.givens))
     return Demonstration(trajectory.ids_T, mask_T, images, kind, problem.family, problem.level, givens)
 
 
-def grey(image: Image.Image) -> NDArray[np.uint8]:
-    """Return the pixels of a picture in one channel."""
-    return np.asarray(image.convert("L"))
+def pixels(images: Sequence[ProcessedImage]) -> tuple[NDArray[np.uint8], ...]:
+    """Return the pixels of pictures of a `GridStore`, (height, width, 3) each."""
+    return tuple(np.asarray(image.picture) for image in images)
 
 
 def _without_pictures(message: Mapping[str, Any]) -> Mapping[str, Any]:

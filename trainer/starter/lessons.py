@@ -16,7 +16,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from envs.geo3k.problem import Problem
 from envs.geo3k.procedural import Split
-from trainer.starter.demonstrations import Demonstration, Demonstrator, grey
+from trainer.starter.demonstrations import Demonstration, Demonstrator, pixels
 from trainer.starter.plans import Attempt
 from trainer.starter.recipes import Numbers, Stage
 
@@ -81,7 +81,7 @@ class Lessons:
         taught = [*renderer.encoder.encode(text), renderer.closer_id]
         mask_T = np.zeros(len(prompt.ids) + len(taught), dtype=np.bool_)
         mask_T[len(prompt.ids) :] = True
-        return Demonstration(np.array([*prompt.ids, *taught]), mask_T, (grey(image),), *about)
+        return Demonstration(np.array([*prompt.ids, *taught]), mask_T, pixels(prompt.images), *about)
 
 
 def describe(problem: Problem) -> str:

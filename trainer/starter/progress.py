@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from agents.model.policy import PolicyModel
-from trainer.starter.batches import Collator
+from trainer.starter.batches import Collator, taught_logits
 from trainer.starter.demonstrations import Demonstration
 from trainer.starter.lessons import Lessons
 from trainer.starter.plans import Mixture
@@ -97,8 +97,6 @@ class Probe:
         self, lessons: Sequence[Demonstration], model: PolicyModel, device: torch.device
     ) -> Iterator[tuple[Demonstration, list[bool]]]:
         """Yield each lesson with whether the policy's first choice is right, for each taught token."""
-        from trainer.starter.training import taught_logits
-
         batch = self._collator(lessons).to(device)
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
         with autocast, torch.compiler.set_stance("force_eager"):

@@ -26,7 +26,7 @@ from agents.rendering.renderer import Renderer
 from envs.errors import UserError
 from trainer.starter.architecture import SHAPES, build_config, build_tokenizer, write_parts
 from trainer.starter.attempts import play
-from trainer.starter.batches import Collator, SftBatch
+from trainer.starter.batches import Collator, SftBatch, taught_logits
 from trainer.starter.card import write_card
 from trainer.starter.demonstrations import corpus
 from trainer.starter.lessons import Lessons, OwnAttempts
@@ -39,15 +39,6 @@ STATE, LOG = "state.pt", "log.jsonl"
 #: On a GPU each shape of batch is compiled once: few shapes, and room for all of them.
 GPU_STEPS = {"row_step": 16, "picture_step": 64, "patch_step": 4096}
 MAX_GRAPHS = 64
-
-
-def taught_logits(model: PolicyModel, batch: SftBatch) -> Tensor:
-    """Return the logits (N, V) from which the tokens of the loss mask are predicted, row by row."""
-    num_placeholders = int((batch.ids_BT == model.image_token_id).sum())
-    same_BTT = batch.document_BT[:, :, None] == batch.document_BT[:, None, :]
-    target_BT = batch.loss_mask_BT.roll(-1, dims=1)  # lessons begin with a prompt, so no target wraps around
-    mask_B1TT = same_BTT.tril()[:, None]
-    return model(batch.ids_BT, batch.positions_3BT, mask_B1TT, target_BT, batch.vision(num_placeholders))
 
 
 def sft_loss(model: PolicyModel, batch: SftBatch) -> Tensor:

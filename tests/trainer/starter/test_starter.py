@@ -31,7 +31,7 @@ from trainer.starter.__main__ import run
 from trainer.starter.architecture import build_image_processor
 from trainer.starter.attempts import wrong_beginnings
 from trainer.starter.batches import Collator
-from trainer.starter.demonstrations import Demonstration, Demonstrator
+from trainer.starter.demonstrations import Demonstration, Demonstrator, GridStore
 from trainer.starter.lessons import Lessons, OwnAttempts, describe, draw_numbers
 from trainer.starter.plans import MIXED_HABITS, Attempt, Mixture, correction, tool_call
 from trainer.starter.progress import Probe
@@ -277,17 +277,25 @@ def test_packed_demonstrations_have_the_loss_that_they_have_alone(tokenizer: Any
 
 def test_patches_are_those_of_the_image_processor_whatever_the_sizes(collator: Collator) -> None:
     rng = np.random.default_rng(0)
-    grey = [rng.integers(0, 256, size, dtype=np.uint8) for size in ((128, 160), (96, 64))]
-    pictures = [Image.fromarray(picture).convert("RGB") for picture in grey]
-    expected = build_image_processor()(images=pictures, return_tensors="np")["pixel_values"]
+    pictures = [rng.integers(0, 256, (*size, 3), dtype=np.uint8) for size in ((128, 160), (96, 64))]
+    images = [Image.fromarray(picture) for picture in pictures]
+    expected = build_image_processor()(images=images, return_tensors="np")["pixel_values"]
     pad = [collator.pad_id]
     ids_T = np.array([*pad, *[collator.image_token_id] * 20, *pad, *[collator.image_token_id] * 6, *pad])
-    lesson = Demonstration(ids_T, np.zeros(len(ids_T), dtype=np.bool_), tuple(grey))
+    lesson = Demonstration(ids_T, np.zeros(len(ids_T), dtype=np.bool_), tuple(pictures))
     batch = replace(collator, picture_step=4, patch_step=64)([lesson])
     pixels = batch.vision(26).pixels_PD.numpy()
     assert np.abs(pixels[: len(expected)] - expected).max() < 1e-6
     assert len(batch.grids) % 4 == 0 and len(pixels) % 64 == 0
     assert sum(height * width for _, height, width in batch.grids) == len(pixels)
+
+
+def test_a_picture_that_the_model_sees_smaller_is_shown_smaller() -> None:
+    large = Image.fromarray(np.random.default_rng(1).integers(0, 256, (512, 640, 3), dtype=np.uint8))
+    expected, shown = ImageStore(build_image_processor(), 2).process(large), GridStore().process(large)
+    assert (shown.grid_thw, shown.num_tokens) == (expected.grid_thw, expected.num_tokens)
+    assert shown.picture is not None and expected.picture is not None
+    assert np.array_equal(np.asarray(shown.picture), np.asarray(expected.picture))
 
 
 def test_padding_changes_no_loss(tokenizer: Any, collator: Collator) -> None:
@@ -310,7 +318,7 @@ def test_a_probe_counts_what_a_greedy_policy_would_write_to_the_letter(tokenizer
         prompt = lesson.ids_T[~lesson.loss_mask_T]
         request = GenerateRequest(
             tuple(int(i) for i in prompt),
-            (ImageStore(build_image_processor(), 2).process(Image.fromarray(lesson.images[0]).convert("RGB")),),
+            (ImageStore(build_image_processor(), 2).process(Image.fromarray(lesson.images[0])),),
             len(lesson.ids_T),
             SamplingParams(0.0, (tokenizer.eos_token_id,)),
             0,
