@@ -83,7 +83,12 @@ def _solved(family: str, level: int, givens: tuple[int, ...], unknown: str) -> P
 
 
 def draw_problem(problem: Problem, rng: Random) -> Image.Image:
-    """Draw the diagram, 160x128 RGB: the first of a few layouts without conflicts, else the one with the fewest."""
+    """Draw the diagram, 160x128 RGB."""
+    return lay_out(problem, rng).image()
+
+
+def lay_out(problem: Problem, rng: Random) -> Canvas:
+    """Return the diagram before it is drawn: the first of a few layouts without conflicts, or the one with fewest."""
     line_width, font_size = rng.choice((1, 1, 2)), rng.choice((14, 15, 15, 16))
     best, fewest = None, 0
     for _ in range(LAYOUT_TRIES):
@@ -95,7 +100,7 @@ def draw_problem(problem: Problem, rng: Random) -> Image.Image:
         if not conflicts:
             break
     assert best is not None, f"{LAYOUT_TRIES} layouts were tried"
-    return best.image()
+    return best
 
 
 def misread(problem: Problem, rng: Random) -> Problem | None:

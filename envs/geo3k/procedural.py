@@ -15,7 +15,7 @@ from typing import Literal
 from PIL import Image
 
 from envs.errors import UserError, did_you_mean
-from envs.geo3k.problem import FAMILIES, LEVELS, Problem, draw_problem, make_problem
+from envs.geo3k.problem import FAMILIES, LEVELS, Problem, draw_problem, lay_out, make_problem
 from envs.types import MadeSamples, Sample
 
 Split = Literal["demonstrations", "train", "validation", "heldout"]
@@ -73,6 +73,10 @@ class ProceduralGeo3k(MadeSamples):
         """Return the problem and its picture at an index in -size to size - 1."""
         problem, rng = self._sample(index)
         return problem, draw_problem(problem, rng)
+
+    def label_boxes(self, index: int) -> list[tuple[int, int, int, int]]:
+        """Return the edges of every label in the picture at an index: left, top, right and bottom, in pixels."""
+        return lay_out(*self._sample(index)).label_boxes
 
     def problem(self, index: int) -> Problem:
         """Return the problem at an index without drawing it."""

@@ -33,15 +33,27 @@ from agents.rollout.episode import Episode, Limits
 from agents.types import EndReason, ProcessedImage, SamplingParams, Trajectory
 from envs.config.cli import exit_code, parse
 from envs.config.settings import Section
-from envs.env import EnvArgs
+from envs.env import Env, EnvArgs
 from envs.errors import UserError
 from envs.geo3k.env import SYSTEM_PROMPT, build_env
 from envs.geo3k.problem import FAMILIES, Problem
 from envs.geo3k.procedural import ProceduralGeo3k, Split
+from envs.geo3k.zoom import SYSTEM_PROMPT as ZOOM_SYSTEM_PROMPT
+from envs.geo3k.zoom import Geo3kZoomEnv
 from envs.spec import EnvLimits
 from envs.types import Sample
 from trainer.starter.architecture import build_image_processor
-from trainer.starter.plans import MAX_TURNS, Attempt, Mixture, Plan, PlannedTurn, tool_call
+from trainer.starter.plans import (
+    MAX_TURNS,
+    ZOOMS,
+    Attempt,
+    Mixture,
+    Plan,
+    PlannedTurn,
+    tool_call,
+    zoom_call,
+    zoom_windows,
+)
 
 #: Sentences like those of real geometry problems, so that the tokenizer does not split these into single bytes.
 GEOMETRY_ENGLISH = (
@@ -106,28 +118,44 @@ class GridStore(ImageStore):
 
 
 class Player:
-    """Plays planned turns in the real agent loop with the real environment."""
+    """Plays scripted turns in the real agent loop with the real environments."""
 
     def __init__(self, renderer: Renderer) -> None:
-        self._script: Sequence[PlannedTurn] = ()
-        engine = ScriptedEngine(renderer.tokenizer, lambda turn, _: self._script[turn].text)
-        limits = Limits(max_turns=MAX_TURNS, max_new_tokens=1024, env=EnvLimits(inline=True))
+        self._texts: Sequence[str] = ()
+        engine = ScriptedEngine(renderer.tokenizer, lambda turn, _: self._texts[turn])
         sampling = SamplingParams(stop_ids=renderer.stop_ids)
-        self._episodes = {
-            use_tools: Episode(engine, renderer, limits, sampling, use_tools=use_tools) for use_tools in (False, True)
-        }
+
+        def episode(max_turns: int, use_tools: bool) -> Episode:
+            limits = Limits(max_turns=max_turns, max_new_tokens=1024, env=EnvLimits(inline=True))
+            return Episode(engine, renderer, limits, sampling, use_tools=use_tools)
+
+        self._episodes = {use_tools: episode(MAX_TURNS, use_tools) for use_tools in (False, True)}
+        self._zoom_episode = episode(ZOOMS + 1, True)
         self._loop = asyncio.new_event_loop()
 
     def play(self, plan: Plan, problem: Problem, image: Image.Image) -> _Played:
         """Play a plan on its problem."""
-        self._script = plan.turns()
+        turns = plan.turns()
         sample = demonstration_sample(problem, image)
         env = build_env(sample, EnvArgs(MAX_TURNS))
-        trajectory = self._loop.run_until_complete(self._episodes[plan.use_tools].run(sample, lambda: env, seed=0))
-        assert trajectory.end_reason is EndReason.COMPLETED and trajectory.reward == float(not plan.gives_up), (
-            trajectory
-        )
-        return _Played(trajectory, self._script, env.tools if plan.use_tools else (), image, problem)
+        trajectory = self._run(self._episodes[plan.use_tools], sample, env, [turn.text for turn in turns])
+        assert trajectory.reward == float(not plan.gives_up), trajectory
+        return _Played(trajectory, turns, env.tools if plan.use_tools else (), image, problem)
+
+    def zoom(self, problem: Problem, image: Image.Image, windows: Sequence[tuple[int, int]]) -> Trajectory:
+        """Zoom into these windows, then solve the problem."""
+        sample = demonstration_sample(problem, image, ZOOM_SYSTEM_PROMPT)
+        answer = f"{problem.reasoning} \\boxed{{{problem.answer}}}"
+        texts = [*(zoom_call(*window) for window in windows), answer]
+        trajectory = self._run(self._zoom_episode, sample, Geo3kZoomEnv(sample, EnvArgs(ZOOMS + 1)), texts)
+        assert trajectory.reward == 1.0 and len(trajectory.images) == 1 + len(windows), trajectory
+        return trajectory
+
+    def _run(self, episode: Episode, sample: Sample, env: Env, texts: Sequence[str]) -> Trajectory:
+        self._texts = texts
+        trajectory = self._loop.run_until_complete(episode.run(sample, lambda: env, seed=0))
+        assert trajectory.end_reason is EndReason.COMPLETED, trajectory
+        return trajectory
 
 
 class Demonstrator:
@@ -167,6 +195,15 @@ class Demonstrator:
         problem, image = self.problems.item(index)
         plan = Plan.after(wrong, problem, self._mixture, random.Random(f"after/{self._seed}/{index}/{len(wrong)}"))
         return _demonstration(self._player.play(plan, problem, image), "attempt")
+
+    def zoom(self, index: int, is_blind: bool) -> Demonstration:
+        """Return a demonstration of `geo3k_zoom`: it looks at all labels enlarged, or answers at once."""
+        problem, image = self.problems.item(index)
+        windows = [] if is_blind else zoom_windows(self.problems.label_boxes(index), *image.size)
+        trajectory = self._player.zoom(problem, image, windows)
+        images, givens = pixels(trajectory.images), tuple(map(str, problem.givens))
+        about = "zoom", problem.family, problem.level, givens
+        return Demonstration(trajectory.ids_T, trajectory.mask_T.copy(), images, *about)
 
     def row(self, index: int) -> dict[str, Any]:
         """Return the same demonstration as a row of a data set: messages, the picture as a data URI, and the tools."""
@@ -211,10 +248,10 @@ def _without_pictures(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**message, "content": [{"type": "image"} if part["type"] == "image" else part for part in parts]}
 
 
-def demonstration_sample(problem: Problem, image: Image.Image) -> Sample:
+def demonstration_sample(problem: Problem, image: Image.Image, system_prompt: str = SYSTEM_PROMPT) -> Sample:
     """Return the sample as `trainer.run` builds it: the environment's system prompt, then diagram and question."""
     content = [{"type": "image", "image": image}, {"type": "text", "text": problem.question}]
-    prompt = ({"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": content})
+    prompt = ({"role": "system", "content": system_prompt}, {"role": "user", "content": content})
     return Sample(id=problem.key, prompt=prompt, label=problem.answer)
 
 
@@ -228,8 +265,8 @@ def corpus(size: int, seed: int) -> list[str]:
         sample = demonstration_sample(problem, Image.new("RGB", (1, 1)))
         env = build_env(sample, EnvArgs(MAX_TURNS))
         env.reset()
-        texts.append(SYSTEM_PROMPT)
-        texts += [json.dumps(tool["function"]) for tool in env.tools]
+        texts += [SYSTEM_PROMPT, ZOOM_SYSTEM_PROMPT, zoom_call(100 * (index % 6), 100 * (index // 6 % 6))]
+        texts += [json.dumps(tool["function"]) for tool in (*env.tools, *Geo3kZoomEnv(sample).tools)]
         for attempt in (problem.answer, "0", "", problem.answer):
             observation, _, _ = env.step(tool_call(attempt))
             texts.append(observation["obs_str"])

@@ -39,7 +39,7 @@ class Lessons:
     Example::
 
         lessons = Lessons(tokenizer, stage, seed=17)
-        lessons[3].kind        # "numbers", "figure", "problem" or "attempt"
+        lessons[3].kind        # "numbers", "figure", "zoom", "problem" or "attempt"
     """
 
     def __init__(
@@ -51,7 +51,9 @@ class Lessons:
         attempts: Sequence[OwnAttempts] = (),
     ) -> None:
         self.stage, self.attempts = stage, attempts
-        self.demonstrator = Demonstrator(tokenizer, stage.num_lessons, seed, stage.mixture, stage.problems, split)
+        size, mixture = stage.num_lessons, stage.mixture
+        self.demonstrator = Demonstrator(tokenizer, size, seed, mixture, stage.problems, split)
+        self._zoomer = Demonstrator(tokenizer, size, seed, mixture, stage.zoom_problems, split)
         self._seed = f"lesson/{seed}/{split}"
 
     def __len__(self) -> int:
@@ -68,6 +70,8 @@ class Lessons:
             problem, image = self.demonstrator.problems.item(index)
             about = problem.family, problem.level, tuple(map(str, problem.givens))
             return self._reading(READ_FIGURE, describe(problem), image, "figure", *about)
+        if kind < stage.numbers_frac + stage.figures_frac + stage.zoom_frac:
+            return self._zoomer.zoom(index, is_blind=rng.random() < stage.blind_frac)
         if self.attempts and kind > 1 - stage.attempts_frac:
             own = self.attempts[rng.randrange(len(self.attempts))]
             return self.demonstrator.after(own.index, own.wrong)

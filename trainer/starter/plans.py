@@ -15,6 +15,8 @@ from envs.geo3k.problem import Problem, misread
 from envs.types import Message
 
 MAX_TURNS = 3
+#: Most zooms of a demonstration of `geo3k_zoom`; the turn after them answers.
+ZOOMS = 3
 _NUMBER = re.compile(r"\d+")
 
 
@@ -155,6 +157,37 @@ def correction(wrong: Attempt, problem: Problem) -> str:
         return f"Look again: {', '.join(unread)}."
     first = wrong.thought.split("=")[0].strip()
     return "Compute again." if problem.reasoning.startswith(first) else "Another way."
+
+
+def zoom_windows(boxes: Sequence[tuple[int, int, int, int]], width: int, height: int) -> list[tuple[int, int]]:
+    """Return the left and top edges, in thousandths, of windows of half a picture's sides that show all labels.
+
+    Each is the one among 36 that shows most labels which no window before it shows; at most `ZOOMS`.
+    """
+    unseen = [
+        (1000 * left / width, 1000 * top / height, 1000 * right / width, 1000 * bottom / height)
+        for left, top, right, bottom in boxes
+    ]
+    places = [(x, y) for y in range(0, 501, 100) for x in range(0, 501, 100)]
+    windows: list[tuple[int, int]] = []
+    while unseen and len(windows) < ZOOMS:
+        best = max(places, key=lambda place: sum(_shows(place, box) for box in unseen))
+        if not any(_shows(best, box) for box in unseen):
+            break
+        windows.append(best)
+        unseen = [box for box in unseen if not _shows(best, box)]
+    return windows
+
+
+def _shows(place: tuple[int, int], box: tuple[float, float, float, float]) -> bool:
+    x, y = place
+    return x <= box[0] and y <= box[1] and box[2] <= x + 500 and box[3] <= y + 500
+
+
+def zoom_call(left: int, top: int) -> str:
+    """Return the call of `zoom` for a window of half the picture's sides."""
+    arguments = {"left": left, "top": top, "right": left + 500, "bottom": top + 500}
+    return f"<tool_call>{json.dumps({'name': 'zoom', 'arguments': arguments})}</tool_call>"
 
 
 def tool_call(answer: str) -> str:

@@ -60,7 +60,7 @@ class Probe:
 
     def __init__(self, tokenizer: Any, recipe: Recipe, number: int, collator: Collator) -> None:
         mixture = Mixture(**STEPS_ONLY)
-        stage = replace(recipe.stages[number], steps=1, batch_size=recipe.num_probes, mixture=mixture, attempts_frac=0)
+        stage = replace(recipe.stages[number], steps=1, batch_size=recipe.num_probes, mixture=mixture, blind_frac=0.0)
         lessons = Lessons(tokenizer, stage, recipe.seed, "validation")
         self._tokenizer, self._collator = tokenizer, collator
         self.lessons = [lessons[index] for index in range(len(lessons))]

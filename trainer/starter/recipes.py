@@ -29,8 +29,9 @@ class Numbers:
 class Stage:
     """One part of the training: what it teaches, for how long, and how fast.
 
-    A lesson is one of four kinds. `numbers_frac` of all show bare numbers, and `figures_frac` a problem's figure, whose
-    numbers are to be read; `attempts_frac` go on after a wrong attempt of the policy itself, which plays `num_attempts`
+    A lesson is one of five kinds. `numbers_frac` of all show bare numbers, and `figures_frac` a problem's figure, whose
+    numbers are to be read; `zoom_frac` zoom into the picture of one of `zoom_problems`, or answer at once in a share
+    `blind_frac` of these; `attempts_frac` go on after a wrong attempt of the policy itself, which plays `num_attempts`
     problems at the beginning of each of `rounds`. The others are demonstrations of `mixture`.
 
     The rate warms up over `warmup_steps` and falls by half a cosine to `final_lr` of itself. The stage ends early once
@@ -46,6 +47,9 @@ class Stage:
     numbers: Numbers = field(default_factory=Numbers)
     numbers_frac: float = 0.0
     figures_frac: float = 0.0
+    zoom_frac: float = 0.0
+    zoom_problems: Mapping[str, Any] = field(default_factory=dict)
+    blind_frac: float = 0.3
     attempts_frac: float = 0.0
     num_attempts: int = 0
     rounds: int = 1
@@ -115,20 +119,33 @@ RECIPES = {
             Stage(800, 384, 1e-3, 20, REASONED, FEW, LABELS, 0.3, 0.7, final_lr=1.0, until=0.9),
             Stage(800, 384, 1e-3, 20, REASONED, FEW, LABELS, 0.1, 0.3, final_lr=1.0, until=0.95),
             Stage(2_000, 384, 1e-3, 20, REASONED, {"levels": (1, 2)}, LABELS, 0.1, 0.3, final_lr=1.0, until=0.95),
-            Stage(8_000, 384, 1e-3, 20, REASONED, figures_frac=0.2),
-            # After a wrong attempt of its own: another reading, another sum.
+            Stage(8_000, 384, 1e-3, 20, REASONED, figures_frac=0.15, zoom_frac=0.1),
+            # After a wrong attempt of its own: another reading, another sum. Few steps a round, so that attempts are
+            # those of today's policy, and each is shown about ten times.
             Stage(
-                2_000,
+                1_800,
                 384,
                 3e-4,
                 50,
                 replace(REASONED, checks=0.7),
-                attempts_frac=0.5,
-                num_attempts=16_384,
-                rounds=4,
+                zoom_frac=0.1,
+                attempts_frac=0.3,
+                num_attempts=8_192,
+                rounds=6,
             ),
             # Habits of every kind, for reinforcement learning to choose from.
-            Stage(1_200, 384, 2e-4, 50, MIXED, attempts_frac=0.35, num_attempts=16_384, rounds=2),
+            Stage(
+                1_200,
+                384,
+                2e-4,
+                50,
+                MIXED,
+                zoom_frac=0.15,
+                blind_frac=0.6,
+                attempts_frac=0.25,
+                num_attempts=8_192,
+                rounds=4,
+            ),
         ),
         num_probes=768,
     ),
@@ -146,7 +163,7 @@ RECIPES = {
         stages=(
             Stage(4, 8, 4e-3, 4, numbers_frac=1.0, final_lr=1.0, until=0.95),
             Stage(32, 8, 4e-3, 4, problems={"levels": (1,)}, figures_frac=0.2),
-            Stage(12, 8, 2e-3, 2, MIXED, {"levels": (1,)}, attempts_frac=0.4, num_attempts=8, rounds=2),
+            Stage(12, 8, 2e-3, 2, MIXED, {"levels": (1,)}, zoom_frac=0.3, attempts_frac=0.4, num_attempts=8, rounds=2),
         ),
         corpus_size=300,
         num_probes=16,

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,8 @@ from trainer.starter.recipes import Recipe, Stage
 #: Rows of the log in each stage.
 LOG_ROWS = 50
 STATE, LOG = "state.pt", "log.jsonl"
+#: Tokens of a row: the longest stream with zooms, and the longest other.
+WIDTHS = {True: 1024, False: 576}
 #: On a GPU each shape of batch is compiled once: few shapes, and room for all of them.
 GPU_STEPS = {"row_step": 16, "picture_step": 64, "patch_step": 4096}
 MAX_GRAPHS = 64
@@ -103,7 +105,7 @@ class StarterRun:
             for block in self.model.blocks:  # each on its own: blocks of the same kind share one graph
                 block.compile(dynamic=False)
         image_token_id, pad_id = self.tokenizer.convert_tokens_to_ids("<|image_pad|>"), self.tokenizer.pad_token_id
-        self.collator = Collator(image_token_id, pad_id, **(GPU_STEPS if device.type == "cuda" else {}))
+        self._collator = Collator(image_token_id, pad_id, **(GPU_STEPS if device.type == "cuda" else {}))
 
     def train(self, max_minutes: float = math.inf) -> bool:
         """Train to the end and write the report, or stop after so many minutes with the state saved.
@@ -127,7 +129,7 @@ class StarterRun:
         """Train the current stage from where it stands; return whether it has ended, or else the time is over."""
         position, number = self.position, self.position.stage
         stage = self.recipe.stages[number]
-        probe = Probe(self.tokenizer, self.recipe, number, self.collator)
+        probe = Probe(self.tokenizer, self.recipe, number, self._stage_collator(stage))
         every, losses = max(1, stage.steps // LOG_ROWS), []
         with closing(self._batches(stage, number)) as batches:
             for batch in batches:
@@ -157,6 +159,9 @@ class StarterRun:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
+
+    def _stage_collator(self, stage: Stage) -> Collator:
+        return replace(self._collator, width=WIDTHS[stage.zoom_frac > 0])
 
     def _lessons(self, stage: Stage, number: int) -> Lessons:
         return Lessons(self.tokenizer, stage, self.recipe.seed + number, attempts=self.position.attempts)
@@ -188,7 +193,7 @@ class StarterRun:
         loader: DataLoader[Any] = DataLoader(
             self._lessons(stage, number),  # type: ignore[arg-type]
             batch_sampler=[range(step * size, (step + 1) * size) for step in range(first, end)],
-            collate_fn=self.collator,
+            collate_fn=self._stage_collator(stage),
             num_workers=self.num_workers,
             pin_memory=self.device.type == "cuda",
             prefetch_factor=8 if self.num_workers else None,

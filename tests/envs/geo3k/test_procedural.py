@@ -9,6 +9,7 @@ import subprocess
 import sys
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -151,6 +152,19 @@ def test_about_one_key_in_ten_is_held_out_and_one_in_ten_is_for_training() -> No
     keys = {make_problem("trapezoid_area", 3, rng).key for _ in range(5000)}
     for split in ("train", "validation", "heldout"):
         assert 0.08 < sum(split_of(key) == split for key in keys) / len(keys) < 0.12
+
+
+def test_label_boxes_are_where_the_picture_has_its_labels() -> None:
+    source = ProceduralGeo3k("train", 40, seed=3)
+    for index in range(40):
+        problem, image = source.item(index)
+        boxes = source.label_boxes(index)
+        assert len(boxes) > len(problem.givens) - 1, problem.key
+        for left, top, right, bottom in boxes:
+            assert 0 <= left < right <= image.width and 0 <= top < bottom <= image.height
+            inside = np.asarray(image)[top:bottom, left:right, 0]
+            edges = np.concatenate([inside[0], inside[-1], inside[:, 0], inside[:, -1]])
+            assert inside.min() < 128 and edges.mean() > 250, (problem.key, index)
 
 
 def test_the_split_of_a_key_never_changes() -> None:

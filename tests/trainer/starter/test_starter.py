@@ -33,7 +33,7 @@ from trainer.starter.attempts import wrong_beginnings
 from trainer.starter.batches import Collator
 from trainer.starter.demonstrations import Demonstration, Demonstrator, GridStore
 from trainer.starter.lessons import Lessons, OwnAttempts, describe, draw_numbers
-from trainer.starter.plans import MIXED_HABITS, Attempt, Mixture, correction, tool_call
+from trainer.starter.plans import MIXED_HABITS, Attempt, Mixture, correction, tool_call, zoom_call, zoom_windows
 from trainer.starter.progress import Probe
 from trainer.starter.recipes import RECIPES, Numbers, Recipe, Stage
 from trainer.starter.training import StarterRun, lr_at, sft_loss
@@ -179,6 +179,29 @@ def test_an_own_wrong_attempt_is_context_to_the_letter_and_what_follows_is_taugh
         assert f"assistant\n{wrong.thought}{tool_call(wrong.answer)}<|im_end|>" in text
         start = f"{correction(wrong, problem)} {problem.reasoning} {tool_call(problem.answer)}<|im_end|>"
         assert taught(tokenizer, lesson) == f"{start}\\boxed{{{problem.answer}}}<|im_end|>"
+
+
+def test_zooms_show_every_label_that_half_a_picture_can_show() -> None:
+    boxes = [(0, 0, 30, 12), (60, 40, 80, 52), (130, 110, 160, 128), (75, 50, 95, 62)]
+    windows = zoom_windows(boxes, 160, 128)
+    assert len(windows) <= 3
+    for left, top, right, bottom in boxes:
+        seen = [x * 0.16 <= left and right <= (x + 500) * 0.16 and y * 0.128 <= top and bottom <= (y + 500) * 0.128
+                for x, y in windows]  # fmt: skip
+        assert any(seen), (left, top)
+    assert zoom_windows([(0, 0, 120, 12)], 160, 128) == []  # wider than half a picture
+
+
+def test_a_zoom_demonstration_shows_each_window_then_solves_and_teaches_both(tokenizer: Any) -> None:
+    demonstrator = Demonstrator(tokenizer, 12, seed=6)
+    for index in range(12):
+        problem, image = demonstrator.problems.item(index)
+        windows = zoom_windows(demonstrator.problems.label_boxes(index), *image.size)
+        lesson = demonstrator.zoom(index, is_blind=False)
+        calls = "".join(f"{zoom_call(*window)}<|im_end|>" for window in windows)
+        answer = f"{problem.reasoning} \\boxed{{{problem.answer}}}<|im_end|>"
+        assert taught(tokenizer, lesson) == calls + answer and len(lesson.images) == 1 + len(windows)
+        assert taught(tokenizer, demonstrator.zoom(index, is_blind=True)) == answer
 
 
 @pytest.mark.parametrize(
