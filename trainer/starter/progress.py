@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from agents.model.policy import PolicyModel
-from trainer.starter.batches import Collator, taught_logits
+from trainer.starter.batches import Collator, SftBatch, taught_logits
 from trainer.starter.demonstrations import Demonstration
 from trainer.starter.lessons import Lessons
 from trainer.starter.plans import Mixture
@@ -62,18 +62,20 @@ class Probe:
         mixture = Mixture(**STEPS_ONLY)
         stage = replace(recipe.stages[number], steps=1, batch_size=recipe.num_probes, mixture=mixture, blind_frac=0.0)
         lessons = Lessons(tokenizer, stage, recipe.seed, "validation")
-        self._tokenizer, self._collator = tokenizer, collator
+        self._tokenizer = tokenizer
         self.lessons = [lessons[index] for index in range(len(lessons))]
-        self._at_once = recipe.stages[number].batch_size
+        at_once = recipe.stages[number].batch_size
+        parts = [self.lessons[start : start + at_once] for start in range(0, len(self.lessons), at_once)]
+        #: Each batch with its lessons in the order of its tokens.
+        self._batches = [(collator(part), [lesson for row in collator.rows(part) for lesson in row]) for part in parts]
 
     @torch.no_grad()
     def measure(self, model: PolicyModel, device: torch.device) -> Scores:
         """Return what the policy gets right now. Compiled blocks run as they were written, for other shapes."""
         exact: dict[tuple[str, str], list[float]] = defaultdict(list)
         reading: dict[tuple[str, str], list[float]] = defaultdict(list)
-        for start in range(0, len(self.lessons), self._at_once):
-            lessons = self.lessons[start : start + self._at_once]
-            for lesson, right in self._right(lessons, model, device):
+        for batch, lessons in self._batches:
+            for lesson, right in self._right(batch.to(device), lessons, model):
                 groups = [("all", ""), ("kind", lesson.kind)]
                 groups += [("family", lesson.family), ("level", str(lesson.level))] if lesson.family else []
                 read = [all(right[begin:end]) for begin, end in self._numbers(lesson)]
@@ -94,17 +96,16 @@ class Probe:
         )
 
     def _right(
-        self, lessons: Sequence[Demonstration], model: PolicyModel, device: torch.device
+        self, batch: SftBatch, lessons: Sequence[Demonstration], model: PolicyModel
     ) -> Iterator[tuple[Demonstration, list[bool]]]:
         """Yield each lesson with whether the policy's first choice is right, for each taught token."""
-        batch = self._collator(lessons).to(device)
-        autocast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+        kind = batch.ids_BT.device.type
+        autocast = torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda")
         with autocast, torch.compiler.set_stance("force_eager"):
             right_N = taught_logits(model, batch).argmax(-1) == batch.ids_BT[batch.loss_mask_BT]
         right = iter(right_N.tolist())
-        for row in self._collator.rows(lessons):
-            for lesson in row:
-                yield lesson, [next(right) for _ in range(int(lesson.loss_mask_T.sum()))]
+        for lesson in lessons:
+            yield lesson, [next(right) for _ in range(int(lesson.loss_mask_T.sum()))]
 
     def _numbers(self, lesson: Demonstration) -> Iterator[tuple[int, int]]:
         """Yield the span among the taught tokens where each number of the picture is written first."""

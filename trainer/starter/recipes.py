@@ -72,7 +72,7 @@ class Recipe:
     max_grad_norm: float = 1.0
     seed: int = 17
     corpus_size: int = 20_000
-    num_probes: int = 512  # held-out lessons that measure progress, fifty times in a stage at most
+    num_probes: int = 512  # held-out lessons that measure progress, some thirty times in a stage
 
 
 REASONED = Mixture(checks=0.5, corrects=True)

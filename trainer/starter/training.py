@@ -34,7 +34,7 @@ from trainer.starter.progress import Probe
 from trainer.starter.recipes import Recipe, Stage
 
 #: Rows of the log in each stage.
-LOG_ROWS = 50
+LOG_ROWS = 30
 STATE, LOG = "state.pt", "log.jsonl"
 #: Tokens of a row: the longest stream with zooms, and the longest other.
 WIDTHS = {True: 1024, False: 576}
