@@ -10,18 +10,31 @@ Levels mean the same in every family:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from random import Random
+from types import MappingProxyType
+from typing import Literal
 
 from PIL import Image
 
 from envs.errors import UserError, did_you_mean
 from envs.geo3k.canvas import Canvas
 from envs.geo3k.families import FAMILIES, Family
+from envs.geo3k.textbook.drawing import SCALES, draw
+from envs.geo3k.textbook.theorem import Theorem, Wording
+from envs.geo3k.textbook.theorems import THEOREMS
 
-__all__ = ["FAMILIES", "LEVELS", "Family", "Problem", "draw_problem", "make_problem", "misread"]
+__all__ = ["FAMILIES", "LEVELS", "STYLES", "Family", "Problem", "Style", "draw_problem", "make_problem", "misread"]
 
 LEVELS = (1, 2, 3)
+
+Style = Literal["plain", "textbook", "small_print"]
+#: How problems are drawn, and the families that are drawn so.
+STYLES: Mapping[str, Mapping[str, Family] | Mapping[str, Theorem]] = MappingProxyType(
+    {"plain": FAMILIES, "textbook": THEOREMS, "small_print": THEOREMS}
+)
+_ALL: Mapping[str, Family | Theorem] = MappingProxyType({**FAMILIES, **THEOREMS})
 LAYOUT_TRIES = 16
 MISREAD_TRIES = 8
 
@@ -49,7 +62,8 @@ class Problem:
         Problem(family="triangle_angles", level=3, givens=(47, 65), unknown="x", question="Find x.", answer="68",
                 reasoning="47 + 65 = 112. 180 - 112 = 68.").key      # "triangle_angles/47-65/x"
 
-    `answer` is an integer or LaTeX spaced as in Geometry3K: "5 \\sqrt { 2 }", "\\frac { 7 } { 2 }".
+    `answer` is an integer, a decimal rounded to a tenth, or LaTeX spaced as in Geometry3K: "5 \\sqrt { 2 }",
+    "\\frac { 7 } { 2 }". Textbook problems have a wording: letters, variables and what the question tells.
     """
 
     family: str
@@ -59,36 +73,61 @@ class Problem:
     question: str
     answer: str
     reasoning: str
+    wording: Wording | None = None
 
     @property
     def key(self) -> str:
         """The identity of the problem: equal for two problems that differ only in level or drawing."""
-        givens = FAMILIES[self.family].canonical(self.givens, self.unknown)
+        givens = _ALL[self.family].canonical(self.givens, self.unknown)
         return f"{self.family}/{'-'.join(map(str, givens))}/{self.unknown}"
+
+    @property
+    def drawn_givens(self) -> Sequence[int]:
+        """The places of the givens that the picture shows; the question tells the others."""
+        if self.wording is None:
+            return range(len(self.givens))
+        return THEOREMS[self.family].drawn_givens(self.givens, self.unknown, self.wording)
 
 
 def make_problem(family: str, level: int, rng: Random) -> Problem:
     """Sample a problem of a family and a level (1 to 3); raise UserError if either is unknown."""
-    if family not in FAMILIES:
-        raise UserError("family", "must be a known family", family, did_you_mean(family, FAMILIES))
+    if family not in _ALL:
+        raise UserError("family", "must be a known family", family, did_you_mean(family, _ALL))
     if level not in LEVELS:
         raise UserError("level", "must be 1, 2 or 3", level, "give one of 1, 2, 3")
-    givens, unknown = FAMILIES[family].sample(rng, level)
-    return _solved(family, level, givens, unknown)
+    if family in THEOREMS:
+        theorem = THEOREMS[family]
+        givens, unknown, shape = theorem.sample(rng, level)
+        question, wording = theorem.word(givens, unknown, shape, rng)
+    else:
+        givens, unknown = FAMILIES[family].sample(rng, level)
+        question, wording = FAMILIES[family].question(givens, unknown), None
+    reasoning, answer = _ALL[family].solve(givens, unknown)
+    return Problem(family, level, givens, unknown, question, answer, reasoning, wording)
 
 
-def _solved(family: str, level: int, givens: tuple[int, ...], unknown: str) -> Problem:
-    reasoning, answer = FAMILIES[family].solve(givens, unknown)
-    return Problem(family, level, givens, unknown, FAMILIES[family].question(givens, unknown), answer, reasoning)
+Box = tuple[int, int, int, int]
 
 
-def draw_problem(problem: Problem, rng: Random) -> Image.Image:
-    """Draw the diagram, 160x128 RGB."""
-    return lay_out(problem, rng).image()
+def draw_problem(problem: Problem, rng: Random, style: Style = "plain") -> Image.Image:
+    """Draw the diagram: 160x128 RGB in the plain style, else of a size that fits it.
+
+    It is the first of a few layouts without conflicts, else the one with the fewest.
+    """
+    return draw_with_boxes(problem, rng, style)[0]
 
 
-def lay_out(problem: Problem, rng: Random) -> Canvas:
-    """Return the diagram before it is drawn: the first of a few layouts without conflicts, or the one with fewest."""
+def draw_with_boxes(problem: Problem, rng: Random, style: Style = "plain") -> tuple[Image.Image, list[Box]]:
+    """Draw the diagram; return it and the left, top, right and bottom edges of every label, in pixels."""
+    if problem.wording is not None:
+        figure = THEOREMS[problem.family].figure(problem.givens, problem.unknown, problem.wording.shape)
+        drawing = draw(figure, problem.wording, rng, SCALES[style])
+        return drawing.image, [box for _, box in drawing.texts]
+    canvas = _lay_out(problem, rng)
+    return canvas.image(), canvas.label_boxes
+
+
+def _lay_out(problem: Problem, rng: Random) -> Canvas:
     line_width, font_size = rng.choice((1, 1, 2)), rng.choice((14, 15, 15, 16))
     best, fewest = None, 0
     for _ in range(LAYOUT_TRIES):
@@ -110,7 +149,7 @@ def misread(problem: Problem, rng: Random) -> Problem | None:
     the true ones. None if a few tries find no wrong number for which the figure exists.
     """
     for _ in range(MISREAD_TRIES):
-        place = rng.randrange(len(problem.givens))
+        place = rng.choice(problem.drawn_givens)
         digits = str(problem.givens[place])
         at = rng.randrange(len(digits))
         choices = LOOK_ALIKES[digits[at]] if rng.random() < 0.7 else "0123456789"
@@ -119,9 +158,9 @@ def misread(problem: Problem, rng: Random) -> Problem | None:
             continue
         givens = (*problem.givens[:place], read, *problem.givens[place + 1 :])
         try:
-            wrong = _solved(problem.family, problem.level, givens, problem.unknown)
+            reasoning, answer = _ALL[problem.family].solve(givens, problem.unknown)
         except ValueError:  # no such figure
             continue
-        if wrong.answer != problem.answer:
-            return wrong
+        if answer != problem.answer:
+            return replace(problem, givens=givens, answer=answer, reasoning=reasoning)
     return None

@@ -15,7 +15,7 @@ from typing import Literal
 from PIL import Image
 
 from envs.errors import UserError, did_you_mean
-from envs.geo3k.problem import FAMILIES, LEVELS, Problem, draw_problem, lay_out, make_problem
+from envs.geo3k.problem import LEVELS, STYLES, Box, Problem, Style, draw_with_boxes, make_problem
 from envs.types import MadeSamples, Sample
 
 Split = Literal["demonstrations", "train", "validation", "heldout"]
@@ -44,7 +44,8 @@ class ProceduralGeo3k(MadeSamples):
         source[0].label, source[0].metadata["key"]       # "40", "triangle_angles/50-90/x"
         problem, image = source.item(0)                  # the same problem with its reasoning, 160x128 RGB
 
-    Raises UserError for an unknown split, family or level, or a negative size.
+    A style has families of its own: `plain` those that the bundled model learnt, `textbook` and `small_print` the
+    theorems of docs/diagrams.md. Raises UserError for an unknown split, style, family or level, or a negative size.
     """
 
     def __init__(
@@ -54,29 +55,38 @@ class ProceduralGeo3k(MadeSamples):
         seed: int = 0,
         families: Sequence[str] | None = None,
         levels: Sequence[int] = LEVELS,
+        style: Style = "plain",
     ) -> None:
         if split not in SPLITS:
             raise UserError("split", "must be a known split", split, did_you_mean(split, SPLITS))
+        if style not in STYLES:
+            raise UserError("style", "must be a known style", style, did_you_mean(style, STYLES))
+        known = STYLES[style]
         super().__init__(size)
-        if unknown := [name for name in families or () if name not in FAMILIES]:
-            raise UserError("families", "must be known families", unknown[0], did_you_mean(unknown[0], FAMILIES))
+        if unknown := [name for name in families or () if name not in known]:
+            rule = "must be known families" if style == "plain" else f"must be known families of style {style}"
+            raise UserError("families", rule, unknown[0], did_you_mean(unknown[0], known))
         if wrong := [level for level in levels if level not in LEVELS]:
             raise UserError("levels", "must be among 1, 2, 3", wrong[0], "give some of 1, 2, 3")
         if not levels or (families is not None and not families):
             raise UserError("families and levels", "must not be empty", [], "leave them out for all")
         self.split: Split = split
         self.seed = seed
-        self.families = tuple(families or FAMILIES)
+        self.families = tuple(families or known)
         self.levels = tuple(levels)
+        self.style: Style = style
 
     def item(self, index: int) -> tuple[Problem, Image.Image]:
         """Return the problem and its picture at an index in -size to size - 1."""
-        problem, rng = self._sample(index)
-        return problem, draw_problem(problem, rng)
+        return self.drawn(index)[:2]
 
-    def label_boxes(self, index: int) -> list[tuple[int, int, int, int]]:
-        """Return the edges of every label in the picture at an index: left, top, right and bottom, in pixels."""
-        return lay_out(*self._sample(index)).label_boxes
+    def drawn(self, index: int) -> tuple[Problem, Image.Image, list[Box]]:
+        """Return the problem at an index, its picture, and the edges of every label in it.
+
+        A box is left, top, right and bottom in pixels.
+        """
+        problem, rng = self._sample(index)
+        return problem, *draw_with_boxes(problem, rng, self.style)
 
     def problem(self, index: int) -> Problem:
         """Return the problem at an index without drawing it."""

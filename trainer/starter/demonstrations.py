@@ -17,6 +17,7 @@ import random
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from envs.config.settings import Section
 from envs.env import Env, EnvArgs
 from envs.errors import UserError
 from envs.geo3k.env import SYSTEM_PROMPT, build_env
-from envs.geo3k.problem import FAMILIES, Problem
+from envs.geo3k.problem import STYLES, Problem
 from envs.geo3k.procedural import ProceduralGeo3k, Split
 from envs.geo3k.zoom import SYSTEM_PROMPT as ZOOM_SYSTEM_PROMPT
 from envs.geo3k.zoom import Geo3kZoomEnv
@@ -70,7 +71,7 @@ GEOMETRY_ENGLISH = (
 LESSON_ENGLISH = (
     "Read the numbers. Read the figure.",
     "Step by step. Look again: 47, 65. Compute again. Another way.",
-    *(name.replace("_", " ") for name in FAMILIES),
+    *(name.replace("_", " ") for families in STYLES.values() for name in families),
 )
 
 
@@ -183,31 +184,38 @@ class Demonstrator:
         self.renderer = Renderer(tokenizer, GridStore())
         self._seed, self._mixture = seed, mixture or Mixture()
         self._player = Player(self.renderer)
+        self._drawn = lru_cache(maxsize=1)(self.problems.drawn)  # lessons that share a picture come one after another
 
     def __len__(self) -> int:
         return len(self.problems)
 
     def __getitem__(self, index: int) -> Demonstration:
-        return _demonstration(self._play(index), "problem")
+        return self.variant(index, index)
+
+    def variant(self, index: int, habits: int) -> Demonstration:
+        """Return a demonstration on the problem at an index; `habits` is the seed of what it shows of it."""
+        return _demonstration(self._play(index, habits), "problem")
+
+    def drawn(self, index: int) -> tuple[Problem, Image.Image]:
+        """Return the problem at an index and its picture, which is kept for the next lesson."""
+        return self._drawn(index)[:2]
 
     def after(self, index: int, wrong: Sequence[Attempt]) -> Demonstration:
         """Return a demonstration that goes on after wrong attempts at the problem at an index."""
-        problem, image = self.problems.item(index)
+        problem, image = self.drawn(index)
         plan = Plan.after(wrong, problem, self._mixture, random.Random(f"after/{self._seed}/{index}/{len(wrong)}"))
         return _demonstration(self._player.play(plan, problem, image), "attempt")
 
     def zoom(self, index: int, is_blind: bool) -> Demonstration:
         """Return a demonstration of `geo3k_zoom`: it looks at all labels enlarged, or answers at once."""
-        problem, image = self.problems.item(index)
-        windows = [] if is_blind else zoom_windows(self.problems.label_boxes(index), *image.size)
-        trajectory = self._player.zoom(problem, image, windows)
-        images, givens = pixels(trajectory.images), tuple(map(str, problem.givens))
-        about = "zoom", problem.family, problem.level, givens
+        problem, image, boxes = self._drawn(index)
+        trajectory = self._player.zoom(problem, image, [] if is_blind else zoom_windows(boxes, *image.size))
+        images, about = pixels(trajectory.images), ("zoom", problem.family, problem.level, drawn_numbers(problem))
         return Demonstration(trajectory.ids_T, trajectory.mask_T.copy(), images, *about)
 
     def row(self, index: int) -> dict[str, Any]:
         """Return the same demonstration as a row of a data set: messages, the picture as a data URI, and the tools."""
-        played = self._play(index)
+        played = self._play(index, index)
         turns = iter(played.turns)
         messages = [
             next(turns).message if message["role"] == "assistant" else _without_pictures(message)
@@ -219,9 +227,9 @@ class Demonstrator:
         row: dict[str, Any] = {"id": played.trajectory.sample_id, "messages": messages, "images": [picture]}
         return row | ({"tools": list(played.tools)} if played.tools else {})
 
-    def _play(self, index: int) -> _Played:
-        problem, image = self.problems.item(index)
-        plan = Plan.draw(problem, self._mixture, random.Random(f"demonstration/{self._seed}/{index}"))
+    def _play(self, index: int, habits: int) -> _Played:
+        problem, image = self.drawn(index)
+        plan = Plan.draw(problem, self._mixture, random.Random(f"demonstration/{self._seed}/{habits}"))
         return self._player.play(plan, problem, image)
 
 
@@ -231,8 +239,13 @@ def _demonstration(played: _Played, kind: str) -> Demonstration:
     for turn, planned in zip(trajectory.turns, played.turns, strict=True):
         if not planned.is_taught:
             mask_T[turn.start : turn.end] = False
-    images, givens = pixels(trajectory.images), tuple(map(str, problem.givens))
-    return Demonstration(trajectory.ids_T, mask_T, images, kind, problem.family, problem.level, givens)
+    about = kind, problem.family, problem.level, drawn_numbers(problem)
+    return Demonstration(trajectory.ids_T, mask_T, pixels(trajectory.images), *about)
+
+
+def drawn_numbers(problem: Problem) -> tuple[str, ...]:
+    """Return the numbers that the picture of a problem shows and its solution needs."""
+    return tuple(str(problem.givens[place]) for place in problem.drawn_givens)
 
 
 def pixels(images: Sequence[ProcessedImage]) -> tuple[NDArray[np.uint8], ...]:
@@ -257,10 +270,10 @@ def demonstration_sample(problem: Problem, image: Image.Image, system_prompt: st
 
 def corpus(size: int, seed: int) -> list[str]:
     """Return the texts to train the tokenizer on: those of demonstrations, and realistic geometry problems."""
-    problems = ProceduralGeo3k("demonstrations", size, seed)
+    sources = [ProceduralGeo3k("demonstrations", size, seed, style=style) for style in ("plain", "textbook")]
     texts: list[str] = [*(GEOMETRY_ENGLISH + LESSON_ENGLISH) * (size // 20)]
     for index in range(size):
-        problem = problems.problem(index)
+        problem = sources[index % len(sources)].problem(index)
         texts += [problem.question, f"{problem.reasoning} {tool_call(problem.answer)}", f"\\boxed{{{problem.answer}}}"]
         sample = demonstration_sample(problem, Image.new("RGB", (1, 1)))
         env = build_env(sample, EnvArgs(MAX_TURNS))

@@ -16,7 +16,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from envs.geo3k.problem import Problem
 from envs.geo3k.procedural import Split
-from trainer.starter.demonstrations import Demonstration, Demonstrator, pixels
+from trainer.starter.demonstrations import Demonstration, Demonstrator, drawn_numbers, pixels
 from trainer.starter.plans import Attempt
 from trainer.starter.recipes import Numbers, Stage
 
@@ -53,6 +53,7 @@ class Lessons:
         self.stage, self.attempts = stage, attempts
         size, mixture = stage.num_lessons, stage.mixture
         self.demonstrator = Demonstrator(tokenizer, size, seed, mixture, stage.problems, split)
+        self._textbook = Demonstrator(tokenizer, size, seed, mixture, stage.textbook, split)
         self._zoomer = Demonstrator(tokenizer, size, seed, mixture, stage.zoom_problems, split)
         self._seed = f"lesson/{seed}/{split}"
 
@@ -66,16 +67,18 @@ class Lessons:
             texts, image = draw_numbers(stage.numbers, rng)
             givens = tuple(text for text in texts if text.isdigit())
             return self._reading(READ_NUMBERS, " ".join(texts), image, "numbers", "", 0, givens)
+        shared, is_textbook = index // stage.lessons_per_drawing, rng.random() < stage.textbook_frac
+        demonstrator, place = (self._textbook, shared) if is_textbook else (self.demonstrator, index)
         if kind < stage.numbers_frac + stage.figures_frac:
-            problem, image = self.demonstrator.problems.item(index)
-            about = problem.family, problem.level, tuple(map(str, problem.givens))
+            problem, image = demonstrator.drawn(place)
+            about = problem.family, problem.level, drawn_numbers(problem)
             return self._reading(READ_FIGURE, describe(problem), image, "figure", *about)
         if kind < stage.numbers_frac + stage.figures_frac + stage.zoom_frac:
-            return self._zoomer.zoom(index, is_blind=rng.random() < stage.blind_frac)
+            return self._zoomer.zoom(shared, is_blind=rng.random() < stage.blind_frac)
         if self.attempts and kind > 1 - stage.attempts_frac:
             own = self.attempts[rng.randrange(len(self.attempts))]
             return self.demonstrator.after(own.index, own.wrong)
-        return self.demonstrator[index]
+        return demonstrator.variant(place, index)
 
     def _reading(self, request: str, text: str, image: Image.Image, *about: Any) -> Demonstration:
         """Return a lesson that answers a request about a picture; `about` is what it shows."""
@@ -89,11 +92,11 @@ class Lessons:
 
 
 def describe(problem: Problem) -> str:
-    """Return what there is to read in a figure: its numbers from left to right, its family and its unknown.
+    """Return what there is to read in a figure: its numbers in the order of the solution, its family and its unknown.
 
     Example: "47 65 triangle angles x".
     """
-    return " ".join([*map(str, problem.givens), *problem.family.split("_"), problem.unknown])
+    return " ".join([*drawn_numbers(problem), *problem.family.split("_"), problem.unknown])
 
 
 def draw_numbers(numbers: Numbers, rng: Random) -> tuple[list[str], Image.Image]:

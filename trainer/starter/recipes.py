@@ -34,6 +34,9 @@ class Stage:
     `blind_frac` of these; `attempts_frac` go on after a wrong attempt of the policy itself, which plays `num_attempts`
     problems at the beginning of each of `rounds`. The others are demonstrations of `mixture`.
 
+    Figures and demonstrations are of `textbook` in a share `textbook_frac`, else of `problems`. Textbook and zoom
+    pictures take long to draw, so each serves `lessons_per_drawing` neighbouring lessons.
+
     The rate warms up over `warmup_steps` and falls by half a cosine to `final_lr` of itself. The stage ends early once
     the policy reads `until` of the held-out pictures exactly (`trainer.starter.progress`).
     """
@@ -47,8 +50,11 @@ class Stage:
     numbers: Numbers = field(default_factory=Numbers)
     numbers_frac: float = 0.0
     figures_frac: float = 0.0
+    textbook: Mapping[str, Any] = field(default_factory=lambda: {"style": "textbook"})
+    textbook_frac: float = 0.0
+    lessons_per_drawing: int = 4
     zoom_frac: float = 0.0
-    zoom_problems: Mapping[str, Any] = field(default_factory=dict)
+    zoom_problems: Mapping[str, Any] = field(default_factory=lambda: {"style": "small_print"})
     blind_frac: float = 0.3
     attempts_frac: float = 0.0
     num_attempts: int = 0
@@ -119,32 +125,34 @@ RECIPES = {
             Stage(800, 384, 1e-3, 20, REASONED, FEW, LABELS, 0.3, 0.7, final_lr=1.0, until=0.9),
             Stage(800, 384, 1e-3, 20, REASONED, FEW, LABELS, 0.1, 0.3, final_lr=1.0, until=0.95),
             Stage(2_000, 384, 1e-3, 20, REASONED, {"levels": (1, 2)}, LABELS, 0.1, 0.3, final_lr=1.0, until=0.95),
-            Stage(8_000, 384, 1e-3, 20, REASONED, figures_frac=0.15, zoom_frac=0.1),
+            Stage(6_000, 384, 1e-3, 20, REASONED, figures_frac=0.15, textbook_frac=0.35, zoom_frac=0.06),
             # After a wrong attempt of its own: another reading, another sum. Few steps a round, so that attempts are
             # those of today's policy, and each is shown about ten times.
             Stage(
-                1_800,
+                1_200,
                 384,
                 3e-4,
                 50,
                 replace(REASONED, checks=0.7),
-                zoom_frac=0.1,
+                textbook_frac=0.25,
+                zoom_frac=0.06,
                 attempts_frac=0.3,
                 num_attempts=8_192,
-                rounds=6,
+                rounds=4,
             ),
             # Habits of every kind, for reinforcement learning to choose from.
             Stage(
-                1_200,
+                800,
                 384,
                 2e-4,
                 50,
                 MIXED,
-                zoom_frac=0.15,
+                textbook_frac=0.25,
+                zoom_frac=0.1,
                 blind_frac=0.6,
                 attempts_frac=0.25,
                 num_attempts=8_192,
-                rounds=4,
+                rounds=2,
             ),
         ),
         num_probes=768,

@@ -157,8 +157,7 @@ def test_about_one_key_in_ten_is_held_out_and_one_in_ten_is_for_training() -> No
 def test_label_boxes_are_where_the_picture_has_its_labels() -> None:
     source = ProceduralGeo3k("train", 40, seed=3)
     for index in range(40):
-        problem, image = source.item(index)
-        boxes = source.label_boxes(index)
+        problem, image, boxes = source.drawn(index)
         assert len(boxes) > len(problem.givens) - 1, problem.key
         for left, top, right, bottom in boxes:
             assert 0 <= left < right <= image.width and 0 <= top < bottom <= image.height

@@ -192,11 +192,12 @@ def test_zooms_show_every_label_that_half_a_picture_can_show() -> None:
     assert zoom_windows([(0, 0, 120, 12)], 160, 128) == []  # wider than half a picture
 
 
-def test_a_zoom_demonstration_shows_each_window_then_solves_and_teaches_both(tokenizer: Any) -> None:
-    demonstrator = Demonstrator(tokenizer, 12, seed=6)
+@pytest.mark.parametrize("style", ["plain", "small_print"])
+def test_a_zoom_demonstration_shows_each_window_then_solves_and_teaches_both(style: str, tokenizer: Any) -> None:
+    demonstrator = Demonstrator(tokenizer, 12, seed=6, problems={"style": style})
     for index in range(12):
-        problem, image = demonstrator.problems.item(index)
-        windows = zoom_windows(demonstrator.problems.label_boxes(index), *image.size)
+        problem, image, boxes = demonstrator.problems.drawn(index)
+        windows = zoom_windows(boxes, *image.size)
         lesson = demonstrator.zoom(index, is_blind=False)
         calls = "".join(f"{zoom_call(*window)}<|im_end|>" for window in windows)
         answer = f"{problem.reasoning} \\boxed{{{problem.answer}}}<|im_end|>"

@@ -1,0 +1,1 @@
+"""Problems drawn as in a textbook: true to scale, with letters, marks, expressions and numbers nobody needs."""

@@ -1,0 +1,253 @@
+"""Theorems about areas, perimeters and coordinates; figures put together from rectangles and triangles."""
+
+from __future__ import annotations
+
+import math
+from random import Random
+
+from envs.geo3k.families.arithmetic import divide, multiply
+from envs.geo3k.families.family import Givens, require
+from envs.geo3k.textbook.figure import Figure, Label, Part, length, polar
+from envs.geo3k.textbook.theorem import Theorem
+
+LENGTHS = {1: (2, 12), 2: (4, 20), 3: (5, 45)}
+
+
+def two_lengths(rng: Random, level: int) -> tuple[int, int]:
+    """Return two lengths of a level whose ratio is at most 3."""
+    low, high = LENGTHS[level]
+    first = rng.randint(low, high)
+    return first, rng.randint(max(low, -(-first // 3)), min(high, 3 * first))
+
+
+class _Area(Theorem):
+    takes_algebra = False
+
+    def canonical(self, givens: Givens, unknown: str) -> Givens:
+        return givens
+
+
+class AreaOfTriangle(_Area):
+    """Base and altitude of a triangle are given; the altitude lies inside, or outside the base."""
+
+    name = "area_of_triangle"
+
+    def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
+        base, high = two_lengths(rng, level)
+        return (base + (base * high % 2 if level < 3 else 0), high), rng.choice(("inside", "outside"))
+
+    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+        steps, product = multiply(*givens)
+        step, answer = divide(product, 2)
+        return f"{' '.join(steps)} {step}", answer
+
+    def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
+        base, high = givens
+        at = base * rng.uniform(0.3, 0.6) if unknown == "inside" else -base * rng.uniform(0.25, 0.45)
+        figure = Figure({"A": 0j, "B": complex(base), "C": complex(at, high), "D": complex(at)}, upright=True)
+        figure.spans += ["AB"] if unknown == "inside" else []
+        figure.polygon("ABC")
+        figure.dashes.append("CD")
+        figure.right_angles.append("CDB")
+        if unknown == "outside":
+            figure.dashes.append("DA")
+        figure.give(length("AB"), givens, 0)
+        figure.give(length("CD"), givens, 1)
+        figure.ask(Part("area", "ABC"))
+        return figure
+
+
+class AreaOfParallelogram(_Area):
+    """Base and height of a parallelogram are given for its `area`, two sides for its `perimeter`."""
+
+    name = "area_of_parallelogram"
+
+    def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
+        return two_lengths(rng, level), rng.choice(("area", "perimeter"))
+
+    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+        if unknown == "perimeter":
+            half = sum(givens)
+            return f"{givens[0]} + {givens[1]} = {half}. 2 * {half} = {2 * half}.", str(2 * half)
+        steps, area = multiply(*givens)
+        return " ".join(steps), str(area)
+
+    def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
+        base, second = givens
+        if unknown == "perimeter":
+            up = polar(rng.uniform(55, 75), second)
+        else:
+            slant = second + rng.randint(1, max(1, second // 4))
+            up = complex(math.sqrt(slant**2 - second**2), second)
+        points = {"A": 0j, "B": complex(base), "C": base + up, "D": up}
+        figure = Figure(points, upright=True)
+        figure.polygon("ABCD")
+        figure.give(length("AB"), givens, 0)
+        if unknown == "perimeter":
+            figure.equal("AB", "DC")
+            figure.equal("AD", "BC", count=2)
+            figure.give(length("BC"), givens, 1)
+        else:
+            figure.points["e"] = complex(up.real)
+            figure.dashes.append("De")
+            figure.right_angles.append("DeB")
+            figure.parallel("AB", "DC")
+            figure.parallel("AD", "BC", count=2)
+            figure.spans.append("AB")
+            figure.give(length("De"), givens, 1)
+            figure.spare = Label(length("AD"), str(slant))
+        figure.ask(Part("perimeter" if unknown == "perimeter" else "area", "ABCD"))
+        return figure
+
+
+class AreaOfTrapezoid(_Area):
+    """Both parallel sides and the height of a trapezoid are given."""
+
+    name = "area_of_trapezoid"
+
+    def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
+        long, high = two_lengths(rng, level)
+        short = rng.randint(max(2, long // 3), max(2, long - 1))
+        if level < 3 and (short + long) * high % 2:
+            high += 1
+        return (short, long, high), "area"
+
+    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+        short, long, high = givens
+        require(short < long, "the second parallel side is the longer one")
+        steps, product = multiply(short + long, high)
+        step, answer = divide(product, 2)
+        return f"{short} + {long} = {short + long}. {' '.join(steps)} {step}", answer
+
+    def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
+        short, long, high = givens
+        lean = (long - short) * rng.choice((0.0, rng.uniform(0.3, 0.7)))
+        points = {"A": 0j, "B": complex(long), "C": complex(lean + short, high), "D": complex(lean, high)}
+        figure = Figure(points, upright=True)
+        figure.polygon("ABCD")
+        figure.parallel("AB", "DC")
+        if lean:
+            figure.spans.append("AB")
+            figure.points["e"] = complex(lean)
+            figure.dashes.append("De")
+            figure.right_angles.append("DeB")
+        else:
+            figure.right_angles += ["DAB", "CDA"]
+        figure.give(length("DC"), givens, 0)
+        figure.give(length("AB"), givens, 1)
+        figure.give(length("De" if lean else "AD"), givens, 2)
+        figure.ask(Part("area", "ABCD"))
+        return figure
+
+
+class AreaOfRhombus(_Area):
+    """The area of a rhombus is half the product of its diagonals; their halves are given."""
+
+    name = "area_of_rhombus"
+
+    def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
+        return two_lengths(rng, level), "area"
+
+    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+        steps, product = multiply(*givens)
+        return f"{' '.join(steps)} 2 * {product} = {2 * product}.", str(2 * product)
+
+    def canonical(self, givens: Givens, unknown: str) -> Givens:
+        return tuple(sorted(givens))
+
+    def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
+        wide, high = givens
+        figure = Figure(
+            {"A": complex(-wide), "B": complex(0, -high), "C": complex(wide), "D": complex(0, high), "E": 0j}
+        )
+        figure.polygon("ABCD")
+        figure.line("AC", "BD")
+        figure.equal("AB", "BC", "CD", "DA")
+        figure.give(length("EC"), givens, 0)
+        figure.give(length("ED"), givens, 1)
+        figure.ask(Part("area", "ABCD"))
+        return figure
+
+
+class CompositeArea(_Area):
+    """Rectangles put together with a triangle (`roof`) or without a part (`corner`, `frame`, `perimeter`).
+
+    `perimeter` is that of a rectangle without a corner, the others are areas; `frame` is shaded.
+    """
+
+    name = "composite_figure"
+    note = "Angles that look right are right."
+
+    def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
+        low, high = {1: (5, 12), 2: (6, 18), 3: (8, 30)}[level]
+        wide, tall = rng.randint(low, high), rng.randint(low, high)
+        small = (rng.randint(2, max(2, wide * 6 // 10)), rng.randint(2, max(2, tall * 6 // 10)))
+        unknown = rng.choice(("corner", "roof", "frame", "perimeter"))
+        if unknown == "roof":
+            return (wide, tall, rng.randint(2, max(2, wide // 2)) * 2), unknown
+        if unknown == "perimeter":
+            return (wide, tall, *small), unknown
+        return (wide, tall, *small), unknown
+
+    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+        wide, tall = givens[:2]
+        if unknown == "perimeter":
+            require(givens[2] < wide and givens[3] < tall, "the corner is smaller than the rectangle")
+            half = wide + tall
+            return f"{wide} + {tall} = {half}. 2 * {half} = {2 * half}.", str(2 * half)
+        steps, area = multiply(wide, tall)
+        if unknown == "roof":
+            more, product = multiply(wide, givens[2])
+            step, half = divide(product, 2)
+            require(product % 2 == 0, "the area is whole")
+            return f"{' '.join([*steps, *more])} {step} {area} + {half} = {area + product // 2}.", str(
+                area + product // 2
+            )
+        require(givens[2] < wide and givens[3] < tall, "the part is smaller than the rectangle")
+        more, part = multiply(givens[2], givens[3])
+        return f"{' '.join([*steps, *more])} {area} - {part} = {area - part}.", str(area - part)
+
+    def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
+        wide, tall = givens[:2]
+        if unknown == "roof":
+            top = complex(wide / 2, tall + givens[2])
+            points = {"A": 0j, "B": complex(wide), "C": complex(wide, tall), "D": top, "E": complex(0, tall)}
+            figure = Figure(points | {"f": complex(wide / 2, tall)}, upright=True)
+            figure.polygon("ABCDE")
+            figure.dashes += ["EC", "Df"]
+            figure.right_angles += ["EAB", "ABC", "DfC"]
+            parts = ("AB", "BC", "Df")
+            figure.ask(Part("area", "ABCDE"))
+        elif unknown == "frame":
+            left, low = (wide - givens[2]) * rng.uniform(0.4, 0.6), (tall - givens[3]) * rng.uniform(0.4, 0.6)
+            inner = complex(left, low)
+            points = {"A": 0j, "B": complex(wide), "C": complex(wide, tall), "D": complex(0, tall)}
+            points |= {
+                "p": inner,
+                "q": inner + givens[2],
+                "r": inner + complex(*givens[2:]),
+                "s": inner + 1j * givens[3],
+            }
+            figure = Figure(points, upright=True)
+            figure.polygon("ABCD")
+            figure.polygon("pqrs")
+            figure.shaded.append("ABCD-pqrs")
+            figure.right_angles += ["DAB", "spq"]
+            parts = ("AB", "BC", "pq", "qr")
+            figure.ask(Part("area", "ABCD-pqrs"))
+        else:
+            cut_wide, cut_tall = givens[2:]
+            points = {"A": 0j, "B": complex(wide), "C": complex(wide, tall - cut_tall)}
+            points |= {
+                "D": complex(wide - cut_wide, tall - cut_tall),
+                "E": complex(wide - cut_wide, tall),
+                "F": complex(0, tall),
+            }
+            figure = Figure(points, upright=True)
+            figure.polygon("ABCDEF")
+            figure.right_angles += ["FAB", "ABC", "BCD", "DEF", "EFA"]
+            parts = ("AB", "FA", "CD", "DE")
+            figure.ask(Part("perimeter" if unknown == "perimeter" else "area", "ABCDEF"))
+        for place, part in enumerate(parts):
+            figure.give(length(part), givens, place)
+        return figure
