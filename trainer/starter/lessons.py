@@ -61,20 +61,24 @@ class Lessons:
         return len(self.demonstrator)
 
     def __getitem__(self, index: int) -> Demonstration:
-        rng, stage = Random(f"{self._seed}/{index}"), self.stage
-        kind = rng.random()
+        stage, shared = self.stage, index // self.stage.lessons_per_drawing
+        rng, group = Random(f"{self._seed}/{index}"), Random(f"{self._seed}/drawing/{shared}")
+        kind, is_zoom, is_textbook = (
+            rng.random(),
+            group.random() < stage.zoom_frac,
+            group.random() < stage.textbook_frac,
+        )
+        if is_zoom:
+            return self._zoomer.zoom(shared, is_blind=rng.random() < stage.blind_frac)
         if kind < stage.numbers_frac:
             texts, image = draw_numbers(stage.numbers, rng)
             givens = tuple(text for text in texts if text.isdigit())
             return self._reading(READ_NUMBERS, " ".join(texts), image, "numbers", "", 0, givens)
-        shared, is_textbook = index // stage.lessons_per_drawing, rng.random() < stage.textbook_frac
         demonstrator, place = (self._textbook, shared) if is_textbook else (self.demonstrator, index)
         if kind < stage.numbers_frac + stage.figures_frac:
             problem, image = demonstrator.drawn(place)
             about = problem.family, problem.level, drawn_numbers(problem)
             return self._reading(READ_FIGURE, describe(problem), image, "figure", *about)
-        if kind < stage.numbers_frac + stage.figures_frac + stage.zoom_frac:
-            return self._zoomer.zoom(shared, is_blind=rng.random() < stage.blind_frac)
         if self.attempts and kind > 1 - stage.attempts_frac:
             own = self.attempts[rng.randrange(len(self.attempts))]
             return self.demonstrator.after(own.index, own.wrong)

