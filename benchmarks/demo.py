@@ -5,7 +5,8 @@ tools and without. Prints tables of accuracy, of first and second attempts and o
 `benchmarks/results/demo.json` after each seed.
 
 Choose settings with `--split validation`, and look at `heldout`, the default, once: `--model` and every other flag of
-`trainer.run` go to the runs. `--env geo3k_zoom --max-turns 4` measures what zooming is worth.
+`trainer.run` go to the runs. What zooming is worth: `--env geo3k_small_print --registry benchmarks/small_print.yaml
+--max-turns 4 --max-new-tokens 1024`.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ def evaluate(args: argparse.Namespace, model: str, folder: Path) -> dict[str, An
 
 
 def _flags(args: argparse.Namespace) -> list[str]:
-    return ["--env", args.env, "--max-turns", str(args.max_turns)]
+    registry = ["--registry", str(args.registry)] if args.registry else []
+    limits = ["--max-turns", str(args.max_turns), "--max-new-tokens", str(args.max_new_tokens)]
+    return ["--env", args.env, *registry, *limits]
 
 
 def _python(module: str, *argv: str, jobs: int) -> None:
@@ -167,6 +170,8 @@ def main() -> None:
     parser.add_argument("--split", choices=("heldout", "validation"), default="heldout", help="problems to measure on")
     parser.add_argument("--env", default="geo3k")
     parser.add_argument("--max-turns", type=int, default=3)
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--registry", type=Path, help="a registry file with the environment")
     parser.add_argument("--keep", type=Path, help="folder for the runs; without it, they are deleted")
     parser.add_argument("--out", type=Path, default=RESULTS / "demo.json")
     args, extra = parser.parse_known_args()

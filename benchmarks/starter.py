@@ -1,9 +1,9 @@
 """Makes a starter and measures it, in one go: `python -m benchmarks.starter --out runs/new-starter`.
 
 The parts run one after the other, each in a process of its own with its share of the time: training, held-out problems,
-the demonstration over three seeds with and without its tool, the same for zooming, and the real test set. Each leaves
-its results and a log in `--out`. After `--minutes` the command prints what there is; called again, it goes on with the
-parts that are not done, and with the training where it stands. Exit code 0: everything is done.
+the demonstration over three seeds with and without its tool, zooming into small print, and the real test set. Each
+leaves its results and a log in `--out`. After `--minutes` the command prints what there is; called again, it goes on
+with the parts that are not done, and with the training where it stands. Exit code 0: everything is done.
 
 Everything at the smallest size, on a CPU: `--recipe smoke --device cpu --quick`.
 """
@@ -30,6 +30,10 @@ from trainer.starter.recipes import RECIPES
 #: Where the 400 real problems may be: they are for measuring only, and not in the repository.
 REAL = ("shared/geo3k/test.jsonl", "../shared/geo3k/test.jsonl")
 DONE, OUTCOMES = "done", "outcomes.json"
+SMALL_PRINT = (
+    *("--env", "geo3k_small_print", "--registry", str(ROOT / "benchmarks" / "small_print.yaml")),
+    *("--max-turns", "4", "--max-new-tokens", "1024"),
+)
 MARGIN_S = 20  # for the training to save its state, of its share
 
 
@@ -87,7 +91,7 @@ def parts(args: argparse.Namespace, real: Path | None) -> list[Part]:
         Part("train", ("trainer.starter", "--out", model, *training), 60 * args.train_minutes),
         evaluation("validation", model, "--split", "validation", *(tiny or ("--size", "2048"))),
         demonstration("demo"),
-        demonstration("zoom", "--env", "geo3k_zoom", "--max-turns", "4"),
+        demonstration("zoom", *SMALL_PRINT, *(("--device", "cuda", "--engine", "hf") if is_gpu else ())),
     ]
     if real:
         rows = ("--data", str(real), "--max-prompt-tokens", "2048", "--max-new-tokens", "512", *tiny)
