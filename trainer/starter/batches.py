@@ -92,8 +92,8 @@ class Collator:
                 mask_BT[row, start:end] = d.loss_mask_T
                 positions_3BT[:, row, start:end] = mrope_positions(d.ids_T, grids, self.image_token_id, self.merge_size)
         patches_P, grids = self._patches([image for packed in rows for d in packed for image in d.images])
-        arrays = (ids_BT, document_BT, mask_BT, positions_3BT, patches_P)
-        return SftBatch(*map(torch.from_numpy, arrays), grids)
+        tensors = [torch.from_numpy(x) for x in (ids_BT, document_BT, mask_BT, positions_3BT, patches_P)]
+        return SftBatch(tensors[0], tensors[1], tensors[2], tensors[3], tensors[4], grids)
 
     def rows(self, lessons: Sequence[Demonstration]) -> list[list[Demonstration]]:
         """Return the lessons of each row, in order."""

@@ -22,7 +22,7 @@ from trainer.starter.plans import Mixture
 from trainer.starter.recipes import Recipe
 
 #: One turn with all steps: what is measured of problems does not depend on a stage's habits.
-STEPS_ONLY = {"tools_offered": 0.0, "reasons": 1.0, "checks": 0.0}
+STEPS_ONLY = Mixture(tools_offered=0.0, reasons=1.0, checks=0.0)
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,9 @@ class Probe:
     """
 
     def __init__(self, tokenizer: Any, recipe: Recipe, number: int, collator: Collator) -> None:
-        mixture = Mixture(**STEPS_ONLY)
-        stage = replace(recipe.stages[number], steps=1, batch_size=recipe.num_probes, mixture=mixture, blind_frac=0.0)
+        stage = replace(
+            recipe.stages[number], steps=1, batch_size=recipe.num_probes, mixture=STEPS_ONLY, blind_frac=0.0
+        )
         lessons = Lessons(tokenizer, stage, recipe.seed, "validation")
         self._tokenizer = tokenizer
         self.lessons = [lessons[index] for index in range(len(lessons))]

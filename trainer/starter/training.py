@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -175,7 +175,7 @@ class StarterRun:
         print(f"stage {number + 1}: played {stage.num_attempts} problems, {len(attempts)} wrong beginnings", flush=True)
         return attempts
 
-    def _batches(self, stage: Stage, number: int) -> Iterator[SftBatch]:
+    def _batches(self, stage: Stage, number: int) -> Generator[SftBatch, None, None]:
         """Yield the batches of the rest of the stage; at the beginning of a round, the policy plays first."""
         position, per_round = self.position, -(-stage.steps // stage.rounds)
         while position.step < stage.steps:
@@ -185,14 +185,14 @@ class StarterRun:
             end = min(stage.steps, (round_number + 1) * per_round)
             yield from self._load(stage, number, position.step, end)
 
-    def _load(self, stage: Stage, number: int, first: int, end: int) -> Iterator[SftBatch]:
+    def _load(self, stage: Stage, number: int, first: int, end: int) -> Generator[SftBatch, None, None]:
         """Yield the batches of steps `first` to `end` - 1, made by `num_workers` processes (0: by this process)."""
         from torch.utils.data import DataLoader
 
         size = stage.batch_size
         loader: DataLoader[Any] = DataLoader(
             self._lessons(stage, number),  # type: ignore[arg-type]
-            batch_sampler=[range(step * size, (step + 1) * size) for step in range(first, end)],
+            batch_sampler=[list(range(step * size, (step + 1) * size)) for step in range(first, end)],
             collate_fn=self._stage_collator(stage),
             num_workers=self.num_workers,
             pin_memory=self.device.type == "cuda",
