@@ -1,6 +1,6 @@
 """Creates one geometry problem, text and diagram, from a family, a level and random numbers.
 
-Levels mean the same in every family:
+Levels mean the same in every plain family; docs/diagrams.md has those of textbook problems:
 
 - 1: friendly numbers. Angles are multiples of 10, lengths are small, answers are integers.
 - 2: harder arithmetic. Angles are multiples of 5, lengths are larger, answers are integers (or whole multiples of a
@@ -109,19 +109,19 @@ def make_problem(family: str, level: int, rng: Random) -> Problem:
 Box = tuple[int, int, int, int]
 
 
-def draw_problem(problem: Problem, rng: Random, style: Style = "plain") -> Image.Image:
-    """Draw the diagram: 160x128 RGB in the plain style, else of a size that fits it.
+def draw_problem(problem: Problem, rng: Random, small_print: bool = False) -> Image.Image:
+    """Draw the diagram: 160x128 RGB for a plain family, of a size that fits it for a theorem, or in small print.
 
     It is the first of a few layouts without conflicts, else the one with the fewest.
     """
-    return draw_with_boxes(problem, rng, style)[0]
+    return draw_with_boxes(problem, rng, small_print)[0]
 
 
-def draw_with_boxes(problem: Problem, rng: Random, style: Style = "plain") -> tuple[Image.Image, list[Box]]:
+def draw_with_boxes(problem: Problem, rng: Random, small_print: bool = False) -> tuple[Image.Image, list[Box]]:
     """Draw the diagram; return it and the left, top, right and bottom edges of every label, in pixels."""
     if problem.wording is not None:
         figure = THEOREMS[problem.family].figure(problem.givens, problem.unknown, problem.wording.shape)
-        drawing = draw(figure, problem.wording, rng, SCALES[style])
+        drawing = draw(figure, problem.wording, rng, SCALES["small_print" if small_print else "textbook"])
         return drawing.image, [box for _, box in drawing.texts]
     canvas = _lay_out(problem, rng)
     return canvas.image(), canvas.label_boxes

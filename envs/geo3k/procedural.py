@@ -87,7 +87,7 @@ class ProceduralGeo3k(MadeSamples):
         A box is left, top, right and bottom in pixels.
         """
         problem, rng = self._sample(index)
-        return problem, *draw_with_boxes(problem, rng, self.style)
+        return problem, *draw_with_boxes(problem, rng, small_print=self.style == "small_print")
 
     def problem(self, index: int) -> Problem:
         """Return the problem at an index without drawing it."""

@@ -135,7 +135,7 @@ class _Layout:
         self._texts: list[tuple[str, Image.Image, Point]] = []
         self.conflicts = 0.0
         named = "".join(pair for pair, _ in figure.strokes)
-        self._corners = {name for name in named if named.count(name) > 1}
+        self._corners = [name for name in figure.points if named.count(name) != 1 and name not in figure.dots]
         labels = list(_visible_labels(figure, wording))
         spanned = [label for label in labels if label.part.points in figure.spans]
         boxes = [self._span(label) for label in spanned]
@@ -280,10 +280,15 @@ class _Layout:
         size = self._look.font_size
         vertex, u, opening = self._rays(points)
         target = vertex + u * cmath.rect(min(2.4, 0.55 / abs(opening) + 0.7) * size, opening / 2)
-        options = list(at_distance(target, [size * k for k in (1.6, 2.1, 2.6, 3.2, 4.0)]))
-        center, conflicts = self._placer.choose_led(options, mask.width / 2, mask.height / 2)
+        half = mask.width / 2, mask.height / 2
+        options = [
+            option
+            for option in at_distance(target, [size * k for k in (1.6, 2.1, 2.6, 3.2, 4.0, 5.0)])
+            if abs(option[0] - target) - _to_edge((option[0] - target) / abs(option[0] - target), *half) > 0.9 * size
+        ]
+        center, conflicts = self._placer.choose_led(options, *half)
         along_it = (target - center) / abs(target - center)
-        start = center + along_it * (_to_edge(along_it, mask.width / 2, mask.height / 2) + 2)
+        start = center + along_it * (_to_edge(along_it, *half) + 2)
         self._thin.append([start, target])
         self._thin_heads.append(_head(target, along_it, 0.4 * size))
         self._placer.draw(start, target)

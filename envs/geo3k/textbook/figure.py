@@ -102,7 +102,7 @@ class Figure:
 
     def line(self, *pairs: str, ends: Ends = "") -> None:
         """Draw straight lines between pairs of points."""
-        self.strokes += [(pair, ends) for pair in pairs]
+        self.strokes.extend((pair, ends) for pair in pairs)
 
     def polygon(self, points: str) -> None:
         """Draw a closed polygon."""

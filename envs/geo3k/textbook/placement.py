@@ -35,7 +35,7 @@ class Placer:
     def __init__(self, strokes: Sequence[tuple[Point, Point]]) -> None:
         ends_S2 = np.array(strokes, dtype=complex).reshape(-1, 2)
         self._middle_S: NDArray[np.complex128] = ends_S2.mean(axis=1)
-        self._half_S: NDArray[np.complex128] = (ends_S2[:, 1] - ends_S2[:, 0]) / 2
+        self._half_S: NDArray[np.complex128] = np.asarray(np.diff(ends_S2)[:, 0] / 2, dtype=np.complex128)
         self.boxes: list[tuple[Point, float, float]] = []  # center, half width, half height
 
     def choose(
@@ -141,7 +141,7 @@ def within(vertex: Point, start: Point, end: Point, half_x: float, half_y: float
         near = min(abs(opening) * share, abs(opening) * (1 - share))
         widest = max(reach(ray * 1j, half_x, half_y) for ray in (u, v)) + GAP + 1.5
         distance = max(widest / math.sin(min(near, math.pi / 2)), least + reach(direction, half_x, half_y))
-        for farther in (0.0, 2.0, 4.0, 7.0, 10.0, 14.0, 19.0, 25.0, 32.0, 40.0):
+        for farther in (0.0, 2.0, 4.0, 7.0, 10.0, 14.0, 19.0, 25.0):
             cost = 40 * abs(share - 0.5) + 1.2 * (distance + farther)
             yield vertex + direction * (distance + farther), cost, vertex
 

@@ -20,12 +20,12 @@ from envs.env import EnvArgs
 from envs.errors import UserError
 from envs.geo3k import sheet
 from envs.geo3k.families import FAMILIES
-from envs.geo3k.problem import LEVELS, STYLES, Problem, make_problem, misread
+from envs.geo3k.problem import LEVELS, STYLES, Problem, draw_problem, make_problem, misread
 from envs.geo3k.procedural import KEY_TRIES, SPLITS, ProceduralGeo3k, split_of
 from envs.geo3k.textbook import drawing
 from envs.geo3k.textbook.drawing import CELL, SCALES, Drawing, draw
 from envs.geo3k.textbook.figure import Figure, Part
-from envs.geo3k.textbook.text import FONTS, text_mask
+from envs.geo3k.textbook.text import FONTS, FontName, text_mask
 from envs.geo3k.textbook.theorem import Wording
 from envs.geo3k.textbook.theorems import THEOREMS
 from envs.geo3k.zoom import Geo3kZoomEnv
@@ -299,11 +299,16 @@ def test_small_print_is_legible_only_when_it_is_enlarged() -> None:
 def digit_height(problem: Problem, picture: Image.Image) -> float:
     """Return the height of the largest digit that the style can draw, in pixels of its picture."""
     assert max(picture.size) >= 400, problem.key
-    return max(text_mask("8", font, SCALES["small_print"].font[1]).height for font in FONTS)
+    return max(ink_height("8", font, SCALES["small_print"].font[1]) for font in FONTS)
+
+
+def ink_height(text: str, font: FontName, size: float) -> float:
+    """Return the height of a text to an eighth of a pixel."""
+    return text_mask(text, font, 8 * size).height / 8
 
 
 def test_textbook_digits_are_legible_as_they_are() -> None:
-    assert min(text_mask("8", font, SCALES["textbook"].font[0] - 1).height for font in FONTS) >= 8
+    assert min(ink_height("8", font, SCALES["textbook"].font[0] - 1) for font in FONTS) >= 8
 
 
 @pytest.mark.parametrize("family", list(THEOREMS))
@@ -349,6 +354,12 @@ def test_the_style_decides_families_and_pictures_and_plain_stays_the_default() -
 
 def draw_again(source: ProceduralGeo3k, index: int) -> Image.Image:
     return next(message_images(source[index].prompt))
+
+
+def test_a_textbook_problem_is_drawn_without_naming_a_style() -> None:
+    problem = make_problem("kite_angles", 1, Random(1))
+    assert draw_problem(problem, Random(2)).width <= 256
+    assert draw_problem(problem, Random(2), small_print=True).size == (640, 512)
 
 
 def test_plain_problems_do_not_change() -> None:

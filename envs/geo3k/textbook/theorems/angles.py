@@ -208,7 +208,7 @@ class Transversal(Theorem):
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         up = polar(givens[0], 1 / math.sin(math.radians(givens[0])))
-        reach, over = rng.uniform(0.9, 1.3), rng.uniform(0.55, 0.75)
+        reach, over = rng.uniform(0.75, 1.1), rng.uniform(0.45, 0.6)
         points = {"P": up / 2, "Q": -up / 2}
         points |= {"a": up / 2 - reach, "b": up / 2 + reach, "c": -up / 2 - reach, "d": -up / 2 + reach}
         figure = Figure(points | {"t": up / 2 + up * over, "s": -up / 2 - up * over})
@@ -381,7 +381,7 @@ class RhombusAngles(Theorem):
         else:
             del figure.points["E"]
             figure.ask(angle("DCB"))
-        figure.spare_length(rng.choice(("AB", "AC")), spare(rng))
+        figure.spare_length("AB", spare(rng))
         return figure
 
 

@@ -95,7 +95,7 @@ class AreaOfParallelogram(_Area):
             figure.parallel("AD", "BC", count=2)
             figure.spans.append("AB")
             figure.give(length("De"), givens, 1)
-            figure.spare = Label(length("AD"), str(slant))
+            figure.spare = Label(length("AD"), str(round(abs(up))))
         figure.ask(Part("perimeter" if unknown == "perimeter" else "area", "ABCD"))
         return figure
 

@@ -248,6 +248,7 @@ class TwoTangents(Theorem):
         figure = Figure({"A": a, "B": b, "C": c, "D": complex(x), "E": b + (c - b) / abs(c - b) * y})
         figure.points |= {"F": c / abs(c) * x, "o": center}
         figure.circles.append("oD")
+        figure.dots += "DEF"
         figure.line("AB", "BC", "CA")
         for place, part in enumerate(("AD", "BE", "CF")):
             figure.give(length(part), givens, place)
