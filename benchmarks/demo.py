@@ -1,68 +1,189 @@
 """The reference run over several seeds: `python -m benchmarks.demo --seeds 0 1 2`.
 
-Runs the default command once per seed, each in a process of its own, prints a table and writes
-`benchmarks/results/demo.json`.
+Runs the default command once per seed, each in a process of its own, and measures the policy before and after, with its
+tools and without. Prints tables of accuracy, of first and second attempts and of families, and writes
+`benchmarks/results/demo.json` after each seed.
+
+Choose settings with `--split validation`, and look at `heldout`, the default, once: `--model` and every other flag of
+`trainer.run` go to the runs. What zooming is worth: `--env geo3k_small_print --registry benchmarks/small_print.yaml
+--max-turns 4 --max-new-tokens 1024`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from benchmarks.report import RESULTS, ROOT, commit, markdown, write_result
 
-COMMAND = ["-m", "trainer.run", "--env", "geo3k", "--max-turns", "3"]
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "pillow")
+WHEN = ("before", "after")
+WAYS = ("with_tool", "without_tool")
 
 
-def run_seed(seed: int, extra: list[str]) -> dict[str, Any]:
-    """Run one seed and return its summary."""
-    with tempfile.TemporaryDirectory() as folder:
-        argv = [sys.executable, *COMMAND, *extra, "--seed", str(seed), "--out", folder, "--name", "run"]
-        subprocess.run(argv, cwd=ROOT, check=True)
-        return json.loads((Path(folder) / "run" / "summary.json").read_text())
+def train(args: argparse.Namespace, extra: Sequence[str], seed: int, folder: Path) -> dict[str, Any]:
+    """Run one seed in a folder and return its summary, with the evaluations of the chosen split."""
+    flags = [*_flags(args), *extra]
+    unmeasured = ["--eval-size", "0"] if args.split != "heldout" else []
+    name = f"seed-{seed}"
+    _python(
+        "trainer.run", *flags, *unmeasured, "--seed", str(seed), "--out", str(folder), "--name", name, jobs=args.jobs
+    )
+    summary = json.loads((folder / name / "summary.json").read_text())
+    if unmeasured:
+        start = extra[extra.index("--model") + 1] if "--model" in extra else "starter"
+        for when, model in zip(WHEN, (start, folder / name), strict=True):
+            summary[f"evaluation_{when}"] = evaluate(args, str(model), folder / f"{name}-{when}")
+    return summary
 
 
-def table(runs: list[dict[str, Any]]) -> str:
-    """Return a Markdown table, one row a seed and their mean."""
+def evaluate(args: argparse.Namespace, model: str, folder: Path) -> dict[str, Any]:
+    """Return the evaluation of each way on the chosen split."""
+    place = ["--out", str(folder.parent), "--name", folder.name, "--record", "0"]
+    _python("trainer.evaluate", *_flags(args), "--model", model, "--split", args.split, *place, jobs=args.jobs)
+    return json.loads((folder / "evaluation.json").read_text())["ways"]
+
+
+def _flags(args: argparse.Namespace) -> list[str]:
+    registry = ["--registry", str(args.registry)] if args.registry else []
+    limits = ["--max-turns", str(args.max_turns), "--max-new-tokens", str(args.max_new_tokens)]
+    return ["--env", args.env, *registry, *limits]
+
+
+def _python(module: str, *argv: str, jobs: int) -> None:
+    """Run a command; several at once share the cores."""
+    threads = max(1, len(os.sched_getaffinity(0)) // jobs)
+    env = {**os.environ, "OMP_NUM_THREADS": str(threads)} if jobs > 1 else None
+    subprocess.run([sys.executable, "-m", module, *argv], cwd=ROOT, env=env, check=True)
+
+
+def accuracy_table(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Return accuracy with its 95 % interval and the mean turns and calls, a row for each seed and their mean."""
     rows = []
+    for run in runs:
+        row = [str(run["seed"])]
+        for way in WAYS:
+            row.append(" -> ".join(_estimate(run[f"evaluation_{when}"][way]["accuracy"]) for when in WHEN))
+        row.append(f"{_gap(run):+.3f}")
+        rows.append([*row, *_behaviour([run])])
+    cells = ["mean"]
+    for way in WAYS:
+        before, after = (mean(run[f"evaluation_{when}"][way]["accuracy"]["value"] for run in runs) for when in WHEN)
+        cells.append(f"{before:.3f} -> {after:.3f} ({after - before:+.3f})")
+    rows.append([*cells, f"{mean(map(_gap, runs)):+.3f}", *_behaviour(runs)])
+    return markdown(
+        (
+            "seed",
+            "with tool",
+            "without tool",
+            "tool's worth, after",
+            "turns",
+            "tool calls",
+            "seconds",
+            "peak GiB",
+            "largest KL",
+        ),
+        rows,
+    )
 
-    def cells(key: str, chosen: list[dict[str, Any]]) -> tuple[float, float]:
-        return mean(r["accuracy_before"][key] for r in chosen), mean(r["accuracy_after"][key] for r in chosen)
 
-    for name, chosen in [*((str(r["seed"]), [r]) for r in runs), ("mean", runs)]:
-        row = [name]
-        for key in ("with_tool", "without_tool"):
-            before, after = cells(key, chosen)
-            row.append(f"{before:.3f} -> {after:.3f} ({after - before:+.3f})")
-        turns = [
-            mean(r[f"evaluation_{when}"]["with_tool"]["mean_turns"] for r in chosen) for when in ("before", "after")
+def _gap(run: Mapping[str, Any]) -> float:
+    with_tool, without = (run["evaluation_after"][way]["accuracy"]["value"] for way in WAYS)
+    return with_tool - without
+
+
+def _estimate(estimate: Mapping[str, Any] | None) -> str:
+    return "-" if estimate is None else f"{estimate['value']:.3f} [{estimate['low']:.3f}, {estimate['high']:.3f}]"
+
+
+def _behaviour(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    cells = []
+    for figure in ("mean_turns", "mean_tool_calls"):
+        values = (mean(run[f"evaluation_{when}"]["with_tool"][figure] for run in runs) for when in WHEN)
+        cells.append(" -> ".join(f"{value:.2f}" for value in values))
+    return [
+        *cells,
+        f"{mean(run['seconds'] for run in runs):.0f}",
+        f"{max(run['peak_memory_gib'] for run in runs):.2f}",
+        f"{max(run['max_rollout_train_kl'] for run in runs):.1e}",
+    ]
+
+
+def attempts_table(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Return what became of second attempts, before and after, a row for each seed and their sum."""
+    rows = []
+    for when in WHEN:
+        found = [run[f"evaluation_{when}"]["with_tool"].get("second_attempts") for run in runs]
+        pairs = [(str(run["seed"]), attempts) for run, attempts in zip(runs, found, strict=True) if attempts]
+        for seed, attempts in pairs:
+            rows.append([when, seed, _estimate(attempts["after_wrong"]), *_confusion([attempts])])
+        if pairs:
+            rows.append([when, "all", _fixed([attempts for _, attempts in pairs]), *_confusion([a for _, a in pairs])])
+    columns = [f"{first}, {second}" for first in ("right", "wrong") for second in ("right", "wrong", "none")]
+    return markdown(("", "seed", "second right after a wrong first", *columns), rows)
+
+
+def _confusion(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    counts = [attempts["confusion"] for attempts in found]
+    return [str(sum(count[a][b] for count in counts)) for a in ("right", "wrong") for b in ("right", "wrong", "none")]
+
+
+def _fixed(found: Sequence[Mapping[str, Any]]) -> str:
+    wrong = [attempts["confusion"]["wrong"] for attempts in found]
+    tried = sum(count["right"] + count["wrong"] for count in wrong)
+    return f"{sum(count['right'] for count in wrong) / tried:.3f}" if tried else "-"
+
+
+def family_table(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Return the mean accuracy of all seeds by family, before and after, in each way."""
+
+    def by_family(when: str, way: str, family: str) -> float:
+        return mean(run[f"evaluation_{when}"][way]["by_tag"]["family"][family]["value"] for run in runs)
+
+    families = runs[0]["evaluation_after"]["with_tool"]["by_tag"].get("family", {})
+    rows = [
+        [
+            family,
+            str(found["num_problems"]),
+            *(" -> ".join(f"{by_family(when, way, family):.2f}" for when in WHEN) for way in WAYS),
         ]
-        row.append(f"{turns[0]:.2f} -> {turns[1]:.2f}")
-        row.append(f"{mean(r['seconds'] for r in chosen):.0f}")
-        row.append(f"{max(r['peak_memory_gib'] for r in chosen):.2f}")
-        row.append(f"{max(r['max_rollout_train_kl'] for r in chosen):.1e}")
-        rows.append(row)
-    return markdown(("seed", "with tool", "without tool", "turns", "seconds", "peak GiB", "largest KL"), rows)
+        for family, found in families.items()
+    ]
+    return markdown(("family", "problems", "with tool", "without tool"), rows)
 
 
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--jobs", type=int, default=1, help="seeds that run at the same time and share the cores")
+    parser.add_argument("--split", choices=("heldout", "validation"), default="heldout", help="problems to measure on")
+    parser.add_argument("--env", default="geo3k")
+    parser.add_argument("--max-turns", type=int, default=3)
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--registry", type=Path, help="a registry file with the environment")
+    parser.add_argument("--keep", type=Path, help="folder for the runs; without it, they are deleted")
     parser.add_argument("--out", type=Path, default=RESULTS / "demo.json")
     args, extra = parser.parse_known_args()
-    at = commit()
-    runs = [run_seed(seed, extra) for seed in args.seeds]
-    command = " ".join(["python", *COMMAND, *extra, "--seed", "SEED"])
-    write_result(args.out, command, {"runs": runs}, at, PACKAGES)
-    print(table(runs))
+    at, runs = commit(), []
+    command = " ".join(["python -m trainer.run", *_flags(args), *extra, "--seed SEED"])
+    place = tempfile.TemporaryDirectory() if args.keep is None else nullcontext(args.keep)
+    with place as folder, ThreadPoolExecutor(args.jobs) as pool:
+        for done in as_completed([pool.submit(train, args, extra, seed, Path(folder)) for seed in args.seeds]):
+            runs = sorted([*runs, done.result()], key=lambda run: run["seed"])
+            figures = {"split": args.split, "at_once": args.jobs, "runs": runs}
+            write_result(args.out, command, figures, at, PACKAGES)
+    print("\n\n".join(table(runs) for table in (accuracy_table, attempts_table, family_table)))
 
 
 if __name__ == "__main__":

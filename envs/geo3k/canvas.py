@@ -214,6 +214,12 @@ class Canvas:
         swapped = sum(later.real - earlier.real < ORDER_GAP for (earlier, _), (later, _) in pairwise(ordered))
         return 3 * touching + swapped
 
+    @property
+    def label_boxes(self) -> list[tuple[int, int, int, int]]:
+        """The left, top, right and bottom edges of every label, in pixels."""
+        corners = [(round(c.real - box.width / 2), round(c.imag - box.height / 2), box) for c, box in self._labels]
+        return [(left, top, left + box.width, top + box.height) for left, top, box in corners]
+
     def image(self) -> Image.Image:
         """Draw everything recorded so far: lines first, then labels over them."""
         image = Image.new("L", (WIDTH, HEIGHT), 255)

@@ -106,18 +106,28 @@ def make_problem(family: str, level: int, rng: Random) -> Problem:
     return Problem(family, level, givens, unknown, question, answer, reasoning, wording)
 
 
+Box = tuple[int, int, int, int]
+
+
 def draw_problem(problem: Problem, rng: Random, small_print: bool = False) -> Image.Image:
     """Draw the diagram: 160x128 RGB for a plain family, of a size that fits it for a theorem, or in small print.
 
     It is the first of a few layouts without conflicts, else the one with the fewest.
     """
+    return draw_with_boxes(problem, rng, small_print)[0]
+
+
+def draw_with_boxes(problem: Problem, rng: Random, small_print: bool = False) -> tuple[Image.Image, list[Box]]:
+    """Draw the diagram; return it and the left, top, right and bottom edges of every label, in pixels."""
     if problem.wording is not None:
         figure = THEOREMS[problem.family].figure(problem.givens, problem.unknown, problem.wording.shape)
-        return draw(figure, problem.wording, rng, SCALES["small_print" if small_print else "textbook"]).image
-    return _draw_plain(problem, rng)
+        drawing = draw(figure, problem.wording, rng, SCALES["small_print" if small_print else "textbook"])
+        return drawing.image, [box for _, box in drawing.texts]
+    canvas = _lay_out(problem, rng)
+    return canvas.image(), canvas.label_boxes
 
 
-def _draw_plain(problem: Problem, rng: Random) -> Image.Image:
+def _lay_out(problem: Problem, rng: Random) -> Canvas:
     line_width, font_size = rng.choice((1, 1, 2)), rng.choice((14, 15, 15, 16))
     best, fewest = None, 0
     for _ in range(LAYOUT_TRIES):
@@ -129,7 +139,7 @@ def _draw_plain(problem: Problem, rng: Random) -> Image.Image:
         if not conflicts:
             break
     assert best is not None, f"{LAYOUT_TRIES} layouts were tried"
-    return best.image()
+    return best
 
 
 def misread(problem: Problem, rng: Random) -> Problem | None:

@@ -2,7 +2,7 @@
 
 The hash of a problem's key (family, numbers, unknown) decides its split, so no two splits share a problem, for any
 seed, size, family and level. Supervised training uses `demonstrations`, reinforcement learning `train`, and neither
-uses `heldout`.
+uses `validation`, on which settings are chosen, or `heldout`, on which results are reported.
 """
 
 from __future__ import annotations
@@ -15,23 +15,25 @@ from typing import Literal
 from PIL import Image
 
 from envs.errors import UserError, did_you_mean
-from envs.geo3k.problem import LEVELS, STYLES, Problem, Style, draw_problem, make_problem
+from envs.geo3k.problem import LEVELS, STYLES, Box, Problem, Style, draw_with_boxes, make_problem
 from envs.types import MadeSamples, Sample
 
-Split = Literal["demonstrations", "train", "heldout"]
-SPLITS = ("demonstrations", "train", "heldout")
+Split = Literal["demonstrations", "train", "validation", "heldout"]
+SPLITS = ("demonstrations", "train", "validation", "heldout")
 KEY_TRIES = 2000  # at least one key in fifty is in a split, so all tries miss with a chance of 3e-18
 
 
 def split_of(key: str) -> Split:
-    """Return the split of a problem's key: one key in ten is `heldout`, one in ten is `train`.
+    """Return the split of a problem's key: one key in ten is `heldout`, one is `train`, one is `validation`.
 
     >>> split_of("triangle_angles/47-65/x")
     'heldout'
     """
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
-    tenth = int.from_bytes(digest, "big") % 10
-    return "heldout" if tenth == 0 else "train" if tenth == 5 else "demonstrations"
+    others, tenth = divmod(int.from_bytes(digest, "big"), 10)
+    if tenth in (0, 5):
+        return "heldout" if tenth == 0 else "train"
+    return "validation" if others % 8 == 0 else "demonstrations"
 
 
 class ProceduralGeo3k(MadeSamples):
@@ -77,8 +79,15 @@ class ProceduralGeo3k(MadeSamples):
 
     def item(self, index: int) -> tuple[Problem, Image.Image]:
         """Return the problem and its picture at an index in -size to size - 1."""
+        return self.drawn(index)[:2]
+
+    def drawn(self, index: int) -> tuple[Problem, Image.Image, list[Box]]:
+        """Return the problem at an index, its picture, and the edges of every label in it.
+
+        A box is left, top, right and bottom in pixels.
+        """
         problem, rng = self._sample(index)
-        return problem, draw_problem(problem, rng, small_print=self.style == "small_print")
+        return problem, *draw_with_boxes(problem, rng, small_print=self.style == "small_print")
 
     def problem(self, index: int) -> Problem:
         """Return the problem at an index without drawing it."""

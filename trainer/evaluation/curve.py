@@ -31,6 +31,8 @@ def evaluation_metrics(ways: Ways) -> dict[str, float]:
         metrics[f"eval/{way}/accuracy_low"] = found.accuracy.low
         metrics[f"eval/{way}/accuracy_high"] = found.accuracy.high
         metrics[f"eval/{way}/turns"] = found.mean_turns
+        if found.second_attempts and found.second_attempts.after_wrong:
+            metrics[f"eval/{way}/second_attempt_right_after_wrong"] = found.second_attempts.after_wrong.value
         if found.mean_reward:
             metrics[f"eval/{way}/reward"] = found.mean_reward.value
     return metrics

@@ -135,10 +135,19 @@ class ProblemPlayer:
             num_tokens=t.num_model_tokens,
             outcomes=tuple(outcome for turn in t.turns for outcome in tool_outcomes(turn)),
             is_first_turn_right=self._first_turn(t) if self.options.grades_first_turn else None,
+            attempts=self._attempts(t),
         )
 
     def _is_right(self, t: Trajectory) -> bool:
         return t.end_reason.is_valid and t.env_reward >= self.options.right_reward
+
+    def _attempts(self, t: Trajectory) -> tuple[bool, ...]:
+        """Return whether each graded answer was right; none of a broken episode."""
+        if not (t.end_reason.is_valid and t.turns):
+            return ()
+        scores = [turn.info.get(TOOL_SCORE) for turn in t.turns]
+        scored = [float(score) >= 1.0 for score in scores if isinstance(score, Real)]
+        return tuple(scored) if isinstance(scores[-1], Real) else (*scored, self._is_right(t))
 
     def _first_turn(self, t: Trajectory) -> bool | None:
         """Return whether the answer after the first turn was right; None if the episode does not show it."""

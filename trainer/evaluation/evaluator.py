@@ -307,6 +307,7 @@ def result_line(way: str, result: ProblemResult) -> dict[str, Any]:
         "rewards": [episode.reward for episode in episodes],
         "right": [episode.is_right for episode in episodes],
         "first_turn_right": [episode.is_first_turn_right for episode in episodes],
+        "attempts": [list(episode.attempts) for episode in episodes],
         "turns": [episode.num_turns for episode in episodes],
         "tokens": [episode.num_tokens for episode in episodes],
         "end_reasons": [episode.end_reason.value for episode in episodes],

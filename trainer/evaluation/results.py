@@ -19,6 +19,8 @@ class EpisodeResult:
 
     `is_right`: it is valid and has the reward of a right answer. `is_first_turn_right`: the answer after its first turn
     was right; None if not graded. `outcomes` lists the outcomes of its tool calls, "none" for a turn without a call.
+    `attempts` says of each graded answer, in order, whether it was right: those that a turn's step scored, then the one
+    at the end.
     """
 
     reward: float
@@ -28,6 +30,12 @@ class EpisodeResult:
     num_tokens: int
     outcomes: tuple[str, ...] = ()
     is_first_turn_right: bool | None = None
+    attempts: tuple[bool, ...] = ()
+
+    @property
+    def num_calls(self) -> int:
+        """How many tool calls it made, broken ones included."""
+        return sum(outcome != "none" for outcome in self.outcomes)
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,20 @@ class EndReasonStats:
 
 
 @dataclass(frozen=True)
+class SecondAttempts:
+    """What became of second attempts, in episodes whose environment scores answers on the way.
+
+    `after_wrong` and `after_right` are the shares of right second attempts after a wrong and after a right first; None
+    if there is none. `confusion["wrong"]["right"]` counts the episodes with a wrong first and a right second attempt,
+    `confusion["wrong"]["none"]` those that end with a wrong first one. Broken episodes are left out.
+    """
+
+    after_wrong: Estimate | None
+    after_right: Estimate | None
+    confusion: Mapping[str, Mapping[str, int]]
+
+
+@dataclass(frozen=True)
 class Evaluation:
     """Statistics of a policy on a set of problems, with `num_samples` episodes of each problem.
 
@@ -69,7 +91,8 @@ class Evaluation:
     - `mean_reward`: over valid episodes; None if all broke.
     - `num_broken`, `num_truncated`: episodes that broke, and episodes that a limit cut off.
     - `first_turn`: the accuracy of the answers after the first turn; None if not graded.
-    - `tool_outcomes`: counts over `num_turns` turns.
+    - `tool_outcomes`: counts over `num_turns` turns; `mean_tool_calls`: calls in an episode.
+    - `second_attempts`: None if no episode has a second graded answer.
     - `by_tag["level"]["3"]`: the accuracy on problems of level 3.
 
     Example: `Evaluation(num_problems=256, num_samples=1, accuracy=Estimate(0.61, 0.55, 0.67, 256, "wilson"), ...)`.
@@ -89,6 +112,8 @@ class Evaluation:
     ends: Mapping[str, EndReasonStats]
     tool_outcomes: Mapping[str, int]
     by_tag: Mapping[str, Mapping[str, Estimate]]
+    mean_tool_calls: float = 0.0
+    second_attempts: SecondAttempts | None = None
 
 
 @dataclass(frozen=True)
@@ -136,6 +161,8 @@ def summarise(
         ends=_ends(episodes),
         tool_outcomes=dict(Counter(outcome for e in episodes for outcome in e.outcomes).most_common()),
         by_tag=_by_tag(results_P, num_samples, how),
+        mean_tool_calls=sum(episode.num_calls for episode in episodes) / len(episodes),
+        second_attempts=_second_attempts(results_P, how),
     )
 
 
@@ -163,6 +190,32 @@ def _mean_reward(results_P: Sequence[ProblemResult], how: Intervals, bounds: tup
     means_P = [sum(valid) / len(valid) if valid else 0.0 for valid in rewards_P]
     reach = min(bounds[0], *rewards), max(bounds[1], *rewards)
     return estimate_mean(means_P, how, reach, weights_P=[len(valid) for valid in rewards_P])
+
+
+def _second_attempts(results_P: Sequence[ProblemResult], how: Intervals) -> SecondAttempts | None:
+    """Return how first and second attempts went together; None if there is no second one."""
+    pairs_P = [[_first_two(e) for e in result.episodes if e.attempts] for result in results_P]
+    counts = Counter(pair for pairs in pairs_P for pair in pairs)
+    if all(second == "none" for _, second in counts):
+        return None
+
+    def share(first: str) -> Estimate | None:
+        right_P = [[second == "right" for f, second in pairs if f == first and second != "none"] for pairs in pairs_P]
+        tried = [right for right in right_P if right]
+        if not tried:
+            return None
+        if all(len(right) == 1 for right in tried):
+            return estimate_share([sum(right) for right in tried], 1, how)
+        return estimate_mean([sum(r) / len(r) for r in tried], how, weights_P=[len(r) for r in tried])
+
+    names = "right", "wrong", "none"
+    confusion = {first: {second: counts[first, second] for second in names} for first in names[:2]}
+    return SecondAttempts(share("wrong"), share("right"), confusion)
+
+
+def _first_two(episode: EpisodeResult) -> tuple[str, str]:
+    first, second = ("right" if right else "wrong" for right in (episode.attempts * 2)[:2])
+    return first, second if len(episode.attempts) > 1 else "none"
 
 
 def _ends(episodes: Sequence[EpisodeResult]) -> dict[str, EndReasonStats]:

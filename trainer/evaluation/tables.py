@@ -64,11 +64,14 @@ def _column(evaluation: Evaluation) -> dict[str, str]:
     cells = {"problems": str(e.num_problems), "accuracy (pass@1)": str(e.accuracy)}
     cells |= {f"pass@{k}": str(estimate) for k, estimate in e.pass_at.items() if k > 1}
     cells |= {"accuracy after turn 1": str(e.first_turn)} if e.first_turn else {}
+    if e.second_attempts and e.second_attempts.after_wrong:
+        cells["second attempts right after a wrong first"] = str(e.second_attempts.after_wrong)
     cells |= {"mean reward": str(e.mean_reward)} if e.mean_reward else {}
     return cells | {
         "broken episodes": f"{e.num_broken} of {num_episodes}",
         "truncated episodes": f"{e.num_truncated} of {num_episodes}",
         "turns": f"{e.mean_turns:.2f}",
+        "tool calls": f"{e.mean_tool_calls:.2f}",
         "model tokens": f"{e.mean_tokens:.1f}",
     }
 

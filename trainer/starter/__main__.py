@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,8 +22,9 @@ class StarterConfig(Section):
     out: Path = Field(default=Path("runs/starter"), description="checkpoint folder to write")
     device: str = Field(default="", description="torch device; empty: cuda, or cpu where there is none")
     num_workers: int = Field(default=0, ge=0, description="processes that make demonstrations; 0: none")
-    init: Path | None = Field(default=None, description="checkpoint to continue from, with --first-stage; empty: none")
-    first_stage: int = Field(default=1, description="stage to begin with, counted from 1")
+    max_minutes: float = Field(
+        default=0.0, ge=0, description="stop after so many minutes; the same command goes on from there; 0: never"
+    )
 
 
 def run(argv: Sequence[str] | None = None) -> int:
@@ -31,19 +32,17 @@ def run(argv: Sequence[str] | None = None) -> int:
     config = parse(StarterConfig, argv, "python -m trainer.starter", "Make the starter model.")
     if config.recipe not in RECIPES:
         raise UserError("--recipe", "must be a known recipe", config.recipe, did_you_mean(config.recipe, RECIPES))
-    recipe, first = RECIPES[config.recipe], config.first_stage
-    if not 1 <= first <= len(recipe.stages):
-        raise UserError("--first-stage", f"must be 1 to {len(recipe.stages)}", first, "leave it out for all")
-    if (config.init is None) != (first == 1):
-        raise UserError("--init", "goes with --first-stage 2 or later", str(config.init), "give both or neither")
     # Imported late, so that --help and a mistyped flag answer at once.
     import torch
 
-    from trainer.starter.training import train
+    from trainer.starter.training import StarterRun
 
     device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    report = train(recipe, config.out, device, config.num_workers, config.init, first - 1)
-    print(json.dumps({key: report[key] for key in ("parameters", "seconds", "sha256")}))
+    starter = StarterRun(RECIPES[config.recipe], config.out, device, config.num_workers)
+    if starter.train(config.max_minutes or math.inf):
+        print(f"done: {config.out}")
+    else:
+        print(f"stopped after {config.max_minutes:g} minutes; the same command goes on")
     return 0
 
 

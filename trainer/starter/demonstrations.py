@@ -17,6 +17,7 @@ import random
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +34,27 @@ from agents.rollout.episode import Episode, Limits
 from agents.types import EndReason, ProcessedImage, SamplingParams, Trajectory
 from envs.config.cli import exit_code, parse
 from envs.config.settings import Section
-from envs.env import EnvArgs
+from envs.env import Env, EnvArgs
 from envs.errors import UserError
 from envs.geo3k.env import SYSTEM_PROMPT, build_env
-from envs.geo3k.problem import Problem
-from envs.geo3k.procedural import ProceduralGeo3k
+from envs.geo3k.problem import STYLES, Problem
+from envs.geo3k.procedural import ProceduralGeo3k, Split
+from envs.geo3k.zoom import SYSTEM_PROMPT as ZOOM_SYSTEM_PROMPT
+from envs.geo3k.zoom import Geo3kZoomEnv
 from envs.spec import EnvLimits
 from envs.types import Sample
-from trainer.starter.plans import MAX_TURNS, Mixture, Plan, PlannedTurn, tool_call
+from trainer.starter.architecture import build_image_processor
+from trainer.starter.plans import (
+    MAX_TURNS,
+    ZOOMS,
+    Attempt,
+    Mixture,
+    Plan,
+    PlannedTurn,
+    tool_call,
+    zoom_call,
+    zoom_windows,
+)
 
 #: Sentences like those of real geometry problems, so that the tokenizer does not split these into single bytes.
 GEOMETRY_ENGLISH = (
@@ -53,15 +67,28 @@ GEOMETRY_ENGLISH = (
     "The two polygons are similar. Each pair of lines is parallel. Line l is a tangent of \\odot S.",
     "For the parallelogram, trapezoid, rhombus, square or hexagon, what is the area of the shaded region?",
 )
+#: What reading lessons and second attempts say besides.
+LESSON_ENGLISH = (
+    "Read the numbers. Read the figure.",
+    "Step by step. Look again: 47, 65. Compute again. Another way.",
+    *(name.replace("_", " ") for families in STYLES.values() for name in families),
+)
 
 
 @dataclass(frozen=True, eq=False)
 class Demonstration:
-    """One stream: its ids, True for tokens with a loss, and the grey diagram, (height, width) uint8."""
+    """One stream: its ids, True for tokens with a loss, and its pictures, (height, width, 3) uint8 each.
+
+    `kind`, `family`, `level` and the numbers in the picture, `givens`, say what it shows, for measuring.
+    """
 
     ids_T: NDArray[np.int64]
     loss_mask_T: NDArray[np.bool_]
-    image_HW: NDArray[np.uint8]
+    images: tuple[NDArray[np.uint8], ...]
+    kind: str = "problem"
+    family: str = ""
+    level: int = 0
+    givens: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,21 +99,64 @@ class _Played:
     turns: Sequence[PlannedTurn]
     tools: Sequence[dict[str, Any]]
     image: Image.Image
+    problem: Problem
 
 
 class GridStore(ImageStore):
-    """Gives an image's grid without its patches; training cuts the patches on its own device."""
+    """Gives a picture as the starter reads it, without its patches; training cuts these on its own device."""
 
-    def __init__(self, patch_size: int, merge_size: int) -> None:
-        super().__init__(processor=None, merge_size=merge_size)
-        self._patch_size = patch_size
+    def __init__(self) -> None:
+        processor = build_image_processor()
+        super().__init__(processor, merge_size=processor.merge_size)
 
     def process(self, image: Image.Image) -> ProcessedImage:
-        """Return the grid and the number of tokens of a picture whose sides are multiples of a token's."""
-        rows, columns = image.height // self._patch_size, image.width // self._patch_size
-        return ProcessedImage(
-            "", np.empty((0, 0), np.float32), (1, rows, columns), rows * columns // self.merge_size**2
-        )
+        """Return the picture, resized if it has to be, its grid and its number of tokens."""
+        time, rows, columns = grid = self.grid(image)
+        size = columns * self._processor.patch_size, rows * self._processor.patch_size
+        picture = image if image.size == size else image.resize(size, resample=self._processor.resample)
+        no_patches = np.empty((0, 0), np.float32)
+        return ProcessedImage("", no_patches, grid, time * rows * columns // self.merge_size**2, picture)
+
+
+class Player:
+    """Plays scripted turns in the real agent loop with the real environments."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        self._texts: Sequence[str] = ()
+        engine = ScriptedEngine(renderer.tokenizer, lambda turn, _: self._texts[turn])
+        sampling = SamplingParams(stop_ids=renderer.stop_ids)
+
+        def episode(max_turns: int, use_tools: bool) -> Episode:
+            limits = Limits(max_turns=max_turns, max_new_tokens=1024, env=EnvLimits(inline=True))
+            return Episode(engine, renderer, limits, sampling, use_tools=use_tools)
+
+        self._episodes = {use_tools: episode(MAX_TURNS, use_tools) for use_tools in (False, True)}
+        self._zoom_episode = episode(ZOOMS + 1, True)
+        self._loop = asyncio.new_event_loop()
+
+    def play(self, plan: Plan, problem: Problem, image: Image.Image) -> _Played:
+        """Play a plan on its problem."""
+        turns = plan.turns()
+        sample = demonstration_sample(problem, image)
+        env = build_env(sample, EnvArgs(MAX_TURNS))
+        trajectory = self._run(self._episodes[plan.use_tools], sample, env, [turn.text for turn in turns])
+        assert trajectory.reward == float(not plan.gives_up), trajectory
+        return _Played(trajectory, turns, env.tools if plan.use_tools else (), image, problem)
+
+    def zoom(self, problem: Problem, image: Image.Image, windows: Sequence[tuple[int, int]]) -> Trajectory:
+        """Zoom into these windows, then solve the problem."""
+        sample = demonstration_sample(problem, image, ZOOM_SYSTEM_PROMPT)
+        answer = f"{problem.reasoning} \\boxed{{{problem.answer}}}"
+        texts = [*(zoom_call(*window) for window in windows), answer]
+        trajectory = self._run(self._zoom_episode, sample, Geo3kZoomEnv(sample, EnvArgs(ZOOMS + 1)), texts)
+        assert trajectory.reward == 1.0 and len(trajectory.images) == 1 + len(windows), trajectory
+        return trajectory
+
+    def _run(self, episode: Episode, sample: Sample, env: Env, texts: Sequence[str]) -> Trajectory:
+        self._texts = texts
+        trajectory = self._loop.run_until_complete(episode.run(sample, lambda: env, seed=0))
+        assert trajectory.end_reason is EndReason.COMPLETED, trajectory
+        return trajectory
 
 
 class Demonstrator:
@@ -96,30 +166,56 @@ class Demonstrator:
 
         demonstrator = Demonstrator(tokenizer, size=1_000_000, seed=0)
         demonstration = demonstrator[17]     # the same one every time
+
+    `problems` are further arguments of `ProceduralGeo3k`. `demonstrator.after(17, wrong)` goes on after wrong attempts
+    at the same problem.
     """
 
     def __init__(
-        self, tokenizer: Any, size: int, seed: int, mixture: Mixture | None = None, levels: tuple[int, ...] = (1, 2, 3)
+        self,
+        tokenizer: Any,
+        size: int,
+        seed: int,
+        mixture: Mixture | None = None,
+        problems: Mapping[str, Any] | None = None,
+        split: Split = "demonstrations",
     ) -> None:
-        self._problems = ProceduralGeo3k("demonstrations", size, seed, levels=levels)
-        self._renderer = Renderer(tokenizer, GridStore(patch_size=16, merge_size=2))
+        self.problems = ProceduralGeo3k(split, size, seed, **(problems or {}))
+        self.renderer = Renderer(tokenizer, GridStore())
         self._seed, self._mixture = seed, mixture or Mixture()
-        self._loop = asyncio.new_event_loop()
+        self._player = Player(self.renderer)
+        self._drawn = lru_cache(maxsize=1)(self.problems.drawn)  # lessons that share a picture come one after another
 
     def __len__(self) -> int:
-        return len(self._problems)
+        return len(self.problems)
 
     def __getitem__(self, index: int) -> Demonstration:
-        played = self._play(index)
-        mask = played.trajectory.mask_T.copy()
-        for turn, planned in zip(played.trajectory.turns, played.turns, strict=True):
-            if not planned.is_taught:
-                mask[turn.start : turn.end] = False
-        return Demonstration(played.trajectory.ids_T, mask, np.asarray(played.image)[:, :, 0])
+        return self.variant(index, index)
+
+    def variant(self, index: int, habits: int) -> Demonstration:
+        """Return a demonstration on the problem at an index; `habits` is the seed of what it shows of it."""
+        return _demonstration(self._play(index, habits), "problem")
+
+    def drawn(self, index: int) -> tuple[Problem, Image.Image]:
+        """Return the problem at an index and its picture, which is kept for the next lesson."""
+        return self._drawn(index)[:2]
+
+    def after(self, index: int, wrong: Sequence[Attempt]) -> Demonstration:
+        """Return a demonstration that goes on after wrong attempts at the problem at an index."""
+        problem, image = self.drawn(index)
+        plan = Plan.after(wrong, problem, self._mixture, random.Random(f"after/{self._seed}/{index}/{len(wrong)}"))
+        return _demonstration(self._player.play(plan, problem, image), "attempt")
+
+    def zoom(self, index: int, is_blind: bool) -> Demonstration:
+        """Return a demonstration of `geo3k_zoom`: it looks at all labels enlarged, or answers at once."""
+        problem, image, boxes = self._drawn(index)
+        trajectory = self._player.zoom(problem, image, [] if is_blind else zoom_windows(boxes, *image.size))
+        images, about = pixels(trajectory.images), ("zoom", problem.family, problem.level, drawn_numbers(problem))
+        return Demonstration(trajectory.ids_T, trajectory.mask_T.copy(), images, *about)
 
     def row(self, index: int) -> dict[str, Any]:
         """Return the same demonstration as a row of a data set: messages, the picture as a data URI, and the tools."""
-        played = self._play(index)
+        played = self._play(index, index)
         turns = iter(played.turns)
         messages = [
             next(turns).message if message["role"] == "assistant" else _without_pictures(message)
@@ -131,25 +227,30 @@ class Demonstrator:
         row: dict[str, Any] = {"id": played.trajectory.sample_id, "messages": messages, "images": [picture]}
         return row | ({"tools": list(played.tools)} if played.tools else {})
 
-    def _play(self, index: int) -> _Played:
-        """Play a plan in the agent loop with the real environment."""
-        problem, image = self._problems.item(index)
-        plan = Plan.draw(problem, self._mixture, random.Random(f"demonstration/{self._seed}/{index}"))
-        turns = plan.turns()
-        sample = demonstration_sample(problem, image)
-        episode = Episode(
-            ScriptedEngine(self._renderer.tokenizer, lambda turn, _: turns[turn].text),
-            self._renderer,
-            Limits(max_turns=MAX_TURNS, max_new_tokens=1024, env=EnvLimits(inline=True)),
-            SamplingParams(stop_ids=self._renderer.stop_ids),
-            use_tools=plan.use_tools,
-        )
-        env = build_env(sample, EnvArgs(MAX_TURNS))
-        trajectory = self._loop.run_until_complete(episode.run(sample, lambda: env, seed=0))
-        assert trajectory.end_reason is EndReason.COMPLETED and trajectory.reward == float(not plan.gives_up), (
-            trajectory
-        )
-        return _Played(trajectory, turns, env.tools if plan.use_tools else (), image)
+    def _play(self, index: int, habits: int) -> _Played:
+        problem, image = self.drawn(index)
+        plan = Plan.draw(problem, self._mixture, random.Random(f"demonstration/{self._seed}/{habits}"))
+        return self._player.play(plan, problem, image)
+
+
+def _demonstration(played: _Played, kind: str) -> Demonstration:
+    trajectory, problem = played.trajectory, played.problem
+    mask_T = trajectory.mask_T.copy()
+    for turn, planned in zip(trajectory.turns, played.turns, strict=True):
+        if not planned.is_taught:
+            mask_T[turn.start : turn.end] = False
+    about = kind, problem.family, problem.level, drawn_numbers(problem)
+    return Demonstration(trajectory.ids_T, mask_T, pixels(trajectory.images), *about)
+
+
+def drawn_numbers(problem: Problem) -> tuple[str, ...]:
+    """Return the numbers that the picture of a problem shows and its solution needs."""
+    return tuple(str(problem.givens[place]) for place in problem.drawn_givens)
+
+
+def pixels(images: Sequence[ProcessedImage]) -> tuple[NDArray[np.uint8], ...]:
+    """Return the pixels of pictures of a `GridStore`, (height, width, 3) each."""
+    return tuple(np.asarray(image.picture) for image in images)
 
 
 def _without_pictures(message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -160,25 +261,25 @@ def _without_pictures(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**message, "content": [{"type": "image"} if part["type"] == "image" else part for part in parts]}
 
 
-def demonstration_sample(problem: Problem, image: Image.Image) -> Sample:
+def demonstration_sample(problem: Problem, image: Image.Image, system_prompt: str = SYSTEM_PROMPT) -> Sample:
     """Return the sample as `trainer.run` builds it: the environment's system prompt, then diagram and question."""
     content = [{"type": "image", "image": image}, {"type": "text", "text": problem.question}]
-    prompt = ({"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": content})
+    prompt = ({"role": "system", "content": system_prompt}, {"role": "user", "content": content})
     return Sample(id=problem.key, prompt=prompt, label=problem.answer)
 
 
 def corpus(size: int, seed: int) -> list[str]:
     """Return the texts to train the tokenizer on: those of demonstrations, and realistic geometry problems."""
-    problems = ProceduralGeo3k("demonstrations", size, seed)
-    texts: list[str] = [*GEOMETRY_ENGLISH * (size // 20)]
+    sources = [ProceduralGeo3k("demonstrations", size, seed, style=style) for style in ("plain", "textbook")]
+    texts: list[str] = [*(GEOMETRY_ENGLISH + LESSON_ENGLISH) * (size // 20)]
     for index in range(size):
-        problem = problems.problem(index)
+        problem = sources[index % len(sources)].problem(index)
         texts += [problem.question, f"{problem.reasoning} {tool_call(problem.answer)}", f"\\boxed{{{problem.answer}}}"]
         sample = demonstration_sample(problem, Image.new("RGB", (1, 1)))
         env = build_env(sample, EnvArgs(MAX_TURNS))
         env.reset()
-        texts.append(SYSTEM_PROMPT)
-        texts += [json.dumps(tool["function"]) for tool in env.tools]
+        texts += [SYSTEM_PROMPT, ZOOM_SYSTEM_PROMPT, zoom_call(100 * (index % 6), 100 * (index // 6 % 6))]
+        texts += [json.dumps(tool["function"]) for tool in (*env.tools, *Geo3kZoomEnv(sample).tools)]
         for attempt in (problem.answer, "0", "", problem.answer):
             observation, _, _ = env.step(tool_call(attempt))
             texts.append(observation["obs_str"])

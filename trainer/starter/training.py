@@ -1,7 +1,8 @@
 """Trains the starter's weights by a recipe.
 
-It writes a checkpoint folder with weights in bfloat16, tokenizer, chat template, image processor settings and
-`recipe.json` (settings, seed, seconds, losses, SHA-256 of the weights).
+It writes a checkpoint folder with weights in bfloat16, tokenizer, chat template, image processor settings,
+`recipe.json` (settings, seed, seconds, scores, SHA-256 of the weights), a model card, and `log.jsonl`. Until the end,
+`state.pt` there holds all that the same command needs to go on.
 """
 
 from __future__ import annotations
@@ -10,231 +11,280 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Generator
+from contextlib import closing
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from agents.model.mrope import mrope_positions
-from agents.model.packed import VisionBatch
 from agents.model.policy import PolicyModel
 from agents.rendering.renderer import Renderer
+from envs.errors import UserError
 from trainer.starter.architecture import SHAPES, build_config, build_tokenizer, write_parts
-from trainer.starter.demonstrations import Demonstration, Demonstrator, corpus
+from trainer.starter.attempts import play
+from trainer.starter.batches import Collator, SftBatch, taught_logits
+from trainer.starter.card import write_card
+from trainer.starter.demonstrations import corpus
+from trainer.starter.lessons import Lessons, OwnAttempts
+from trainer.starter.progress import Probe
 from trainer.starter.recipes import Recipe, Stage
 
-
-@dataclass(frozen=True, eq=False)
-class SftBatch:
-    """Packed rows. Legend: B rows, T tokens, D demonstrations, H W picture sides.
-
-    `document_BT` numbers the demonstrations inside a row from 1; 0 is padding. Pictures are in row order.
-    """
-
-    ids_BT: Tensor
-    document_BT: Tensor
-    loss_mask_BT: Tensor
-    positions_3BT: Tensor
-    images_DHW: Tensor
-
-    def _map(self, function: Callable[[Tensor], Tensor]) -> SftBatch:
-        return SftBatch(*(function(getattr(self, f.name)) for f in fields(self)))
-
-    def to(self, device: torch.device) -> SftBatch:
-        """Return the batch on a device."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
-
-    def pin_memory(self) -> SftBatch:
-        """Return the batch in pinned memory (for the data loader), so that copies to the device overlap with work."""
-        return self._map(Tensor.pin_memory)
-
-
-@dataclass(frozen=True)
-class Collator:
-    """Packs demonstrations into rows of `width` tokens: longest first, each into the first row with room.
-
-    The number of rows is a multiple of `row_step`, so that few shapes are compiled.
-    """
-
-    image_token_id: int
-    pad_id: int
-    row_step: int = 1
-    width: int = 576
-    patch_size: int = 16
-    merge_size: int = 2
-
-    def __call__(self, demonstrations: Sequence[Demonstration]) -> SftBatch:
-        rows: list[list[Demonstration]] = []
-        room: list[int] = []
-        for d in sorted(demonstrations, key=lambda d: -len(d.ids_T)):
-            length = len(d.ids_T)
-            row = next((index for index, free in enumerate(room) if free >= length), len(rows))
-            if row == len(rows):
-                rows.append([])
-                room.append(max(self.width, length))
-            rows[row].append(d)
-            room[row] -= length
-        width = max(self.width, max(len(d.ids_T) for d in demonstrations))
-        height = -(-len(rows) // self.row_step) * self.row_step
-        ids_BT = np.full((height, width), self.pad_id, dtype=np.int64)
-        document_BT = np.zeros((height, width), dtype=np.int32)
-        mask_BT = np.zeros((height, width), dtype=bool)
-        positions_3BT = np.zeros((3, height, width), dtype=np.int64)
-        for row, packed in enumerate(rows):
-            end = 0
-            for number, d in enumerate(packed, 1):
-                grid = (1, *(side // self.patch_size for side in d.image_HW.shape))
-                start, end = end, end + len(d.ids_T)
-                ids_BT[row, start:end] = d.ids_T
-                document_BT[row, start:end] = number
-                mask_BT[row, start:end] = d.loss_mask_T
-                positions_3BT[:, row, start:end] = mrope_positions(
-                    d.ids_T, [grid], self.image_token_id, self.merge_size
-                )
-        images_DHW = np.stack([d.image_HW for packed in rows for d in packed])
-        return SftBatch(*(torch.from_numpy(x) for x in (ids_BT, document_BT, mask_BT, positions_3BT, images_DHW)))
-
-
-def patchify(images_DHW: Tensor, patch_size: int = 16, merge_size: int = 2, temporal: int = 2) -> Tensor:
-    """Cut grey uint8 pictures into patches, (all patches, values), as the starter's image processor cuts RGB pictures.
-
-    Values are scaled from 0..255 to -1..1. Patches are in merge-block order. The one frame fills the temporal axis.
-    """
-    count, height, width = images_DHW.shape
-    rows, columns = height // patch_size // merge_size, width // patch_size // merge_size
-    x = images_DHW.float() / 127.5 - 1.0
-    x = x.view(count, rows, merge_size, patch_size, columns, merge_size, patch_size)
-    x = x.permute(0, 1, 4, 2, 5, 3, 6).reshape(-1, 1, 1, patch_size * patch_size)
-    return x.expand(-1, 3, temporal, -1).reshape(x.shape[0], -1)
+#: Rows of the log in each stage.
+LOG_ROWS = 30
+STATE, LOG = "state.pt", "log.jsonl"
+#: Tokens of a row: the longest stream with zooms, and the longest other.
+WIDTHS = {True: 1152, False: 576}
+#: On a GPU each shape of batch is compiled once: few shapes, and room for all of them.
+GPU_STEPS = {"row_step": 16, "picture_step": 64, "patch_step": 4096}
+MAX_GRAPHS = 64
 
 
 def sft_loss(model: PolicyModel, batch: SftBatch) -> Tensor:
     """Return the mean cross-entropy over the tokens of the loss mask."""
-    count, height, width = batch.images_DHW.shape
-    grid = (1, height // 16, width // 16)
-    tokens = count * grid[1] * grid[2] // model.merge_size**2
-    vision = VisionBatch(
-        pixels_PD=patchify(batch.images_DHW),
-        grids=(grid,) * count,
-        feature_index_M=torch.arange(tokens, device=batch.ids_BT.device),
-    )
-    same_BTT = batch.document_BT[:, :, None] == batch.document_BT[:, None, :]
-    target_BT = batch.loss_mask_BT.roll(-1, dims=1)  # demonstrations begin with a prompt, so no target wraps around
-    logits_NV = model(batch.ids_BT, batch.positions_3BT, same_BTT.tril()[:, None], target_BT, vision)
-    return F.cross_entropy(logits_NV.float(), batch.ids_BT[batch.loss_mask_BT])
+    return F.cross_entropy(taught_logits(model, batch).float(), batch.ids_BT[batch.loss_mask_BT])
 
 
 def lr_at(step: int, stage: Stage) -> float:
-    """Return the learning rate of a step: linear warm-up, then half a cosine down to 1 % of it."""
+    """Return the learning rate of a step: linear warm-up, then half a cosine down to the stage's `final_lr` of it."""
     if step < stage.warmup_steps:
         return stage.lr * (step + 1) / stage.warmup_steps
     progress = (step - stage.warmup_steps) / max(1, stage.steps - stage.warmup_steps)
-    return stage.lr * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress)))
+    return stage.lr * (stage.final_lr + (1 - stage.final_lr) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def batches(recipe: Recipe, number: int, tokenizer: Any, num_workers: int, device: torch.device) -> Iterator[SftBatch]:
-    """Yield the batches of stage `number` (from 0), made by `num_workers` processes (0: by this process)."""
-    from torch.utils.data import DataLoader
+@dataclass
+class Position:
+    """Where a run stands: the next step of a stage (both from 0), the stages before it, and what the policy played."""
 
-    stage = recipe.stages[number]
-    size = stage.steps * stage.batch_size
-    demonstrator = Demonstrator(tokenizer, size, recipe.seed + number, stage.mixture, recipe.levels)
-    image_token_id, pad_id = int(tokenizer.convert_tokens_to_ids("<|image_pad|>")), int(tokenizer.pad_token_id)
-    collator = Collator(image_token_id, pad_id, row_step=16 if device.type == "cuda" else 1)
-    loader: DataLoader[Any] = DataLoader(
-        demonstrator,  # type: ignore[arg-type]
-        batch_size=stage.batch_size,
-        collate_fn=collator,
-        num_workers=num_workers,
-        pin_memory=device.type == "cuda",
-        prefetch_factor=8 if num_workers else None,
-    )
-    for batch in loader:
-        yield batch.to(device)
+    stage: int = 0
+    step: int = 0
+    seconds: float = 0.0
+    stage_began_s: float = 0.0
+    history: list[dict[str, Any]] = field(default_factory=list)
+    attempts: list[OwnAttempts] = field(default_factory=list)
+
+    def begin_next_stage(self) -> None:
+        """Move to the first step of the stage after this one."""
+        self.stage, self.step, self.attempts, self.stage_began_s = self.stage + 1, 0, [], self.seconds
 
 
-def train_stage(
-    model: PolicyModel,
-    recipe: Recipe,
-    number: int,
-    tokenizer: Any,
-    folder: Path,
-    device: torch.device,
-    num_workers: int,
-) -> list[float]:
-    """Train one stage in place and save the weights forty times on the way; return the mean loss of each fortieth."""
-    stage = recipe.stages[number]
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=stage.lr, betas=(0.9, 0.95), weight_decay=recipe.weight_decay, fused=True
-    )
-    losses: list[float] = []
-    recent: list[Tensor] = []
-    started = time.perf_counter()
-    for step, batch in enumerate(batches(recipe, number, tokenizer, num_workers, device)):
-        for group in optimizer.param_groups:
-            group["lr"] = lr_at(step, stage)
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            loss = sft_loss(model, batch)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        recent.append(loss.detach())
-        if (step + 1) % max(1, stage.steps // 40) == 0:
-            losses.append(round(torch.stack(recent).mean().item(), 5))
-            recent.clear()
-            speed = (time.perf_counter() - started) / (step + 1)
-            name = f"stage {number + 1}  step {step + 1}/{stage.steps}"
-            print(f"{name}  loss {losses[-1]:.4f}  {speed * 1e3:.0f} ms/step", flush=True)
-            model.save(folder)  # an interrupted run leaves its latest weights
-    return losses
+class StarterRun:
+    """One training, from nothing or from its last saved state.
 
+    Example::
 
-def train(
-    recipe: Recipe,
-    folder: Path,
-    device: torch.device,
-    num_workers: int = 0,
-    init: Path | None = None,
-    first_stage: int = 0,
-) -> dict[str, Any]:
-    """Train a starter and write its checkpoint to `folder`; return the content of `recipe.json`.
-
-    With `init`, training continues at `first_stage` (from 0) from the checkpoint that the stages before it wrote.
+        run = StarterRun(RECIPES["starter"], Path("runs/starter"), torch.device("cuda"), num_workers=15)
+        run.train(max_minutes=9)      # False: not done; the same two lines go on
     """
-    torch.manual_seed(recipe.seed)
-    started = time.perf_counter()
-    if init:
-        tokenizer, model = Renderer.from_checkpoint(init).tokenizer, PolicyModel.load(init)
-    else:
-        shape = SHAPES[recipe.shape]
-        tokenizer = build_tokenizer(corpus(recipe.corpus_size, recipe.seed), shape.vocabulary)
-        model = PolicyModel.from_config(build_config(shape, tokenizer))
-    write_parts(folder, tokenizer, model.config)
-    model.to(device)
-    if device.type == "cuda":
-        for block in model.blocks:  # each on its own: blocks of the same kind share one graph
-            block.compile(dynamic=False)
-    history = json.loads((init / "recipe.json").read_text(encoding="utf-8"))["stages"][:first_stage] if init else []
-    for number in range(first_stage, len(recipe.stages)):
-        stage_started = time.perf_counter()
-        losses = train_stage(model, recipe, number, tokenizer, folder, device, num_workers)
-        seconds = round(time.perf_counter() - stage_started, 1)
-        history.append({"stage": number + 1, "seconds": seconds, "losses": losses})
-    model.save(folder)
-    report = {
-        "recipe": asdict(recipe),
-        "stages": history,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "torch": torch.__version__,
-        "seconds": round(time.perf_counter() - started, 1),
-        "sha256": hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest(),
-    }
-    (folder / "recipe.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    return report
+
+    def __init__(self, recipe: Recipe, folder: Path, device: torch.device, num_workers: int = 0) -> None:
+        self.recipe, self.folder, self.device, self.num_workers = recipe, folder, device, num_workers
+        self.position = Position()
+        torch.manual_seed(recipe.seed)
+        state = self._read_state()
+        if state:
+            self.tokenizer = Renderer.from_checkpoint(folder).tokenizer
+        else:
+            self.tokenizer = build_tokenizer(corpus(recipe.corpus_size, recipe.seed), SHAPES[recipe.shape].vocabulary)
+        self.model = PolicyModel.from_config(build_config(SHAPES[recipe.shape], self.tokenizer))
+        write_parts(folder, self.tokenizer, self.model.config)
+        self.model.to(device)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=recipe.weight_decay, fused=True
+        )
+        if state:
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.position = state["position"]
+        if device.type == "cuda":
+            torch._dynamo.config.cache_size_limit = MAX_GRAPHS
+            for block in self.model.blocks:  # each on its own: blocks of the same kind share one graph
+                block.compile(dynamic=False)
+        image_token_id, pad_id = self.tokenizer.convert_tokens_to_ids("<|image_pad|>"), self.tokenizer.pad_token_id
+        self._collator = Collator(image_token_id, pad_id, **(GPU_STEPS if device.type == "cuda" else {}))
+
+    def train(self, max_minutes: float = math.inf) -> bool:
+        """Train to the end and write the report, or stop after so many minutes with the state saved.
+
+        Returns whether the training is done. Every call gets on by a row of the log at least.
+        """
+        clock = _Clock(self.position.seconds, max_minutes)
+        while self.position.stage < len(self.recipe.stages):
+            is_ended = self._train_stage(clock)
+            self.position.seconds = clock.total_s
+            if is_ended:
+                self.position.begin_next_stage()
+            if is_ended or clock.is_over:
+                self._save_state()
+            if clock.is_over and self.position.stage < len(self.recipe.stages):
+                return False
+        self._finish(clock.total_s)
+        return True
+
+    def _train_stage(self, clock: _Clock) -> bool:
+        """Train the current stage from where it stands; return whether it has ended, or else the time is over."""
+        position, number = self.position, self.position.stage
+        stage = self.recipe.stages[number]
+        probe = Probe(self.tokenizer, self.recipe, number, self._stage_collator(stage))
+        every, losses = max(1, stage.steps // LOG_ROWS), []
+        with closing(self._batches(stage, number)) as batches:
+            for batch in batches:
+                losses.append(self._step(batch, lr_at(position.step, stage)))
+                position.step += 1
+                if position.step % every and position.step < stage.steps:
+                    continue
+                scores = probe.measure(self.model, self.device)
+                self._log(clock, torch.stack(losses).mean().item(), scores.as_row())
+                losses.clear()
+                if position.step == stage.steps or (stage.until is not None and scores.reading >= stage.until):
+                    seconds = round(clock.total_s - position.stage_began_s, 1)
+                    report = {"stage": number + 1, "steps": position.step, "seconds": seconds}
+                    position.history.append({**report, **scores.as_row()})
+                    return True
+                if clock.is_over:
+                    return False
+        raise AssertionError(f"stage {number + 1} ended at step {position.step} of {stage.steps}")
+
+    def _step(self, batch: SftBatch, lr: float) -> Tensor:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+            loss = sft_loss(self.model, batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def _stage_collator(self, stage: Stage) -> Collator:
+        return replace(self._collator, width=WIDTHS[stage.zoom_frac > 0])
+
+    def _lessons(self, stage: Stage, number: int) -> Lessons:
+        return Lessons(self.tokenizer, stage, self.recipe.seed + number, attempts=self.position.attempts)
+
+    def _play(self, stage: Stage, number: int, round_number: int) -> list[OwnAttempts]:
+        """Let the policy play the next problems of the stage, another part of them in each round."""
+        problems = self._lessons(stage, number).demonstrator.problems
+        first = round_number * stage.num_attempts
+        indices = (index % len(problems) for index in range(first, first + stage.num_attempts))
+        attempts = play(self.model, self.tokenizer, problems, indices, self.device)
+        print(f"stage {number + 1}: played {stage.num_attempts} problems, {len(attempts)} wrong beginnings", flush=True)
+        return attempts
+
+    def _batches(self, stage: Stage, number: int) -> Generator[SftBatch, None, None]:
+        """Yield the batches of the rest of the stage; at the beginning of a round, the policy plays first."""
+        position, per_round = self.position, -(-stage.steps // stage.rounds)
+        while position.step < stage.steps:
+            round_number = position.step // per_round
+            if stage.num_attempts and position.step % per_round == 0:
+                position.attempts = self._play(stage, number, round_number)
+            end = min(stage.steps, (round_number + 1) * per_round)
+            yield from self._load(stage, number, position.step, end)
+
+    def _load(self, stage: Stage, number: int, first: int, end: int) -> Generator[SftBatch, None, None]:
+        """Yield the batches of steps `first` to `end` - 1, made by `num_workers` processes (0: by this process)."""
+        from torch.utils.data import DataLoader
+
+        size = stage.batch_size
+        loader: DataLoader[Any] = DataLoader(
+            self._lessons(stage, number),  # type: ignore[arg-type]
+            batch_sampler=[list(range(step * size, (step + 1) * size)) for step in range(first, end)],
+            collate_fn=self._stage_collator(stage),
+            num_workers=self.num_workers,
+            pin_memory=self.device.type == "cuda",
+            prefetch_factor=8 if self.num_workers else None,
+        )
+        for batch in loader:
+            yield batch.to(self.device)
+
+    def _log(self, clock: _Clock, loss: float, scores: dict[str, Any]) -> None:
+        """Write a row of the log and print it, with the time at which the run will end if no stage ends early."""
+        stages, position = self.recipe.stages, self.position
+        stage = stages[position.stage]
+        left = sum(s.num_lessons for s in stages[position.stage :]) - position.step * stage.batch_size
+        rate = clock.rate(position.step * stage.batch_size, position.stage)
+        row = {
+            "stage": position.stage + 1,
+            "step": position.step,
+            "seconds": round(clock.total_s, 1),
+            "lessons_per_s": round(rate, 1),
+            "eta_s": round(left / rate, 1),
+            "lr": lr_at(position.step - 1, stage),
+            "loss": round(loss, 5),
+            **scores,
+        }
+        with (self.folder / LOG).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        print(
+            f"stage {row['stage']}/{len(stages)}  step {position.step}/{stage.steps}  loss {loss:.4f}  "
+            f"reading {scores['reading']:.3f}  exact {scores['exact']:.3f}  {rate:.0f} lessons/s  "
+            f"{clock.total_s / 60:.1f} min, {left / rate / 60:.1f} to go",
+            flush=True,
+        )
+
+    def _read_state(self) -> dict[str, Any] | None:
+        """Return the saved state of the same recipe, None if there is none."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if (self.folder / "recipe.json").exists():
+            rule, fix = "must not hold a finished starter", "give another folder"
+            raise UserError("--out", rule, str(self.folder), fix)
+        if not (self.folder / STATE).exists():
+            return None
+        state = torch.load(self.folder / STATE, map_location="cpu", weights_only=False)
+        if state["recipe"] != self.recipe:
+            raise UserError("--out", "must hold a run of the same recipe", str(self.folder), "give another folder")
+        return state
+
+    def _save_state(self) -> None:
+        """Save the run where it stands, whole or not at all, and its weights as a model folder."""
+        state = {"recipe": self.recipe, "position": self.position}
+        state |= {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        torch.save(state, self.folder / f"{STATE}.part")
+        (self.folder / f"{STATE}.part").replace(self.folder / STATE)
+        self.model.save(self.folder)
+
+    def _finish(self, seconds: float) -> None:
+        """Write weights, report and card, and delete what only an unfinished run needs."""
+        self.model.save(self.folder)
+        report = {
+            "recipe": asdict(self.recipe),
+            "stages": self.position.history,
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
+            "torch": torch.__version__,
+            "seconds": round(seconds, 1),
+            "sha256": hashlib.sha256((self.folder / "model.safetensors").read_bytes()).hexdigest(),
+        }
+        write_card(self.folder, report)
+        (self.folder / "recipe.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        (self.folder / STATE).unlink(missing_ok=True)
+
+
+class _Clock:
+    """Seconds of a run over all its parts, and when this part is over."""
+
+    def __init__(self, before_s: float, max_minutes: float) -> None:
+        self._before_s, self._began, self._max_s = before_s, time.perf_counter(), 60 * max_minutes
+        self._mark: tuple[int, int, float] | None = None  # stage, lessons, time
+
+    @property
+    def total_s(self) -> float:
+        return self._before_s + time.perf_counter() - self._began
+
+    @property
+    def is_over(self) -> bool:
+        return time.perf_counter() - self._began > self._max_s
+
+    def rate(self, lessons: int, stage: int) -> float:
+        """Return the lessons per second since the last call in the same stage, or since the start."""
+        now = time.perf_counter()
+        if self._mark and self._mark[0] == stage:
+            done, since = lessons - self._mark[1], now - self._mark[2]
+        else:
+            done, since = lessons, now - (self._mark[2] if self._mark else self._began)
+        self._mark = stage, lessons, now
+        return max(done, 1) / since

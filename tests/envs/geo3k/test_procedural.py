@@ -9,6 +9,7 @@ import subprocess
 import sys
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -149,13 +150,25 @@ def test_no_two_splits_share_a_key() -> None:
 def test_about_one_key_in_ten_is_held_out_and_one_in_ten_is_for_training() -> None:
     rng = Random(5)
     keys = {make_problem("trapezoid_area", 3, rng).key for _ in range(5000)}
-    for split in ("train", "heldout"):
+    for split in ("train", "validation", "heldout"):
         assert 0.08 < sum(split_of(key) == split for key in keys) / len(keys) < 0.12
+
+
+def test_label_boxes_are_where_the_picture_has_its_labels() -> None:
+    source = ProceduralGeo3k("train", 40, seed=3)
+    for index in range(40):
+        problem, image, boxes = source.drawn(index)
+        assert len(boxes) > len(problem.givens) - 1, problem.key
+        for left, top, right, bottom in boxes:
+            assert 0 <= left < right <= image.width and 0 <= top < bottom <= image.height
+            inside = np.asarray(image)[top:bottom, left:right, 0]
+            edges = np.concatenate([inside[0], inside[-1], inside[:, 0], inside[:, -1]])
+            assert inside.min() < 128 and edges.mean() > 250, (problem.key, index)
 
 
 def test_the_split_of_a_key_never_changes() -> None:
     keys = ["triangle_angles/47-65/x", "rectangle/3-4/area", "right_triangle/3-4/hypotenuse", "isosceles/70/apex"]
-    assert [split_of(key) for key in keys] == ["heldout", "demonstrations", "demonstrations", "demonstrations"]
+    assert [split_of(key) for key in keys] == ["heldout", "demonstrations", "demonstrations", "validation"]
 
 
 def test_the_same_index_gives_the_same_text_and_pixels_in_any_order() -> None:

@@ -80,6 +80,22 @@ def test_the_first_turn_is_worth_what_the_tool_or_else_the_reward_says(renderer:
         assert (e.is_first_turn_right, e.is_right) == (first, final), name
 
 
+def test_attempts_are_the_answers_that_turns_score_then_the_answer_at_the_end(renderer: Renderer) -> None:
+    texts = [turns for turns, _, _ in TURNS.values()]
+    episodes = played(renderer, lambda problem, turn: texts[problem][turn], problems(len(TURNS)))
+    expected = {
+        "right by the tool": (True, True),
+        "right by the tool, then talked out of it": (True, False),
+        "wrong, then right": (False, True),
+        "a box in turn 1 ends it": (True,),
+        "a wrong box in turn 1 ends it": (False,),
+        "a box beside a call that failed": (False,),
+        "a call that failed": (True,),
+        "a call alone": (True, True),
+    }
+    assert {name: e.attempts for name, e in zip(TURNS, episodes, strict=True)} == expected
+
+
 class Counting(Env):
     """Worth 1 after one step, 0 after more; ends with its second."""
 

@@ -21,7 +21,9 @@ def episode(
 ) -> EpisodeResult:
     reward = more.get("reward", float(right))
     assert isinstance(reward, float)
-    return EpisodeResult(reward, right, end, turns, 10 * turns, ("none",) * turns, first)
+    attempts = more.get("attempts", ())
+    assert isinstance(attempts, tuple)
+    return EpisodeResult(reward, right, end, turns, 10 * turns, ("none",) * turns, first, attempts)
 
 
 def problem(number: int, *episodes: EpisodeResult, **tags: str) -> ProblemResult:
@@ -61,6 +63,29 @@ def test_broken_episodes_are_wrong_and_shown_and_in_no_mean_reward() -> None:
     assert (e.accuracy.value, e.num_broken, e.num_truncated) == (0.25, 3, 0)
     assert e.mean_reward is not None and e.mean_reward.value == 1.0
     assert summarise([problem(0, *broken)], (1,), HOW).mean_reward is None
+
+
+def test_second_attempts_are_counted_by_what_the_first_one_was() -> None:
+    ends = [(False, True), (False, False, True), (False,), (True, True), (True,), (), (False, True)]
+    e = summarise([problem(n, episode(attempts=a)) for n, a in enumerate(ends)], (1,), HOW).second_attempts
+    assert e is not None and e.after_wrong is not None and e.after_right is not None
+    assert e.confusion == {"right": {"right": 1, "wrong": 0, "none": 1}, "wrong": {"right": 2, "wrong": 1, "none": 1}}
+    assert (e.after_wrong.value, e.after_wrong.num_problems) == (pytest.approx(2 / 3), 3)
+    assert (e.after_wrong.low, e.after_wrong.high) == wilson(2, 3)
+    assert (e.after_right.value, e.after_right.num_problems) == (1.0, 1)
+
+
+def test_with_several_samples_second_attempts_weigh_the_same_wherever_they_were_made() -> None:
+    fixed, kept = episode(attempts=(False, True)), episode(attempts=(False, False))
+    e = summarise([problem(0, fixed, kept, kept), problem(1, fixed, episode(), episode())], (1,), HOW)
+    assert e.second_attempts is not None and e.second_attempts.after_wrong is not None
+    assert e.second_attempts.after_wrong.value == pytest.approx(2 / 4)
+    assert e.second_attempts.after_right is None
+
+
+def test_without_a_second_answer_there_are_no_second_attempts() -> None:
+    assert summarise([problem(0, episode(attempts=(True,)))], (1,), HOW).second_attempts is None
+    assert summarise(singles(True), (1,), HOW).second_attempts is None
 
 
 def test_truncated_episodes_count_as_they_are_and_are_shown() -> None:

@@ -213,7 +213,7 @@ def test_demonstrations_are_one_stream_as_messages_and_as_they_were_played(rende
         stream, expected = conversations.stream(source[index]), demonstrator[index]
         assert stream.ids_T.tolist() == expected.ids_T.tolist()
         assert stream.mask_T.tolist() == expected.loss_mask_T.tolist()
-        assert np.array_equal(np.asarray(stream.trajectory.images[0].picture)[:, :, 0], expected.image_HW)
+        assert np.array_equal(np.asarray(stream.trajectory.images[0].picture), expected.images[0])
         num_left_out += int(stream.trajectory.mask_T.sum()) > stream.num_taught
     assert 3 < num_left_out < 20
 

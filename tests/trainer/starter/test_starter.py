@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
-from dataclasses import asdict
+import random
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from agents.engines.hf import HFEngine
 from agents.model import STARTER_PATH
 from agents.model.policy import PolicyModel
+from agents.rendering.images import ImageStore
 from agents.rendering.renderer import Renderer
+from agents.types import GenerateRequest, SamplingParams, Trajectory, Turn
 from envs.config.cli import exit_code
+from envs.errors import UserError
+from envs.geo3k.problem import Problem
 from envs.geo3k.procedural import ProceduralGeo3k, split_of
 from trainer.starter.__main__ import run
 from trainer.starter.architecture import build_image_processor
-from trainer.starter.demonstrations import Demonstration, Demonstrator
-from trainer.starter.plans import MIXED_HABITS, Mixture
-from trainer.starter.recipes import RECIPES
-from trainer.starter.training import Collator, lr_at, patchify, sft_loss
+from trainer.starter.attempts import wrong_beginnings
+from trainer.starter.batches import Collator
+from trainer.starter.demonstrations import Demonstration, Demonstrator, GridStore
+from trainer.starter.lessons import Lessons, OwnAttempts, describe, draw_numbers
+from trainer.starter.plans import MIXED_HABITS, Attempt, Mixture, correction, tool_call, zoom_call, zoom_windows
+from trainer.starter.progress import Probe
+from trainer.starter.recipes import RECIPES, Numbers, Recipe, Stage
+from trainer.starter.training import StarterRun, lr_at, sft_loss
 
 
 @pytest.fixture(scope="module")
@@ -40,17 +53,67 @@ def taught(tokenizer: Any, demonstration: Demonstration) -> str:
     return tokenizer.decode(demonstration.ids_T[demonstration.loss_mask_T])
 
 
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that the smoke recipe makes."""
+    folder = tmp_path_factory.mktemp("smoke") / "starter"
+    assert run(["--recipe", "smoke", "--out", str(folder), "--device", "cpu"]) == 0
+    return folder
+
+
 @pytest.mark.slow
-def test_the_smoke_recipe_trains_a_checkpoint_whose_loss_has_fallen(tmp_path: Path) -> None:
-    assert run(["--recipe", "smoke", "--out", str(tmp_path), "--device", "cpu"]) == 0
-    report = json.loads((tmp_path / "recipe.json").read_text())
-    first, second = (stage["losses"] for stage in report["stages"])
-    # Nats per token, one number a step; 6.5 is a guess among the vocabulary.
-    assert first[0] > 6.0 and sum(first[-4:]) / 4 < 2.0
-    assert sum(second[-4:]) < sum(second[:4])
-    assert report["sha256"] == hashlib.sha256((tmp_path / "model.safetensors").read_bytes()).hexdigest()
-    model, renderer = PolicyModel.load(tmp_path), Renderer.from_checkpoint(tmp_path)
+def test_the_smoke_recipe_makes_a_checkpoint_with_report_and_card_whose_loss_has_fallen(smoke: Path) -> None:
+    report = json.loads((smoke / "recipe.json").read_text())
+    rows = [json.loads(line) for line in (smoke / "log.jsonl").read_text().splitlines()]
+    # Nats per token; 6.5 is a guess among the vocabulary.
+    assert rows[0]["loss"] > 6.0 and rows[-1]["loss"] < 4.0
+    assert [stage["steps"] for stage in report["stages"]] == [stage.steps for stage in RECIPES["smoke"].stages]
+    assert report["sha256"] == hashlib.sha256((smoke / "model.safetensors").read_bytes()).hexdigest()
+    assert report["sha256"] in (smoke / "README.md").read_text()
+    assert not (smoke / "state.pt").exists()
+    model, renderer = PolicyModel.load(smoke), Renderer.from_checkpoint(smoke)
     assert model.image_token_id == renderer.image_token_id
+
+
+@pytest.mark.slow
+def test_a_finished_folder_is_not_trained_again(smoke: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(lambda: run(["--recipe", "smoke", "--out", str(smoke), "--device", "cpu"])) == 2
+    assert "must not hold a finished starter" in capsys.readouterr().err
+
+
+TINY = Recipe(
+    "smoke",
+    stages=(
+        Stage(2, 2, 1e-3, 1, numbers_frac=1.0),
+        Stage(4, 2, 1e-3, 1, problems={"levels": (1,)}, attempts_frac=0.5, num_attempts=2, rounds=2),
+    ),
+    corpus_size=100,
+    num_probes=2,
+)
+
+
+def test_a_training_that_stops_and_goes_on_makes_the_weights_of_one_that_does_not(tmp_path: Path) -> None:
+    cpu = torch.device("cpu")
+    assert StarterRun(TINY, tmp_path / "whole", cpu).train()
+    parts = 1
+    while not StarterRun(TINY, tmp_path / "parts", cpu).train(max_minutes=0.0):
+        parts += 1
+    assert parts > len(TINY.stages)
+    one, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "parts"))
+    assert one == other
+
+
+def test_a_state_of_another_recipe_is_refused(tmp_path: Path) -> None:
+    assert not StarterRun(TINY, tmp_path, torch.device("cpu")).train(max_minutes=0.0)
+    with pytest.raises(UserError, match="must hold a run of the same recipe"):
+        StarterRun(replace(TINY, seed=18), tmp_path, torch.device("cpu"))
+
+
+def test_a_stage_ends_once_its_pictures_are_read(tmp_path: Path) -> None:
+    read = replace(TINY, stages=(replace(TINY.stages[0], steps=40, until=0.0),))
+    assert StarterRun(read, tmp_path, torch.device("cpu")).train()
+    (stage,) = json.loads((tmp_path / "recipe.json").read_text())["stages"]
+    assert stage["steps"] == 1
 
 
 def test_the_weights_that_ship_are_those_of_the_model_card() -> None:
@@ -63,11 +126,115 @@ def test_the_weights_that_ship_are_those_of_the_model_card() -> None:
     assert f"{sum(p.numel() for p in PolicyModel.load(STARTER_PATH).parameters()):,}" in card
 
 
-def test_the_recipe_that_ships_is_the_recipe_in_the_code() -> None:
+def test_the_recipe_that_ships_is_a_recipe_in_the_code() -> None:
     recorded = json.loads((STARTER_PATH / "recipe.json").read_text())["recipe"]
-    recipe = RECIPES["starter"]
-    assert recorded["seed"] == recipe.seed
-    assert recorded["stages"] == [asdict(stage) for stage in recipe.stages]
+    recipe = RECIPES["bundled"]
+    stages = tuple(Stage(**{**stage, "mixture": Mixture(**stage["mixture"])}) for stage in recorded["stages"])
+    assert (recorded["shape"], recorded["seed"], stages) == (recipe.shape, recipe.seed, recipe.stages)
+
+
+def test_a_picture_of_numbers_shows_them_whole_and_from_left_to_right() -> None:
+    many = Numbers(3, 3, (12, 112), unknown=True)
+    for seed in range(200):
+        texts, image = draw_numbers(many, random.Random(seed))
+        grey = np.asarray(image)[:, :, 0]
+        border = np.concatenate([grey[0], grey[-1], grey[:, 0], grey[:, -1]])
+        assert image.size == (160, 128) and border.min() == 255, seed
+        columns = np.array_split(grey, len(texts), axis=1)
+        assert all(column.min() < 128 for column in columns), (seed, texts)
+
+
+def test_a_reading_lesson_teaches_what_the_picture_shows_and_nothing_else(tokenizer: Any) -> None:
+    figures = Lessons(tokenizer, Stage(10, 4, 1e-3, 1, figures_frac=1.0), seed=3)
+    problems = figures.demonstrator.problems
+    for index in range(20):
+        problem, lesson = problems.problem(index), figures[index]
+        assert taught(tokenizer, lesson) == f"{describe(problem)}<|im_end|>"
+        assert (lesson.kind, lesson.family, lesson.givens) == (
+            "figure",
+            problem.family,
+            tuple(map(str, problem.givens)),
+        )
+    numbers = Lessons(tokenizer, Stage(10, 4, 1e-3, 1, numbers=Numbers(3, 2), numbers_frac=1.0), seed=3)
+    assert all(taught(tokenizer, numbers[i]) == f"{' '.join(numbers[i].givens)}<|im_end|>" for i in range(20))
+
+
+def test_shares_of_a_stage_are_those_of_its_lessons(tokenizer: Any) -> None:
+    stage = Stage(100, 4, 1e-3, 1, numbers_frac=0.3, figures_frac=0.2, attempts_frac=0.25)
+    attempts = [OwnAttempts(7, (Attempt("", "1"),))]
+    lessons = Lessons(tokenizer, stage, seed=1, attempts=attempts)
+    kinds = Counter(lessons[index].kind for index in range(200))
+    # Four standard deviations of a share of 200 are below 0.14.
+    shares = {"numbers": 0.3, "figure": 0.2, "attempt": 0.25, "problem": 0.25}
+    assert all(abs(kinds[kind] / 200 - share) < 0.14 for kind, share in shares.items()), kinds
+
+
+def test_an_own_wrong_attempt_is_context_to_the_letter_and_what_follows_is_taught(tokenizer: Any) -> None:
+    demonstrator = Demonstrator(tokenizer, 20, seed=5)
+    for index in range(20):
+        problem = demonstrator.problems.problem(index)
+        wrong = Attempt("1 + 1 = 3. ", "nothing of the kind")
+        lesson = demonstrator.after(index, [wrong])
+        text = tokenizer.decode(lesson.ids_T)
+        assert f"assistant\n{wrong.thought}{tool_call(wrong.answer)}<|im_end|>" in text
+        start = f"{correction(wrong, problem)} {problem.reasoning} {tool_call(problem.answer)}<|im_end|>"
+        assert taught(tokenizer, lesson) == f"{start}\\boxed{{{problem.answer}}}<|im_end|>"
+
+
+def test_zooms_show_every_label_that_half_a_picture_can_show() -> None:
+    boxes = [(0, 0, 30, 12), (60, 40, 80, 52), (130, 110, 160, 128), (75, 50, 95, 62)]
+    windows = zoom_windows(boxes, 160, 128)
+    assert len(windows) <= 3
+    for left, top, right, bottom in boxes:
+        seen = [x * 0.16 <= left and right <= (x + 500) * 0.16 and y * 0.128 <= top and bottom <= (y + 500) * 0.128
+                for x, y in windows]  # fmt: skip
+        assert any(seen), (left, top)
+    assert zoom_windows([(0, 0, 120, 12)], 160, 128) == []  # wider than half a picture
+
+
+@pytest.mark.parametrize("style", ["plain", "small_print"])
+def test_a_zoom_demonstration_shows_each_window_then_solves_and_teaches_both(style: str, tokenizer: Any) -> None:
+    demonstrator = Demonstrator(tokenizer, 12, seed=6, problems={"style": style})
+    for index in range(12):
+        problem, image, boxes = demonstrator.problems.drawn(index)
+        windows = zoom_windows(boxes, *image.size)
+        lesson = demonstrator.zoom(index, is_blind=False)
+        calls = "".join(f"{zoom_call(*window)}<|im_end|>" for window in windows)
+        answer = f"{problem.reasoning} \\boxed{{{problem.answer}}}<|im_end|>"
+        assert taught(tokenizer, lesson) == calls + answer and len(lesson.images) == 1 + len(windows)
+        assert taught(tokenizer, demonstrator.zoom(index, is_blind=True)) == answer
+
+
+@pytest.mark.parametrize(
+    ("thought", "expected"),
+    [
+        ("", "Step by step."),
+        ("41 + 65 = 106. 180 - 106 = 74. ", "Look again: 47."),
+        ("41 + 66 = 107. 180 - 107 = 73. ", "Look again: 47, 65."),
+        ("47 + 65 = 102. 180 - 102 = 78. ", "Compute again."),
+        ("65 - 47 = 18. ", "Another way."),
+    ],
+)
+def test_a_second_attempt_says_what_was_wrong_with_the_first(thought: str, expected: str) -> None:
+    problem = Problem("triangle_angles", 3, (47, 65), "x", "Find x.", "68", "47 + 65 = 112. 180 - 112 = 68.")
+    assert correction(Attempt(thought, "0"), problem) == expected
+
+
+def test_wrong_beginnings_are_calls_that_scored_nothing_and_can_be_repeated() -> None:
+    def turn(text: str, score: float | None) -> Turn:
+        info = {} if score is None else {"tool_score": score}
+        return Turn(0, 1, text, "stop", (), 0, (), info, 0.0, 0.0)
+
+    def beginnings(*turns: Turn) -> list[tuple[Attempt, ...]]:
+        return wrong_beginnings(cast(Trajectory, SimpleNamespace(turns=turns)))
+
+    first, second = Attempt("1 + 1 = 3. ", "3"), Attempt("", "4")
+    wrong = turn(first.thought + tool_call("3"), 0.0)
+    assert beginnings(wrong, turn(tool_call("4"), 0.0), turn("\\boxed{5}", None)) == [(first,), (first, second)]
+    assert beginnings(wrong, turn(tool_call("2"), 1.0)) == [(first,)]
+    assert beginnings(turn(tool_call("2"), 1.0)) == []
+    assert beginnings(turn("\\boxed{3}", None)) == []
+    assert beginnings(turn('<tool_call>{"name":"calc_score","arguments":{"answer":"3"}}</tool_call>', 0.0)) == []
 
 
 def test_demonstrations_show_only_problems_of_their_own_split() -> None:
@@ -80,7 +247,7 @@ def test_a_demonstration_is_the_same_every_time(tokenizer: Any) -> None:
     for index in reversed(range(40)):
         assert one[index].ids_T.tolist() == other[index].ids_T.tolist()
         assert one[index].loss_mask_T.tolist() == other[index].loss_mask_T.tolist()
-        assert np.array_equal(one[index].image_HW, other[index].image_HW)
+        assert np.array_equal(one[index].images, other[index].images)
 
 
 def test_a_misreading_is_shown_but_never_taught(tokenizer: Any) -> None:
@@ -132,26 +299,78 @@ def test_packed_demonstrations_have_the_loss_that_they_have_alone(tokenizer: Any
     assert together == pytest.approx(sum(loss * n for loss, n in sums) / sum(n for _, n in sums), rel=1e-5)
 
 
-def test_patches_cut_on_the_device_equal_those_of_the_image_processor() -> None:
-    grey = np.random.default_rng(0).integers(0, 256, (2, 128, 160), dtype=np.uint8)
-    pictures = [Image.fromarray(picture).convert("RGB") for picture in grey]
-    expected = build_image_processor()(images=pictures, return_tensors="np")["pixel_values"]
-    assert np.abs(patchify(torch.from_numpy(grey)).numpy() - expected).max() < 1e-6
+def test_patches_are_those_of_the_image_processor_whatever_the_sizes(collator: Collator) -> None:
+    rng = np.random.default_rng(0)
+    pictures = [rng.integers(0, 256, (*size, 3), dtype=np.uint8) for size in ((128, 160), (96, 64))]
+    images = [Image.fromarray(picture) for picture in pictures]
+    expected = build_image_processor()(images=images, return_tensors="np")["pixel_values"]
+    pad = [collator.pad_id]
+    ids_T = np.array([*pad, *[collator.image_token_id] * 20, *pad, *[collator.image_token_id] * 6, *pad])
+    lesson = Demonstration(ids_T, np.zeros(len(ids_T), dtype=np.bool_), tuple(pictures))
+    batch = replace(collator, picture_step=4, patch_step=64)([lesson])
+    pixels = batch.vision(26).pixels_PD.numpy()
+    assert np.abs(pixels[: len(expected)] - expected).max() < 1e-6
+    assert len(batch.grids) % 4 == 0 and len(pixels) % 64 == 0
+    assert sum(height * width for _, height, width in batch.grids) == len(pixels)
+
+
+def test_a_picture_that_the_model_sees_smaller_is_shown_smaller() -> None:
+    large = Image.fromarray(np.random.default_rng(1).integers(0, 256, (512, 640, 3), dtype=np.uint8))
+    expected, shown = ImageStore(build_image_processor(), 2).process(large), GridStore().process(large)
+    assert (shown.grid_thw, shown.num_tokens) == (expected.grid_thw, expected.num_tokens)
+    assert shown.picture is not None and expected.picture is not None
+    assert np.array_equal(np.asarray(shown.picture), np.asarray(expected.picture))
+
+
+def test_padding_changes_no_loss(tokenizer: Any, collator: Collator) -> None:
+    model = PolicyModel.load(STARTER_PATH)
+    demonstrations = [Demonstrator(tokenizer, 3, seed=2)[i] for i in range(3)]
+    padded = replace(collator, row_step=4, picture_step=8, patch_step=1024)(demonstrations)
+    assert padded.ids_BT.shape[0] == 4 and len(padded.grids) == 8
+    with torch.no_grad():
+        assert sft_loss(model, padded).item() == pytest.approx(
+            sft_loss(model, collator(demonstrations)).item(), rel=1e-5
+        )
+
+
+def test_a_probe_counts_what_a_greedy_policy_would_write_to_the_letter(tokenizer: Any, collator: Collator) -> None:
+    model, cpu = PolicyModel.load(STARTER_PATH), torch.device("cpu")
+    recipe = replace(TINY, stages=(Stage(1, 8, 1e-3, 1, problems={"levels": (1,)}),), num_probes=8)
+    probe = Probe(tokenizer, recipe, 0, collator)
+    right = []
+    for lesson in probe.lessons:
+        prompt = lesson.ids_T[~lesson.loss_mask_T]
+        request = GenerateRequest(
+            tuple(int(i) for i in prompt),
+            (ImageStore(build_image_processor(), 2).process(Image.fromarray(lesson.images[0])),),
+            len(lesson.ids_T),
+            SamplingParams(0.0, (tokenizer.eos_token_id,)),
+            0,
+        )
+        right.append(asyncio.run(_generate(model, request)) == tuple(lesson.ids_T[lesson.loss_mask_T]))
+    scores = probe.measure(model, cpu)
+    assert scores.exact == sum(right) / 8
+    assert 0.3 < scores.reading <= 1.0  # the bundled starter can read
+
+
+async def _generate(model: PolicyModel, request: GenerateRequest) -> tuple[int, ...]:
+    async with HFEngine(model).session() as session:
+        return (await session.generate(request)).ids
 
 
 def test_the_learning_rate_warms_up_and_falls_to_a_hundredth() -> None:
-    stage = RECIPES["starter"].stages[0]
+    stage = RECIPES["bundled"].stages[0]
     assert lr_at(0, stage) == pytest.approx(stage.lr / stage.warmup_steps)
     assert lr_at(stage.warmup_steps, stage) == pytest.approx(stage.lr)
     assert lr_at(stage.steps, stage) == pytest.approx(stage.lr / 100)
+    assert lr_at(stage.steps, replace(stage, final_lr=1.0)) == pytest.approx(stage.lr)
 
 
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
         (["--recipe", "smok"], "did you mean 'smoke'"),
-        (["--first-stage", "9"], f"1 to {len(RECIPES['starter'].stages)}"),
-        (["--first-stage", "2"], "--init"),
+        (["--max-minutes", "-1"], "greater than or equal to 0"),
     ],
 )
 def test_bad_arguments_are_one_line(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
