@@ -1,0 +1,53 @@
+"""How ranks share one network: the sizes of Megatron's parallel groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many ranks share the parts of one network and of one stream. A size of 1 means: not shared.
+
+    `tensor` and `pipeline` cut the network, `context` cuts the stream. The experts of a mixture are cut on their own:
+    `expert` shares them out whole, `expert_tensor` cuts each. With `sequence`, the ranks of a tensor group also share
+    the tokens between its matrices.
+
+    Example::
+
+        >>> layout = Layout(tensor=2, pipeline=2)
+        >>> layout.model_parallel, layout.data_parallel(8)
+        (4, 2)
+        >>> Layout(tensor=4, expert=8, expert_tensor=1).expert_data_parallel(16)
+        2
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    context: int = 1
+    sequence: bool = False
+
+    @property
+    def model_parallel(self) -> int:
+        """The number of ranks that compute one stream together."""
+        return self.tensor * self.pipeline * self.context
+
+    @property
+    def expert_parallel(self) -> int:
+        """The number of ranks that hold the experts of the whole network once."""
+        return self.expert * self.expert_tensor * self.pipeline
+
+    def data_parallel(self, num_ranks: int) -> int:
+        """Return how many groups of `num_ranks` ranks compute different streams at once."""
+        return _share(num_ranks, self.model_parallel)
+
+    def expert_data_parallel(self, num_ranks: int) -> int:
+        """Return how many of `num_ranks` ranks hold the same experts."""
+        return _share(num_ranks, self.expert_parallel)
+
+
+def _share(num_ranks: int, size: int) -> int:
+    assert num_ranks % size == 0, f"{num_ranks} ranks, groups of {size}"
+    return num_ranks // size
