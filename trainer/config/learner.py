@@ -10,12 +10,51 @@ from envs.config.settings import Section
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.inputs import ModelConfig
 
+Backend = Literal["fsdp", "megatron"]
 Offload = Literal["none", "optimizer", "all"]
 Reshard = Literal["auto", "always", "never"]
 
 
-class ClusterConfig(Section):
-    """Learner processes. By default training runs in the process of the command, without Ray."""
+class BackendConfig(Section):
+    """Backend of the learner, and how its ranks share one network."""
+
+    backend: Backend = Field(
+        default="fsdp",
+        description="what trains. fsdp: FSDP2, which shards weights; megatron: Megatron-Core, whose ranks also share "
+        "the computation, as --tp to --sp say",
+    )
+    tp: int = Field(default=1, ge=1, description="learner ranks that share each matrix (tensor parallel)")
+    pp: int = Field(default=1, ge=1, description="learner ranks that share the layers (pipeline parallel)")
+    ep: int = Field(default=1, ge=1, description="learner ranks that share the experts of a mixture (expert parallel)")
+    etp: int = Field(default=1, ge=1, description="learner ranks that share each expert (expert tensor parallel)")
+    cp: int = Field(default=1, ge=1, description="learner ranks that share each stream (context parallel)")
+    sp: bool = Field(
+        default=False, description="share the tokens between the matrices among the --tp ranks (sequence parallel)"
+    )
+    pad_microbatches: bool = Field(
+        default=False,
+        description="pad every micro-batch to --max-tokens-per-microbatch, so all have one shape: pipeline stages need "
+        "not tell each other its length, and GPU memory stays in one piece",
+    )
+
+    @field_validator("tp", "pp", "ep", "etp", "cp", "sp", "pad_microbatches")
+    @classmethod
+    def _has_a_reader(cls, value: Any, info: ValidationInfo) -> Any:
+        default = cls.model_fields[str(info.field_name)].default
+        if value != default and info.data.get("backend") == "fsdp":
+            raise ValueError("needs --backend megatron, or nothing reads it")
+        return value
+
+    @field_validator("sp")
+    @classmethod
+    def _has_tensor_ranks(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("tp") == 1:
+            raise ValueError("needs --tp of at least 2, whose ranks share the tokens")
+        return value
+
+
+class ClusterConfig(BackendConfig):
+    """Learner processes and their backend. By default training runs in the process of the command, without Ray."""
 
     num_gpus: int = Field(
         default=0, ge=0, description="learner processes, one GPU each, through Ray; 0: train in this process"
@@ -37,6 +76,8 @@ class ClusterConfig(Section):
     def _is_one_kind(cls, value: int, info: ValidationInfo) -> int:
         if value and info.data.get("num_gpus"):
             raise ValueError("cannot be given together with --num-gpus, which has a learner process on each GPU")
+        if value and info.data.get("backend") == "megatron":
+            raise ValueError("cannot be given together with --backend megatron, which needs --num-gpus")
         return value
 
     @field_validator("ray_address")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from trainer.config.learner import BackendConfig
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -28,6 +30,11 @@ class Layout:
     expert_tensor: int = 1
     context: int = 1
     sequence: bool = False
+
+    @classmethod
+    def of(cls, config: BackendConfig) -> Layout:
+        """Return the layout of the flags `--tp` to `--sp`."""
+        return cls(config.tp, config.pp, config.ep, config.etp, config.cp, config.sp)
 
     @property
     def model_parallel(self) -> int:
