@@ -46,6 +46,9 @@ from trainer.types import Row, StepStats, TrainingSample
 
 logger = logging.getLogger(__name__)
 
+#: Every rank holds the whole network.
+MEGATRON = BackendConfig(backend="megatron")
+
 
 class MegatronLearner(StepLearner[ThdBatch]):
     """One rank's part of the training weights.
@@ -65,7 +68,7 @@ class MegatronLearner(StepLearner[ThdBatch]):
         optim: OptimConfig = OptimConfig(),
         algorithm: AlgorithmConfig = AlgorithmConfig(),
         config: LearnerConfig = LearnerConfig(),
-        backend: BackendConfig = BackendConfig(backend="megatron"),
+        backend: BackendConfig = MEGATRON,
         device: torch.device | str = "cuda",
         dtype: torch.dtype = torch.bfloat16,
         seed: int = 0,

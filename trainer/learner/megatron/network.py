@@ -47,6 +47,8 @@ def provider_settings(
         "fp16": False,
         "calculate_per_token_loss": True,
         "variable_seq_lengths": not row_length,
+        "should_pad_vocab": True,  # so that any vocabulary can be shared; vocab_scores ignores the padding
+        "make_vocab_size_divisible_by": 1,
         "gradient_accumulation_fusion": False,  # needs Apex
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
