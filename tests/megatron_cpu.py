@@ -39,7 +39,7 @@ def on_cpu() -> None:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     if not hasattr(typing, "override"):  # the packages are for Python 3.12
         typing.override = typing_extensions.override  # type: ignore[attr-defined]
-    import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401  before the names below are changed
+    import megatron.core.models.gpt.gpt_layer_specs
     import megatron.core.pipeline_parallel
     import megatron.core.tensor_parallel.random
 
@@ -61,7 +61,23 @@ def on_cpu() -> None:
     kind = torch.Tensor.type
     torch.Tensor.type = lambda self, *to: kind(self, *to) if to else kind(self).replace("torch.", "torch.cuda.")  # type: ignore
     _name_cpu("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like", "rand", "randn")
+    _keep_steps()
     _name_transformer_engine()
+
+
+def _keep_steps() -> None:
+    """Let the distributed optimizer read a folder with torch's AdamW, whose step it keeps beside the moments.
+
+    Only TransformerEngine's AdamW, which a GPU uses, has none there.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    fill: Any = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def filled(self: Any, parameter: Any, tensors: dict[str, Any]) -> None:
+        fill(self, parameter, {"step": None, **tensors})
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = filled
 
 
 def _name_cpu(*names: str) -> None:
@@ -111,4 +127,3 @@ def local_layers(provider: Any) -> None:
     provider.moe_grouped_gemm = provider.moe_permute_fusion = False
     provider.bias_activation_fusion = provider.bias_dropout_fusion = provider.masked_softmax_fusion = False
     provider.persist_layer_norm = provider.apply_rope_fusion = False
-

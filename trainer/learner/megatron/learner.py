@@ -35,10 +35,10 @@ from trainer.learner.collectives import ensure_process_group, reduce_over_ranks
 from trainer.learner.hf_folder import write_weights
 from trainer.learner.layout import Layout
 from trainer.learner.megatron.adapters import disabled
-from trainer.learner.megatron.network import MegatronNetwork, start_parallel
+from trainer.learner.megatron.network import MegatronNetwork, check_rope, start_parallel
 from trainer.learner.megatron.optimizer import MegatronOptimizer
 from trainer.learner.megatron.state import MegatronState
-from trainer.learner.megatron.thd import ThdBatch, padding_multiple, reporter, single_rows, thd_batch
+from trainer.learner.megatron.thd import ThdBatch, padding_multiple, single_rows, thd_batch
 from trainer.learner.step_learner import SampleLogprobs, StepLearner, by_sample
 from trainer.learner.step_sums import StepSums
 from trainer.learner.weights_io import empty_model
@@ -90,6 +90,7 @@ class MegatronLearner(StepLearner[ThdBatch]):
         if config.freeze_vision and not self.model.architecture.vision:
             rule = "needs a network that takes images"
             raise UserError("--freeze-vision", rule, self.model.config.model_type, "leave it out")
+        check_rope(self.model.config)
         start_parallel(self.layout, seed)
         self.network = MegatronNetwork(path, config, self.layout, dtype, self._row_length, changed=changed)
         self.layout = replace(self.layout, sequence=self.network.sequence)
@@ -113,6 +114,10 @@ class MegatronLearner(StepLearner[ThdBatch]):
         groups = self.network.groups
         ranks = (groups.get_tensor_model_parallel_rank(), groups.get_context_parallel_rank())
         return self.network.is_last_stage and ranks == (0, 0)
+
+    @property
+    def _first_reporter(self) -> int:
+        return self.layout.first_of_last_stage(dist.get_world_size())
 
     def _rows(self, samples: Sequence[TrainingSample]) -> list[Row]:
         return single_rows(samples, padding_multiple(self.layout))
@@ -201,7 +206,7 @@ class MegatronLearner(StepLearner[ThdBatch]):
         if self._is_reporter:
             stats = sums.stats(lr, self.network.groups.get_data_parallel_group())
         shared = [replace(stats, logprobs={}) if stats else None]
-        dist.broadcast_object_list(shared, src=reporter(self.layout, dist.get_world_size()), device=self.device)
+        dist.broadcast_object_list(shared, src=self._first_reporter, device=self.device)
         assert shared[0] is not None, "the first reporter has the statistics"
         return replace(shared[0], logprobs=stats.logprobs if stats else {})
 
@@ -217,7 +222,7 @@ class MegatronLearner(StepLearner[ThdBatch]):
 
         with self.lock, torch.no_grad():
             self.network.run(iter([batch]), 1, SamplingLaw(), seen=seen)
-            dist.broadcast(values_N, src=reporter(self.layout, dist.get_world_size()))
+            dist.broadcast(values_N, src=self._first_reporter)
         return values_N.cpu().numpy()
 
     def _every_token(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> TrainingSample:

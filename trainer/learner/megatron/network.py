@@ -19,11 +19,14 @@ import torch
 from torch import Tensor
 
 from agents.types import SamplingLaw
+from envs.errors import UserError
 from trainer.config.learner import LearnerConfig
 from trainer.learner.layout import Layout
 from trainer.learner.megatron.thd import ThdBatch
 from trainer.learner.megatron.vocab_scores import VocabShard, join_context, vocab_scores
 
+#: Weights with a row for each id, and more rows where the vocabulary is padded.
+_VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 #: Takes a micro-batch, its log-probs (N,) and entropies (N,); returns its share of the loss.
 LossOf = Callable[[ThdBatch, Tensor, Tensor], Tensor]
 
@@ -66,6 +69,24 @@ def provider_settings(
             "recompute_num_layers": recomputed,
         }
     return settings
+
+
+def check_rope(config: Any) -> None:
+    """Refuse rotary positions that Megatron would silently compute otherwise.
+
+    Megatron-core holds three of the four numbers of Llama 3's scaling as constants (`RotaryEmbedding._apply_scaling`).
+
+    Raises:
+        UserError: the network has others.
+    """
+    text = config.get_text_config()
+    rope: dict[str, Any] = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    kind = rope.get("rope_type", "default")
+    constants = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    others = {name: rope[name] for name, value in constants.items() if rope.get(name, value) != value}
+    if kind not in ("default", "mrope", "llama3") or (kind == "llama3" and others):
+        rule = "needs rotary positions that Megatron knows: default, or llama3 with the numbers of Llama 3"
+        raise UserError("--backend megatron", rule, f"{kind} {others or ''}".strip(), "give --backend fsdp")
 
 
 def start_parallel(layout: Layout, seed: int) -> None:
@@ -111,7 +132,7 @@ class MegatronNetwork:
         from megatron.bridge import AutoBridge
         from megatron.core import parallel_state
 
-        self.layout, self.is_trained, self.dtype = layout, is_trained, dtype
+        self.layout, self.dtype = layout, dtype
         self.bridge: Any = AutoBridge.from_hf_pretrained(str(path))
         provider: Any = self.bridge.to_megatron_provider(load_weights=True)
         self._row_length = row_length
@@ -145,6 +166,13 @@ class MegatronNetwork:
         from megatron.core.utils import get_model_config
 
         return get_model_config(self.chunks[0])
+
+    @property
+    def bare(self) -> Any:
+        """The network without what Megatron wraps around it for gradients and precision."""
+        from megatron.core.utils import unwrap_model
+
+        return unwrap_model(self.chunks[0])
 
     def run(
         self,
@@ -234,7 +262,9 @@ class MegatronNetwork:
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the full weights, adapters merged, by their names in a checkpoint; every rank must take all."""
-        yield from self.bridge.export_hf_weights(self.chunks, cpu=False, show_progress=False)
+        for name, weight in self.bridge.export_hf_weights(self.chunks, cpu=False, show_progress=False):
+            is_padded = name.endswith(_VOCABULARY) and len(weight) > self.vocab_size
+            yield name, weight[: self.vocab_size] if is_padded else weight
 
     def zero_gradients(self) -> None:
         """Forget the gradients."""

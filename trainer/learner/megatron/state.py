@@ -41,8 +41,7 @@ class MegatronState:
         self._is_pending = False
 
     def _state(self, is_loading: bool) -> dict[str, Any]:
-        chunks = self._network.chunks
-        state = {"model": chunks[0].sharded_state_dict(metadata=_METADATA)}
+        state = {"model": self._network.bare.sharded_state_dict(metadata=_METADATA)}
         state["optimizer"] = self._optimizer.inner.sharded_state_dict(state, is_loading=is_loading, metadata=_METADATA)
         return state
 
@@ -101,7 +100,7 @@ class MegatronState:
         except (CheckpointingException, KeyError) as error:
             rule, fix = "must hold the network that this run trains", "leave --model, --freeze-vision and --lora-*"
             raise UserError("--resume", rule, str(error).splitlines()[0], f"{fix} as they were") from error
-        self._network.chunks[0].load_state_dict(state["model"])
+        self._network.bare.load_state_dict(state["model"])
         if with_optimizer:
             self._optimizer.inner.load_state_dict(state["optimizer"])
         return int(torch.as_tensor(state[_STEPS]))

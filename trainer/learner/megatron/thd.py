@@ -158,19 +158,3 @@ class PaddedRow(Row):
 def single_rows(samples: Sequence[TrainingSample], multiple: int) -> list[Row]:
     """Return a row for each sample."""
     return [PaddedRow((sample,), multiple) for sample in samples]
-
-
-def data_rank(layout: Layout, rank: int, num_ranks: int) -> int:
-    """Return which share of the samples a rank trains on; ranks of one model-parallel group have the same.
-
-    Megatron numbers ranks by tensor, context, data and pipeline, tensor first.
-
-    >>> [data_rank(Layout(tensor=2, pipeline=2), rank, 8) for rank in range(8)]
-    [0, 0, 1, 1, 0, 0, 1, 1]
-    """
-    return rank // (layout.tensor * layout.context) % layout.data_parallel(num_ranks)
-
-
-def reporter(layout: Layout, num_ranks: int) -> int:
-    """Return the first rank that knows log-probs: that of the last pipeline stage."""
-    return num_ranks // layout.pipeline * (layout.pipeline - 1)
