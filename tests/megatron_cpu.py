@@ -14,6 +14,7 @@ import typing
 from typing import Any
 
 import torch
+import torch.utils._device
 import typing_extensions
 
 
@@ -82,6 +83,8 @@ def _keep_steps() -> None:
 
 def _name_cpu(*names: str) -> None:
     """Let torch's makers of tensors take device "cuda" for the CPU."""
+
+    torch.utils._device._device_constructors()  # before they are replaced: it looks for the true ones
 
     def wrapped(make: Any) -> Any:
         def made(*args: Any, **options: Any) -> Any:
