@@ -74,10 +74,20 @@ def _keep_steps() -> None:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     fill: Any = DistributedOptimizer._set_main_param_and_optimizer_states
+    sharded: Any = DistributedOptimizer.sharded_state_dict
 
     def filled(self: Any, parameter: Any, tensors: dict[str, Any]) -> None:
         fill(self, parameter, {"step": None, **tensors})
 
+    def begun(self: Any, *args: Any, **options: Any) -> Any:
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                if p not in self.optimizer.state:
+                    zeros = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+                    self.optimizer.state[p] = {"step": torch.tensor(0.0), **zeros}
+        return sharded(self, *args, **options)
+
+    DistributedOptimizer.sharded_state_dict = begun
     DistributedOptimizer._set_main_param_and_optimizer_states = filled
 
 

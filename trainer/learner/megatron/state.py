@@ -83,6 +83,8 @@ class MegatronState:
     def restore(self, folder: Path, with_optimizer: bool = True) -> int:
         """Fill network and optimizer from a folder that any layout wrote; return the steps done.
 
+        Betas and weight decay stay those of this optimizer.
+
         Raises:
             UserError: the folder holds another network, or another backend wrote it.
         """
@@ -102,5 +104,8 @@ class MegatronState:
             raise UserError("--resume", rule, str(error).splitlines()[0], f"{fix} as they were") from error
         self._network.bare.load_state_dict(state["model"])
         if with_optimizer:
+            kept = [(group["betas"], group["weight_decay"]) for group in self._optimizer.param_groups]
             self._optimizer.inner.load_state_dict(state["optimizer"])
+            for group, (betas, decay) in zip(self._optimizer.param_groups, kept, strict=True):
+                group["betas"], group["weight_decay"] = betas, decay
         return int(torch.as_tensor(state[_STEPS]))
