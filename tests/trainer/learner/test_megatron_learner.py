@@ -153,7 +153,7 @@ def test_weights_come_out_as_they_went_in_and_transformers_reads_what_is_saved(
     saved = dict(PolicyModel.load(done / f"{name}-model").named_parameters())
     assert saved.keys() == got["weights"].keys()
     assert all(torch.equal(saved[n], weight) for n, weight in got["weights"].items())
-    assert [(f"backbone.{n}", shape) for n, shape in got["shapes"]] == [(n, tuple(w.shape)) for n, w in saved.items()]
+    assert {f"backbone.{n}": shape for n, shape in got["shapes"]} == {n: tuple(w.shape) for n, w in saved.items()}
 
 
 @pytest.mark.slow
