@@ -147,7 +147,7 @@ def _record(places: dict[str, nn.Module]) -> tuple[dict[str, Tensor], list[Any]]
     def keeper(name: str) -> Callable[..., None]:
         def keep(_: nn.Module, __: Any, output: Any) -> None:
             tensor = output[0] if isinstance(output, tuple) else output
-            states[name] = tensor.detach().float().cpu()
+            states[name] = tensor.detach().float().cpu().clone()  # Megatron adds to it in place
 
         return keep
 

@@ -149,6 +149,7 @@ class MegatronNetwork:
         self.chunks: list[Any] = provider.provide_distributed_model(
             ddp_config=_ddp_config() if is_trained else None, wrap_with_ddp=is_trained
         )
+        _activate_mergers(self.chunks)
         self.vocab_size = int(self.bridge.hf_pretrained.config.get_text_config().vocab_size)
         self.sees = hasattr(provider, "vision_config")
         self.groups = parallel_state
@@ -288,6 +289,17 @@ def _scores(
     scores = vocab_scores(hidden_MH, weight_VH, batch.targets_N[chosen_M], law, network.shard(len(weight_VH)))
     group = network.groups.get_context_parallel_group() if network.context[1] > 1 else None
     return join_context(torch.stack(scores), chosen_M, len(batch.targets_N), group)
+
+
+def _activate_mergers(chunks: Sequence[Any]) -> None:
+    """Give the mergers of Qwen3-VL's vision tower the exact GELU that the model was trained with.
+
+    Megatron-Bridge 0.6.2 gives them the tower's own activation, GELU by tanh; features then differ by 2e-4.
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            if type(module).__name__ == "Qwen3VLVisionPatchMerger":
+                module.activation_func = torch.nn.functional.gelu
 
 
 def _ddp_config() -> Any:
