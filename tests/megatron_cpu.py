@@ -2,7 +2,7 @@
 
 Megatron names CUDA in many places where the current device would do; `on_cpu` answers for it. What is left of Megatron
 is its own: the networks, the parallel layers, the pipeline schedules, the distributed optimizer, the conversion of
-checkpoints. Without TransformerEngine there are no packed rows, no context parallelism and no Qwen3-VL.
+checkpoints. `tests.megatron_layers` stands for TransformerEngine's layers; there is no context parallelism.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.utils._device
 import typing_extensions
+
+from tests import megatron_layers
 
 
 class _Stream:
@@ -64,6 +66,10 @@ def on_cpu() -> None:
     _name_cpu("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like", "rand", "randn")
     _keep_steps()
     _name_transformer_engine()
+    megatron_layers.install()
+    import megatron.bridge
+
+    megatron_layers.install()
 
 
 def _keep_steps() -> None:
@@ -126,17 +132,8 @@ def _name_transformer_engine() -> None:
     sys.modules |= {"transformer_engine": top, "transformer_engine.pytorch": layers}
 
 
-def local_layers(provider: Any) -> None:
-    """Let a provider of Megatron-Bridge build Megatron-core's own layers."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-
-    provider.transformer_layer_spec = get_gpt_layer_local_spec(
-        num_experts=provider.num_moe_experts,
-        moe_grouped_gemm=False,
-        qk_layernorm=provider.qk_layernorm,
-        normalization=provider.normalization,
-    )
+def without_kernels(provider: Any) -> None:
+    """Let a provider of Megatron-Bridge build on the CPU, without fused kernels."""
     provider.use_cpu_initialization = True
-    provider.moe_grouped_gemm = provider.moe_permute_fusion = False
     provider.bias_activation_fusion = provider.bias_dropout_fusion = provider.masked_softmax_fusion = False
     provider.persist_layer_norm = provider.apply_rope_fusion = False

@@ -34,7 +34,12 @@ from trainer.types import TrainingSample
 
 OPTIM = OptimConfig(lr=1e-3, warmup_steps=0, weight_decay=0.1, minibatches=2)
 PARAMS = SamplingParams(temperature=0.7)
-LAYOUTS: Mapping[str, dict[str, Any]] = {"data": {}, "tensor": {"tp": 2}, "pipeline": {"pp": 2}}
+LAYOUTS: Mapping[str, dict[str, Any]] = {
+    "data": {},
+    "tensor": {"tp": 2},
+    "sequence": {"tp": 2, "sp": True},
+    "pipeline": {"pp": 2},
+}
 
 
 def streams(folder: Path) -> list[list[TrainingSample]]:
@@ -45,7 +50,7 @@ def streams(folder: Path) -> list[list[TrainingSample]]:
 
 def rank_main(rank: int, folder: Path, layouts: Mapping[str, dict[str, Any]], out: Path) -> None:
     """Take a step under each layout, resume what the first one wrote, and let rank 0 keep what is left."""
-    from tests.megatron_cpu import local_layers, on_cpu
+    from tests.megatron_cpu import on_cpu, without_kernels
 
     minibatches = streams(folder)
     on_cpu()
@@ -56,7 +61,7 @@ def rank_main(rank: int, folder: Path, layouts: Mapping[str, dict[str, Any]], ou
     for name, flags in layouts.items():
 
         def change(provider: Any, flags: dict[str, Any] = flags) -> None:
-            local_layers(provider)
+            without_kernels(provider)
             if "pp" in flags:
                 provider.num_layers_in_first_pipeline_stage = 2  # of three
 
@@ -64,7 +69,6 @@ def rank_main(rank: int, folder: Path, layouts: Mapping[str, dict[str, Any]], ou
         learner = MegatronLearner(
             folder, PARAMS, 5, OPTIM, backend=backend, device="cpu", dtype=torch.float32, changed=change
         )
-        learner.network.is_packed = False
         shares = Layout.of(backend).data_parallel(2)
         number = learner.layout.data_rank(rank, 2)
         mine = [samples[number::shares] for samples in minibatches]

@@ -91,6 +91,10 @@ class MegatronLearner(StepLearner[ThdBatch]):
             rule = "needs a network that takes images"
             raise UserError("--freeze-vision", rule, self.model.config.model_type, "leave it out")
         check_rope(self.model.config)
+        vocabulary = int(self.model.config.get_text_config().vocab_size)
+        if self.model.architecture.vision and vocabulary % self.layout.tensor:
+            rule = f"must divide the vocabulary of {vocabulary} ids of a network that takes images"
+            raise UserError("--tp", rule, self.layout.tensor, "give a divisor of it")
         start_parallel(self.layout, seed)
         self.network = MegatronNetwork(path, config, self.layout, dtype, self._row_length, changed=changed)
         self.layout = replace(self.layout, sequence=self.network.sequence)
