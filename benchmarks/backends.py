@@ -5,7 +5,7 @@ Megatron under each layout; it compares loss, norm of the gradient, log-probs an
 with Transformers, resumes under another layout, and traces layer by layer where bfloat16 parts the two networks.
 
 Each row is written as it is made. A case that fails is a row with its error; the command then ends with 1.
-On a CPU (`--device cpu`) it runs what Megatron can with plain layers: no context parallelism, no experts, float32.
+On a CPU (`--device cpu`) it runs what Megatron can with plain layers: float32, no experts, no --cp, no --sp.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def cases(device: str, num_gpus: int) -> list[Case]:
             is_moe = model == "qwen3_vl_moe"
             if ranks > num_gpus or ("ep" in flags and not is_moe):
                 continue
-            if device == "cpu" and (model not in ON_CPU or "cp" in flags):
+            if device == "cpu" and (model not in ON_CPU or "cp" in flags or "sp" in flags):
                 continue
             if "cp" not in flags:  # context parallelism cuts packed rows alone
                 found.append(Case(model, layout, "float32", packed=False))

@@ -93,6 +93,14 @@ def _keep_steps() -> None:
                     self.optimizer.state[p] = {"step": torch.tensor(0.0), **zeros}
         return sharded(self, *args, **options)
 
+    load: Any = DistributedOptimizer.load_state_dict
+
+    def loaded(self: Any, state: Any) -> None:
+        load(self, state)
+        for moments in self.optimizer.state.values():  # all have got one tensor, which each parameter would count up
+            moments["step"] = moments["step"].clone()
+
+    DistributedOptimizer.load_state_dict = loaded
     DistributedOptimizer.sharded_state_dict = begun
     DistributedOptimizer._set_main_param_and_optimizer_states = filled
 

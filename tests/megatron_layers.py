@@ -64,7 +64,9 @@ def install() -> None:
         layer.__name__ = name  # Megatron-Bridge finds out by the name how a layer is shared
     names = layers | {"TESpecProvider": TESpecProvider, "HAVE_TE": True}
     for module in list(sys.modules.values()):
-        if getattr(module, "__name__", "").startswith("megatron"):
+        where = getattr(module, "__name__", "")
+        # Checkpoints would look for a dtype of TransformerEngine's own.
+        if where.startswith("megatron") and "dist_checkpointing" not in where:
             for name in names.keys() & vars(module).keys():
                 setattr(module, name, names[name])
 

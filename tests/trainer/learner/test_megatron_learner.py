@@ -37,7 +37,6 @@ PARAMS = SamplingParams(temperature=0.7)
 LAYOUTS: Mapping[str, dict[str, Any]] = {
     "data": {},
     "tensor": {"tp": 2},
-    "sequence": {"tp": 2, "sp": True},
     "pipeline": {"pp": 2},
 }
 
