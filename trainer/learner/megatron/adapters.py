@@ -1,5 +1,6 @@
 """LoRA through Megatron-Bridge's adapters, under the names of the layers in a checkpoint."""
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import contextlib

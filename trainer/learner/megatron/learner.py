@@ -7,6 +7,7 @@ adds them to the statistics.
 Legend: N model tokens of a micro-batch or sample, T tokens of a stream.
 """
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import contextlib

@@ -9,6 +9,7 @@ gradients up without a factor, over context-parallel ranks as well. `finalize_mo
 tokens; it is given none.
 """
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
@@ -181,7 +182,7 @@ class MegatronNetwork:
         count: int,
         law: SamplingLaw,
         loss_of: LossOf | None = None,
-        seen: Callable[[ThdBatch, Tensor, Tensor], None] | None = None,
+        seen: Callable[[ThdBatch, Tensor, Tensor], object] | None = None,
     ) -> None:
         """Run `count` micro-batches forward, and backward if `loss_of` is given; all ranks must run as many.
 

@@ -1,5 +1,6 @@
 """AdamW over Megatron-core's distributed optimizer: float32 weights and moments, sharded over data-parallel ranks."""
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import math

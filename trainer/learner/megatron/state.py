@@ -3,6 +3,7 @@
 They hold network, optimizer and the steps done. There is no state of random generators: nothing in the step draws.
 """
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 from pathlib import Path
