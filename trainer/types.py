@@ -88,19 +88,25 @@ class Row:
 
 
 @dataclass(frozen=True, eq=False)
-class MicroBatch:
-    """Rows packed one after another, with the inputs of the loss for every model token.
+class TokenBatch:
+    """The inputs of the loss for every model token of a micro-batch.
 
     All tensors hold the model tokens of `samples` in that order; `sample_N` is the number of each token's sample.
     """
 
     samples: tuple[TrainingSample, ...]
-    packed: PackedStreams
     sample_N: Tensor
     turns_N: Tensor
     rollout_logprobs_N: Tensor
     advantages_N: Tensor
     weights_N: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch(TokenBatch):
+    """Rows packed one after another, with the inputs of the loss."""
+
+    packed: PackedStreams
 
 
 @dataclass(frozen=True, eq=False)

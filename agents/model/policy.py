@@ -76,6 +76,10 @@ class PolicyModel(nn.Module):
         weights = weights if weights is not None else dict(self.named_parameters())  # names a tied weight once
         state = {n.removeprefix("backbone."): tensor.detach().to("cpu", dtype) for n, tensor in weights.items()}
         backbone.save_pretrained(folder, state_dict=state)
+        self.save_settings(folder, dtype)
+
+    def save_settings(self, folder: str | Path, dtype: torch.dtype) -> None:
+        """Write the configuration of a Hugging Face folder whose weights are in `dtype`."""
         config = copy.deepcopy(self.config)
         for part in (config, *(getattr(config, name) for name in config.sub_configs)):
             part.dtype = str(dtype).removeprefix("torch.")

@@ -25,7 +25,7 @@ from agents.types import ProcessedImage, Trajectory, TrajectoryGroup
 from trainer.algorithms.advantages import Advantages
 from trainer.algorithms.aggregation import token_weights
 from trainer.config.algorithm import AlgorithmConfig
-from trainer.types import Advantage, MicroBatch, Row, TrainingSample
+from trainer.types import Advantage, MicroBatch, Row, TokenBatch, TrainingSample
 
 T = TypeVar("T")
 
@@ -218,24 +218,29 @@ def collate(
             before.append(np.where(before_T < prefix, before_T + start, before_T - prefix + end))
             end += own
     samples = tuple(sample for row in rows for sample in row.samples)
+    packed = PackedStreams.build(
+        ids_T=np.concatenate(ids),
+        positions_3T=np.concatenate(positions, axis=1),
+        spans=[span for span in spans if span.length],
+        images=[row.images for row in rows],
+        before_N=np.concatenate(before),
+        targets_N=np.concatenate([s.ids_T[s.mask_T] for s in samples]),
+        image_token_id=image_token_id,
+        device=device,
+        with_buckets=needs_buckets(torch.device(device), dtype),
+    )
+    return MicroBatch(**vars(token_batch(samples, device)), packed=packed)
+
+
+def token_batch(samples: Sequence[TrainingSample], device: torch.device | str) -> TokenBatch:
+    """Return the inputs of the loss for the model tokens of samples, in their order."""
     counts = [int(s.mask_T.sum()) for s in samples]
 
     def tensor(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(device, non_blocking=True)
 
-    return MicroBatch(
-        samples=samples,
-        packed=PackedStreams.build(
-            ids_T=np.concatenate(ids),
-            positions_3T=np.concatenate(positions, axis=1),
-            spans=[span for span in spans if span.length],
-            images=[row.images for row in rows],
-            before_N=np.concatenate(before),
-            targets_N=np.concatenate([s.ids_T[s.mask_T] for s in samples]),
-            image_token_id=image_token_id,
-            device=device,
-            with_buckets=needs_buckets(torch.device(device), dtype),
-        ),
+    return TokenBatch(
+        samples=tuple(samples),
         sample_N=tensor(np.repeat(np.arange(len(samples)), counts)),
         turns_N=tensor(np.concatenate([s.turns_T[s.mask_T] for s in samples])),
         rollout_logprobs_N=tensor(np.concatenate([s.logprobs_T[s.mask_T] for s in samples])),

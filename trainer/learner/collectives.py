@@ -13,8 +13,10 @@ def ensure_process_group(device: torch.device) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
 
 
-def reduce_over_ranks(values: list[float], op: dist.ReduceOp.RedOpType, device: torch.device) -> list[float]:
-    """Return the values reduced over all ranks, in float64. Every rank must call it with as many values."""
+def reduce_over_ranks(
+    values: list[float], op: dist.ReduceOp.RedOpType, device: torch.device, group: dist.ProcessGroup | None = None
+) -> list[float]:
+    """Return the values reduced over all ranks, or those of a group, in float64. All must call it with as many."""
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(tensor, op=op)
+    dist.all_reduce(tensor, op=op, group=group)
     return tensor.tolist()

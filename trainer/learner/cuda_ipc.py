@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from trainer.learner.buckets import buckets
-from trainer.learner.fsdp_learner import FSDPLearner
+from trainer.learner.protocol import WeightSource
 
 #: Values of one message: 2 GiB in bfloat16.
 BUCKET_VALUES = 2**30
@@ -33,7 +33,7 @@ class Loan:
 
 
 @contextmanager
-def lend_weights(learner: FSDPLearner) -> Iterator[Loan]:
+def lend_weights(learner: WeightSource) -> Iterator[Loan]:
     """Lend the weights of a learner of this process.
 
     The weights, in the learner's `dtype`, stay in memory until the context is left: leave it when every receiver has

@@ -9,12 +9,10 @@ Legend: N model tokens of a micro-batch or sample.
 from __future__ import annotations
 
 import contextlib
-import math
-import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,14 +24,12 @@ from torch.distributed.tensor import DTensor
 
 from agents.engines.sglang.adapters import Adapter
 from agents.model.cpu import keep_freed_memory
-from agents.model.kernel_cache import keep_kernels
 from agents.model.policy import PolicyModel
 from agents.model.stream_logprobs import stream_logprobs
 from agents.types import ProcessedImage, SamplingParams
-from trainer.algorithms.objective import objective
 from trainer.config.algorithm import AlgorithmConfig
-from trainer.config.learner import LearnerConfig, LearnerPlan, OptimConfig
-from trainer.data.packing import balanced_bins, collate, filler_row, pack_rows
+from trainer.config.learner import LearnerConfig, OptimConfig
+from trainer.data.packing import collate, filler_row, pack_rows
 from trainer.learner.collectives import ensure_process_group, reduce_over_ranks
 from trainer.learner.dcp_state import StateWriter, restore, trained_state
 from trainer.learner.lora import add_lora, disabled, is_adapter, merged_weights, packed_adapter, plain_name
@@ -49,15 +45,13 @@ from trainer.learner.sharding import (
     shard,
     trainable_parameters,
 )
+from trainer.learner.step_learner import SampleLogprobs, StepLearner, by_sample
 from trainer.learner.step_sums import StepSums
 from trainer.learner.weights_io import empty_model, load_weights
-from trainer.types import MicroBatch, ModelTokens, Row, StepStats, TrainingSample
-
-#: The log-probs (N,) of the model tokens of each sample.
-SampleLogprobs = Mapping[TrainingSample, Tensor]
+from trainer.types import MicroBatch, Row, TrainingSample
 
 
-class FSDPLearner:
+class FSDPLearner(StepLearner[MicroBatch]):
     """Owns the training weights, and changes them.
 
     Example::
@@ -85,12 +79,10 @@ class FSDPLearner:
         Raises:
             UserError: the checkpoint does not fit the network, or the network lacks what should be trained.
         """
-        self.device, self.dtype = torch.device(device), dtype
+        super().__init__(sampling, num_steps, optim, algorithm, config, torch.device(device), dtype)
         assert path or not algorithm.kl_coef or config.lora_rank, "a reference network is read from a checkpoint"
         ensure_process_group(self.device)
-        self.optim, self.algorithm, self.config = optim, algorithm, config
         self._keeps_gathered = config.reshard == "never"
-        self.sampling, self.num_steps = sampling, num_steps
         if config.freeze_vision:
             freeze_vision(model, dtype)
         if config.lora_rank:
@@ -105,12 +97,7 @@ class FSDPLearner:
             fused=True,
         )
         self._state = OffloadedState(self.optimizer) if config.offload == "optimizer" else None
-        self.steps_done = 0
-        #: In all steps so far: shows others that a long step goes on.
-        self.num_batches_begun = 0
         self._writer = StateWriter()
-        #: Held while the network is used: a server may ask for the weights in one thread while another trains.
-        self.lock = threading.RLock()
 
     def _sharded(self, model: PolicyModel, path: Path | str, seed: int) -> PolicyModel:
         """Shard a network in place over all ranks, with its weights, and return it."""
@@ -134,34 +121,6 @@ class FSDPLearner:
         model.requires_grad_(False)
         return self._sharded(model, path, 0).eval()
 
-    def step(self, minibatches: Sequence[Sequence[TrainingSample]]) -> StepStats:
-        """Take one optimizer update per minibatch and epoch, on this rank's share of each minibatch.
-
-        Every rank must call it with the same number of minibatches; a share may be empty.
-        """
-        with self.lock:
-            return self._step(minibatches)
-
-    def free_memory(self) -> None:
-        """Return the GPU memory that torch keeps for the next tensors."""
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    def _step(self, minibatches: Sequence[Sequence[TrainingSample]]) -> StepStats:
-        everything = [sample for samples in minibatches for sample in samples]
-        most_turns = max((int(s.turns_T.max()) for s in everything), default=0)
-        images, turns = self._max_over_ranks([float(any(s.images for s in everything)), float(most_turns)])
-        any_images, sums = images > 0, StepSums.zero(int(turns), self.device)
-        lr = self._set_lr()
-        # The ratio compares with the policy before the step's first update. With one update, that is the policy itself.
-        old = self._score(minibatches, any_images, sums) if len(minibatches) * self.optim.epochs > 1 else None
-        reference = self._score_reference(minibatches, any_images)
-        for _ in range(self.optim.epochs):
-            for samples in minibatches:
-                self._update(samples, any_images, sums, old, reference)
-        self.steps_done += 1
-        return sums.stats(lr)
-
     def _score(
         self, minibatches: Sequence[Sequence[TrainingSample]], any_images: bool, sums: StepSums
     ) -> SampleLogprobs:
@@ -171,7 +130,7 @@ class FSDPLearner:
             for batch in self._batches_of_updates(minibatches, any_images):
                 logprobs_N, entropy_N = self.model.token_scores(batch.packed, self.sampling.law)
                 sums.measure(batch, logprobs_N, entropy_N)
-                scores |= _by_sample(batch, logprobs_N)
+                scores |= by_sample(batch, logprobs_N)
         reshard(self.model)
         return scores
 
@@ -185,7 +144,7 @@ class FSDPLearner:
         network = self._reference or self.model
         with torch.no_grad(), contextlib.nullcontext() if self._reference else disabled(self.model):
             for batch in self._batches_of_updates(minibatches, any_images):
-                scores |= _by_sample(batch, network.token_scores(batch.packed, self.sampling.law)[0])
+                scores |= by_sample(batch, network.token_scores(batch.packed, self.sampling.law)[0])
         reshard(network)
         return scores
 
@@ -219,80 +178,26 @@ class FSDPLearner:
         if bins:
             self._step_optimizer(sums)
 
-    def _split_rows(self, samples: Sequence[TrainingSample]) -> tuple[list[Row], list[Row]]:
-        """Return the rows that are only measured, because their gradient would be 0, and the rows that are trained."""
-        rows = pack_rows(samples, self.config.max_tokens_per_microbatch)
-        if self.algorithm.kl_coef or self.algorithm.entropy_coef:
-            return [], rows
-        return [row for row in rows if not row.has_advantage], [row for row in rows if row.has_advantage]
+    def _rows(self, samples: Sequence[TrainingSample]) -> list[Row]:
+        """Return rows that hold a prompt once for the samples which share it."""
+        return pack_rows(samples, self.config.max_tokens_per_microbatch)
 
-    def _batches_of_updates(
-        self, minibatches: Sequence[Sequence[TrainingSample]], any_images: bool
-    ) -> Iterator[MicroBatch]:
-        """Yield exactly the micro-batches of the updates: other ones would round differently in bfloat16."""
-        for samples in minibatches:
-            for rows in self._split_rows(samples):
-                yield from self._batches(self._bins(rows), any_images)
-
-    def _bins(self, rows: Sequence[Row]) -> list[list[Row]]:
-        """Return the rows of each micro-batch: the same number of micro-batches on every rank, the last may be empty.
-
-        FSDP communicates in every forward and backward, so all ranks must run the same number of them.
-        """
-        bins = balanced_bins(rows, self.config.max_tokens_per_microbatch)
-        most = int(self._max_over_ranks([float(len(bins))])[0])
-        return bins + [[] for _ in range(most - len(bins))]
-
-    def _batches(self, bins: Sequence[list[Row]], any_images: bool) -> Iterator[MicroBatch]:
-        """Yield the micro-batches. If any rank has images in this step, each gets one: the tower communicates too."""
-
-        def batch(chosen: list[Row]) -> MicroBatch:
-            if not chosen or (any_images and not any(row.images for row in chosen)):
-                chosen = [*chosen, filler_row(self.model, with_image=any_images)]
-            return collate(chosen, self.model.image_token_id, self.device, self.dtype)
-
-        # A thread collates the next micro-batch while the network runs this one.
-        with ThreadPoolExecutor(1) as pool:
-            coming = [pool.submit(batch, chosen) for chosen in bins[:1]]
-            for number in range(len(bins)):
-                ready = coming.pop().result()
-                coming = [pool.submit(batch, chosen) for chosen in bins[number + 1 : number + 2]]
-                self.num_batches_begun += 1
-                yield ready
+    def _collate(self, rows: list[Row], any_images: bool) -> MicroBatch:
+        """Pack rows. If any rank has images in this step, each micro-batch gets one: the tower communicates too."""
+        if not rows or (any_images and not any(row.images for row in rows)):
+            rows = [*rows, filler_row(self.model, with_image=any_images)]
+        return collate(rows, self.model.image_token_id, self.device, self.dtype)
 
     def _loss(
         self, batch: MicroBatch, sums: StepSums, old: SampleLogprobs | None, reference: SampleLogprobs | None
     ) -> Tensor:
         """Return a micro-batch's share of the update's loss, and add its tokens to `sums`."""
         logprobs_N, entropy_N = self.model.token_scores(batch.packed, self.sampling.law)
-        result = objective(
-            ModelTokens(
-                logprobs_N=logprobs_N,
-                entropy_N=entropy_N,
-                old_logprobs_N=logprobs_N.detach() if old is None else _of(batch, old, self.device),
-                rollout_logprobs_N=batch.rollout_logprobs_N,
-                ref_logprobs_N=None if reference is None else _of(batch, reference, self.device),
-                advantages_N=batch.advantages_N,
-                weights_N=batch.weights_N,
-                sample_N=batch.sample_N,
-                num_samples=len(batch.samples),
-            ),
-            self.algorithm,
-        )
-        if old is None:
-            sums.measure(batch, logprobs_N.detach(), entropy_N.detach())
-        sums.add(result, len(logprobs_N))
-        return result.loss
+        return self._objective(batch, logprobs_N, entropy_N, sums, old, reference)
 
-    def _set_lr(self) -> float:
-        """Set the learning rate of this step, by warm-up and schedule, and return it."""
-        warm = min(1.0, (self.steps_done + 1) / max(1, self.optim.warmup_steps))
-        lr = self.optim.lr * warm
-        if self.optim.schedule == "cosine":
-            lr *= 0.5 * (1 + math.cos(math.pi * self.steps_done / max(1, self.num_steps)))
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        return lr
+    @property
+    def _param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
 
     def _step_optimizer(self, sums: StepSums) -> None:
         """Clip the gradient and step; a gradient that is not finite changes nothing."""
@@ -308,9 +213,6 @@ class FSDPLearner:
     def _optimizer_on_device(self) -> AbstractContextManager[None]:
         """Hold the optimizer's state on the device within the context."""
         return self._state.on_device() if self._state else contextlib.nullcontext()
-
-    def _max_over_ranks(self, values: list[float]) -> list[float]:
-        return reduce_over_ranks(values, dist.ReduceOp.MAX, self.device)
 
     def choose_reshard(self) -> str:
         """Decide `--reshard auto` by the memory that the first step left free; return what was chosen and why.
@@ -343,7 +245,7 @@ class FSDPLearner:
         """
         with self.lock, torch.no_grad():
             images = self._max_over_ranks([float(any(s.images for s in samples))])[0] > 0
-            rows = pack_rows(samples, self.config.max_tokens_per_microbatch)
+            rows = self._rows(samples)
             total, count = torch.zeros((), dtype=torch.float64, device=self.device), 0
             for batch in self._batches(self._bins(rows), images):
                 logprobs_N, _ = self.model.token_scores(batch.packed, self.sampling.law)
@@ -421,47 +323,6 @@ class FSDPLearner:
             reshard(self.model)
             return packed_adapter(self.model, self.dtype, _whole)
 
-    def restart(self) -> None:
-        """Do nothing: it can be lost only with this process."""
-
-    def close(self) -> None:
-        """Do nothing: it ends with this process."""
-
-
-def build_learner(config: LearnerPlan, path: Path | str, sampling: SamplingParams, device: torch.device) -> FSDPLearner:
-    """Return the learner of a run; every rank calls it.
-
-    Raises:
-        UserError: the checkpoint does not fit the network, or the network lacks what should be trained.
-    """
-    keep_kernels()
-    dtype: torch.dtype = getattr(torch, config.model.dtype)
-    # Weights that are never trained need no more precision than the network computes in; adapters are float32 anyway.
-    kept = dtype if config.learner.lora_rank or not config.steps else torch.float32
-    return FSDPLearner(
-        empty_model(path, kept),
-        sampling,
-        config.steps,
-        config.optim,
-        config.algorithm,
-        config.learner,
-        device,
-        dtype,
-        path,
-        config.seed,
-    )
-
 
 def _whole(parameter: Tensor) -> Tensor:
     return parameter.full_tensor().detach() if isinstance(parameter, DTensor) else parameter.detach()
-
-
-def _by_sample(batch: MicroBatch, values_N: Tensor) -> dict[TrainingSample, Tensor]:
-    parts = values_N.split([int(sample.mask_T.sum()) for sample in batch.samples])
-    return dict(zip(batch.samples, parts, strict=True))
-
-
-def _of(batch: MicroBatch, values: SampleLogprobs, device: torch.device) -> Tensor:
-    """Return the values of a micro-batch's tokens; a filler sample has none."""
-    nothing = torch.zeros(0, device=device)
-    return torch.cat([values.get(sample, nothing) for sample in batch.samples])

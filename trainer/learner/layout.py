@@ -66,6 +66,22 @@ class Layout:
         """Return how many groups of `num_ranks` ranks compute different streams at once."""
         return _share(num_ranks, self.model_parallel)
 
+    def data_rank(self, rank: int, num_ranks: int) -> int:
+        """Return which share of the samples a rank takes; Megatron numbers ranks by tensor, context, data, pipeline.
+
+        >>> [Layout(tensor=2, pipeline=2).data_rank(rank, 8) for rank in range(8)]
+        [0, 0, 1, 1, 0, 0, 1, 1]
+        """
+        return rank // (self.tensor * self.context) % self.data_parallel(num_ranks)
+
+    def first_of_last_stage(self, num_ranks: int) -> int:
+        """Return the first rank of the last pipeline stage, which knows log-probs.
+
+        >>> Layout(tensor=2, pipeline=2).first_of_last_stage(8)
+        4
+        """
+        return num_ranks // self.pipeline * (self.pipeline - 1)
+
     def expert_data_parallel(self, num_ranks: int) -> int:
         """Return how many of `num_ranks` ranks hold the same experts."""
         return _share(num_ranks, self.expert_parallel)

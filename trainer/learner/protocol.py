@@ -1,8 +1,11 @@
-"""The interface of a learner: the loop trains through it, with an `FSDPLearner` here or a `LearnerGroup` of several."""
+"""The interface of a learner: the loop trains through it, with one rank in this process or a `LearnerGroup` of several.
+
+A rank is an `FSDPLearner` or a `MegatronLearner`, behind the interface of a `RankLearner`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
@@ -120,4 +123,46 @@ class Learner(Protocol):
 
     def close(self) -> None:
         """End the processes of the learner. Another thread that waits for one gets `LearnerLost`."""
+        ...
+
+
+class WeightSource(Protocol):
+    """What the transports of weights need of a rank.
+
+    Example: `for name, weight in source.stream(): ...` on every rank, in the same order.
+    """
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weights."""
+        ...
+
+    def stream(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield the full weights, or those of `names`, by their names in a checkpoint; every rank must take all."""
+        ...
+
+    def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Return the names and shapes of what `stream` yields, in its order; every rank must call it."""
+        ...
+
+
+class RankLearner(Learner, WeightSource, Protocol):
+    """One rank of a learner. Every method must be called on all ranks, since all take part in it."""
+
+    @property
+    def num_batches_begun(self) -> int:
+        """Micro-batches begun in all steps so far: shows others that a long step goes on."""
+        ...
+
+    def weights(self, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> dict[str, Tensor]:
+        """Return the full weights by parameter name on rank 0, cast and moved if asked."""
+        ...
+
+    def choose_reshard(self) -> str:
+        """Decide `--reshard auto` after a step; return what was chosen and why."""
         ...

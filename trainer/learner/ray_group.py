@@ -32,6 +32,7 @@ from envs.errors import UserError, first_line
 from trainer.config.learner import ClusterConfig, LearnerPlan
 from trainer.learner.checksums import Cut
 from trainer.learner.cuda_ipc import Loan
+from trainer.learner.layout import Layout
 from trainer.learner.protocol import CheckpointFailed, LearnerLost
 from trainer.learner.rank_split import light_images, shares
 from trainer.learner.ray_worker import PULSE, LearnerWorker, Place
@@ -75,6 +76,7 @@ class LearnerGroup:
             UserError: the cluster cannot be reached or has too few GPUs or CPUs, or a rank cannot start; says why.
         """
         cluster, self._on_gpu = config.cluster, config.cluster.num_gpus > 0
+        self._layout = Layout.of(cluster)
         self._begun_with, self._given_room = (config, model_path, sampling), reserved
         self.device = torch.device("cuda" if self._on_gpu else "cpu")
         self.dtype: torch.dtype = getattr(torch, config.model.dtype)
@@ -101,7 +103,8 @@ class LearnerGroup:
     def _begin(self) -> None:
         config, model_path, sampling = self._begun_with
         # Memory tells on a GPU only. With one rank there is nothing to gather.
-        self._is_reshard_open = self._on_gpu and config.cluster.num_ranks > 1 and config.learner.reshard == "auto"
+        is_open = self._on_gpu and config.cluster.num_ranks > 1 and config.learner.reshard == "auto"
+        self._is_reshard_open = is_open and config.cluster.backend == "fsdp"
         self._place(config.cluster, self._on_gpu, self._given_room)
         self._join(config, model_path, sampling)
 
@@ -162,6 +165,12 @@ class LearnerGroup:
         self._is_joined = True
 
     @property
+    def _share_of_rank(self) -> list[int]:
+        """The share of the samples that each rank trains on: ranks that share a network have the same."""
+        count = len(self.workers)
+        return [self._layout.data_rank(rank, count) for rank in range(count)]
+
+    @property
     def is_here(self) -> bool:
         """Whether rank 0 runs on this host."""
         return self.places[0].node == ray.get_runtime_context().get_node_id()
@@ -178,8 +187,8 @@ class LearnerGroup:
     def step(self, minibatches: Sequence[Sequence[TrainingSample]]) -> StepStats:
         """Take a step, each rank on its share; raises `LearnerLost` if a rank fails."""
         with self.lock, self._watched():
-            sent = [ray.put(share) for share in shares(minibatches, len(self.workers))]
-            by_rank: list[StepStats] = self._call("step", *((share,) for share in sent))
+            sent = [ray.put(share) for share in shares(minibatches, self._layout.data_parallel(len(self.workers)))]
+            by_rank: list[StepStats] = self._call("step", *((sent[number],) for number in self._share_of_rank))
             self.steps_done += 1
             if self._is_reshard_open and any(samples for samples in minibatches):
                 self._is_reshard_open = False
@@ -196,7 +205,8 @@ class LearnerGroup:
 
     def sum_logprobs(self, samples: Sequence[TrainingSample]) -> tuple[float, int]:
         """Return the sum of the log-probs of the samples' model tokens, in nats, and the number of these tokens."""
-        return self._call("sum_logprobs", *((share[0],) for share in shares([samples], len(self.workers))))[0]
+        dealt = shares([samples], self._layout.data_parallel(len(self.workers)))
+        return self._call("sum_logprobs", *((dealt[number][0],) for number in self._share_of_rank))[0]
 
     def weights(self) -> dict[str, Tensor]:
         """Return the full weights by parameter name, in float32 on the CPU. Do not write to them."""

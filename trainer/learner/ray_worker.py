@@ -20,10 +20,10 @@ from agents.engines.sglang.adapters import Adapter
 from agents.engines.sglang.client import GroupAddress, Message
 from agents.types import ProcessedImage, SamplingParams
 from trainer.config.learner import LearnerPlan
+from trainer.learner.build import build_learner
 from trainer.learner.checksums import Cut
 from trainer.learner.cuda_ipc import Loan, lend_weights
-from trainer.learner.fsdp_learner import FSDPLearner, build_learner
-from trainer.learner.protocol import CheckpointFailed
+from trainer.learner.protocol import CheckpointFailed, RankLearner
 from trainer.learner.rank_split import Share
 from trainer.learner.weight_sender import RankSender, Sent
 from trainer.types import StepStats, TrainingSample
@@ -53,7 +53,7 @@ class LearnerWorker:
 
     def __init__(self) -> None:
         self._rank = 0
-        self._learner: FSDPLearner | None = None
+        self._learner: RankLearner | None = None
         self._sender: RankSender | None = None
         self._loan = contextlib.ExitStack()
 
@@ -108,7 +108,7 @@ class LearnerWorker:
         self._sender = RankSender(self._learner)
 
     @property
-    def learner(self) -> FSDPLearner:
+    def learner(self) -> RankLearner:
         """The rank's learner, once it has joined."""
         assert self._learner is not None, "a rank joins first"
         return self._learner

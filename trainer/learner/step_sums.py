@@ -18,7 +18,7 @@ from torch import Tensor
 from trainer.algorithms.objective import Objective
 from trainer.learner.collectives import reduce_over_ranks
 from trainer.learner.logprob_stats import LogprobSums
-from trainer.types import MicroBatch, StepStats
+from trainer.types import StepStats, TokenBatch
 
 
 @dataclass
@@ -45,7 +45,7 @@ class StepSums:
     num_tokens_seen: int = 0
     grad_norms: list[float] = field(default_factory=list)
     num_skipped: int = 0
-    logprobs: list[tuple[MicroBatch, Tensor]] = field(default_factory=list)
+    logprobs: list[tuple[TokenBatch, Tensor]] = field(default_factory=list)
 
     @classmethod
     def zero(cls, num_turns: int, device: torch.device) -> StepSums:
@@ -53,7 +53,7 @@ class StepSums:
         zero = torch.zeros((), dtype=torch.float64, device=device)
         return cls(device, LogprobSums(num_turns, device), zero, zero)
 
-    def measure(self, batch: MicroBatch, logprobs_N: Tensor, entropy_N: Tensor) -> None:
+    def measure(self, batch: TokenBatch, logprobs_N: Tensor, entropy_N: Tensor) -> None:
         """Add the log-probs and entropies of a micro-batch under the weights that the step starts from."""
         self.logprob_sums.add(logprobs_N, batch.rollout_logprobs_N, batch.turns_N)
         self.entropy = self.entropy + entropy_N.sum()
@@ -74,14 +74,15 @@ class StepSums:
         self.grad_norms.append(grad_norm)
         self.num_skipped += is_skipped
 
-    def stats(self, lr: float) -> StepStats:
-        """Return the statistics of the step over all ranks; every rank must call it."""
+    def stats(self, lr: float, group: dist.ProcessGroup | None = None) -> StepStats:
+        """Return the statistics of the step over all ranks, or those of a group; every one of them must call it."""
         names = list(self.objective)  # the same on all ranks: each rank runs as many micro-batches
         mine = torch.stack([self.loss, self.entropy, *self.objective.values()]).tolist()
         values = [*mine[:2], float(self.num_tokens_seen), *mine[2:], *self.logprob_sums.sums]
-        loss, entropy, seen, *rest = reduce_over_ranks(values, dist.ReduceOp.SUM, self.device)
+        loss, entropy, seen, *rest = reduce_over_ranks(values, dist.ReduceOp.SUM, self.device, group)
         kl_max = -math.inf if self.ref_kl_max is None else self.ref_kl_max.item()
-        largest, kl_max = reduce_over_ranks([self.logprob_sums.largest, kl_max], dist.ReduceOp.MAX, self.device)
+        most = [self.logprob_sums.largest, kl_max]
+        largest, kl_max = reduce_over_ranks(most, dist.ReduceOp.MAX, self.device, group)
         gap = self.logprob_sums.stats(rest[len(names) :], largest)
         return StepStats(
             loss=loss / max(1, len(self.grad_norms)),
@@ -102,7 +103,7 @@ class StepSums:
         )
 
 
-def _by_key(measured: Sequence[tuple[MicroBatch, Tensor]]) -> dict[tuple[int, int, int], NDArray[np.float32]]:
+def _by_key(measured: Sequence[tuple[TokenBatch, Tensor]]) -> dict[tuple[int, int, int], NDArray[np.float32]]:
     """Return the log-probs of every sample of this rank, copied from the device at once; filler samples have none."""
     samples = [sample for batch, _ in measured for sample in batch.samples]
     if not samples:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from agents.engines.sglang.client import GroupAddress, Message
 from trainer.learner.buckets import Bucket, buckets
 from trainer.learner.checksums import Cut, checksums
-from trainer.learner.fsdp_learner import FSDPLearner
+from trainer.learner.protocol import WeightSource
 from trainer.learner.weight_group import GroupBroken, WeightGroup, own_address
 
 #: Values of one message: 512 MiB in bfloat16. The servers hold a bucket twice while they load it.
@@ -70,7 +70,7 @@ class WeightSender(Protocol):
 class RankSender:
     """One rank's part of a `WeightSender`. Rank 0 sends; all ranks must call `send_weights`: it gathers shards."""
 
-    def __init__(self, learner: FSDPLearner, bucket_values: int = BUCKET_VALUES) -> None:
+    def __init__(self, learner: WeightSource, bucket_values: int = BUCKET_VALUES) -> None:
         self.learner, self._bucket_values = learner, bucket_values
         self._group: WeightGroup | None = None
 

@@ -35,9 +35,9 @@ from trainer.config.inputs import ModelConfig
 from trainer.config.learner import ClusterConfig, LearnerPlan, OptimConfig
 from trainer.config.rollout import EngineConfig, ServersConfig
 from trainer.config.run import RunConfig
+from trainer.learner.build import build_learner
 from trainer.learner.compile_choice import explain, is_compiled
 from trainer.learner.cuda_ipc import lend_weights
-from trainer.learner.fsdp_learner import build_learner
 from trainer.learner.lora import adapted_layers
 from trainer.learner.protocol import Learner
 from trainer.learner.weight_group import SHARED_VARIABLES

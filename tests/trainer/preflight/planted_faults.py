@@ -34,7 +34,8 @@ from tests.trainer.preflight.faulty_engines import (
     UnnormalisedEngine,
     swap,
 )
-from trainer.learner.fsdp_learner import FSDPLearner, build_learner
+from trainer.learner.build import build_learner
+from trainer.learner.protocol import RankLearner
 from trainer.preflight.diagnosis import diagnose
 from trainer.preflight.finding import Finding
 from trainer.preflight.qwen3_vl import qwen3_vl_config
@@ -72,7 +73,7 @@ def engine(kind: type[HFEngine]) -> Plant:
 def swapped_learner(_: Path) -> Iterator[Sequence[str]]:
     """Plant a learner that has loaded two layers under each other's names."""
 
-    def build(*args: Any) -> FSDPLearner:
+    def build(*args: Any) -> RankLearner:
         learner = build_learner(*args)
         backbone: Any = learner.model.backbone
         swap(*backbone.model.language_model.layers[1:3])

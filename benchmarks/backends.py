@@ -1,0 +1,415 @@
+"""The same step on both backends: `python -m benchmarks.backends --gpus 2` (Python 3.12, Megatron, one or two GPUs).
+
+For tiny random checkpoints of each architecture it takes one step with FSDP on one rank, the reference, and with
+Megatron under each layout; it compares loss, norm of the gradient, log-probs and weights, reads the exported folder
+with Transformers, resumes under another layout, and traces layer by layer where bfloat16 parts the two networks.
+
+Each row is written as it is made. A case that fails is a row with its error; the command then ends with 1.
+On a CPU (`--device cpu`) it runs what Megatron can with plain layers: float32, no experts, no --cp, no --sp.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import shutil
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from safetensors.torch import load_file, save_file
+
+from agents.model.policy import PolicyModel
+from agents.model.stream_logprobs import stream_logprobs
+from agents.types import SamplingParams
+from benchmarks.megatron_trace import trace
+from benchmarks.report import RESULTS, commit, markdown
+from tests.tiny_models import write_tiny_model
+from tests.trainer.steps import random_samples
+from trainer.config.learner import BackendConfig, LearnerConfig, OptimConfig
+from trainer.learner.fsdp_learner import FSDPLearner
+from trainer.learner.layout import Layout
+from trainer.learner.weights_io import empty_model
+from trainer.types import StepStats, TrainingSample
+
+MODELS = ("qwen3", "llama", "qwen3_vl", "qwen3_vl_moe")
+ON_CPU = ("qwen3", "llama", "qwen3_vl")
+OPTIM = OptimConfig(lr=1e-3, warmup_steps=0, weight_decay=0.1)
+PARAMS = SamplingParams(temperature=0.7)
+#: By name: flags, and the ranks that they need at least.
+LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
+    "one rank": ({}, 1),
+    "dp 2": ({}, 2),
+    "tp 2": ({"tp": 2}, 2),
+    "tp 2 sp": ({"tp": 2, "sp": True}, 2),
+    "pp 2": ({"pp": 2}, 2),
+    "cp 2": ({"cp": 2}, 2),
+    "ep 2": ({"ep": 2}, 2),
+}
+#: A rank waits this long for another whose case has failed.
+LIMIT = timedelta(seconds=120)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One network under one layout. `packed`: several streams in one row."""
+
+    model: str
+    layout: str
+    dtype: str
+    packed: bool
+
+    @property
+    def ranks(self) -> int:
+        return LAYOUTS[self.layout][1]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is left of a step, on rank 0."""
+
+    loss: float
+    grad_norm: float
+    entropy: float
+    logprobs: dict[tuple[int, int, int], Any]
+    weights: dict[str, Any]
+
+
+def cases(device: str, num_gpus: int) -> list[Case]:
+    """Return the cases that this machine can run: float32 streams alone, bfloat16 packed."""
+    found = []
+    for model in MODELS:
+        for layout, (flags, ranks) in LAYOUTS.items():
+            is_moe = model == "qwen3_vl_moe"
+            if ranks > num_gpus or ("ep" in flags and not is_moe):
+                continue
+            if device == "cpu" and (model not in ON_CPU or "cp" in flags or "sp" in flags):
+                continue
+            if "cp" not in flags:  # context parallelism cuts packed rows alone
+                found.append(Case(model, layout, "float32", packed=False))
+            found.append(Case(model, layout, "float32" if device == "cpu" else "bfloat16", packed=True))
+    return sorted(found, key=lambda case: case.ranks)
+
+
+def write_model(folder: Path, model_type: str) -> None:
+    """Write a tiny checkpoint whose values bfloat16 holds, with a vocabulary and positions that Megatron can share."""
+    write_tiny_model(folder, model_type)
+    file = folder / "model.safetensors"
+    weights = {name: weight.bfloat16().float() for name, weight in load_file(file).items()}
+    config = json.loads((folder / "config.json").read_text())
+    text = config.get("text_config", config)
+    more = -text["vocab_size"] % 16
+    text["vocab_size"] += more
+    for name in weights:
+        if name.endswith(("embed_tokens.weight", "lm_head.weight")):
+            weights[name] = torch.cat([weights[name], weights[name][:more]])
+    rope = config.get("rope_parameters", {})
+    if rope.get("rope_type") == "llama3":
+        rope["original_max_position_embeddings"] = 8192
+    save_file(weights, file, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def samples_of(folder: Path) -> list[TrainingSample]:
+    """Return the streams of the step, each with a key of its own."""
+    samples = random_samples(PolicyModel.load(folder))
+    return [replace(sample, key=(0, 0, number)) for number, sample in enumerate(samples)]
+
+
+def reference(folder: Path, dtype: torch.dtype, device: str) -> Step:
+    """Take the step with FSDP on one rank."""
+    learner = FSDPLearner(
+        empty_model(folder), PARAMS, 5, OPTIM, config=_config(), device=device, dtype=dtype, path=folder
+    )
+    return _step(learner.step([samples_of(folder)]), learner.weights(torch.float32, "cpu"))
+
+
+def _config() -> LearnerConfig:
+    return LearnerConfig(max_tokens_per_microbatch=256, compile="off")
+
+
+def _step(stats: StepStats, weights: dict[str, torch.Tensor]) -> Step:
+    kept = {name: weight.clone().numpy() for name, weight in weights.items()}
+    return Step(stats.loss, stats.grad_norm, stats.entropy, dict(stats.logprobs), kept)
+
+
+def run_case(case: Case, folder: Path, device: str, expected: Step) -> dict[str, Any]:
+    """Take the step with Megatron on all ranks; return the differences, on rank 0."""
+    from megatron.core import parallel_state
+
+    from trainer.learner.megatron.learner import MegatronLearner
+
+    dtype: torch.dtype = getattr(torch, case.dtype)
+    flags = LAYOUTS[case.layout][0]
+    parts = BackendConfig(backend="megatron", **flags)
+    layout, began = Layout.of(parts), time.perf_counter()
+    learner = MegatronLearner(
+        folder,
+        PARAMS,
+        5,
+        OPTIM,
+        config=_config(),
+        backend=parts,
+        device=device,
+        dtype=dtype,
+        changed=changes(flags, device),
+    )
+    learner.network.is_packed = case.packed
+    samples, world = samples_of(folder), dist.get_world_size()
+    shares = [samples[number :: layout.data_parallel(world)] for number in range(layout.data_parallel(world))]
+    mine = shares[layout.data_rank(dist.get_rank(), world)]
+    ready_s, began = time.perf_counter() - began, time.perf_counter()
+    stats = learner.step([mine])
+    step_s = time.perf_counter() - began
+    gathered: list[Any] = [None] * world
+    dist.all_gather_object(gathered, stats.logprobs)
+    stats = replace(stats, logprobs={key: value for part in gathered for key, value in part.items()})
+    weights = dict(learner.stream())
+    stored = {name: weight.float().cpu() for name, weight in weights.items()}
+    got = _step(stats, stored)
+    exported = _reload(learner, folder, samples[0], dtype, device)
+    resumed = _resume(learner, mine, folder) if case.layout == "tp 2" else {}
+    del learner
+    parallel_state.destroy_model_parallel()
+    return {"ready_s": ready_s, "step_s": step_s, **differences(got, expected), **exported, **resumed}
+
+
+def differences(got: Step, expected: Step) -> dict[str, float]:
+    """Return how far a step is from the reference. `weights_*` are of weights, whose update was `lr` at most."""
+    gaps = np.concatenate([np.abs(got.logprobs[key] - value) for key, value in expected.logprobs.items()])
+    pairs = [
+        (got.weights[plain(name)], weight) for name, weight in expected.weights.items() if plain(name) in got.weights
+    ]
+    moved = np.concatenate([np.abs(a - b).ravel() for a, b in pairs if a.shape == b.shape])
+    return {
+        "loss": expected.loss,
+        "loss_diff": abs(got.loss - expected.loss),
+        "grad_norm": expected.grad_norm,
+        "grad_norm_rel": abs(got.grad_norm - expected.grad_norm) / expected.grad_norm,
+        "entropy_diff": abs(got.entropy - expected.entropy),
+        "logprob_mean": float(gaps.mean()),
+        "logprob_max": float(gaps.max()),
+        "weights_mean": float(moved.mean()),
+        "weights_max": float(moved.max()),
+        "weights_compared": len(pairs),
+    }
+
+
+def plain(name: str) -> str:
+    """Return a parameter's name in a checkpoint."""
+    return name.removeprefix("backbone.")
+
+
+def changes(flags: dict[str, Any], device: str) -> Callable[[Any], None]:
+    """Return what a tiny network needs: three layers on two stages, the first with those that DeepStack enters."""
+
+    def change(provider: Any) -> None:
+        if device == "cpu":
+            from tests.megatron_cpu import without_kernels
+
+            without_kernels(provider)
+        if flags.get("pp", 1) > 1:
+            provider.num_layers_in_first_pipeline_stage = 2
+
+    return change
+
+
+def _reload(learner: Any, folder: Path, sample: TrainingSample, dtype: torch.dtype, device: str) -> dict[str, float]:
+    """Export the trained weights; return how far Transformers' log-probs are from Megatron's on one stream."""
+    own = learner.score(sample.ids_T.tolist(), sample.images)
+    target = folder.parent / f"{folder.name}-exported"
+    if dist.get_rank() == 0:
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir()
+    dist.barrier()
+    learner.save(target, dtype)
+    if dist.get_rank():
+        return {}
+    model = PolicyModel.load(target, dtype).to(device)
+    theirs = stream_logprobs(model, sample.ids_T.tolist(), sample.images, device, dtype)
+    return {
+        "export_logprob_mean": float(np.abs(own - theirs).mean()),
+        "export_logprob_max": float(np.abs(own - theirs).max()),
+    }
+
+
+def _resume(learner: Any, mine: list[TrainingSample], folder: Path) -> dict[str, float]:
+    """Write a checkpoint with TP 2, and go on; `resume_pp` compares with what PP 2 does from it."""
+    target = folder.parent / f"{folder.name}-{learner.dtype}".replace("torch.", "") / "checkpoint"
+    learner.begin_checkpoint(target)
+    learner.is_checkpoint_written(wait=True)
+    second = learner.step([mine])
+    return {"second_loss": second.loss, "second_grad_norm": second.grad_norm}
+
+
+def resume_case(case: Case, folder: Path, device: str) -> dict[str, Any]:
+    """Read with PP 2 what TP 2 wrote; return the next step's loss and norm, to compare with `second_*` of TP 2."""
+    from megatron.core import parallel_state
+
+    from trainer.learner.megatron.learner import MegatronLearner
+
+    parts, dtype = BackendConfig(backend="megatron", pp=2), getattr(torch, case.dtype)
+    learner = MegatronLearner(
+        folder,
+        PARAMS,
+        5,
+        OPTIM,
+        config=_config(),
+        backend=parts,
+        device=device,
+        dtype=dtype,
+        changed=changes({"pp": 2}, device),
+    )
+    learner.network.is_packed = case.packed
+    learner.restore(folder.parent / f"{folder.name}-{case.dtype}" / "checkpoint")
+    stats = learner.step([samples_of(folder)])
+    del learner
+    parallel_state.destroy_model_parallel()
+    return {"resumed_loss": stats.loss, "resumed_grad_norm": stats.grad_norm}
+
+
+def rank_main(rank: int, chosen: Sequence[Case], work: Path, out: Path, device: str) -> None:
+    """Run cases one after another on this rank; rank 0 writes the rows, and each rank its error."""
+    logging.getLogger().setLevel(logging.WARNING)
+    for number, case in enumerate(chosen):
+        (work / f"at-{rank}").write_text(str(number))
+        folder, kept = work / case.model, work / f"{case.model}-{case.dtype}.pt"
+        expected: Step = torch.load(kept, weights_only=False)
+        try:
+            row = run_case(case, folder, device, expected)
+            if case.layout == "tp 2":
+                row |= resume_case(case, folder, device)
+        except Exception:
+            (work / f"error-{rank}").write_text(traceback.format_exc())
+            raise
+        if rank == 0:
+            write(out, {"kind": "step", **asdict(case), **row})
+    (work / f"at-{rank}").write_text(str(len(chosen)))
+
+
+def reference_main(rank: int, names: Sequence[str], dtypes: Sequence[str], work: Path, device: str) -> None:
+    """Take the steps of FSDP."""
+    assert rank == 0, rank
+    for name in names:
+        for dtype in dtypes:
+            torch.save(reference(work / name, getattr(torch, dtype), device), work / f"{name}-{dtype}.pt")
+
+
+def trace_main(rank: int, names: Sequence[str], work: Path, out: Path, device: str) -> None:
+    """Write the rows of the trace."""
+    assert rank == 0, rank
+    for name in names:
+        sample = samples_of(work / name)[-1]
+        for row in trace(work / name, sample, device, changes({}, device), packed=True):
+            write(out, {"kind": "trace", "model": name, **row})
+
+
+def run_ranks(main: Callable[..., None], num_ranks: int, store: Path, device: str, *args: Any) -> None:
+    """Run `main(rank, *args, device)` in the ranks of a process group; raises the first error of a rank."""
+    multiprocessing.start_processes(_rank, (num_ranks, str(store), device, main, args), num_ranks, start_method="spawn")
+
+
+def _rank(rank: int, num_ranks: int, store: str, device: str, main: Callable[..., None], args: Sequence[Any]) -> None:
+    torch.set_num_threads(1)
+    own, backend = torch.device(device), "gloo"
+    if device == "cuda":
+        own, backend = torch.device("cuda", rank), "cpu:gloo,cuda:nccl"
+        import transformer_engine.pytorch  # noqa: F401  # pyright: ignore[reportMissingImports]  before cuDNN is used
+
+        torch.cuda.set_device(own)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=LIMIT)
+    if device == "cpu" and main is not reference_main:
+        from tests.megatron_cpu import on_cpu
+
+        on_cpu()
+    main(rank, *args, str(own))
+    dist.destroy_process_group()
+
+
+def write(out: Path, row: dict[str, Any]) -> None:
+    """Append a row, and show it."""
+    with out.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+    shown = {name: float(f"{value:.3g}") if isinstance(value, float) else value for name, value in row.items()}
+    print(json.dumps(shown), flush=True)
+
+
+def run_all(chosen: list[Case], work: Path, out: Path, device: str) -> int:
+    """Run the cases, those of as many ranks in the same processes; return how many failed."""
+    failed = 0
+    for ranks in sorted({case.ranks for case in chosen}):
+        left = [case for case in chosen if case.ranks == ranks]
+        while left:
+            for file in [*work.glob("at-*"), *work.glob("error-*")]:
+                file.unlink()
+            try:
+                run_ranks(rank_main, ranks, work / f"store-{time.monotonic_ns()}", device, left, work, out)
+                break
+            except Exception as error:  # the case is a row, and the next ones get new processes
+                at = min((int(file.read_text()) for file in work.glob("at-*")), default=0)
+                texts = [file.read_text() for file in sorted(work.glob("error-*"))]
+                write(out, {"kind": "error", **asdict(left[at]), "error": (texts or [str(error)])[0][-2000:]})
+                failed, left = failed + 1, left[at + 1 :]
+    return failed
+
+
+def table(out: Path) -> Iterator[str]:
+    """Yield the lines of the tables."""
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    columns = ("model", "layout", "dtype", "packed")
+    figures = ("loss_diff", "grad_norm_rel", "logprob_mean", "logprob_max", "weights_max", "export_logprob_max")
+    steps = [row for row in rows if row["kind"] == "step"]
+    yield markdown(
+        (*columns, *figures), [[*(r[c] for c in columns), *(f"{r.get(f, 0):.2g}" for f in figures)] for r in steps]
+    )
+    for row in steps:
+        if "resumed_loss" in row:
+            names = ("second_loss", "resumed_loss", "second_grad_norm", "resumed_grad_norm")
+            yield f"{row['model']} {row['dtype']} TP 2 -> PP 2: " + ", ".join(f"{n} {row[n]:.6g}" for n in names)
+    for row in rows:
+        if row["kind"] == "error":
+            yield f"FAILED {row['model']} {row['layout']} {row['dtype']}: {row['error'].splitlines()[-1]}"
+
+
+def main() -> None:
+    """Run everything that the machine can."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--gpus", type=int, default=2, help="GPUs, or processes on a CPU")
+    parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
+    parser.add_argument("--layouts", nargs="+", default=tuple(LAYOUTS), choices=tuple(LAYOUTS))
+    parser.add_argument("--out", type=Path, default=RESULTS / "backends.jsonl")
+    parser.add_argument("--work", type=Path, default=Path("/tmp/backends"))
+    options = parser.parse_args()
+    shutil.rmtree(options.work, ignore_errors=True)
+    options.work.mkdir(parents=True)
+    options.out.unlink(missing_ok=True)
+    names = [name for name in options.models if options.device != "cpu" or name in ON_CPU]
+    for name in names:
+        write_model(options.work / name, name)
+    dtypes = ["float32"] if options.device == "cpu" else ["float32", "bfloat16"]
+    write(options.out, {"kind": "machine", "device": options.device, "commit": commit(), "torch": torch.__version__})
+    run_ranks(reference_main, 1, options.work / "store-reference", options.device, names, dtypes, options.work)
+    chosen = [c for c in cases(options.device, options.gpus) if c.model in names and c.layout in options.layouts]
+    failed = run_all(chosen, options.work, options.out, options.device)
+    try:
+        run_ranks(trace_main, 1, options.work / "store-trace", options.device, names, options.work, options.out)
+    except Exception as error:  # the tables are worth more than the trace
+        failed += 1
+        write(options.out, {"kind": "error", "model": "trace", "layout": "", "dtype": "", "error": str(error)[-2000:]})
+    print(*table(options.out), sep="\n")
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()

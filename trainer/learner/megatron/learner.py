@@ -1,0 +1,334 @@
+"""The learner over Megatron-core: one rank of it. The step, the loss and the statistics are those of every backend.
+
+Each rank takes the samples of its data-parallel share; the ranks of a model-parallel group take the same. Log-probs are
+known on the last pipeline stage, and the same on all its tensor- and context-parallel ranks: one of them, the reporter,
+adds them to the statistics.
+
+Legend: N model tokens of a micro-batch or sample, T tokens of a stream.
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from agents.engines.sglang.adapters import Adapter
+from agents.model.mrope import mrope_positions
+from agents.types import ProcessedImage, SamplingLaw, SamplingParams
+from envs.errors import UserError
+from trainer.config.algorithm import AlgorithmConfig
+from trainer.config.learner import BackendConfig, LearnerConfig, OptimConfig
+from trainer.data.packing import filler_row
+from trainer.learner.collectives import ensure_process_group, reduce_over_ranks
+from trainer.learner.hf_folder import write_weights
+from trainer.learner.layout import Layout
+from trainer.learner.megatron.adapters import disabled
+from trainer.learner.megatron.network import MegatronNetwork, check_rope, start_parallel
+from trainer.learner.megatron.optimizer import MegatronOptimizer
+from trainer.learner.megatron.state import MegatronState
+from trainer.learner.megatron.thd import ThdBatch, padding_multiple, single_rows, thd_batch
+from trainer.learner.step_learner import SampleLogprobs, StepLearner, by_sample
+from trainer.learner.step_sums import StepSums
+from trainer.learner.weights_io import empty_model
+from trainer.types import Row, StepStats, TrainingSample
+
+logger = logging.getLogger(__name__)
+
+#: Every rank holds the whole network.
+MEGATRON = BackendConfig(backend="megatron")
+
+
+class MegatronLearner(StepLearner[ThdBatch]):
+    """One rank's part of the training weights.
+
+    Example::
+
+        learner = MegatronLearner(path, SamplingParams(), 20, backend=BackendConfig(backend="megatron", tp=2))
+        stats = learner.step([samples])             # one optimizer update
+        engine.load_weights(learner.weights(), version=1)
+    """
+
+    def __init__(
+        self,
+        path: Path | str,
+        sampling: SamplingParams,
+        num_steps: int,
+        optim: OptimConfig = OptimConfig(),
+        algorithm: AlgorithmConfig = AlgorithmConfig(),
+        config: LearnerConfig = LearnerConfig(),
+        backend: BackendConfig = MEGATRON,
+        device: torch.device | str = "cuda",
+        dtype: torch.dtype = torch.bfloat16,
+        seed: int = 0,
+        changed: Any = None,
+    ) -> None:
+        """Load the network from a Hugging Face folder; `changed` may change the settings of Megatron-Bridge's provider.
+
+        Raises:
+            UserError: the network lacks what should be trained.
+        """
+        super().__init__(sampling, num_steps, optim, algorithm, config, torch.device(device), dtype)
+        ensure_process_group(self.device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self.layout = Layout.of(backend)
+        self._row_length = config.max_tokens_per_microbatch if backend.pad_microbatches else 0
+        #: The network of Transformers on the meta device, for its configuration and names: it takes no memory.
+        self.model = empty_model(path, dtype)
+        if config.freeze_vision and not self.model.architecture.vision:
+            rule = "needs a network that takes images"
+            raise UserError("--freeze-vision", rule, self.model.config.model_type, "leave it out")
+        check_rope(self.model.config)
+        vocabulary = int(self.model.config.get_text_config().vocab_size)
+        if self.model.architecture.vision and vocabulary % self.layout.tensor:
+            rule = f"must divide the vocabulary of {vocabulary} ids of a network that takes images"
+            raise UserError("--tp", rule, self.layout.tensor, "give a divisor of it")
+        start_parallel(self.layout, seed)
+        self.network = MegatronNetwork(path, config, self.layout, dtype, self._row_length, changed=changed)
+        self.layout = replace(self.layout, sequence=self.network.sequence)
+        self._reference: MegatronNetwork | None = None
+        if algorithm.kl_coef and not config.lora_rank:
+            self._reference = MegatronNetwork(
+                path, config, self.layout, dtype, self._row_length, is_trained=False, changed=changed
+            )
+        self.optimizer = MegatronOptimizer(self.network.chunks, optim, dtype)
+        self._state = MegatronState(self.network, self.optimizer)
+        if dist.get_rank() == 0:
+            logger.info("--backend megatron packs whole streams (THD): samples do not share the tokens of their prompt")
+
+    @property
+    def _param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    @cached_property
+    def _is_reporter(self) -> bool:
+        """Whether this rank adds its micro-batches to the statistics."""
+        groups = self.network.groups
+        ranks = (groups.get_tensor_model_parallel_rank(), groups.get_context_parallel_rank())
+        return self.network.is_last_stage and ranks == (0, 0)
+
+    @property
+    def _first_reporter(self) -> int:
+        return self.layout.first_of_last_stage(dist.get_world_size())
+
+    def _rows(self, samples: Sequence[TrainingSample]) -> list[Row]:
+        return single_rows(samples, padding_multiple(self.layout))
+
+    def _collate(self, rows: list[Row], any_images: bool) -> ThdBatch:
+        rows = rows or [filler_row(self.model, with_image=False)]
+        return self._thd(rows)
+
+    def _thd(self, rows: Sequence[Row]) -> ThdBatch:
+        most = sum(row.num_tokens for row in rows)
+        if 0 < self._row_length < most:
+            rule, got = "needs --max-tokens-per-microbatch of at least the longest stream", f"{most} tokens"
+            raise UserError(
+                "--pad-microbatches", rule, got, f"give --max-tokens-per-microbatch {most}, or leave it out"
+            )
+        return thd_batch(rows, padding_multiple(self.layout), self.network.context, self.device, self._row_length)
+
+    def _bins(self, rows: Sequence[Row]) -> list[list[Row]]:
+        if self.network.is_packed:
+            return super()._bins(rows)
+        most = int(self._max_over_ranks([float(len(rows))])[0])
+        return [[row] for row in rows] + [[] for _ in range(most - len(rows))]
+
+    def _forward(
+        self, network: MegatronNetwork, minibatches: Sequence[Sequence[TrainingSample]], any_images: bool, seen: Any
+    ) -> None:
+        """Run exactly the micro-batches of the updates forward, and call `seen` for each on the last stage."""
+        for samples in minibatches:
+            for rows in self._split_rows(samples):
+                bins = self._bins(rows)
+                with torch.no_grad():
+                    network.run(self._batches(bins, any_images), len(bins), self.sampling.law, seen=seen)
+
+    def _score(
+        self, minibatches: Sequence[Sequence[TrainingSample]], any_images: bool, sums: StepSums
+    ) -> SampleLogprobs:
+        scores: dict[TrainingSample, Tensor] = {}
+
+        def seen(batch: ThdBatch, logprobs_N: Tensor, entropy_N: Tensor) -> None:
+            sums.measure(batch, logprobs_N, entropy_N)
+            scores.update(by_sample(batch, logprobs_N))
+
+        self._forward(self.network, minibatches, any_images, seen)
+        return scores
+
+    def _score_reference(
+        self, minibatches: Sequence[Sequence[TrainingSample]], any_images: bool
+    ) -> SampleLogprobs | None:
+        if not self.algorithm.kl_coef:
+            return None
+        scores: dict[TrainingSample, Tensor] = {}
+
+        def seen(batch: ThdBatch, logprobs_N: Tensor, _: Tensor) -> None:
+            scores.update(by_sample(batch, logprobs_N))
+
+        network = self._reference or self.network
+        with contextlib.nullcontext() if self._reference else disabled(self.network.chunks):
+            self._forward(network, minibatches, any_images, seen)
+        return scores
+
+    def _update(
+        self,
+        samples: Sequence[TrainingSample],
+        any_images: bool,
+        sums: StepSums,
+        old: SampleLogprobs | None,
+        reference: SampleLogprobs | None,
+    ) -> None:
+        self.network.zero_gradients()  # an earlier update that failed halfway may have left some
+        self.optimizer.zero_grad()
+        law = self.sampling.law
+
+        def loss_of(batch: ThdBatch, logprobs_N: Tensor, entropy_N: Tensor) -> Tensor:
+            return self._objective(batch, logprobs_N, entropy_N, sums, old, reference)
+
+        measured, trained = (self._bins(rows) for rows in self._split_rows(samples))
+        with torch.no_grad():
+            self.network.run(self._batches(measured, any_images), len(measured), law, seen=loss_of)
+        if trained:
+            self.network.run(self._batches(trained, any_images), len(trained), law, loss_of=loss_of)
+            norm = self.optimizer.step()
+            sums.add_update(norm, is_skipped=not math.isfinite(norm))
+
+    def _stats(self, sums: StepSums, lr: float) -> StepStats:
+        stats: StepStats | None = None
+        if self._is_reporter:
+            stats = sums.stats(lr, self.network.groups.get_data_parallel_group())
+        shared = [replace(stats, logprobs={}) if stats else None]
+        dist.broadcast_object_list(shared, src=self._first_reporter, device=self.device)
+        assert shared[0] is not None, "the first reporter has the statistics"
+        return replace(shared[0], logprobs=stats.logprobs if stats else {})
+
+    def score(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> NDArray[np.float32]:
+        """Return the log-prob, at temperature 1, of each id of a stream but the first; every rank must call it."""
+        values_N = torch.zeros(max(0, len(ids) - 1), device=self.device)
+        if not len(values_N):
+            return values_N.cpu().numpy()
+        batch = self._thd(self._rows([self._every_token(ids, images)]))
+
+        def seen(_: ThdBatch, logprobs_N: Tensor, __: Tensor) -> None:
+            values_N.copy_(logprobs_N)
+
+        with self.lock, torch.no_grad():
+            self.network.run(iter([batch]), 1, SamplingLaw(), seen=seen)
+            dist.broadcast(values_N, src=self._first_reporter)
+        return values_N.cpu().numpy()
+
+    def _every_token(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> TrainingSample:
+        """Return a stream as a sample whose every token but the first is the model's."""
+        ids_T = np.asarray(ids, dtype=np.int64)
+        written_T = np.arange(len(ids_T)) > 0
+        grids = [image.grid_thw for image in images]
+        return TrainingSample(
+            ids_T=ids_T,
+            mask_T=written_T,
+            turns_T=written_T.astype(np.int64),
+            logprobs_T=np.zeros(len(ids_T), dtype=np.float32),
+            positions_3T=mrope_positions(ids_T, grids, self.model.image_token_id, self.model.merge_size),
+            images=tuple(images),
+            prefix_length=1,
+            num_prefix_images=0,
+            advantage=0.0,
+            weight=0.0,
+        )
+
+    def sum_logprobs(self, samples: Sequence[TrainingSample]) -> tuple[float, int]:
+        """Return the sum of the log-probs of all ranks' model tokens, in nats, and the number of these tokens.
+
+        Each rank passes its share, which may be empty; every rank must call it.
+        """
+        total, count = torch.zeros((), dtype=torch.float64, device=self.device), 0
+
+        def seen(_: ThdBatch, logprobs_N: Tensor, __: Tensor) -> None:
+            nonlocal total, count
+            total, count = total + logprobs_N.sum(dtype=torch.float64), count + len(logprobs_N)
+
+        with self.lock, torch.no_grad():
+            bins = self._bins(self._rows(samples))
+            self.network.run(self._batches(bins, False), len(bins), self.sampling.law, seen=seen)
+            mine = [total.item(), float(count)] if self._is_reporter else [0.0, 0.0]
+            nats, tokens = reduce_over_ranks(mine, dist.ReduceOp.SUM, self.device)
+        return nats, int(tokens)
+
+    def stream(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield the full weights in `dtype`, adapters merged, by their names in a checkpoint, one at a time.
+
+        Every rank must take all: each weight is gathered from the ranks that hold its parts.
+        """
+        with self.lock:
+            for name, weight in self.network.export():
+                if names is None or name in names:
+                    yield name, weight.detach().to(self.device, self.dtype)
+
+    def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Return the names and shapes of what `stream` yields, in its order; every rank must call it."""
+        return self._shapes
+
+    @cached_property
+    def _shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        return [(name, tuple(weight.shape)) for name, weight in self.stream()]
+
+    def weights(self, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> dict[str, Tensor]:
+        """Return the full weights by parameter name, adapters merged: on rank 0 alone, but every rank must call it.
+
+        Raises:
+            UserError: a checkpoint of this network has other names than the network in memory.
+        """
+        if not self.model.architecture.names_are_saved:
+            rule, got = "needs servers for a network saved under other names", self.model.config.model_type
+            raise UserError("--backend megatron", rule, got, "give --engine sglang")
+        kept: dict[str, Tensor] = {}
+        for name, weight in self.stream():
+            if dist.get_rank() == 0:
+                kept[f"backbone.{name}"] = weight.to(device or weight.device, dtype or weight.dtype)
+        return kept
+
+    def adapter(self) -> Adapter:
+        """Return the low-rank updates alone: every rank must call it."""
+        raise UserError(
+            "--sync",
+            "cannot send adapters alone with --backend megatron",
+            "lora",
+            "leave --sync out: weights are merged",
+        )
+
+    def save(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+        """Write the configuration and the weights, in `dtype`, into a model folder; every rank must call it."""
+        write_weights(folder, self.stream(), dtype, writes=dist.get_rank() == 0)
+        if dist.get_rank() == 0:
+            self.model.save_settings(folder, dtype)
+        dist.barrier()
+
+    def begin_checkpoint(self, folder: Path) -> None:
+        """Copy this rank's part of the state, and write it in the background; every rank must call it."""
+        with self.lock:
+            self._state.begin(folder, self.steps_done)
+
+    def is_checkpoint_written(self, wait: bool) -> bool:
+        """Return whether the checkpoint is on disk; raises `CheckpointFailed` if a rank could not write."""
+        return self._state.is_written(wait)
+
+    def restore(self, folder: Path, with_optimizer: bool = True) -> None:
+        """Continue from a checkpoint that any layout wrote with `begin_checkpoint`; every rank must call it."""
+        with self.lock:
+            self.steps_done = self._state.restore(folder, with_optimizer)
+
+    def choose_reshard(self) -> str:
+        """Say that there is nothing to choose: Megatron keeps a rank's part of the weights in memory."""
+        return "--reshard has no use with --backend megatron"

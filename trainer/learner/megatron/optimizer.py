@@ -1,0 +1,58 @@
+"""AdamW over Megatron-core's distributed optimizer: float32 weights and moments, sharded over data-parallel ranks."""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from trainer.config.learner import OptimConfig
+
+
+class MegatronOptimizer:
+    """The optimizer of a `MegatronNetwork`.
+
+    Example::
+
+        optimizer = MegatronOptimizer(network.chunks, OptimConfig(), torch.bfloat16)
+        norm = optimizer.step()     # of the gradient of the whole network, before clipping
+    """
+
+    def __init__(self, chunks: list[Any], optim: OptimConfig, dtype: torch.dtype) -> None:
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        clip = optim.max_grad_norm if math.isfinite(optim.max_grad_norm) else 0.0  # 0: never
+        config = OptimizerConfig(
+            optimizer="adam",
+            lr=optim.lr,
+            min_lr=0.0,
+            weight_decay=optim.weight_decay,
+            adam_beta1=optim.beta1,
+            adam_beta2=optim.beta2,
+            adam_eps=1e-8,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=True,
+            clip_grad=clip,
+        )
+        # No overrides: Megatron's own take the weight decay from biases and norms, which the other backend decays.
+        self.inner: Any = get_megatron_optimizer(config, chunks, config_overrides={})
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups, whose learning rate is set before each step."""
+        return self.inner.param_groups
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        self.inner.zero_grad()
+
+    def step(self) -> float:
+        """Clip the gradient and step; a gradient that is not finite changes nothing. Return its norm."""
+        self.inner.prepare_grads()
+        norm = float(self.inner.get_grad_norm() or 0.0)
+        if math.isfinite(norm):
+            self.inner.step()
+        return norm

@@ -1,0 +1,160 @@
+"""Makes Megatron's packed micro-batches (THD: tokens, heads, dims) of samples, in plain arrays: no Megatron here.
+
+Streams lie one after another in one row, each padded at its end to a multiple that all ranks can share. A padding token
+comes after its stream's tokens, so causal attention shows it to none of them.
+
+Under context parallelism (CP) a rank computes two chunks of each padded stream, one from its front and one from its
+back, so that causal attention costs all ranks the same ("zig-zag", as Megatron-core cuts THD rows).
+
+Legend: T tokens of the row with padding, S streams, N model tokens, L tokens of one CP rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from agents.types import ProcessedImage
+from trainer.data.packing import token_batch
+from trainer.learner.layout import Layout
+from trainer.types import Row, TokenBatch, TrainingSample
+
+
+@dataclass(frozen=True, eq=False)
+class ThdRow:
+    """One packed row as every rank of a model-parallel group knows it.
+
+    `starts_S1` are the first tokens of the padded streams, and the row's end. The logits at `before_N` predict
+    `targets_N`. Images are in the order of their placeholders, repeated where two streams show one.
+
+    Example: streams of 5 and 2 tokens with `multiple` 4 have `starts_S1` 0, 8, 12.
+    """
+
+    ids_T: NDArray[np.int64]
+    positions_3T: NDArray[np.int64]
+    starts_S1: NDArray[np.int32]
+    before_N: NDArray[np.int64]
+    targets_N: NDArray[np.int64]
+    images: tuple[ProcessedImage, ...]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest padded stream."""
+        return int(np.diff(self.starts_S1).max())
+
+    def split(self, context: int) -> list[NDArray[np.int64]]:
+        """Return the tokens (L,) of each CP rank, in the order in which it holds them."""
+        return zigzag(self.starts_S1, context)
+
+    def places(self, context: int, rank: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return which model tokens this CP rank scores, and where the logits that predict them lie on it."""
+        local_T = np.full(len(self.ids_T), -1)
+        mine_L = self.split(context)[rank]
+        local_T[mine_L] = np.arange(len(mine_L))
+        local_N = local_T[self.before_N]
+        chosen = np.flatnonzero(local_N >= 0)
+        return chosen, local_N[chosen]
+
+
+@dataclass(frozen=True, eq=False)
+class ThdBatch(TokenBatch):
+    """A micro-batch in THD: the row, and the inputs of the loss on the device.
+
+    `places` are the model tokens that this CP rank scores, and where their logits lie on it; `targets_N` are those of
+    all CP ranks.
+    """
+
+    row: ThdRow
+    targets_N: Tensor
+    places: tuple[Tensor, Tensor]
+
+
+def thd_row(samples: Sequence[TrainingSample], multiple: int = 1, length: int = 0) -> ThdRow:
+    """Pack whole streams into one row, each padded to a multiple; the last also to a row of `length` tokens, if given.
+
+    Padding repeats id 0 and counts the stream's positions on.
+    """
+    ids: list[NDArray[np.int64]] = []
+    positions: list[NDArray[np.int64]] = []
+    starts, before = [0], []
+    for number, sample in enumerate(samples, 1):
+        start, own = starts[-1], len(sample.ids_T)
+        size = -(-own // multiple) * multiple
+        if number == len(samples):
+            size = max(size, -(-length // multiple) * multiple - start)
+        last = sample.positions_3T[:, -1:] if own else np.zeros((3, 1), np.int64)
+        ids.append(np.pad(sample.ids_T, (0, size - own)))
+        positions.append(np.concatenate([sample.positions_3T, last + 1 + np.arange(size - own)], axis=1))
+        before.append(np.flatnonzero(sample.mask_T) - 1 + start)
+        starts.append(start + size)
+    return ThdRow(
+        ids_T=np.concatenate(ids),
+        positions_3T=np.concatenate(positions, axis=1),
+        starts_S1=np.array(starts, dtype=np.int32),
+        before_N=np.concatenate(before),
+        targets_N=np.concatenate([s.ids_T[s.mask_T] for s in samples]),
+        images=tuple(image for sample in samples for image in sample.images),
+    )
+
+
+def padding_multiple(layout: Layout) -> int:
+    """Return what the length of each padded stream must be a multiple of.
+
+    Context parallelism cuts a stream into two chunks a rank, sequence parallelism shares a rank's tokens over `tensor`.
+
+    >>> padding_multiple(Layout(tensor=2, context=4)), padding_multiple(Layout(tensor=2, context=4, sequence=True))
+    (8, 16)
+    """
+    chunks = 2 * layout.context if layout.context > 1 else 1
+    return chunks * (layout.tensor if layout.sequence else 1)
+
+
+def zigzag(starts_S1: NDArray[np.int32], context: int) -> list[NDArray[np.int64]]:
+    """Return the tokens of each CP rank: of the 2 C chunks of each stream, rank r has chunks r and 2 C - 1 - r.
+
+    >>> [tokens.tolist() for tokens in zigzag(np.array([0, 8, 12], dtype=np.int32), 2)]
+    [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]]
+    """
+    if context == 1:
+        return [np.arange(int(starts_S1[-1]))]
+    ranks: list[list[NDArray[np.int64]]] = [[] for _ in range(context)]
+    for start, end in zip(starts_S1[:-1].tolist(), starts_S1[1:].tolist(), strict=True):
+        assert (end - start) % (2 * context) == 0, f"a stream of {end - start} tokens in {2 * context} chunks"
+        chunks = np.arange(start, end).reshape(2 * context, -1)
+        for rank, own in enumerate(ranks):
+            own += [chunks[rank], chunks[2 * context - 1 - rank]]
+    return [np.concatenate(own) for own in ranks]
+
+
+def thd_batch(
+    rows: Sequence[Row], multiple: int, context: tuple[int, int], device: torch.device, length: int = 0
+) -> ThdBatch:
+    """Return the micro-batch of rows for one of `context` = (rank, ranks) CP ranks."""
+    samples = [sample for row in rows for sample in row.samples]
+    row = thd_row(samples, multiple, length)
+    cp_rank, cp_size = context
+    chosen, local = (torch.from_numpy(a).to(device, non_blocking=True) for a in row.places(cp_size, cp_rank))
+    targets_N = torch.from_numpy(row.targets_N).to(device, non_blocking=True)
+    return ThdBatch(**vars(token_batch(samples, device)), row=row, targets_N=targets_N, places=(chosen, local))
+
+
+@dataclass(frozen=True, eq=False)
+class PaddedRow(Row):
+    """One stream, padded to a multiple: THD has no rows that share a prompt."""
+
+    multiple: int = 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the row with padding."""
+        return -(-len(self.samples[0].ids_T) // self.multiple) * self.multiple
+
+
+def single_rows(samples: Sequence[TrainingSample], multiple: int) -> list[Row]:
+    """Return a row for each sample."""
+    return [PaddedRow((sample,), multiple) for sample in samples]

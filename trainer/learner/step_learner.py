@@ -1,0 +1,226 @@
+"""What learners of all backends do alike in a step: its updates, micro-batches, loss, learning rate and statistics.
+
+A backend adds the network: how samples become micro-batches, and how these run forward and backward.
+
+Legend: N model tokens of a micro-batch or sample.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from agents.types import SamplingParams
+from trainer.algorithms.objective import objective
+from trainer.config.algorithm import AlgorithmConfig
+from trainer.config.learner import LearnerConfig, OptimConfig
+from trainer.data.packing import balanced_bins
+from trainer.learner.collectives import reduce_over_ranks
+from trainer.learner.step_sums import StepSums
+from trainer.types import ModelTokens, Row, StepStats, TokenBatch, TrainingSample
+
+#: The log-probs (N,) of the model tokens of each sample.
+SampleLogprobs = Mapping[TrainingSample, Tensor]
+BatchT = TypeVar("BatchT", bound=TokenBatch)
+
+
+class StepLearner(abc.ABC, Generic[BatchT]):
+    """The part of a learner that does not depend on who computes the network.
+
+    Example::
+
+        stats = learner.step([samples])     # on every rank, each with its share of the samples
+    """
+
+    def __init__(
+        self,
+        sampling: SamplingParams,
+        num_steps: int,
+        optim: OptimConfig,
+        algorithm: AlgorithmConfig,
+        config: LearnerConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.sampling, self.num_steps = sampling, num_steps
+        self.optim, self.algorithm, self.config = optim, algorithm, config
+        self.device, self.dtype = device, dtype
+        self.steps_done = 0
+        #: In all steps so far: shows others that a long step goes on.
+        self.num_batches_begun = 0
+        #: Held while the network is used: a server may ask for the weights in one thread while another trains.
+        self.lock = threading.RLock()
+
+    @abc.abstractmethod
+    def _rows(self, samples: Sequence[TrainingSample]) -> list[Row]:
+        """Return the rows that the network takes the samples in."""
+
+    @abc.abstractmethod
+    def _collate(self, rows: list[Row], any_images: bool) -> BatchT:
+        """Return the micro-batch of rows, which may be none; `any_images`: whether any rank has images in this step."""
+
+    @abc.abstractmethod
+    def _score(
+        self, minibatches: Sequence[Sequence[TrainingSample]], any_images: bool, sums: StepSums
+    ) -> SampleLogprobs:
+        """Return log-probs under the current weights; `sums` measures how far the rollout's are from them."""
+
+    @abc.abstractmethod
+    def _score_reference(
+        self, minibatches: Sequence[Sequence[TrainingSample]], any_images: bool
+    ) -> SampleLogprobs | None:
+        """Return log-probs under the reference network; None without a KL penalty."""
+
+    @abc.abstractmethod
+    def _update(
+        self,
+        samples: Sequence[TrainingSample],
+        any_images: bool,
+        sums: StepSums,
+        old: SampleLogprobs | None,
+        reference: SampleLogprobs | None,
+    ) -> None:
+        """Accumulate the gradient of one minibatch and step the optimizer.
+
+        A minibatch whose loss has no gradient, because all its advantages are 0, is no update: it changes neither the
+        weights nor the optimizer's moments, and counts in no mean.
+        """
+
+    @property
+    @abc.abstractmethod
+    def _param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups, whose learning rate is set before each step."""
+
+    def step(self, minibatches: Sequence[Sequence[TrainingSample]]) -> StepStats:
+        """Take one optimizer update per minibatch and epoch, on this rank's share of each minibatch.
+
+        Every rank must call it with the same number of minibatches; a share may be empty.
+        """
+        with self.lock:
+            return self._step(minibatches)
+
+    def _step(self, minibatches: Sequence[Sequence[TrainingSample]]) -> StepStats:
+        everything = [sample for samples in minibatches for sample in samples]
+        most_turns = max((int(s.turns_T.max()) for s in everything), default=0)
+        images, turns = self._max_over_ranks([float(any(s.images for s in everything)), float(most_turns)])
+        any_images, sums = images > 0, StepSums.zero(int(turns), self.device)
+        lr = self._set_lr()
+        # The ratio compares with the policy before the step's first update. With one update, that is the policy itself.
+        old = self._score(minibatches, any_images, sums) if len(minibatches) * self.optim.epochs > 1 else None
+        reference = self._score_reference(minibatches, any_images)
+        for _ in range(self.optim.epochs):
+            for samples in minibatches:
+                self._update(samples, any_images, sums, old, reference)
+        self.steps_done += 1
+        return self._stats(sums, lr)
+
+    def _stats(self, sums: StepSums, lr: float) -> StepStats:
+        """Return the statistics of the step; the same on all ranks, but for the log-probs of each rank's samples."""
+        return sums.stats(lr)
+
+    def _split_rows(self, samples: Sequence[TrainingSample]) -> tuple[list[Row], list[Row]]:
+        """Return the rows that are only measured, because their gradient would be 0, and the rows that are trained."""
+        rows = self._rows(samples)
+        if self.algorithm.kl_coef or self.algorithm.entropy_coef:
+            return [], rows
+        return [row for row in rows if not row.has_advantage], [row for row in rows if row.has_advantage]
+
+    def _bins(self, rows: Sequence[Row]) -> list[list[Row]]:
+        """Return the rows of each micro-batch: the same number of micro-batches on every rank, the last may be empty.
+
+        Ranks communicate in every forward and backward, so all must run the same number of them.
+        """
+        bins = balanced_bins(rows, self.config.max_tokens_per_microbatch)
+        most = int(self._max_over_ranks([float(len(bins))])[0])
+        return bins + [[] for _ in range(most - len(bins))]
+
+    def _batches(self, bins: Sequence[list[Row]], any_images: bool) -> Iterator[BatchT]:
+        """Yield the micro-batches; a thread collates the next one while the network runs this one."""
+        with ThreadPoolExecutor(1) as pool:
+            coming = [pool.submit(self._collate, rows, any_images) for rows in bins[:1]]
+            for number in range(len(bins)):
+                ready = coming.pop().result()
+                coming = [pool.submit(self._collate, rows, any_images) for rows in bins[number + 1 : number + 2]]
+                self.num_batches_begun += 1
+                yield ready
+
+    def _batches_of_updates(
+        self, minibatches: Sequence[Sequence[TrainingSample]], any_images: bool
+    ) -> Iterator[BatchT]:
+        """Yield exactly the micro-batches of the updates: other ones would round differently in bfloat16."""
+        for samples in minibatches:
+            for rows in self._split_rows(samples):
+                yield from self._batches(self._bins(rows), any_images)
+
+    def _objective(
+        self,
+        batch: TokenBatch,
+        logprobs_N: Tensor,
+        entropy_N: Tensor,
+        sums: StepSums,
+        old: SampleLogprobs | None,
+        reference: SampleLogprobs | None,
+    ) -> Tensor:
+        """Return a micro-batch's share of the update's loss, and add its tokens to `sums`."""
+        result = objective(
+            ModelTokens(
+                logprobs_N=logprobs_N,
+                entropy_N=entropy_N,
+                old_logprobs_N=logprobs_N.detach() if old is None else _of(batch, old, self.device),
+                rollout_logprobs_N=batch.rollout_logprobs_N,
+                ref_logprobs_N=None if reference is None else _of(batch, reference, self.device),
+                advantages_N=batch.advantages_N,
+                weights_N=batch.weights_N,
+                sample_N=batch.sample_N,
+                num_samples=len(batch.samples),
+            ),
+            self.algorithm,
+        )
+        if old is None:
+            sums.measure(batch, logprobs_N.detach(), entropy_N.detach())
+        sums.add(result, len(logprobs_N))
+        return result.loss
+
+    def _set_lr(self) -> float:
+        """Set the learning rate of this step, by warm-up and schedule, and return it."""
+        warm = min(1.0, (self.steps_done + 1) / max(1, self.optim.warmup_steps))
+        lr = self.optim.lr * warm
+        if self.optim.schedule == "cosine":
+            lr *= 0.5 * (1 + math.cos(math.pi * self.steps_done / max(1, self.num_steps)))
+        for group in self._param_groups:
+            group["lr"] = lr
+        return lr
+
+    def _max_over_ranks(self, values: list[float]) -> list[float]:
+        return reduce_over_ranks(values, dist.ReduceOp.MAX, self.device)
+
+    def free_memory(self) -> None:
+        """Return the GPU memory that torch keeps for the next tensors."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def restart(self) -> None:
+        """Do nothing: it can be lost only with this process."""
+
+    def close(self) -> None:
+        """Do nothing: it ends with this process."""
+
+
+def by_sample(batch: TokenBatch, values_N: Tensor) -> dict[TrainingSample, Tensor]:
+    """Return the values of each sample's tokens."""
+    parts = values_N.split([int(sample.mask_T.sum()) for sample in batch.samples])
+    return dict(zip(batch.samples, parts, strict=True))
+
+
+def _of(batch: TokenBatch, values: SampleLogprobs, device: torch.device) -> Tensor:
+    """Return the values of a micro-batch's tokens; a filler sample has none."""
+    nothing = torch.zeros(0, device=device)
+    return torch.cat([values.get(sample, nothing) for sample in batch.samples])
