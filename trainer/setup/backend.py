@@ -19,7 +19,7 @@ from trainer.learner.layout_rules import check_layout
 
 logger = logging.getLogger(__name__)
 
-#: What the extra `megatron` installs: the import, and the package that brings it.
+#: What the backend needs: the import, and the package that brings it.
 PACKAGES = {
     "megatron.core": "megatron-core",
     "megatron.bridge": "megatron-bridge",
@@ -27,6 +27,8 @@ PACKAGES = {
 }
 #: Of Megatron-Bridge 0.6.2.
 PYTHON = (3, 12)
+#: The bridge comes without its requirements, which contradict those of TransformerEngine and of the graders.
+INSTALL = "pip install 'trueturn[megatron]' && pip install --no-deps megatron-bridge==0.6.2 hydra-core==1.3.8"
 
 
 def prepare_backend(cluster: ClusterConfig, model: ModelConfig, learner: LearnerConfig, path: Path | str) -> None:
@@ -67,13 +69,13 @@ def _check_settings(cluster: ClusterConfig, model: ModelConfig, learner: Learner
 
 
 def _check_host(cluster: ClusterConfig, model: ModelConfig) -> None:
-    if sys.version_info < PYTHON:
-        least, found = ".".join(map(str, PYTHON)), ".".join(map(str, sys.version_info[:3]))
-        fix = f"make an environment with Python {least}, or leave --backend out"
-        raise UserError("--backend megatron", f"needs Python {least} or newer", found, fix)
+    if sys.version_info[:2] != PYTHON:
+        needed, found = ".".join(map(str, PYTHON)), ".".join(map(str, sys.version_info[:3]))
+        fix = f"make an environment with Python {needed}, or leave --backend out"
+        raise UserError("--backend megatron", f"needs Python {needed}", found, fix)
     if missing := [package for name, package in PACKAGES.items() if not _is_installed(name)]:
         rule, found = f"needs the packages {', '.join(PACKAGES.values())}", f"no {' and no '.join(missing)}"
-        raise UserError("--backend megatron", rule, found, "pip install 'trueturn[megatron]'")
+        raise UserError("--backend megatron", rule, found, INSTALL)
     if not cluster.num_gpus and model.device.split(":")[0] != "cuda":
         fix = "give --num-gpus, or --device cuda for one GPU"
         raise UserError("--backend megatron", "needs GPUs", f"--device {model.device}", fix)

@@ -21,7 +21,7 @@ from trainer.config.sources import SOURCES, check_resumable
 from trainer.learner.layout import Layout
 from trainer.learner.layout_rules import MODEL_TYPES, check_layout, is_possible
 from trainer.preflight.qwen3_vl import qwen3_vl_config
-from trainer.setup.backend import check_backend, fallbacks
+from trainer.setup.backend import INSTALL, check_backend, fallbacks
 
 STARTER = read_config(STARTER_PATH)
 
@@ -187,7 +187,7 @@ def refusal(*args: Any, **model: Any) -> str:
 def test_what_a_host_lacks_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "version_info", (3, 11, 9))
     assert refusal() == (
-        "--backend megatron: needs Python 3.12 or newer, got 3.11.9; make an environment with Python 3.12, or leave "
+        "--backend megatron: needs Python 3.12, got 3.11.9; make an environment with Python 3.12, or leave "
         "--backend out"
     )
     monkeypatch.setattr(sys, "version_info", (3, 12, 0))
@@ -204,7 +204,7 @@ def test_what_a_host_lacks_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
     assert refusal() == (
         "--backend megatron: needs the packages megatron-core, megatron-bridge, transformer-engine, got no "
-        "megatron-bridge and no transformer-engine; pip install 'trueturn[megatron]'"
+        f"megatron-bridge and no transformer-engine; {INSTALL}"
     )
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: object())
     assert refusal() == (

@@ -38,7 +38,7 @@ from tests.paths import DOCS
 from tests.recordings import episodes_in, lines_of
 from trainer.config.learner import ClusterConfig, LearnerConfig
 from trainer.config.run import RunConfig
-from trainer.learner.fsdp_learner import build_learner
+from trainer.learner.build import build_learner
 from trainer.learner.protocol import LearnerLost
 from trainer.learner.rank_split import light, shares, split_samples
 from trainer.rollouts.live import LiveContext

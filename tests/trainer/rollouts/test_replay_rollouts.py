@@ -37,7 +37,8 @@ from trainer.config.inputs import ModelConfig
 from trainer.config.run import RunConfig, StagesConfig
 from trainer.config.sources import INHERITED, REPLAY, SOURCES, read_config
 from trainer.export import run as export
-from trainer.learner.fsdp_learner import FSDPLearner, build_learner
+from trainer.learner.build import build_learner
+from trainer.learner.fsdp_learner import FSDPLearner
 from trainer.preflight.checks.memory import memory_need
 from trainer.preflight.checks.storage import DiskNeed
 from trainer.preflight.config_only import ConfigChecks
@@ -215,7 +216,7 @@ def rollouts(uneven: list[str], tmp_path_factory: pytest.TempPathFactory) -> Pat
     folder = tmp_path_factory.mktemp("runs") / "rollouts"
     with pytest.MonkeyPatch.context() as patched:
         for name in ("step", "begin_checkpoint", "save"):
-            patched.delattr(FSDPLearner, name)  # nobody asks for them
+            patched.setattr(FSDPLearner, name, None)  # nobody asks for them
         return started(folder, *uneven, *FILTERED, "--steps", "2", "--rollout-only")
 
 

@@ -11,7 +11,6 @@ Legend: N model tokens of a micro-batch or sample, T tokens of a stream.
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
@@ -44,8 +43,6 @@ from trainer.learner.step_learner import SampleLogprobs, StepLearner, by_sample
 from trainer.learner.step_sums import StepSums
 from trainer.learner.weights_io import empty_model
 from trainer.types import Row, StepStats, TrainingSample
-
-logger = logging.getLogger(__name__)
 
 #: Every rank holds the whole network.
 MEGATRON = BackendConfig(backend="megatron")
@@ -106,8 +103,6 @@ class MegatronLearner(StepLearner[ThdBatch]):
             )
         self.optimizer = MegatronOptimizer(self.network.chunks, optim, dtype)
         self._state = MegatronState(self.network, self.optimizer)
-        if dist.get_rank() == 0:
-            logger.info("--backend megatron packs whole streams (THD): samples do not share the tokens of their prompt")
 
     @property
     def _param_groups(self) -> list[dict[str, Any]]:
