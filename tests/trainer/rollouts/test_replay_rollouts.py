@@ -242,7 +242,7 @@ def test_rollouts_alone_are_recorded_with_their_metrics_and_nothing_is_kept_of_t
 def test_a_full_disk_ends_rollouts_alone_in_one_line_without_a_word_of_going_on(
     uneven: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with largest_file(14_000):  # room for the configuration, not for the episodes
+    with largest_file(20_000):  # room for the configuration, not for the episodes
         started(tmp_path / "run", *uneven, "--rollout-only", "--steps", "9", code=1)
     error = capsys.readouterr().err
     assert "error: [Errno 27] File too large" in error and "--resume" not in error and "Traceback" not in error
@@ -536,15 +536,16 @@ def test_another_model_is_refused(recorded: Path, checkpoint: Path, tmp_path: Pa
         config = shutil.copytree(checkpoint, tmp_path / name) / "config.json"
         config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
 
-    text = json.loads((checkpoint / "config.json").read_text())["text_config"]
-    configured("short", text_config={**text, "vocab_size": 646})
-    refused("must read id 646 as '<.image_pad.>', as recorded, got no such id", "short")
+    settings = json.loads((checkpoint / "config.json").read_text())
+    image_id = settings["image_token_id"]
+    configured("short", text_config={**settings["text_config"], "vocab_size": image_id})
+    refused(f"must read id {image_id} as '<.image_pad.>', as recorded, got no such id", "short")
     configured("unseen", image_token_id=7)
     refused("must have .* image tokens, of id 7, for its pictures", "unseen")
 
-    settings = shutil.copytree(checkpoint, tmp_path / "coarse") / "preprocessor_config.json"
+    cutting = shutil.copytree(checkpoint, tmp_path / "coarse") / "preprocessor_config.json"
     limits = {"shortest_edge": 64 * 64, "longest_edge": 96 * 96}
-    settings.write_text(json.dumps({**json.loads(settings.read_text()), "size": limits}))
+    cutting.write_text(json.dumps({**json.loads(cutting.read_text()), "size": limits}))
     refused("--model: must cut images/.*png as recorded, into 1x8x10 patches", "coarse")
 
 
