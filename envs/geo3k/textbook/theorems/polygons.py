@@ -1,0 +1,163 @@
+"""Theorems about angles of polygons: their sum, parallelograms, rhombi, kites."""
+
+from __future__ import annotations
+
+import math
+from random import Random
+
+from envs.geo3k.families.arithmetic import divide, rest
+from envs.geo3k.families.family import Givens, require, require_angles
+from envs.geo3k.textbook.figure import Figure, angle, meet, polar, triangle
+from envs.geo3k.textbook.theorem import Theorem, pick_angle
+from envs.geo3k.textbook.theorems.angles import spare
+
+
+class PolygonAngles(Theorem):
+    """All interior angles of a quadrilateral, pentagon or hexagon but one are given; unknown is its name."""
+
+    name = "polygon_angles"
+
+    def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
+        count = {1: 4, 2: rng.choice((4, 5)), 3: rng.choice((4, 5, 5, 6))}[level]
+        mean = 180 * (count - 2) / count
+        low, high = int(mean - 25), int(mean + 25)
+        return tuple(pick_angle(rng, level, low, high) for _ in range(count - 1)), {4: "four", 5: "five", 6: "six"}[
+            count
+        ]
+
+    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+        require_angles(givens)
+        count = len(givens) + 1
+        reasoning, answer = rest(180 * (count - 2), givens)
+        require(60 <= int(answer) <= 150, "the last angle is that of a convex polygon")
+        return f"180 * {count - 2} = {180 * (count - 2)}. {reasoning}", answer
+
+    def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
+        count = len(givens) + 1
+        angles = [*givens, 180 * (count - 2) - sum(givens)]
+        directions, heading = [], 0.0
+        for corner in angles:
+            directions.append(polar(heading))
+            heading += 180 - corner
+        # All sides but the last two are free; those close the polygon.
+        corners = [0j]
+        for direction in directions[: count - 2]:
+            corners.append(corners[-1] + direction * rng.uniform(0.85, 1.15))
+        last = meet(corners[-1], corners[-1] + directions[-2], 0j, directions[-1])
+        closing = ((last - corners[-1]) / directions[-2]).real, (-last / directions[-1]).real
+        require(min(closing) > 0.4, "the last sides have a length")
+        figure = Figure(dict(zip("ABCDEF", [*corners, last], strict=False)))
+        letters = "ABCDEF"[:count]
+        figure.polygon(letters)
+        # Side k leads from corner k to k + 1, so `angles[k]` is the angle at corner k + 1.
+        for place in range(count):
+            part = angle(letters[place] + letters[(place + 1) % count] + letters[(place + 2) % count])
+            if place < count - 1:
+                figure.give(part, givens, place)
+            else:
+                figure.ask(part)
+        return figure
+
+
+class ParallelogramAngles(Theorem):
+    """Unknown `opposite` or `next` angle of a parallelogram, or `diagonal`: an angle beside the diagonal."""
+
+    name = "parallelogram_angles"
+
+    def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
+        unknown = rng.choice(("opposite", "next", "diagonal"))
+        if unknown != "diagonal":
+            return (pick_angle(rng, level, 50, 130),), unknown
+        return (pick_angle(rng, level, 60, 110), pick_angle(rng, level, 25, 50)), unknown
+
+    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+        require_angles(givens)
+        return (f"x = {givens[0]}.", str(givens[0])) if unknown == "opposite" else rest(180, givens)
+
+    def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
+        if unknown == "diagonal":  # the corner A, and the angle ABD
+            points = triangle(*givens)
+            a, b, d = points["A"], points["B"], points["C"]
+        else:
+            a, b, d = 0j, complex(rng.uniform(1.2, 1.7)), polar(givens[0])
+        figure = Figure({"A": a, "B": b, "C": b + d - a, "D": d})
+        figure.polygon("ABCD")
+        if rng.random() < 0.5:
+            figure.parallel("AB", "DC")
+            figure.parallel("AD", "BC", count=2)
+        else:
+            figure.equal("AB", "DC")
+            figure.equal("AD", "BC", count=2)
+        figure.give(angle("DAB"), givens, 0)
+        if unknown == "diagonal":
+            figure.line("BD")
+            figure.give(angle("ABD"), givens, 1)
+            figure.ask(angle("CBD"))
+        else:
+            figure.ask(angle("BCD") if unknown == "opposite" else angle("ABC"))
+            figure.also(angle("CDA"))
+        figure.spare_length(rng.choice(("AB", "BC")), spare(rng))
+        return figure
+
+
+class RhombusAngles(Theorem):
+    """The diagonals of a rhombus meet at right angles and halve its angles; unknown `beside` or `corner`."""
+
+    name = "rhombus_angles"
+
+    def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
+        return (pick_angle(rng, level, 26, 64),), rng.choice(("beside", "corner"))
+
+    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+        require_angles(givens)
+        (given,) = givens
+        require(given < 90, "half an angle of a rhombus is below 90 degrees")
+        if unknown == "beside":
+            return rest(90, givens)
+        return f"2 * {given} = {2 * given}.", str(2 * given)
+
+    def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
+        high = math.tan(math.radians(givens[0]))
+        figure = Figure({"A": -1 + 0j, "B": -1j * high, "C": 1 + 0j, "D": 1j * high, "E": 0j})
+        figure.polygon("ABCD")
+        figure.equal("AB", "BC", "CD", "DA")
+        figure.line("AC")
+        figure.give(angle("CAB"), givens, 0)
+        if unknown == "beside":
+            figure.line("BD")
+            figure.ask(angle("ADB"))
+        else:
+            del figure.points["E"]
+            figure.ask(angle("DCB"))
+        figure.spare_length("AB", spare(rng))
+        return figure
+
+
+class KiteAngles(Theorem):
+    """Ticks mark the sides of a kite; its top and bottom angles are given, one of the equal side angles is asked."""
+
+    name = "kite_angles"
+
+    def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
+        top = 2 * pick_angle(rng, level, 35, 65)
+        return (top, 2 * pick_angle(rng, level, 20, top // 2 - 5)), "side"
+
+    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+        require_angles(givens)
+        steps, both = rest(360, givens)
+        require(givens[0] > givens[1], "the first angle is the wider one")
+        step, answer = divide(int(both), 2)
+        return f"{steps} {step}", answer
+
+    def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
+        top, bottom = (1 / math.tan(math.radians(given / 2)) for given in givens)
+        figure = Figure({"A": 1j * top, "B": -1 + 0j, "C": -1j * bottom, "D": 1 + 0j})
+        figure.polygon("ABCD")
+        figure.equal("AB", "AD")
+        figure.equal("CB", "CD", count=2)
+        figure.give(angle("BAD"), givens, 0)
+        figure.give(angle("BCD"), givens, 1)
+        figure.ask(angle("ABC"))
+        figure.also(angle("CDA"))
+        figure.spare_length(rng.choice(("AB", "CD")), spare(rng))
+        return figure
