@@ -258,7 +258,7 @@ def headings(file: Path) -> set[str]:
 
 
 def test_every_file_that_a_page_names_exists() -> None:
-    pattern = r"(?<![\w/.-])((?:agents|benchmarks|docs|envs|tests|trainer)/[\w./-]+\.(?:py|md|json|yaml|jinja|png))"
+    pattern = r"(?<![\w/.-])((?:agents|benchmarks|docs|envs|tests|trainer)/[\w./-]+\.(?:py|md|jsonl?|yaml|jinja|png))"
     for source in [*(ROOT / "docs").glob("*.md"), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]:
         named = set(re.findall(pattern, source.read_text(encoding="utf-8"))) - {"trainer/config/recipes/NAME.yaml"}
         assert [name for name in named if not (ROOT / name).exists()] == [], source.name
