@@ -24,11 +24,12 @@ function tokenView(state) {
     list: make("section.side-list"),
   };
   const end = make(".tokens-end");
-  const drawMore = () => {
-    if (view.drawn < view.pieces.length) drawPiece(view, end);
+  const drawAll = () => {
+    while (view.drawn < view.pieces.length) drawPiece(view, end);
   };
   node.append(end);
-  drawMore();
+  if (view.pieces.length > 1) end.append(button(`show all ${count(stream.length)} tokens`, drawAll, { class: "more" }));
+  if (view.pieces.length) drawPiece(view, end);
   new IntersectionObserver(
     (entries) => entries.some((entry) => entry.isIntersecting) && end.isConnected && drawAhead(view, end),
     { rootMargin: "1200px" },
@@ -98,17 +99,7 @@ function drawPiece(view, end) {
     flow,
   );
   end.before(box);
-  clear(end);
-  if (view.drawn < pieces.length)
-    end.append(
-      button(
-        `show all ${count(stream.length)} tokens`,
-        () => {
-          while (view.drawn < pieces.length) drawPiece(view, end);
-        },
-        { class: "more" },
-      ),
-    );
+  if (view.drawn === pieces.length) clear(end);
 }
 
 function tokenNodes(view, t) {
