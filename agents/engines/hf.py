@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agents.engines.busy import BusyTime
-from agents.engines.hf_batch import PendingTurn, Sampler, unique_streams, unread_images
-from agents.engines.hf_cache import BatchCache, CachedPrefix
+from agents.engines.hf_batch import BatchCache, CachedPrefix, PendingTurn, Sampler, unique_streams, unread_images
 from agents.model.cpu import keep_freed_memory
 from agents.model.mrope import mrope_positions
 from agents.model.packed import VisionBatch
@@ -236,7 +235,7 @@ class HFEngine:
         logits_BV = self._prefill([turns[i] for i in representative], cache)
         rows = torch.tensor(row_of, device=self.device)
         if len(representative) < len(turns):
-            cache.share(rows)
+            cache.select(rows)
         positions_B = torch.tensor(
             [int(self._positions(t.stream, t.request.images).max()) + 1 for t in turns], device=self.device
         )
@@ -309,4 +308,4 @@ class HFEngine:
         for row in rows:
             turn = sampler.release(row)
             # The last sampled id has no keys yet; the next turn reads it.
-            turn.prefix = cache.prefix(row, turn.stream[:-1], is_last)
+            turn.prefix = CachedPrefix(turn.stream[:-1], cache.row(row, is_last))

@@ -1,6 +1,6 @@
-"""The parts of a batch of the embedded engine: turns while they are written, and sampling.
+"""The parts of a batch of the embedded engine: cached prefixes, turns while they are written, and sampling.
 
-Legend: B rows of a batch, S stop ids, T new tokens, V vocabulary.
+Legend: B rows of a batch, T new tokens, C cached columns, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,10 +16,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agents.engines.hf_cache import CachedPrefix
 from agents.model.mrope import num_images_within
 from agents.model.stream_logprobs import sampling_logprobs
 from agents.types import Completion, GenerateRequest, ProcessedImage, add_run
+
+
+@dataclass(frozen=True, eq=False)
+class CachedPrefix:
+    """The part of a stream that was read: its ids and, per layer, keys and values of shape (2, heads, C, head_dim)."""
+
+    ids: tuple[int, ...] = ()
+    layers: tuple[Tensor, ...] = ()
 
 
 @dataclass(eq=False)
@@ -96,6 +103,68 @@ class PendingTurn:
             versions=tuple(self.versions),
             num_cached=self.num_cached,
         )
+
+
+class BatchCache:
+    """Keys and values of one batch: right-aligned columns that all rows append to at once.
+
+    Transformers calls `update` once per layer; `columns_BC` says which columns of a row hold tokens.
+    """
+
+    def __init__(self, prefixes: Sequence[CachedPrefix], capacity: int, device: torch.device) -> None:
+        self.length = max((len(prefix.ids) for prefix in prefixes), default=0)
+        self._capacity = self.length + capacity
+        self.columns_BC = torch.zeros(len(prefixes), self._capacity, dtype=torch.bool, device=device)
+        self.layers: list[Tensor] = []
+        for row, prefix in enumerate(prefixes):
+            self.columns_BC[row, self.length - len(prefix.ids) : self.length] = True
+        for layer in range(max((len(prefix.layers) for prefix in prefixes), default=0)):
+            example = next(prefix.layers[layer] for prefix in prefixes if prefix.layers)
+            _, heads, _, dim = example.shape
+            store = torch.zeros(2, len(prefixes), heads, self._capacity, dim, dtype=example.dtype, device=device)
+            for row, prefix in enumerate(prefixes):
+                if prefix.layers:
+                    store[:, row, :, self.length - len(prefix.ids) : self.length] = prefix.layers[layer]
+            self.layers.append(store)
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        """Append (B, heads, T, head_dim) keys and values of one layer; return all columns of that layer."""
+        rows, heads, new, dim = keys.shape
+        if layer == len(self.layers):
+            self.layers.append(keys.new_zeros(2, rows, heads, self._capacity, dim))
+        store = self.layers[layer]
+        end = self.length + new
+        store[0, :, :, self.length : end] = keys
+        store[1, :, :, self.length : end] = values
+        return store[0, :, :, :end], store[1, :, :, :end]
+
+    def get_seq_length(self, *_: object) -> int:
+        """Columns written so far, padding included."""
+        return self.length
+
+    def advance(self, real_BT: Tensor) -> None:
+        """Count the columns just written; `real_BT` is True where they hold tokens."""
+        self.columns_BC[:, self.length : self.length + real_BT.shape[1]] = real_BT
+        self.length += real_BT.shape[1]
+
+    def select(self, rows: Tensor) -> None:
+        """Keep only these rows (repeats allowed)."""
+        self.columns_BC = self.columns_BC[rows]
+        for layer, store in enumerate(self.layers):
+            _, _, heads, columns, dim = store.shape
+            self.layers[layer] = store.new_empty(2, len(rows), heads, columns, dim)
+            self.layers[layer][:, :, :, : self.length] = store[:, :, :, : self.length].index_select(1, rows)
+
+    def row(self, row: int, is_last: bool) -> tuple[Tensor, ...]:
+        """Return one row's keys and values without padding, a (2, heads, C, head_dim) tensor per layer.
+
+        With `is_last` nothing is written after, so they may be views: a session that ends needs no copy.
+        """
+        columns = self.columns_BC[row, : self.length].nonzero()[:, 0]
+        first, end = int(columns[0]), int(columns[-1]) + 1
+        if is_last and end - first == len(columns):
+            return tuple(store[:, row, :, first:end] for store in self.layers)
+        return tuple(store[:, row].index_select(2, columns) for store in self.layers)
 
 
 class Sampler:

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from agents.engines.hf import HFEngine
-from agents.engines.hf_cache import BatchCache, CachedPrefix
+from agents.engines.hf_batch import BatchCache, CachedPrefix
 from agents.model.architectures import ARCHITECTURES, architecture_of
 from agents.model.packed import VisionBatch
 from agents.model.policy import PolicyModel

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from agents.engines.hf import HFEngine
-from agents.engines.hf_cache import CachedPrefix
+from agents.engines.hf_batch import CachedPrefix
 from agents.model.policy import PolicyModel
 from agents.types import Completion, GenerateRequest, ProcessedImage
 

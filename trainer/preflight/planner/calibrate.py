@@ -27,8 +27,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from agents.engines.hf import HFEngine
-from agents.engines.hf_batch import PendingTurn
-from agents.engines.hf_cache import CachedPrefix
+from agents.engines.hf_batch import CachedPrefix, PendingTurn
 from agents.engines.sglang.client import authorization
 from agents.model.mrope import mrope_positions
 from agents.model.policy import PolicyModel
