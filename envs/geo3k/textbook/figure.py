@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import cmath
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -133,6 +133,12 @@ class Figure:
     def ask(self, part: Part) -> None:
         """Make a part the one that the question asks for."""
         self.asked = Label(part, "" if part.kind in WHOLES else with_unit(part, "x"))
+
+    def lengths(self, givens: Sequence[int], known: Iterable[str], asked: str) -> None:
+        """Label segments with the givens in order, and ask for another segment."""
+        for place, segment in enumerate(known):
+            self.give(length(segment), givens, place)
+        self.ask(length(asked))
 
     def also(self, *parts: Part) -> None:
         """Name further parts without a number."""

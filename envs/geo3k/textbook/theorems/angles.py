@@ -7,6 +7,7 @@ from random import Random
 
 from envs.geo3k.families.arithmetic import add, divide, rest
 from envs.geo3k.families.family import Givens, require, require_angles
+from envs.geo3k.families.triangles import ExteriorAngle, Isosceles
 from envs.geo3k.textbook.figure import Figure, angle, foot, meet, polar, triangle
 from envs.geo3k.textbook.theorem import Theorem, pick_angle
 
@@ -50,13 +51,7 @@ class ExteriorAngleTheorem(Theorem):
         return ((first, second), "exterior") if rng.random() < 0.5 else ((first + second, second), "remote")
 
     def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
-        require_angles(givens)
-        first, second = givens
-        if unknown == "exterior":
-            require(first + second < 180, "an exterior angle is below 180 degrees")
-            return f"{first} + {second} = {first + second}.", str(first + second)
-        require(first > second, "an exterior angle is above each remote angle")
-        return f"{first} - {second} = {first - second}.", str(first - second)
+        return ExteriorAngle().solve(givens, unknown)
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         first, second = givens if unknown == "exterior" else (givens[0] - givens[1], givens[1])
@@ -86,15 +81,11 @@ class IsoscelesTriangle(Theorem):
         return (pick_angle(rng, level, 27, 77),), unknown
 
     def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+        if unknown != "outside":
+            return Isosceles().solve(givens, unknown)
         require_angles(givens)
-        (given,) = givens
-        if unknown == "base":
-            step, answer = divide(180 - given, 2)
-            return f"180 - {given} = {180 - given}. {step}", answer
-        require(given < 90, "a base angle is below 90 degrees")
-        if unknown == "outside":
-            return rest(180, givens)
-        return f"2 * {given} = {2 * given}. 180 - {2 * given} = {180 - 2 * given}.", str(180 - 2 * given)
+        require(givens[0] < 90, "a base angle is below 90 degrees")
+        return rest(180, givens)
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         base = (180 - givens[0]) / 2 if unknown == "base" else givens[0]

@@ -62,9 +62,7 @@ class TangentRadius(Theorem):
             figure.spare_length(rng.choice(("OT", "TP")), spare(rng))
             return figure
         parts = {"tangent": ("OP", "OT", "TP"), "radius": ("OP", "TP", "OT"), "distance": ("OT", "TP", "OP")}[unknown]
-        figure.give(length(parts[0]), givens, 0)
-        figure.give(length(parts[1]), givens, 1)
-        figure.ask(length(parts[2]))
+        figure.lengths(givens, parts[:2], parts[2])
         return figure
 
 
@@ -168,9 +166,7 @@ class SecantLengths(Theorem):
             figure.circles.append("oA")
             figure.line("PB")
             figure.line("PT")
-            figure.give(length("PA"), givens, 0)
-            figure.give(length("AB"), givens, 1)
-            figure.ask(length("PT"))
+            figure.lengths(givens, ("PA", "AB"), "PT")
             return figure
         other = givens[2]
         turn = polar(rng.uniform(28, 55))
@@ -180,9 +176,7 @@ class SecantLengths(Theorem):
         figure.points |= {"D": turn * power / other, "o": center}
         figure.circles.append("oA")
         figure.line("PB", "PD")
-        for place, part in enumerate(("PA", "AB", "PC")):
-            figure.give(length(part), givens, place)
-        figure.ask(length("CD"))
+        figure.lengths(givens, ("PA", "AB", "PC"), "CD")
         return figure
 
 
@@ -237,9 +231,7 @@ class ChordDistance(Theorem):
         figure.line("AB", "OM", "OA")
         figure.right_angles.append("OMB")
         parts = {"chord": ("OA", "OM", "AB"), "distance": ("OA", "AB", "OM"), "radius": ("OM", "AB", "OA")}[unknown]
-        figure.give(length(parts[0]), givens, 0)
-        figure.give(length(parts[1]), givens, 1)
-        figure.ask(length(parts[2]))
+        figure.lengths(givens, parts[:2], parts[2])
         return figure
 
 

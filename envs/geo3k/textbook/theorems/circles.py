@@ -6,7 +6,7 @@ from random import Random
 
 from envs.geo3k.families.arithmetic import divide, multiply, rest
 from envs.geo3k.families.family import Givens, require, require_angles
-from envs.geo3k.textbook.figure import Figure, angle, arc, length, meet, polar
+from envs.geo3k.textbook.figure import Figure, angle, arc, meet, polar
 from envs.geo3k.textbook.theorem import Theorem, pick_angle
 from envs.geo3k.textbook.theorems.angles import spare
 
@@ -196,9 +196,7 @@ class CrossingChords(Theorem):
             center = meet(middle, middle + normal, across, across + 1j * turn)
             figure = Figure(points | {"o": center})
             figure.circles.append("oA")
-            for place, part in enumerate(("EA", "EC", "EB")):
-                figure.give(length(part), givens, place)
-            figure.ask(length("ED"))
+            figure.lengths(givens, ("EA", "EC", "EB"), "ED")
         figure.line("AC", "BD")
         return figure
 

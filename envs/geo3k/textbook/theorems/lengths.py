@@ -54,9 +54,7 @@ class Pythagoras(Theorem):
         figure.polygon("ABC")
         figure.right_angles.append("ACB")
         parts = ("CA", "CB", "AB") if unknown == "hypotenuse" else ("AB", "CA", "CB")
-        figure.give(length(parts[0]), givens, 0)
-        figure.give(length(parts[1]), givens, 1)
-        figure.ask(length(parts[2]))
+        figure.lengths(givens, parts[:2], parts[2])
         return figure
 
 
@@ -157,9 +155,7 @@ class GeometricMean(Theorem):
         figure.line("CD")
         figure.right_angles += ["ACB", "CDB"]
         parts = {"altitude": ("AD", "DB", "CD"), "leg": ("AD", "DB", "AC"), "part": ("CD", "AD", "DB")}[unknown]
-        figure.give(length(parts[0]), givens, 0)
-        figure.give(length(parts[1]), givens, 1)
-        figure.ask(length(parts[2]))
+        figure.lengths(givens, parts[:2], parts[2])
         figure.also(length("BC"))
         return figure
 
@@ -191,9 +187,7 @@ class RectangleDiagonals(Theorem):
         figure.line("AC")
         figure.right_angles += rng.choice((["ABC"], ["ABC", "CDA"], ["ABC", "BCD", "CDA", "DAB"]))
         parts = ("AB", "BC", "AC") if unknown == "diagonal" else ("AC", "AB", "BC")
-        figure.give(length(parts[0]), givens, 0)
-        figure.give(length(parts[1]), givens, 1)
-        figure.ask(length(parts[2]))
+        figure.lengths(givens, parts[:2], parts[2])
         return figure
 
 
@@ -224,9 +218,7 @@ class RhombusDiagonals(Theorem):
         figure.line("AC", "BD")
         figure.equal("AB", "BC", "CD", "DA")
         parts = ("EA", "ED", "AD") if unknown == "side" else ("AD", "EA", "ED")
-        figure.give(length(parts[0]), givens, 0)
-        figure.give(length(parts[1]), givens, 1)
-        figure.ask(length(parts[2]))
+        figure.lengths(givens, parts[:2], parts[2])
         return figure
 
 
@@ -252,7 +244,5 @@ class SegmentAddition(Theorem):
         figure = Figure({"A": 0j, "D": complex(part), "B": complex(whole)}, dots=list("ADB"), spans=["AB"])
         figure.line("AB")
         parts = ("AB", "AD", "DB") if unknown == "part" else ("AD", "DB", "AB")
-        figure.give(length(parts[0]), givens, 0)
-        figure.give(length(parts[1]), givens, 1)
-        figure.ask(length(parts[2]))
+        figure.lengths(givens, parts[:2], parts[2])
         return figure

@@ -77,9 +77,7 @@ class TrapezoidMidline(Theorem):
         figure.equal("AE", "ED")
         figure.equal("BF", "FC", count=2)
         parts = ("DC", "AB", "EF") if unknown == "midline" else ("EF", "DC", "AB")
-        figure.give(length(parts[0]), givens, 0)
-        figure.give(length(parts[1]), givens, 1)
-        figure.ask(length(parts[2]))
+        figure.lengths(givens, parts[:2], parts[2])
         return figure
 
 
@@ -123,9 +121,7 @@ class SideSplitter(_Proportional):
         figure.parallel("AB", "DE")
         first, second = ("DA", "CD") if upper == asked else ("CD", "DA")
         near, far = ("CE", "EB") if upper == asked else ("EB", "CE")
-        for place, part in enumerate((first, near, far)):
-            figure.give(length(part), givens, place)
-        figure.ask(length(second))
+        figure.lengths(givens, (first, near, far), second)
         figure.spare_angle("ACB", opening)
         return figure
 
@@ -148,9 +144,7 @@ class BisectorRatio(_Proportional):
         figure.polygon("ABC")
         figure.line("CD")
         figure.equal_angles += [("ACD", 1), ("DCB", 1)]
-        for place, part in enumerate(("AD", "BC", "AC")):
-            figure.give(length(part), givens, place)
-        figure.ask(length("DB"))
+        figure.lengths(givens, ("AD", "BC", "AC"), "DB")
         return figure
 
 
@@ -167,9 +161,7 @@ class CrossedTriangles(_Proportional):
         figure = Figure(points)
         figure.line("AB", "CD", "AC", "BD")
         figure.parallel("CA", "BD")
-        for place, part in enumerate(("EB", "CE", "AE")):
-            figure.give(length(part), givens, place)
-        figure.ask(length("ED"))
+        figure.lengths(givens, ("EB", "CE", "AE"), "ED")
         return figure
 
 
@@ -189,9 +181,7 @@ class SimilarPair(_Proportional):
         figure.polygon("ABC")
         figure.polygon("DEF")
         figure.equal_angles += [("BAC", 1), ("EDF", 1), ("ABC", 2), ("DEF", 2)]
-        for place, part in enumerate(("DE", "AC", "AB")):
-            figure.give(length(part), givens, place)
-        figure.ask(length("DF"))
+        figure.lengths(givens, ("DE", "AC", "AB"), "DF")
         return figure
 
 
@@ -221,6 +211,5 @@ class Centroid(Theorem):
         figure.line("AD", "BE")
         figure.equal("BD", "DC")
         figure.equal("CE", "EA", count=2)
-        figure.give(length(known), givens, 0)
-        figure.ask(length(asked))
+        figure.lengths(givens, [known], asked)
         return figure
