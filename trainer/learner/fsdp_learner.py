@@ -9,7 +9,7 @@ Legend: N model tokens of a micro-batch or sample.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from agents.types import ProcessedImage, SamplingParams
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.learner import LearnerConfig, OptimConfig
 from trainer.data.packing import collate, filler_row, pack_rows
-from trainer.learner.collectives import ensure_process_group, reduce_over_ranks
+from trainer.learner.collectives import ensure_process_group
 from trainer.learner.dcp_state import StateWriter, restore, trained_state
 from trainer.learner.lora import add_lora, disabled, is_adapter, merged_weights, packed_adapter, plain_name
 from trainer.learner.offload import OffloadedState
@@ -45,7 +45,7 @@ from trainer.learner.sharding import (
     shard,
     trainable_parameters,
 )
-from trainer.learner.step_learner import SampleLogprobs, StepLearner, by_sample
+from trainer.learner.step_learner import SampleLogprobs, Seen, StepLearner
 from trainer.learner.step_sums import StepSums
 from trainer.learner.weights_io import empty_model, load_weights
 from trainer.types import MicroBatch, Row, TrainingSample
@@ -121,32 +121,17 @@ class FSDPLearner(StepLearner[MicroBatch]):
         model.requires_grad_(False)
         return self._sharded(model, path, 0).eval()
 
-    def _score(
-        self, minibatches: Sequence[Sequence[TrainingSample]], any_images: bool, sums: StepSums
-    ) -> SampleLogprobs:
-        """Return log-probs under the current weights; `sums` measures how far the rollout's are from them."""
-        scores: dict[TrainingSample, Tensor] = {}
-        with torch.no_grad():
-            for batch in self._batches_of_updates(minibatches, any_images):
-                logprobs_N, entropy_N = self.model.token_scores(batch.packed, self.sampling.law)
-                sums.measure(batch, logprobs_N, entropy_N)
-                scores |= by_sample(batch, logprobs_N)
-        reshard(self.model)
-        return scores
-
-    def _score_reference(
-        self, minibatches: Sequence[Sequence[TrainingSample]], any_images: bool
-    ) -> SampleLogprobs | None:
-        """Return log-probs under the reference network; None without a KL penalty."""
-        if not self.algorithm.kl_coef:
-            return None
-        scores: dict[TrainingSample, Tensor] = {}
-        network = self._reference or self.model
-        with torch.no_grad(), contextlib.nullcontext() if self._reference else disabled(self.model):
-            for batch in self._batches_of_updates(minibatches, any_images):
-                scores |= by_sample(batch, network.token_scores(batch.packed, self.sampling.law)[0])
+    def _forward(
+        self, runs: Iterable[list[list[Row]]], any_images: bool, seen: Seen[MicroBatch], is_reference: bool = False
+    ) -> None:
+        network = self._reference if is_reference and self._reference else self.model
+        # Without its adapters, the policy is its own reference.
+        adapters = disabled(self.model) if is_reference and not self._reference else contextlib.nullcontext()
+        with torch.no_grad(), adapters:
+            for bins in runs:
+                for batch in self._batches(bins, any_images):
+                    seen(batch, *network.token_scores(batch.packed, self.sampling.law))
         reshard(network)
-        return scores
 
     def _update(
         self,
@@ -156,23 +141,19 @@ class FSDPLearner(StepLearner[MicroBatch]):
         old: SampleLogprobs | None,
         reference: SampleLogprobs | None,
     ) -> None:
-        """Accumulate the gradient of one minibatch and step the optimizer.
-
-        A minibatch whose loss has no gradient, because all its advantages are 0, is no update: it changes neither the
-        weights nor the optimizer's moments, and counts in no mean.
-        """
         # An earlier update that failed halfway may have left gradients.
         self.optimizer.zero_grad(set_to_none=True)
         keep_gathered(self.model, False)
+
+        def loss_of(batch: MicroBatch, logprobs_N: Tensor, entropy_N: Tensor) -> Tensor:
+            return self._objective(batch, logprobs_N, entropy_N, sums, old, reference)
+
         measured, trained = self._split_rows(samples)
-        with torch.no_grad():
-            for batch in self._batches(self._bins(measured), any_images):
-                self._loss(batch, sums, old, reference)
-        reshard(self.model)
+        self._forward([self._bins(measured)], any_images, loss_of)
         bins = self._bins(trained)
         for number, batch in enumerate(self._batches(bins, any_images), 1):
             keep_gathered(self.model, self._keeps_gathered and number < len(bins))
-            loss = self._loss(batch, sums, old, reference)
+            loss = loss_of(batch, *self.model.token_scores(batch.packed, self.sampling.law))
             # FSDP averages gradients over ranks, but the token weights already hold the global denominator: undo it.
             (loss * dist.get_world_size()).backward()
         if bins:
@@ -187,13 +168,6 @@ class FSDPLearner(StepLearner[MicroBatch]):
         if not rows or (any_images and not any(row.images for row in rows)):
             rows = [*rows, filler_row(self.model, with_image=any_images)]
         return collate(rows, self.model.image_token_id, self.device, self.dtype)
-
-    def _loss(
-        self, batch: MicroBatch, sums: StepSums, old: SampleLogprobs | None, reference: SampleLogprobs | None
-    ) -> Tensor:
-        """Return a micro-batch's share of the update's loss, and add its tokens to `sums`."""
-        logprobs_N, entropy_N = self.model.token_scores(batch.packed, self.sampling.law)
-        return self._objective(batch, logprobs_N, entropy_N, sums, old, reference)
 
     @property
     def _param_groups(self) -> list[dict[str, Any]]:
@@ -237,22 +211,6 @@ class FSDPLearner(StepLearner[MicroBatch]):
             scores = stream_logprobs(self.model, ids, images, self.device, self.dtype)
             reshard(self.model)
             return scores
-
-    def sum_logprobs(self, samples: Sequence[TrainingSample]) -> tuple[float, int]:
-        """Return the sum of the log-probs of all ranks' model tokens, in nats, and the number of these tokens.
-
-        Each rank passes its share, which may be empty; every rank must call it.
-        """
-        with self.lock, torch.no_grad():
-            images = self._max_over_ranks([float(any(s.images for s in samples))])[0] > 0
-            rows = self._rows(samples)
-            total, count = torch.zeros((), dtype=torch.float64, device=self.device), 0
-            for batch in self._batches(self._bins(rows), images):
-                logprobs_N, _ = self.model.token_scores(batch.packed, self.sampling.law)
-                total, count = total + logprobs_N.sum(dtype=torch.float64), count + len(logprobs_N)
-            reshard(self.model)
-            nats, tokens = reduce_over_ranks([total.item(), float(count)], dist.ReduceOp.SUM, self.device)
-            return nats, int(tokens)
 
     def save(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """Write the configuration and the weights, in `dtype`, into a model folder; every rank must call it."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
@@ -30,6 +30,8 @@ from trainer.types import ModelTokens, Row, StepStats, TokenBatch, TrainingSampl
 #: The log-probs (N,) of the model tokens of each sample.
 SampleLogprobs = Mapping[TrainingSample, Tensor]
 BatchT = TypeVar("BatchT", bound=TokenBatch)
+#: Takes a micro-batch, and the log-probs (N,) and entropies (N,) of its model tokens.
+Seen = Callable[[BatchT, Tensor, Tensor], object]
 
 
 class StepLearner(abc.ABC, Generic[BatchT]):
@@ -68,16 +70,13 @@ class StepLearner(abc.ABC, Generic[BatchT]):
         """Return the micro-batch of rows, which may be none; `any_images`: whether any rank has images in this step."""
 
     @abc.abstractmethod
-    def _score(
-        self, minibatches: Sequence[Sequence[TrainingSample]], any_images: bool, sums: StepSums
-    ) -> SampleLogprobs:
-        """Return log-probs under the current weights; `sums` measures how far the rollout's are from them."""
+    def _forward(
+        self, runs: Iterable[list[list[Row]]], any_images: bool, seen: Seen[BatchT], is_reference: bool = False
+    ) -> None:
+        """Run the micro-batches of these rows forward, without gradients, by the policy or the reference network.
 
-    @abc.abstractmethod
-    def _score_reference(
-        self, minibatches: Sequence[Sequence[TrainingSample]], any_images: bool
-    ) -> SampleLogprobs | None:
-        """Return log-probs under the reference network; None without a KL penalty."""
+        Calls `seen` for each micro-batch on the ranks that know its log-probs and entropies.
+        """
 
     @abc.abstractmethod
     def _update(
@@ -142,6 +141,11 @@ class StepLearner(abc.ABC, Generic[BatchT]):
         most = int(self._max_over_ranks([float(len(bins))])[0])
         return bins + [[] for _ in range(most - len(bins))]
 
+    @property
+    def _is_reporter(self) -> bool:
+        """Whether this rank adds what it has seen of its samples to the sums of all ranks."""
+        return True
+
     def _batches(self, bins: Sequence[list[Row]], any_images: bool) -> Iterator[BatchT]:
         """Yield the micro-batches; a thread collates the next one while the network runs this one."""
         with ThreadPoolExecutor(1) as pool:
@@ -152,13 +156,56 @@ class StepLearner(abc.ABC, Generic[BatchT]):
                 self.num_batches_begun += 1
                 yield ready
 
-    def _batches_of_updates(
-        self, minibatches: Sequence[Sequence[TrainingSample]], any_images: bool
-    ) -> Iterator[BatchT]:
+    def _bins_of_updates(self, minibatches: Sequence[Sequence[TrainingSample]]) -> Iterator[list[list[Row]]]:
         """Yield exactly the micro-batches of the updates: other ones would round differently in bfloat16."""
         for samples in minibatches:
             for rows in self._split_rows(samples):
-                yield from self._batches(self._bins(rows), any_images)
+                yield self._bins(rows)
+
+    def _score(
+        self, minibatches: Sequence[Sequence[TrainingSample]], any_images: bool, sums: StepSums
+    ) -> SampleLogprobs:
+        """Return log-probs under the current weights; `sums` measures how far the rollout's are from them."""
+        scores: dict[TrainingSample, Tensor] = {}
+
+        def seen(batch: BatchT, logprobs_N: Tensor, entropy_N: Tensor) -> None:
+            sums.measure(batch, logprobs_N, entropy_N)
+            scores.update(by_sample(batch, logprobs_N))
+
+        self._forward(self._bins_of_updates(minibatches), any_images, seen)
+        return scores
+
+    def _score_reference(
+        self, minibatches: Sequence[Sequence[TrainingSample]], any_images: bool
+    ) -> SampleLogprobs | None:
+        """Return log-probs under the reference network; None without a KL penalty."""
+        if not self.algorithm.kl_coef:
+            return None
+        scores: dict[TrainingSample, Tensor] = {}
+
+        def seen(batch: BatchT, logprobs_N: Tensor, _: Tensor) -> None:
+            scores.update(by_sample(batch, logprobs_N))
+
+        self._forward(self._bins_of_updates(minibatches), any_images, seen, is_reference=True)
+        return scores
+
+    def sum_logprobs(self, samples: Sequence[TrainingSample]) -> tuple[float, int]:
+        """Return the sum of the log-probs of all ranks' model tokens, in nats, and the number of these tokens.
+
+        Each rank passes its share, which may be empty; every rank must call it.
+        """
+        total, count = torch.zeros((), dtype=torch.float64, device=self.device), 0
+
+        def seen(_: BatchT, logprobs_N: Tensor, __: Tensor) -> None:
+            nonlocal total, count
+            total, count = total + logprobs_N.sum(dtype=torch.float64), count + len(logprobs_N)
+
+        with self.lock:
+            any_images = self._max_over_ranks([float(any(s.images for s in samples))])[0] > 0
+            self._forward([self._bins(self._rows(samples))], any_images, seen)
+            mine = [total.item(), float(count)] if self._is_reporter else [0.0, 0.0]
+            nats, tokens = reduce_over_ranks(mine, dist.ReduceOp.SUM, self.device)
+            return nats, int(tokens)
 
     def _objective(
         self,

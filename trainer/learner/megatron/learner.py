@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -31,7 +31,7 @@ from envs.errors import UserError
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.learner import BackendConfig, LearnerConfig, OptimConfig
 from trainer.data.packing import filler_row
-from trainer.learner.collectives import ensure_process_group, reduce_over_ranks
+from trainer.learner.collectives import ensure_process_group
 from trainer.learner.hf_folder import write_weights
 from trainer.learner.layout import Layout
 from trainer.learner.megatron.adapters import disabled
@@ -39,7 +39,7 @@ from trainer.learner.megatron.network import MegatronNetwork, check_rope, start_
 from trainer.learner.megatron.optimizer import MegatronOptimizer
 from trainer.learner.megatron.state import MegatronState
 from trainer.learner.megatron.thd import ThdBatch, padding_multiple, single_rows, thd_batch
-from trainer.learner.step_learner import SampleLogprobs, StepLearner, by_sample
+from trainer.learner.step_learner import SampleLogprobs, Seen, StepLearner
 from trainer.learner.step_sums import StepSums
 from trainer.learner.weights_io import empty_model
 from trainer.types import Row, StepStats, TrainingSample
@@ -108,7 +108,7 @@ class MegatronLearner(StepLearner[ThdBatch]):
     def _param_groups(self) -> list[dict[str, Any]]:
         return self.optimizer.param_groups
 
-    @cached_property
+    @property
     def _is_reporter(self) -> bool:
         """Whether this rank adds its micro-batches to the statistics."""
         groups = self.network.groups
@@ -142,41 +142,14 @@ class MegatronLearner(StepLearner[ThdBatch]):
         return [[row] for row in rows] + [[] for _ in range(most - len(rows))]
 
     def _forward(
-        self, network: MegatronNetwork, minibatches: Sequence[Sequence[TrainingSample]], any_images: bool, seen: Any
+        self, runs: Iterable[list[list[Row]]], any_images: bool, seen: Seen[ThdBatch], is_reference: bool = False
     ) -> None:
-        """Run exactly the micro-batches of the updates forward, and call `seen` for each on the last stage."""
-        for samples in minibatches:
-            for rows in self._split_rows(samples):
-                bins = self._bins(rows)
-                with torch.no_grad():
-                    network.run(self._batches(bins, any_images), len(bins), self.sampling.law, seen=seen)
-
-    def _score(
-        self, minibatches: Sequence[Sequence[TrainingSample]], any_images: bool, sums: StepSums
-    ) -> SampleLogprobs:
-        scores: dict[TrainingSample, Tensor] = {}
-
-        def seen(batch: ThdBatch, logprobs_N: Tensor, entropy_N: Tensor) -> None:
-            sums.measure(batch, logprobs_N, entropy_N)
-            scores.update(by_sample(batch, logprobs_N))
-
-        self._forward(self.network, minibatches, any_images, seen)
-        return scores
-
-    def _score_reference(
-        self, minibatches: Sequence[Sequence[TrainingSample]], any_images: bool
-    ) -> SampleLogprobs | None:
-        if not self.algorithm.kl_coef:
-            return None
-        scores: dict[TrainingSample, Tensor] = {}
-
-        def seen(batch: ThdBatch, logprobs_N: Tensor, _: Tensor) -> None:
-            scores.update(by_sample(batch, logprobs_N))
-
-        network = self._reference or self.network
-        with contextlib.nullcontext() if self._reference else disabled(self.network.chunks):
-            self._forward(network, minibatches, any_images, seen)
-        return scores
+        network = self._reference if is_reference and self._reference else self.network
+        # Without its adapters, the policy is its own reference.
+        adapters = disabled(network.chunks) if is_reference and not self._reference else contextlib.nullcontext()
+        with torch.no_grad(), adapters:
+            for bins in runs:
+                network.run(self._batches(bins, any_images), len(bins), self.sampling.law, seen=seen)
 
     def _update(
         self,
@@ -194,8 +167,7 @@ class MegatronLearner(StepLearner[ThdBatch]):
             return self._objective(batch, logprobs_N, entropy_N, sums, old, reference)
 
         measured, trained = (self._bins(rows) for rows in self._split_rows(samples))
-        with torch.no_grad():
-            self.network.run(self._batches(measured, any_images), len(measured), law, seen=loss_of)
+        self._forward([measured], any_images, loss_of)
         if trained:
             self.network.run(self._batches(trained, any_images), len(trained), law, loss_of=loss_of)
             norm = self.optimizer.step()
@@ -242,24 +214,6 @@ class MegatronLearner(StepLearner[ThdBatch]):
             advantage=0.0,
             weight=0.0,
         )
-
-    def sum_logprobs(self, samples: Sequence[TrainingSample]) -> tuple[float, int]:
-        """Return the sum of the log-probs of all ranks' model tokens, in nats, and the number of these tokens.
-
-        Each rank passes its share, which may be empty; every rank must call it.
-        """
-        total, count = torch.zeros((), dtype=torch.float64, device=self.device), 0
-
-        def seen(_: ThdBatch, logprobs_N: Tensor, __: Tensor) -> None:
-            nonlocal total, count
-            total, count = total + logprobs_N.sum(dtype=torch.float64), count + len(logprobs_N)
-
-        with self.lock, torch.no_grad():
-            bins = self._bins(self._rows(samples))
-            self.network.run(self._batches(bins, False), len(bins), self.sampling.law, seen=seen)
-            mine = [total.item(), float(count)] if self._is_reporter else [0.0, 0.0]
-            nats, tokens = reduce_over_ranks(mine, dist.ReduceOp.SUM, self.device)
-        return nats, int(tokens)
 
     def stream(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield the full weights in `dtype`, adapters merged, by their names in a checkpoint, one at a time.
