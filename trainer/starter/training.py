@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import pickle
 import time
 from collections.abc import Generator
 from contextlib import closing
@@ -30,6 +31,7 @@ from trainer.starter.batches import Collator, SftBatch, taught_logits
 from trainer.starter.card import write_card
 from trainer.starter.demonstrations import corpus
 from trainer.starter.lessons import Lessons, OwnAttempts
+from trainer.starter.plans import Attempt
 from trainer.starter.progress import Probe
 from trainer.starter.recipes import Recipe, Stage
 
@@ -234,14 +236,19 @@ class StarterRun:
             raise UserError("--out", rule, str(self.folder), fix)
         if not (self.folder / STATE).exists():
             return None
-        state = torch.load(self.folder / STATE, map_location="cpu", weights_only=False)
-        if state["recipe"] != self.recipe:
+        try:
+            with torch.serialization.safe_globals([Position, OwnAttempts, Attempt]):  # other code is not run
+                state = torch.load(self.folder / STATE, map_location="cpu", weights_only=True)
+        except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
+            rule, fix = f"must hold a whole {STATE} of this command", "delete that file, or give another folder"
+            raise UserError("--out", rule, str(self.folder), fix) from error
+        if not isinstance(state, dict) or state.get("recipe") != asdict(self.recipe):
             raise UserError("--out", "must hold a run of the same recipe", str(self.folder), "give another folder")
         return state
 
     def _save_state(self) -> None:
         """Save the run where it stands, whole or not at all, and its weights as a model folder."""
-        state = {"recipe": self.recipe, "position": self.position}
+        state = {"recipe": asdict(self.recipe), "position": self.position}
         state |= {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         torch.save(state, self.folder / f"{STATE}.part")
         (self.folder / f"{STATE}.part").replace(self.folder / STATE)

@@ -109,6 +109,35 @@ def test_a_state_of_another_recipe_is_refused(tmp_path: Path) -> None:
         StarterRun(replace(TINY, seed=18), tmp_path, torch.device("cpu"))
 
 
+def test_what_the_policy_played_is_saved_and_read_again(tmp_path: Path) -> None:
+    run = StarterRun(TINY, tmp_path, torch.device("cpu"))
+    run.position.attempts = [OwnAttempts(3, (Attempt("47 + 65 = 122. ", "58"),))]
+    run._save_state()
+    assert StarterRun(TINY, tmp_path, torch.device("cpu")).position == run.position
+
+
+class Hostile:
+    def __init__(self, made: Path) -> None:
+        self.made = made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.made,)
+
+
+@pytest.mark.parametrize("content", ["code", "half", "text", "empty"])
+def test_a_state_of_a_stranger_is_one_line_and_runs_no_code(content: str, tmp_path: Path) -> None:
+    folder, state = tmp_path / "out", tmp_path / "out" / "state.pt"
+    assert not StarterRun(TINY, folder, torch.device("cpu")).train(max_minutes=0.0)
+    if content == "code":
+        torch.save({"recipe": Hostile(tmp_path / "made")}, state)
+    else:
+        whole = state.read_bytes()
+        state.write_bytes({"half": whole[: len(whole) // 2], "text": b"weights", "empty": b""}[content])
+    with pytest.raises(UserError, match=r"--out: must hold a whole state\.pt of this command"):
+        StarterRun(TINY, folder, torch.device("cpu"))
+    assert not (tmp_path / "made").exists()
+
+
 def test_a_stage_ends_once_its_pictures_are_read(tmp_path: Path) -> None:
     read = replace(TINY, stages=(replace(TINY.stages[0], steps=40, until=0.0),))
     assert StarterRun(read, tmp_path, torch.device("cpu")).train()
