@@ -38,7 +38,6 @@ from tests.tiny_models import write_tiny_model
 from tests.trainer.steps import random_samples
 from trainer.config.learner import BackendConfig, LearnerConfig, OptimConfig
 from trainer.learner.fsdp_learner import FSDPLearner
-from trainer.learner.layout import Layout
 from trainer.learner.weights_io import empty_model
 from trainer.types import StepStats, TrainingSample
 
@@ -143,28 +142,33 @@ def _step(stats: StepStats, weights: dict[str, torch.Tensor]) -> Step:
     return Step(stats.loss, stats.grad_norm, stats.entropy, dict(stats.logprobs), kept)
 
 
-def run_case(case: Case, folder: Path, device: str, expected: Step) -> dict[str, Any]:
-    """Take the step with Megatron on all ranks; return the differences, on rank 0."""
-    from megatron.core import parallel_state
-
+def megatron_learner(case: Case, folder: Path, flags: dict[str, Any], device: str) -> Any:
+    """Return the learner of a case under the layout of these flags."""
     from trainer.learner.megatron.learner import MegatronLearner
 
-    dtype: torch.dtype = getattr(torch, case.dtype)
-    flags = LAYOUTS[case.layout][0]
-    parts = BackendConfig(backend="megatron", **flags)
-    layout, began = Layout.of(parts), time.perf_counter()
     learner = MegatronLearner(
         folder,
         PARAMS,
         5,
         OPTIM,
         config=_config(),
-        backend=parts,
+        backend=BackendConfig(backend="megatron", **flags),
         device=device,
-        dtype=dtype,
+        dtype=getattr(torch, case.dtype),
         changed=changes(flags, device),
     )
     learner.network.is_packed = case.packed
+    return learner
+
+
+def run_case(case: Case, folder: Path, device: str, expected: Step) -> dict[str, Any]:
+    """Take the step with Megatron on all ranks; return the differences, on rank 0."""
+    from megatron.core import parallel_state
+
+    dtype: torch.dtype = getattr(torch, case.dtype)
+    flags, began = LAYOUTS[case.layout][0], time.perf_counter()
+    learner = megatron_learner(case, folder, flags, device)
+    layout = learner.layout
     samples, world = samples_of(folder), dist.get_world_size()
     shares = [samples[number :: layout.data_parallel(world)] for number in range(layout.data_parallel(world))]
     mine = shares[layout.data_rank(dist.get_rank(), world)]
@@ -256,21 +260,7 @@ def resume_case(case: Case, folder: Path, device: str) -> dict[str, Any]:
     """Read with PP 2 what TP 2 wrote; return the next step's loss and norm, to compare with `second_*` of TP 2."""
     from megatron.core import parallel_state
 
-    from trainer.learner.megatron.learner import MegatronLearner
-
-    parts, dtype = BackendConfig(backend="megatron", pp=2), getattr(torch, case.dtype)
-    learner = MegatronLearner(
-        folder,
-        PARAMS,
-        5,
-        OPTIM,
-        config=_config(),
-        backend=parts,
-        device=device,
-        dtype=dtype,
-        changed=changes({"pp": 2}, device),
-    )
-    learner.network.is_packed = case.packed
+    learner = megatron_learner(case, folder, {"pp": 2}, device)
     learner.restore(folder.parent / f"{folder.name}-{case.dtype}" / "checkpoint")
     stats = learner.step([samples_of(folder)])
     del learner
