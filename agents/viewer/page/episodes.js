@@ -35,6 +35,7 @@ function showEpisodes(root, { query }) {
     clear(parts.box).append(state.table.node, make("p.none", { text: "No episode matches these filters." }));
   };
   const change = (part) => {
+    if (!root.contains(parts.bar)) return; // typed just before another view was opened
     Object.assign(state.query, part);
     for (const [name, value] of Object.entries(state.query))
       if (value === "" || value === null) delete state.query[name];

@@ -49,8 +49,11 @@ function setAddress(hash) {
   if (hash !== location.hash) history.replaceState(null, "", hash);
 }
 
+/* Shows another view before the next key is heard: hashchange alone would come only after it. */
 function goTo(hash) {
-  if (hash !== location.hash) location.hash = hash;
+  if (hash === location.hash) return;
+  history.pushState(null, "", hash);
+  showRoute();
 }
 
 /* Adds run=1 for the second run; the first one is the default. */

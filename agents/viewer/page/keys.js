@@ -46,12 +46,8 @@ function actionOf(event) {
 
 function searchFromHere() {
   goTo(listHref(runOf(app.route.query)));
-  requestAnimationFrame(() =>
-    setTimeout(() => {
-      const field = document.querySelector(".search");
-      if (field) field.focus();
-    }, 30),
-  );
+  const field = document.querySelector(".search");
+  if (field) field.focus();
 }
 
 function showHelp() {

@@ -511,6 +511,44 @@ def test_the_keyboard_leads_everywhere(visit: Open) -> None:
     expect(page.locator(".key-figures")).to_be_visible()
 
 
+def test_a_filter_typed_just_before_another_view_was_opened_does_not_lead_back(visit: Open) -> None:
+    made = visit("small", "#/episodes")
+    page = made.page
+    for _ in range(3):
+        page.keyboard.press("/")
+        page.keyboard.type("train")
+        page.keyboard.press("Escape")
+        page.keyboard.press("o")
+        assert made.fragment == "#/"
+        page.wait_for_timeout(200)  # longer than a filter waits for the next letter
+        assert made.fragment == "#/"
+        expect(page.locator(".key-figures")).to_be_visible()
+
+
+def test_keys_that_follow_each_other_at_once_are_heard_by_the_view_that_each_one_opens(visit: Open) -> None:
+    page = visit("small", "#/").page
+    shown = page.evaluate(
+        """() => ["e", "j", "Enter", "j", "g", "o", "/"].map((key) => {
+            document.activeElement.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+            return [location.hash, document.querySelector("h1").textContent];
+        })"""
+    )
+    assert shown == [
+        ["#/episodes", "Episodes"],
+        ["#/episodes", "Episodes"],
+        ["#/episode/before-greedy-0-0", "before-greedy-0-0"],
+        ["#/episode/before-greedy-1-0", "before-greedy-1-0"],
+        ["#/group/before/greedy/1", "Group 1"],
+        ["#/", shown[5][1]],
+        ["#/episodes", "Episodes"],
+    ]
+    expect(page.get_by_label("search text")).to_be_focused()
+    page.go_back()
+    expect(page.locator(".key-figures")).to_be_visible()
+    page.go_back()
+    expect(page.get_by_role("heading", level=1)).to_have_text("Group 1")
+
+
 def background(page: Page) -> int:
     """Return how bright the page is, 0 to 255."""
     return page.evaluate("Number(getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0])")
