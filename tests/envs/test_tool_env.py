@@ -377,9 +377,9 @@ def test_what_follows_the_call_that_ended_the_task_is_not_done() -> None:
 def test_parallel_calls_run_at_once_and_are_answered_in_order() -> None:
     env = shop(tool_calls="parallel")
     started = time.perf_counter()
-    observation, _, _ = env.step(call("wait", s=1.2) + call("price", fruit="fig") + call("wait", s=1))
-    assert time.perf_counter() - started < 2.2
-    assert [m["content"] for m in env.format_observation(observation)] == ["1.2 s", "3", "1.0 s"]
+    observation, _, _ = env.step(call("wait", s=3) + call("price", fruit="fig") + call("wait", s=2.5))
+    assert time.perf_counter() - started < 5.5
+    assert [m["content"] for m in env.format_observation(observation)] == ["3.0 s", "3", "2.5 s"]
     env.close()
 
 

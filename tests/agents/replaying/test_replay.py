@@ -65,8 +65,10 @@ class Planted:
         if self.plant == "hang":
             time.sleep(1.0)
         if self.plant == "crowded":
-            with ALONE:
-                time.sleep(0.25)
+            is_alone = ALONE.acquire(blocking=False)
+            time.sleep(0.5 if is_alone else 6.0)
+            if is_alone:
+                ALONE.release()
         observation, done, info = super().step(text)
         if self.plant == "outcome":
             info["tool_calls"] = [{**call, "outcome": "odd"} for call in info["tool_calls"]]
@@ -123,7 +125,7 @@ def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
                 "description": "planted",
                 "max_turns": 4,
                 "options": {"plant": plant},
-                "step_timeout_s": 0.4 if plant in ("hang", "crowded") else 30.0,
+                "step_timeout_s": {"hang": 0.4, "crowded": 3.0}.get(plant, 30.0),
             }
     path = folder / "registry.yaml"
     path.write_text(json.dumps(entries))  # JSON is YAML

@@ -380,17 +380,17 @@ class SlowEngine(FixedEngine):
 @pytest.mark.parametrize("inline", [True, False], ids=["in place", "on a thread"])
 def test_timing_tells_engine_environment_and_checks_apart(renderer: Renderer, inline: bool) -> None:
     def slow(value: Any) -> Callable:
-        return lambda *_: time.sleep(0.2) or value
+        return lambda *_: time.sleep(1.0) or value
 
     engine = SlowEngine(([31, renderer.stop_ids[-1]], [-0.1] * 2, "stop"))
     env = SmallEnv(reset=slow(({}, {})), step=slow(DONE), reward=slow(1.0))
     trajectory = run(renderer, env, engine=engine, bounds=EnvLimits(inline=inline))
     timing = trajectory.timing
-    assert 0.2 <= timing.engine_s == trajectory.turns[0].engine_s < 0.4
-    assert 0.6 <= timing.env_s < 1.0  # reset, step and reward
-    assert 0.2 <= trajectory.turns[0].env_s < 0.4
-    assert 0 < timing.check_s < 0.2
-    assert timing.engine_s + timing.env_s + timing.check_s < timing.total_s < 2.0
+    assert 0.2 <= timing.engine_s == trajectory.turns[0].engine_s < 1.0
+    assert 3.0 <= timing.env_s < 4.0  # reset, step and reward
+    assert 1.0 <= trajectory.turns[0].env_s < 2.0
+    assert 0 < timing.check_s < 1.0
+    assert timing.engine_s + timing.env_s + timing.check_s < timing.total_s < 5.0
 
 
 FAULTS = {
@@ -502,11 +502,11 @@ def test_a_close_that_raises_does_not_hide_the_first_error(renderer: Renderer) -
 def test_an_environment_that_hangs_runs_into_its_time_limit(renderer: Renderer, method: str) -> None:
     started = time.perf_counter()
     env = SmallEnv(AGAIN)
-    setattr(env, method, lambda *_: time.sleep(1.5))
+    setattr(env, method, lambda *_: time.sleep(6))
     trajectory = run(renderer, env, bounds=EnvLimits(reset_timeout_s=0.2, step_timeout_s=0.2))
     assert trajectory.end_reason is EndReason.ENV_TIMEOUT
     assert "took longer than 0.2 s" in (trajectory.error or "")
-    assert time.perf_counter() - started < 1.2
+    assert time.perf_counter() - started < 5
     assert len(trajectory.turns) == {"reset": 0, "step": 1, "format_observation": 1, "reward": 3}[method]
 
 
@@ -528,7 +528,7 @@ def test_one_hanging_episode_of_thirty_two_holds_up_no_other(renderer: Renderer)
     envs: list[SmallEnv] = []
 
     def build(asked: Sample, _: object) -> SmallEnv:
-        envs.append(SmallEnv(step=lambda _: time.sleep(3)) if len(envs) == 5 else SmallEnv())
+        envs.append(SmallEnv(step=lambda _: time.sleep(12)) if len(envs) == 5 else SmallEnv())
         return envs[-1]
 
     started = time.perf_counter()
@@ -541,7 +541,7 @@ def test_one_hanging_episode_of_thirty_two_holds_up_no_other(renderer: Renderer)
         seed=1,
     )
     groups = asyncio.run(playing)
-    assert time.perf_counter() - started < 2.5
+    assert time.perf_counter() - started < 10
     ends = [t.end_reason for g in groups for t in g.trajectories]
     assert sorted(ends) == [EndReason.COMPLETED] * 31 + [EndReason.ENV_TIMEOUT]
     assert [env.num_closed for env in envs] == [1] * 32

@@ -45,7 +45,7 @@ ARGUMENTS = (
     *("--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"),
     *("--disable-component-update", "--disable-sync", "--no-first-run"),
 )
-WAIT_MS = 8_000
+WAIT_MS = 20_000
 
 
 @dataclass
