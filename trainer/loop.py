@@ -36,8 +36,8 @@ async def run_training(
 
     async def whole_run() -> None:
         await rollouts.start(session.state.step, session.state.rollout, session.on_episode)
-        await session.evaluate_before()
         try:
+            await session.evaluate_before()
             await train(context, rollouts, session)
         finally:
             session.record_unfinished(await rollouts.drain())

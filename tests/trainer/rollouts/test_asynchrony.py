@@ -60,6 +60,14 @@ def test_a_run_plays_no_group_that_it_does_not_train_on(recorded: Path) -> None:
     assert Counter(e["fate"] for e in episodes_in(recorded)) == {"train": STEPS * 2 * 4}
 
 
+def test_a_run_that_only_plays_begins_no_group_that_it_does_not_hand_out(
+    checkpoint: Path, lucky: list[str], tmp_path: Path
+) -> None:
+    """Its weights stay those of version 0, whatever the step."""
+    train(checkpoint, tmp_path / "run", *lucky, "--rollout-only", "--max-staleness", "2", steps=3)
+    assert Counter(e["fate"] for e in episodes_in(tmp_path / "run")) == {"train": 3 * 2 * 4}
+
+
 def test_the_loss_of_a_step_with_tokens_of_several_versions_is_that_of_decoupled_ppo(recorded: Path) -> None:
     """Worked out from the recording alone: the engine's log-probs when a token was written are the behaviour's, the
     learner's before the update the proximal policy's; before the first update PPO's own ratio is 1."""
@@ -127,3 +135,22 @@ def test_an_interrupt_in_any_phase_ends_the_run_with_every_episode_accounted_for
     assert {e["fate"] for e in episodes} == {"train", "aborted"}
     assert sum(summary["end_reasons"].values()) == len(episodes) == len({e["seed"] for e in episodes})
     assert len({e["group"] for e in episodes if e["fate"] == "train"}) == 2 * summary["steps_done"]
+
+
+def test_an_interrupt_of_the_evaluation_that_a_resumed_run_begins_with_accounts_for_what_was_in_flight(
+    checkpoint: Path, lucky: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate, calls, folder = LiveRollouts.evaluate, itertools.count(1), tmp_path / "run"
+
+    def interrupted(*args: Any) -> Any:
+        if next(calls) > 1:  # after the one before the first step
+            os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(*args)
+
+    monkeypatch.setattr(LiveRollouts, "evaluate", interrupted)
+    argv = ["--model", str(checkpoint), "--steps", "9", "--eval-size", "3", "--eval-every", "1", *SMALL, *lucky]
+    assert run([*argv, "--max-staleness", "2", "--tracker=", "--out", str(tmp_path), "--name", "run"]) == 130
+    assert run(["--resume", str(folder)]) == 130
+    summary, episodes = json.loads((folder / "summary.json").read_text()), episodes_in(folder)
+    assert {e["fate"] for e in episodes} == {"train", "aborted"}
+    assert sum(summary["end_reasons"].values()) == len(episodes)
