@@ -168,12 +168,14 @@ def test_a_lost_node_is_replaced_by_another_or_named_where_there_is_none(
 
 # Their weights are of step 1 when the learner begins anew; kl shows any difference from those of the learner.
 @pytest.mark.slow
+@pytest.mark.parametrize("sync", ["disk", "nccl"])
 def test_servers_outlive_a_lost_learner_and_take_its_weights_again(
-    flags: list[str], checkpoint: Path, tmp_path: Path
+    flags: list[str], checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], sync: str
 ) -> None:
     with serving(checkpoint) as url, fault_at("update, early", 2, signal_rank(1)) as drill:
         argv = [*flags, "--save-every", "0", "--engine-url", url, "--out", str(tmp_path), "--name", "run"]
-        assert run([*argv, "--steps", "2"]) == 0
+        assert run([*argv, "--steps", "2", "--sync", sync]) == 0
+    assert "over disk" not in capsys.readouterr().out and not (tmp_path / "run" / "sync").exists()
     assert drill.is_over > drill.began > 0
     rows, episodes = lines_of(tmp_path / "run" / "metrics.jsonl"), episodes_in(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2] and all(row["grad_norm"] > 0 for row in rows)
