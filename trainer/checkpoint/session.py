@@ -162,14 +162,18 @@ class RunSession(ABC, Generic[S]):
             task.result()
             raise
 
-    def begin_update(self) -> None:
+    async def begin_update(self) -> None:
         """Note that the weights are about to change: until `end_step` there is nothing to write a checkpoint of."""
-        self.checkpoints.mark_dirty()
+        await self._on_thread(self.checkpoints.mark_dirty)
 
-    def end_step(self) -> None:
+    async def end_step(self) -> None:
         """Note that the step is done, and begin a checkpoint where one is due."""
-        self.state = self.state_now()
-        self.checkpoints.on_step_end(self.step, self._files, is_last=self.step == self.num_steps)
+        self.state, is_last = self.state_now(), self.step == self.num_steps
+        await self._on_thread(self.checkpoints.on_step_end, self.step, self._files, is_last)
+
+    async def _on_thread(self, work: Callable[..., None], *args: object) -> None:
+        """Do work on a checkpoint to its end. Episodes go on meanwhile: copies and sums of gigabytes take long."""
+        await self.complete(asyncio.to_thread(work, *args))
 
     @property
     def stop_reason(self) -> str:

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import signal
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,12 +18,15 @@ import torch
 from safetensors.torch import load_file
 
 from agents.recording import Recording
+from agents.types import Trajectory
 from tests.environments import lucky_geometry
 from tests.recordings import episodes_in, lines_of
 from tests.trainer.test_run import SMALL, train
+from trainer.checkpoint.checkpointer import _write_manifest
 from trainer.config.sources import read_config
 from trainer.learner.fsdp_learner import FSDPLearner
 from trainer.rollouts.live import LiveRollouts
+from trainer.rollouts.session import TrainingSession
 from trainer.run import run
 from trainer.weight_sync.sync import WeightSync
 
@@ -66,6 +70,30 @@ def test_a_run_that_only_plays_begins_no_group_that_it_does_not_hand_out(
     """Its weights stay those of version 0, whatever the step."""
     train(checkpoint, tmp_path / "run", *lucky, "--rollout-only", "--max-staleness", "2", steps=3)
     assert Counter(e["fate"] for e in episodes_in(tmp_path / "run")) == {"train": 3 * 2 * 4}
+
+
+def test_episodes_go_on_while_a_checkpoint_is_summed_up(
+    checkpoint: Path, lucky: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended, seen = threading.Semaphore(0), list[bool]()
+    on_episode, is_written, write = TrainingSession.on_episode, FSDPLearner.is_checkpoint_written, _write_manifest
+
+    def noted(session: TrainingSession, trajectory: Trajectory) -> None:
+        on_episode(session, trajectory)
+        ended.release()
+
+    def slowly(folder: Path, step: int) -> None:
+        while ended.acquire(blocking=False):
+            pass
+        seen.append(ended.acquire(timeout=2.0))
+        write(folder, step)
+
+    monkeypatch.setattr(TrainingSession, "on_episode", noted)
+    monkeypatch.setattr(FSDPLearner, "is_checkpoint_written", lambda learner, wait: is_written(learner, wait=True))
+    monkeypatch.setattr("trainer.checkpoint.checkpointer._write_manifest", slowly)
+    ahead = ["--max-staleness", "2", "--max-concurrent", "1", "--save-every", "1"]
+    train(checkpoint, tmp_path / "run", *lucky, *ahead, steps=4, eval_size=0)
+    assert len(seen) == 4 and seen[0]
 
 
 def test_the_loss_of_a_step_with_tokens_of_several_versions_is_that_of_decoupled_ppo(recorded: Path) -> None:
