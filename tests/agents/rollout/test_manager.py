@@ -569,7 +569,7 @@ def test_another_manager_goes_on_from_the_state_of_one_that_ended(renderer: Rend
 
     first, state = finish(story(ManagerState(), PacedEngine(renderer, wait=hang(3)), 1))
     assert numbers(first[0].groups) == [0, 1] and state.num_begun == 4
-    assert [(g.number, sorted(g.played), g.result is not None) for g in state.in_flight] == [
+    assert [(g.number, sorted(g.played), g.is_complete) for g in state.in_flight] == [
         (2, [0, 1, 2, 3], True),
         (3, [0, 1, 2], False),
     ]

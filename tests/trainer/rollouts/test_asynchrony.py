@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from agents.recording import Recording
 from agents.types import Trajectory
-from tests.environments import lucky_geometry
+from tests.environments import environment, lucky_geometry
 from tests.recordings import episodes_in, lines_of
 from tests.trainer.test_run import SMALL, train
 from trainer.checkpoint.checkpointer import _write_manifest
@@ -31,6 +31,23 @@ from trainer.run import run
 from trainer.weight_sync.sync import WeightSync
 
 STEPS = 4
+#: Problems whose metadata no checkpoint can hold, and a callback that ends the run after its second step.
+OWN_GRADERS = """
+from envs.env import Env
+from envs.types import Sample
+from trainer.callbacks import Callback, Stop
+class Graded(Env):
+    def __init__(self, sample): self.grade = sample.metadata["grade"]
+    def reset(self): return {}, {}
+    def step(self, text): return {}, True, {}
+    def reward(self, text): return self.grade(text)
+def build_env(sample=None, args=None, **_): return Graded(sample)
+def problems(split="train", size=8, seed=0):
+    prompts = [({"role": "user", "content": f"Say {number}."},) for number in range(size)]
+    return [Sample(str(n), prompt, None, {"grade": lambda text: len(text) % 3}) for n, prompt in enumerate(prompts)]
+class Short(Callback):
+    def on_step_end(self, step, row): return Stop("enough") if step == 2 else None
+"""
 
 
 @pytest.fixture(scope="module")
@@ -182,3 +199,15 @@ def test_an_interrupt_of_the_evaluation_that_a_resumed_run_begins_with_accounts_
     summary, episodes = json.loads((folder / "summary.json").read_text()), episodes_in(folder)
     assert {e["fate"] for e in episodes} == {"train", "aborted"}
     assert sum(summary["end_reasons"].values()) == len(episodes)
+
+
+def test_groups_in_flight_are_kept_also_where_the_metadata_of_their_problems_cannot_be(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    with environment(tmp_path, "own_graders", OWN_GRADERS, dataset="own_graders:problems") as flags:
+        short = ["--max-staleness", "2", "--callback", "own_graders:Short"]
+        train(checkpoint, folder, *flags, *short, steps=4, eval_size=0)
+        assert run(["--resume", str(folder), "--callback="]) == 0
+    recorded = lines_of(folder / "episodes" / "episodes.jsonl.gz")  # each once
+    assert len(recorded) == len({e["id"] for e in recorded}) == STEPS * 2 * 2
