@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -236,6 +237,27 @@ def test_a_tensor_parallel_server_sees_the_gpus_that_ray_gives_it_first_and_list
     log = (tmp_path / "sglang-0.log").read_text()
     assert re.search(r"^sees 0,1", log, re.MULTILINE) and "--tp-size 2" in log and "--base-gpu-id 0" in log
     assert f"--host {url.split('//')[1].split(':')[0]} " in log
+
+
+@pytest.mark.slow
+def test_a_server_on_the_learners_gpus_waits_while_the_learner_is_started_again(
+    cluster: Cluster, checkpoint: Path, tmp_path: Path
+) -> None:
+    cluster.add_node(num_cpus=1)
+    ray.init(cluster.address, log_to_driver=False)
+    node = ray.get_runtime_context().get_node_id()
+    learners = [Place("gone", "gone", 1, ())]
+    given = SGLangSettings(str(checkpoint), command=("sleep", "60"), log_folder=tmp_path, api_key="key")
+    process = RayLauncher(None, on_gpu=False, learners=lambda: learners).launch(given, 0, 0)
+    for places in (learners, []):
+        learners[:] = places
+        assert (process.ended(), process.url) == ("", "") and "waits for the learner" in process.log()
+    learners[:] = [Place(node, "here", 1, ())]
+    while not process.url:
+        assert process.ended() == ""
+        time.sleep(0.1)
+    assert process.node == node
+    process.stop()
 
 
 def test_servers_on_the_learners_gpus_take_those_of_one_node_in_the_order_of_the_ranks() -> None:
