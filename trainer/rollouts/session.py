@@ -260,7 +260,7 @@ class TrainingSession(RunSession[LoopState]):
         self.display.step(self.log.write(self.step, metrics), self.num_steps)
         if self.is_evaluated:
             self.state = replace(self.state_now(), metrics_bytes=num_bytes, unfinished_row=metrics)
-            self.checkpoints.mark_whole(self.step, self.state.files)
+            self.checkpoints.mark_whole(self.step, self._files)
         else:
             await self.end_step()
 

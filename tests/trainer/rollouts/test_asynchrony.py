@@ -195,6 +195,7 @@ def test_an_interrupt_of_the_evaluation_that_a_resumed_run_begins_with_accounts_
     monkeypatch.setattr(LiveRollouts, "evaluate", interrupted)
     argv = ["--model", str(checkpoint), "--steps", "9", "--eval-size", "3", "--eval-every", "1", *SMALL, *lucky]
     assert run([*argv, "--max-staleness", "2", "--tracker=", "--out", str(tmp_path), "--name", "run"]) == 130
+    assert (folder / "checkpoints" / "step-1" / "config.yaml").is_file()
     assert run(["--resume", str(folder)]) == 130
     summary, episodes = json.loads((folder / "summary.json").read_text()), episodes_in(folder)
     assert {e["fate"] for e in episodes} == {"train", "aborted"}
