@@ -7,6 +7,7 @@ import os
 import subprocess
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -165,6 +166,7 @@ class RayLauncher:
     ) -> None:
         """Start each server in its bundle of `reserved`; without it, on GPUs of `learners()`, as many as they have."""
         self._reserved, self._on_gpu, self._learners = reserved, on_gpu, learners
+        self._shared: dict[int, Shared] = {}
 
     def check(self, settings: SGLangSettings) -> None:
         """Raise `UserError` if servers could be reached without a key: they listen on the cluster's network."""
@@ -186,7 +188,8 @@ class RayLauncher:
         elif not are_alive(learners := self._learners()):
             return None
         else:
-            shared = shared_place(learners, number, settings.num_servers, count)
+            others = [place for other, place in self._shared.items() if other != number]
+            shared = self._shared[number] = shared_place(learners, others, settings.num_servers, count)
             options |= {"num_cpus": 0}
             strategy = NodeAffinitySchedulingStrategy(shared.node, soft=False)
         actor = ray.remote(ServerHost).options(scheduling_strategy=strategy, **options)
@@ -199,10 +202,8 @@ def are_alive(learners: Sequence[Place]) -> bool:
     return bool(learners) and all(rank.node in alive for rank in learners)
 
 
-def shared_place(learners: Sequence[Place], number: int, num_servers: int, tensor_parallel: int) -> Shared:
-    """Return the GPUs of the `number`-th server: those of the ranks after the previous one's, all on one node.
-
-    Servers beyond the last rank begin again at the first one.
+def shared_place(learners: Sequence[Place], others: Sequence[Shared], num_servers: int, tensor_parallel: int) -> Shared:
+    """Return the GPUs of a server: those of the first ranks, all on one node, that the fewest `others` use.
 
     Raises:
         UserError: no node has enough ranks for a server.
@@ -211,13 +212,13 @@ def shared_place(learners: Sequence[Place], number: int, num_servers: int, tenso
     for rank in learners:
         nodes.setdefault(rank.node, []).extend(rank.gpus or ("",))  # on a CPU there is no name
     slots = [
-        (node, tuple(gpus[first : first + tensor_parallel]))
+        (node, tuple(filter(None, gpus[first : first + tensor_parallel])))
         for node, gpus in nodes.items()
         for first in range(0, len(gpus) - tensor_parallel + 1, tensor_parallel)
     ]
     if not slots:
         rule = f"must be at most the {max(map(len, nodes.values()), default=0)} learners of one node"
         raise UserError("--tensor-parallel", rule, tensor_parallel, "give less, or --placement split")
-    node, gpus = slots[number % len(slots)]
-    on_slot = len(range(number % len(slots), num_servers, len(slots)))
-    return Shared(node, tuple(filter(None, gpus)), on_slot)
+    taken = Counter((other.node, other.gpus) for other in others)
+    place = min(range(len(slots)), key=lambda place: taken[slots[place]])
+    return Shared(*slots[place], servers_on_gpu=len(range(place, num_servers, len(slots))))
