@@ -36,8 +36,8 @@ async def run_training(
 
     async def whole_run() -> None:
         await rollouts.start(session.state.step, session.state.rollout, session.on_episode)
-        await session.evaluate_before()
         try:
+            await session.evaluate_before()
             await train(context, rollouts, session)
         finally:
             session.record_unfinished(await rollouts.drain())
@@ -57,7 +57,7 @@ async def train(context: RunContext, rollouts: Rollouts, session: TrainingSessio
         if config.trains:
             await session.complete(update(context, session, step, rollout, advantages, clock))
         else:
-            session.finish_step(rollout, clock)
+            await session.finish_step(rollout, clock)
         await session.evaluate_in_step()
 
 
@@ -71,7 +71,7 @@ async def update(
 ) -> None:
     """Update the weights from a step's rollout, hand them to the engine, and finish the step."""
     config = context.config
-    session.begin_update()
+    await session.begin_update()
     minibatches = build_minibatches(
         rollout.groups,
         advantages,
@@ -84,4 +84,4 @@ async def update(
     stats = await clock.time("train_s", asyncio.to_thread(context.learner.step, minibatches))
     session.record_logprobs(rollout, stats)
     push = await context.weight_sync.push(version=step)
-    session.finish_step(rollout, clock, minibatches, stats, push)
+    await session.finish_step(rollout, clock, minibatches, stats, push)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
@@ -146,7 +147,13 @@ class Episode:
             group=group,
             attempt=attempt,
         )
-        return self._checked(await self.rewards.score(trajectory, self.limits.env), state, started)
+        return self._checked(await self._scored(trajectory), state, started)
+
+    async def _scored(self, trajectory: Trajectory) -> Trajectory:
+        """Return the trajectory with the rewards of the run's functions; it is aborted if its task is meanwhile."""
+        with _until_aborted():
+            return await self.rewards.score(trajectory, self.limits.env)
+        return replace(trajectory, reward=0.0, end_reason=EndReason.ABORTED)
 
     async def _play(self, state: _EpisodeState) -> tuple[float, EndReason, str | None]:
         """Play the turns, grade them and close the environment; return reward, end reason and error."""
@@ -297,12 +304,19 @@ class Episode:
 
 async def _close(env: EnvRunner) -> str | None:
     """Close the environment. An abort during this is too late to count; the environment goes on closing by itself."""
-    try:
+    with _until_aborted():
         return await env.close()
+    return None
+
+
+@contextmanager
+def _until_aborted() -> Iterator[None]:
+    """Leave the block where the task is cancelled with `ABORT`."""
+    try:
+        yield
     except asyncio.CancelledError as cancelled:
         if cancelled.args != (ABORT,):
             raise
-        return None
 
 
 def _render_fault(what: str, error: Exception) -> EnvFault:

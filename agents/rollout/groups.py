@@ -6,9 +6,10 @@ import hashlib
 import math
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from agents.rollout.stream import Stream
 from agents.types import EndReason, Timing, Trajectory, TrajectoryGroup
@@ -119,15 +120,16 @@ class StepRollout:
 class GroupInFlight:
     """What a checkpoint keeps of a group that was begun and not handed out.
 
-    `played` holds the copies that have ended, by number; `result` is the group once all have. An episode that is
-    running is in neither: its environment cannot be saved, so it begins again.
+    `played` holds the copies that have ended, by number, without the metadata of their problem: it can be any object,
+    and comes again with the problem. An episode that is running is not in it: its environment cannot be saved, so it
+    begins again.
     """
 
     number: int
     attempt: int
     played: Mapping[int, Trajectory]
     discarded: tuple[Trajectory, ...]
-    result: TrajectoryGroup | None
+    is_complete: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,13 +159,15 @@ class RunningGroup:
     @classmethod
     def restore(cls, saved: GroupInFlight, problem: Problem) -> RunningGroup:
         """Return the group that `save` was called on."""
-        g = saved
-        return cls(g.number, problem, g.attempt, dict(g.played), g.discarded, g.result)
+        played, discarded = _with_metadata(saved.played, saved.discarded, problem.sample.metadata)
+        group = cls(saved.number, problem, saved.attempt, played, discarded)
+        group.result = group.so_far() if saved.is_complete else None
+        return group
 
     def save(self) -> GroupInFlight:
         """Return what a checkpoint keeps of the group."""
-        played = dict(self.played)
-        return GroupInFlight(self.number, self.attempt, played, self.discarded, self.result)
+        played, discarded = _with_metadata(self.played, self.discarded, {})
+        return GroupInFlight(self.number, self.attempt, played, discarded, self.result is not None)
 
     @property
     def oldest_version(self) -> float:
@@ -206,3 +210,11 @@ class RunningGroup:
             group=self.number,
             attempt=self.attempt,
         )
+
+
+def _with_metadata(
+    played: Mapping[int, Trajectory], discarded: Sequence[Trajectory], metadata: Mapping[str, Any]
+) -> tuple[dict[int, Trajectory], tuple[Trajectory, ...]]:
+    """Return the episodes of a group with the metadata of its problem."""
+    kept = {copy: replace(trajectory, metadata=metadata) for copy, trajectory in played.items()}
+    return kept, tuple(replace(trajectory, metadata=metadata) for trajectory in discarded)

@@ -67,6 +67,7 @@ class RolloutManager:
             if group.result is None:
                 self._queue_missing(group)
         self._running: dict[asyncio.Task[Trajectory], _Begun] = {}
+        self._aborted: dict[int, TrajectoryGroup] = {}  # by number; neither `collect` nor `close` has returned them yet
         self._num_complete = self._num_counting = self._num_to_begin = self._num_tokens = 0
         self._num_groups = self._num_steps = 0  # groups of a step, and the steps that groups are played for
         self._num_ahead = 0  # of these, the steps that come after the one that is collected or learnt from
@@ -82,7 +83,7 @@ class RolloutManager:
         Raises what an episode raised, which is a fault of the engine or our own. After that, or after a cancellation,
         `close` ends the other episodes and returns what was played.
         """
-        aborted = await self._abort(self._too_old())
+        await self._abort(self._too_old())
         self._recount()
         self._num_ahead = int(min(self.options.max_staleness, steps_to_come))
         queue = Queue(self._num_counting, len(self._groups) - self._num_complete)
@@ -91,8 +92,8 @@ class RolloutManager:
         finally:
             self._num_steps = self._num_to_begin = 0
         if not self.options.max_staleness:
-            aborted |= await self._abort(group for group in self._groups.values() if group.result is None)
-        rollout = self._step_rollout(num_groups, tuple(aborted.values()), queue)
+            await self._abort(group for group in self._groups.values() if group.result is None)
+        rollout = self._step_rollout(num_groups, queue)
         self._go_on()
         return rollout
 
@@ -103,7 +104,8 @@ class RolloutManager:
     async def close(self) -> tuple[TrajectoryGroup, ...]:
         """Abort the running episodes; return all groups that were begun and never handed out, as they are."""
         self._num_steps = self._num_to_begin = 0
-        return tuple((await self._abort(self._groups.values())).values())
+        await self._abort(self._groups.values())
+        return self._take_aborted()
 
     async def _play(self, num_groups: int) -> None:
         """Return when enough groups are complete, nothing is left to play, or a limit is reached."""
@@ -264,8 +266,8 @@ class RolloutManager:
         self._spent_limit = self._spent_limit or limit
         self._changed.set()
 
-    async def _abort(self, groups: Iterable[RunningGroup]) -> dict[int, TrajectoryGroup]:
-        """Abort the episodes of groups and remove these groups; return by number what was played of each."""
+    async def _abort(self, groups: Iterable[RunningGroup]) -> None:
+        """Abort the episodes of groups, and keep what was played of each until `_take_aborted`."""
         for group in groups:
             group.is_aborted = True
         self._jobs = [job for job in self._jobs if not self._groups[job[0]].is_aborted]
@@ -275,14 +277,20 @@ class RolloutManager:
             task.cancel(ABORT)
         if tasks:
             await asyncio.wait(tasks)
-        return self._remove(number for number, group in self._groups.items() if group.is_aborted)
+        self._aborted |= self._remove(number for number, group in self._groups.items() if group.is_aborted)
+
+    def _take_aborted(self) -> tuple[TrajectoryGroup, ...]:
+        """Remove and return the aborted groups, in order of number."""
+        aborted, self._aborted = self._aborted, {}
+        return tuple(aborted[number] for number in sorted(aborted))
 
     def _remove(self, numbers: Iterable[int]) -> dict[int, TrajectoryGroup]:
         groups = {number: self._groups.pop(number) for number in tuple(numbers)}
         return {number: group.result or group.so_far() for number, group in groups.items()}
 
-    def _step_rollout(self, num_groups: int, aborted: tuple[TrajectoryGroup, ...], queue: Queue) -> StepRollout:
+    def _step_rollout(self, num_groups: int, queue: Queue) -> StepRollout:
         """Remove and return all groups that this step has ended."""
+        aborted = self._take_aborted()
         complete = [number for number, group in self._groups.items() if group.result]
         counting = [number for number in complete if self._counts(self._groups[number])]
         oldest = min((self._groups[number].oldest_version for number in counting[:num_groups]), default=math.inf)

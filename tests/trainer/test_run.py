@@ -18,12 +18,14 @@ from agents.engines.hf import HFEngine
 from agents.engines.sglang import SGLangEngine
 from envs.errors import UserError
 from envs.registry import load_registry
+from tests.agents.engines.test_sglang_engine import misbehave
 from tests.environments import lucky_lengths
 from tests.processes import Command
 from tests.recordings import episodes_in, lines_of
 from tests.servers import TAKES_ADAPTERS, serving
 from tests.tiny_models import write_tiny_model
 from tests.trainer.runs import drawing
+from trainer.checkpoint.checkpointer import found_steps
 from trainer.config.learner import LearnerConfig
 from trainer.config.sources import read_config
 from trainer.learner.lora import add_lora
@@ -31,7 +33,7 @@ from trainer.learner.sharding import trainable_parameters
 from trainer.learner.weights_io import empty_model
 from trainer.rollouts.session import InvalidStreams
 from trainer.run import run
-from trainer.weight_sync.sync import WeightSync
+from trainer.weight_sync.sync import WeightPush, WeightSync
 
 SMALL = ["--train-size", "8", "--problems-per-step", "2", "--group-size", "2", "--max-new-tokens", "24"]
 
@@ -487,3 +489,23 @@ def test_weights_that_cannot_be_written_lose_nothing_else(
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["steps_done"] == 1 and set(summary["accuracy_after"]) == {"with_tool", "without_tool"}
     assert len(episodes_in(tmp_path / "run")) == 4
+
+
+def test_a_run_whose_servers_fail_ends_with_one_line_that_says_how_to_resume_it(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    push = WeightSync.push
+
+    async def push_and_break(sync: WeightSync, version: int) -> WeightPush:
+        pushed = await push(sync, version)
+        misbehave(url, "generate", *["status 400"] * 64)
+        return pushed
+
+    monkeypatch.setattr(WeightSync, "push", push_and_break)
+    argv = ["--model", str(checkpoint), "--steps", "2", "--eval-size", "0", *SMALL, "--group-size", "16", "--tracker="]
+    with serving(checkpoint) as url:
+        assert run([*argv, "--engine-url", url, "--out", str(tmp_path), "--name", "run"]) == 1
+    (error,) = capsys.readouterr().err.strip().splitlines()
+    assert error.startswith("error: 32 turns in a row were given up, the last one: ")
+    assert error.endswith(f"resume with: python -m trainer.run --resume {tmp_path / 'run'}")
+    assert [found.step for found in found_steps(tmp_path / "run" / "checkpoints")] == [1]

@@ -111,11 +111,12 @@ async def _restarted(context: C, losses: Sequence[RunLost], max_restarts: int) -
 
 
 def _restore(learner: Learner, folder: Path) -> Checkpoint | None:
-    learner.restart()
-    checkpoint = found_checkpoint(folder)
-    if checkpoint:
-        learner.restore(checkpoint.learner)
-    return checkpoint
+    with learner.lock:  # a server that is back must not get the weights of the model that it restarts with
+        learner.restart()
+        checkpoint = found_checkpoint(folder)
+        if checkpoint:
+            learner.restore(checkpoint.learner)
+        return checkpoint
 
 
 def found_checkpoint(folder: Path) -> Checkpoint | None:

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+from agents.engines.sglang.servers import EngineDown
 from agents.recording.append_log import rewind
 from agents.recording.run_files import CONFIG, METRICS, SUMMARY
 from trainer.callbacks import Callbacks, RunStart
@@ -162,14 +163,18 @@ class RunSession(ABC, Generic[S]):
             task.result()
             raise
 
-    def begin_update(self) -> None:
+    async def begin_update(self) -> None:
         """Note that the weights are about to change: until `end_step` there is nothing to write a checkpoint of."""
-        self.checkpoints.mark_dirty()
+        await self._on_thread(self.checkpoints.mark_dirty)
 
-    def end_step(self) -> None:
+    async def end_step(self) -> None:
         """Note that the step is done, and begin a checkpoint where one is due."""
-        self.state = self.state_now()
-        self.checkpoints.on_step_end(self.step, self._files, is_last=self.step == self.num_steps)
+        self.state, is_last = self.state_now(), self.step == self.num_steps
+        await self._on_thread(self.checkpoints.on_step_end, self.step, self._files, is_last)
+
+    async def _on_thread(self, work: Callable[..., None], *args: object) -> None:
+        """Do work on a checkpoint to its end. Episodes go on meanwhile: copies and sums of gigabytes take long."""
+        await self.complete(asyncio.to_thread(work, *args))
 
     @property
     def stop_reason(self) -> str:
@@ -224,7 +229,10 @@ class RunSession(ABC, Generic[S]):
 
 
 class RunFailed(RuntimeError):
-    """The learner or the disk failed; the message says how to resume the run. `is_interrupted` if by the user."""
+    """The learner, all servers or the disk failed; the message says how to resume the run.
+
+    `is_interrupted` if the user had asked it to end.
+    """
 
     def __init__(self, message: str, is_interrupted: bool = False) -> None:
         super().__init__(message)
@@ -232,10 +240,10 @@ class RunFailed(RuntimeError):
 
 
 def run_to_end(training: Coroutine[Any, Any, T], resume: str) -> T:
-    """Run a training. Raises `RunFailed`, with the command `resume`, if the learner or the disk fails."""
+    """Run a training. Raises `RunFailed`, with the command `resume`, if the learner, all servers or the disk fail."""
     try:
         return asyncio.run(training)
-    except (LearnerLost, OSError) as error:
+    except (LearnerLost, EngineDown, OSError) as error:
         if isinstance(error, OSError) and error.errno not in _DISK_FAULTS:
             raise
         is_interrupted = isinstance(error, RunLost) and error.is_interrupted

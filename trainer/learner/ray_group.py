@@ -254,6 +254,11 @@ class LearnerGroup:
             if self._lost is None:
                 self._call("take_back")
 
+    @property
+    def process(self) -> int:
+        """The id of the process of rank 0, which sends weights."""
+        return self.places[0].pid
+
     def messages(self) -> Sequence[Message]:
         """Return what `send_weights` sends, in order."""
         return self._call("messages")[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,11 @@ class WeightSender(Protocol):
         sender.close_group()
     """
 
+    @property
+    def process(self) -> int:
+        """The id of the process that sends: another one once the learner was started again."""
+        ...
+
     def messages(self) -> Sequence[Message]:
         """Return what `send_weights` sends, in order."""
         ...
@@ -73,6 +79,7 @@ class RankSender:
     def __init__(self, learner: WeightSource, bucket_values: int = BUCKET_VALUES) -> None:
         self.learner, self._bucket_values = learner, bucket_values
         self._group: WeightGroup | None = None
+        self.process = os.getpid()
 
     def messages(self) -> Sequence[Message]:
         """Return what is sent, in order."""

@@ -76,7 +76,7 @@ def rollout_metrics(rollout: StepRollout, max_turns: int, seconds: float) -> dic
         metrics
         | length_metrics(trajectories)
         | time_metrics(rollout.played, seconds)
-        | staleness_metrics([t for group in rollout.groups for t in group.valid], rollout.weight_version)
+        | staleness_metrics([t for g in rollout.groups if not g.is_dropped for t in g.valid], rollout.weight_version)
     )
 
 

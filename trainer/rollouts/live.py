@@ -126,6 +126,7 @@ class LiveRollouts:
         self.context, self.config = context, context.config
         self._manager: RolloutManager | None = None
         self._order: tuple[int, list[int]] = (-1, [])  # an epoch, and the order of its problems
+        self._step = 0
         self._step_began, self._busy_before_s = 0.0, tuple[float, ...]()
 
     @property
@@ -138,7 +139,7 @@ class LiveRollouts:
         start = self.context.start
         with start.shown(), start.clock.stage("the engine and its probe"):
             await self.context.weight_sync.start(version)
-        config, context = self.config, self.context
+        config, context, self._step = self.config, self.context, version
         names = {field.name for field in fields(RolloutOptions)} - {"group_filter"}
         self._manager = RolloutManager(
             context.episode(context.spec.max_turns, config.rollout.temperature),
@@ -160,8 +161,8 @@ class LiveRollouts:
     async def collect(self, num_groups: int) -> StepRollout:
         """Play the groups of the next step."""
         self._step_began, self._busy_before_s = time.perf_counter(), tuple(self.context.weight_sync.transport.busy_s)
-        version = self.context.engine.weight_version  # the number of steps done
-        rollout = await self._started.collect(num_groups, steps_to_come=self.config.steps - version - 1)
+        self._step += 1
+        rollout = await self._started.collect(num_groups, steps_to_come=self.config.steps - self._step)
         return replace(rollout, weight_version=self.context.engine.weight_version)
 
     def idle_fracs(self) -> Mapping[str, float]:

@@ -109,7 +109,7 @@ def _pickled(group: GroupInFlight) -> bytes:
         pickle.loads(content)  # some objects, such as exceptions with own arguments, can be written but not read
         return content
     except Exception:  # an environment's object may raise anything
-        return pickle.dumps(replace(group, played={}, discarded=(), result=None))
+        return pickle.dumps(replace(group, played={}, discarded=(), is_complete=False))
 
 
 def _set_random_state(states: Mapping[str, Any]) -> None:

@@ -129,7 +129,7 @@ class TrainingSession(RunSession[LoopState]):
             self.evaluations |= await clock.time("eval_s", evaluation)
         found = self.evaluations[self.step]
         self.log.add(evaluation_metrics(found) | clock.seconds)
-        self.end_step()
+        await self.end_step()
         self._tell(found)
 
     async def evaluate_after(self) -> None:
@@ -219,7 +219,7 @@ class TrainingSession(RunSession[LoopState]):
         for t in (t for group in rollout.groups for t in group.trajectories if t.key in stats.logprobs):
             self.recorder.write_scores(t, self.step, stats.logprobs[t.key])
 
-    def finish_step(
+    async def finish_step(
         self,
         rollout: StepRollout,
         clock: StepClock,
@@ -250,19 +250,19 @@ class TrainingSession(RunSession[LoopState]):
         try:
             metrics |= self.callbacks.on_step_end(self.step, metrics)
         finally:
-            self._log_step(metrics)
+            await self._log_step(metrics)
             self._warn(rollout, stats)
 
-    def _log_step(self, metrics: Mapping[str, float]) -> None:
+    async def _log_step(self, metrics: Mapping[str, float]) -> None:
         """Log and print a step, and end it; if its evaluation is due, it can be resumed from here."""
         self.context.start.clock.end("the first step")
         num_bytes = self.log.size() if self.is_evaluated else 0
         self.display.step(self.log.write(self.step, metrics), self.num_steps)
         if self.is_evaluated:
             self.state = replace(self.state_now(), metrics_bytes=num_bytes, unfinished_row=metrics)
-            self.checkpoints.mark_whole(self.step, self.state.files)
+            self.checkpoints.mark_whole(self.step, self._files)
         else:
-            self.end_step()
+            await self.end_step()
 
     def _warn(self, rollout: StepRollout, stats: StepStats | None) -> None:
         """Print what was wrong with the step."""

@@ -7,6 +7,7 @@ import os
 import subprocess
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -98,18 +99,27 @@ def gpus_of_host() -> list[str]:
 class RayProcess:
     """A server that an actor holds. What it says of the server is what the actor has last answered."""
 
-    def __init__(self, actor: Any) -> None:
+    def __init__(self, make_actor: Callable[[], Any]) -> None:
+        """Begin with the actor that is made; as long as None is, `ended` tries again."""
         self.url = self.node = ""
-        self._actor = actor
-        self._call: Any = actor.start.remote()
+        self._make_actor = make_actor
+        self._actor: Any = None
+        self._call: Any = None
         self._end = ""
         self._lock = threading.Lock()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._actor = self._make_actor()
+        self._call = self._actor and self._actor.start.remote()
 
     def ended(self) -> str:
         """Return how the server ended: by itself, with its actor or with its node."""
         with self._lock:
             try:
-                if not self._end and ray.wait([self._call], timeout=0)[0]:
+                if not self._actor:
+                    self._begin()
+                elif not self._end and ray.wait([self._call], timeout=0)[0]:
                     answer: Any = ray.get(self._call)
                     if self.url:
                         self._end = answer
@@ -126,6 +136,8 @@ class RayProcess:
 
     def log(self) -> str:
         """Return where the log is and its end, if the actor still answers."""
+        if not self._actor:
+            return "it waits for the learner, whose GPUs it uses"
         try:
             text: Any = ray.get(self._actor.log.remote(), timeout=ANSWER_S)
             return text
@@ -134,6 +146,9 @@ class RayProcess:
 
     def stop(self) -> None:
         """End the server, and free its GPUs."""
+        self._make_actor = lambda: None
+        if not self._actor:
+            return
         with contextlib.suppress(RayError, GetTimeoutError):
             ray.get(self._actor.stop.remote(), timeout=2 * STOP_S + ANSWER_S)
         ray.kill(self._actor)
@@ -142,7 +157,8 @@ class RayProcess:
 class RayLauncher:
     """Starts servers on the nodes of a Ray cluster: on a reservation of their own, or on GPUs that learners use.
 
-    A server is started again on its node or, if that is gone, where Ray finds room for its part of the reservation.
+    A server is started again on its node or, if that is gone, where Ray finds room for its part of the reservation. On
+    learners' GPUs it waits while these are being started again.
     """
 
     def __init__(
@@ -150,6 +166,7 @@ class RayLauncher:
     ) -> None:
         """Start each server in its bundle of `reserved`; without it, on GPUs of `learners()`, as many as they have."""
         self._reserved, self._on_gpu, self._learners = reserved, on_gpu, learners
+        self._shared: dict[int, Shared] = {}
 
     def check(self, settings: SGLangSettings) -> None:
         """Raise `UserError` if servers could be reached without a key: they listen on the cluster's network."""
@@ -160,23 +177,33 @@ class RayLauncher:
 
     def launch(self, settings: SGLangSettings, number: int, port: int) -> RayProcess:
         """Start the actor of the `number`-th server and return at once."""
+        return RayProcess(lambda: self._actor(settings, number, port))
+
+    def _actor(self, settings: SGLangSettings, number: int, port: int) -> Any:
         count, shared = settings.tensor_parallel, None
         options: dict[str, Any] = {"max_restarts": 0}
         if self._reserved is not None:
             options |= {"num_cpus": 0, "num_gpus": count} if self._on_gpu else {"num_cpus": count}
             strategy: Any = PlacementGroupSchedulingStrategy(self._reserved, placement_group_bundle_index=number)
+        elif not are_alive(learners := self._learners()):
+            return None
         else:
-            shared = shared_place(self._learners(), number, settings.num_servers, count)
+            others = [place for other, place in self._shared.items() if other != number]
+            shared = self._shared[number] = shared_place(learners, others, settings.num_servers, count)
             options |= {"num_cpus": 0}
             strategy = NodeAffinitySchedulingStrategy(shared.node, soft=False)
         actor = ray.remote(ServerHost).options(scheduling_strategy=strategy, **options)
-        return RayProcess(actor.remote(settings, number, port, shared))
+        return actor.remote(settings, number, port, shared)
 
 
-def shared_place(learners: Sequence[Place], number: int, num_servers: int, tensor_parallel: int) -> Shared:
-    """Return the GPUs of the `number`-th server: those of the ranks after the previous one's, all on one node.
+def are_alive(learners: Sequence[Place]) -> bool:
+    """Return whether all nodes of a learner are there; a learner that is being started again has no places."""
+    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    return bool(learners) and all(rank.node in alive for rank in learners)
 
-    Servers beyond the last rank begin again at the first one.
+
+def shared_place(learners: Sequence[Place], others: Sequence[Shared], num_servers: int, tensor_parallel: int) -> Shared:
+    """Return the GPUs of a server: those of the first ranks, all on one node, that the fewest `others` use.
 
     Raises:
         UserError: no node has enough ranks for a server.
@@ -185,13 +212,13 @@ def shared_place(learners: Sequence[Place], number: int, num_servers: int, tenso
     for rank in learners:
         nodes.setdefault(rank.node, []).extend(rank.gpus or ("",))  # on a CPU there is no name
     slots = [
-        (node, tuple(gpus[first : first + tensor_parallel]))
+        (node, tuple(filter(None, gpus[first : first + tensor_parallel])))
         for node, gpus in nodes.items()
         for first in range(0, len(gpus) - tensor_parallel + 1, tensor_parallel)
     ]
     if not slots:
         rule = f"must be at most the {max(map(len, nodes.values()), default=0)} learners of one node"
         raise UserError("--tensor-parallel", rule, tensor_parallel, "give less, or --placement split")
-    node, gpus = slots[number % len(slots)]
-    on_slot = len(range(number % len(slots), num_servers, len(slots)))
-    return Shared(node, tuple(filter(None, gpus)), on_slot)
+    taken = Counter((other.node, other.gpus) for other in others)
+    place = min(range(len(slots)), key=lambda place: taken[slots[place]])
+    return Shared(*slots[place], servers_on_gpu=len(range(place, num_servers, len(slots))))

@@ -37,6 +37,6 @@ async def run_sft(context: SftContext, display: Display) -> dict[str, Any]:
 async def update(context: SftContext, session: SftSession, samples: Sequence[TrainingSample]) -> None:
     """Update the weights from a batch of conversations, evaluate where that is due, and finish the step."""
     clock = StepClock()
-    session.begin_update()
+    await session.begin_update()
     stats = await clock.time("train_s", asyncio.to_thread(context.learner.step, [samples]))
-    session.finish_step(samples, stats, await session.evaluate_in_step(), clock)
+    await session.finish_step(samples, stats, await session.evaluate_in_step(), clock)

@@ -131,7 +131,7 @@ class SftSession(RunSession[SftState]):
         logger.info(f"{name}: loss {loss:.4f}, perplexity {math.exp(min(loss, 99)):.3f}, {tokens} tokens")
         return loss
 
-    def finish_step(
+    async def finish_step(
         self, samples: Sequence[TrainingSample], stats: StepStats, evaluated: Mapping[str, float], clock: StepClock
     ) -> None:
         """Log and print the step; begin a checkpoint where one is due."""
@@ -148,7 +148,7 @@ class SftSession(RunSession[SftState]):
             self._tell(evaluated.get(EVAL_LOSS))
         finally:
             row = self.log.write(self.step, metrics)
-            self.end_step()
+            await self.end_step()
         num_done = self.step - self._resumed_at
         left_s = (time.perf_counter() - self._begun) / num_done * (self.num_steps - self.step)
         logger.info(

@@ -118,8 +118,9 @@ class GroupTransport(ServersTransport):
         raise GroupBroken(fault)
 
     def _members(self, servers: Sequence[Server]) -> object:
-        """Return what changes when a server is restarted, by us or, if it is not ours, by others."""
-        return [(server.url, server.num_restarts) for server in servers], self.engine.num_loaded
+        """Return what changes when the learner is restarted, or a server, by us or, if it is not ours, by others."""
+        numbers = [(server.url, server.num_restarts) for server in servers]
+        return self._sender.process, numbers, self.engine.num_loaded
 
     async def _drop_dead(self) -> None:
         """Report the servers that have died since the last push: the others would wait for them."""

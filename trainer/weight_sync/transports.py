@@ -146,11 +146,13 @@ class DiskTransport(Generic[E]):
 
     async def push(self, version: int) -> Transfer:
         """Let the engine load the learner's weights, then delete the folders of older weights."""
-        transfer = await self._push(version)
+        transfer, current = await self._push(version), self.learner.steps_done
         # Not earlier: a server that was restarting may have been reading an older folder.
         for folder in self.folder.glob("version-*"):
-            if folder != self._folder_of(self.learner.steps_done):
+            if folder != self._folder_of(current):
                 shutil.rmtree(folder, ignore_errors=True)
+        if self._saved_version != current:
+            self._saved_version = -1  # a learner that went back comes to that version again, with other weights
         return transfer
 
     async def _push(self, version: int) -> Transfer:

@@ -25,6 +25,7 @@ from agents.rendering.renderer import Renderer
 from agents.rollout.episode import Episode, Limits
 from agents.rollout.groups import ManagerState, Problem, Queue, RolloutOptions, StepRollout, derive_seed
 from agents.rollout.manager import RolloutManager
+from agents.rollout.rewards import RewardSum, WeightedReward
 from agents.types import Completion, EndReason, GenerateRequest, SamplingParams, TrajectoryGroup
 from envs.env import Env
 from envs.types import Sample
@@ -568,7 +569,7 @@ def test_another_manager_goes_on_from_the_state_of_one_that_ended(renderer: Rend
 
     first, state = finish(story(ManagerState(), PacedEngine(renderer, wait=hang(3)), 1))
     assert numbers(first[0].groups) == [0, 1] and state.num_begun == 4
-    assert [(g.number, sorted(g.played), g.result is not None) for g in state.in_flight] == [
+    assert [(g.number, sorted(g.played), g.is_complete) for g in state.in_flight] == [
         (2, [0, 1, 2, 3], True),
         (3, [0, 1, 2], False),
     ]
@@ -657,6 +658,29 @@ def test_a_cancelled_step_leaves_its_episodes_to_be_closed_and_kept(renderer: Re
     assert [{t.end_reason for t in group.trajectories} for group in left[1:]] == [{EndReason.ABORTED}] * 2
 
 
+def test_a_group_that_was_too_old_for_a_step_is_kept_when_the_step_is_cancelled(renderer: Renderer) -> None:
+    engine = PacedEngine(renderer, wait=hang(1))
+    manager = manager_of(renderer, engine, max_staleness=1, stop_early=True)
+
+    async def story() -> list[StepRollout]:
+        rollouts = []
+        for _ in range(2):
+            rollouts.append(await manager.collect(2))
+            engine.weight_version += 1
+        engine.wait = lambda *_: forever()
+        collecting = asyncio.create_task(manager.collect(9))
+        while 1 in manager._groups:
+            await asyncio.sleep(0.01)
+        collecting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await collecting
+        return [*rollouts, StepRollout((), aborted=await manager.close())]
+
+    rollouts = finish(story())
+    assert_each_once(manager, *rollouts)
+    assert 1 in numbers(rollouts[-1].aborted)
+
+
 def test_an_abort_that_comes_as_an_episode_closes_comes_too_late(
     renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -682,6 +706,20 @@ def test_an_episode_that_is_aborted_in_its_environment_keeps_the_turn_that_it_ha
         (EndReason.ABORTED, 1, None)
     ] * COPIES
     assert all(t.num_model_tokens == 2 for t in group.trajectories)
+
+
+def test_an_episode_that_is_aborted_in_a_reward_function_keeps_the_turn_that_it_has_written(renderer: Renderer) -> None:
+    freed = threading.Event()
+    slow = WeightedReward("slow", 1.0, lambda trajectory: float(freed.wait(20)))
+    limits = Limits(max_turns=1, max_new_tokens=400)
+    engine: Any = PacedEngine(renderer)
+    episode = Episode(engine, renderer, limits, sampling(renderer), rewards=RewardSum((slow,)))
+    manager = RolloutManager(episode, Judge, None, problem, RolloutOptions(COPIES, max_rollout_s=0.5))
+    (rollout,), _ = collect(manager, 1)
+    freed.set()
+    (group,) = rollout.aborted
+    ends = [(t.end_reason, len(t.turns), t.reward) for t in group.trajectories]
+    assert ends == [(EndReason.ABORTED, 1, 0.0)] * COPIES
 
 
 class Retry(Judge):

@@ -119,8 +119,8 @@ def fault_at(moment: str, step: int, fault: Fault) -> Iterator[Drill]:
         if moment == "checkpoint":
             strike(group)
 
-    def log_then(session: TrainingSession, metrics: Any) -> None:
-        log_step(session, metrics)
+    async def log_then(session: TrainingSession, metrics: Any) -> None:
+        await log_step(session, metrics)
         if drill.began and not drill.is_over and session.step >= step + (moment == "checkpoint"):
             drill.is_over = time.monotonic()
 

@@ -168,12 +168,14 @@ def test_a_lost_node_is_replaced_by_another_or_named_where_there_is_none(
 
 # Their weights are of step 1 when the learner begins anew; kl shows any difference from those of the learner.
 @pytest.mark.slow
+@pytest.mark.parametrize("sync", ["disk", "nccl"])
 def test_servers_outlive_a_lost_learner_and_take_its_weights_again(
-    flags: list[str], checkpoint: Path, tmp_path: Path
+    flags: list[str], checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], sync: str
 ) -> None:
     with serving(checkpoint) as url, fault_at("update, early", 2, signal_rank(1)) as drill:
         argv = [*flags, "--save-every", "0", "--engine-url", url, "--out", str(tmp_path), "--name", "run"]
-        assert run([*argv, "--steps", "2"]) == 0
+        assert run([*argv, "--steps", "2", "--sync", sync]) == 0
+    assert "over disk" not in capsys.readouterr().out and not (tmp_path / "run" / "sync").exists()
     assert drill.is_over > drill.began > 0
     rows, episodes = lines_of(tmp_path / "run" / "metrics.jsonl"), episodes_in(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2] and all(row["grad_norm"] > 0 for row in rows)
@@ -239,6 +241,45 @@ class Imagined:
         return self
 
 
+class Slow:
+    """A learner whose `steps_done` others read while it starts again and is restored."""
+
+    def __init__(self) -> None:
+        self.lock, self.steps_done, self.seen = threading.RLock(), 4, list[int]()
+        self.reader = threading.Thread(target=self.read)
+
+    def read(self) -> None:
+        with self.lock:
+            self.seen.append(self.steps_done)
+
+    def restart(self) -> None:
+        self.steps_done = 0
+        self.reader.start()
+        time.sleep(0.1)
+
+    def restore(self, folder: Path) -> None:
+        self.steps_done = 4
+
+
+def test_nobody_gets_the_weights_of_a_learner_that_starts_again_before_it_is_restored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(folder: Path) -> Checkpoint:
+        time.sleep(0.1)  # its files are read
+        return Checkpoint(folder, step=4)
+
+    monkeypatch.setattr("trainer.checkpoint.restarts.found_checkpoint", found)
+    learner, tries = Slow(), iter([RunLost("rank 0 died", 5)])
+
+    async def training(context: Imagined) -> None:
+        for lost in tries:
+            raise lost
+
+    asyncio.run(run_restarting(Imagined(learner, tmp_path), training, max_restarts=1))
+    learner.reader.join()
+    assert learner.seen == [4]
+
+
 def test_losses_count_anew_once_a_run_gets_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.checkpoint.restarts.WAITS_S", (0.0,))
     reached = iter([3, 3, 5, 4, 5, 9, 9, 9])
@@ -246,7 +287,9 @@ def test_losses_count_anew_once_a_run_gets_further(tmp_path: Path, monkeypatch: 
     async def training(context: Imagined) -> None:
         raise RunLost("rank 0 died", next(reached))
 
-    context = Imagined(FSDPLearner.__new__(FSDPLearner), tmp_path)
+    learner = FSDPLearner.__new__(FSDPLearner)
+    learner.lock = threading.RLock()
+    context = Imagined(learner, tmp_path)
     with pytest.raises(RunLost, match="lost 3 times without getting further"):
         asyncio.run(run_restarting(context, training, max_restarts=2))
     assert next(reached) == 9  # given up after 5, 4, 5

@@ -137,7 +137,8 @@ def test_staleness_is_counted_in_versions_over_the_tokens_trained_on() -> None:
     carried = replace(trajectory(), turns=(replace(turn(2, 8), versions=((3, 4), (5, 2))),))
     fresh = replace(trajectory(), turns=(replace(turn(2, 4), versions=((5, 2),)),))
     old = replace(trajectory(end_reason=EndReason.ABORTED), turns=(replace(turn(2, 4), versions=((0, 2),)),))
-    metrics = metrics_of(group(carried, fresh, old), version=5)
+    dropped = group(replace(old, end_reason=EndReason.COMPLETED), old)  # nothing to compare it with
+    metrics = metrics_of(group(carried, fresh, old), dropped, version=5)
     assert (metrics["staleness/mean"], metrics["staleness/max"]) == (8 / 8, 2)
     assert (metrics["staleness/0_frac"], metrics["staleness/2_frac"]) == (0.5, 0.5)
 

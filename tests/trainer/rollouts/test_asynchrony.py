@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import signal
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,16 +18,36 @@ import torch
 from safetensors.torch import load_file
 
 from agents.recording import Recording
-from tests.environments import lucky_geometry
+from agents.types import Trajectory
+from tests.environments import environment, lucky_geometry
 from tests.recordings import episodes_in, lines_of
 from tests.trainer.test_run import SMALL, train
+from trainer.checkpoint.checkpointer import _write_manifest
 from trainer.config.sources import read_config
 from trainer.learner.fsdp_learner import FSDPLearner
 from trainer.rollouts.live import LiveRollouts
+from trainer.rollouts.session import TrainingSession
 from trainer.run import run
 from trainer.weight_sync.sync import WeightSync
 
 STEPS = 4
+#: Problems whose metadata no checkpoint can hold, and a callback that ends the run after its second step.
+OWN_GRADERS = """
+from envs.env import Env
+from envs.types import Sample
+from trainer.callbacks import Callback, Stop
+class Graded(Env):
+    def __init__(self, sample): self.grade = sample.metadata["grade"]
+    def reset(self): return {}, {}
+    def step(self, text): return {}, True, {}
+    def reward(self, text): return self.grade(text)
+def build_env(sample=None, args=None, **_): return Graded(sample)
+def problems(split="train", size=8, seed=0):
+    prompts = [({"role": "user", "content": f"Say {number}."},) for number in range(size)]
+    return [Sample(str(n), prompt, None, {"grade": lambda text: len(text) % 3}) for n, prompt in enumerate(prompts)]
+class Short(Callback):
+    def on_step_end(self, step, row): return Stop("enough") if step == 2 else None
+"""
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +79,38 @@ def test_a_recording_of_an_asynchronous_run_replays_to_the_bit(
 
 def test_a_run_plays_no_group_that_it_does_not_train_on(recorded: Path) -> None:
     assert Counter(e["fate"] for e in episodes_in(recorded)) == {"train": STEPS * 2 * 4}
+
+
+def test_a_run_that_only_plays_begins_no_group_that_it_does_not_hand_out(
+    checkpoint: Path, lucky: list[str], tmp_path: Path
+) -> None:
+    """Its weights stay those of version 0, whatever the step."""
+    train(checkpoint, tmp_path / "run", *lucky, "--rollout-only", "--max-staleness", "2", steps=3)
+    assert Counter(e["fate"] for e in episodes_in(tmp_path / "run")) == {"train": 3 * 2 * 4}
+
+
+def test_episodes_go_on_while_a_checkpoint_is_summed_up(
+    checkpoint: Path, lucky: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended, seen = threading.Semaphore(0), list[bool]()
+    on_episode, is_written, write = TrainingSession.on_episode, FSDPLearner.is_checkpoint_written, _write_manifest
+
+    def noted(session: TrainingSession, trajectory: Trajectory) -> None:
+        on_episode(session, trajectory)
+        ended.release()
+
+    def slowly(folder: Path, step: int) -> None:
+        while ended.acquire(blocking=False):
+            pass
+        seen.append(ended.acquire(timeout=2.0))
+        write(folder, step)
+
+    monkeypatch.setattr(TrainingSession, "on_episode", noted)
+    monkeypatch.setattr(FSDPLearner, "is_checkpoint_written", lambda learner, wait: is_written(learner, wait=True))
+    monkeypatch.setattr("trainer.checkpoint.checkpointer._write_manifest", slowly)
+    ahead = ["--max-staleness", "2", "--max-concurrent", "1", "--save-every", "1"]
+    train(checkpoint, tmp_path / "run", *lucky, *ahead, steps=4, eval_size=0)
+    assert len(seen) == 4 and seen[0]
 
 
 def test_the_loss_of_a_step_with_tokens_of_several_versions_is_that_of_decoupled_ppo(recorded: Path) -> None:
@@ -127,3 +180,35 @@ def test_an_interrupt_in_any_phase_ends_the_run_with_every_episode_accounted_for
     assert {e["fate"] for e in episodes} == {"train", "aborted"}
     assert sum(summary["end_reasons"].values()) == len(episodes) == len({e["seed"] for e in episodes})
     assert len({e["group"] for e in episodes if e["fate"] == "train"}) == 2 * summary["steps_done"]
+
+
+def test_an_interrupt_of_the_evaluation_that_a_resumed_run_begins_with_accounts_for_what_was_in_flight(
+    checkpoint: Path, lucky: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate, calls, folder = LiveRollouts.evaluate, itertools.count(1), tmp_path / "run"
+
+    def interrupted(*args: Any) -> Any:
+        if next(calls) > 1:  # after the one before the first step
+            os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(*args)
+
+    monkeypatch.setattr(LiveRollouts, "evaluate", interrupted)
+    argv = ["--model", str(checkpoint), "--steps", "9", "--eval-size", "3", "--eval-every", "1", *SMALL, *lucky]
+    assert run([*argv, "--max-staleness", "2", "--tracker=", "--out", str(tmp_path), "--name", "run"]) == 130
+    assert (folder / "checkpoints" / "step-1" / "config.yaml").is_file()
+    assert run(["--resume", str(folder)]) == 130
+    summary, episodes = json.loads((folder / "summary.json").read_text()), episodes_in(folder)
+    assert {e["fate"] for e in episodes} == {"train", "aborted"}
+    assert sum(summary["end_reasons"].values()) == len(episodes)
+
+
+def test_groups_in_flight_are_kept_also_where_the_metadata_of_their_problems_cannot_be(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    with environment(tmp_path, "own_graders", OWN_GRADERS, dataset="own_graders:problems") as flags:
+        short = ["--max-staleness", "2", "--callback", "own_graders:Short"]
+        train(checkpoint, folder, *flags, *short, steps=4, eval_size=0)
+        assert run(["--resume", str(folder), "--callback="]) == 0
+    recorded = lines_of(folder / "episodes" / "episodes.jsonl.gz")  # each once
+    assert len(recorded) == len({e["id"] for e in recorded}) == STEPS * 2 * 2

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -238,14 +239,45 @@ def test_a_tensor_parallel_server_sees_the_gpus_that_ray_gives_it_first_and_list
     assert f"--host {url.split('//')[1].split(':')[0]} " in log
 
 
+@pytest.mark.slow
+def test_a_server_on_the_learners_gpus_waits_while_the_learner_is_started_again(
+    cluster: Cluster, checkpoint: Path, tmp_path: Path
+) -> None:
+    cluster.add_node(num_cpus=1)
+    ray.init(cluster.address, log_to_driver=False)
+    node = ray.get_runtime_context().get_node_id()
+    learners = [Place("gone", "gone", 1, ())]
+    given = SGLangSettings(str(checkpoint), command=("sleep", "60"), log_folder=tmp_path, api_key="key")
+    process = RayLauncher(None, on_gpu=False, learners=lambda: learners).launch(given, 0, 0)
+    for places in (learners, []):
+        learners[:] = places
+        assert (process.ended(), process.url) == ("", "") and "waits for the learner" in process.log()
+    learners[:] = [Place(node, "here", 1, ())]
+    while not process.url:
+        assert process.ended() == ""
+        time.sleep(0.1)
+    assert process.node == node
+    process.stop()
+
+
 def test_servers_on_the_learners_gpus_take_those_of_one_node_in_the_order_of_the_ranks() -> None:
+    def placed(num_servers: int, tensor_parallel: int) -> list[Shared]:
+        places: list[Shared] = []
+        for _ in range(num_servers):
+            places.append(shared_place(ranks, places, num_servers, tensor_parallel))
+        return places
+
     ranks = [Place(node, node, 1, (gpu,)) for node, gpu in (("a", "0"), ("a", "1"), ("b", "0"), ("b", "3"))]
-    assert [shared_place(ranks, number, 2, 2) for number in range(2)] == [
-        Shared("a", ("0", "1")), Shared("b", ("0", "3")),
-    ]  # fmt: skip
-    assert [shared_place(ranks, number, 5, 1).servers_on_gpu for number in range(5)] == [2, 1, 1, 1, 2]
+    assert placed(2, 2) == [Shared("a", ("0", "1")), Shared("b", ("0", "3"))]
+    assert [place.servers_on_gpu for place in placed(5, 1)] == [2, 1, 1, 1, 2]
     with pytest.raises(UserError, match="--tensor-parallel: must be at most the 2 learners of one node, got 3"):
-        shared_place(ranks, 0, 1, 3)
+        placed(1, 3)
+
+
+def test_a_server_that_starts_again_takes_gpus_that_no_other_has_where_ranks_have_moved() -> None:
+    ranks = [Place(node, node, 1, ("0",)) for node in ("a", "c")]  # b is gone, and had the second server
+    assert shared_place(ranks, [Shared("a", ("0",))], 2, 1) == Shared("c", ("0",))
+    assert shared_place(ranks[::-1], [Shared("a", ("0",))], 2, 1) == Shared("c", ("0",))
 
 
 @pytest.mark.parametrize(

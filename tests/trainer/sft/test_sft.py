@@ -243,11 +243,11 @@ def tuned(checkpoint: Path, demos: Path, tmp_path_factory: pytest.TempPathFactor
     argv = ["--eval-data", str(demos), "--epochs", "3", "--eval-every", "4", "--lr", "2e-3", "--save-every", "4"]
     original = SftSession.begin_update
 
-    def begin_update(self: SftSession) -> None:
+    async def begin_update(self: SftSession) -> None:
         if self.step == 7:
             self.checkpoints.finish()
             shutil.copytree(folder, folder.with_name("killed"))
-        original(self)
+        await original(self)
 
     with drawing(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(SftSession, "begin_update", begin_update)
@@ -297,10 +297,10 @@ def test_a_run_that_was_killed_goes_on_with_the_same_losses_to_the_bit(tuned: tu
 def test_sigterm_ends_the_step_and_saves(checkpoint: Path, demos: Path, tmp_path: Path) -> None:
     original = SftSession.begin_update
 
-    def begin_and_stop(self: SftSession) -> None:
+    async def begin_and_stop(self: SftSession) -> None:
         if self.step == 2:
             signal.raise_signal(signal.SIGTERM)
-        original(self)
+        await original(self)
 
     folder, before = tmp_path / "stopped", signal.getsignal(signal.SIGTERM)
     with pytest.MonkeyPatch.context() as patch:
