@@ -42,7 +42,6 @@ from trainer.learner.weights_io import empty_model
 from trainer.types import StepStats, TrainingSample
 
 MODELS = ("qwen3", "llama", "qwen3_vl", "qwen3_vl_moe")
-ON_CPU = ("qwen3", "llama", "qwen3_vl")
 OPTIM = OptimConfig(lr=1e-3, warmup_steps=0, weight_decay=0.1)
 PARAMS = SamplingParams(temperature=0.7)
 #: By name: flags, and the ranks that they need at least.
@@ -91,8 +90,6 @@ def cases(device: str, num_gpus: int) -> list[Case]:
         for layout, (flags, ranks) in LAYOUTS.items():
             is_moe = model == "qwen3_vl_moe"
             if ranks > num_gpus or ("ep" in flags and not is_moe):
-                continue
-            if device == "cpu" and (model not in ON_CPU or "cp" in flags or "sp" in flags):
                 continue
             if "cp" not in flags:  # context parallelism cuts packed rows alone
                 found.append(Case(model, layout, "float32", packed=False))
@@ -384,7 +381,7 @@ def main() -> None:
     shutil.rmtree(options.work, ignore_errors=True)
     options.work.mkdir(parents=True)
     options.out.unlink(missing_ok=True)
-    names = [name for name in options.models if options.device != "cpu" or name in ON_CPU]
+    names = options.models
     for name in names:
         write_model(options.work / name, name)
     dtypes = ["float32"] if options.device == "cpu" else ["float32", "bfloat16"]

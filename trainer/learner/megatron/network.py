@@ -150,7 +150,7 @@ class MegatronNetwork:
         self.chunks: list[Any] = provider.provide_distributed_model(
             ddp_config=_ddp_config() if is_trained else None, wrap_with_ddp=is_trained
         )
-        _activate_mergers(self.chunks)
+        _correct_tower(self.chunks, bool(provider.sequence_parallel))
         self.vocab_size = int(self.bridge.hf_pretrained.config.get_text_config().vocab_size)
         self.sees = hasattr(provider, "vision_config")
         self.groups = parallel_state
@@ -292,15 +292,25 @@ def _scores(
     return join_context(torch.stack(scores), chosen_M, len(batch.targets_N), group)
 
 
-def _activate_mergers(chunks: Sequence[Any]) -> None:
-    """Give the mergers of Qwen3-VL's vision tower the exact GELU that the model was trained with.
+def _correct_tower(chunks: Sequence[Any], shares_tokens: bool) -> None:
+    """Correct what Megatron-Bridge 0.6.2 computes otherwise in the vision tower of Qwen3-VL.
 
-    Megatron-Bridge 0.6.2 gives them the tower's own activation, GELU by tanh; features then differ by 2e-4.
+    The mergers get the exact GELU that the model was trained with: the bridge gives them the tower's own activation,
+    GELU by tanh, and features differ by 2e-4. Where ranks share tokens (`--sp`), each puts DeepStack's
+    features on its own tokens alone, and the bridge leaves the features' gradient a part on each rank: it is summed.
     """
+    from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+
+    def summed(tower: Any, inputs: Any, features: tuple[Tensor, list[Tensor]]) -> tuple[Tensor, list[Tensor]]:
+        return features[0], [copy_to_tensor_model_parallel_region(deep) for deep in features[1]]
+
     for chunk in chunks:
         for module in chunk.modules():
-            if type(module).__name__ == "Qwen3VLVisionPatchMerger":
+            kind = type(module).__name__
+            if kind == "Qwen3VLVisionPatchMerger":
                 module.activation_func = torch.nn.functional.gelu
+            elif kind == "Qwen3VLVisionModel" and shares_tokens:
+                module.register_forward_hook(summed)
 
 
 def _ddp_config() -> Any:
