@@ -5,12 +5,13 @@ Megatron under each layout; it compares loss, norm of the gradient, log-probs an
 with Transformers, resumes under another layout, and traces layer by layer where bfloat16 parts the two networks.
 
 Each row is written as it is made. A case that fails is a row with its error; the command then ends with 1.
-On a CPU (`--device cpu`) it runs what Megatron can with plain layers: float32, no experts, no --cp, no --sp.
+On a CPU (`--device cpu`) plain layers stand for those of TransformerEngine, in float32.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import logging
 import shutil
@@ -53,6 +54,10 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
     "pp 2": ({"pp": 2}, 2),
     "cp 2": ({"cp": 2}, 2),
     "ep 2": ({"ep": 2}, 2),
+    "tp 2 ep 2 sp": ({"tp": 2, "ep": 2, "sp": True}, 2),
+    "tp 2 etp 2 sp": ({"tp": 2, "etp": 2, "sp": True}, 2),
+    "tp 2 pp 2": ({"tp": 2, "pp": 2}, 4),
+    "tp 2 cp 2 sp": ({"tp": 2, "cp": 2, "sp": True}, 4),
 }
 #: A rank waits this long for another whose case has failed.
 LIMIT = timedelta(seconds=120)
@@ -86,14 +91,13 @@ class Step:
 def cases(device: str, num_gpus: int) -> list[Case]:
     """Return the cases that this machine can run: float32 streams alone, bfloat16 packed."""
     found = []
-    for model in MODELS:
-        for layout, (flags, ranks) in LAYOUTS.items():
-            is_moe = model == "qwen3_vl_moe"
-            if ranks > num_gpus or ("ep" in flags and not is_moe):
-                continue
-            if "cp" not in flags:  # context parallelism cuts packed rows alone
-                found.append(Case(model, layout, "float32", packed=False))
-            found.append(Case(model, layout, "float32" if device == "cpu" else "bfloat16", packed=True))
+    for model, (layout, (flags, ranks)) in itertools.product(MODELS, LAYOUTS.items()):
+        is_moe = model == "qwen3_vl_moe"
+        if ranks > num_gpus or (is_moe and "tp" in flags and "sp" not in flags) or (not is_moe and flags.keys() & {"ep", "etp"}):
+            continue
+        if "cp" not in flags:  # context parallelism cuts packed rows alone
+            found.append(Case(model, layout, "float32", packed=False))
+        found.append(Case(model, layout, "float32" if device == "cpu" else "bfloat16", packed=True))
     return sorted(found, key=lambda case: case.ranks)
 
 
