@@ -67,6 +67,7 @@ def install() -> None:
         "TERowParallelGroupedLinear": type("Experts", (_Experts,), {"split": 1}),
         "TEDotProductAttention": Attention,
         "TELinear": type("TELinear", (nn.Module,), {}),
+        "TECudaRNGStatesTracker": type("TECudaRNGStatesTracker", (), {}),
     }
     for name, layer in layers.items():
         layer.__name__ = name  # Megatron-Bridge finds out by the name how a layer is shared

@@ -12,12 +12,14 @@ tokens; it is given none.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from agents.types import SamplingLaw
 from envs.errors import UserError
@@ -25,6 +27,7 @@ from trainer.config.learner import LearnerConfig
 from trainer.learner.layout import Layout
 from trainer.learner.megatron.thd import ThdBatch
 from trainer.learner.megatron.vocab_scores import VocabShard, join_context, vocab_scores
+from trainer.learner.sharding import spread
 
 #: Weights with a row for each id, and more rows where the vocabulary is padded.
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
@@ -32,12 +35,9 @@ _VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 LossOf = Callable[[ThdBatch, Tensor, Tensor], Tensor]
 
 
-def provider_settings(
-    config: LearnerConfig, layout: Layout, dtype: torch.dtype, num_layers: int, row_length: int = 0
-) -> dict[str, Any]:
+def provider_settings(config: LearnerConfig, layout: Layout, dtype: torch.dtype, row_length: int = 0) -> dict[str, Any]:
     """Return the settings of Megatron-Bridge's model provider; those that a provider lacks are left out there."""
-    recomputed = round(config.recompute * num_layers / layout.pipeline)
-    settings: dict[str, Any] = {
+    return {
         "tensor_model_parallel_size": layout.tensor,
         "pipeline_model_parallel_size": layout.pipeline,
         "context_parallel_size": layout.context,
@@ -63,13 +63,6 @@ def provider_settings(
         "freeze_vision_model": config.freeze_vision,
         "freeze_vision_projection": config.freeze_vision,
     }
-    if recomputed:
-        settings |= {
-            "recompute_granularity": "full",
-            "recompute_method": "block",
-            "recompute_num_layers": recomputed,
-        }
-    return settings
 
 
 def check_rope(config: Any) -> None:
@@ -137,7 +130,7 @@ class MegatronNetwork:
         self.bridge: Any = AutoBridge.from_hf_pretrained(str(path))
         provider: Any = self.bridge.to_megatron_provider(load_weights=True)
         self._row_length = row_length
-        for name, value in provider_settings(config, layout, dtype, provider.num_layers, row_length).items():
+        for name, value in provider_settings(config, layout, dtype, row_length).items():
             if hasattr(provider, name):
                 setattr(provider, name, value)
         if changed is not None:
@@ -151,6 +144,7 @@ class MegatronNetwork:
             ddp_config=_ddp_config() if is_trained else None, wrap_with_ddp=is_trained
         )
         _correct_tower(self.chunks, bool(provider.sequence_parallel))
+        _recompute(self.chunks, config.recompute)
         self.vocab_size = int(self.bridge.hf_pretrained.config.get_text_config().vocab_size)
         self.sees = hasattr(provider, "vision_config")
         self.groups = parallel_state
@@ -311,6 +305,20 @@ def _correct_tower(chunks: Sequence[Any], shares_tokens: bool) -> None:
                 module.activation_func = torch.nn.functional.gelu
             elif kind == "Qwen3VLVisionModel" and shares_tokens:
                 module.register_forward_hook(summed)
+
+
+def _recompute(chunks: Sequence[Any], share: float) -> None:
+    """Recompute this share of the blocks of the stage, and of the tower, as the other backend does.
+
+    Megatron-Bridge 0.6.2 has a way of its own, which gives DeepStack's mergers no gradient: their features come as a
+    list out of a function whose tensors alone have one.
+    """
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    for block in [m for chunk in chunks for m in chunk.modules() if isinstance(m, TransformerBlock)]:
+        for layer, is_recomputed in zip(block.layers, spread(len(block.layers), share), strict=True):
+            if is_recomputed:
+                layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 def _ddp_config() -> Any:
