@@ -5,7 +5,7 @@ Megatron under each layout; it compares loss, norm of the gradient, log-probs an
 with Transformers, resumes under another layout, and traces layer by layer where bfloat16 parts the two networks.
 
 Each row is written as it is made. A case that fails is a row with its error; the command then ends with 1.
-On a CPU (`--device cpu`) plain layers stand for those of TransformerEngine, in float32.
+On a CPU (`--device cpu`) plain layers stand for those of TransformerEngine.
 """
 
 from __future__ import annotations
@@ -120,27 +120,25 @@ class Step:
 
 
 def cases(device: str, num_gpus: int) -> list[Case]:
-    """Return the cases that this machine can run: float32 streams alone, bfloat16 packed."""
+    """Return the cases that this machine can run: float32 where the kernels have it, and packed rows in bfloat16."""
     found = []
     for model, (layout, (flags, ranks)) in itertools.product(MODELS, LAYOUTS.items()):
-        is_moe = model == "qwen3_vl_moe"
-        if (
-            ranks > num_gpus
-            or (is_moe and "tp" in flags and "sp" not in flags)
-            or (not is_moe and flags.keys() & {"ep", "etp"})
-        ):
+        shares_experts, is_moe = flags.keys() & {"ep", "etp"}, model == "qwen3_vl_moe"
+        if ranks > num_gpus or (shares_experts and not is_moe) or (is_moe and "tp" in flags and "sp" not in flags):
             continue
         if "cp" not in flags:  # context parallelism cuts packed rows alone
             found.append(Case(model, layout, "float32", packed=False))
-        packed = Case(model, layout, "float32" if device == "cpu" else "bfloat16", packed=True)
-        found += [replace(packed, settings=name) for name in SETTINGS if is_compared(packed, name)]
+        exact = [Case(model, layout, "float32", packed=True)] if device == "cpu" else []
+        rounded = Case(model, layout, "bfloat16", packed=True)
+        found += [*exact, rounded]
+        found += [replace(case, settings=s) for case in exact or [rounded] for s in SETTINGS if is_compared(case, s)]
     return sorted(found, key=lambda case: case.ranks)
 
 
 def is_compared(case: Case, settings: str) -> bool:
     """Return whether a case is to be compared under these settings too."""
     has_tower = case.model.startswith("qwen3_vl")
-    return settings == "plain" or (case.layout in UNDER_ALL and (has_tower or settings != "frozen tower"))
+    return settings != "plain" and case.layout in UNDER_ALL and (has_tower or settings != "frozen tower")
 
 
 def write_model(folder: Path, model_type: str) -> None:
