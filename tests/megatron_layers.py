@@ -7,6 +7,7 @@ gathers all keys and values; TransformerEngine passes them round in a ring.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 import types
@@ -23,12 +24,26 @@ from trainer.learner.megatron.thd import zigzag
 
 def install() -> None:
     """Put the layers where Megatron-core and Megatron-Bridge look for TransformerEngine's, in all loaded modules."""
+    names = _names()
+    for module in list(sys.modules.values()):
+        where = getattr(module, "__name__", "")
+        # Checkpoints would look for a dtype of TransformerEngine's own.
+        if where.startswith("megatron") and "dist_checkpointing" not in where:
+            for name in names.keys() & vars(module).keys():
+                setattr(module, name, names[name])
+
+
+@functools.cache
+def _names() -> dict[str, Any]:
+    """Return what stands under TransformerEngine's names."""
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
     class Column(ColumnParallelLinear):
         def __init__(self, inputs: int, outputs: int, *, config: Any, init_method: Any, **options: Any) -> None:
             super().__init__(inputs, outputs, config=config, init_method=init_method, **_known(options))
+            self.out_features, self.in_features = self.weight.shape  # of this rank
 
     class NormColumn(Column):
         def __init__(self, inputs: int, outputs: int, *, config: Any, **options: Any) -> None:
@@ -43,12 +58,20 @@ def install() -> None:
         def forward(self, x: Tensor, *_: Any, **__: Any) -> Any:
             weight, bias = self.layer_norm_weight, self.layer_norm_bias
             if bias is None:
-                return super().forward(functional.rms_norm(x, weight.shape, weight, self.eps))
-            return super().forward(functional.layer_norm(x, weight.shape, weight, bias, self.eps))
+                x = functional.rms_norm(x, weight.shape, weight, self.eps)
+            else:
+                x = functional.layer_norm(x, weight.shape, weight, bias, self.eps)
+            output, skipped_bias = super().forward(x)
+            if not getattr(self, "return_layernorm_output", False):
+                return output, skipped_bias
+            if getattr(self, "return_layernorm_output_gathered", False):
+                x = gather_from_sequence_parallel_region(x)
+            return (output, x), skipped_bias  # what an adapter takes
 
     class Row(RowParallelLinear):
         def __init__(self, inputs: int, outputs: int, *, config: Any, init_method: Any, **options: Any) -> None:
             super().__init__(inputs, outputs, config=config, init_method=init_method, **_known(options))
+            self.out_features, self.in_features = self.weight.shape  # of this rank
 
     class Norm:
         def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
@@ -76,13 +99,7 @@ def install() -> None:
             zigzag(starts.numpy().astype(np.int32), ranks)[rank]
         )
     )
-    names = layers | {"TESpecProvider": TESpecProvider, "HAVE_TE": True, "LayerNormImpl": Norm, "tex": kernels}
-    for module in list(sys.modules.values()):
-        where = getattr(module, "__name__", "")
-        # Checkpoints would look for a dtype of TransformerEngine's own.
-        if where.startswith("megatron") and "dist_checkpointing" not in where:
-            for name in names.keys() & vars(module).keys():
-                setattr(module, name, names[name])
+    return layers | {"TESpecProvider": TESpecProvider, "HAVE_TE": True, "LayerNormImpl": Norm, "tex": kernels}
 
 
 def _known(options: dict[str, Any]) -> dict[str, Any]:
