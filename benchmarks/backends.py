@@ -5,12 +5,13 @@ Megatron under each layout; it compares loss, norm of the gradient, log-probs an
 with Transformers, resumes under another layout, and traces layer by layer where bfloat16 parts the two networks.
 
 Each row is written as it is made. A case that fails is a row with its error; the command then ends with 1.
-On a CPU (`--device cpu`) it runs what Megatron can with plain layers: float32, no experts, no --cp, no --sp.
+On a CPU (`--device cpu`) plain layers stand for those of TransformerEngine.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import logging
 import shutil
@@ -36,15 +37,32 @@ from benchmarks.megatron_trace import trace
 from benchmarks.report import RESULTS, commit, markdown
 from tests.tiny_models import write_tiny_model
 from tests.trainer.steps import random_samples
+from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.learner import BackendConfig, LearnerConfig, OptimConfig
 from trainer.learner.fsdp_learner import FSDPLearner
 from trainer.learner.weights_io import empty_model
 from trainer.types import StepStats, TrainingSample
 
 MODELS = ("qwen3", "llama", "qwen3_vl", "qwen3_vl_moe")
-ON_CPU = ("qwen3", "llama", "qwen3_vl")
 OPTIM = OptimConfig(lr=1e-3, warmup_steps=0, weight_decay=0.1)
+LEARNER = LearnerConfig(max_tokens_per_microbatch=256, compile="off")
 PARAMS = SamplingParams(temperature=0.7)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run sets besides its layout. `pads`: all micro-batches have one length."""
+
+    optim: OptimConfig = OPTIM
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    learner: LearnerConfig = LEARNER
+    pads: bool = False
+
+    def minibatches(self, samples: Sequence[TrainingSample]) -> list[list[TrainingSample]]:
+        """Return the samples of each update."""
+        return [list(samples[number :: self.optim.minibatches]) for number in range(self.optim.minibatches)]
+
+
 #: By name: flags, and the ranks that they need at least.
 LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
     "one rank": ({}, 1),
@@ -54,19 +72,36 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
     "pp 2": ({"pp": 2}, 2),
     "cp 2": ({"cp": 2}, 2),
     "ep 2": ({"ep": 2}, 2),
+    "tp 2 ep 2 sp": ({"tp": 2, "ep": 2, "sp": True}, 2),
+    "tp 2 etp 2 sp": ({"tp": 2, "etp": 2, "sp": True}, 2),
+    "tp 2 pp 2": ({"tp": 2, "pp": 2}, 4),
+    "tp 2 cp 2 sp": ({"tp": 2, "cp": 2, "sp": True}, 4),
 }
+#: By name: the settings of a run besides its layout.
+SETTINGS: dict[str, Settings] = {
+    "plain": Settings(),
+    "recomputed": Settings(learner=LEARNER.model_copy(update={"recompute": 1.0})),
+    "two updates": Settings(
+        optim=OPTIM.model_copy(update={"minibatches": 2}), algorithm=AlgorithmConfig(kl_coef=0.1, entropy_coef=0.01)
+    ),
+    "frozen tower": Settings(learner=LEARNER.model_copy(update={"freeze_vision": True})),
+    "padded rows": Settings(pads=True),
+}
+#: The layouts that are compared under all settings.
+UNDER_ALL = ("tp 2 sp", "pp 2", "cp 2")
 #: A rank waits this long for another whose case has failed.
 LIMIT = timedelta(seconds=120)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One network under one layout. `packed`: several streams in one row."""
+    """One network under one layout and settings. `packed`: several streams in one row."""
 
     model: str
     layout: str
     dtype: str
     packed: bool
+    settings: str = "plain"
 
     @property
     def ranks(self) -> int:
@@ -85,19 +120,25 @@ class Step:
 
 
 def cases(device: str, num_gpus: int) -> list[Case]:
-    """Return the cases that this machine can run: float32 streams alone, bfloat16 packed."""
+    """Return the cases that this machine can run: float32 where the kernels have it, and packed rows in bfloat16."""
     found = []
-    for model in MODELS:
-        for layout, (flags, ranks) in LAYOUTS.items():
-            is_moe = model == "qwen3_vl_moe"
-            if ranks > num_gpus or ("ep" in flags and not is_moe):
-                continue
-            if device == "cpu" and (model not in ON_CPU or "cp" in flags or "sp" in flags):
-                continue
-            if "cp" not in flags:  # context parallelism cuts packed rows alone
-                found.append(Case(model, layout, "float32", packed=False))
-            found.append(Case(model, layout, "float32" if device == "cpu" else "bfloat16", packed=True))
+    for model, (layout, (flags, ranks)) in itertools.product(MODELS, LAYOUTS.items()):
+        shares_experts, is_moe = flags.keys() & {"ep", "etp"}, model == "qwen3_vl_moe"
+        if ranks > num_gpus or (shares_experts and not is_moe) or (is_moe and "tp" in flags and "sp" not in flags):
+            continue
+        if "cp" not in flags:  # context parallelism cuts packed rows alone
+            found.append(Case(model, layout, "float32", packed=False))
+        exact = [Case(model, layout, "float32", packed=True)] if device == "cpu" else []
+        rounded = Case(model, layout, "bfloat16", packed=True)
+        found += [*exact, rounded]
+        found += [replace(case, settings=s) for case in exact or [rounded] for s in SETTINGS if is_compared(case, s)]
     return sorted(found, key=lambda case: case.ranks)
+
+
+def is_compared(case: Case, settings: str) -> bool:
+    """Return whether a case is to be compared under these settings too."""
+    has_tower = case.model.startswith("qwen3_vl")
+    return settings != "plain" and case.layout in UNDER_ALL and (has_tower or settings != "frozen tower")
 
 
 def write_model(folder: Path, model_type: str) -> None:
@@ -125,16 +166,11 @@ def samples_of(folder: Path) -> list[TrainingSample]:
     return [replace(sample, key=(0, 0, number)) for number, sample in enumerate(samples)]
 
 
-def reference(folder: Path, dtype: torch.dtype, device: str) -> Step:
+def reference(folder: Path, settings: Settings, dtype: torch.dtype, device: str) -> Step:
     """Take the step with FSDP on one rank."""
-    learner = FSDPLearner(
-        empty_model(folder), PARAMS, 5, OPTIM, config=_config(), device=device, dtype=dtype, path=folder
-    )
-    return _step(learner.step([samples_of(folder)]), learner.weights(torch.float32, "cpu"))
-
-
-def _config() -> LearnerConfig:
-    return LearnerConfig(max_tokens_per_microbatch=256, compile="off")
+    model, optim, algorithm = empty_model(folder), settings.optim, settings.algorithm
+    learner = FSDPLearner(model, PARAMS, 5, optim, algorithm, settings.learner, device=device, dtype=dtype, path=folder)
+    return _step(learner.step(settings.minibatches(samples_of(folder))), learner.weights(torch.float32, "cpu"))
 
 
 def _step(stats: StepStats, weights: dict[str, torch.Tensor]) -> Step:
@@ -146,13 +182,15 @@ def megatron_learner(case: Case, folder: Path, flags: dict[str, Any], device: st
     """Return the learner of a case under the layout of these flags."""
     from trainer.learner.megatron.learner import MegatronLearner
 
+    settings = SETTINGS[case.settings]
     learner = MegatronLearner(
         folder,
         PARAMS,
         5,
-        OPTIM,
-        config=_config(),
-        backend=BackendConfig(backend="megatron", **flags),
+        settings.optim,
+        settings.algorithm,
+        settings.learner,
+        backend=BackendConfig(backend="megatron", pad_microbatches=settings.pads, **flags),
         device=device,
         dtype=getattr(torch, case.dtype),
         changed=changes(flags, device),
@@ -170,10 +208,10 @@ def run_case(case: Case, folder: Path, device: str, expected: Step) -> dict[str,
     learner = megatron_learner(case, folder, flags, device)
     layout = learner.layout
     samples, world = samples_of(folder), dist.get_world_size()
-    shares = [samples[number :: layout.data_parallel(world)] for number in range(layout.data_parallel(world))]
-    mine = shares[layout.data_rank(dist.get_rank(), world)]
+    number, shares = layout.data_rank(dist.get_rank(), world), layout.data_parallel(world)
+    mine = [update[number::shares] for update in SETTINGS[case.settings].minibatches(samples)]
     ready_s, began = time.perf_counter() - began, time.perf_counter()
-    stats = learner.step([mine])
+    stats = learner.step(mine)
     step_s = time.perf_counter() - began
     gathered: list[Any] = [None] * world
     dist.all_gather_object(gathered, stats.logprobs)
@@ -182,7 +220,7 @@ def run_case(case: Case, folder: Path, device: str, expected: Step) -> dict[str,
     stored = {name: weight.float().cpu() for name, weight in weights.items()}
     got = _step(stats, stored)
     exported = _reload(learner, folder, samples[0], dtype, device)
-    resumed = _resume(learner, mine, folder) if case.layout == "tp 2" else {}
+    resumed = _resume(learner, samples, folder) if case.layout == "tp 2" else {}
     del learner
     parallel_state.destroy_model_parallel()
     return {"ready_s": ready_s, "step_s": step_s, **differences(got, expected), **exported, **resumed}
@@ -247,12 +285,12 @@ def _reload(learner: Any, folder: Path, sample: TrainingSample, dtype: torch.dty
     }
 
 
-def _resume(learner: Any, mine: list[TrainingSample], folder: Path) -> dict[str, float]:
+def _resume(learner: Any, samples: list[TrainingSample], folder: Path) -> dict[str, float]:
     """Write a checkpoint with TP 2, and go on; `resume_pp` compares with what PP 2 does from it."""
     target = folder.parent / f"{folder.name}-{learner.dtype}".replace("torch.", "") / "checkpoint"
     learner.begin_checkpoint(target)
     learner.is_checkpoint_written(wait=True)
-    second = learner.step([mine])
+    second = learner.step([samples])
     return {"second_loss": second.loss, "second_grad_norm": second.grad_norm}
 
 
@@ -273,7 +311,7 @@ def rank_main(rank: int, chosen: Sequence[Case], work: Path, out: Path, device: 
     logging.getLogger().setLevel(logging.WARNING)
     for number, case in enumerate(chosen):
         (work / f"at-{rank}").write_text(str(number))
-        folder, kept = work / case.model, work / f"{case.model}-{case.dtype}.pt"
+        folder, kept = work / case.model, work / f"{case.model}-{case.dtype}-{case.settings}.pt"
         expected: Step = torch.load(kept, weights_only=False)
         try:
             row = run_case(case, folder, device, expected)
@@ -287,12 +325,12 @@ def rank_main(rank: int, chosen: Sequence[Case], work: Path, out: Path, device: 
     (work / f"at-{rank}").write_text(str(len(chosen)))
 
 
-def reference_main(rank: int, names: Sequence[str], dtypes: Sequence[str], work: Path, device: str) -> None:
+def reference_main(rank: int, wanted: Sequence[tuple[str, str, str]], work: Path, device: str) -> None:
     """Take the steps of FSDP."""
     assert rank == 0, rank
-    for name in names:
-        for dtype in dtypes:
-            torch.save(reference(work / name, getattr(torch, dtype), device), work / f"{name}-{dtype}.pt")
+    for name, dtype, settings in wanted:
+        step = reference(work / name, SETTINGS[settings], getattr(torch, dtype), device)
+        torch.save(step, work / f"{name}-{dtype}-{settings}.pt")
 
 
 def trace_main(rank: int, names: Sequence[str], work: Path, out: Path, device: str) -> None:
@@ -356,7 +394,7 @@ def run_all(chosen: list[Case], work: Path, out: Path, device: str) -> int:
 def table(out: Path) -> Iterator[str]:
     """Yield the lines of the tables."""
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    columns = ("model", "layout", "dtype", "packed")
+    columns = ("model", "layout", "settings", "dtype", "packed")
     figures = ("loss_diff", "grad_norm_rel", "logprob_mean", "logprob_max", "weights_max", "export_logprob_max")
     steps = [row for row in rows if row["kind"] == "step"]
     yield markdown(
@@ -368,7 +406,13 @@ def table(out: Path) -> Iterator[str]:
             yield f"{row['model']} {row['dtype']} TP 2 -> PP 2: " + ", ".join(f"{n} {row[n]:.6g}" for n in names)
     for row in rows:
         if row["kind"] == "error":
-            yield f"FAILED {row['model']} {row['layout']} {row['dtype']}: {row['error'].splitlines()[-1]}"
+            names = " ".join(str(row[name]) for name in ("model", "layout", "settings", "dtype"))
+            yield f"FAILED {names}: {row['error'].splitlines()[-1]}"
+
+
+def is_chosen(case: Case, options: argparse.Namespace) -> bool:
+    """Return whether the flags ask for a case."""
+    return case.model in options.models and case.layout in options.layouts and case.settings in options.settings
 
 
 def main() -> None:
@@ -378,25 +422,30 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=2, help="GPUs, or processes on a CPU")
     parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
     parser.add_argument("--layouts", nargs="+", default=tuple(LAYOUTS), choices=tuple(LAYOUTS))
+    parser.add_argument("--settings", nargs="+", default=tuple(SETTINGS), choices=tuple(SETTINGS))
     parser.add_argument("--out", type=Path, default=RESULTS / "backends.jsonl")
     parser.add_argument("--work", type=Path, default=Path("/tmp/backends"))
     options = parser.parse_args()
     shutil.rmtree(options.work, ignore_errors=True)
     options.work.mkdir(parents=True)
     options.out.unlink(missing_ok=True)
-    names = [name for name in options.models if options.device != "cpu" or name in ON_CPU]
-    for name in names:
+    for name in options.models:
         write_model(options.work / name, name)
-    dtypes = ["float32"] if options.device == "cpu" else ["float32", "bfloat16"]
+    chosen = [c for c in cases(options.device, options.gpus) if is_chosen(c, options)]
     write(options.out, {"kind": "machine", "device": options.device, "commit": commit(), "torch": torch.__version__})
-    run_ranks(reference_main, 1, options.work / "store-reference", options.device, names, dtypes, options.work)
-    chosen = [c for c in cases(options.device, options.gpus) if c.model in names and c.layout in options.layouts]
+    wanted = sorted({(case.model, case.dtype, case.settings) for case in chosen})
+    run_ranks(reference_main, 1, options.work / "store-reference", options.device, wanted, options.work)
     failed = run_all(chosen, options.work, options.out, options.device)
     try:
-        run_ranks(trace_main, 1, options.work / "store-trace", options.device, names, options.work, options.out)
+        run_ranks(
+            trace_main, 1, options.work / "store-trace", options.device, options.models, options.work, options.out
+        )
     except Exception as error:  # the tables are worth more than the trace
         failed += 1
-        write(options.out, {"kind": "error", "model": "trace", "layout": "", "dtype": "", "error": str(error)[-2000:]})
+        write(
+            options.out,
+            {"kind": "error", "model": "trace", "layout": "", "settings": "", "dtype": "", "error": str(error)[-2000:]},
+        )
     print(*table(options.out), sep="\n")
     sys.exit(bool(failed))
 

@@ -32,7 +32,7 @@ def trace(
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows for one stream."""
     truth = transformers_states(folder, sample, device, torch.float32)
-    dtypes = [torch.bfloat16] if device != "cpu" else [torch.float32]
+    dtypes = [torch.bfloat16, torch.float32] if device == "cpu" else [torch.bfloat16]
     for dtype in dtypes:
         networks = {"transformers": transformers_states(folder, sample, device, dtype)}
         for name, settings in VARIANTS.items():

@@ -27,7 +27,7 @@ class _Stream:
         pass
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *_, **__: None
+        return lambda *_, **__: self
 
     def __enter__(self) -> _Stream:
         return self
@@ -45,6 +45,7 @@ def on_cpu() -> None:
     import megatron.core.models.gpt.gpt_layer_specs
     import megatron.core.pipeline_parallel
     import megatron.core.tensor_parallel.random
+    import megatron.core.transformer.moe.token_dispatcher as dispatcher
 
     cuda: Any = torch.cuda
     cuda.current_device = lambda: cpu
@@ -55,6 +56,9 @@ def on_cpu() -> None:
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *_: torch.set_rng_state(state)
     megatron.core.tensor_parallel.random._set_cuda_rng_state = lambda *_, **__: None  # nothing draws
+    dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, **_: (
+        tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+    )
     cuda.manual_seed = torch.manual_seed
     cuda.nvtx = types.SimpleNamespace(range_push=lambda *_: None, range_pop=lambda *_: None)
     cuda.FloatTensor = torch.FloatTensor
@@ -144,4 +148,4 @@ def without_kernels(provider: Any) -> None:
     """Let a provider of Megatron-Bridge build on the CPU, without fused kernels."""
     provider.use_cpu_initialization = True
     provider.bias_activation_fusion = provider.bias_dropout_fusion = provider.masked_softmax_fusion = False
-    provider.persist_layer_norm = provider.apply_rope_fusion = False
+    provider.persist_layer_norm = provider.apply_rope_fusion = provider.moe_permute_fusion = False

@@ -81,8 +81,6 @@ class ClusterConfig(BackendConfig):
     def _is_one_kind(cls, value: int, info: ValidationInfo) -> int:
         if value and info.data.get("num_gpus"):
             raise ValueError("cannot be given together with --num-gpus, which has a learner process on each GPU")
-        if value and info.data.get("backend") == "megatron":
-            raise ValueError("cannot be given together with --backend megatron, which needs --num-gpus")
         return value
 
     @field_validator("ray_address")

@@ -63,7 +63,7 @@ def shard(model: PolicyModel, config: LearnerConfig, mesh: DeviceMesh, dtype: to
     """
     compiled = config.compile == "on" or (config.compile == "auto" and mesh.device_type == "cuda")
     model.compiled_scores = compiled
-    for block, recomputed in zip(model.blocks, _spread(len(model.blocks), config.recompute), strict=True):
+    for block, recomputed in zip(model.blocks, spread(len(model.blocks), config.recompute), strict=True):
         block.forward = _forward(block, recomputed, compiled)
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if config.offload == "all" else OffloadPolicy()
@@ -132,10 +132,10 @@ def _forward(block: nn.Module, recomputed: bool, compiled: bool) -> Callable[...
     return forward
 
 
-def _spread(count: int, share: float) -> list[bool]:
+def spread(count: int, share: float) -> list[bool]:
     """Return for each of `count` blocks whether it belongs to the share; these blocks are evenly spread.
 
-    >>> _spread(4, 0.5)
+    >>> spread(4, 0.5)
     [False, True, False, True]
     """
     return [int((number + 1) * share) > int(number * share) for number in range(count)]

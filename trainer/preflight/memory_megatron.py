@@ -108,14 +108,16 @@ def _activations(model: PolicyModel, plan: Plan, layout: Layout, stage: int) -> 
     tokens, rows = stream_tokens(plan, layout), layout.tensor if layout.sequence else 1
     block = _block(decoder_block(text), layout, rows) * tokens
     layers = text.num_hidden_layers // layout.pipeline
-    recomputed = round(plan.recompute * layers)
-    parts = [(block, divided(2 * text.hidden_size * tokens, rows), layers, recomputed)]
+    parts = [(block, divided(2 * text.hidden_size * tokens, rows), layers)]
     tower = model.architecture.vision_tower(model.backbone)
     if stage == 0 and tower is not None and _is_trained(tower):
         vision, depth = tower.config, len(tower.blocks)
         own = _block(vision_block(vision), layout, 1) * plan.patches
-        parts.append((own, 2 * vision.hidden_size * plan.patches, depth, min(recomputed, depth)))
-    kept = sum((layers - again) * block + again * block_input for block, block_input, layers, again in parts)
+        parts.append((own, 2 * vision.hidden_size * plan.patches, depth))
+    kept = 0
+    for block, block_input, count in parts:
+        recomputed = int(plan.recompute * count)
+        kept += (count - recomputed) * block + recomputed * block_input
     in_flight = layout.pipeline - stage
     return (in_flight * kept + max(block for block, *_ in parts)) * plan.compute_bytes // 2
 

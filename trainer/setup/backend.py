@@ -46,7 +46,7 @@ def prepare_backend(cluster: ClusterConfig, model: ModelConfig, learner: Learner
 def check_backend(cluster: ClusterConfig, model: ModelConfig, learner: LearnerConfig, network: Any) -> None:
     """Raise `UserError` if the backend cannot train the network of a Transformers configuration as configured here."""
     if cluster.backend == "megatron":
-        check_layout(Layout.of(cluster), max(1, cluster.num_gpus), network)
+        check_layout(Layout.of(cluster), max(1, cluster.num_ranks), network)
         _check_settings(cluster, model, learner)
         _check_host(cluster, model)
 
@@ -76,9 +76,9 @@ def _check_host(cluster: ClusterConfig, model: ModelConfig) -> None:
     if missing := [package for name, package in PACKAGES.items() if not _is_installed(name)]:
         rule, found = f"needs the packages {', '.join(PACKAGES.values())}", f"no {' and no '.join(missing)}"
         raise UserError("--backend megatron", rule, found, INSTALL)
-    if not cluster.num_gpus and model.device.split(":")[0] != "cuda":
-        fix = "give --num-gpus, or --device cuda for one GPU"
-        raise UserError("--backend megatron", "needs GPUs", f"--device {model.device}", fix)
+    if cluster.num_learners or not (cluster.num_gpus or model.device.startswith("cuda")):
+        got = f"--num-learners {cluster.num_learners}" if cluster.num_learners else f"--device {model.device}"
+        raise UserError("--backend megatron", "needs GPUs", got, "give --num-gpus, or --device cuda for one GPU")
     if not cluster.num_gpus and not torch.cuda.is_available():
         raise UserError("--backend megatron", "needs a GPU that torch sees", "none", "leave it out: FSDP2 runs on CPUs")
 

@@ -76,10 +76,6 @@ def test_a_layout_needs_the_backend_that_reads_it(flag: str) -> None:
     ("argv", "line"),
     [
         ("--sp", r"--sp: needs --tp of at least 2, whose ranks share the tokens, got True; see --help"),
-        (
-            "--num-learners 2",
-            r"--num-learners: cannot be given together with --backend megatron, which needs --num-gpu",
-        ),
         ("--cp 0", r"--cp: must be greater than or equal to 1, got 0"),
     ],
 )
@@ -209,6 +205,9 @@ def test_what_a_host_lacks_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: object())
     assert refusal() == (
         "--backend megatron: needs GPUs, got --device cpu; give --num-gpus, or --device cuda for one GPU"
+    )
+    assert refusal("--num-learners 2").startswith(
+        "--backend megatron: needs GPUs, got --num-learners 2; give --num-gpus"
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert refusal(device="cuda").startswith("--backend megatron: needs a GPU that torch sees, got none; leave it out")

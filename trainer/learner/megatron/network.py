@@ -12,12 +12,14 @@ tokens; it is given none.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from agents.types import SamplingLaw
 from envs.errors import UserError
@@ -25,6 +27,7 @@ from trainer.config.learner import LearnerConfig
 from trainer.learner.layout import Layout
 from trainer.learner.megatron.thd import ThdBatch
 from trainer.learner.megatron.vocab_scores import VocabShard, join_context, vocab_scores
+from trainer.learner.sharding import spread
 
 #: Weights with a row for each id, and more rows where the vocabulary is padded.
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
@@ -32,12 +35,9 @@ _VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 LossOf = Callable[[ThdBatch, Tensor, Tensor], Tensor]
 
 
-def provider_settings(
-    config: LearnerConfig, layout: Layout, dtype: torch.dtype, num_layers: int, row_length: int = 0
-) -> dict[str, Any]:
+def provider_settings(config: LearnerConfig, layout: Layout, dtype: torch.dtype, row_length: int = 0) -> dict[str, Any]:
     """Return the settings of Megatron-Bridge's model provider; those that a provider lacks are left out there."""
-    recomputed = round(config.recompute * num_layers / layout.pipeline)
-    settings: dict[str, Any] = {
+    return {
         "tensor_model_parallel_size": layout.tensor,
         "pipeline_model_parallel_size": layout.pipeline,
         "context_parallel_size": layout.context,
@@ -63,13 +63,6 @@ def provider_settings(
         "freeze_vision_model": config.freeze_vision,
         "freeze_vision_projection": config.freeze_vision,
     }
-    if recomputed:
-        settings |= {
-            "recompute_granularity": "full",
-            "recompute_method": "block",
-            "recompute_num_layers": recomputed,
-        }
-    return settings
 
 
 def check_rope(config: Any) -> None:
@@ -137,7 +130,7 @@ class MegatronNetwork:
         self.bridge: Any = AutoBridge.from_hf_pretrained(str(path))
         provider: Any = self.bridge.to_megatron_provider(load_weights=True)
         self._row_length = row_length
-        for name, value in provider_settings(config, layout, dtype, provider.num_layers, row_length).items():
+        for name, value in provider_settings(config, layout, dtype, row_length).items():
             if hasattr(provider, name):
                 setattr(provider, name, value)
         if changed is not None:
@@ -150,7 +143,8 @@ class MegatronNetwork:
         self.chunks: list[Any] = provider.provide_distributed_model(
             ddp_config=_ddp_config() if is_trained else None, wrap_with_ddp=is_trained
         )
-        _activate_mergers(self.chunks)
+        _correct_tower(self.chunks, bool(provider.sequence_parallel))
+        _recompute(self.chunks, config.recompute)
         self.vocab_size = int(self.bridge.hf_pretrained.config.get_text_config().vocab_size)
         self.sees = hasattr(provider, "vision_config")
         self.groups = parallel_state
@@ -292,15 +286,39 @@ def _scores(
     return join_context(torch.stack(scores), chosen_M, len(batch.targets_N), group)
 
 
-def _activate_mergers(chunks: Sequence[Any]) -> None:
-    """Give the mergers of Qwen3-VL's vision tower the exact GELU that the model was trained with.
+def _correct_tower(chunks: Sequence[Any], shares_tokens: bool) -> None:
+    """Correct what Megatron-Bridge 0.6.2 computes otherwise in the vision tower of Qwen3-VL.
 
-    Megatron-Bridge 0.6.2 gives them the tower's own activation, GELU by tanh; features then differ by 2e-4.
+    The mergers get the exact GELU that the model was trained with: the bridge gives them the tower's own activation,
+    GELU by tanh, and features differ by 2e-4. Where ranks share tokens (`--sp`), each puts DeepStack's
+    features on its own tokens alone, and the bridge leaves the features' gradient a part on each rank: it is summed.
     """
+    from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+
+    def summed(tower: Any, inputs: Any, features: tuple[Tensor, list[Tensor]]) -> tuple[Tensor, list[Tensor]]:
+        return features[0], [copy_to_tensor_model_parallel_region(deep) for deep in features[1]]
+
     for chunk in chunks:
         for module in chunk.modules():
-            if type(module).__name__ == "Qwen3VLVisionPatchMerger":
+            kind = type(module).__name__
+            if kind == "Qwen3VLVisionPatchMerger":
                 module.activation_func = torch.nn.functional.gelu
+            elif kind == "Qwen3VLVisionModel" and shares_tokens:
+                module.register_forward_hook(summed)
+
+
+def _recompute(chunks: Sequence[Any], share: float) -> None:
+    """Recompute this share of the blocks of the stage, and of the tower, as the other backend does.
+
+    Megatron-Bridge 0.6.2 has a way of its own, which gives DeepStack's mergers no gradient: their features come as a
+    list out of a function whose tensors alone have one.
+    """
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    for block in [m for chunk in chunks for m in chunk.modules() if isinstance(m, TransformerBlock)]:
+        for layer, is_recomputed in zip(block.layers, spread(len(block.layers), share), strict=True):
+            if is_recomputed:
+                layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 def _ddp_config() -> Any:
