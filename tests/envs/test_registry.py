@@ -383,6 +383,7 @@ def test_an_entry_point_that_is_a_class_without_episodes_is_told_what_it_lacks(
 
 
 def test_a_class_whose_objects_make_up_their_methods_may_be_an_entry_point(write_module) -> None:
-    write_module("wrapping_env", "class Wrapping:\n    def __getattr__(self, name): return None\n")
+    methods = ["def __init__(self, sample, args): ...", "def __getattr__(self, name): return None"]
+    write_module("wrapping_env", "\n    ".join(["class Wrapping:", *methods]))
     spec = EnvSpec(id="mine", entry_point="wrapping_env:Wrapping", description="", max_turns=1)
     assert load_env(spec).__name__ == "Wrapping"  # type: ignore[attr-defined]
