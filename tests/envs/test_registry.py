@@ -143,6 +143,7 @@ def test_an_unknown_environment_is_answered_with_the_nearest(tmp_path: Path) -> 
         (("m:PROMPT", "Count the dots."), "write module:ATTRIBUTE"),
         (("entry_point: m", "entry_point: m.py:1"), "write module:ATTRIBUTE"),
         (("description: counts", "description: [a]"), "description: must be a valid string"),
+        (("max_turns: 2", "max_turns: 2\n  reward: brevity"), "reward: must be a list, got the text 'brevity'"),
         (("counter:", "7:"), "entry '7': must have a text as its id, got int; write \"7\": in quotes"),
         (("counter:", "counter: [1]\nother:"), "entry 'counter': must be a mapping, got list"),
         (
