@@ -403,6 +403,17 @@ class NoEnvironment(Shop):
         return object()
 
 
+class Unmarked(ToolEnv):
+    def price(self, fruit: str) -> int:
+        """Return a price."""
+        return 3
+
+
+def test_a_tool_that_is_not_marked_is_asked_for() -> None:
+    finding = found(check_env(spec_of(Unmarked), num_samples=2), "tools")
+    assert finding == Finding("tools", None, "no method of this ToolEnv is marked with @tool")
+
+
 class Unready(Shop):
     def __init__(self, sample: Sample, args: Any) -> None:
         self.sample = sample
