@@ -126,9 +126,12 @@ class ToolEnv(Env):
         observation = {"obs_str": "\n".join(map(plain_text, messages)), "messages": messages} if messages else {}
         return observation, self.done, {"tool_calls": records, **self.info}
 
-    def format_observation(self, observation: dict[str, Any]) -> Message | Sequence[Message]:
+    def format_observation(self, observation: dict[str, Any]) -> Sequence[Message]:
         """Return a message for the result of each call; an observation of a subclass is shown as `Env` does it."""
-        return observation["messages"] if "messages" in observation else super().format_observation(observation)
+        if "messages" in observation:
+            return observation["messages"]
+        shown = super().format_observation(observation)
+        return [shown] if isinstance(shown, dict) else shown
 
     def called_tools(self, response_text: str) -> Sequence[str]:
         """Return the names of the tools that a text calls."""

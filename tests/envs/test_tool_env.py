@@ -83,7 +83,7 @@ def test_a_first_observation_of_its_own_is_shown_as_that_of_any_environment() ->
             return {"obs_str": "Which fruit?", "role": "user"}, {}
 
     env = Opened()
-    assert env.format_observation(env.reset()[0]) == {"role": "user", "content": "Which fruit?"}
+    assert env.format_observation(env.reset()[0]) == [{"role": "user", "content": "Which fruit?"}]
 
 
 def test_a_call_is_answered_with_what_the_tool_returned() -> None:
