@@ -181,10 +181,11 @@ def _is_file(path: Path) -> bool:
 
 def _check_inside(path: Path, field: str, access: ImageAccess) -> Path:
     resolved = path.resolve()
-    if not access.allow_outside and (access.root is None or not resolved.is_relative_to(access.root.resolve())):
-        rule = "must be inside the data set's folder, symbolic links followed"
-        raise UserError(field, rule, str(path), "move the picture there, or allow outside images")
-    return resolved
+    if access.allow_outside or (access.root and resolved.is_relative_to(access.root.resolve())):
+        return resolved
+    inside = "must be inside the data set's folder, symbolic links followed", "move the picture there"
+    rule, fix = inside if access.root else ("must be a picture, not a path", "give the picture itself")
+    raise UserError(field, rule, str(path), f"{fix}, or --allow-outside-images for rows")
 
 
 def _from_base64(text: str, field: str) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from pydantic import Field
@@ -80,14 +80,10 @@ class Prompted:
 
 @dataclass(frozen=True)
 class CheckedSamples:
-    """An environment's own samples, each checked when it is read, because its author's code makes them.
-
-    Prompts are checked too, unless the caller reports on them itself.
-    """
+    """An environment's own samples, each checked when it is read, because its author's code makes them."""
 
     env_id: str
     source: SampleSource
-    with_prompts: bool = True
 
     def __len__(self) -> int:
         return len(self.source)
@@ -103,12 +99,10 @@ class CheckedSamples:
             raise self._error(f"sample {index} must be created", _cause(error), "fix the data set") from error
         if not isinstance(sample, Sample):
             raise self._error(f"sample {index} must be an envs.Sample", type(sample).__name__, "return Sample(...)")
-        if not (sample.label is None or isinstance(sample.label, str)):
-            rule = f"the label of sample {index} must be a text or None"
-            raise self._error(rule, type(sample.label).__name__, "write label=str(...)")
-        if self.with_prompts and not _are_messages(sample.prompt):
-            rule = f"the prompt of sample {index} must be a tuple of chat messages"
-            raise self._error(rule, sample.prompt, 'write prompt=({"role": "user", "content": "..."},)')
+        for name, holds, rule, fix in _FIELDS:
+            if not holds(value := getattr(sample, name)):
+                got = f"{type(value).__name__} {value!r:.80}"
+                raise self._error(f"the {name} of sample {index} must be {rule}", got, fix)
         return sample
 
     def _error(self, rule: str, got: object, fix: str) -> UserError:
@@ -119,6 +113,15 @@ def _are_messages(value: object) -> bool:
     return isinstance(value, list | tuple) and all(
         isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in value
     )
+
+
+#: The fields of a sample: what must hold of each, in words too, and how to write it.
+_FIELDS: tuple[tuple[str, Callable[[object], bool], str, str], ...] = (
+    ("id", lambda id: isinstance(id, str), "a text", "write id=str(...)"),
+    ("label", lambda label: label is None or isinstance(label, str), "a text or None", "write label=str(...)"),
+    ("prompt", _are_messages, "a tuple of chat messages", 'write prompt=({"role": "user", "content": "..."},)'),
+    ("metadata", lambda metadata: isinstance(metadata, Mapping), "a dict", "write metadata={...}"),
+)
 
 
 def checked_problems(spec: EnvSpec, split: str, size: int, seed: int, system_prompt: str | None = None) -> SampleSource:
@@ -143,8 +146,7 @@ def open_problems(spec: EnvSpec, config: ProblemsConfig, size: int) -> SampleSou
     system_prompt = spec.load_system_prompt()
     if config.data:
         return config.load(config.data, config.split, system_prompt, size)
-    samples = CheckedSamples(spec.id, spec.load_dataset(config.split, size, config.seed), with_prompts=False)
-    return with_system_prompt(samples, system_prompt)
+    return checked_problems(spec, config.split, size, config.seed, system_prompt)
 
 
 def read_sample(spec: EnvSpec, source: SampleSource, index: int) -> Sample:

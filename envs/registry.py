@@ -189,6 +189,6 @@ def _parse_entry(file: Path, env_id: object, entry: object) -> EnvSpec:
         if words := words_of(kind):
             rule = f"must be one of {', '.join(words)}{', or module:NAME' * takes_references(kind)}"
             raise UserError(field, rule, got, did_you_mean(str(got), words)) from error
-        rule = first["msg"].replace("Input should be", "must be")
+        rule = first["msg"].replace("Input should be", "must be").replace("a valid tuple", "a list")
         shown = f"the text '{got}'" if isinstance(got, str) else got
         raise UserError(field, rule[:1].lower() + rule[1:], shown, "fix the value") from error

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from envs.config.plugins import WeightedPlugin, import_cause, import_object
+from envs.config.plugins import WeightedPlugin, check_parameters, import_cause, import_object
 from envs.env import CallPolicy, Env, EnvArgs, ToolFaultPolicy
 from envs.errors import UserError
 from envs.grading import GraderReference
@@ -208,7 +208,8 @@ class EnvSpec(BaseModel):
         """Import the entry point into this process and return its `build_env`; `envs.execution.load` isolates it.
 
         Raises:
-            UserError: the module cannot be imported (the message names module and cause), or has no such callable.
+            UserError: the module cannot be imported (the message names module and cause), or has no such callable, or
+                it takes other parameters.
         """
         reference = self.entry_point if ":" in self.entry_point else f"{self.entry_point}:build_env"
         if self.compat == "slime":
@@ -218,6 +219,7 @@ class EnvSpec(BaseModel):
             return adapt(self._resolve_callable("entry_point", reference))
         found = self._resolve_callable("entry_point", reference)
         self._check_class(reference, found)
+        check_parameters(f"environment '{self.id}' entry_point", reference, found, ("sample", "args"))
         return found
 
     def _check_class(self, reference: str, found: Any) -> None:

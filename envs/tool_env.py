@@ -65,6 +65,7 @@ class ToolEnv(Env):
 
     #: Maps hidden names, which the model may also call, to names of tools.
     aliases: Mapping[str, str] = {}
+    _runner: asyncio.Runner | None = None
 
     def __init_subclass__(cls) -> None:
         """Refuse a tool whose name is a method of the contract."""
@@ -78,7 +79,6 @@ class ToolEnv(Env):
         self.turn = 0
         self.done = False
         self.info: dict[str, Any] = {}
-        self._runner: asyncio.Runner | None = None
         self._step_began = 0.0
         self._tools: dict[str, Tool] = {}
         for name, options in marked_methods(type(self)).items():
@@ -127,8 +127,11 @@ class ToolEnv(Env):
         return observation, self.done, {"tool_calls": records, **self.info}
 
     def format_observation(self, observation: dict[str, Any]) -> Sequence[Message]:
-        """Return a message for the result of each call."""
-        return observation["messages"]
+        """Return a message for the result of each call; an observation of a subclass is shown as `Env` does it."""
+        if "messages" in observation:
+            return observation["messages"]
+        shown = super().format_observation(observation)
+        return [shown] if isinstance(shown, dict) else shown
 
     def called_tools(self, response_text: str) -> Sequence[str]:
         """Return the names of the tools that a text calls."""

@@ -16,3 +16,15 @@ def session(page: str, word: str) -> tuple[list[str], str]:
     program, flag, *argv = first.removeprefix("$ ").split("#")[0].split()
     assert (program, flag) == ("python", "-m"), first
     return argv, output
+
+
+def is_shown(page: str, printed: str) -> bool:
+    """Return whether a page shows what was printed, line for line but for figures; its `...` stands for any lines."""
+    lines = (r"(.*\n)*?" if line == "..." else re.escape(line) + "\n" for line in _shapes(page))
+    return re.fullmatch("".join(lines), "".join(f"{line}\n" for line in _shapes(printed))) is not None
+
+
+def _shapes(text: str) -> list[str]:
+    """Return the lines of an output without figures, and without the widths of its tables."""
+    lines = (re.sub(r"[-+]?\d[\d.]*(e-?\d+)?", "0", line) for line in text.splitlines())
+    return [" ".join(re.sub("─+", "─", line).split()) for line in lines if line.strip()]

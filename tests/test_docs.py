@@ -22,7 +22,7 @@ from envs.registry import get_spec
 from envs.spec import EnvSpec
 from envs.tool_calls import ToolCall, find_tool_calls
 from envs.types import Sample
-from tests.pages import code_block, session
+from tests.pages import code_block, is_shown, session
 from tests.paths import ROOT
 from tests.processes import run_command
 
@@ -88,10 +88,11 @@ def test_the_example_plays_in_the_terminal_as_shown(example: Path) -> None:
 @pytest.mark.slow
 # Trains: the tiny network of the tests in place of the bundled model, everything else as on the page.
 def test_the_example_trains(example: Path, checkpoint: Path) -> None:
-    argv, _ = session(page(), "trainer.run")
+    argv, shown = session(page(), "trainer.run")
     small = ["--model", str(checkpoint), "--group-size", "2", "--max-new-tokens", "30", "--eval-size", "2"]
     done = command(example, argv, "", *small, "--name", "docs")
     assert done.returncode == 0, done.stdout + done.stderr
+    assert is_shown(shown, done.stdout), done.stdout
     summary = json.loads((example / "runs" / "docs" / "summary.json").read_text())
     assert sum(summary["end_reasons"].values()) == 3 * 16
     assert not {"env_error", "env_timeout", "invalid_stream"} & summary["end_reasons"].keys()

@@ -32,8 +32,10 @@ def run(argv: Sequence[str] | None = None) -> int:
     import torch
 
     from agents.cli.text import path_text
+    from trainer.metrics.console import open_console
     from trainer.setup.export import export
 
+    open_console()
     print(path_text(export(config.run, config.step, config.to, getattr(torch, config.dtype))))
     return 0
 

@@ -19,7 +19,7 @@ from envs.config.settings import Section
 from envs.errors import UserError
 from trainer.config.learner import LayoutConfig
 from trainer.learner.layout import Layout
-from trainer.preflight.qwen3_vl import QWEN3_VL
+from trainer.preflight.qwen3_vl import QWEN3_VL, hub_id
 
 
 class MachineConfig(Section):
@@ -102,6 +102,9 @@ def run(argv: Sequence[str] | None = None) -> int:
         hardware.write(machine.calibrate)
         print(f"measured {hardware.name}; constants in {machine.calibrate}", *hardware.notes(), sep="\n")
         return 0
+    if machine.engine_url:
+        fix = "give --calibrate FILE, or leave it out"
+        raise UserError("--engine-url", "needs --calibrate, or nothing reads it", machine.engine_url, fix)
     given, scheduled = config.workload, ("problems_per_step", "group_size", "max_staleness", "max_concurrent", "steps")
     lengths = Lengths(
         given.prompt_tokens,
@@ -128,7 +131,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     )
     planned = search.best(machine.num_gpus, wanted)
     settings = {
-        "model": machine.model,
+        "model": hub_id(machine.model),
         "dtype": "bfloat16",
         "problems_per_step": schedule.problems_per_step,
         "group_size": schedule.group_size,

@@ -7,7 +7,9 @@ import hashlib
 import platform
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
+from agents.model import STARTER_PATH
 from agents.recording.schema import Manifest, WayRecord
 from agents.rendering.renderer import Renderer
 from agents.rollout.episode import Episode
@@ -28,7 +30,7 @@ def build_manifest(spec: EnvSpec, renderer: Renderer, model: str, ways: Mapping[
         registry=spec.origin,
         env_source=spec.source_digest(),
         tool_format=spec.args(tool_format=detect_format(renderer.chat_template)).tool_format,
-        model=model,
+        model="starter" if Path(model) == STARTER_PATH else model,  # wherever a reader has it
         template=template_digest(renderer),
         template_options=dict(renderer.template.options),
         ways={name: way_record(episode) for name, episode in ways.items()},

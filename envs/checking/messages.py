@@ -67,6 +67,8 @@ def check_tools(evidence: Evidence) -> Finding:
     """Tools are schemas in the form that chat templates expect."""
     name = "tools"
     tools = next((episode.tools for episode in evidence.episodes if episode.tools), ())
+    if not tools and any(episode.runs_tools for episode in evidence.episodes):
+        return Finding(name, None, "no method of this ToolEnv is marked with @tool")
     if not tools:
         return Finding(name, None, "the environment has no tools" if evidence.is_opened else NOT_REACHED)
     problems, remarks = [], []

@@ -18,7 +18,7 @@ import math
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -88,13 +88,7 @@ class Plugin:
         if not callable(found):
             fix = "name a function or class"
             raise UserError(field, f"'{reference}' must be callable", type(found).__name__, fix)
-        try:
-            inspect.signature(found).bind(*self.parameters)
-        except TypeError as error:
-            rule = f"'{reference}' must take {', '.join(self.parameters) or 'no arguments'}"
-            raise UserError(field, rule, f"{inspect.signature(found)}: {error}", "change its parameters") from error
-        except ValueError:  # code in C, which does not tell its parameters
-            pass
+        check_parameters(field, reference, found, self.parameters)
         return found
 
     def call(self, field: str, reference: str, function: Callable[..., R], *args: object) -> R:
@@ -145,6 +139,17 @@ class WeightedPlugin(Plugin):
 def is_reference(value: object) -> bool:
     """Return whether a setting's value names an object of a user by module or file."""
     return isinstance(value, str) and bool(re.search(r"[\w/]:[A-Za-z_]\w*(@|$)", value))
+
+
+def check_parameters(field: str, reference: str, found: Callable[..., Any], parameters: Sequence[str]) -> None:
+    """Raise `UserError` if what a reference names cannot be called with these parameters."""
+    try:
+        inspect.signature(found).bind(*parameters)
+    except TypeError as error:
+        rule = f"'{reference}' must take {', '.join(parameters) or 'no arguments'}"
+        raise UserError(field, rule, f"{inspect.signature(found)}: {error}", "change its parameters") from error
+    except ValueError:  # code in C, which does not tell its parameters
+        pass
 
 
 def plugin_name(reference: str) -> str:

@@ -133,13 +133,21 @@ class Sources:
             if not file.is_file():
                 rule = f"must be a folder with a {file.name}"
                 raise UserError(setting.place, rule, setting.value, "give the folder of a run")
-            return read_file(model, file)
+            return self._of_run(model, file, setting)
         if (setting := above.get(self.inherit)) and setting.value:
             file = Path(setting.value) / "config.yaml"
-            found = read_file(model, file) if file.is_file() else {}
+            found = self._of_run(model, file, setting) if file.is_file() else {}
             taken = {p: value for p, value in found.items() if is_under(p, self.inherited) and p not in above}
             return self._without_code(model, taken)
         return {}
+
+    @staticmethod
+    def _of_run(model: type[BaseModel], file: Path, named: Setting) -> Settings:
+        """Return the settings of a run's file. Raises `UserError` where they are those of another command."""
+        try:
+            return read_file(model, file)
+        except UserError as error:
+            raise UserError(named.place, "must be a run of this command", named.value, str(error)) from error
 
     @staticmethod
     def _without_code(model: type[BaseModel], found: Settings) -> Settings:

@@ -176,7 +176,7 @@ class EnvRunner:
             )
             reasons = "; ".join(dict.fromkeys(map(str, missing.values())))
             rule = f"building must return an environment with {', '.join(_METHODS)}"
-            raise EnvFault(f"{rule}, got {env!r:.200}: {reasons}{fix}")
+            raise EnvFault(f"{rule}, got {type(env).__name__}: {reasons}{fix}")
         observation = _checked_reset(env.reset())
         messages = checked_opening(env.format_observation(observation)) if observation else ()
         return checked_tools(env.tools), messages

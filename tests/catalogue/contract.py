@@ -143,6 +143,11 @@ class Restless(Sound):
         return next(_count)
 
 
+class Lonely(Sound):
+    def __init__(self, sample: Sample) -> None:
+        super().__init__(sample)
+
+
 class Moody(Sound):
     def reward(self, final_text: str) -> float:
         return super().reward(final_text) or next(_count) / 1e6
@@ -198,6 +203,7 @@ class Observed(Env):
 
 ROWS = (
     Row(Headless, "the class has no step and no reward", "error", "a class without step"),
+    Row(Lonely, "building takes the sample alone", "error", "must take sample, args, got (sample"),
     Row(Hollow, "building returns an object without methods", "contract", "must return an environment with"),
     Row(Unready, "its own __init__ does not call that of ToolEnv", "contract", "must begin with super().__init__"),
     Row(Bare, "step returns a text", "contract", "step must return (dict, bool, dict)"),

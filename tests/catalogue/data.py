@@ -119,7 +119,7 @@ ROWS = (
     _row("pads", "prompts spell the placeholder of a picture", "control tokens", "<|image_pad|> in a prompt"),
     _row("stranger", "a role that no template knows", "prompts", "role 'human'"),
     _row("answered", "a prompt ends with the model's own turn", "prompts", "an assistant's"),
-    _row("plain", "a prompt is a text", "prompts", "a prompt must hold"),
+    _row("plain", "a prompt is a text", "error", "must be a tuple of chat messages"),
     _row("halved", "a prompt holds half an emoji", "rendering", "surrogate"),
     _row("small", "pictures of 8 x 8 pixels", "image sizes", "8x8"),
     _row("restless", "a data set differs each time", "deterministic", "differs when it is read again"),

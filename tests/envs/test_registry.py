@@ -143,6 +143,7 @@ def test_an_unknown_environment_is_answered_with_the_nearest(tmp_path: Path) -> 
         (("m:PROMPT", "Count the dots."), "write module:ATTRIBUTE"),
         (("entry_point: m", "entry_point: m.py:1"), "write module:ATTRIBUTE"),
         (("description: counts", "description: [a]"), "description: must be a valid string"),
+        (("max_turns: 2", "max_turns: 2\n  reward: brevity"), "reward: must be a list, got the text 'brevity'"),
         (("counter:", "7:"), "entry '7': must have a text as its id, got int; write \"7\": in quotes"),
         (("counter:", "counter: [1]\nother:"), "entry 'counter': must be a mapping, got list"),
         (
@@ -383,6 +384,7 @@ def test_an_entry_point_that_is_a_class_without_episodes_is_told_what_it_lacks(
 
 
 def test_a_class_whose_objects_make_up_their_methods_may_be_an_entry_point(write_module) -> None:
-    write_module("wrapping_env", "class Wrapping:\n    def __getattr__(self, name): return None\n")
+    methods = ["def __init__(self, sample, args): ...", "def __getattr__(self, name): return None"]
+    write_module("wrapping_env", "\n    ".join(["class Wrapping:", *methods]))
     spec = EnvSpec(id="mine", entry_point="wrapping_env:Wrapping", description="", max_turns=1)
     assert load_env(spec).__name__ == "Wrapping"  # type: ignore[attr-defined]

@@ -76,6 +76,16 @@ def shop(**args: Any) -> Shop:
     return Shop(args=EnvArgs(max_turns=3, **args))
 
 
+def test_a_first_observation_of_its_own_is_shown_as_that_of_any_environment() -> None:
+    class Opened(Shop):
+        def reset(self) -> tuple[dict[str, Any], dict[str, Any]]:
+            super().reset()
+            return {"obs_str": "Which fruit?", "role": "user"}, {}
+
+    env = Opened()
+    assert env.format_observation(env.reset()[0]) == [{"role": "user", "content": "Which fruit?"}]
+
+
 def test_a_call_is_answered_with_what_the_tool_returned() -> None:
     env = Shop()
     observation, done, info = env.step(f"How much? {call('price', fruit='apple')}")

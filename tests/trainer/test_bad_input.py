@@ -213,11 +213,11 @@ def test_a_gpu_that_is_not_there_is_not_offered_as_the_fix(tmp_path: Path, capsy
     [
         ("[{'problem': 'a', 'answer': 'b'}] * size", "sample 0 must be an envs.Sample, got dict"),
         ("[Sample('a', TURN, {'x': 1})] * size", "the label of sample 0 must be a text or None, got dict"),
-        (
-            "[Sample('a', {'q': 1}, '1')] * size",
-            "the prompt of sample 0 must be a tuple of chat messages, got {'q': 1}",
-        ),
+        ("[Sample(7, TURN, '1')] * size", "the id of sample 0 must be a text, got int 7; write id=str(...)"),
+        ("[Sample('a', 'Find x.', '1')] * size", "must be a tuple of chat messages, got str 'Find x.'; write prompt="),
+        ("[Sample('a', {'q': 1}, '1')] * size", "must be a tuple of chat messages, got dict {'q': 1}"),
         ("[Sample('a', ('Find x.',), '1')] * size", "the prompt of sample 0 must be a tuple of chat messages"),
+        ("[Sample('a', TURN, '1', None)] * size", "the metadata of sample 0 must be a dict, got NoneType None; write"),
         ("[]", "problems: must be at least one, got 0; give --data"),
     ],
 )

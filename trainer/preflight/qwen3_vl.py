@@ -20,6 +20,11 @@ MIXTURES: dict[str, tuple[int, int, int, int]] = {
 QWEN3_VL = (*DENSE, *MIXTURES)
 
 
+def hub_id(name: str) -> str:
+    """Return the hub id of one of `QWEN3_VL`; another model is named as it is."""
+    return f"Qwen/Qwen3-VL-{name.upper()}-Instruct" if name in QWEN3_VL else name
+
+
 def qwen3_vl_config(name: str) -> Any:
     """Return the Transformers configuration of a Qwen3-VL: one of `QWEN3_VL`."""
     from transformers import AutoConfig

@@ -35,10 +35,14 @@ def run(argv: Sequence[str] | None = None) -> int:
     # Imported late, so that --help and a mistyped flag answer at once.
     import torch
 
+    from trainer.metrics.console import open_console
+    from trainer.setup.components import check_device
     from trainer.starter.training import StarterRun
 
-    device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    starter = StarterRun(RECIPES[config.recipe], config.out, device, config.num_workers)
+    open_console()
+    device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    check_device(device)
+    starter = StarterRun(RECIPES[config.recipe], config.out, torch.device(device), config.num_workers)
     if starter.train(config.max_minutes or math.inf):
         print(f"done: {config.out}")
     else:

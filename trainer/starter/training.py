@@ -230,7 +230,11 @@ class StarterRun:
 
     def _read_state(self) -> dict[str, Any] | None:
         """Return the saved state of the same recipe, None if there is none."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            fix = f"give another folder ({error.strerror})"
+            raise UserError("--out", "must be a folder that can be written", str(self.folder), fix) from error
         if (self.folder / "recipe.json").exists():
             rule, fix = "must not hold a finished starter", "give another folder"
             raise UserError("--out", rule, str(self.folder), fix)

@@ -17,6 +17,7 @@ import pytest
 
 from agents.engines.base import Engine
 from agents.engines.scripted import ScriptedEngine
+from agents.model import STARTER_PATH
 from agents.recording import EpisodeRecord, Recorder, Recording
 from agents.recording.manifest import build_manifest
 from agents.rendering.renderer import Renderer
@@ -272,6 +273,10 @@ def test_an_environment_that_no_longer_ends_the_episode_is_told(command, changed
     _, shown = command(*flags, *changed(3, "never"), text="11\n")
     assert "--- not as recorded: turn 3 ended the episode in the recording, and does not now\n" in shown
     assert shown.count("not as recorded") == 1 and "--- turn 4," in shown
+
+
+def test_a_recording_names_the_bundled_model_so_that_a_fork_needs_no_path(renderer: Renderer) -> None:
+    assert build_manifest(get_spec("guess"), renderer, str(STARTER_PATH), {}).model == "starter"
 
 
 def test_another_prompt_is_told(recording: Recording, renderer: Renderer) -> None:

@@ -269,11 +269,6 @@ class Untyped(Shop):
         return one + other
 
 
-class TakesNothing(Shop):
-    def __init__(self) -> None:
-        pass
-
-
 class Unfinished(Shop, abc.ABC):
     @abc.abstractmethod
     def step(self, response_text: str) -> Step: ...
@@ -284,7 +279,6 @@ class Unfinished(Shop, abc.ABC):
     ("env", "detail"),
     [
         (Untyped, "3 samples, building: TypeError: tool add: parameter 'one' needs a type; write one: str"),
-        (TakesNothing, "3 samples, building: TypeError: TakesNothing.__init__() takes 1 positional argument but 3"),
         (Unfinished, "3 samples, building: TypeError: Can't instantiate abstract class Unfinished"),
     ],
 )
@@ -409,6 +403,22 @@ class NoEnvironment(Shop):
         return object()
 
 
+class Unmarked(ToolEnv):
+    def price(self, fruit: str) -> int:
+        """Return a price."""
+        return 3
+
+
+def test_a_tool_that_is_not_marked_is_asked_for() -> None:
+    finding = found(check_env(spec_of(Unmarked), num_samples=2), "tools")
+    assert finding == Finding("tools", None, "no method of this ToolEnv is marked with @tool")
+
+
+class Unready(Shop):
+    def __init__(self, sample: Sample, args: Any) -> None:
+        self.sample = sample
+
+
 class ListsText(Shop):
     def solution(self) -> Any:
         return "\\boxed{3}"
@@ -420,6 +430,7 @@ class ListsText(Shop):
         (Garbage, "step must return (dict, bool, dict), got 'You walk.'"),
         (NoReward, "reward must be a finite number, got None"),
         (NoEnvironment, "building must return an environment with tools, reset, step"),
+        (Unready, "3 samples: building must return an environment with tools, reset, step, format_observation, "),
         (NeverBuilt, "3 samples, building: ValueError: no colour (test_check.py:"),
         (ListsText, "solution must return a list of texts"),
     ],
@@ -762,6 +773,7 @@ def rows(split: str, size: int, seed: int) -> list[Any]:
         ("raising", "samples, got KeyError: 'colour' (test_check.py:"),
         ("rows", "sample 0 must be an envs.Sample, got dict"),
         ("Sequence", "samples, got TypeError: Sequence() takes no arguments; "),
+        ("untold", "the prompt of sample 0 must be a tuple of chat messages, got str 'What is it?'; write prompt="),
         ("numbered", "the label of sample 0 must be a text or None, got int"),
         ("nothing", "must have more than 0 samples, got 0"),
     ],
@@ -781,8 +793,12 @@ def placeholders(split: str, size: int, seed: int) -> list[Sample]:
     return [Sample(s.id, prompt, s.label, s.metadata) for s in samples(split, size, seed)]
 
 
-def bare(split: str, size: int, seed: int) -> list[Sample]:
+def untold(split: str, size: int, seed: int) -> list[Sample]:
     return [Sample(s.id, "What is it?", s.label, s.metadata) for s in samples(split, size, seed)]  # type: ignore
+
+
+def bare(split: str, size: int, seed: int) -> list[Sample]:
+    return [Sample(s.id, ({"role": "user"},), s.label, s.metadata) for s in samples(split, size, seed)]
 
 
 def numbered(split: str, size: int, seed: int) -> list[Sample]:

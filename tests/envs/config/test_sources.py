@@ -207,6 +207,8 @@ def test_a_mistake_in_the_base_names_its_file(layers: Sources, write) -> None:
     file = write("optim: {lr: 0}", "run/config.yaml")
     assert error_of(layers, "--resume", str(Path(file).parent)).startswith(f"{file} optim.lr: must be greater than 0")
     assert error_of(layers, "--resume", "x").startswith("--resume: must be a folder with a config.yaml, got x")
+    run = Path(write("epochs: 2", "other/config.yaml")).parent
+    assert error_of(layers, "--resume", str(run)).startswith(f"--resume: must be a run of this command, got {run}; ")
 
 
 def test_the_variables_of_another_command_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

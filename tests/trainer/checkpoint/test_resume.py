@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from agents.recording.gzip_lines import read_gzip_lines
 from envs.errors import UserError
 from tests.environments import lucky_geometry
-from tests.processes import Command
+from tests.processes import Command, run_command
 from tests.recordings import episodes_in, lines_of
 from tests.trainer.checkpoint.test_checkpointer import largest_file
 from tests.trainer.runs import assert_equal_runs, episodes_of, metrics_of, num_lines, num_members, state_of
@@ -306,6 +306,11 @@ def test_a_checkpoint_is_exported_as_the_model_of_its_step(unbroken: Path, tmp_p
     assert any(not torch.equal(earlier[name].bfloat16(), theirs[name]) for name in theirs)
     with pytest.raises(UserError, match="there are: 5, 4"):
         export([str(unbroken), "--step", "3"])
+
+
+def test_an_export_prints_its_folder_alone(unbroken: Path, tmp_path: Path) -> None:
+    done = run_command("trainer.export", str(unbroken), "--to", str(tmp_path / "model"))
+    assert (done.stdout, done.stderr) == (f"{tmp_path}/model\n", "")
 
 
 def test_adapters_are_exported_merged(checkpoint: Path, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from agents.recording.gzip_lines import read_gzip_lines
 from envs.config.cli import exit_code
 from envs.config.settings import leaves
 from envs.errors import UserError
+from tests.pages import is_shown, session
 from tests.paths import DOCS
 from tests.processes import Command
 from tests.recordings import episodes_in, lines_of
@@ -336,3 +337,13 @@ def test_every_flag_of_the_page_is_one_of_its_command() -> None:
         named = set(re.findall(r"--[a-z][a-z0-9-]+", text))
         known = {f"--{path[-1].replace('_', '-')}" for config in configs for path, _ in leaves(config)}
         assert len(named) > least and named <= known | {"--config", "--print-config"}, named - known
+
+
+def test_the_page_shows_every_line_of_a_report_but_its_families(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "110")
+    argv, shown = session((DOCS / "evaluation.md").read_text(encoding="utf-8"), "geo3k, 256 problems")
+    evaluate(tmp_path / "run", *argv[1:], "--size", "8")
+    page, printed = (text.split("How episodes ended")[0] for text in (shown, capsys.readouterr().out))
+    assert is_shown(page, printed), printed

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agents.model import STARTER_PATH
-from envs.config.cli import exit_code
-from envs.config.settings import leaves
+from envs.config.cli import exit_code, parse
 from envs.errors import UserError
 from tests.budget import examples
 from trainer.config.run import RunConfig
@@ -323,8 +323,16 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tm
         run(["--calibrate", str(tmp_path / "nowhere" / "constants.json")])
 
 
-def test_every_flag_of_a_plan_is_one_of_the_run() -> None:
-    assert set(layout().flags()) <= {path[-1] for path, _ in leaves(RunConfig)}
+def test_a_server_without_a_calibration_is_refused() -> None:
+    with pytest.raises(UserError, match="--engine-url: needs --calibrate, or nothing reads it, got http://gpu1:30000"):
+        run(["--engine-url", "http://gpu1:30000"])
+
+
+def test_the_command_of_a_plan_is_one_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--model", "8b", "--num-gpus", "8", "--steps", "2"]) == 0
+    (command,) = re.findall("^python -m trainer.run (.*)$", capsys.readouterr().out, re.MULTILINE)
+    config = parse(RunConfig, command.split(), "", "")
+    assert (config.model.model, config.cluster.num_gpus > 0) == ("Qwen/Qwen3-VL-8B-Instruct", True)
 
 
 @pytest.mark.parametrize("path", sorted(BUNDLED.glob("*.json")), ids=lambda path: path.stem)

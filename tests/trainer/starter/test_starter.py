@@ -400,6 +400,8 @@ def test_the_learning_rate_warms_up_and_falls_to_a_hundredth() -> None:
     [
         (["--recipe", "smok"], "did you mean 'smoke'"),
         (["--max-minutes", "-1"], "greater than or equal to 0"),
+        (["--device", "gpu"], "--device: must be usable by torch, got gpu; give cpu"),
+        (["--recipe", "smoke", "--device", "cpu", "--out", __file__], "--out: must be a folder that can be written"),
     ],
 )
 def test_bad_arguments_are_one_line(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
