@@ -373,10 +373,13 @@ def write(out: Path, row: dict[str, Any]) -> None:
 
 
 def run_all(chosen: list[Case], work: Path, out: Path, device: str) -> int:
-    """Run the cases, those of as many ranks in the same processes; return how many failed."""
+    """Run the cases, those of a network on as many ranks in the same processes; return how many failed.
+
+    Each case leaves threads of its process groups behind.
+    """
     failed = 0
-    for ranks in sorted({case.ranks for case in chosen}):
-        left = [case for case in chosen if case.ranks == ranks]
+    for ranks, model in sorted({(case.ranks, case.model) for case in chosen}):
+        left = [case for case in chosen if (case.ranks, case.model) == (ranks, model)]
         while left:
             for file in [*work.glob("at-*"), *work.glob("error-*")]:
                 file.unlink()
