@@ -158,15 +158,17 @@ def listens(url: str) -> bool:
 def free_ports(count: int) -> list[int]:
     """Return free ports at least 100 apart, because SGLang also uses a few more that it counts up from its own.
 
-    It adds up to 10,000, so the ports must be low. Runs of one seed that start at the same time get different ports.
+    It adds up to 10,000, so the ports must be low; a connection could take one above 32,767 before the server listens,
+    because Linux gives connections theirs there. Runs of one seed that start at the same time get different ports.
     """
     ports: list[int] = []
-    for port in random.SystemRandom().sample(range(20_000, 50_000, 100), 300):
+    choices = range(20_000, 32_700, 100)
+    for port in random.SystemRandom().sample(choices, len(choices)):
         if is_free(port):
             ports.append(port)
         if len(ports) == count:
             return ports
-    raise OSError("no free port between 20000 and 50000")
+    raise OSError("no free port between 20000 and 32700")
 
 
 def is_free(port: int, address: str = "127.0.0.1") -> bool:
