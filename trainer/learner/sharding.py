@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -63,8 +63,10 @@ def shard(model: PolicyModel, config: LearnerConfig, mesh: DeviceMesh, dtype: to
     """
     compiled = config.compile == "on" or (config.compile == "auto" and mesh.device_type == "cuda")
     model.compiled_scores = compiled
-    for block, recomputed in zip(model.blocks, spread(len(model.blocks), config.recompute), strict=True):
-        block.forward = _forward(block, recomputed, compiled)
+    if compiled:
+        for block in model.blocks:
+            block.forward = _compiled(block)
+    recompute(model.blocks, config.recompute)
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if config.offload == "all" else OffloadPolicy()
     reshards = config.reshard == "always" or (config.reshard == "auto" and mesh.size() > 1)
@@ -120,22 +122,29 @@ def keep_gathered(model: PolicyModel, kept: bool) -> None:
     root.set_requires_gradient_sync(not kept)
 
 
-def _forward(block: nn.Module, recomputed: bool, compiled: bool) -> Callable[..., Any]:
-    """Return the block's forward. FSDP's hooks wrap it, so they run once and are not compiled."""
-    forward = block.forward
-    if compiled:
-        # Transformers wraps the forward of every kind of block in the same function. torch.compile keeps a few graphs
-        # for each function: with the wrapper, all kinds of blocks would share these few, and most would run uncompiled.
-        forward = functools.partial(torch.compile(inspect.unwrap(type(block).forward), dynamic=True), block)
-    if recomputed:
-        forward = functools.partial(checkpoint, forward, use_reentrant=False)
-    return forward
+def recompute(blocks: Sequence[nn.Module], share: float) -> None:
+    """Let this share of the blocks compute their activations again in the backward pass, in place of keeping them.
+
+    It comes after compilation, which then sees the block alone.
+    """
+    for block, is_recomputed in zip(blocks, _spread(len(blocks), share), strict=True):
+        if is_recomputed:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
 
 
-def spread(count: int, share: float) -> list[bool]:
+def _compiled(block: nn.Module) -> Callable[..., Any]:
+    """Return the block's compiled forward. FSDP's hooks wrap it, so they run once and are not compiled.
+
+    Transformers wraps the forward of every kind of block in the same function. torch.compile keeps a few graphs for
+    each function: with the wrapper, all kinds of blocks would share these few, and most would run uncompiled.
+    """
+    return functools.partial(torch.compile(inspect.unwrap(type(block).forward), dynamic=True), block)
+
+
+def _spread(count: int, share: float) -> list[bool]:
     """Return for each of `count` blocks whether it belongs to the share; these blocks are evenly spread.
 
-    >>> spread(4, 0.5)
+    >>> _spread(4, 0.5)
     [False, True, False, True]
     """
     return [int((number + 1) * share) > int(number * share) for number in range(count)]

@@ -12,14 +12,12 @@ tokens; it is given none.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from agents.types import SamplingLaw
 from envs.errors import UserError
@@ -27,7 +25,7 @@ from trainer.config.learner import LearnerConfig
 from trainer.learner.layout import Layout
 from trainer.learner.megatron.thd import ThdBatch
 from trainer.learner.megatron.vocab_scores import VocabShard, join_context, vocab_scores
-from trainer.learner.sharding import spread
+from trainer.learner.sharding import recompute
 
 #: Weights with a row for each id, and more rows where the vocabulary is padded.
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
@@ -143,14 +141,14 @@ class MegatronNetwork:
         self.chunks: list[Any] = provider.provide_distributed_model(
             ddp_config=_ddp_config() if is_trained else None, wrap_with_ddp=is_trained
         )
-        _correct_tower(self.chunks, bool(provider.sequence_parallel))
+        self.sequence = bool(provider.sequence_parallel)
+        _correct_tower(self.chunks, self.sequence)
         _recompute(self.chunks, config.recompute)
         self.vocab_size = int(self.bridge.hf_pretrained.config.get_text_config().vocab_size)
         self.sees = hasattr(provider, "vision_config")
         self.groups = parallel_state
         self.is_last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         self.context = (parallel_state.get_context_parallel_rank(), layout.context)
-        self.sequence = bool(provider.sequence_parallel)
         #: Local attention (without TransformerEngine) takes a row of one stream alone, and no THD.
         self.is_packed = True
         self._settings: Any = self._config()
@@ -290,8 +288,8 @@ def _correct_tower(chunks: Sequence[Any], shares_tokens: bool) -> None:
     """Correct what Megatron-Bridge 0.6.2 computes otherwise in the vision tower of Qwen3-VL.
 
     The mergers get the exact GELU that the model was trained with: the bridge gives them the tower's own activation,
-    GELU by tanh, and features differ by 2e-4. Where ranks share tokens (`--sp`), each puts DeepStack's
-    features on its own tokens alone, and the bridge leaves the features' gradient a part on each rank: it is summed.
+    GELU by tanh, and features differ by 2e-4. Where ranks share tokens (`--sp`), each puts DeepStack's features on its
+    own tokens alone, and the bridge leaves the features' gradient a part on each rank: it is summed.
     """
     from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 
@@ -315,10 +313,10 @@ def _recompute(chunks: Sequence[Any], share: float) -> None:
     """
     from megatron.core.transformer.transformer_block import TransformerBlock
 
-    for block in [m for chunk in chunks for m in chunk.modules() if isinstance(m, TransformerBlock)]:
-        for layer, is_recomputed in zip(block.layers, spread(len(block.layers), share), strict=True):
-            if is_recomputed:
-                layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, TransformerBlock):
+                recompute(module.layers, share)
 
 
 def _ddp_config() -> Any:
