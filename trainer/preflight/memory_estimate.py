@@ -20,6 +20,7 @@ from trainer.preflight.memory_terms import (
     count_values,
     decoder_block,
     divided,
+    kept_bytes,
     vision_block,
 )
 from trainer.preflight.qwen3_vl import QWEN3_VL, qwen3_vl_config
@@ -132,18 +133,15 @@ def memory_table(networks: MetaNetworks, plan: Plan, lora_rank: int, memory_gib:
 
 def _activations(model: PolicyModel, plan: Plan) -> int:
     """Return the bytes of all blocks' activations, and of one block more: the one whose gradient is being computed."""
-    text, share = model.config.get_text_config(), plan.recompute
+    text = model.config.get_text_config()
     parts = [(decoder_block(text).total * plan.tokens, 2 * text.hidden_size * plan.tokens, text.num_hidden_layers)]
     tower = model.architecture.vision_tower(model.backbone)
     if tower is not None and any(parameter.requires_grad for parameter in tower.parameters()):
         vision = tower.config
         block = vision_block(vision).total * plan.patches
         parts.append((block, 2 * vision.hidden_size * plan.patches, len(tower.blocks)))
-    total = 0
-    for block, block_input, layers in parts:
-        recomputed = int(layers * share)
-        total += (layers - recomputed) * block + recomputed * block_input
-    return (total + max(block for block, _, _ in parts)) * plan.compute_bytes // 2
+    kept = sum(kept_bytes(*part, plan.recompute) for part in parts)
+    return (kept + max(block for block, *_ in parts)) * plan.compute_bytes // 2
 
 
 def _logits(model: PolicyModel, plan: Plan) -> int:

@@ -16,7 +16,15 @@ from torch import nn
 from agents.model.linear_logprobs import CHUNK_VALUES
 from agents.model.policy import PolicyModel
 from trainer.learner.layout import Layout
-from trainer.preflight.memory_terms import BlockBytes, MemoryEstimate, Plan, decoder_block, divided, vision_block
+from trainer.preflight.memory_terms import (
+    BlockBytes,
+    MemoryEstimate,
+    Plan,
+    decoder_block,
+    divided,
+    kept_bytes,
+    vision_block,
+)
 
 #: Layers whose rows tensor-parallel ranks share, and so their biases too. Of others, each rank holds the whole bias.
 _BY_ROWS = re.compile(r"\.(q_proj|k_proj|v_proj|qkv|gate_proj|up_proj|linear_fc1)\.")
@@ -114,10 +122,7 @@ def _activations(model: PolicyModel, plan: Plan, layout: Layout, stage: int) -> 
         vision, depth = tower.config, len(tower.blocks)
         own = _block(vision_block(vision), layout, 1) * plan.patches
         parts.append((own, 2 * vision.hidden_size * plan.patches, depth))
-    kept = 0
-    for block, block_input, count in parts:
-        recomputed = int(plan.recompute * count)
-        kept += (count - recomputed) * block + recomputed * block_input
+    kept = sum(kept_bytes(*part, plan.recompute) for part in parts)
     in_flight = layout.pipeline - stage
     return (in_flight * kept + max(block for block, *_ in parts)) * plan.compute_bytes // 2
 

@@ -120,6 +120,12 @@ def vision_block(config: Any) -> BlockBytes:
     return BlockBytes(2 * norm * config.hidden_size, 8 * config.hidden_size + mlp * config.intermediate_size)
 
 
+def kept_bytes(block: int, block_input: int, count: int, recomputed_share: float) -> int:
+    """Return what `count` blocks keep for the gradient; one that is recomputed keeps its input alone."""
+    recomputed = int(recomputed_share * count)
+    return (count - recomputed) * block + recomputed * block_input
+
+
 def count_values(parameters: Iterable[Tensor]) -> int:
     """Return the number of values in some parameters."""
     return sum(parameter.numel() for parameter in parameters)
