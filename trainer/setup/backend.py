@@ -46,7 +46,8 @@ def prepare_backend(cluster: ClusterConfig, model: ModelConfig, learner: Learner
 def check_backend(cluster: ClusterConfig, model: ModelConfig, learner: LearnerConfig, network: Any) -> None:
     """Raise `UserError` if the backend cannot train the network of a Transformers configuration as configured here."""
     if cluster.backend == "megatron":
-        check_layout(Layout.of(cluster), max(1, cluster.num_ranks), network)
+        flag = "--num-learners" if cluster.num_learners else "--num-gpus"
+        check_layout(Layout.of(cluster), max(1, cluster.num_ranks), network, flag)
         _check_settings(cluster, model, learner)
         _check_host(cluster, model)
 
@@ -76,7 +77,7 @@ def _check_host(cluster: ClusterConfig, model: ModelConfig) -> None:
     if missing := [package for name, package in PACKAGES.items() if not _is_installed(name)]:
         rule, found = f"needs the packages {', '.join(PACKAGES.values())}", f"no {' and no '.join(missing)}"
         raise UserError("--backend megatron", rule, found, INSTALL)
-    if cluster.num_learners or not (cluster.num_gpus or model.device.startswith("cuda")):
+    if cluster.num_learners or not (cluster.num_gpus or model.device.split(":")[0] == "cuda"):
         got = f"--num-learners {cluster.num_learners}" if cluster.num_learners else f"--device {model.device}"
         raise UserError("--backend megatron", "needs GPUs", got, "give --num-gpus, or --device cuda for one GPU")
     if not cluster.num_gpus and not torch.cuda.is_available():

@@ -206,6 +206,7 @@ def test_what_a_host_lacks_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal() == (
         "--backend megatron: needs GPUs, got --device cpu; give --num-gpus, or --device cuda for one GPU"
     )
+    assert refusal("--num-learners 3 --pp 2").startswith("--num-learners: must be a multiple of 2 = --pp 2, got 3")
     assert refusal("--num-learners 2").startswith(
         "--backend megatron: needs GPUs, got --num-learners 2; give --num-gpus"
     )
