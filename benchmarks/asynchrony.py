@@ -14,7 +14,6 @@ two tables and writes `benchmarks/results/asynchrony.json`, which has every step
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import subprocess
@@ -28,7 +27,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks.report import RESULTS, ROOT, commit, markdown, write_result
+from benchmarks.report import RESULTS, commit, markdown, write_result
+from benchmarks.training_run import log_of, train
 from trainer.callbacks import Callback
 
 PACKAGES = ("torch", "transformers", "numpy")
@@ -72,19 +72,12 @@ class Run:
         return mean([row[name] for row in self.rows[1:] if name in row] or [float("nan")])
 
 
-def train(folder: Path, staleness: int, seed: int, options: argparse.Namespace, url: str, model: str) -> Run:
+def measured(folder: Path, staleness: int, seed: int, options: argparse.Namespace, url: str, model: str) -> Run:
     """Run the command and read its metrics."""
-    served = ["--engine-url", url] if url else []
-    command = [
-        *(sys.executable, "-m", "trainer.run", "--model", model, *served),
-        *("--max-staleness", str(staleness), "--seed", str(seed), "--steps", str(options.steps)),
-        *("--eval-size", "0", "--save-every", "0", "--tracker=", "--callback", f"{Path(__file__).resolve()}:Clock"),
-        *("--out", str(folder.parent), "--name", folder.name, *shlex.split(options.run_args)),
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)} | (half_the_cores() if url else {})
-    with (folder.parent / f"{folder.name}.log").open("w") as log:
-        subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT, check=True)
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][options.skip :]
+    flags = ["--model", model, *(["--engine-url", url] if url else []), "--max-staleness", str(staleness)]
+    flags += ["--seed", str(seed), "--steps", str(options.steps), "--callback", f"{Path(__file__).resolve()}:Clock"]
+    flags += shlex.split(options.run_args)
+    rows = train(folder, *flags, variables=half_the_cores() if url else {})[options.skip :]
     samples = sum(row["groups_trained"] for row in rows[1:]) * options.group_size
     return Run(staleness, seed, rows, int(samples))
 
@@ -173,9 +166,9 @@ def main() -> None:
                 url = "" if "--num-gpus" in options.run_args else stack.enter_context(server_of(model))
                 folder = Path(work) / f"staleness-{staleness}-seed-{seed}"
                 try:
-                    runs.append(train(folder, staleness, seed, options, url, model))
+                    runs.append(measured(folder, staleness, seed, options, url, model))
                 except subprocess.CalledProcessError:  # the others are still worth having
-                    print((folder.parent / f"{folder.name}.log").read_text()[-3000:], flush=True)
+                    print(log_of(folder).read_text()[-3000:], flush=True)
                     continue
                 finally:
                     stack.close()

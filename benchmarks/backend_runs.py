@@ -14,7 +14,6 @@ what stale tokens do to both.
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import subprocess
 import sys
@@ -26,7 +25,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.report import RESULTS, ROOT, commit, markdown, write_result
+from benchmarks.report import RESULTS, commit, markdown, write_result
+from benchmarks.training_run import log_of, train
 
 PACKAGES = ("torch", "transformers", "numpy")
 METRICS = ("reward", "entropy", "grad_norm", "rollout_train_kl")
@@ -37,19 +37,12 @@ PARTS, WINDOW = 4, 5
 Curves = Mapping[str, Mapping[str, NDArray[np.float64]]]
 
 
-def train(folder: Path, backend: Sequence[str], seed: int, options: argparse.Namespace) -> list[dict[str, float]]:
-    """Run the command and read its metrics."""
+def metrics_of(folder: Path, backend: Sequence[str], seed: int, options: argparse.Namespace) -> list[dict[str, float]]:
+    """Return the metrics of each step of a run."""
     on_cpu = options.device == "cpu"
-    module = "tests.megatron_run" if on_cpu and "megatron" in backend else "trainer.run"
-    command = [
-        *(sys.executable, "-m", module, "--env", "geo3k", "--max-turns", "3", *(["--num-learners", "2"] * on_cpu)),
-        *("--seed", str(seed), "--steps", str(options.steps), "--eval-size", "0", "--save-every", "0", "--tracker="),
-        *("--doctor", "off", "--out", str(folder.parent), "--name", folder.name),
-        *(*shlex.split(options.run_args), *backend),
-    ]
-    with (folder.parent / f"{folder.name}.log").open("w") as log:
-        subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, check=True)
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    flags = ["--env", "geo3k", "--max-turns", "3", *(["--num-learners", "2"] * on_cpu), "--doctor", "off"]
+    flags += ["--seed", str(seed), "--steps", str(options.steps), *shlex.split(options.run_args), *backend]
+    return train(folder, *flags, module="tests.megatron_run" if on_cpu and "megatron" in backend else "trainer.run")
 
 
 def curves_of(runs: Mapping[str, Sequence[Sequence[Mapping[str, float]]]]) -> Curves:
@@ -119,9 +112,9 @@ def main() -> None:
             for backend, flags in backends.items():
                 folder = Path(work) / f"{backend}-{seed}"
                 try:
-                    runs[backend].append(train(folder, flags, seed, options))
+                    runs[backend].append(metrics_of(folder, flags, seed, options))
                 except subprocess.CalledProcessError:
-                    sys.exit((folder.parent / f"{folder.name}.log").read_text()[-3000:])
+                    sys.exit(log_of(folder).read_text()[-3000:])
                 rewards = [row["reward"] for row in runs[backend][-1]]
                 print(f"{backend} seed {seed}: reward {rewards[0]:.3f} -> {rewards[-1]:.3f}", flush=True)
     curves = curves_of(runs)

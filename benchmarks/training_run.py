@@ -1,0 +1,34 @@
+"""Trains by the public command in a process of its own, as benchmarks that compare whole runs do."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from benchmarks.report import ROOT
+
+
+def train(
+    folder: Path, *flags: str, module: str = "trainer.run", variables: Mapping[str, str] = {}
+) -> list[dict[str, float]]:
+    """Train into `folder`, without evaluation and checkpoints; return the metrics of each step.
+
+    Raises:
+        subprocess.CalledProcessError: the run failed; `log_of(folder)` says why.
+    """
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", module, "--out", str(folder.parent), "--name", folder.name]
+    command += ["--eval-size", "0", "--save-every", "0", "--tracker=", *flags]
+    with log_of(folder).open("w") as log:
+        environment = {**os.environ, "PYTHONPATH": paths, **variables}
+        subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT, check=True)
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def log_of(folder: Path) -> Path:
+    """Return what the command printed."""
+    return folder.parent / f"{folder.name}.log"
