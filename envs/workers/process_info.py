@@ -5,18 +5,29 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 _PROC = Path("/proc")
+_MAX_READS = 20
 
 
 def children(pid: int | str = "self") -> list[int]:
     """Return the processes that a process has started and not waited for."""
-    try:
-        lists = [(task / "children").read_text() for task in (_PROC / str(pid) / "task").iterdir()]
-    except OSError:  # it has ended, or this is no Linux
-        return []
-    return [int(child) for each in lists for child in each.split()]
+    reads = [[-1]]
+    # A thread that ends gives its children to another one, which may have been read before: read until two reads agree.
+    for _ in range(_MAX_READS):
+        reads.append(sorted(_read_children(_PROC / str(pid) / "task")))
+        if reads[-1] == reads[-2]:
+            break
+    return reads[-1]
+
+
+def _read_children(tasks: Path) -> Iterator[int]:
+    with contextlib.suppress(OSError):  # the process has ended, or this is no Linux
+        for task in tasks.iterdir():
+            with contextlib.suppress(OSError):  # a thread that has ended meanwhile
+                yield from map(int, (task / "children").read_text().split())
 
 
 def descendants(pid: int) -> list[int]:
