@@ -17,7 +17,6 @@ from agents.viewer.source import Source
 from agents.viewer.tables import overview_table, title
 from agents.viewer.token_stream import Colouring, legend, stream_text
 from envs.config.cli import exit_code, parse
-from envs.errors import UserError
 
 #: Wide enough that a pipe gets every table row on one line.
 PIPED_WIDTH = 1000
@@ -90,8 +89,7 @@ def print_run(printer: Printer, source: Source, config: ShowConfig) -> None:
     printer.say(title(source))
     for note in source.recording.damage():
         printer.say(Text(f"note: {note}"))
-    if not len(source):
-        raise UserError(str(source.path), "must hold an episode that the flags select", "none", "widen the selection")
+    source.check_has_episodes()
     printer.console.print(overview_table(source))
     if config.gap and not any(cell is not None for cell in source.columns["max_gap"]):
         printer.say(Text("The trainer has scored none of these episodes, so there are no gaps."))

@@ -62,10 +62,7 @@ def open_source(run: Path, live: bool | None, selection: SelectionConfig) -> Sou
 def write(path: Path, config: ViewConfig, sources: Sequence[Source]) -> int:
     """Write the page to a file and print its size."""
     for source in sources:
-        if not len(source):
-            raise UserError(
-                str(source.path), "must hold an episode that the flags select", "none", "widen the selection"
-            )
+        source.check_has_episodes()
         if len(source) > config.max_episodes:
             fix = "choose some (--max-reward 0, --step 10, --limit 1000), or raise --max-episodes"
             raise UserError("--export", f"must hold at most {config.max_episodes} episodes", len(source), fix)

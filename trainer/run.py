@@ -62,7 +62,7 @@ def train(config: RunConfig, console: Console, age_s: float = 0.0) -> FinishedRu
 
     Raises:
         UserError: a setting is wrong, or the doctor found a fault.
-        RunFailed: the learner, all servers or the disk failed.
+        RunFailed: learner, servers, disk, weights or token streams failed.
     """
     # Imported late, so that --help and a mistyped flag answer at once.
     from agents.rollout.garbage_collection import tune_garbage_collection

@@ -19,6 +19,10 @@ from agents.types import ProcessedImage
 Advantage = float | tuple[float, ...]
 
 
+class RunFault(RuntimeError):
+    """Ends a run that can go on from its last checkpoint once the cause is mended, which the message says."""
+
+
 @dataclass(frozen=True, eq=False)
 class TrainingSample:
     """One trajectory with its advantage, and the weight of each of its model tokens in the step's loss.

@@ -148,8 +148,7 @@ def view(
     chosen = config_of(SelectionConfig, None, {"limit": limit, **selection})
     sources = [open_source(Path(folder_of(each)), False, chosen) for each in recorded]
     for source in sources:
-        if not len(source):
-            raise UserError("view", "must hold an episode that is selected", "none", "widen the selection")
+        source.check_has_episodes()
     file = Path(path) if path else Path(tempfile.mkdtemp(prefix="trueturn-")) / "episodes.html"
     export(file.absolute(), sources)
     return View(file.absolute())

@@ -59,7 +59,7 @@ def train(
 
     Raises:
         UserError: a setting is wrong, or the doctor found a fault; nothing was trained.
-        RunFailed: the learner, all servers or the disk failed; the message says how to resume.
+        RunFailed: learner, servers, disk, weights or token streams failed; the message says how to resume.
 
     Example::
 

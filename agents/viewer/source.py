@@ -90,6 +90,16 @@ class Source:
     def __len__(self) -> int:
         return len(self.spans)
 
+    def check_has_episodes(self) -> None:
+        """Raise `UserError` if there is nothing to show: no episode was recorded, or none was selected."""
+        if len(self):
+            return
+        if self._positions[EPISODES].offset == 0:
+            fix = "give a run that has ended an episode"
+            raise UserError(str(self.path), "must hold an episode", "none", fix)
+        rule = "must hold an episode that is selected"
+        raise UserError(str(self.path), rule, "none", "widen the selection")
+
     @property
     def folder(self) -> Path:
         """The run folder, or the folder of a recording without a run."""

@@ -17,6 +17,7 @@ import inspect
 import math
 import re
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ R = TypeVar("R")
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 #: Modules of files by path, with the file's time when it was read: a notebook may edit a file and train again.
 _FILES: dict[Path, tuple[int, ModuleType]] = {}
+#: Modules and files whose import is going on, and the thread that imports them.
+_BEING_IMPORTED: set[tuple[str, int]] = set()
 
 
 @dataclass(frozen=True)
@@ -181,7 +184,8 @@ def import_object(field: str, reference: str) -> object:
     """
     place, _, name = reference.rpartition(":")
     try:
-        module = _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        with _not_by_itself(field, place):
+            module = _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except UserError:
         raise
     except (Exception, SystemExit) as error:  # of a user's module
@@ -194,6 +198,20 @@ def import_object(field: str, reference: str) -> object:
         raise UserError(field, "was given as an object of Python code that does not run here", name, fix)
     public = [public for public in names if not public.startswith("_")]
     raise UserError(field, f"'{place}' must define it", name, did_you_mean(name, public))
+
+
+@contextlib.contextmanager
+def _not_by_itself(field: str, place: str) -> Iterator[None]:
+    """Raise `UserError` if a module is used by its own import: a script would begin its run again in each worker."""
+    being_imported = place, threading.get_ident()
+    if being_imported in _BEING_IMPORTED:
+        fix = 'put what its file runs under `if __name__ == "__main__":`'
+        raise UserError(field, "must not be used by the file that defines it while that is imported", place, fix)
+    _BEING_IMPORTED.add(being_imported)
+    try:
+        yield
+    finally:
+        _BEING_IMPORTED.discard(being_imported)
 
 
 def _import_file(path: Path) -> ModuleType:

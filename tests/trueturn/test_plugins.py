@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -177,6 +178,32 @@ def test_what_cannot_be_found_is_said_before_anything_is_made(
         train(*flags)
     assert told in str(caught.value)
     assert list(tmp_path.iterdir()) == []
+
+
+UNGUARDED = """
+from envs import ToolEnv
+from envs.config.plugins import import_object
+
+class Shop(ToolEnv):
+    pass
+
+print("begins")
+import_object("environment", "shop.py:Shop")        # as training in it does, and every worker that imports it
+"""
+
+
+def test_a_file_that_trains_in_what_it_defines_is_told_to_guard_its_code(tmp_path: Path) -> None:
+    (tmp_path / "shop.py").write_text(UNGUARDED)
+    command = [sys.executable, "shop.py"]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False, env=variables)
+    assert done.stdout.count("begins") == 2 and done.returncode != 0
+    assert "must not be used by the file that defines it while that is imported, got shop.py" in done.stderr
+    guarded = UNGUARDED.replace('print("begins")', 'if __name__ == "__main__":').replace(
+        'import_object("', '    import_object("'
+    )
+    (tmp_path / "shop.py").write_text(guarded)
+    assert subprocess.run(command, cwd=tmp_path, timeout=60, check=False, env=variables).returncode == 0
 
 
 def test_a_recording_never_makes_its_reader_run_code_that_it_names(page_files: Path) -> None:

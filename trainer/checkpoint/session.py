@@ -28,6 +28,7 @@ from trainer.config.run import CheckpointConfig, RunDirConfig
 from trainer.learner.protocol import Learner, LearnerLost
 from trainer.metrics.console import Display
 from trainer.metrics.log import MetricsLog, peak_memory_gib
+from trainer.types import RunFault
 
 logger = logging.getLogger(__name__)
 
@@ -229,7 +230,7 @@ class RunSession(ABC, Generic[S]):
 
 
 class RunFailed(RuntimeError):
-    """The learner, all servers or the disk failed; the message says how to resume the run.
+    """Learner, servers, disk, weights or token streams failed a run; the message says how, and how to resume it.
 
     `is_interrupted` if the user had asked it to end.
     """
@@ -240,10 +241,10 @@ class RunFailed(RuntimeError):
 
 
 def run_to_end(training: Coroutine[Any, Any, T], resume: str) -> T:
-    """Run a training. Raises `RunFailed`, with the command `resume`, if the learner, all servers or the disk fail."""
+    """Run a training. Raises `RunFailed`, with the command `resume`, if what it cannot do without fails."""
     try:
         return asyncio.run(training)
-    except (LearnerLost, EngineDown, OSError) as error:
+    except (RunFault, EngineDown, OSError) as error:
         if isinstance(error, OSError) and error.errno not in _DISK_FAULTS:
             raise
         is_interrupted = isinstance(error, RunLost) and error.is_interrupted

@@ -105,6 +105,8 @@ class EngineConfig(ServersConfig):
             raise ValueError("is for servers that the run starts: give --engine sglang, without --engine-url")
         if value == "colocate" and info.data.get("first_gpu"):
             raise ValueError("cannot be given together with --first-gpu: servers are on the learner's GPUs")
+        if value == "colocate" and info.data.get("sync") == "nccl":
+            raise ValueError("cannot be given together with --sync nccl, which needs servers on GPUs of their own")
         return value
 
 

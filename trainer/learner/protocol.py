@@ -17,10 +17,10 @@ from torch import Tensor
 
 from agents.engines.sglang.adapters import Adapter
 from agents.types import ProcessedImage
-from trainer.types import StepStats, TrainingSample
+from trainer.types import RunFault, StepStats, TrainingSample
 
 
-class LearnerLost(RuntimeError):
+class LearnerLost(RunFault):
     """A learner process died, failed or gave no answer; all weights trained since the last checkpoint are lost.
 
     `fault` is what the process raised, the same text each time that it raises it; empty if it died or hung.

@@ -30,7 +30,7 @@ from trainer.rollouts.run_card import run_card
 from trainer.rollouts.run_state import LoopState, kept_random_state, read_loop_state, seed_random
 from trainer.setup.problems import check_command
 from trainer.setup.run_context import RunContext
-from trainer.types import StepStats, TrainingSample
+from trainer.types import RunFault, StepStats, TrainingSample
 from trainer.weight_sync.sync import WeightPush
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ MAX_REWARDS_SHOWN = 4
 LARGE_KL = 10.0
 
 
-class InvalidStreams(RuntimeError):
+class InvalidStreams(RunFault):
     """More episodes broke the token stream than a run may have; the message holds the first one's rule and tokens."""
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -74,15 +75,15 @@ class StartedLearner:
     """A learner that is ready to train, and where it runs.
 
     `lend` hands its weights to servers on the node of rank 0; None if they are on no GPU, or servers start on another
-    host. `sender` sends them to any host. `gpus_here` lists the GPUs of this host that it uses. `node` is that of rank
-    0 where servers start on any node of a cluster, else ""; `is_apart` says that they have GPUs of their own there.
+    host. `sender` sends them to any host. `gpus_here` lists the GPUs of this host that it uses. `node` returns
+    that of rank 0 where servers start on any node of a cluster, else ""; `is_apart`: they have GPUs of their own there.
     """
 
     learner: Learner
     lend: Lend | None
     sender: WeightSender
     gpus_here: tuple[int, ...]
-    node: str = ""
+    node: Callable[[], str] = str
     is_apart: bool = False
 
 
@@ -182,7 +183,7 @@ def start_learner(
     if room is None:
         return StartedLearner(group, lend, group, group.gpus_here)
     room.hold(group)
-    return StartedLearner(group, lend, group, group.gpus_here, group.places[0].node, room.is_split)
+    return StartedLearner(group, lend, group, group.gpus_here, lambda: group.places[0].node, room.is_split)
 
 
 def with_compile_chosen(plan: RunConfig, model_path: Path | str, num_tokens: int) -> RunConfig:

@@ -14,6 +14,7 @@ from agents.engines.base import Engine
 from agents.engines.sglang import SGLangEngine
 from agents.types import ProcessedImage
 from trainer.learner.protocol import Learner
+from trainer.types import RunFault
 from trainer.weight_sync.transports import Transfer, Transport
 from trainer.weight_sync.weight_checks import WeightsDiffer
 
@@ -51,7 +52,7 @@ class WeightPush:
         return metrics | {f"sync_{name}": seconds for name, seconds in self.parts.items()}
 
 
-class SyncError(RuntimeError):
+class SyncError(RunFault):
     """The engine does not run the learner's weights."""
 
 

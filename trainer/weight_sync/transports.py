@@ -237,27 +237,31 @@ class IpcTransport(ServersTransport):
     Servers on other nodes read the folder, and so do those that restart.
     """
 
-    def __init__(self, learner: Learner, engine: SGLangEngine, folder: Path, lend: Lend, node: str = "") -> None:
-        """Lend by `lend`, on a node as servers name it; "" if all are on this host."""
+    def __init__(
+        self, learner: Learner, engine: SGLangEngine, folder: Path, lend: Lend, node: Callable[[], str] = str
+    ) -> None:
+        """Lend by `lend`, on a node as servers name it, which may change with a restart; "" if all are on this host."""
         super().__init__(learner, engine, folder)
         self._lend, self._node = lend, node
 
     async def start(self) -> None:
         """Start the servers, and say which of them weights reach through the folder."""
         await super().start()
-        if far := [str(server.number) for server in self.engine.servers.all if server.client.node != self._node]:
+        here = self._node()
+        if far := [str(server.number) for server in self.engine.servers.all if server.client.node != here]:
             how = "on other nodes than learner rank 0, read weights from the run folder, not over CUDA IPC"
             self.engine.servers.events.append(f"servers {', '.join(far)}, {how}")
 
     async def _push(self, version: int) -> Transfer:
         num_gpus, clients = self.engine.settings.tensor_parallel, [s.client for s in self.engine.servers.up]
-        if not any(client.node == self._node for client in clients):
+        here = self._node()
+        if not any(client.node == here for client in clients):
             return await super()._push(version)
-        if any(client.node != self._node for client in clients):
+        if any(client.node != here for client in clients):
             await asyncio.to_thread(self.save)
 
         async def push(client: SGLangClient) -> None:
-            if client.node == self._node:
+            if client.node == here:
                 await client.update_from_tensors(loan.payloads, version, num_gpus)
             else:
                 folder = await asyncio.to_thread(self.save)

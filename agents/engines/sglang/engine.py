@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -26,10 +27,12 @@ from agents.engines.sglang.client import ServerLost, ServerRefused, ServerStuck,
 from agents.engines.sglang.payloads import GenerateAnswer, generate_body, parse_answer, parse_scores, score_body
 from agents.engines.sglang.process import Launcher
 from agents.engines.sglang.routing import prompt_key
-from agents.engines.sglang.servers import EngineDown, Server, ServerPool
+from agents.engines.sglang.servers import POLL_S, EngineDown, Server, ServerPool
 from agents.engines.sglang.settings import SGLangSettings
 from agents.types import Completion, GenerateRequest, ProcessedImage, add_run
 
+#: How long a server that is back waits for a learner that is being started again.
+WEIGHTS_WAIT_S = 300.0
 #: Tries of one turn before it is given up; with the pauses between them over half a minute.
 MAX_TRIES = 10
 #: Turns given up in a row, over all sessions, before the engine is down.
@@ -249,9 +252,23 @@ class SGLangEngine:
         if self._adapter:
             await self._give_adapter(client)
             return
-        assert self.current_weights, "the code that pushes weights must set `current_weights`"
-        version, folder = self.weight_version, await asyncio.to_thread(self.current_weights)
+        version, folder = await self._current_folder()
         await client.update_from_disk(str(folder.absolute()), version)
+
+    async def _current_folder(self) -> tuple[int, Path]:
+        """Return the current weights. What writes them may be starting again, which is no fault of the server."""
+        assert self.current_weights, "the code that pushes weights must set `current_weights`"
+        deadline, fault = time.monotonic() + WEIGHTS_WAIT_S, ""
+        while True:
+            try:
+                return self.weight_version, await asyncio.to_thread(self.current_weights)
+            except Exception as error:
+                if time.monotonic() > deadline:
+                    raise
+                if fault != str(error):
+                    fault = str(error)
+                    self.servers.events.append(f"a server that is back waits for weights: {fault}")
+            await asyncio.sleep(POLL_S)
 
     async def _give_adapter(self, client: SGLangClient) -> None:
         """Load the current adapter into a server."""

@@ -588,6 +588,42 @@ def test_weights_that_are_replaced_while_a_server_loads_them_do_not_cost_the_ser
     assert len(events) == 2 and events[-1] == "server 0 is back", events
 
 
+def test_a_server_that_is_back_waits_for_a_learner_that_is_being_started_again(
+    url: str, checkpoint: Path, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agents.engines.sglang.engine.POLL_S", 0.01)
+    failures = [RuntimeError("the learner is lost")] * 20
+
+    async def play(engine: SGLangEngine) -> tuple[Completion, list[str]]:
+        def folder() -> Path:
+            if failures:
+                raise failures.pop()
+            return checkpoint
+
+        engine.current_weights, engine.weight_version = folder, 4
+        return await write(engine, short_turn(renderer)), engine.servers.events
+
+    completion, events = with_engine(external(url), renderer, play)
+    assert completion.versions == ((4, 8),)
+    assert events[-2:] == ["a server that is back waits for weights: the learner is lost", "server 0 is back"]
+
+
+def test_a_server_does_not_wait_forever_for_weights(
+    url: str, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agents.engines.sglang.engine.WEIGHTS_WAIT_S", 0.1)
+
+    async def play(engine: SGLangEngine) -> None:
+        def folder() -> Path:
+            raise RuntimeError("the learner is lost")
+
+        engine.current_weights, engine.weight_version = folder, 4
+        await write(engine, short_turn(renderer))
+
+    with pytest.raises(EngineDown, match="given up: the learner is lost"):
+        with_engine(external(url), renderer, play)
+
+
 def test_a_server_that_never_names_the_weights_it_was_given_is_given_up(
     url: str, checkpoint: Path, renderer: Renderer
 ) -> None:

@@ -152,7 +152,7 @@ def test_filters_hold_for_the_overview_and_the_episodes(tmp_path: Path, capsys: 
     assert "3 episodes" in out and re.findall(r"^ train-\d-0 ", out, re.MULTILINE) == [" train-1-0 "]
     assert "scored none of these" in shown(capsys, str(tmp_path), "--gap", "1")
     for flags in (["--step", "7", "--worst", "1"], ["--id", "zzz*"]):
-        with pytest.raises(UserError, match="must hold an episode that the flags select, got none"):
+        with pytest.raises(UserError, match="must hold an episode that is selected, got none"):
             show([str(tmp_path), *flags])
     with pytest.raises(UserError, match="no such folder"):
         show([str(tmp_path / "none")])

@@ -481,7 +481,7 @@ def test_what_an_export_holds_can_be_chosen_and_is_bounded(tmp_path: Path, capsy
     assert view([*argv, "--limit", "2"]) == 0 and "2 episodes" in capsys.readouterr().out
     with pytest.raises(UserError, match="--export: must hold at most 5 episodes, got 6; choose some"):
         view([*argv, "--max-episodes", "5"])
-    with pytest.raises(UserError, match="must hold an episode that the flags select"):
+    with pytest.raises(UserError, match="must hold an episode that is selected"):
         view([*argv, "--step", "9"])
     with pytest.raises(UserError, match="must be a file that can be written"):
         view([str(tmp_path), "--export", str(tmp_path / "none" / "page.html")])

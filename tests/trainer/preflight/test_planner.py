@@ -219,6 +219,15 @@ def test_what_the_user_fixes_is_kept() -> None:
     assert (found.placement, found.num_servers, found.tensor_parallel) == ("split", 1, 2)
 
 
+def test_weights_travel_as_in_a_run() -> None:
+    with pytest.raises(UserError, match="--sync nccl: needs servers on GPUs of their own, got --placement colocate"):
+        Wanted("colocate", transport="nccl")
+    search = small_search()
+    assert search.best(4, Wanted(transport="nccl")).layout.placement == "split"
+    assert search.best(2, Wanted("colocate")).layout.transport == "ipc"
+    assert search.best(16, Wanted("colocate", num_servers=16)).layout.transport == "disk"
+
+
 def test_memory_is_that_of_the_estimate_and_of_the_cache_by_hand() -> None:
     search = small_search()
     memory, shape = search.memory, search.memory.shape

@@ -308,8 +308,9 @@ def test_servers_of_a_cluster_never_listen_without_a_key() -> None:
         (["--placement", "split", "--engine", "hf"], "--engine sglang"),
         (["--placement", "colocate", "--engine", "sglang", "--engine-url", "http://gpu1:30000"], "--engine-url"),
         (["--placement", "colocate", "--engine", "sglang", "--first-gpu", "1"], "--first-gpu"),
+        (["--placement", "colocate", "--engine", "sglang", "--sync", "nccl"], "--sync nccl"),
     ],
 )
-def test_a_placement_without_servers_to_place_is_refused(argv: list[str], words: str) -> None:
+def test_a_placement_that_the_servers_cannot_have_is_refused(argv: list[str], words: str) -> None:
     with pytest.raises(UserError, match=f"--placement: .*{words}"):
         run(argv)

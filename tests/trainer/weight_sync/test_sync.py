@@ -380,12 +380,16 @@ def test_lent_weights_go_to_every_gpu_of_every_server_and_are_held_until_all_hav
     assert all(torch.equal(given[name.removeprefix("backbone.")], w) for name, w in learner.weights().items())
 
 
+LENT, READ = "update_weights_from_tensor", "update_weights_from_disk"
+
+
 @pytest.mark.parametrize(
-    ("nodes", "paths"),
-    [(("a", "b"), ["update_weights_from_tensor", "update_weights_from_disk"]), (("b",), ["update_weights_from_disk"])],
+    ("nodes", "lenders", "paths"),
+    [(("a", "b"), "a", [LENT, READ]), (("b",), "a", [READ]), (("b", "a"), "ab", [LENT, READ])],
+    ids=["one is near", "none is near", "the lender has moved"],
 )
 def test_servers_on_other_nodes_than_the_lender_read_the_folder(
-    nodes: tuple[str, ...], paths: list[str], checkpoint: Path, renderer: Renderer, tmp_path: Path
+    nodes: tuple[str, ...], lenders: str, paths: list[str], checkpoint: Path, renderer: Renderer, tmp_path: Path
 ) -> None:
     learner, loans = learner_of(checkpoint, renderer), []
     engine = SGLangEngine(SGLangSettings(), renderer.image_token_id)
@@ -409,12 +413,16 @@ def test_servers_on_other_nodes_than_the_lender_read_the_folder(
 
     async def play() -> None:
         engine.servers.all = [server(number, node) for number, node in enumerate(nodes)]
-        await IpcTransport(learner, engine, tmp_path, lend, node="a").push(version=1)
+        node_of_rank_0 = list(lenders)
+        transport = IpcTransport(learner, engine, tmp_path, lend, node=lambda: node_of_rank_0[0])
+        for version in range(len(lenders)):
+            await transport.push(version)
+            node_of_rank_0.pop(0)
 
     asyncio.run(play())
     assert [seen[node][0] for node in nodes] == paths
-    assert len(loans) == ("a" in nodes)
-    folder = Path(seen["b"][1]["model_path"])
+    assert len(loans) == sum(node in nodes for node in lenders)
+    folder = Path(seen[nodes[-1]][1]["model_path"])
     loaded = dict(PolicyModel.load(folder).named_parameters())
     assert all(torch.equal(loaded[name], weight) for name, weight in learner.weights().items())
 

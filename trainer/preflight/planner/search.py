@@ -32,6 +32,20 @@ class Wanted:
     tensor_parallel: int = 0
     transport: Transport | None = None
 
+    def __post_init__(self) -> None:
+        """Raise `UserError` for what a run refuses."""
+        if self.placement == "colocate" and self.transport == "nccl":
+            rule, fix = "needs servers on GPUs of their own", "give --sync auto, or --placement split"
+            raise UserError("--sync nccl", rule, "--placement colocate", fix)
+
+    def transports(self, placement: Placement, is_one_host: bool) -> list[Transport]:
+        """Return the ways of the weights, first what a run takes by itself. NCCL has no two processes on one GPU."""
+        if placement == "colocate":
+            free: list[Transport] = ["ipc" if is_one_host else "disk"]
+        else:
+            free = ["ipc", "nccl"] if is_one_host else ["nccl"]
+        return [self.transport] if self.transport else free
+
 
 @dataclass(frozen=True)
 class Planned:
@@ -126,21 +140,20 @@ class Search:
     def _candidates(self, num_gpus: int, wanted: Wanted) -> Iterator[Layout | str]:
         sizes = [wanted.tensor_parallel] if wanted.tensor_parallel else self._server_sizes()
         gpus_per_host = int(self.memory.hardware.gpus_per_host)
-        transports: list[Transport] = ["ipc", "nccl"] if num_gpus <= gpus_per_host else ["nccl"]
-        transports = [wanted.transport] if wanted.transport else transports
+        shared, apart = (wanted.transports(each, num_gpus <= gpus_per_host) for each in ("colocate", "split"))
         for ranks, size in itertools.product(ladder(num_gpus), sizes):
             if size > gpus_per_host:
                 continue
-            if wanted.placement != "split" and ranks >= size:
+            if wanted.placement != "split" and shared != ["nccl"] and ranks >= size:
                 count = wanted.num_servers or ranks // size
                 if count * size <= ranks:
-                    yield self._first("colocate", ranks, count, size, transports)
+                    yield self._first("colocate", ranks, count, size, shared)
             if wanted.placement != "colocate":
                 left = (num_gpus - ranks) // size
                 counts = [wanted.num_servers] if wanted.num_servers else ladder(left)
                 for count in counts:
                     if 0 < count <= left:
-                        yield self._first("split", ranks, count, size, transports)
+                        yield self._first("split", ranks, count, size, apart)
 
     def _first(
         self, placement: Placement, ranks: int, count: int, size: int, transports: list[Transport]
