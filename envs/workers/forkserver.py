@@ -22,10 +22,10 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from multiprocessing.connection import Connection
 
-from envs.workers.process_info import descendants
+from envs.workers.process_info import children, descendants
 
 GRACE_S = 0.5
 #: Of prctl(2).
@@ -35,10 +35,11 @@ _SET_CHILD_SUBREAPER = 36
 def main(descriptor: int, preloaded: Sequence[str] = ()) -> None:
     """Import the modules that workers share; answer `fork` and `wait` requests until the program closes the socket."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the program alone reacts
+    _adopt_orphans()
     for name in preloaded:
         importlib.import_module(name)
     requests = socket.socket(fileno=descriptor)
-    children: set[int] = set()
+    workers: set[int] = set()
     try:
         while True:
             header, descriptors, _, _ = socket.recv_fds(requests, 65_536, 1)
@@ -49,14 +50,16 @@ def main(descriptor: int, preloaded: Sequence[str] = ()) -> None:
                 answer = _fork(requests, descriptors[0], request["path"])
                 os.close(descriptors[0])
                 if answer > 0:
-                    children.add(answer)
+                    workers.add(answer)
             else:
                 answer = _wait(request["pid"])
-                children.discard(request["pid"])
+                workers.discard(request["pid"])
+                _kill_strays(workers)
             requests.sendall(answer.to_bytes(8, "big", signed=True))
     finally:
-        for pid in children:
+        for pid in workers:
             kill_with_children(pid)
+        _kill_strays(set())
         os._exit(0)
 
 
@@ -81,6 +84,14 @@ def _adopt_orphans() -> None:
     """Become the parent of every process below whose own parent ends, so that a daemon is found and killed too."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _kill_strays(workers: Collection[int]) -> None:
+    """Kill what workers that have ended left behind, and what that leaves: all of it is this process's now."""
+    while left := set(children()).difference(workers):
+        for pid in left:
+            kill_with_children(pid)
+            _wait(pid)
 
 
 def kill_with_children(pid: int) -> None:

@@ -12,11 +12,9 @@ from envs.config.cli import exit_code
 from tests.environments import lucky_geometry
 from tests.paths import ROOT
 from tests.recordings import episodes_in, lines_of
-from tests.trainer.test_run import train
+from tests.trainer.test_run import SMALL, train
 from trainer.evaluate import run as evaluate
-from trainer.rollouts.session import InvalidStreams
 from trainer.run import run
-from trainer.weight_sync.sync import SyncError
 
 PLAIN = f"{ROOT / 'tests' / 'agents' / 'engines' / 'plain_engine.py'}:make_engine"
 
@@ -112,15 +110,16 @@ def test_what_is_wrong_with_an_engine_is_one_line_before_there_is_a_folder(
     assert not [*(tmp_path / "runs").glob("*")]
 
 
-def test_an_engine_with_other_weights_stops_the_run_before_its_first_step(
-    checkpoint: Path, faulty: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("name", "words"), [("Other", "does not run the learner's weights"), ("Words", "ended with 'eos'")]
+)
+def test_an_engine_that_stops_a_run_is_one_line_with_the_command_that_resumes(
+    name: str, words: str, checkpoint: Path, faulty: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SyncError, match="does not run the learner's weights"):
-        train(checkpoint, tmp_path / "other", "--engine", f"{faulty}:Other")
-
-
-def test_nonsense_of_an_engine_is_no_data(checkpoint: Path, faulty: str, tmp_path: Path) -> None:
-    with pytest.raises(InvalidStreams, match="ended with 'eos'"):
-        train(checkpoint, tmp_path / "words", "--engine", f"{faulty}:Words", eval_size=0)
-    episodes = episodes_in(tmp_path / "words")
-    assert episodes and {episode["end_reason"] for episode in episodes} == {"invalid_stream"}
+    argv = ["--model", str(checkpoint), "--engine", f"{faulty}:{name}", "--out", str(tmp_path), "--name", "run"]
+    assert run([*argv, *SMALL, "--eval-size", "0", "--tracker="]) == 1
+    *_, line = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("error: ") and words in line
+    assert line.endswith(f"; resume with: python -m trainer.run --resume {tmp_path}/run"), line
+    episodes = episodes_in(tmp_path / "run")
+    assert {episode["end_reason"] for episode in episodes} == ({"invalid_stream"} if name == "Words" else set())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import signal
 import sys
 import time
@@ -31,7 +32,6 @@ from trainer.config.sources import read_config
 from trainer.learner.lora import add_lora
 from trainer.learner.sharding import trainable_parameters
 from trainer.learner.weights_io import empty_model
-from trainer.rollouts.session import InvalidStreams
 from trainer.run import run
 from trainer.weight_sync.sync import WeightPush, WeightSync
 
@@ -306,11 +306,13 @@ def test_a_failing_engine_ends_the_run_with_its_error_and_keeps_what_was_played(
 
 
 def test_too_many_broken_streams_stop_the_run_with_the_rule_that_broke(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("agents.rollout.episode.broken_invariant", lambda *_: "turn 1: token 17 is 5, and was 6")
-    with pytest.raises(InvalidStreams, match=r"4 of 4 episodes .* 0\.01; episode 0 of .*: turn 1: token 17"):
-        train(checkpoint, tmp_path / "run", "--resample", "0", "--doctor", "off", eval_size=0)
+    argv = ["--model", str(checkpoint), "--out", str(tmp_path), "--name", "run", *SMALL, "--resample", "0"]
+    assert run([*argv, "--doctor", "off", "--eval-size", "0", "--tracker="]) == 1
+    *_, line = capsys.readouterr().err.strip().splitlines()
+    assert re.match(r"error: 4 of 4 episodes .* 0\.01; episode 0 of .*: turn 1: token 17", line), line
     episodes = episodes_in(tmp_path / "run")
     assert [e["end_reason"] for e in episodes] == ["invalid_stream"] * 4
     assert json.loads((tmp_path / "run/summary.json").read_text())["steps_done"] == 0

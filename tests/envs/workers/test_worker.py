@@ -289,14 +289,25 @@ def start_a_daemon(path: str) -> None:
     os.waitpid(first, 0)
 
 
+def end_with_a_daemon(path: str) -> None:
+    daemon = subprocess.Popen(["sleep", "120"], start_new_session=True, stdout=subprocess.DEVNULL)
+    Path(path).write_text(str(daemon.pid))
+    os._exit(3)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="another parent is a service of Linux")
-def test_a_daemon_ends_with_its_worker(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["is killed", "ends by itself"])
+def test_a_daemon_ends_with_its_worker(how: str, tmp_path: Path) -> None:
     worker, path = Worker(), tmp_path / "pid"
-    worker.call(start_a_daemon, str(path), timeout_s=20)
-    while not (path.exists() and path.read_text()):
-        time.sleep(0.01)
-    assert is_running(int(path.read_text()))
-    worker.kill()
+    if how == "is killed":
+        worker.call(start_a_daemon, str(path), timeout_s=20)
+        while not (path.exists() and path.read_text()):
+            time.sleep(0.01)
+        assert is_running(int(path.read_text()))
+        worker.kill()
+    else:
+        with pytest.raises(WorkerDied, match="exit code 3"):
+            worker.call(end_with_a_daemon, str(path), timeout_s=20)
     deadline = time.monotonic() + 5
     while is_running(int(path.read_text())):
         assert time.monotonic() < deadline
