@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import signal
@@ -232,8 +233,8 @@ def leave_an_alarm() -> None:
     signal.setitimer(signal.ITIMER_REAL, 0.1)
 
 
-def fork_and_return() -> int:
-    return os.fork()
+def fork_in_c_and_return() -> None:
+    ctypes.CDLL(None).fork()
 
 
 def start_a_child(path: str) -> None:
@@ -261,11 +262,33 @@ def test_what_an_alarm_does_to_an_idle_worker_is_not_taken_for_an_answer() -> No
 
 def test_two_answers_to_one_call_are_not_taken_for_those_of_the_next() -> None:
     worker = Worker()
-    worker.call(fork_and_return)
+    worker.call(fork_in_c_and_return)
     time.sleep(0.2)
     assert not worker.is_idle
     with pytest.raises(WorkerDied, match="answered call 1 instead of call 2"):
         worker.call(math.sqrt, 4.0)
+
+
+def test_a_child_that_a_call_forks_does_not_answer_for_its_worker() -> None:
+    worker = Worker()
+    child = worker.call(os.fork)
+    time.sleep(0.2)
+    assert worker.is_idle and worker.call(math.sqrt, 4.0) == 2.0
+    worker.kill()
+    assert not is_running(child)
+
+
+def test_a_worker_that_ends_is_found_out_at_once_though_a_child_that_it_forked_goes_on(tmp_path: Path) -> None:
+    with pytest.raises(WorkerDied, match="exit code 3"):
+        Worker().call(end_with_a_forked_child, str(tmp_path / "pid"), timeout_s=60)
+    assert not is_running(int((tmp_path / "pid").read_text()))
+
+
+def end_with_a_forked_child(path: str) -> None:
+    if child := os.fork():
+        Path(path).write_text(str(child))
+        os._exit(3)
+    time.sleep(120)
 
 
 def test_a_killed_worker_takes_its_children_along(tmp_path: Path) -> None:
