@@ -126,9 +126,7 @@ def _serve(descriptor: int, path: list[str]) -> None:
     sys.path[:] = path
     importlib.invalidate_caches()
     connection = Connection(descriptor)
-    os.register_at_fork(
-        after_in_child=connection.close
-    )  # or it hides the end of its worker, or answers for it
+    os.register_at_fork(after_in_child=connection.close)  # or it hides the end of its worker, or answers for it
     while True:
         request = connection.recv_bytes()  # an exception here, from a leftover signal handler, ends the worker
         number = int.from_bytes(request[:8], "big")
