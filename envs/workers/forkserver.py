@@ -88,10 +88,13 @@ def _adopt_orphans() -> None:
 
 def _kill_strays(workers: Collection[int]) -> None:
     """Kill what workers that have ended left behind, and what that leaves: all of it is this process's now."""
-    while left := set(children()).difference(workers):
+    deadline = time.monotonic() + GRACE_S  # what the system cannot end now is tried again with the next worker
+    while (left := set(children()).difference(workers)) and time.monotonic() < deadline:
         for pid in left:
             kill_with_children(pid)
-            _wait(pid)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.002)
 
 
 def kill_with_children(pid: int) -> None:
