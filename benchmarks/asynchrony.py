@@ -1,12 +1,12 @@
 """Asynchronous training against synchronous: `python -m benchmarks.asynchrony --staleness 0 1 4 --seeds 3 --steps 60`.
 
-Every run is the public command in a process of its own, learner on one side and a server on the other, so that only
-`--max-staleness` differs: with 0, each side waits for the other. Measured from the end of step `--skip` on: samples and
-tokens a second, who waited, the seconds of a weight push, and KL by the age of tokens; and the reward over time. Prints
-two tables and writes `benchmarks/results/asynchrony.json`, which has every step.
+Every run is the public command in a process of its own, so that only `--max-staleness` differs: with 0, each side waits
+for the other. Measured from the end of step `--skip` on: samples and tokens a second, who waited, the seconds of a
+weight push, and KL by the age of tokens; and the reward over time. Prints two tables and writes
+`benchmarks/results/asynchrony.json`, which has every step.
 
-- On a CPU (the default) the server is the protocol server of the tests, in a process of its own; each side gets half of
-  the cores.
+- On a CPU (the default) the embedded engine shares the cores with the learner, so there is little to gain: what is seen
+  is what older tokens cost.
 - On GPUs `--run-args "--num-gpus 1 --num-servers 1 --first-gpu 1 --dtype bfloat16"` starts SGLang on another GPU;
   `--model 2b` is the shape of 2 B parameters, taught as in `benchmarks.sglang_rollout`.
 """
@@ -14,14 +14,12 @@ two tables and writes `benchmarks/results/asynchrony.json`, which has every step
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -72,19 +70,14 @@ class Run:
         return mean([row[name] for row in self.rows[1:] if name in row] or [float("nan")])
 
 
-def measured(folder: Path, staleness: int, seed: int, options: argparse.Namespace, url: str, model: str) -> Run:
+def measured(folder: Path, staleness: int, seed: int, options: argparse.Namespace, model: str) -> Run:
     """Run the command and read its metrics."""
-    flags = ["--model", model, *(["--engine-url", url] if url else []), "--max-staleness", str(staleness)]
+    flags = ["--model", model, "--max-staleness", str(staleness)]
     flags += ["--seed", str(seed), "--steps", str(options.steps), "--callback", f"{Path(__file__).resolve()}:Clock"]
     flags += shlex.split(options.run_args)
-    rows = train(folder, *flags, variables=half_the_cores() if url else {})[options.skip :]
+    rows = train(folder, *flags)[options.skip :]
     samples = sum(row["groups_trained"] for row in rows[1:]) * options.group_size
     return Run(staleness, seed, rows, int(samples))
-
-
-def half_the_cores() -> dict[str, str]:
-    """Return the variable that gives a process half of the cores."""
-    return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2))}
 
 
 def figures_of(runs: Sequence[Run]) -> dict[str, float]:
@@ -159,19 +152,16 @@ def main() -> None:
     options = parser.parse_args()
     options.run_args = f"--group-size {options.group_size} {options.run_args}"
     at, runs = commit(), list[Run]()
-    with tempfile.TemporaryDirectory(prefix="trueturn-") as work, ExitStack() as stack:
+    with tempfile.TemporaryDirectory(prefix="trueturn-") as work:
         model = model_at(options, Path(work))
         for seed in range(options.seeds):
             for staleness in options.staleness:
-                url = "" if "--num-gpus" in options.run_args else stack.enter_context(server_of(model))
                 folder = Path(work) / f"staleness-{staleness}-seed-{seed}"
                 try:
-                    runs.append(measured(folder, staleness, seed, options, url, model))
+                    runs.append(measured(folder, staleness, seed, options, model))
                 except subprocess.CalledProcessError:  # the others are still worth having
                     print(log_of(folder).read_text()[-3000:], flush=True)
                     continue
-                finally:
-                    stack.close()
                 run = runs[-1]
                 speed = run.num_samples / run.times_s[-1]
                 print(f"staleness {staleness} seed {seed}: {run.times_s[-1]:.1f} s, {speed:.2f} samples/s", flush=True)
@@ -189,14 +179,6 @@ def model_at(options: argparse.Namespace, work: Path) -> str:
 
     make_checkpoint("2b", work / "checkpoint", options.lesson_steps, 0, "cuda")
     return str(work / "checkpoint")
-
-
-def server_of(model: str) -> Any:
-    """Return the context of a protocol server that has half of the cores."""
-    from tests.servers import serving
-
-    os.environ.update(half_the_cores())
-    return serving(Path(model))
 
 
 if __name__ == "__main__":

@@ -6,15 +6,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.report import ROOT
 
 
-def train(
-    folder: Path, *flags: str, module: str = "trainer.run", variables: Mapping[str, str] = {}
-) -> list[dict[str, float]]:
+def train(folder: Path, *flags: str, module: str = "trainer.run") -> list[dict[str, float]]:
     """Train into `folder`, without evaluation and checkpoints; return the metrics of each step.
 
     Raises:
@@ -24,7 +21,7 @@ def train(
     command = [sys.executable, "-m", module, "--out", str(folder.parent), "--name", folder.name]
     command += ["--eval-size", "0", "--save-every", "0", "--tracker=", *flags]
     with log_of(folder).open("w") as log:
-        environment = {**os.environ, "PYTHONPATH": paths, **variables}
+        environment = {**os.environ, "PYTHONPATH": paths}
         subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT, check=True)
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
