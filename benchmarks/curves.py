@@ -5,7 +5,7 @@ norm of the gradient and KL over the steps with their spread over the seeds, and
 variant in any step of the same seed; writes a JSON file and a picture of the curves. A variant is a name and its flags:
 
 - both backends: `python -m benchmarks.curves --variant fsdp --variant "megatron --backend megatron --pp 2"`, and
-  `--run-args "--num-learners 2"` on CPUs, where Megatron runs through `tests.megatron_run`, or
+  `--run-args "--num-learners 2"` without GPUs, where Megatron runs through `tests.megatron_run`, or
   `--run-args "--engine sglang --num-gpus 2 --dtype bfloat16"` on GPUs
 - tokens of older weights: `python -m benchmarks.curves --variant "tis --correction tis" --variant "none --correction
   none" --run-args "--max-staleness 4"`
@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from benchmarks.report import RESULTS, commit, markdown, write_result
@@ -40,8 +41,8 @@ def metrics_of(folder: Path, variant: Sequence[str], seed: int, options: argpars
     """Return the metrics of each step of a run."""
     flags = ["--env", "geo3k", "--max-turns", "3", "--doctor", "off", *shlex.split(options.run_args), *variant]
     flags += ["--seed", str(seed), "--steps", str(options.steps)]
-    is_on_cpu = "megatron" in flags and "--num-gpus" not in flags
-    return train(folder, *flags, module="tests.megatron_run" if is_on_cpu else "trainer.run")
+    needs_stand_ins = any("megatron" in flag for flag in flags) and not torch.cuda.is_available()
+    return train(folder, *flags, module="tests.megatron_run" if needs_stand_ins else "trainer.run")
 
 
 def curves_of(runs: Mapping[str, Sequence[Sequence[Mapping[str, float]]]]) -> Curves:

@@ -14,13 +14,14 @@ _MAX_READS = 20
 
 def children(pid: int | str = "self") -> list[int]:
     """Return the processes that a process has started and not waited for."""
-    reads = [[-1]]
+    tasks = _PROC / str(pid) / "task"
+    found = sorted(_read_children(tasks))
     # A thread that ends gives its children to another one, which may have been read before: read until two reads agree.
-    for _ in range(_MAX_READS):
-        reads.append(sorted(_read_children(_PROC / str(pid) / "task")))
-        if reads[-1] == reads[-2]:
+    for _ in range(1, _MAX_READS):
+        before, found = found, sorted(_read_children(tasks))
+        if found == before:
             break
-    return reads[-1]
+    return found
 
 
 def _read_children(tasks: Path) -> Iterator[int]:

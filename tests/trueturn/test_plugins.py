@@ -199,10 +199,8 @@ def test_a_file_that_trains_in_what_it_defines_is_told_to_guard_its_code(tmp_pat
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False, env=variables)
     assert done.stdout.count("begins") == 2 and done.returncode != 0
     assert "must not be used by the file that defines it while that is imported, got shop.py" in done.stderr
-    guarded = UNGUARDED.replace('print("begins")', 'if __name__ == "__main__":').replace(
-        'import_object("', '    import_object("'
-    )
-    (tmp_path / "shop.py").write_text(guarded)
+    definitions, _, code = UNGUARDED.partition('print("begins")\n')
+    (tmp_path / "shop.py").write_text(f'{definitions}if __name__ == "__main__":\n    {code}')
     assert subprocess.run(command, cwd=tmp_path, timeout=60, check=False, env=variables).returncode == 0
 
 

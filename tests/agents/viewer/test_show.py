@@ -156,6 +156,9 @@ def test_filters_hold_for_the_overview_and_the_episodes(tmp_path: Path, capsys: 
             show([str(tmp_path), *flags])
     with pytest.raises(UserError, match="no such folder"):
         show([str(tmp_path / "none")])
+    write(tmp_path / "empty")
+    with pytest.raises(UserError, match="empty: must hold an episode, got none; give a run that has ended an episode"):
+        show([str(tmp_path / "empty")])
 
 
 ODD = "\x1b]0;own\x07 [red]markup[/red] \x1b]8;;http://x\x1b\\link\x1b]8;;\x1b\\ \u202egnp.exe \x9b31m :smile: a\rb\x08"

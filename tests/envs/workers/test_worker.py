@@ -42,6 +42,14 @@ def is_running(pid: int) -> bool:
     return True
 
 
+def ends(pid: int, within_s: float) -> bool:
+    """Wait for the end of a process; return whether it came in time."""
+    deadline = time.monotonic() + within_s
+    while is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not is_running(pid)
+
+
 def test_a_value_comes_back() -> None:
     assert Worker().call(math.sqrt, 2.0, timeout_s=20) == math.sqrt(2)
 
@@ -163,10 +171,7 @@ def test_no_process_outlives_the_program(how: str) -> None:
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60)
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 2, done.stderr
-    deadline = time.monotonic() + 10
-    while any(is_running(pid) for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert [pid for pid in pids if is_running(pid)] == []
+    assert [pid for pid in pids if not ends(pid, within_s=5)] == []
 
 
 def test_a_program_without_a_main_guard_may_use_workers() -> None:
@@ -295,10 +300,7 @@ def test_a_killed_worker_takes_its_children_along(tmp_path: Path) -> None:
     worker, note = Worker(), tmp_path / "pid"
     with pytest.raises(WorkerTimeout):
         worker.call(start_a_child, str(note), timeout_s=2.0)
-    child, deadline = int(note.read_text()), time.monotonic() + 10
-    while is_running(child) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not is_running(child)
+    assert ends(int(note.read_text()), within_s=10)
 
 
 def start_a_daemon(path: str) -> None:
@@ -319,19 +321,18 @@ def end_with_a_daemon(path: str) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="another parent is a service of Linux")
-@pytest.mark.parametrize("how", ["is killed", "ends by itself"])
-def test_a_daemon_ends_with_its_worker(how: str, tmp_path: Path) -> None:
+def test_a_daemon_ends_with_its_worker(tmp_path: Path) -> None:
     worker, path = Worker(), tmp_path / "pid"
-    if how == "is killed":
-        worker.call(start_a_daemon, str(path), timeout_s=20)
-        while not (path.exists() and path.read_text()):
-            time.sleep(0.01)
-        assert is_running(int(path.read_text()))
-        worker.kill()
-    else:
-        with pytest.raises(WorkerDied, match="exit code 3"):
-            worker.call(end_with_a_daemon, str(path), timeout_s=20)
-    deadline = time.monotonic() + 5
-    while is_running(int(path.read_text())):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    worker.call(start_a_daemon, str(path), timeout_s=20)
+    while not (path.exists() and path.read_text()):
+        time.sleep(0.01)
+    assert is_running(int(path.read_text()))
+    worker.kill()
+    assert ends(int(path.read_text()), within_s=5)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="another parent is a service of Linux")
+def test_a_daemon_ends_with_a_worker_that_ends_by_itself(tmp_path: Path) -> None:
+    with pytest.raises(WorkerDied, match="exit code 3"):
+        Worker().call(end_with_a_daemon, str(tmp_path / "pid"), timeout_s=20)
+    assert ends(int((tmp_path / "pid").read_text()), within_s=5)

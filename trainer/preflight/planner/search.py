@@ -40,11 +40,11 @@ class Wanted:
 
     def transports(self, placement: Placement, is_one_host: bool) -> list[Transport]:
         """Return the ways of the weights, first what a run takes by itself. NCCL has no two processes on one GPU."""
+        if self.transport:
+            return [] if (placement, self.transport) == ("colocate", "nccl") else [self.transport]
         if placement == "colocate":
-            free: list[Transport] = ["ipc" if is_one_host else "disk"]
-        else:
-            free = ["ipc", "nccl"] if is_one_host else ["nccl"]
-        return [self.transport] if self.transport else free
+            return ["ipc" if is_one_host else "disk"]
+        return ["ipc", "nccl"] if is_one_host else ["nccl"]
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Search:
         for ranks, size in itertools.product(ladder(num_gpus), sizes):
             if size > gpus_per_host:
                 continue
-            if wanted.placement != "split" and shared != ["nccl"] and ranks >= size:
+            if wanted.placement != "split" and shared and ranks >= size:
                 count = wanted.num_servers or ranks // size
                 if count * size <= ranks:
                     yield self._first("colocate", ranks, count, size, shared)
