@@ -39,7 +39,7 @@ class Shape:
 
 #: `starter` is in the package; `smoke` only tests that the recipe runs.
 SHAPES = {
-    "starter": Shape(256, 4, 512, 4, 32, vision_hidden=160, vision_layers=6, vocabulary=768),
+    "starter": Shape(256, 4, 512, 4, 32, vision_hidden=192, vision_layers=6, vocabulary=768),
     "smoke": Shape(128, 2, 256, 4, 32, vision_hidden=64, vision_layers=2, vocabulary=768),
 }
 

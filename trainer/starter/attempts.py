@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from PIL import Image
 
 from agents.engines.hf import HFEngine
 from agents.model.policy import PolicyModel
@@ -18,7 +19,7 @@ from agents.rollout.episode import Episode, Limits
 from agents.types import SamplingParams, Trajectory, Turn
 from envs.env import EnvArgs
 from envs.geo3k.env import build_env
-from envs.geo3k.procedural import ProceduralGeo3k
+from envs.geo3k.problem import Problem
 from envs.spec import EnvLimits
 from trainer.starter.architecture import build_image_processor
 from trainer.starter.demonstrations import demonstration_sample
@@ -31,9 +32,15 @@ AT_ONCE = 2048
 
 
 def play(
-    model: PolicyModel, tokenizer: Any, problems: ProceduralGeo3k, indices: Iterable[int], device: torch.device
+    model: PolicyModel,
+    tokenizer: Any,
+    drawn: Callable[[int], tuple[Problem, Image.Image]],
+    indices: Iterable[int],
+    device: torch.device,
 ) -> list[OwnAttempts]:
     """Play problems at temperature 1 with the tool; return the wrong attempts that began each, once per beginning.
+
+    `drawn` gives the problem at an index and its picture.
 
     An episode whose first two answers were wrong gives two: after the first, and after both. Right answers and texts
     that a demonstration cannot show, such as broken calls, give none.
@@ -52,7 +59,7 @@ def play(
         loop = Episode(engine, renderer, limits, sampling)
 
         async def one(index: int) -> list[OwnAttempts]:
-            problem, image = problems.item(index)
+            problem, image = drawn(index)
             sample = demonstration_sample(problem, image)
             trajectory = await loop.run(sample, lambda: build_env(sample, EnvArgs(MAX_TURNS)), seed=index)
             return [OwnAttempts(index, wrong) for wrong in wrong_beginnings(trajectory)]

@@ -184,7 +184,7 @@ class Demonstrator:
         self.renderer = Renderer(tokenizer, GridStore())
         self._seed, self._mixture = seed, mixture or Mixture()
         self._player = Player(self.renderer)
-        self._drawn = lru_cache(maxsize=1)(self.problems.drawn)  # lessons that share a picture come one after another
+        self._drawn = lru_cache(maxsize=2)(self.problems.drawn)  # lessons that share a picture come one after another
 
     def __len__(self) -> int:
         return len(self.problems)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from random import Random
 from typing import Any
 
@@ -22,12 +23,14 @@ from trainer.starter.recipes import Numbers, Stage
 
 WIDTH, HEIGHT = 160, 128
 MARGIN = 4
+#: Of the lessons that share a drawing in small print, the share that zooms into it.
+ZOOMS_TOGETHER = 0.5
 READ_NUMBERS, READ_FIGURE = "Read the numbers.", "Read the figure."
 
 
 @dataclass(frozen=True)
 class OwnAttempts:
-    """Wrong attempts of the policy itself at the problem at an index, oldest first."""
+    """Wrong attempts of the policy itself at the problem of the lesson at an index, oldest first."""
 
     index: int
     wrong: tuple[Attempt, ...]
@@ -54,7 +57,8 @@ class Lessons:
         size, mixture = stage.num_lessons, stage.mixture
         self.demonstrator = Demonstrator(tokenizer, size, seed, mixture, stage.problems, split)
         self._textbook = Demonstrator(tokenizer, size, seed, mixture, stage.textbook, split)
-        self._zoomer = Demonstrator(tokenizer, size, seed, mixture, stage.zoom_problems, split)
+        zoomer = Demonstrator(tokenizer, size, seed, mixture, stage.zoom_problems, split)
+        self._zoom = lru_cache(maxsize=2)(zoomer.zoom)
         self._seed = f"lesson/{seed}/{split}"
 
     def __len__(self) -> int:
@@ -62,27 +66,36 @@ class Lessons:
 
     def __getitem__(self, index: int) -> Demonstration:
         stage, shared = self.stage, index // self.stage.lessons_per_drawing
-        rng, group = Random(f"{self._seed}/{index}"), Random(f"{self._seed}/drawing/{shared}")
-        kind, is_zoom, is_textbook = (
-            rng.random(),
-            group.random() < stage.zoom_frac,
-            group.random() < stage.textbook_frac,
-        )
-        if is_zoom:
-            return self._zoomer.zoom(shared, is_blind=rng.random() < stage.blind_frac)
+        rng, group = Random(f"{self._seed}/{index}"), Random(f"{self._seed}/zoom/{shared}")
+        kind, zooms = rng.random(), rng.random() < ZOOMS_TOGETHER
+        if group.random() < stage.zoom_frac / ZOOMS_TOGETHER and zooms:
+            return self._zoom(shared, rng.random() < stage.blind_frac)
         if kind < stage.numbers_frac:
             texts, image = draw_numbers(stage.numbers, rng)
             givens = tuple(text for text in texts if text.isdigit())
             return self._reading(READ_NUMBERS, " ".join(texts), image, "numbers", "", 0, givens)
-        demonstrator, place = (self._textbook, shared) if is_textbook else (self.demonstrator, index)
+        demonstrator, place = self._place(index)
         if kind < stage.numbers_frac + stage.figures_frac:
             problem, image = demonstrator.drawn(place)
             about = problem.family, problem.level, drawn_numbers(problem)
             return self._reading(READ_FIGURE, describe(problem), image, "figure", *about)
         if self.attempts and kind > 1 - stage.attempts_frac:
             own = self.attempts[rng.randrange(len(self.attempts))]
-            return self.demonstrator.after(own.index, own.wrong)
+            demonstrator, place = self._place(own.index)
+            return demonstrator.after(place, own.wrong)
         return demonstrator.variant(place, index)
+
+    def drawn(self, index: int) -> tuple[Problem, Image.Image]:
+        """Return the problem of the lesson at an index and its picture: what the policy plays."""
+        demonstrator, place = self._place(index)
+        return demonstrator.drawn(place)
+
+    def _place(self, index: int) -> tuple[Demonstrator, int]:
+        """Return who draws the problem of a lesson, and its place there: neighbours share a textbook drawing."""
+        shared = index // self.stage.lessons_per_drawing
+        if Random(f"{self._seed}/drawing/{shared}").random() < self.stage.textbook_frac:
+            return self._textbook, shared
+        return self.demonstrator, index
 
     def _reading(self, request: str, text: str, image: Image.Image, *about: Any) -> Demonstration:
         """Return a lesson that answers a request about a picture; `about` is what it shows."""

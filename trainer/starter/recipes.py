@@ -52,7 +52,7 @@ class Stage:
     figures_frac: float = 0.0
     textbook: Mapping[str, Any] = field(default_factory=lambda: {"style": "textbook"})
     textbook_frac: float = 0.0
-    lessons_per_drawing: int = 4
+    lessons_per_drawing: int = 8
     zoom_frac: float = 0.0
     zoom_problems: Mapping[str, Any] = field(default_factory=lambda: {"style": "small_print"})
     blind_frac: float = 0.3
@@ -82,6 +82,7 @@ class Recipe:
 
 
 REASONED = Mixture(checks=0.5, corrects=True)
+CHECKED = replace(REASONED, checks=0.85)
 MIXED = replace(MIXED_HABITS, checks=0.65, corrects=True)
 
 #: One digit as large as the picture and in its middle is read after a thousand lessons. From there, every rung is a
@@ -123,36 +124,36 @@ RECIPES = {
             *_climb(steps=700, batch_size=384, until=0.9),
             # Figures of few families with round numbers, all families, all levels; then problems with their steps.
             Stage(800, 384, 1e-3, 20, REASONED, FEW, LABELS, 0.3, 0.7, final_lr=1.0, until=0.9),
-            Stage(800, 384, 1e-3, 20, REASONED, FEW, LABELS, 0.1, 0.3, final_lr=1.0, until=0.95),
+            Stage(800, 384, 1e-3, 20, REASONED, FEW, LABELS, 0.1, 0.3, final_lr=1.0, until=0.9),
             Stage(2_000, 384, 1e-3, 20, REASONED, {"levels": (1, 2)}, LABELS, 0.1, 0.3, final_lr=1.0, until=0.95),
-            Stage(6_000, 384, 1e-3, 20, REASONED, figures_frac=0.15, textbook_frac=0.35, zoom_frac=0.06),
+            # By now the network reads plain pictures, so most are of textbooks.
+            Stage(6_000, 384, 1e-3, 20, CHECKED, figures_frac=0.2, textbook_frac=0.6, zoom_frac=0.08),
             # After a wrong attempt of its own: another reading, another sum. Few steps a round, so that attempts are
-            # those of today's policy, and each is shown about ten times.
+            # those of today's policy.
             Stage(
-                1_200,
+                800,
                 384,
                 3e-4,
                 50,
-                replace(REASONED, checks=0.7),
-                textbook_frac=0.25,
+                CHECKED,
+                textbook_frac=0.7,
                 zoom_frac=0.06,
                 attempts_frac=0.3,
-                num_attempts=8_192,
-                rounds=4,
+                num_attempts=4_096,
+                rounds=2,
             ),
             # Habits of every kind, for reinforcement learning to choose from.
             Stage(
-                800,
+                600,
                 384,
                 2e-4,
                 50,
                 MIXED,
-                textbook_frac=0.25,
+                textbook_frac=0.6,
                 zoom_frac=0.1,
                 blind_frac=0.6,
                 attempts_frac=0.25,
-                num_attempts=8_192,
-                rounds=2,
+                num_attempts=4_096,
             ),
         ),
         num_probes=768,

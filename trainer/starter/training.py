@@ -170,10 +170,12 @@ class StarterRun:
 
     def _play(self, stage: Stage, number: int, round_number: int) -> list[OwnAttempts]:
         """Let the policy play the next problems of the stage, another part of them in each round."""
-        problems = self._lessons(stage, number).demonstrator.problems
+        lessons = self._lessons(stage, number)
         first = round_number * stage.num_attempts
-        indices = (index % len(problems) for index in range(first, first + stage.num_attempts))
-        attempts = play(self.model, self.tokenizer, problems, indices, self.device)
+        indices = (
+            place * stage.lessons_per_drawing % len(lessons) for place in range(first, first + stage.num_attempts)
+        )
+        attempts = play(self.model, self.tokenizer, lessons.drawn, indices, self.device)
         print(f"stage {number + 1}: played {stage.num_attempts} problems, {len(attempts)} wrong beginnings", flush=True)
         return attempts
 

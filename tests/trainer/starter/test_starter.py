@@ -25,7 +25,7 @@ from agents.rendering.renderer import Renderer
 from agents.types import GenerateRequest, SamplingParams, Trajectory, Turn
 from envs.config.cli import exit_code
 from envs.errors import UserError
-from envs.geo3k.problem import Problem
+from envs.geo3k.problem import STYLES, Problem
 from envs.geo3k.procedural import ProceduralGeo3k, split_of
 from trainer.starter.__main__ import run
 from trainer.starter.architecture import build_image_processor
@@ -196,6 +196,18 @@ def test_shares_of_a_stage_are_those_of_its_lessons(tokenizer: Any) -> None:
     # Four standard deviations of a share of 200 are below 0.14.
     shares = {"numbers": 0.3, "figure": 0.2, "attempt": 0.25, "problem": 0.25}
     assert all(abs(kinds[kind] / 200 - share) < 0.14 for kind, share in shares.items()), kinds
+
+
+def test_second_attempts_are_at_the_problems_that_the_policy_played(tokenizer: Any) -> None:
+    stage = Stage(100, 4, 1e-3, 1, textbook_frac=0.5, attempts_frac=1.0)
+    played = Lessons(tokenizer, stage, seed=1)
+    problems = {index: played.drawn(index)[0] for index in range(0, 160, stage.lessons_per_drawing)}
+    for index, problem in problems.items():
+        lesson = Lessons(tokenizer, stage, 1, attempts=[OwnAttempts(index, (Attempt("", "1"),))])[index + 3]
+        assert (lesson.kind, lesson.family, lesson.level) == ("attempt", problem.family, problem.level)
+        assert taught(tokenizer, lesson).endswith(f"\\boxed{{{problem.answer}}}<|im_end|>")
+    styles = {style for style, known in STYLES.items() for problem in problems.values() if problem.family in known}
+    assert {"plain", "textbook"} <= styles
 
 
 def test_an_own_wrong_attempt_is_context_to_the_letter_and_what_follows_is_taught(tokenizer: Any) -> None:
