@@ -34,6 +34,8 @@ ENDED = "benchmark/ended_s"
 #: Moments at which rewards are compared, as shares of the shortest run's time.
 SHARES = (0.25, 0.5, 0.75, 1.0)
 WINDOW = 8
+#: How the metrics begin that are written for every step.
+KEPT = ("reward", "entropy", "grad_norm", "idle/", "staleness/mean", "rollout_train_kl", "num_tokens", "groups_trained")
 
 Row = Mapping[str, float]
 
@@ -131,8 +133,15 @@ def report(runs: Sequence[Run]) -> dict[str, Any]:
     )
     print("\nthroughput\n")
     print(markdown(("staleness", "times", *shown), lines), flush=True)
-    each = [{"staleness": r.staleness, "seed": r.seed, "times_s": r.times_s, "rows": r.rows} for r in runs]
+    each = [
+        {"staleness": r.staleness, "seed": r.seed, "times_s": r.times_s, "rows": [_kept(row) for row in r.rows]}
+        for r in runs
+    ]
     return {"by_staleness": by_staleness, "moments_s": moments, "rewards": rewards, "runs": each}
+
+
+def _kept(row: Row) -> dict[str, float]:
+    return {name: round(value, 9) for name, value in row.items() if name.startswith(KEPT)}
 
 
 def main() -> None:

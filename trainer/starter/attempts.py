@@ -27,7 +27,7 @@ from trainer.starter.lessons import OwnAttempts
 from trainer.starter.plans import MAX_TURNS, Attempt, tool_call
 
 _CALL = re.compile(r"(?s)(.*?)<tool_call>(.*)</tool_call>")
-MAX_BATCH = {"cuda": 512, "cpu": 64}
+MAX_BATCH = {"cuda": 2048, "cpu": 64}
 AT_ONCE = 2048
 
 
@@ -47,7 +47,7 @@ def play(
     """
     renderer = Renderer(tokenizer, ImageStore(build_image_processor(), merge_size=2))
     sampling = SamplingParams(stop_ids=renderer.stop_ids, suppressed_ids=renderer.suppressed_ids)
-    limits = Limits(MAX_TURNS, 256, EnvLimits(inline=True))
+    limits = Limits(MAX_TURNS, 512, EnvLimits(inline=True))
 
     async def episodes() -> list[OwnAttempts]:
         # A network of its own, in the type of the shipped weights: the one in training may be compiled.
