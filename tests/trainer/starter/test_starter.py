@@ -198,6 +198,18 @@ def test_shares_of_a_stage_are_those_of_its_lessons(tokenizer: Any) -> None:
     assert all(abs(kinds[kind] / 200 - share) < 0.14 for kind, share in shares.items()), kinds
 
 
+@pytest.mark.parametrize("share", [0.2, 0.8])
+def test_zooms_have_their_share_and_neighbours_zoom_into_one_drawing(tokenizer: Any, share: float) -> None:
+    lessons = Lessons(tokenizer, Stage(100, 4, 1e-3, 1, zoom_frac=share, figures_frac=1.0, blind_frac=0.0), seed=1)
+    kinds = [lessons[index].kind for index in range(400)]
+    # Four standard deviations of 50 groups: below 0.15 for a share of 0.2, and 0.08 within groups for 0.8.
+    assert abs(kinds.count("zoom") / 400 - share) < 0.15
+    zooms = [
+        lessons[index] for index in range(400) if kinds[index] == "zoom" and index // 8 == kinds.index("zoom") // 8
+    ]
+    assert len(zooms) > 1 and all(zoom is zooms[0] for zoom in zooms)
+
+
 def test_second_attempts_are_at_the_problems_that_the_policy_played(tokenizer: Any) -> None:
     stage = Stage(100, 4, 1e-3, 1, textbook_frac=0.5, attempts_frac=1.0)
     played = Lessons(tokenizer, stage, seed=1)
