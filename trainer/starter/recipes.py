@@ -160,7 +160,7 @@ RECIPES = {
     ),
     # The weights in the package, until `starter` replaces them.
     "bundled": Recipe(
-        "starter",
+        "bundled",
         stages=(
             Stage(steps=14_946, batch_size=384, lr=1.2e-3, warmup_steps=400),
             Stage(steps=5_000, batch_size=384, lr=4e-4, warmup_steps=100, mixture=MIXED_HABITS),

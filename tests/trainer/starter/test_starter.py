@@ -28,7 +28,7 @@ from envs.errors import UserError
 from envs.geo3k.problem import STYLES, Problem
 from envs.geo3k.procedural import ProceduralGeo3k, split_of
 from trainer.starter.__main__ import run
-from trainer.starter.architecture import build_image_processor
+from trainer.starter.architecture import SHAPES, build_image_processor
 from trainer.starter.attempts import wrong_beginnings
 from trainer.starter.batches import Collator
 from trainer.starter.demonstrations import Demonstration, Demonstrator, GridStore
@@ -159,7 +159,12 @@ def test_the_recipe_that_ships_is_a_recipe_in_the_code() -> None:
     recorded = json.loads((STARTER_PATH / "recipe.json").read_text())["recipe"]
     recipe = RECIPES["bundled"]
     stages = tuple(Stage(**{**stage, "mixture": Mixture(**stage["mixture"])}) for stage in recorded["stages"])
-    assert (recorded["shape"], recorded["seed"], stages) == (recipe.shape, recipe.seed, recipe.stages)
+    assert (recorded["seed"], stages) == (recipe.seed, recipe.stages)
+    config, shape = json.loads((STARTER_PATH / "config.json").read_text()), SHAPES[recipe.shape]
+    assert (config["text_config"]["hidden_size"], config["vision_config"]["hidden_size"]) == (
+        shape.hidden,
+        shape.vision_hidden,
+    )
 
 
 def test_a_picture_of_numbers_shows_them_whole_and_from_left_to_right() -> None:
