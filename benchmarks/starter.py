@@ -1,10 +1,10 @@
 """Makes a starter and measures it, in one go: `python -m benchmarks.starter --out runs/new-starter`.
 
 The parts run one after the other, each in a process of its own with its share of the time: training, held-out problems,
-the demonstration over three seeds with and without its tool, on plain and on textbook problems, zooming into small
-print, and the real test set. Each leaves its results and a log in `--out`. After `--minutes` the command prints what
-there is; called again, it goes on with the parts that are not done, and with the training where it stands. Exit code 0:
-everything is done.
+the demonstration over three seeds with and without its tool, on plain pictures, by fax and on textbook problems,
+zooming into small print, and the real test set. Each leaves its results and a log in `--out`. After `--minutes` the
+command prints what there is; called again, it goes on with the parts that are not done, and with the training where it
+stands. Exit code 0: everything is done.
 
 Everything at the smallest size, on a CPU: `--recipe smoke --device cpu --quick`.
 """
@@ -32,8 +32,10 @@ from trainer.starter.recipes import RECIPES
 REAL = ("shared/geo3k/test.jsonl", "../shared/geo3k/test.jsonl")
 DONE, OUTCOMES = "done", "outcomes.json"
 STYLES = ("--registry", str(ROOT / "benchmarks" / "styles.yaml"))
+FAX = ("--env", "geo3k_fax", *STYLES, "--max-turns", "3")
 TEXTBOOK = ("--env", "geo3k_textbook", *STYLES, "--max-turns", "3", "--max-new-tokens", "512")
 SMALL_PRINT = ("--env", "geo3k_small_print", *STYLES, "--max-turns", "4", "--max-new-tokens", "1024")
+TITLES = {"demo": "Demonstration", "fax": "By fax", "textbook": "Textbook problems", "zoom": "Zooming"}
 MARGIN_S = 20  # for the training to save its state, of its share
 
 
@@ -91,8 +93,10 @@ def parts(args: argparse.Namespace, real: Path | None) -> list[Part]:
     made = [
         Part("train", ("trainer.starter", "--out", model, *training), 60 * args.train_minutes),
         evaluation("validation", model, *chosen),
+        evaluation("validation-fax", model, *FAX, *chosen),
         evaluation("validation-textbook", model, *TEXTBOOK, *chosen),
         demonstration("demo"),
+        demonstration("fax", *FAX),
         demonstration("textbook", *TEXTBOOK),
         demonstration("zoom", *SMALL_PRINT, *(("--device", "cuda", "--engine", "hf") if is_gpu else ())),
     ]
@@ -133,7 +137,7 @@ def summary(args: argparse.Namespace) -> str:
         rows = [[s["stage"], s["steps"], s["seconds"], s["reading"], s["exact"]] for s in found["stages"]]
         texts.append(f"{found['seconds']:.0f} s on {found['device']}, {found['parameters']:,} parameters")
         texts.append(markdown(("stage", "steps", "seconds", "reading", "exact"), rows))
-    for name, title in (("demo", "Demonstration"), ("textbook", "Textbook problems"), ("zoom", "Zooming")):
+    for name, title in TITLES.items():
         if found := _read(out / f"{name}.json"):
             tables: Sequence[Callable[..., str]] = (accuracy_table, attempts_table, family_table)
             texts += [f"{title}, {found['split']}", *(table(found["runs"]) for table in tables)]
@@ -164,7 +168,7 @@ def main() -> int:
     parser.add_argument("--train-minutes", type=float, default=30, help="the training's share of one call")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=3, help="seeds that run at the same time")
-    parser.add_argument("--parts", nargs="+", default=["train", "validation", "demo", "textbook", "zoom", "real"])
+    parser.add_argument("--parts", nargs="+", default=["train", "validation", *TITLES, "real"])
     parser.add_argument("--real", type=Path, help="rows of the real test set; without it, looked for in shared/geo3k")
     parser.add_argument("--quick", action="store_true", help="a few problems and one step: does everything run?")
     args = parser.parse_args()

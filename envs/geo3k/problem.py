@@ -29,10 +29,10 @@ __all__ = ["FAMILIES", "LEVELS", "STYLES", "Family", "Problem", "Style", "draw_p
 
 LEVELS = (1, 2, 3)
 
-Style = Literal["plain", "textbook", "small_print"]
+Style = Literal["plain", "fax", "textbook", "small_print"]
 #: How problems are drawn, and the families that are drawn so.
 STYLES: Mapping[str, Mapping[str, Family] | Mapping[str, Theorem]] = MappingProxyType(
-    {"plain": FAMILIES, "textbook": THEOREMS, "small_print": THEOREMS}
+    {"plain": FAMILIES, "fax": FAMILIES, "textbook": THEOREMS, "small_print": THEOREMS}
 )
 _ALL: Mapping[str, Family | Theorem] = MappingProxyType({**FAMILIES, **THEOREMS})
 LAYOUT_TRIES = 16

@@ -15,6 +15,7 @@ from typing import Literal
 from PIL import Image
 
 from envs.errors import UserError, did_you_mean
+from envs.geo3k.fax import fax
 from envs.geo3k.problem import LEVELS, STYLES, Box, Problem, Style, draw_with_boxes, make_problem
 from envs.types import MadeSamples, Sample
 
@@ -45,7 +46,7 @@ class ProceduralGeo3k(MadeSamples):
         source[0].label, source[0].metadata["key"]       # "40", "triangle_angles/50-90/x"
         problem, image = source.item(0)                  # the same problem with its reasoning, 160x128 RGB
 
-    A style has families of its own: `plain` those that the bundled model learnt, `textbook` and `small_print` the
+    A style has its families: `plain` and `fax` those that the bundled model learnt, `textbook` and `small_print` the
     theorems of docs/diagrams.md. Raises UserError for an unknown split, style, family or level, or a negative size.
     """
 
@@ -87,7 +88,8 @@ class ProceduralGeo3k(MadeSamples):
         A box is left, top, right and bottom in pixels.
         """
         problem, rng = self._sample(index)
-        return problem, *draw_with_boxes(problem, rng, small_print=self.style == "small_print")
+        image, boxes = draw_with_boxes(problem, rng, small_print=self.style == "small_print")
+        return problem, fax(image, rng) if self.style == "fax" else image, boxes
 
     def problem(self, index: int) -> Problem:
         """Return the problem at an index without drawing it."""

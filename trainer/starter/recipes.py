@@ -97,6 +97,7 @@ LADDER = (
 )
 LABELS = LADDER[-1]
 ANGLES = ("triangle_angles", "linear_pair", "vertical_angles", "angles_at_point", "quadrilateral_angles")
+FAX: Mapping[str, Any] = {"style": "fax"}
 FEW: Mapping[str, Any] = {"levels": (1,), "families": ANGLES}
 
 
@@ -126,8 +127,8 @@ RECIPES = {
             Stage(800, 384, 1e-3, 20, REASONED, FEW, LABELS, 0.3, 0.7, final_lr=1.0, until=0.9),
             Stage(800, 384, 1e-3, 20, REASONED, FEW, LABELS, 0.1, 0.3, final_lr=1.0, until=0.9),
             Stage(2_000, 384, 1e-3, 20, REASONED, {"levels": (1, 2)}, LABELS, 0.1, 0.3, final_lr=1.0, until=0.95),
-            # By now the network reads plain pictures, so most are of textbooks.
-            Stage(6_000, 384, 1e-3, 20, CHECKED, figures_frac=0.2, textbook_frac=0.6, zoom_frac=0.08),
+            # By now the network reads plain pictures, so the others are of textbooks or came by fax.
+            Stage(6_000, 384, 1e-3, 20, CHECKED, FAX, figures_frac=0.2, textbook_frac=0.5, zoom_frac=0.08),
             # After a wrong attempt of its own: another reading, another sum. Few steps a round, so that attempts are
             # those of today's policy.
             Stage(
@@ -136,9 +137,10 @@ RECIPES = {
                 3e-4,
                 50,
                 CHECKED,
-                textbook_frac=0.7,
+                FAX,
+                textbook_frac=0.4,
                 zoom_frac=0.06,
-                attempts_frac=0.3,
+                attempts_frac=0.5,
                 num_attempts=4_096,
                 rounds=2,
             ),
@@ -149,7 +151,8 @@ RECIPES = {
                 2e-4,
                 50,
                 MIXED,
-                textbook_frac=0.6,
+                FAX,
+                textbook_frac=0.4,
                 zoom_frac=0.1,
                 blind_frac=0.6,
                 attempts_frac=0.25,
