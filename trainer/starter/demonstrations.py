@@ -67,11 +67,11 @@ GEOMETRY_ENGLISH = (
     "The two polygons are similar. Each pair of lines is parallel. Line l is a tangent of \\odot S.",
     "For the parallelogram, trapezoid, rhombus, square or hexagon, what is the area of the shaded region?",
 )
-#: What reading lessons and second attempts say besides.
+#: What reading lessons and second attempts say besides. The style `fax` has the names of `plain`.
 LESSON_ENGLISH = (
     "Read the numbers. Read the figure.",
     "Step by step. Look again: 47, 65. Compute again. Another way.",
-    *(name.replace("_", " ") for style, families in STYLES.items() if style != "fax" for name in families),  # as plain
+    *(name.replace("_", " ") for style, families in STYLES.items() if style != "fax" for name in families),
 )
 
 
@@ -184,7 +184,7 @@ class Demonstrator:
         self.renderer = Renderer(tokenizer, GridStore())
         self._seed, self._mixture = seed, mixture or Mixture()
         self._player = Player(self.renderer)
-        self._drawn = lru_cache(maxsize=2)(self.problems.drawn)  # lessons that share a picture come one after another
+        self._drawn = lru_cache(maxsize=2)(self.problems.drawn)  # neighbours share one, with own attempts between
 
     def __len__(self) -> int:
         return len(self.problems)
