@@ -28,7 +28,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from agents.engines.sglang import SGLangEngine, SGLangSettings
-from agents.engines.sglang.servers import free_ports
+from agents.engines.sglang.process import ReservedPorts
 from agents.model import STARTER_PATH
 from agents.model.policy import PolicyModel
 from agents.rendering.renderer import Renderer
@@ -92,9 +92,11 @@ def measure_link(rank: int, port: int, result: Any) -> None:
 
 def link_gb_per_s() -> dict[str, float]:
     """Return the GB/s between GPU 0 and GPU 1: of a broadcast over NCCL, and of a copy within one process."""
+    ports = ReservedPorts(1)
     with torch.multiprocessing.Manager() as manager:
         result = manager.dict()
-        torch.multiprocessing.spawn(measure_link, (free_ports(1)[0], result), nprocs=2)
+        torch.multiprocessing.spawn(measure_link, (*ports.numbers, result), nprocs=2)
+        ports.release()
         return {name: round(value, 1) for name, value in result.items()}
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from agents.engines.sglang.process import free_ports
+from agents.engines.sglang.process import ReservedPorts
 
 #: The arguments with which servers take adapters of all decoder layers.
 TAKES_ADAPTERS = ("--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj", "k_proj", "v_proj")
@@ -20,7 +20,8 @@ TAKES_ADAPTERS += ("o_proj", "gate_proj", "up_proj", "down_proj")
 @contextmanager
 def serving(checkpoint: Path, *arguments: str) -> Iterator[str]:
     """Run `tests.agents.engines.sglang_server` on a checkpoint; yield its address once it answers."""
-    (port,) = free_ports(1)
+    ports = ReservedPorts(1)
+    (port,) = ports.numbers
     command = [
         sys.executable,
         "-m",
@@ -45,3 +46,4 @@ def serving(checkpoint: Path, *arguments: str) -> Iterator[str]:
     finally:
         process.kill()
         process.wait()
+        ports.release()

@@ -18,7 +18,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from agents.engines.sglang.process import STOP_S, LocalProcess, free_ports, is_free
+from agents.engines.sglang.process import STOP_S, LocalProcess, ReservedPorts
 from agents.engines.sglang.settings import ServerPlace, SGLangSettings
 from envs.errors import UserError, first_line
 from trainer.learner.ray_worker import Place
@@ -63,8 +63,8 @@ class ServerHost:
         if not self._settings.log_folder.parent.exists():  # the run's folder is not shared with this node
             own = Path(tempfile.gettempdir()) / "trueturn" / self._settings.log_folder.parent.name
             self._settings = replace(self._settings, log_folder=own)
-        port = self._port if self._port and is_free(self._port, address) else free_ports(1)[0]
-        place = ServerPlace(port, address, servers_on_gpu=shared.servers_on_gpu)
+        self._ports = ReservedPorts(1, address, [self._port] if self._port else [])
+        place = ServerPlace(self._ports.numbers[0], address, servers_on_gpu=shared.servers_on_gpu)
         self._process = LocalProcess(self._settings, self._number, place)
         return self._process.url, node
 

@@ -105,8 +105,10 @@ class SGLangClient:
         self._model_type = ""
         self._waits: set[asyncio.Timeout] = set()
 
-    async def call(self, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None) -> Any:
-        """Send a POST with the body, or a GET without one; return the decoded answer.
+    async def call(
+        self, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None, key: str = ""
+    ) -> Any:
+        """Send a POST with the body, or a GET without one; return the decoded answer. Proves another `key` if given.
 
         Raises:
             ServerLost: no answer, one of status 5xx, or one that cannot be decoded.
@@ -119,7 +121,12 @@ class SGLangClient:
             async with wait:
                 self._waits.add(wait)
                 async with self._http.request(
-                    method, f"{self.url}/{path}", json=body, timeout=timeout, allow_redirects=False
+                    method,
+                    f"{self.url}/{path}",
+                    json=body,
+                    timeout=timeout,
+                    allow_redirects=False,
+                    headers=authorization(key),
                 ) as response:
                     text = await _text(response)
                     if response.status == 200:
@@ -156,6 +163,16 @@ class SGLangClient:
             return False
         self._model_type = str(answer.get("model_type")) if isinstance(answer, dict) else ""
         return True
+
+    async def asks_for_key(self) -> bool:
+        """Whether the server refuses another key."""
+        try:
+            await self.call("model_info", timeout_s=ALIVE_S, key="another")
+        except ServerRefused:
+            return True
+        except ServerLost:
+            pass
+        return False
 
     async def keeps_pictures(self) -> bool:
         """Whether the server has our picture processor, which keeps what it has been sent."""

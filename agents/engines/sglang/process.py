@@ -10,7 +10,9 @@ import shlex
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -155,25 +157,50 @@ def listens(url: str) -> bool:
     return False
 
 
-def free_ports(count: int) -> list[int]:
-    """Return free ports at least 100 apart, because SGLang also uses a few more that it counts up from its own.
+class ReservedPorts:
+    """Free ports of this host. On Linux nobody else chooses them here until `release`, while a server may listen there.
 
-    It adds up to 10,000, so the ports must be low; a connection could take one above 32,767 before the server listens,
-    because Linux gives connections theirs there. Runs of one seed that start at the same time get different ports.
+    A port is held by a socket that never listens: a plain bind fails beside it, and a server's, which sets
+    SO_REUSEADDR, does not. Without that, another run could choose the port of a server that is only just starting, or
+    starting again, and both would take one server for theirs.
+
+    Ports are at least 100 apart, because SGLang also uses a few more that it counts up from its own, up to 10,000. They
+    lie below 32,768: Linux gives outgoing connections theirs above.
+
+    Example::
+
+        ports = ReservedPorts(2)
+        ports.numbers      # [23100, 30700]
+        ports.release()
     """
-    ports: list[int] = []
-    choices = range(20_000, 32_700, 100)
-    for port in random.SystemRandom().sample(choices, len(choices)):
-        if is_free(port):
-            ports.append(port)
-        if len(ports) == count:
-            return ports
-    raise OSError("no free port between 20000 and 32700")
 
+    def __init__(self, count: int, address: str = "127.0.0.1", preferred: Sequence[int] = ()) -> None:
+        """Reserve `preferred` ports where those are free, and others at random, whatever the seed of the run."""
+        self.numbers: list[int] = []
+        self._sockets: list[socket.socket] = []
+        choices = range(20_000, 32_700, 100)
+        for port in (*preferred, *random.SystemRandom().sample(choices, len(choices))):
+            if len(self.numbers) < count and self._reserve(address, port):
+                self.numbers.append(port)
+        if len(self.numbers) < count:
+            self.release()
+            raise OSError("no free port between 20000 and 32700")
 
-def is_free(port: int, address: str = "127.0.0.1") -> bool:
-    """Return whether a server could listen at a port of this host."""
-    with socket.socket() as tried, contextlib.suppress(OSError):
-        tried.bind((address, port))
+    def _reserve(self, address: str, port: int) -> bool:
+        held = socket.socket()
+        try:
+            held.bind((address, port))
+        except OSError:
+            held.close()
+            return False
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # from now on
+        self._sockets.append(held)
+        if sys.platform != "linux":  # no server could listen beside the socket
+            self.release()
         return True
-    return False
+
+    def release(self) -> None:
+        """Let others choose the ports."""
+        for held in self._sockets:
+            held.close()
+        self._sockets.clear()

@@ -19,7 +19,7 @@ import aiohttp
 from agents.engines.busy import BusyTime
 from agents.engines.sglang.client import ServerLost, ServerRefused, SGLangClient, authorization, uses_proxy
 from agents.engines.sglang.pictures import SentPictures, image_fields, missed_pictures
-from agents.engines.sglang.process import Launcher, LocalLauncher, ServerProcess, free_ports, listens
+from agents.engines.sglang.process import Launcher, LocalLauncher, ReservedPorts, ServerProcess, listens
 from agents.engines.sglang.routing import PromptRouter
 from agents.engines.sglang.settings import SGLangSettings
 from agents.types import ProcessedImage
@@ -113,6 +113,7 @@ class ServerPool:
         #: Set unless the learner has the memory of servers.
         self._may_start: asyncio.Event = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
+        self._ports: ReservedPorts | None = None
 
     @property
     def up(self) -> list[Server]:
@@ -128,7 +129,8 @@ class ServerPool:
             return
         self._launcher.check(self.settings)  # what cannot start must not start others first
         self.settings = self.settings.with_key()
-        for number, port in enumerate(free_ports(self.settings.num_servers)):
+        self._ports = ReservedPorts(self.settings.num_servers)
+        for number, port in enumerate(self._ports.numbers):
             process = self._launcher.launch(self.settings, number, port)
             self.all.append(Server(process.url, number, process=process))
 
@@ -247,6 +249,8 @@ class ServerPool:
         if processes := [server.process for server in servers if server.process]:
             with ThreadPoolExecutor(len(processes)) as pool:
                 list(pool.map(lambda process: process.stop(), processes))
+        if self._ports:
+            self._ports.release()
 
     async def _wait_until_up(self, server: Server) -> None:
         """Wait until a server answers; raise `UserError` where its process ends or the time is up."""
@@ -265,10 +269,16 @@ class ServerPool:
         server.sent_pictures = SentPictures() if keeps else None
 
     async def _answers(self, server: Server) -> bool:
-        """Whether a server answers; raise `UserError` if its process has ended."""
-        if self._has_process(server) and server.process:
-            server.client.url, server.client.node = server.url, server.process.node
-        return bool(server.url) and await server.client.is_alive()
+        """Whether a server answers; raise `UserError` if its process has ended.
+
+        A stranger that listens where the process of ours is about to is not it: ours asks for the key.
+        """
+        if not self._has_process(server) or server.process is None:
+            return await server.client.is_alive()
+        server.client.url, server.client.node = server.url, server.process.node
+        if not server.url or not await server.client.is_alive():
+            return False
+        return not self.settings.api_key or await server.client.asks_for_key()
 
     def _has_process(self, server: Server) -> bool:
         """Whether a server is a process of ours, which may have moved; raise `UserError` if it has ended."""

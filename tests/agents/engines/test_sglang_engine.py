@@ -9,6 +9,7 @@ import os
 import pickle
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ from dataclasses import replace
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -28,11 +30,11 @@ import numpy as np
 import pytest
 import torch
 
-from agents.engines.sglang import SGLangEngine, SGLangSettings
+from agents.engines.sglang import SGLangEngine, SGLangSettings, servers
 from agents.engines.sglang.client import ServerRefused, SGLangClient
 from agents.engines.sglang.payloads import collapse
 from agents.engines.sglang.pictures import salted_hash
-from agents.engines.sglang.process import LocalProcess, free_ports
+from agents.engines.sglang.process import LocalProcess, ReservedPorts
 from agents.engines.sglang.servers import EngineDown
 from agents.model.architectures import ModelFacts
 from agents.model.policy import PolicyModel
@@ -48,6 +50,7 @@ from envs.spec import EnvLimits
 from tests.agents.engines.sglang_server import NEW, OLD
 from tests.builders import sampling, versions_of
 from tests.prompts import picture, question, sample
+from tests.servers import serving
 from trainer.setup.servers import check_server
 
 Answer = tuple[dict[str, Any], bool, dict[str, Any]]
@@ -93,7 +96,8 @@ class PictureEnv(Env):
 @pytest.fixture(scope="module", params=[OLD, NEW])
 def shared_server(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[str]:
     """One emulator of each release for all tests that leave it alive."""
-    (port,) = free_ports(1)
+    ports = ReservedPorts(1)
+    (port,) = ports.numbers
     launch = (sys.executable, "-m", "agents.engines.sglang.launch")  # which ends it with the tests, however those end
     where = ("--model-path", str(checkpoint), "--port", str(port), "--release", request.param)
     process = subprocess.Popen([*launch, *EMULATOR, *where])
@@ -102,6 +106,7 @@ def shared_server(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[
     finally:
         process.kill()
         process.wait()
+        ports.release()
 
 
 @pytest.fixture
@@ -185,8 +190,43 @@ def test_two_runs_of_one_seed_use_different_ports() -> None:
     chosen = []
     for _ in range(2):
         random.seed(0)  # as a run does
-        chosen.append(free_ports(3))
-    assert chosen[0] != chosen[1]
+        chosen.append(ReservedPorts(3))
+    assert not set(chosen[0].numbers) & set(chosen[1].numbers)
+    for ports in chosen:
+        ports.release()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere ports are not held")
+def test_a_port_is_chosen_once_while_its_server_starts_listens_or_starts_again() -> None:
+    def is_chosen(port: int) -> bool:
+        others = ReservedPorts(1, preferred=[port])
+        others.release()
+        return others.numbers == [port]
+
+    ports = ReservedPorts(1)
+    (port,) = ports.numbers
+    for _ in range(2):
+        assert not is_chosen(port)
+        address = ("127.0.0.1", port)
+        with socket.create_server(address), socket.create_connection(address):  # as asyncio and uvicorn make theirs
+            assert not is_chosen(port)
+    ports.release()
+    assert is_chosen(port)
+
+
+def test_a_stranger_at_the_port_of_a_server_that_starts_is_not_taken_for_it(
+    checkpoint: Path, renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(checkpoint) as url:  # it answers whatever the key is
+        port = int(url.rpartition(":")[2])
+        taken = SimpleNamespace(numbers=[port], release=lambda: None)
+        monkeypatch.setattr(servers, "ReservedPorts", lambda _: taken)
+        with pytest.raises(UserError, match=r"its process ended with status 1.*address already in use"):
+            with_engine(settings(checkpoint, tmp_path), renderer, nothing)
+
+
+async def nothing(_: SGLangEngine) -> None:
+    """Play nothing."""
 
 
 def test_placeholders_are_collapsed_to_one_per_picture(renderer: Renderer) -> None:

@@ -38,7 +38,7 @@ from agents.engines.sglang.in_server.kept_pictures import (
 from agents.engines.sglang.in_server.prompts import expand
 from agents.engines.sglang.payloads import collapse
 from agents.engines.sglang.pictures import HELLO, PROTOCOL, SentPictures, missed_pictures, picture_key, salted_hash
-from agents.engines.sglang.process import LocalProcess, free_ports
+from agents.engines.sglang.process import LocalProcess, ReservedPorts
 from agents.model.mrope import mrope_positions
 from agents.rendering.renderer import Renderer
 from agents.types import GenerateRequest, ProcessedImage, SamplingParams
@@ -305,7 +305,8 @@ def test_pictures_without_their_placeholders_are_refused(ids: list[int], grids: 
 @pytest.fixture(scope="module")
 def shared_server(checkpoint: Path) -> Iterator[str]:
     """A server that others have started with our picture processor; `url` makes it as if just started."""
-    (port,) = free_ports(1)
+    ports = ReservedPorts(1)
+    (port,) = ports.numbers
     command = [sys.executable, "-m", "agents.engines.sglang.launch", *EMULATOR, "--model-path", str(checkpoint)]
     env = {**os.environ, "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": "agents.engines.sglang.in_server"}
     process = subprocess.Popen([*command, "--port", str(port)], env=env)
@@ -314,6 +315,7 @@ def shared_server(checkpoint: Path) -> Iterator[str]:
     finally:
         process.kill()
         process.wait()
+        ports.release()
 
 
 def came(engine: SGLangEngine) -> list[dict[str, int]]:
