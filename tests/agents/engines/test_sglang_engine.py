@@ -56,12 +56,14 @@ from trainer.setup.servers import check_server
 Answer = tuple[dict[str, Any], bool, dict[str, Any]]
 EMULATOR = (sys.executable, "-m", "tests.agents.engines.sglang_server")
 TIME_S = 90
-#: A program that starts at once, answers that it is there, and never writes a turn.
+#: A program that starts at once, answers that it is there to those with its key, and never writes a turn.
 SILENT = """
-import http.server, sys
+import http.server, json, sys
+key = "Bearer " + json.load(open(sys.argv[sys.argv.index("--config") + 1]))["api-key"]
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        self.send_response(200); self.send_header("Content-Type", "application/json"); self.end_headers()
+        self.send_response(200 if self.headers["Authorization"] == key else 401)
+        self.send_header("Content-Type", "application/json"); self.end_headers()
         self.wfile.write(b'{"weight_version": "0"}')
     def do_POST(self):
         __import__("time").sleep(3600)
