@@ -79,7 +79,7 @@ class MegatronLearner(StepLearner[ThdBatch]):
         """
         super().__init__(sampling, num_steps, optim, algorithm, config, torch.device(device), dtype)
         ensure_process_group(self.device)
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and self.device.index is not None:  # without an index: the current one
             torch.cuda.set_device(self.device)
         self.layout = Layout.of(backend)
         self._row_length = config.max_tokens_per_microbatch if backend.pad_microbatches else 0
