@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from envs.errors import UserError
 from trainer.learner.dcp_state import reason
@@ -76,7 +77,7 @@ class MegatronState:
         try:
             self._queue.maybe_finalize_async_calls(blocking=wait)
             self._is_pending = self._queue.get_num_unfinalized_calls() > 0
-        except (OSError, RuntimeError) as error:
+        except (CheckpointException, OSError, RuntimeError) as error:
             self._is_pending = False
             raise CheckpointFailed(reason(error)) from error
         return not self._is_pending
