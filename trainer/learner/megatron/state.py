@@ -43,8 +43,9 @@ class MegatronState:
         self._is_pending = False
 
     def _state(self, is_loading: bool) -> dict[str, Any]:
-        state = {"model": self._network.bare.sharded_state_dict(metadata=_METADATA)}
-        state["optimizer"] = self._optimizer.inner.sharded_state_dict(state, is_loading=is_loading, metadata=_METADATA)
+        metadata: dict[str, Any] = {**_METADATA}  # Megatron adds the process group of the layout to it
+        state = {"model": self._network.bare.sharded_state_dict(metadata=metadata)}
+        state["optimizer"] = self._optimizer.inner.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
         return state
 
     def begin(self, folder: Path, steps_done: int) -> None:
