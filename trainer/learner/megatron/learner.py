@@ -82,7 +82,9 @@ class MegatronLearner(StepLearner[ThdBatch]):
         if self.device.type == "cuda" and self.device.index is not None:  # without an index: the current one
             torch.cuda.set_device(self.device)
         self.layout = Layout.of(backend)
-        self._row_length = config.max_tokens_per_microbatch if backend.pad_microbatches else 0
+        multiple = padding_multiple(self.layout)  # a row is padded to one; a stage expects exactly its length
+        padded = -(-config.max_tokens_per_microbatch // multiple) * multiple
+        self._row_length = padded if backend.pad_microbatches else 0
         #: The network of Transformers on the meta device, for its configuration and names: it takes no memory.
         self.model = empty_model(path, dtype)
         if config.freeze_vision and not self.model.architecture.vision:
