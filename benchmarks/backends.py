@@ -389,7 +389,8 @@ def run_all(chosen: list[Case], work: Path, out: Path, device: str) -> int:
             except Exception as error:  # the case is a row, and the next ones get new processes
                 at = min((int(file.read_text()) for file in work.glob("at-*")), default=0)
                 texts = [file.read_text() for file in sorted(work.glob("error-*"))]
-                write(out, {"kind": "error", **asdict(left[at]), "error": (texts or [str(error)])[0][-2000:]})
+                case = left[min(at, len(left) - 1)]  # after the last case, the processes failed as they ended
+                write(out, {"kind": "error", **asdict(case), "error": (texts or [str(error)])[0][-2000:]})
                 failed, left = failed + 1, left[at + 1 :]
     return failed
 
