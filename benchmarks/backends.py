@@ -89,6 +89,8 @@ SETTINGS: dict[str, Settings] = {
 }
 #: The layouts that are compared under all settings.
 UNDER_ALL = ("tp 2 sp", "pp 2", "cp 2")
+#: So many failures before any success have one cause, and the other cases would only take their time.
+GIVE_UP = 3
 #: A rank waits this long for another whose case has failed.
 LIMIT = timedelta(seconds=120)
 
@@ -375,9 +377,9 @@ def write(out: Path, row: dict[str, Any]) -> None:
 def run_all(chosen: list[Case], work: Path, out: Path, device: str) -> int:
     """Run the cases, those of a network on as many ranks in the same processes; return how many failed.
 
-    Each case leaves threads of its process groups behind.
+    Each case leaves threads of its process groups behind. If the first `GIVE_UP` cases fail, the others do not run.
     """
-    failed = 0
+    failed = succeeded = 0
     for ranks, model in sorted({(case.ranks, case.model) for case in chosen}):
         left = [case for case in chosen if (case.ranks, case.model) == (ranks, model)]
         while left:
@@ -385,13 +387,16 @@ def run_all(chosen: list[Case], work: Path, out: Path, device: str) -> int:
                 file.unlink()
             try:
                 run_ranks(rank_main, ranks, work / f"store-{time.monotonic_ns()}", device, left, work, out)
+                succeeded += len(left)
                 break
             except Exception as error:  # the case is a row, and the next ones get new processes
                 at = min((int(file.read_text()) for file in work.glob("at-*")), default=0)
                 texts = [file.read_text() for file in sorted(work.glob("error-*"))]
                 case = left[min(at, len(left) - 1)]  # after the last case, the processes failed as they ended
                 write(out, {"kind": "error", **asdict(case), "error": (texts or [str(error)])[0][-2000:]})
-                failed, left = failed + 1, left[at + 1 :]
+                failed, succeeded, left = failed + 1, succeeded + at, left[at + 1 :]
+                if failed == GIVE_UP and not succeeded:
+                    return failed
     return failed
 
 
