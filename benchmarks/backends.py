@@ -14,6 +14,7 @@ import argparse
 import itertools
 import json
 import logging
+import os
 import shutil
 import sys
 import time
@@ -435,6 +436,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "backends.jsonl")
     parser.add_argument("--work", type=Path, default=Path("/tmp/backends"))
     options = parser.parse_args()
+    os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")  # TransformerEngine multiplies float32 matrices in TF32
     shutil.rmtree(options.work, ignore_errors=True)
     options.work.mkdir(parents=True)
     options.out.unlink(missing_ok=True)
