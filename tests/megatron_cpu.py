@@ -89,13 +89,12 @@ def _keep_steps() -> None:
     def filled(self: Any, parameter: Any, tensors: dict[str, Any]) -> None:
         fill(self, parameter, {"step": None, **tensors})
 
-    def begun(self: Any, *args: Any, **options: Any) -> Any:
-        for group in self.optimizer.param_groups:
-            for p in group["params"]:
-                if p not in self.optimizer.state:
-                    zeros = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-                    self.optimizer.state[p] = {"step": torch.tensor(0.0), **zeros}
-        return sharded(self, *args, **options)
+    def begun(self: Any, model: Any, is_loading: bool = False, *args: Any, **options: Any) -> Any:
+        if is_loading:
+            self.init_state_fn(self.optimizer, self.config)
+        for moments in self.optimizer.state.values():
+            moments.setdefault("step", torch.tensor(0.0))
+        return sharded(self, model, is_loading, *args, **options)
 
     load: Any = DistributedOptimizer.load_state_dict
 

@@ -72,6 +72,10 @@ def rank_main(rank: int, folder: Path, layouts: Mapping[str, dict[str, Any]], ou
         number = learner.layout.data_rank(rank, 2)
         mine = [samples[number::shares] for samples in minibatches]
         before = {n: w.clone() for n, w in learner.weights().items()}
+        if name == "data":
+            learner.begin_checkpoint(out / "untrained")  # before the first step makes the moments
+            assert learner.is_checkpoint_written(wait=True)
+            learner.restore(out / "untrained")
         stats = learner.step(mine)
         keys: list[Any] = [None, None]
         dist.all_gather_object(keys, dict(stats.logprobs))

@@ -49,6 +49,12 @@ class MegatronOptimizer:
         """Forget the gradients."""
         self.inner.zero_grad()
 
+    def begin_moments(self) -> None:
+        """Make the moments that the first step would make, each 0: a checkpoint holds them, also before that step."""
+        for part in self.inner.chained_optimizers:
+            if not part.is_stub_optimizer:
+                part.init_state_fn(part.optimizer, part.config)
+
     def step(self) -> float:
         """Clip the gradient and step; a gradient that is not finite changes nothing. Return its norm."""
         self.inner.prepare_grads()

@@ -58,6 +58,7 @@ class MegatronState:
             folder.mkdir(parents=True, exist_ok=True)
         dist.barrier()
         self._queue = self._queue or AsyncCallsQueue()
+        self._optimizer.begin_moments()
         request = dist_checkpointing.save(
             self._state(is_loading=False) | {_STEPS: steps_done},
             str(folder),
