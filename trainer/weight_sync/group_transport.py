@@ -103,8 +103,8 @@ class GroupTransport(ServersTransport):
             GroupBroken: they cannot form one.
         """
         self._messages = self._messages or await asyncio.to_thread(self._sender.messages)
-        fault = ""
-        for _ in range(MAX_TRIES):
+        fault, num_tries = "", 0
+        while True:
             await self._drop_dead()
             servers = self.engine.servers.up
             if not servers:
@@ -112,10 +112,12 @@ class GroupTransport(ServersTransport):
             if self._group and self._group.members == self._members(servers):
                 return self._group
             await self._leave()
+            if num_tries == MAX_TRIES:
+                raise GroupBroken(fault or "servers were lost or came back in every try")
+            num_tries += 1
             address, fault = await self._join(servers)
             if not fault:
                 self._group = _Joined(address, self._members(servers))
-        raise GroupBroken(fault)
 
     def _members(self, servers: Sequence[Server]) -> object:
         """Return what changes when the learner is restarted, or a server, by us or, if it is not ours, by others."""

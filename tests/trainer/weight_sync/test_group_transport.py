@@ -10,6 +10,7 @@ import time
 import urllib.request
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ import torch
 from safetensors.torch import load_file
 
 from agents.engines.sglang import SGLangEngine, SGLangSettings
+from agents.engines.sglang.client import GroupAddress, Message, SGLangClient
 from agents.engines.sglang.process import LocalProcess
+from agents.engines.sglang.servers import Server
 from agents.rendering.renderer import Renderer
 from envs.errors import UserError
 from tests.agents.engines.sglang_server import digests
@@ -260,6 +263,64 @@ def test_a_group_waits_no_longer_than_its_limit_and_ends_when_it_is_cancelled() 
         cancelled.join()
     assert time.monotonic() - began < 5
     cancel("127.0.0.1", 1)  # a store that is gone
+
+
+def idle_transport(folder: Path, num_servers: int = 1) -> GroupTransport:
+    """A transport whose servers and sender do nothing but answer that all is well."""
+    engine = SGLangEngine(SGLangSettings(), None)
+    engine._idle.set()
+    sender: Any = SimpleNamespace(
+        process=1,
+        messages=lambda: (Message(("norm.weight",), "float32", ((8,),)),),
+        open_group=lambda name, hosts, count: GroupAddress(name, "127.0.0.1", 1, count + 1, "gloo"),
+        join_group=lambda: "",
+        close_group=lambda: None,
+    )
+
+    async def call(path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None) -> dict[str, Any]:
+        return {"success": True, "weight_version": "0", "tp_size": 1}
+
+    for number in range(num_servers):
+        server = Server(f"http://server-{number}", number, is_up=True)
+        server.client = SGLangClient(server.url, None)  # type: ignore[arg-type]
+        server.client.call = call  # type: ignore[method-assign, assignment]
+        engine.servers.all.append(server)
+    learner: Any = SimpleNamespace(steps_done=0)
+    return GroupTransport(learner, engine, folder, sender)
+
+
+def test_a_group_that_forms_at_the_last_try_is_used(tmp_path: Path) -> None:
+    async def play() -> None:
+        transport = idle_transport(tmp_path)
+        join, faults = transport._join, ["the first fault", "the second fault"]
+
+        async def joined(servers: Sequence[Server]) -> tuple[GroupAddress, str]:
+            address, fault = await join(servers)
+            return address, faults.pop(0) if faults else fault
+
+        transport._join = joined  # type: ignore[method-assign]
+        group = await transport._joined()
+        assert group is not None and group is transport._group and not faults
+
+    asyncio.run(play())
+
+
+def test_a_group_whose_servers_change_with_every_try_is_left_and_the_fault_says_so(tmp_path: Path) -> None:
+    async def play() -> None:
+        transport = idle_transport(tmp_path, num_servers=2)
+        join = transport._join
+
+        async def joined(servers: Sequence[Server]) -> tuple[GroupAddress, str]:
+            other = transport.engine.servers.all[1]
+            other.is_up = not other.is_up
+            return await join(servers)
+
+        transport._join = joined  # type: ignore[method-assign]
+        with pytest.raises(GroupBroken, match="lost or came back in every try"):
+            await transport._joined()
+        assert transport._group is None
+
+    asyncio.run(play())
 
 
 def test_the_address_for_servers_is_one_that_they_can_reach() -> None:
