@@ -115,7 +115,11 @@ class GroupTransport(ServersTransport):
             if num_tries == MAX_TRIES:
                 raise GroupBroken(fault or "servers were lost or came back in every try")
             num_tries += 1
-            address, fault = await self._join(servers)
+            try:
+                address, fault = await self._join(servers)
+            except GroupBroken as error:
+                fault = str(error)
+                continue
             if not fault:
                 self._group = _Joined(address, self._members(servers))
 
@@ -138,8 +142,12 @@ class GroupTransport(ServersTransport):
         await asyncio.gather(*map(one, self.engine.servers.up))
 
     async def _join(self, servers: Sequence[Server]) -> tuple[GroupAddress, str]:
-        """Let servers and learner join a new group; return where, and why it failed."""
-        counts = await asyncio.gather(*(server.client.num_gpus() for server in servers))
+        """Let servers and learner join a new group; return where, and why it failed.
+
+        Raises:
+            GroupBroken: a server does not say how many members it would be.
+        """
+        counts = await asyncio.gather(*map(self._num_gpus, servers))
         hosts = [urlsplit(server.url).hostname or "" for server in servers]
         name = f"trueturn-{secrets.token_hex(4)}"
         address = await asyncio.to_thread(self._sender.open_group, name, hosts, sum(counts))
@@ -157,6 +165,15 @@ class GroupTransport(ServersTransport):
         ranks = [1 + sum(counts[:place]) for place in range(len(counts))]
         faults = await asyncio.gather(*map(one, servers, ranks), asyncio.to_thread(self._sender.join_group))
         return address, "; ".join(filter(None, faults))
+
+    async def _num_gpus(self, server: Server) -> int:
+        """Return the GPUs of a server; report one that gives no answer. Raises `GroupBroken` if it does not say."""
+        try:
+            return await server.client.num_gpus()
+        except (ServerLost, ServerRefused) as error:
+            if isinstance(error, ServerLost):
+                self.engine.servers.report_lost(server, str(error))
+            raise GroupBroken(str(error)) from error
 
     async def _send(self, group: _Joined, version: int) -> tuple[Sent, str]:
         """Send the weights while all servers receive them; return what was sent, and why some did not get all."""

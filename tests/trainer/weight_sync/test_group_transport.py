@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from agents.engines.sglang import SGLangEngine, SGLangSettings
-from agents.engines.sglang.client import GroupAddress, Message, SGLangClient
+from agents.engines.sglang.client import GroupAddress, Message, ServerLost, ServerRefused, SGLangClient
 from agents.engines.sglang.process import LocalProcess
 from agents.engines.sglang.servers import Server
 from agents.rendering.renderer import Renderer
@@ -319,6 +319,38 @@ def test_a_group_whose_servers_change_with_every_try_is_left_and_the_fault_says_
         with pytest.raises(GroupBroken, match="lost or came back in every try"):
             await transport._joined()
         assert transport._group is None
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("error", [ServerLost, ServerRefused])
+def test_a_server_that_does_not_say_how_many_gpus_it_has_ends_no_run(tmp_path: Path, error: type[Exception]) -> None:
+    """One whose scheduler hangs still says which weights it has, and a gateway may refuse to say more."""
+
+    async def play() -> None:
+        transport = idle_transport(tmp_path, num_servers=2)
+        servers, num_tries = transport.engine.servers, 0
+
+        async def num_gpus() -> int:
+            nonlocal num_tries
+            num_tries += 1
+            raise error("no answer")
+
+        servers.all[0].client.num_gpus = num_gpus  # type: ignore[method-assign]
+        lost: list[Server] = []
+
+        def report_lost(server: Server, reason: str, must_restart: bool = False) -> None:
+            lost.append(server)
+            server.is_up = False
+
+        servers.report_lost = report_lost  # type: ignore[method-assign]
+        if error is ServerRefused:
+            with pytest.raises(GroupBroken, match="no answer"):
+                await transport._joined()
+            assert not lost and num_tries == group_transport.MAX_TRIES
+        else:
+            assert await transport._joined() is not None
+            assert lost == [servers.all[0]] and num_tries == 1
 
     asyncio.run(play())
 
