@@ -115,13 +115,14 @@ class GroupTransport(ServersTransport):
             if num_tries == MAX_TRIES:
                 raise GroupBroken(fault or "servers were lost or came back in every try")
             num_tries += 1
+            members = self._members(servers)  # one that restarts while the others join is not in the group
             try:
                 address, fault = await self._join(servers)
             except GroupBroken as error:
                 fault = str(error)
                 continue
             if not fault:
-                self._group = _Joined(address, self._members(servers))
+                self._group = _Joined(address, members)
 
     def _members(self, servers: Sequence[Server]) -> object:
         """Return what changes when the learner is restarted, or a server, by us or, if it is not ours, by others."""

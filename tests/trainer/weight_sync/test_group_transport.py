@@ -355,6 +355,25 @@ def test_a_server_that_does_not_say_how_many_gpus_it_has_ends_no_run(tmp_path: P
     asyncio.run(play())
 
 
+def test_a_server_that_restarts_while_the_others_join_is_not_taken_for_a_member(tmp_path: Path) -> None:
+    async def play() -> None:
+        transport = idle_transport(tmp_path, num_servers=2)
+        joins, join = list[int](), transport._join
+
+        async def joined(servers: Sequence[Server]) -> tuple[GroupAddress, str]:
+            address, fault = await join(servers)
+            if not joins:
+                servers[1].num_restarts += 1
+            joins.append(len(servers))
+            return address, fault
+
+        transport._join = joined  # type: ignore[method-assign]
+        await transport._joined()
+        assert joins == [2, 2]
+
+    asyncio.run(play())
+
+
 def test_the_address_for_servers_is_one_that_they_can_reach() -> None:
     assert own_address(["127.0.0.1", "localhost"]) == "127.0.0.1"
     assert own_address(["127.0.0.1", "127.0.0.9"]) == "127.0.0.1"  # the way to it begins there
