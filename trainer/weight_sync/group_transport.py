@@ -55,7 +55,7 @@ class GroupTransport(ServersTransport):
         self._messages: Sequence[Message] = ()
         self._group: _Joined | None = None
         self._num_failed = 0
-        self._is_over_disk = False
+        self._has_sent = self._is_over_disk = False
         engine.before_close = self._leave
 
     async def start(self) -> None:
@@ -84,13 +84,15 @@ class GroupTransport(ServersTransport):
         if fault:
             await self._leave()
             self.engine.servers.events.append(f"weights {version} go over disk to servers that were lost: {fault}")
-        if fault and (version == 0 or self._num_failed == MAX_FAILED):
+        is_first = version == 0 and not self._has_sent  # a run that has lost its learner may begin with 0 again
+        if fault and (is_first or self._num_failed == MAX_FAILED):
             self._use_disk(fault)
+        self._has_sent = self._has_sent or not fault
         return Transfer(sent.num_bytes, {"gather_s": sent.gather_s, "send_s": sent.send_s})
 
     def _use_disk(self, fault: str) -> None:
         """Send all later weights over disk. Raises `UserError` if a group is required and there has been none."""
-        if self._is_required and not self.engine.weight_version:
+        if self._is_required and not self._has_sent and not self.engine.weight_version:
             rule = "needs servers that can form a process group with the learner, each on GPUs of its own"
             raise UserError("--sync nccl", rule, fault, "give --sync auto, or see the servers' logs")
         self._is_over_disk = True

@@ -33,7 +33,7 @@ from tests.trainer.weight_sync.test_sync import move
 from trainer.learner import weight_group
 from trainer.learner.fsdp_learner import FSDPLearner
 from trainer.learner.weight_group import GroupBroken, WeightGroup, cancel, own_address
-from trainer.learner.weight_sender import RankSender
+from trainer.learner.weight_sender import RankSender, Sent
 from trainer.run import run
 from trainer.weight_sync import group_transport
 from trainer.weight_sync.group_transport import GroupTransport
@@ -265,10 +265,11 @@ def test_a_group_waits_no_longer_than_its_limit_and_ends_when_it_is_cancelled() 
     cancel("127.0.0.1", 1)  # a store that is gone
 
 
-def idle_transport(folder: Path, num_servers: int = 1) -> GroupTransport:
+def idle_transport(folder: Path, num_servers: int = 1, is_required: bool = False) -> GroupTransport:
     """A transport whose servers and sender do nothing but answer that all is well."""
     engine = SGLangEngine(SGLangSettings(), None)
     engine._idle.set()
+    given: dict[str, Any] = {"weight_version": "0"}
     sender: Any = SimpleNamespace(
         process=1,
         messages=lambda: (Message(("norm.weight",), "float32", ((8,),)),),
@@ -278,7 +279,8 @@ def idle_transport(folder: Path, num_servers: int = 1) -> GroupTransport:
     )
 
     async def call(path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None) -> dict[str, Any]:
-        return {"success": True, "weight_version": "0", "tp_size": 1}
+        given.update(body or {})
+        return {"success": True, "weight_version": given["weight_version"], "tp_size": 1}
 
     for number in range(num_servers):
         server = Server(f"http://server-{number}", number, is_up=True)
@@ -286,7 +288,7 @@ def idle_transport(folder: Path, num_servers: int = 1) -> GroupTransport:
         server.client.call = call  # type: ignore[method-assign, assignment]
         engine.servers.all.append(server)
     learner: Any = SimpleNamespace(steps_done=0)
-    return GroupTransport(learner, engine, folder, sender)
+    return GroupTransport(learner, engine, folder, sender, is_required)
 
 
 def test_a_group_that_forms_at_the_last_try_is_used(tmp_path: Path) -> None:
@@ -370,6 +372,20 @@ def test_a_server_that_restarts_while_the_others_join_is_not_taken_for_a_member(
         transport._join = joined  # type: ignore[method-assign]
         await transport._joined()
         assert joins == [2, 2]
+
+    asyncio.run(play())
+
+
+def test_a_run_that_begins_anew_survives_a_broken_group_also_where_a_group_is_required(tmp_path: Path) -> None:
+    async def play() -> None:
+        transport = idle_transport(tmp_path, is_required=True)
+        for version, fault in ((0, ""), (1, ""), (0, "a server is gone"), (1, "")):
+            sent = Sent(32, 0.1, 0.1, fault)
+            transport._sender.send_weights = lambda sent=sent: sent  # type: ignore[method-assign]
+            await transport.push(version)
+        events = transport.engine.servers.events
+        assert events == ["weights 0 go over disk to servers that were lost: a server is gone"]
+        assert transport._group is not None
 
     asyncio.run(play())
 
