@@ -55,7 +55,7 @@ class GroupTransport(ServersTransport):
         self._messages: Sequence[Message] = ()
         self._group: _Joined | None = None
         self._num_failed = 0
-        self._is_over_disk = False
+        self._has_sent = self._is_over_disk = False
         engine.before_close = self._leave
 
     async def start(self) -> None:
@@ -84,13 +84,15 @@ class GroupTransport(ServersTransport):
         if fault:
             await self._leave()
             self.engine.servers.events.append(f"weights {version} go over disk to servers that were lost: {fault}")
-        if fault and (version == 0 or self._num_failed == MAX_FAILED):
+        is_first = version == 0 and not self._has_sent  # a run that has lost its learner may begin with 0 again
+        if fault and (is_first or self._num_failed == MAX_FAILED):
             self._use_disk(fault)
+        self._has_sent = self._has_sent or not fault
         return Transfer(sent.num_bytes, {"gather_s": sent.gather_s, "send_s": sent.send_s})
 
     def _use_disk(self, fault: str) -> None:
         """Send all later weights over disk. Raises `UserError` if a group is required and there has been none."""
-        if self._is_required and not self.engine.weight_version:
+        if self._is_required and not self._has_sent and not self.engine.weight_version:
             rule = "needs servers that can form a process group with the learner, each on GPUs of its own"
             raise UserError("--sync nccl", rule, fault, "give --sync auto, or see the servers' logs")
         self._is_over_disk = True
@@ -103,8 +105,8 @@ class GroupTransport(ServersTransport):
             GroupBroken: they cannot form one.
         """
         self._messages = self._messages or await asyncio.to_thread(self._sender.messages)
-        fault = ""
-        for _ in range(MAX_TRIES):
+        fault, num_tries = "", 0
+        while True:
             await self._drop_dead()
             servers = self.engine.servers.up
             if not servers:
@@ -112,10 +114,17 @@ class GroupTransport(ServersTransport):
             if self._group and self._group.members == self._members(servers):
                 return self._group
             await self._leave()
-            address, fault = await self._join(servers)
+            if num_tries == MAX_TRIES:
+                raise GroupBroken(fault or "servers were lost or came back in every try")
+            num_tries += 1
+            members = self._members(servers)  # one that restarts while the others join is not in the group
+            try:
+                address, fault = await self._join(servers)
+            except GroupBroken as error:
+                fault = str(error)
+                continue
             if not fault:
-                self._group = _Joined(address, self._members(servers))
-        raise GroupBroken(fault)
+                self._group = _Joined(address, members)
 
     def _members(self, servers: Sequence[Server]) -> object:
         """Return what changes when the learner is restarted, or a server, by us or, if it is not ours, by others."""
@@ -136,8 +145,12 @@ class GroupTransport(ServersTransport):
         await asyncio.gather(*map(one, self.engine.servers.up))
 
     async def _join(self, servers: Sequence[Server]) -> tuple[GroupAddress, str]:
-        """Let servers and learner join a new group; return where, and why it failed."""
-        counts = await asyncio.gather(*(server.client.num_gpus() for server in servers))
+        """Let servers and learner join a new group; return where, and why it failed.
+
+        Raises:
+            GroupBroken: a server does not say how many members it would be.
+        """
+        counts = await asyncio.gather(*map(self._num_gpus, servers))
         hosts = [urlsplit(server.url).hostname or "" for server in servers]
         name = f"trueturn-{secrets.token_hex(4)}"
         address = await asyncio.to_thread(self._sender.open_group, name, hosts, sum(counts))
@@ -155,6 +168,15 @@ class GroupTransport(ServersTransport):
         ranks = [1 + sum(counts[:place]) for place in range(len(counts))]
         faults = await asyncio.gather(*map(one, servers, ranks), asyncio.to_thread(self._sender.join_group))
         return address, "; ".join(filter(None, faults))
+
+    async def _num_gpus(self, server: Server) -> int:
+        """Return the GPUs of a server; report one that gives no answer. Raises `GroupBroken` if it does not say."""
+        try:
+            return await server.client.num_gpus()
+        except (ServerLost, ServerRefused) as error:
+            if isinstance(error, ServerLost):
+                self.engine.servers.report_lost(server, str(error))
+            raise GroupBroken(str(error)) from error
 
     async def _send(self, group: _Joined, version: int) -> tuple[Sent, str]:
         """Send the weights while all servers receive them; return what was sent, and why some did not get all."""

@@ -80,6 +80,9 @@ class SGLangEngine:
         self.num_loaded = 0
         self._num_given_up = 0  # turns given up since the last answer
         self._were_weights_pushed = False
+        #: How often versions began to count anew. A version that was given before that names other weights.
+        self._num_counts = 0
+        self._given_in: dict[SGLangClient, int] = {}  # by server: the count that its newest weights are of
         self._adapter: Adapter | None = None
         #: The name under which servers hold the adapter that writes; "" for the weights alone.
         self.adapter_name = ""
@@ -185,11 +188,12 @@ class SGLangEngine:
 
     async def offer_adapter(self, adapter: Adapter) -> str:
         """Do as `update_adapter` with version 0, if every server takes the adapter; else return why one refuses it."""
-        self._use(0, adapter)
+        count = self._use(0, adapter)
 
         async def one(server: Server) -> str:
             try:
                 await self._give_adapter(server.client)
+                self._given_in[server.client] = count
             except ServerLost as error:
                 if await server.client.is_alive():  # one with several data-parallel ranks fails with status 500
                     return str(error)
@@ -211,13 +215,14 @@ class SGLangEngine:
         A server that is lost meanwhile, or refuses the weights, loads `current_weights` when it is back.
         """
         assert self._idle.is_set(), "weights change while nothing is being written: pause first"
-        self._use(version, adapter)
+        count = self._use(version, adapter)
         self.servers.router.forget()
 
         async def one(server: Server) -> None:
             try:
                 await server.take_memory(WEIGHTS)
                 await push(server.client)
+                self._given_in[server.client] = count
                 await server.take_memory(CACHE)
             except (ServerLost, ServerRefused) as error:
                 self.servers.report_lost(server, str(error), must_restart=isinstance(error, ServerStuck))
@@ -225,27 +230,43 @@ class SGLangEngine:
         await asyncio.gather(*(one(server) for server in self.servers.up))
         self.servers.end_freeing()
 
-    def _use(self, version: int, adapter: Adapter | None) -> None:
-        """Let weights `version` write: an adapter under a name that no other has, or the weights alone."""
+    def _use(self, version: int, adapter: Adapter | None) -> int:
+        """Let weights `version` write: an adapter under a name that no other has, or the weights alone.
+
+        Returns the count that the version is of.
+        """
         if self._were_weights_pushed and version <= self.weight_version:
             self.num_loaded += 1  # the run went back: pictures that the abandoned weights encoded are of no use
+            self._num_counts += 1
+        elif not self._were_weights_pushed:
+            self._num_counts += 1  # a server of others may hold weights of an earlier run
         self.weight_version, self._were_weights_pushed = version, True
         self._adapter = adapter
         self.adapter_name = f"{self._run}-{version}-{next(self._numbers)}" if adapter else ""
+        return self._num_counts
 
     async def _load_current_weights(self, client: SGLangClient) -> None:
-        """Load the current weights into a server that is back, unless it has them."""
+        """Load the current weights into a server that is back, unless it has them.
+
+        Its version alone does not tell: the run may have gone back meanwhile, and come to that version again.
+        """
         loaded = None
-        while not self.is_current(name := await client.weight_version()):
-            if loaded == self._version_name:
-                raise ServerRefused(f"{client.url} has loaded weights {loaded} and still reports {name!r}")
-            loaded = self._version_name
+        while not self._was_given(client, name := await client.weight_version()):
+            current = self._num_counts, self._version_name
+            if loaded == current:
+                raise ServerRefused(f"{client.url} has loaded weights {self._version_name} and still reports {name!r}")
+            loaded = current
             try:
                 await self._give_current(client)
+                self._given_in[client] = current[0]
             except ServerRefused:
-                if loaded == self._version_name:  # else newer weights have replaced these meanwhile
+                if current == (self._num_counts, self._version_name):  # else other weights are current by now
                     raise
             self.num_loaded += 1
+
+    def _was_given(self, client: SGLangClient, name: str) -> bool:
+        """Return whether a server that reports a version was given the current weights."""
+        return self.is_current(name) and self._given_in.get(client, 0) == self._num_counts
 
     async def _give_current(self, client: SGLangClient) -> None:
         """Give a server that is back the current adapter, or the current weights from their folder."""

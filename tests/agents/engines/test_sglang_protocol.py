@@ -937,6 +937,87 @@ def test_a_server_that_is_back_is_asked_for_its_weights_and_given_the_current_on
     assert with_engine(play) == [body, body]
 
 
+def test_a_server_that_was_away_while_the_run_went_back_gets_the_weights_of_a_version_that_comes_again(
+    tmp_path: Path,
+) -> None:
+    async def play(engine: SGLangEngine, one: Script, other: Script) -> Any:
+        engine.current_weights = lambda: tmp_path / "again"
+        for version in (1, 2):
+            await engine.update_from_disk(tmp_path / "abandoned", version)
+        other.answers["model_info"] = [500] * 1000
+        engine.servers.report_lost(engine.servers.all[1], "no answer")
+        for version in (1, 2):
+            await engine.update_from_disk(tmp_path / "again", version)
+        other.answers["model_info"] = [{"weight_version": "2"}] * 1000
+        await until(lambda: engine.servers.all[1].is_up)
+        return [Path(body["model_path"]).name for body in other.bodies("update_weights_from_disk")]
+
+    assert with_engine(play, 2) == ["abandoned", "abandoned", "again"]
+
+
+def test_weights_that_were_loading_while_the_run_went_back_are_not_taken_for_those_of_a_version_that_comes_again(
+    tmp_path: Path,
+) -> None:
+    async def play(engine: SGLangEngine, script: Script) -> Any:
+        await engine.update_from_disk(tmp_path / "abandoned", 2)
+        (server,) = engine.servers.all
+        server.is_up, give = False, server.client.update_from_disk
+        script.answers["model_info"] = [{"weight_version": "default"}, *[{"weight_version": "2"}] * 10]
+
+        async def slowly(folder: str, version: int) -> None:
+            await give(folder, version)
+            if Path(folder).name == "abandoned":
+                await engine.update_from_disk(tmp_path / "again", 1)
+                await engine.update_from_disk(tmp_path / "again", 2)
+                engine.current_weights = lambda: tmp_path / "again"
+
+        server.client.update_from_disk = slowly  # type: ignore[method-assign]
+        engine.current_weights = lambda: tmp_path / "abandoned"
+        await engine._load_current_weights(server.client)
+        return [Path(body["model_path"]).name for body in script.bodies("update_weights_from_disk")]
+
+    assert with_engine(play) == ["abandoned", "abandoned", "again"]
+
+
+def test_a_push_that_ends_after_the_run_went_back_gives_nothing_that_counts() -> None:
+    async def play(engine: SGLangEngine, one: Script, other: Script) -> None:
+        may_end, (server, failing) = asyncio.Event(), engine.servers.all
+
+        async def push(client: SGLangClient) -> None:
+            if client is failing.client:
+                raise RuntimeError("the learner is lost")
+            await may_end.wait()
+            may_end.clear()
+
+        async def quick(client: SGLangClient) -> None:
+            """Push nothing."""
+
+        with pytest.raises(RuntimeError, match="lost"):
+            await engine.update(push, 2)
+        server.is_up = False
+        for version in (1, 2):
+            await engine.update(quick, version)
+        may_end.set()
+        await until(lambda: not may_end.is_set())
+        await asyncio.sleep(0)
+        assert engine._was_given(failing.client, "2") and not engine._was_given(server.client, "2")
+
+    with_engine(play, 2)
+
+
+def test_a_server_with_weights_of_an_earlier_run_that_misses_the_first_push_gets_those_of_this_run(
+    tmp_path: Path,
+) -> None:
+    async def play(engine: SGLangEngine, script: Script) -> Any:
+        engine.current_weights = lambda: tmp_path
+        script.answers |= {"update_weights_from_disk": [500], "model_info": [{"weight_version": "0"}] * 1000}
+        await engine.update_from_disk(tmp_path, 0)
+        await until(lambda: engine.servers.all[0].is_up)
+        return len(script.bodies("update_weights_from_disk"))
+
+    assert with_engine(play) == 2
+
+
 def test_a_server_that_refuses_the_current_weights_is_not_asked_again(tmp_path: Path) -> None:
     async def play(engine: SGLangEngine, script: Script) -> int:
         engine.current_weights = lambda: tmp_path

@@ -10,6 +10,7 @@ import time
 import urllib.request
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ import torch
 from safetensors.torch import load_file
 
 from agents.engines.sglang import SGLangEngine, SGLangSettings
+from agents.engines.sglang.client import GroupAddress, Message, ServerLost, ServerRefused, SGLangClient
 from agents.engines.sglang.process import LocalProcess
+from agents.engines.sglang.servers import Server
 from agents.rendering.renderer import Renderer
 from envs.errors import UserError
 from tests.agents.engines.sglang_server import digests
@@ -30,7 +33,7 @@ from tests.trainer.weight_sync.test_sync import move
 from trainer.learner import weight_group
 from trainer.learner.fsdp_learner import FSDPLearner
 from trainer.learner.weight_group import GroupBroken, WeightGroup, cancel, own_address
-from trainer.learner.weight_sender import RankSender
+from trainer.learner.weight_sender import RankSender, Sent
 from trainer.run import run
 from trainer.weight_sync import group_transport
 from trainer.weight_sync.group_transport import GroupTransport
@@ -260,6 +263,131 @@ def test_a_group_waits_no_longer_than_its_limit_and_ends_when_it_is_cancelled() 
         cancelled.join()
     assert time.monotonic() - began < 5
     cancel("127.0.0.1", 1)  # a store that is gone
+
+
+def idle_transport(folder: Path, num_servers: int = 1, is_required: bool = False) -> GroupTransport:
+    """A transport whose servers and sender do nothing but answer that all is well."""
+    engine = SGLangEngine(SGLangSettings(), None)
+    engine._idle.set()
+    given: dict[str, Any] = {"weight_version": "0"}
+    sender: Any = SimpleNamespace(
+        process=1,
+        messages=lambda: (Message(("norm.weight",), "float32", ((8,),)),),
+        open_group=lambda name, hosts, count: GroupAddress(name, "127.0.0.1", 1, count + 1, "gloo"),
+        join_group=lambda: "",
+        close_group=lambda: None,
+    )
+
+    async def call(path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None) -> dict[str, Any]:
+        given.update(body or {})
+        return {"success": True, "weight_version": given["weight_version"], "tp_size": 1}
+
+    for number in range(num_servers):
+        server = Server(f"http://server-{number}", number, is_up=True)
+        server.client = SGLangClient(server.url, None)  # type: ignore[arg-type]
+        server.client.call = call  # type: ignore[method-assign, assignment]
+        engine.servers.all.append(server)
+    learner: Any = SimpleNamespace(steps_done=0)
+    return GroupTransport(learner, engine, folder, sender, is_required)
+
+
+def test_a_group_that_forms_at_the_last_try_is_used(tmp_path: Path) -> None:
+    async def play() -> None:
+        transport = idle_transport(tmp_path)
+        join, faults = transport._join, ["the first fault", "the second fault"]
+
+        async def joined(servers: Sequence[Server]) -> tuple[GroupAddress, str]:
+            address, fault = await join(servers)
+            return address, faults.pop(0) if faults else fault
+
+        transport._join = joined  # type: ignore[method-assign]
+        group = await transport._joined()
+        assert group is not None and group is transport._group and not faults
+
+    asyncio.run(play())
+
+
+def test_a_group_whose_servers_change_with_every_try_is_left_and_the_fault_says_so(tmp_path: Path) -> None:
+    async def play() -> None:
+        transport = idle_transport(tmp_path, num_servers=2)
+        join = transport._join
+
+        async def joined(servers: Sequence[Server]) -> tuple[GroupAddress, str]:
+            other = transport.engine.servers.all[1]
+            other.is_up = not other.is_up
+            return await join(servers)
+
+        transport._join = joined  # type: ignore[method-assign]
+        with pytest.raises(GroupBroken, match="lost or came back in every try"):
+            await transport._joined()
+        assert transport._group is None
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("error", [ServerLost, ServerRefused])
+def test_a_server_that_does_not_say_how_many_gpus_it_has_ends_no_run(tmp_path: Path, error: type[Exception]) -> None:
+    """One whose scheduler hangs still says which weights it has, and a gateway may refuse to say more."""
+
+    async def play() -> None:
+        transport = idle_transport(tmp_path, num_servers=2)
+        servers, num_tries = transport.engine.servers, 0
+
+        async def num_gpus() -> int:
+            nonlocal num_tries
+            num_tries += 1
+            raise error("no answer")
+
+        servers.all[0].client.num_gpus = num_gpus  # type: ignore[method-assign]
+        lost: list[Server] = []
+
+        def report_lost(server: Server, reason: str, must_restart: bool = False) -> None:
+            lost.append(server)
+            server.is_up = False
+
+        servers.report_lost = report_lost  # type: ignore[method-assign]
+        if error is ServerRefused:
+            with pytest.raises(GroupBroken, match="no answer"):
+                await transport._joined()
+            assert not lost and num_tries == group_transport.MAX_TRIES
+        else:
+            assert await transport._joined() is not None
+            assert lost == [servers.all[0]] and num_tries == 1
+
+    asyncio.run(play())
+
+
+def test_a_server_that_restarts_while_the_others_join_is_not_taken_for_a_member(tmp_path: Path) -> None:
+    async def play() -> None:
+        transport = idle_transport(tmp_path, num_servers=2)
+        joins, join = list[int](), transport._join
+
+        async def joined(servers: Sequence[Server]) -> tuple[GroupAddress, str]:
+            address, fault = await join(servers)
+            if not joins:
+                servers[1].num_restarts += 1
+            joins.append(len(servers))
+            return address, fault
+
+        transport._join = joined  # type: ignore[method-assign]
+        await transport._joined()
+        assert joins == [2, 2]
+
+    asyncio.run(play())
+
+
+def test_a_run_that_begins_anew_survives_a_broken_group_also_where_a_group_is_required(tmp_path: Path) -> None:
+    async def play() -> None:
+        transport = idle_transport(tmp_path, is_required=True)
+        for version, fault in ((0, ""), (1, ""), (0, "a server is gone"), (1, "")):
+            sent = Sent(32, 0.1, 0.1, fault)
+            transport._sender.send_weights = lambda sent=sent: sent  # type: ignore[method-assign]
+            await transport.push(version)
+        events = transport.engine.servers.events
+        assert events == ["weights 0 go over disk to servers that were lost: a server is gone"]
+        assert transport._group is not None
+
+    asyncio.run(play())
 
 
 def test_the_address_for_servers_is_one_that_they_can_reach() -> None:
