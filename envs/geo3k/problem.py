@@ -25,7 +25,18 @@ from envs.geo3k.textbook.drawing import SCALES, draw
 from envs.geo3k.textbook.theorem import Theorem, Wording
 from envs.geo3k.textbook.theorems import THEOREMS
 
-__all__ = ["FAMILIES", "LEVELS", "STYLES", "Family", "Problem", "Style", "draw_problem", "make_problem", "misread"]
+__all__ = [
+    "FAMILIES",
+    "LEVELS",
+    "STYLES",
+    "Family",
+    "Problem",
+    "Style",
+    "draw_problem",
+    "make_problem",
+    "misread",
+    "read_as",
+]
 
 LEVELS = (1, 2, 3)
 
@@ -156,11 +167,20 @@ def misread(problem: Problem, rng: Random) -> Problem | None:
         read = int(digits[:at] + rng.choice(choices) + digits[at + 1 :])
         if read == problem.givens[place] or len(str(read)) != len(digits):
             continue
-        givens = (*problem.givens[:place], read, *problem.givens[place + 1 :])
-        try:
-            reasoning, answer = _ALL[problem.family].solve(givens, problem.unknown)
-        except ValueError:  # no such figure
-            continue
-        if answer != problem.answer:
-            return replace(problem, givens=givens, answer=answer, reasoning=reasoning)
+        if wrong := read_as(problem, (*problem.givens[:place], read, *problem.givens[place + 1 :])):
+            return wrong
     return None
+
+
+def read_as(problem: Problem, givens: tuple[int, ...]) -> Problem | None:
+    """Return the problem with other numbers, solved for them; None if there is no such figure, or the answer is equal.
+
+    Example: of "47 + 65 = 112. 180 - 112 = 68.", read as (41, 65), it is "41 + 65 = 106. 180 - 106 = 74.".
+    """
+    try:
+        reasoning, answer = _ALL[problem.family].solve(givens, problem.unknown)
+    except ValueError:  # no such figure
+        return None
+    if answer == problem.answer:
+        return None
+    return replace(problem, givens=givens, answer=answer, reasoning=reasoning)

@@ -200,6 +200,12 @@ class Demonstrator:
         """Return the problem at an index and its picture, which is kept for the next lesson."""
         return self._drawn(index)[:2]
 
+    def solution(self, index: int) -> Demonstration:
+        """Return a demonstration that checks the right answer at the first attempt."""
+        problem, image = self.drawn(index)
+        plan = Plan((Attempt.at(problem, reasons=True),), use_tools=True, checks=True)
+        return _demonstration(self._player.play(plan, problem, image), "problem")
+
     def after(self, index: int, wrong: Sequence[Attempt]) -> Demonstration:
         """Return a demonstration that goes on after wrong attempts at the problem at an index."""
         problem, image = self.drawn(index)

@@ -30,7 +30,10 @@ READ_NUMBERS, READ_FIGURE = "Read the numbers.", "Read the figure."
 
 @dataclass(frozen=True)
 class OwnAttempts:
-    """Wrong attempts of the policy itself at the problem of the lesson at an index, oldest first."""
+    """Wrong attempts of the policy itself at the problem of the lesson at an index, oldest first.
+
+    It made them as it played, or would have, from what it misreads in the picture.
+    """
 
     index: int
     wrong: tuple[Attempt, ...]
@@ -53,7 +56,7 @@ class Lessons:
         split: Split = "demonstrations",
         attempts: Sequence[OwnAttempts] = (),
     ) -> None:
-        self.stage, self.attempts = stage, attempts
+        self.tokenizer, self.stage, self.attempts = tokenizer, stage, attempts
         size, mixture = stage.num_lessons, stage.mixture
         self.demonstrator = Demonstrator(tokenizer, size, seed, mixture, stage.problems, split)
         self._textbook = Demonstrator(tokenizer, size, seed, mixture, stage.textbook, split)
@@ -90,6 +93,16 @@ class Lessons:
         """Return the problem of the lesson at an index and its picture: what the policy plays."""
         demonstrator, place = self._place(index)
         return demonstrator.drawn(place)
+
+    def problem(self, index: int) -> Problem:
+        """Return the problem of the lesson at an index without drawing it."""
+        demonstrator, place = self._place(index)
+        return demonstrator.problems.problem(place)
+
+    def solution(self, index: int) -> Demonstration:
+        """Return the right first attempt at the problem of the lesson at an index."""
+        demonstrator, place = self._place(index)
+        return demonstrator.solution(place)
 
     def _place(self, index: int) -> tuple[Demonstrator, int]:
         """Return who draws the problem of a lesson, and its place there: neighbours share a textbook drawing."""

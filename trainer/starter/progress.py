@@ -79,7 +79,7 @@ class Probe:
             for lesson, right in self._right(batch.to(device), lessons, model):
                 groups = [("all", ""), ("kind", lesson.kind)]
                 groups += [("family", lesson.family), ("level", str(lesson.level))] if lesson.family else []
-                read = [all(right[begin:end]) for begin, end in self._numbers(lesson)]
+                read = [all(right[begin:end]) for _, begin, end in first_written(lesson, self._tokenizer)]
                 for group in groups:
                     exact[group].append(all(right))
                     reading[group] += read
@@ -108,14 +108,17 @@ class Probe:
         for lesson in lessons:
             yield lesson, [next(right) for _ in range(int(lesson.loss_mask_T.sum()))]
 
-    def _numbers(self, lesson: Demonstration) -> Iterator[tuple[int, int]]:
-        """Yield the span among the taught tokens where each number of the picture is written first."""
-        tokens = self._tokenizer.convert_ids_to_tokens(lesson.ids_T[lesson.loss_mask_T].tolist())
-        unread, begin = list(lesson.givens), 0
-        for place, token in enumerate([*tokens, ""]):
-            if token.isdigit():
-                continue
-            if (number := "".join(tokens[begin:place])) in unread:
-                unread.remove(number)
-                yield begin, place
-            begin = place + 1
+
+def first_written(lesson: Demonstration, tokenizer: Any) -> Iterator[tuple[int, int, int]]:
+    """Yield where a lesson first writes each number of its picture: which of `givens`, and a span of taught tokens."""
+    tokens = tokenizer.convert_ids_to_tokens(lesson.ids_T[lesson.loss_mask_T].tolist())
+    unread, begin = dict(enumerate(lesson.givens)), 0
+    for place, token in enumerate([*tokens, ""]):
+        if token.isdigit():
+            continue
+        number = "".join(tokens[begin:place])
+        given = next((given for given, text in unread.items() if text == number), None)
+        if given is not None:
+            del unread[given]
+            yield given, begin, place
+        begin = place + 1

@@ -32,7 +32,8 @@ class Stage:
     A lesson is one of five kinds. `zoom_frac` of all zoom into the picture of one of `zoom_problems`, or answer at once
     in a share `blind_frac` of these. Of the others, `numbers_frac` show bare numbers, and `figures_frac` a problem's
     figure, whose numbers are to be read; `attempts_frac` go on after a wrong attempt of the policy itself, which plays
-    `num_attempts` problems at the beginning of each of `rounds`. What is left are demonstrations of `mixture`.
+    `num_attempts` problems and reads `num_readings` pictures at the beginning of each of `rounds`. What is left are
+    demonstrations of `mixture`.
 
     Figures and demonstrations are of `textbook` in a share `textbook_frac`, else of `problems`. Textbook and zoom
     pictures take long to draw, so each serves `lessons_per_drawing` neighbouring lessons.
@@ -58,6 +59,7 @@ class Stage:
     blind_frac: float = 0.3
     attempts_frac: float = 0.0
     num_attempts: int = 0
+    num_readings: int = 0
     rounds: int = 1
     final_lr: float = 0.01
     until: float | None = None
@@ -129,8 +131,8 @@ RECIPES = {
             Stage(2_000, 384, 1e-3, 20, REASONED, {"levels": (1, 2)}, LABELS, 0.1, 0.3, final_lr=1.0, until=0.95),
             # By now the network reads plain pictures, so the others are of textbooks or came by fax.
             Stage(6_000, 384, 1e-3, 20, CHECKED, FAX, figures_frac=0.2, textbook_frac=0.5, zoom_frac=0.08),
-            # After a wrong attempt of its own: another reading, another sum. Few steps a round, so that attempts are
-            # those of today's policy.
+            # After a wrong attempt of its own: another reading, another sum. Few steps a round and many attempts, so
+            # that they are those of today's policy, and too many to be learnt by heart.
             Stage(
                 800,
                 384,
@@ -141,8 +143,9 @@ RECIPES = {
                 textbook_frac=0.4,
                 zoom_frac=0.06,
                 attempts_frac=0.5,
-                num_attempts=4_096,
-                rounds=2,
+                num_attempts=512,
+                num_readings=16_384,
+                rounds=8,
             ),
             # Habits of every kind, for reinforcement learning to choose from.
             Stage(
@@ -156,7 +159,9 @@ RECIPES = {
                 zoom_frac=0.1,
                 blind_frac=0.6,
                 attempts_frac=0.25,
-                num_attempts=4_096,
+                num_attempts=512,
+                num_readings=8_192,
+                rounds=4,
             ),
         ),
         num_probes=768,
@@ -175,7 +180,19 @@ RECIPES = {
         stages=(
             Stage(4, 8, 4e-3, 4, numbers_frac=1.0, final_lr=1.0, until=0.95),
             Stage(32, 8, 4e-3, 4, problems={"levels": (1,)}, figures_frac=0.2),
-            Stage(12, 8, 2e-3, 2, MIXED, {"levels": (1,)}, zoom_frac=0.3, attempts_frac=0.4, num_attempts=8, rounds=2),
+            Stage(
+                12,
+                8,
+                2e-3,
+                2,
+                MIXED,
+                {"levels": (1,)},
+                zoom_frac=0.3,
+                attempts_frac=0.4,
+                num_attempts=8,
+                num_readings=16,
+                rounds=2,
+            ),
         ),
         corpus_size=300,
         num_probes=16,

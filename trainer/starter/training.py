@@ -12,10 +12,12 @@ import json
 import math
 import pickle
 import time
-from collections.abc import Generator
+import zlib
+from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ from trainer.starter.batches import Collator, SftBatch, taught_logits
 from trainer.starter.card import write_card
 from trainer.starter.demonstrations import corpus
 from trainer.starter.lessons import Lessons, OwnAttempts
+from trainer.starter.misreadings import Solutions, misreadings
 from trainer.starter.plans import Attempt
 from trainer.starter.progress import Probe
 from trainer.starter.recipes import Recipe, Stage
@@ -168,42 +171,54 @@ class StarterRun:
     def _lessons(self, stage: Stage, number: int) -> Lessons:
         return Lessons(self.tokenizer, stage, self.recipe.seed + number, attempts=self.position.attempts)
 
-    def _play(self, stage: Stage, number: int, round_number: int) -> list[OwnAttempts]:
-        """Let the policy play the next problems of the stage, another part of them in each round."""
+    def _own_attempts(self, stage: Stage, number: int, round_number: int) -> list[OwnAttempts]:
+        """Return wrong attempts of today's policy at problems of the stage: as it plays them, and as it reads them."""
         lessons = self._lessons(stage, number)
         first = round_number * stage.num_attempts
         indices = (
             place * stage.lessons_per_drawing % len(lessons) for place in range(first, first + stage.num_attempts)
         )
-        attempts = play(self.model, self.tokenizer, lessons.drawn, indices, self.device)
-        print(f"stage {number + 1}: played {stage.num_attempts} problems, {len(attempts)} wrong beginnings", flush=True)
-        return attempts
+        played = play(self.model, self.tokenizer, lessons.drawn, indices, self.device)
+        read = self._read(lessons, stage, number, round_number)
+        counts = f"played {stage.num_attempts} problems and read {stage.num_readings} pictures"
+        print(f"stage {number + 1}: {counts}, {len(played)} and {len(read)} wrong attempts", flush=True)
+        return played + read
+
+    def _read(self, lessons: Lessons, stage: Stage, number: int, round_number: int) -> list[OwnAttempts]:
+        """Return what the policy misreads in pictures of lessons that it has not seen yet in this stage."""
+        seed = f"read/{self.recipe.seed}/{number}/{round_number}"
+        unseen = range(self.position.step * stage.batch_size, len(lessons))
+        indices = sorted(Random(seed).sample(unseen, min(stage.num_readings, len(unseen))))  # neighbours share drawings
+        solutions = Solutions(lessons, indices, self._stage_collator(stage))
+        batches = self._loader(solutions, range(len(solutions)), stage, solutions.collate)
+        return misreadings(self.model, lessons, batches, self.device, zlib.crc32(seed.encode()))
 
     def _batches(self, stage: Stage, number: int) -> Generator[SftBatch, None, None]:
-        """Yield the batches of the rest of the stage; at the beginning of a round, the policy plays first."""
+        """Yield the batches of the rest of the stage; at the beginning of a round, the policy makes its attempts."""
         position, per_round = self.position, -(-stage.steps // stage.rounds)
+        size = stage.batch_size
         while position.step < stage.steps:
             round_number = position.step // per_round
-            if stage.num_attempts and position.step % per_round == 0:
-                position.attempts = self._play(stage, number, round_number)
+            if stage.attempts_frac and position.step % per_round == 0:
+                position.attempts = self._own_attempts(stage, number, round_number)
             end = min(stage.steps, (round_number + 1) * per_round)
-            yield from self._load(stage, number, position.step, end)
+            indices = range(position.step * size, end * size)
+            for batch in self._loader(self._lessons(stage, number), indices, stage, self._stage_collator(stage)):
+                yield batch.to(self.device)
 
-    def _load(self, stage: Stage, number: int, first: int, end: int) -> Generator[SftBatch, None, None]:
-        """Yield the batches of steps `first` to `end` - 1, made by `num_workers` processes (0: by this process)."""
+    def _loader(self, items: Any, indices: range, stage: Stage, collate: Callable[..., Any]) -> Iterable[Any]:
+        """Return the batches of items at indices, made by `num_workers` processes (0: by this process)."""
         from torch.utils.data import DataLoader
 
         size = stage.batch_size
-        loader: DataLoader[Any] = DataLoader(
-            self._lessons(stage, number),  # type: ignore[arg-type]
-            batch_sampler=[list(range(step * size, (step + 1) * size)) for step in range(first, end)],
-            collate_fn=self._stage_collator(stage),
+        return DataLoader(
+            items,
+            batch_sampler=[list(indices[start : start + size]) for start in range(0, len(indices), size)],
+            collate_fn=collate,
             num_workers=self.num_workers,
             pin_memory=self.device.type == "cuda",
             prefetch_factor=8 if self.num_workers else None,
         )
-        for batch in loader:
-            yield batch.to(self.device)
 
     def _log(self, clock: _Clock, loss: float, scores: dict[str, Any]) -> None:
         """Write a row of the log and print it, with the time at which the run will end if no stage ends early."""

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import math
 import random
+import re
 from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,14 +28,15 @@ from agents.rendering.renderer import Renderer
 from agents.types import GenerateRequest, SamplingParams, Trajectory, Turn
 from envs.config.cli import exit_code
 from envs.errors import UserError
-from envs.geo3k.problem import STYLES, Problem
+from envs.geo3k.problem import STYLES, Problem, read_as
 from envs.geo3k.procedural import ProceduralGeo3k, split_of
 from trainer.starter.__main__ import run
 from trainer.starter.architecture import SHAPES, build_image_processor
 from trainer.starter.attempts import wrong_beginnings
-from trainer.starter.batches import Collator
+from trainer.starter.batches import Collator, SftBatch
 from trainer.starter.demonstrations import Demonstration, Demonstrator, GridStore
 from trainer.starter.lessons import Lessons, OwnAttempts, describe, draw_numbers
+from trainer.starter.misreadings import Solutions, misreadings, wrong_attempts
 from trainer.starter.plans import MIXED_HABITS, Attempt, Mixture, correction, tool_call, zoom_call, zoom_windows
 from trainer.starter.progress import Probe
 from trainer.starter.recipes import RECIPES, Numbers, Recipe, Stage
@@ -85,7 +89,7 @@ TINY = Recipe(
     "smoke",
     stages=(
         Stage(2, 2, 1e-3, 1, numbers_frac=1.0),
-        Stage(4, 2, 1e-3, 1, problems={"levels": (1,)}, attempts_frac=0.5, num_attempts=2, rounds=2),
+        Stage(4, 2, 1e-3, 1, problems={"levels": (1,)}, attempts_frac=0.5, num_attempts=2, num_readings=4, rounds=2),
     ),
     corpus_size=100,
     num_probes=2,
@@ -293,6 +297,75 @@ def test_wrong_beginnings_are_calls_that_scored_nothing_and_can_be_repeated() ->
     assert beginnings(turn(tool_call("2"), 1.0)) == []
     assert beginnings(turn("\\boxed{3}", None)) == []
     assert beginnings(turn('<tool_call>{"name":"calc_score","arguments":{"answer":"3"}}</tool_call>', 0.0)) == []
+
+
+def misread_by(
+    reading: Callable[[int], Mapping[int, float]],
+    lessons: Lessons,
+    collator: Collator,
+    monkeypatch: pytest.MonkeyPatch,
+    size: int = 64,
+) -> list[OwnAttempts]:
+    """Return the misreadings of a policy that reads a digit as others, by their probabilities."""
+    tokens = lessons.tokenizer.convert_tokens_to_ids(list("0123456789"))
+
+    def logits(_: Any, batch: SftBatch) -> torch.Tensor:
+        taught = batch.ids_BT[batch.loss_mask_BT].tolist()
+        logits_NV = torch.full((len(taught), len(lessons.tokenizer)), -torch.inf)
+        for place, token in enumerate(taught):
+            shares = reading(tokens.index(token)) if token in tokens else {0: 1.0}
+            for digit, share in shares.items():
+                logits_NV[place, tokens[digit]] = math.log(share)
+        return logits_NV
+
+    monkeypatch.setattr("trainer.starter.misreadings.taught_logits", logits)
+    solutions = Solutions(lessons, range(size), collator)
+    batches = [solutions.collate([solutions[n] for n in range(k, k + 16)]) for k in range(0, size, 16)]
+    return misreadings(cast(PolicyModel, None), lessons, batches, torch.device("cpu"), seed=1)
+
+
+@pytest.mark.parametrize("style", ["fax", "textbook"])
+def test_a_misreading_is_the_solution_of_the_problem_with_the_numbers_that_the_policy_reads(
+    style: str, tokenizer: Any, collator: Collator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = Stage(100, 4, 1e-3, 1, problems={"style": "fax"}, textbook_frac=float(style == "textbook"))
+    lessons = Lessons(tokenizer, replace(stage, lessons_per_drawing=1), seed=1)
+    found = misread_by(lambda digit: {digit % 9 + 1: 1.0}, lessons, collator, monkeypatch)
+    assert len(found) > 20 and len({own.index for own in found}) == len(found)  # both readings are one
+    for own in found:
+        problem, (attempt,) = lessons.problem(own.index), own.wrong
+        givens = list(problem.givens)
+        for place in problem.drawn_givens:
+            if str(givens[place]) in re.findall(r"\d+", problem.reasoning):
+                givens[place] = int(str(givens[place]).translate(str.maketrans("0123456789", "1234567891")))
+        wrong = read_as(problem, tuple(givens))
+        assert wrong and attempt == Attempt(f"{wrong.reasoning} ", wrong.answer) and wrong.answer != problem.answer
+
+
+def test_misreadings_come_as_often_as_the_policy_would_write_them(
+    tokenizer: Any, collator: Collator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problems = {"families": ["linear_pair"], "levels": (1,)}
+    lessons = Lessons(tokenizer, Stage(200, 4, 1e-3, 1, problems=problems, lessons_per_drawing=1), seed=1)
+    assert misread_by(lambda digit: {digit: 1.0}, lessons, collator, monkeypatch) == []
+    found = misread_by(lambda digit: {digit: 0.75, (digit + 1) % 10: 0.25}, lessons, collator, monkeypatch, 800)
+    # The one number of a problem is read wrong in 1 - 0.75 ** digits of the cases; few of these have no figure.
+    expected = np.mean([1 - 0.75 ** len(str(lessons.problem(n).givens[0])) for n in range(800)])
+    assert abs(sum(len(own.wrong) == 1 for own in found) / 800 - expected) < 0.08
+    pairs = [own.wrong for own in found if len(own.wrong) == 2]
+    assert pairs and all(second.thought.startswith("Look again: ") for _, second in pairs)
+    assert all(first.answer != second.answer for first, second in pairs)
+
+
+def test_a_reading_that_is_right_or_answers_as_the_last_ends_the_wrong_attempts() -> None:
+    problem = Problem("triangle_angles", 3, (47, 65), "x", "Find x.", "68", "47 + 65 = 112. 180 - 112 = 68.")
+    one, other = read_as(problem, (41, 65)), read_as(problem, (47, 66))
+    assert one and other and read_as(problem, (65, 47)) is None and read_as(problem, (147, 65)) is None
+    first = Attempt("41 + 65 = 106. 180 - 106 = 74. ", "74")
+    assert wrong_attempts([None, one]) == ()
+    assert wrong_attempts([one, None]) == wrong_attempts([one, one]) == (first,)
+    second = Attempt("Look again: 47, 66. 47 + 66 = 113. 180 - 113 = 67. ", "67")
+    assert wrong_attempts([one, other]) == (first, second)
 
 
 def test_demonstrations_show_only_problems_of_their_own_split() -> None:
