@@ -86,6 +86,7 @@ def train_and_measure(way: str, seed: int, args: argparse.Namespace) -> dict[str
             "dataset_options": PROBLEMS,
             "system_prompt": "envs.geo3k.env:SYSTEM_PROMPT",
             "tool_calls": "last",
+            "max_turns": 3,
         }
         registry = Path(work) / "registry.yaml"
         registry.write_text(json.dumps({"geo3k_angles": entry}))  # JSON is YAML
