@@ -20,7 +20,12 @@ from trainer.learner.megatron.optimizer import MegatronOptimizer
 from trainer.learner.protocol import CheckpointFailed
 
 #: Optimizer states by parameter, not by buffer: a folder can be read under another tensor or pipeline parallel layout.
-_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+_METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    # Gathered on the CPU of one data-parallel rank: over NCCL, every GPU would hold all of it for a moment.
+    "distrib_optim_fully_reshardable_mem_efficient": True,
+    "chained_optim_avoid_prefix": True,
+}
 _STEPS = "steps_done"
 #: Megatron's own file in a folder; the other backend's folders lack it.
 _MARK = "metadata.json"
