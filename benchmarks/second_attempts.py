@@ -3,6 +3,9 @@
 The bundled model learns what to do after wrong first attempts of its own: those that it makes as it plays, or those
 that follow from what it misreads in a picture. Either way it tries as many problems, and sees as many lessons. Prints
 what share of its second attempts at held-out problems is right, and writes `benchmarks/results/second_attempts.json`.
+
+`limit` is the share that would be right if a wrong first reading were followed by the reading that the network itself
+takes for the next likely one, as one forward pass over the solutions tells.
 """
 
 from __future__ import annotations
@@ -26,7 +29,10 @@ from agents.model import STARTER_PATH
 from agents.model.policy import PolicyModel
 from agents.rendering.renderer import Renderer
 from benchmarks.report import RESULTS, ROOT, commit, markdown, write_result
+from trainer.starter.batches import Collator, taught_logits
+from trainer.starter.lessons import Lessons
 from trainer.starter.plans import Mixture
+from trainer.starter.progress import first_written
 from trainer.starter.recipes import ANGLES, Recipe, Stage
 from trainer.starter.training import STATE, Position, StarterRun
 
@@ -66,6 +72,39 @@ def begin(recipe: Recipe, folder: Path) -> None:
     torch.save(state | {"optimizer": optimizer.state_dict()}, folder / STATE)
 
 
+@torch.no_grad()
+def limit(folder: Path, size: int) -> dict[str, int]:
+    """Count the held-out problems whose likeliest reading is wrong, and those of them whose next one is right."""
+    model, tokenizer = PolicyModel.load(folder).float(), Renderer.from_checkpoint(folder).tokenizer
+    stage = Stage(-(-size // BATCH), BATCH, 1e-3, 1, problems=PROBLEMS, lessons_per_drawing=1)
+    lessons = Lessons(tokenizer, stage, 99, "validation")
+    collator = Collator(tokenizer.convert_tokens_to_ids("<|image_pad|>"), tokenizer.pad_token_id)
+    digits_D = torch.tensor(tokenizer.convert_tokens_to_ids(list("0123456789")))
+    counts = {"first_wrong": 0, "next_right": 0}
+    for start in range(0, size, BATCH):
+        solutions = [lessons.solution(index) for index in range(start, min(size, start + BATCH))]
+        batch = collator(solutions)
+        logits_ND, ids_N = taught_logits(model, batch)[:, digits_D], batch.ids_BT[batch.loss_mask_BT]
+        begun = 0
+        for lesson in (lesson for row in collator.rows(solutions) for lesson in row):
+            spans = first_written(lesson, tokenizer)
+            at = [begun + place for _, begin, end in spans for place in range(begin, end)]
+            begun += int(lesson.loss_mask_T.sum())
+            first, following = likeliest_two(logits_ND[at].float())
+            true = [digits_D.tolist().index(token) for token in ids_N[at].tolist()]
+            counts["first_wrong"] += first != true
+            counts["next_right"] += following == true
+    return counts
+
+
+def likeliest_two(logits_ND: torch.Tensor) -> tuple[list[int], list[int]]:
+    """Return the two likeliest readings of N digits: the next one differs in the digit where that costs least."""
+    best_N2 = logits_ND.topk(2, dim=-1)
+    first = best_N2.indices[:, 0].tolist()
+    place = int((best_N2.values[:, 0] - best_N2.values[:, 1]).argmin())
+    return first, [*first[:place], int(best_N2.indices[place, 1]), *first[place + 1 :]]
+
+
 def train_and_measure(way: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
     """Return the second attempts of a model that was taught in a way; the way "not at all" leaves it as it is."""
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // args.jobs))
@@ -96,7 +135,8 @@ def train_and_measure(way: str, seed: int, args: argparse.Namespace) -> dict[str
         env = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
         subprocess.run(command, cwd=ROOT, env=env, check=True, stdout=subprocess.DEVNULL)
         found = json.loads((Path(work) / "measured" / "evaluation.json").read_text())["ways"]["with_tool"]
-    figures = {name: found[name] for name in ("accuracy", "second_attempts", "mean_tool_calls")}
+        found["limit"] = limit(model, args.size)
+    figures = {name: found[name] for name in ("accuracy", "second_attempts", "mean_tool_calls", "limit")}
     return {"way": way, "seed": seed, "seconds": round(seconds, 1), **figures}
 
 
@@ -107,7 +147,9 @@ def row(run: dict[str, Any]) -> list[str]:
     share = f"{after['value']:.3f} [{after['low']:.3f}, {after['high']:.3f}]" if after else "-"
     tries = sum(count for name, count in confusion.items() if name != "none")
     accuracy = f"{run['accuracy']['value']:.3f}"
-    return [run["way"], str(run["seed"]), f"{run['seconds']:.0f}", f"{confusion['right']} of {tries}", share, accuracy]
+    best = f"{run['limit']['next_right']} of {run['limit']['first_wrong']}"
+    cells = [run["way"], str(run["seed"]), f"{run['seconds']:.0f}", f"{confusion['right']} of {tries}", share]
+    return [*cells, accuracy, best]
 
 
 def main() -> None:
@@ -127,7 +169,7 @@ def main() -> None:
     with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         runs = list(pool.map(train_and_measure, *zip(*todo, strict=True)))
     write_result(args.out, command, {"problems": PROBLEMS, "runs": runs}, at, PACKAGES)
-    header = ("attempts", "seed", "seconds", "second right after a wrong first", "share", "accuracy")
+    header = ("attempts", "seed", "seconds", "second right after a wrong first", "share", "accuracy", "limit")
     print(markdown(header, list(map(row, runs))))
 
 
