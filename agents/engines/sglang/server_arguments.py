@@ -99,8 +99,16 @@ def _attention(facts: ServerFacts) -> list[Argument]:
         backend, reason = "triton", f"{kind}: FlashAttention-3 is for Hopper, and these kernels need no other package"
     chosen = [Argument(("--attention-backend", backend), reason)]
     if facts.checkpoint is None or facts.checkpoint.sees:
-        chosen.append(Argument(("--mm-attention-backend", "fa3" if backend == "fa3" else "sdpa"), reason))
+        chosen.append(_tower_attention(backend, major, facts.dtype, reason))
     return chosen
+
+
+def _tower_attention(backend: str, major: int, dtype: str, reason: str) -> Argument:
+    """Return the attention of the vision tower. SGLang's own choice for Ampere reads no float32."""
+    if backend == "triton" and major in (8, 9) and dtype != "float32":
+        why = "sdpa copies a mask of all pairs of patches from the host in every layer: 16 MiB for 1,024 tokens"
+        return Argument(("--mm-attention-backend", "triton_attn"), f"{reason}; {why}")
+    return Argument(("--mm-attention-backend", "fa3" if backend == "fa3" else "sdpa"), reason)
 
 
 def _graphs(facts: ServerFacts) -> list[Argument]:

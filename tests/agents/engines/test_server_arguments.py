@@ -48,11 +48,11 @@ def words(facts: ServerFacts) -> dict[str, list[str]]:
     ("gpu", "has_fa3", "checkpoint", "dtype", "text", "pictures"),
     [
         (H100, True, SEES, "bfloat16", "fa3", "fa3"),
-        (H100, False, SEES, "bfloat16", "triton", "sdpa"),
+        (H100, False, SEES, "bfloat16", "triton", "triton_attn"),
         (H100, True, SEES, "float32", "triton", "sdpa"),
         (H100, True, READS, "bfloat16", "fa3", None),
         (H100, False, READS, "bfloat16", "triton", None),
-        (A100, True, SEES, "bfloat16", "triton", "sdpa"),
+        (A100, True, SEES, "bfloat16", "triton", "triton_attn"),
         (B200, True, SEES, "bfloat16", "triton", "sdpa"),
         (B200, True, READS, "bfloat16", "triton", None),
         (None, True, None, "bfloat16", "triton", "sdpa"),
