@@ -168,11 +168,14 @@ function setColor(state, color) {
   }
 }
 
+/* Shows a turn; one that is asked for while the episode is still read is shown once it is there. */
 function showTurn(state, number, isMoved = true) {
-  const turns = (state.episode && state.episode.turns) || [];
-  if (!turns.length) return;
-  const turn = Math.max(1, Math.min(turns.length, number || 1));
+  const turns = state.episode && (state.episode.turns || []);
+  const size = turns ? turns.length : state.run.columns.num_turns[state.place] || 0;
+  if (!size) return;
+  const turn = Math.max(1, Math.min(size, number || 1));
   if (isMoved) state.change({ turn });
+  if (!turns) return;
   if (state.view === "tokens") state.tokens.showToken(turns[turn - 1].start, false);
   const node = state.box.querySelector(`[data-turn="${turn}"]`);
   for (const each of state.box.querySelectorAll(".is-current")) each.classList.remove("is-current");

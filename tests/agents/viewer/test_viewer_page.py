@@ -525,6 +525,22 @@ def test_a_filter_typed_just_before_another_view_was_opened_does_not_lead_back(v
         expect(page.locator(".key-figures")).to_be_visible()
 
 
+@pytest.mark.parametrize(("keys", "turn"), [("]", "1"), ("]]", "2"), ("]]]]", "2"), ("]][", "1")])
+def test_a_turn_that_is_asked_for_before_the_episode_is_read_is_shown_once_it_is(
+    visit: Open, keys: str, turn: str
+) -> None:
+    made = visit("small", "#/")
+    made.page.evaluate(
+        """(keys) => {
+            for (const key of ["e", "j", "j", "Enter", "j", ...keys])
+                document.activeElement.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+        }""",
+        keys,
+    )
+    expect(made.page.locator(".turn.is-current")).to_have_attribute("data-turn", turn)
+    assert made.fragment.endswith(f"?turn={turn}")
+
+
 def test_keys_that_follow_each_other_at_once_are_heard_by_the_view_that_each_one_opens(visit: Open) -> None:
     page = visit("small", "#/").page
     shown = page.evaluate(
