@@ -136,7 +136,10 @@ class WeightSync:
             await asyncio.to_thread(self.learner.free_memory)
         await self.engine.pause()
         try:
-            return await self.transport.push(version)
+            transfer = await self.transport.push(version)
+            if self.pauses_to_train:  # the memory that weights took on their way; servers need it from here on
+                await asyncio.to_thread(self.learner.free_memory)
+            return transfer
         except WeightsDiffer as error:
             raise SyncError(f"{error}; version {version}, brought by {type(self.transport).__name__}") from error
         finally:

@@ -130,11 +130,24 @@ class SGLangEngine:
                 continue
 
     async def resume(self) -> None:
-        """Continue writing."""
+        """Continue writing; servers that freed their caches for a learner take that memory again.
+
+        Not earlier: the learner may hold all its weights twice until they have reached every server.
+        """
+        await asyncio.gather(*(self._take_cache(server) for server in self.servers.up))
         self._may_write.set()
 
+    async def _take_cache(self, server: Server) -> None:
+        """Let a server that has weights take the memory of its cache again."""
+        if WEIGHTS not in server.freed:
+            try:
+                await server.take_memory(CACHE)
+            except (ServerLost, ServerRefused) as error:
+                self.servers.report_lost(server, str(error))
+
     async def free_memory(self) -> None:
-        """Pause, and have servers free their memory for a learner on their GPUs until the next `update`.
+        """Pause, and have servers free their memory for a learner on their GPUs: until the next `update` that of their
+        weights, until the next `resume` that of their caches.
 
         Servers that take adapters keep their weights, since nothing brings them again.
         """
@@ -223,7 +236,6 @@ class SGLangEngine:
                 await server.take_memory(WEIGHTS)
                 await push(server.client)
                 self._given_in[server.client] = count
-                await server.take_memory(CACHE)
             except (ServerLost, ServerRefused) as error:
                 self.servers.report_lost(server, str(error), must_restart=isinstance(error, ServerStuck))
 

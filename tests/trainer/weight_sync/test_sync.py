@@ -257,7 +257,7 @@ def test_servers_are_given_weights_from_disk_in_full_precision_and_again_after_a
 # Freed weights come back without their values, and a server that writes without memory ends.
 @pytest.mark.slow
 def test_a_server_on_the_learners_gpu_has_no_memory_while_it_trains_and_goes_on_with_the_new_weights(
-    checkpoint: Path, renderer: Renderer, tmp_path: Path
+    checkpoint: Path, renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learner = learner_of(checkpoint, renderer)
     settings = SGLangSettings(
@@ -269,6 +269,8 @@ def test_a_server_on_the_learners_gpu_has_no_memory_while_it_trains_and_goes_on_
         frees_memory=True,
     )
     engine = SGLangEngine(settings, renderer.image_token_id)
+    lacking: list[tuple[str, ...]] = []  # what the server lacks each time that the learner returns memory
+    monkeypatch.setattr(learner, "free_memory", lambda: lacking.append(engine.servers.all[0].freed))
     sync = sync_of(learner, engine, renderer, tmp_path / "sync")
     ids = renderer.prompt(PROMPT).ids
     endless = replace(sampling(renderer), stop_ids=())
@@ -302,6 +304,7 @@ def test_a_server_on_the_learners_gpu_has_no_memory_while_it_trains_and_goes_on_
             await asyncio.sleep(0.3)
             await train(version=1)
             assert engine.servers.all[0].freed == () and engine.servers.all[0].num_restarts == 0
+            assert lacking == [("kv_cache", "weights"), ("kv_cache",)]
             completion = await writing
             await train(version=2, kill=True)
             later = await turn()
