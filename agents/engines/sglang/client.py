@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,6 +19,8 @@ from agents.engines.sglang.releases import UNKNOWN, Release
 #: Time limits: to answer `model_info` or `server_info`, which a busy server does late, to say how it takes pictures, to
 #: load weights, to load an adapter, and to free or take memory.
 ALIVE_S, HELLO_S, UPDATE_S, ADAPTER_S, MEMORY_S = 20.0, 5.0, 600.0, 120.0, 120.0
+#: How long a server may work on after its last answer before new weights come anyway.
+IDLE_S = 5.0
 #: Time limits to join a process group, and to receive and load a message of weights over it: longer than those of its
 #: rank 0, which then knows why.
 JOIN_S, RECEIVE_S = 150.0, 150.0
@@ -210,6 +212,7 @@ class SGLangClient:
     async def update_from_disk(self, folder: str, version: int) -> None:
         """Load a checkpoint folder, which the server must be able to read, and empty its prefix cache."""
         body = {"model_path": folder, "weight_version": str(version), "flush_cache": True}
+        await self._wait_until_idle()
         await self._update("update_weights_from_disk", body)
 
     async def update_from_tensors(self, payloads: Sequence[str], version: int, num_gpus: int = 1) -> None:
@@ -274,9 +277,19 @@ class SGLangClient:
         except (KeyError, TypeError, ValueError) as error:
             raise ServerRefused(f"{self.url}/weights_checker: {answer!r:.500}") from error
 
+    async def _wait_until_idle(self) -> None:
+        """Wait until the server has nothing in progress, as far as it tells.
+
+        Its scheduler sends the last answer while the next step runs already, and ends if new weights are to empty its
+        cache before that is done.
+        """
+        with suppress(ServerRefused):
+            await self.call(f"flush_cache?timeout={IDLE_S:g}", {}, ALIVE_S)
+
     @asynccontextmanager
     async def _session(self) -> AsyncIterator[None]:
-        """Hold a session of updates open, if the server's release has them."""
+        """Wait until the server is idle, and hold a session of updates open, if its release has them."""
+        await self._wait_until_idle()
         if self.release.has_update_sessions:
             await self._begin_update()
         yield

@@ -396,13 +396,19 @@ def test_the_name_of_the_weights_is_a_text_and_a_server_without_one_is_lost() ->
     assert with_client(play, model_info=[{"weight_version": 7}, {"version": "7"}, "weight_version"]) == "7"
 
 
-def test_weights_from_disk_are_named_and_empty_the_prefix_cache() -> None:
+IDLE = ("flush_cache", {})
+
+
+@pytest.mark.parametrize("answer", [200, 400, 404])
+def test_weights_from_disk_are_named_and_empty_the_prefix_cache_of_a_server_that_may_end_its_step_first(
+    answer: int,
+) -> None:
     async def play(client: SGLangClient, script: Script) -> list[Call]:
         await client.update_from_disk("/some/folder", 3)
         return script.calls
 
     body = {"model_path": "/some/folder", "weight_version": "3", "flush_cache": True}
-    assert with_client(play) == [("POST", "update_weights_from_disk", body)]
+    assert with_client(play, flush_cache=[answer]) == [("POST", *IDLE), ("POST", "update_weights_from_disk", body)]
 
 
 TENSORS = [
@@ -428,14 +434,14 @@ def tensor_calls(version: str, **answers: Any) -> list[Any]:
 
 
 def test_only_the_last_tensors_name_the_weights_and_every_gpu_gets_all() -> None:
-    assert tensor_calls("0.5.15.post1") == TENSORS
+    assert tensor_calls("0.5.15.post1") == [IDLE, *TENSORS]
 
 
 def test_releases_that_take_tensors_in_a_session_get_one_and_one_left_open_is_closed_first() -> None:
-    assert tensor_calls("0.5.21") == tensor_calls("0.5.23") == [BEGIN, *TENSORS, END]
+    assert tensor_calls("0.5.21") == tensor_calls("0.5.23") == [IDLE, BEGIN, *TENSORS, END]
     left_open = {"success": False, "message": "a weight-update session is already open; call end_weight_update() first"}
-    assert tensor_calls("0.5.23", begin_weight_update=[left_open]) == [BEGIN, END, BEGIN, *TENSORS, END]
-    assert tensor_calls("0.5.23", begin_weight_update=[{"success": False, "message": "no"}]) == [BEGIN]
+    assert tensor_calls("0.5.23", begin_weight_update=[left_open]) == [IDLE, BEGIN, END, BEGIN, *TENSORS, END]
+    assert tensor_calls("0.5.23", begin_weight_update=[{"success": False, "message": "no"}]) == [IDLE, BEGIN]
 
 
 @pytest.mark.parametrize(
