@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -31,8 +32,8 @@ from agents.rendering.renderer import Renderer
 from benchmarks.report import RESULTS, ROOT, commit, markdown, write_result
 from trainer.starter.batches import Collator, taught_logits
 from trainer.starter.lessons import Lessons
+from trainer.starter.misreadings import Solutions
 from trainer.starter.plans import Mixture
-from trainer.starter.progress import first_written
 from trainer.starter.recipes import ANGLES, Recipe, Stage
 from trainer.starter.training import STATE, Position, StarterRun
 
@@ -80,16 +81,14 @@ def limit(folder: Path, size: int) -> dict[str, int]:
     lessons = Lessons(tokenizer, stage, 99, "validation")
     collator = Collator(tokenizer.convert_tokens_to_ids("<|image_pad|>"), tokenizer.pad_token_id)
     digits_D = torch.tensor(tokenizer.convert_tokens_to_ids(list("0123456789")))
-    counts = {"first_wrong": 0, "next_right": 0}
+    solutions, counts = Solutions(lessons, range(size), collator), {"first_wrong": 0, "next_right": 0}
     for start in range(0, size, BATCH):
-        solutions = [lessons.solution(index) for index in range(start, min(size, start + BATCH))]
-        batch = collator(solutions)
+        batch, written = solutions.collate([solutions[number] for number in range(start, min(size, start + BATCH))])
         logits_ND, ids_N = taught_logits(model, batch)[:, digits_D], batch.ids_BT[batch.loss_mask_BT]
-        begun = 0
-        for lesson in (lesson for row in collator.rows(solutions) for lesson in row):
-            spans = first_written(lesson, tokenizer)
-            at = [begun + place for _, begin, end in spans for place in range(begin, end)]
-            begun += int(lesson.loss_mask_T.sum())
+        places: dict[int, list[int]] = defaultdict(list)
+        for number in written:
+            places[number.index] += range(number.begin, number.end)
+        for at in places.values():
             first, following = likeliest_two(logits_ND[at].float())
             true = [digits_D.tolist().index(token) for token in ids_N[at].tolist()]
             counts["first_wrong"] += first != true

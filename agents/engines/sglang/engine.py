@@ -247,11 +247,12 @@ class SGLangEngine:
 
         Returns the count that the version is of.
         """
-        if self._were_weights_pushed and version <= self.weight_version:
-            self.num_loaded += 1  # the run went back: pictures that the abandoned weights encoded are of no use
+        is_first = not self._were_weights_pushed  # a server of others may hold weights of an earlier run
+        went_back = not is_first and version <= self.weight_version
+        if went_back:
+            self.num_loaded += 1  # pictures that the abandoned weights encoded are of no use
+        if is_first or went_back:
             self._num_counts += 1
-        elif not self._were_weights_pushed:
-            self._num_counts += 1  # a server of others may hold weights of an earlier run
         self.weight_version, self._were_weights_pushed = version, True
         self._adapter = adapter
         self.adapter_name = f"{self._run}-{version}-{next(self._numbers)}" if adapter else ""
