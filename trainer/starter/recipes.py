@@ -130,7 +130,7 @@ RECIPES = {
             Stage(800, 384, 1e-3, 20, REASONED, FEW, LABELS, 0.1, 0.3, final_lr=1.0, until=0.9),
             Stage(2_000, 384, 1e-3, 20, REASONED, {"levels": (1, 2)}, LABELS, 0.1, 0.3, final_lr=1.0, until=0.95),
             # By now the network reads plain pictures, so the others are of textbooks or came by fax.
-            Stage(6_000, 384, 1e-3, 20, CHECKED, FAX, figures_frac=0.2, textbook_frac=0.5, zoom_frac=0.08),
+            Stage(5_000, 384, 1e-3, 20, CHECKED, FAX, figures_frac=0.2, textbook_frac=0.5, zoom_frac=0.08),
             # After a wrong attempt of its own: another reading, another sum. Few steps a round and many attempts, so
             # that they are those of today's policy, and too many to be learnt by heart.
             Stage(
@@ -145,11 +145,11 @@ RECIPES = {
                 attempts_frac=0.5,
                 num_attempts=512,
                 num_readings=16_384,
-                rounds=8,
+                rounds=6,
             ),
             # Habits of every kind, for reinforcement learning to choose from.
             Stage(
-                600,
+                500,
                 384,
                 2e-4,
                 50,
@@ -161,7 +161,7 @@ RECIPES = {
                 attempts_frac=0.25,
                 num_attempts=512,
                 num_readings=8_192,
-                rounds=4,
+                rounds=3,
             ),
         ),
         num_probes=768,

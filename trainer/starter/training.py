@@ -44,7 +44,7 @@ STATE, LOG = "state.pt", "log.jsonl"
 #: Tokens of a row: the longest stream with zooms, and the longest other.
 WIDTHS = {True: 1152, False: 576}
 #: On a GPU each shape of batch is compiled once: few shapes, and room for all of them.
-GPU_STEPS = {"row_step": 16, "picture_step": 64, "patch_step": 4096}
+GPU_STEPS = {"row_step": 16, "picture_step": 128, "patch_step": 8192}
 MAX_GRAPHS = 64
 
 
