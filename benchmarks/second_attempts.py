@@ -32,7 +32,7 @@ from agents.rendering.renderer import Renderer
 from benchmarks.report import RESULTS, ROOT, commit, markdown, write_result
 from trainer.starter.batches import Collator, taught_logits
 from trainer.starter.lessons import Lessons
-from trainer.starter.misreadings import Solutions
+from trainer.starter.misreadings import Solutions, likeliest_two
 from trainer.starter.plans import Mixture
 from trainer.starter.recipes import ANGLES, Recipe, Stage
 from trainer.starter.training import STATE, Position, StarterRun
@@ -94,14 +94,6 @@ def limit(folder: Path, size: int) -> dict[str, int]:
             counts["first_wrong"] += first != true
             counts["next_right"] += following == true
     return counts
-
-
-def likeliest_two(logits_ND: torch.Tensor) -> tuple[list[int], list[int]]:
-    """Return the two likeliest readings of N digits: the next one differs in the digit where that costs least."""
-    best_N2 = logits_ND.topk(2, dim=-1)
-    first = best_N2.indices[:, 0].tolist()
-    place = int((best_N2.values[:, 0] - best_N2.values[:, 1]).argmin())
-    return first, [*first[:place], int(best_N2.indices[place, 1]), *first[place + 1 :]]
 
 
 def train_and_measure(way: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:

@@ -134,7 +134,9 @@ class PolicyModel(nn.Module):
         if self.architecture.windows:
             window = tower.config.window_size // tower.config.patch_size // self.merge_size
         pixels_PD = pixels_PD.to(tower.dtype if dtype is None else dtype)
-        with_buckets = needs_buckets(pixels_PD.device, pixels_PD.dtype)
+        kind = pixels_PD.device.type
+        attends_in = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else pixels_PD.dtype
+        with_buckets = needs_buckets(pixels_PD.device, attends_in)
         inputs = tower_inputs(grids, self.merge_size, window, pixels_PD.device, with_buckets)
         output = tower(pixels_PD, return_dict=True, **inputs)
         return [output.pooler_output, *(output.deepstack_features if self.architecture.deepstack else ())]

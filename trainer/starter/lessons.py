@@ -23,8 +23,6 @@ from trainer.starter.recipes import Numbers, Stage
 
 WIDTH, HEIGHT = 160, 128
 MARGIN = 4
-#: Of neighbouring lessons, the share that zooms into one drawing in small print: it takes longest to draw.
-ZOOMS_TOGETHER = 0.5
 READ_NUMBERS, READ_FIGURE = "Read the numbers.", "Read the figure."
 
 
@@ -69,11 +67,10 @@ class Lessons:
 
     def __getitem__(self, index: int) -> Demonstration:
         stage, shared = self.stage, index // self.stage.lessons_per_drawing
-        rng, group = Random(f"{self._seed}/{index}"), Random(f"{self._seed}/zoom/{shared}")
-        together = max(stage.zoom_frac, ZOOMS_TOGETHER)
-        kind, zooms = rng.random(), rng.random() < together
-        if zooms and group.random() < stage.zoom_frac / together:
-            return self._zoom(shared, rng.random() < stage.blind_frac)
+        rng = Random(f"{self._seed}/{index}")
+        kind = rng.random()
+        if Random(f"{self._seed}/zoom/{shared}").random() < stage.zoom_frac:  # small print takes longest to draw
+            return self._zoom(shared, kind < stage.blind_frac)
         if kind < stage.numbers_frac:
             texts, image = draw_numbers(stage.numbers, rng)
             givens = tuple(text for text in texts if text.isdigit())

@@ -1,7 +1,8 @@
 """What the policy misreads: its own wrong first attempts, thousands a second, found by forward passes over solutions.
 
-Where a solution writes a number of the picture, a number is drawn from those that the policy would write there. If it
-is another one, the solution of the problem as read is an attempt that the policy could have made.
+The numbers that the policy takes for the likeliest where a solution writes those of the picture are its reading. If it
+is wrong, the solution of the problem as read is the attempt that a greedy policy makes. It is not drawn at random: most
+slips of a sampled policy are right when it simply reads again, so they do not teach it to doubt what it reads.
 
 Legend: N taught tokens of a batch, D digits.
 """
@@ -11,8 +12,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from agents.model.policy import PolicyModel
 from envs.geo3k.problem import Problem, read_as
@@ -22,18 +25,12 @@ from trainer.starter.lessons import Lessons, OwnAttempts
 from trainer.starter.plans import Attempt
 from trainer.starter.progress import first_written
 
-#: Readings of each picture: the first is an attempt; the second, if it differs, the one after it.
-READINGS = 2
-
-
 @dataclass(frozen=True)
 class Written:
-    """Where the solution of the lesson at `index` first writes the given at `place`: tokens `begin` to `end` - 1 of N.
-
-    Example: `Written(index=40, place=0, begin=12, end=14)`.
-    """
+    """Where the solution of the lesson at `index` first writes the given at `place`: tokens `begin` to `end` - 1 of N."""
 
     index: int
+    problem: Problem
     place: int
     begin: int
     end: int
@@ -58,9 +55,9 @@ class Solutions:
         written, begun = [], 0
         for lesson in (lesson for row in self._collator.rows(lessons) for lesson in row):
             index, tokenizer = index_of[id(lesson)], self._lessons.tokenizer
-            places = self._lessons.problem(index).drawn_givens
+            problem = self._lessons.problem(index)
             written += [
-                Written(index, places[given], begun + begin, begun + end)
+                Written(index, problem, problem.drawn_givens[given], begun + begin, begun + end)
                 for given, begin, end in first_written(lesson, tokenizer)
             ]
             begun += int(lesson.loss_mask_T.sum())
@@ -70,36 +67,43 @@ class Solutions:
 @torch.no_grad()
 def misreadings(
     model: PolicyModel,
-    lessons: Lessons,
+    tokenizer: Any,
     batches: Iterable[tuple[SftBatch, Sequence[Written]]],
     device: torch.device,
-    seed: int,
 ) -> list[OwnAttempts]:
     """Return what the policy misreads in batches of `Solutions`: a wrong first attempt, or two wrong ones."""
-    digits_D = torch.tensor(lessons.tokenizer.convert_tokens_to_ids(list("0123456789")), device=device)
+    digits_D = torch.tensor(tokenizer.convert_tokens_to_ids(list("0123456789")), device=device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
-    draws, found = torch.Generator().manual_seed(seed), []
+    found = []
     for batch, written in batches:
         with autocast, torch.compiler.set_stance("force_eager"):
-            logits_ND = taught_logits(model, batch.to(device))[:, digits_D].float()
-        read_N2 = torch.multinomial(logits_ND.softmax(-1).cpu(), READINGS, replacement=True, generator=draws)
-        readings: dict[int, dict[int, list[str]]] = defaultdict(dict)
+            logits_ND = taught_logits(model, batch.to(device))[:, digits_D].float().cpu()
+        numbers: dict[int, list[Written]] = defaultdict(list)
         for number in written:
-            texts = ["".join(map(str, digits)) for digits in read_N2[number.begin : number.end].T.tolist()]
-            readings[number.index][number.place] = texts
-        for index, texts in readings.items():
-            problem = lessons.problem(index)
-            wrong = wrong_attempts([_as_read(problem, texts, reading) for reading in range(READINGS)])
+            numbers[number.index].append(number)
+        for index, spans in numbers.items():
+            digits = torch.cat([logits_ND[number.begin : number.end] for number in spans])
+            wrong = wrong_attempts([_as_read(spans, reading) for reading in likeliest_two(digits)])
             found += [OwnAttempts(index, wrong[:count]) for count in range(1, len(wrong) + 1)]
     return found
 
 
-def _as_read(problem: Problem, texts: dict[int, list[str]], reading: int) -> Problem | None:
-    """Return the problem with the numbers of a reading; None where it is right, or no such problem."""
+def likeliest_two(logits_ND: Tensor) -> tuple[list[int], list[int]]:
+    """Return the two likeliest readings of N digits: the next one differs in the digit where that costs least."""
+    best_N2 = logits_ND.topk(2, dim=-1)
+    first = best_N2.indices[:, 0].tolist()
+    place = int((best_N2.values[:, 0] - best_N2.values[:, 1]).argmin())
+    return first, [*first[:place], int(best_N2.indices[place, 1]), *first[place + 1 :]]
+
+
+def _as_read(spans: Sequence[Written], digits: Sequence[int]) -> Problem | None:
+    """Return the problem of these numbers with the digits of a reading; None where it is right, or no such problem."""
+    problem, rest = spans[0].problem, iter(digits)
     givens = list(problem.givens)
-    for place, numbers in texts.items():
-        givens[place] = int(numbers[reading])
-        if str(givens[place]) != numbers[reading]:  # it begins with 0
+    for number in spans:
+        text = "".join(str(next(rest)) for _ in range(number.begin, number.end))
+        givens[number.place] = int(text)
+        if str(int(text)) != text:  # it begins with 0
             return None
     return read_as(problem, tuple(givens))
 

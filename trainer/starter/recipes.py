@@ -131,8 +131,8 @@ RECIPES = {
             Stage(2_000, 384, 1e-3, 20, REASONED, {"levels": (1, 2)}, LABELS, 0.1, 0.3, final_lr=1.0, until=0.95),
             # By now the network reads plain pictures, so the others are of textbooks or came by fax.
             Stage(5_000, 384, 1e-3, 20, CHECKED, FAX, figures_frac=0.2, textbook_frac=0.5, zoom_frac=0.08),
-            # After a wrong attempt of its own: another reading, another sum. Few steps a round and many attempts, so
-            # that they are those of today's policy, and too many to be learnt by heart.
+            # After a wrong attempt of its own: another reading, another sum. In each round half as many attempts
+            # as lessons after them, so that they are those of today's policy and none is learnt by heart.
             Stage(
                 800,
                 384,
@@ -143,9 +143,9 @@ RECIPES = {
                 textbook_frac=0.4,
                 zoom_frac=0.06,
                 attempts_frac=0.5,
-                num_attempts=512,
-                num_readings=16_384,
-                rounds=6,
+                num_attempts=256,
+                num_readings=32_768,
+                rounds=5,
             ),
             # Habits of every kind, for reinforcement learning to choose from.
             Stage(
@@ -159,9 +159,9 @@ RECIPES = {
                 zoom_frac=0.1,
                 blind_frac=0.6,
                 attempts_frac=0.25,
-                num_attempts=512,
-                num_readings=8_192,
-                rounds=3,
+                num_attempts=256,
+                num_readings=24_576,
+                rounds=2,
             ),
         ),
         num_probes=768,

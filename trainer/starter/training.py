@@ -12,7 +12,6 @@ import json
 import math
 import pickle
 import time
-import zlib
 from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
@@ -41,6 +40,7 @@ from trainer.starter.recipes import Recipe, Stage
 #: Rows of the log in each stage.
 LOG_ROWS = 30
 STATE, LOG = "state.pt", "log.jsonl"
+SAVE_EVERY_S = 120
 #: Tokens of a row: the longest stream with zooms, and the longest other.
 WIDTHS = {True: 1152, False: 576}
 #: On a GPU each shape of batch is compiled once: few shapes, and room for all of them.
@@ -152,6 +152,9 @@ class StarterRun:
                     return True
                 if clock.is_over:
                     return False
+                if clock.total_s - position.seconds > SAVE_EVERY_S:
+                    position.seconds = clock.total_s
+                    self._save_state()
         raise AssertionError(f"stage {number + 1} ended at step {position.step} of {stage.steps}")
 
     def _step(self, batch: SftBatch, lr: float) -> Tensor:
@@ -186,12 +189,12 @@ class StarterRun:
 
     def _read(self, lessons: Lessons, stage: Stage, number: int, round_number: int) -> list[OwnAttempts]:
         """Return what the policy misreads in pictures of lessons that it has not seen yet in this stage."""
-        seed = f"read/{self.recipe.seed}/{number}/{round_number}"
+        draw = Random(f"read/{self.recipe.seed}/{number}/{round_number}")
         unseen = range(self.position.step * stage.batch_size, len(lessons))
-        indices = sorted(Random(seed).sample(unseen, min(stage.num_readings, len(unseen))))  # neighbours share drawings
+        indices = sorted(draw.sample(unseen, min(stage.num_readings, len(unseen))))  # neighbours share drawings
         solutions = Solutions(lessons, indices, self._stage_collator(stage))
         batches = self._loader(solutions, range(len(solutions)), stage, solutions.collate)
-        return misreadings(self.model, lessons, batches, self.device, zlib.crc32(seed.encode()))
+        return misreadings(self.model, self.tokenizer, batches, self.device)
 
     def _batches(self, stage: Stage, number: int) -> Generator[SftBatch, None, None]:
         """Yield the batches of the rest of the stage; at the beginning of a round, the policy makes its attempts."""
@@ -212,7 +215,7 @@ class StarterRun:
 
         size = stage.batch_size
         return DataLoader(
-            items,
+            _Sturdy(items),
             batch_sampler=[list(indices[start : start + size]) for start in range(0, len(indices), size)],
             collate_fn=collate,
             num_workers=self.num_workers,
@@ -290,6 +293,20 @@ class StarterRun:
         write_card(self.folder, report)
         (self.folder / "recipe.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         (self.folder / STATE).unlink(missing_ok=True)
+
+
+class _Sturdy:
+    """Items of which one that cannot be made is said and replaced by the next; two in a row are an error."""
+
+    def __init__(self, items: Any) -> None:
+        self._items = items
+
+    def __getitem__(self, index: int) -> Any:
+        try:
+            return self._items[index]
+        except Exception as error:
+            print(f"lesson {index} is left out: {error!r}", flush=True)
+            return self._items[(index + 1) % len(self._items)]
 
 
 class _Clock:

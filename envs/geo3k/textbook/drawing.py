@@ -16,7 +16,7 @@ from envs.geo3k.textbook.placement import Placer, along, around, at_distance, be
 from envs.geo3k.textbook.text import DETAIL, FONTS, FontName, text_mask
 from envs.geo3k.textbook.theorem import Wording, names
 
-TRIES = 24
+TRIES, SMALLER_TRIES = 24, 40
 LEADER = 0.25  # what a label with a leader line counts as a conflict
 BORDER = 5  # pixels around everything
 CELL = 32  # sides of a picture are multiples: the pixels of one token of Qwen-VL models
@@ -39,7 +39,7 @@ class Scale:
 
 SCALES = {
     "textbook": Scale(span=(100, 165), font=(13, 16), most_cells=48, longest=256),
-    "small_print": Scale(span=(360, 470), font=(9, 10), most_cells=320, longest=640, least=(640, 512)),
+    "small_print": Scale(span=(250, 330), font=(9, 10), most_cells=208, longest=512, least=(448, 352)),
 }
 
 
@@ -86,19 +86,23 @@ def draw(figure: Figure, wording: Wording, rng: Random, scale: Scale) -> Drawing
     """Draw a figure: the first of a few layouts without conflicts, else the one with the fewest."""
     look = Look.pick(scale, rng)
     best: _Layout | None = None
-    for attempt in range(TRIES):
-        # Later attempts are larger, with smaller texts.
-        growth = 1 + 0.03 * max(0, attempt - 3)
+    for attempt in range(TRIES + SMALLER_TRIES):
+        # Later attempts are larger, with smaller texts; where none fits, everything gets smaller until one does.
+        if attempt < TRIES:
+            growth = 1 + 0.03 * max(0, attempt - 3)
+            font_size = max(look.font_size / growth, scale.font[0] - 1)
+        else:
+            growth = 0.98 ** (attempt - TRIES)
+            font_size = (scale.font[0] - 1) * growth
         span = rng.uniform(*scale.span) * growth
-        font_size = max(look.font_size / growth, scale.font[0] - 1)
         layout = _Layout(_posed(figure, rng), wording, replace(look, font_size=font_size), span, scale.least)
         if not layout.fits(scale):
             continue
         if best is None or layout.conflicts < best.conflicts:
             best = layout
-        if best.conflicts <= (0 if attempt < 10 else 2 * LEADER):
+        if best.conflicts <= (0 if attempt < 10 else 2 * LEADER) or attempt >= TRIES - 1:
             break
-    assert best is not None, f"{TRIES} layouts were tried"
+    assert best is not None, f"no layout of {figure} fits"
     return best.drawing(rng)
 
 

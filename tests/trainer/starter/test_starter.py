@@ -107,6 +107,45 @@ def test_a_training_that_stops_and_goes_on_makes_the_weights_of_one_that_does_no
     assert one == other
 
 
+def test_a_training_that_dies_goes_on_from_its_last_row_of_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu, step = torch.device("cpu"), StarterRun._step
+    monkeypatch.setattr("trainer.starter.training.SAVE_EVERY_S", 0)
+    assert StarterRun(TINY, tmp_path / "whole", cpu).train()
+
+    def dies(run: StarterRun, batch: SftBatch, lr: float) -> torch.Tensor:
+        if (run.position.stage, run.position.step) == (1, 3):
+            raise RuntimeError("the device is gone")
+        return step(run, batch, lr)
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="device is gone"):
+        patch.setattr(StarterRun, "_step", dies)
+        StarterRun(TINY, tmp_path / "parts", cpu).train()
+    run = StarterRun(TINY, tmp_path / "parts", cpu)
+    assert (run.position.stage, run.position.step) == (1, 3) and run.train()
+    one, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "parts"))
+    assert one == other
+
+
+def test_a_lesson_that_cannot_be_made_is_said_and_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make, bad = Lessons.__getitem__, {1}
+
+    def fails(lessons: Lessons, index: int) -> Any:
+        if index in bad and len(lessons) > TINY.num_probes:
+            raise ValueError("no layout")
+        return make(lessons, index)
+
+    monkeypatch.setattr(Lessons, "__getitem__", fails)
+    assert StarterRun(TINY, tmp_path / "one", torch.device("cpu")).train()
+    assert "lesson 1 is left out: ValueError('no layout')" in capsys.readouterr().out
+    bad.add(2)  # no slip of one drawing: every lesson may be like that
+    with pytest.raises(ValueError, match="no layout"):
+        StarterRun(TINY, tmp_path / "two", torch.device("cpu")).train()
+
+
 def test_a_state_of_another_recipe_is_refused(tmp_path: Path) -> None:
     assert not StarterRun(TINY, tmp_path, torch.device("cpu")).train(max_minutes=0.0)
     with pytest.raises(UserError, match="must hold a run of the same recipe"):
@@ -211,8 +250,7 @@ def test_shares_of_a_stage_are_those_of_its_lessons(tokenizer: Any) -> None:
 def test_zooms_have_their_share_and_neighbours_zoom_into_one_drawing(tokenizer: Any, share: float) -> None:
     lessons = Lessons(tokenizer, Stage(100, 4, 1e-3, 1, zoom_frac=share, figures_frac=1.0, blind_frac=0.0), seed=1)
     kinds = [lessons[index].kind for index in range(400)]
-    # Four standard deviations of 50 groups: below 0.15 for a share of 0.2, and 0.08 within groups for 0.8.
-    assert abs(kinds.count("zoom") / 400 - share) < 0.15
+    assert abs(kinds.count("zoom") / 400 - share) < 0.23  # four standard deviations of 50 groups
     zooms = [
         lessons[index] for index in range(400) if kinds[index] == "zoom" and index // 8 == kinds.index("zoom") // 8
     ]
@@ -321,7 +359,7 @@ def misread_by(
     monkeypatch.setattr("trainer.starter.misreadings.taught_logits", logits)
     solutions = Solutions(lessons, range(size), collator)
     batches = [solutions.collate([solutions[n] for n in range(k, k + 16)]) for k in range(0, size, 16)]
-    return misreadings(cast(PolicyModel, None), lessons, batches, torch.device("cpu"), seed=1)
+    return misreadings(cast(PolicyModel, None), lessons.tokenizer, batches, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("style", ["fax", "textbook"])
@@ -331,9 +369,9 @@ def test_a_misreading_is_the_solution_of_the_problem_with_the_numbers_that_the_p
     stage = Stage(100, 4, 1e-3, 1, problems={"style": "fax"}, textbook_frac=float(style == "textbook"))
     lessons = Lessons(tokenizer, replace(stage, lessons_per_drawing=1), seed=1)
     found = misread_by(lambda digit: {digit % 9 + 1: 1.0}, lessons, collator, monkeypatch)
-    assert len(found) > 20 and len({own.index for own in found}) == len(found)  # both readings are one
+    assert len({own.index for own in found}) > 20
     for own in found:
-        problem, (attempt,) = lessons.problem(own.index), own.wrong
+        problem, attempt = lessons.problem(own.index), own.wrong[0]
         givens = list(problem.givens)
         for place in problem.drawn_givens:
             if str(givens[place]) in re.findall(r"\d+", problem.reasoning):
@@ -342,18 +380,25 @@ def test_a_misreading_is_the_solution_of_the_problem_with_the_numbers_that_the_p
         assert wrong and attempt == Attempt(f"{wrong.reasoning} ", wrong.answer) and wrong.answer != problem.answer
 
 
-def test_misreadings_come_as_often_as_the_policy_would_write_them(
+def test_a_policy_misreads_what_it_takes_for_likeliest_and_then_the_next_likely(
     tokenizer: Any, collator: Collator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problems = {"families": ["linear_pair"], "levels": (1,)}
     lessons = Lessons(tokenizer, Stage(200, 4, 1e-3, 1, problems=problems, lessons_per_drawing=1), seed=1)
-    assert misread_by(lambda digit: {digit: 1.0}, lessons, collator, monkeypatch) == []
-    found = misread_by(lambda digit: {digit: 0.75, (digit + 1) % 10: 0.25}, lessons, collator, monkeypatch, 800)
-    # The one number of a problem is read wrong in 1 - 0.75 ** digits of the cases; few of these have no figure.
-    expected = np.mean([1 - 0.75 ** len(str(lessons.problem(n).givens[0])) for n in range(800)])
-    assert abs(sum(len(own.wrong) == 1 for own in found) / 800 - expected) < 0.08
+
+    def misread(shares: Callable[[int], Mapping[int, float]]) -> list[OwnAttempts]:
+        return misread_by(shares, lessons, collator, monkeypatch)
+
+    # An unlikely slip is no misreading; a likely one has the right number after it, if only one digit is wrong.
+    assert misread(lambda digit: {digit: 0.6, (digit + 1) % 10: 0.4}) == []
+    found = misread(lambda digit: {digit: 0.4 if digit == 5 else 0.9, (digit + 1) % 10: 0.6 if digit == 5 else 0.1})
+    with_one_five = [n for n in range(64) if str(lessons.problem(n).givens[0]).count("5") == 1]
+    assert {own.index for own in found} >= set(with_one_five) and with_one_five
+    assert all(len(own.wrong) == 1 for own in found if own.index in with_one_five)
+    # Where the next one is wrong too, it is the second attempt.
+    found = misread(lambda digit: {digit: 0.1, digit % 9 + 1: 0.5, (digit + 1) % 9 + 1: 0.4})
     pairs = [own.wrong for own in found if len(own.wrong) == 2]
-    assert pairs and all(second.thought.startswith("Look again: ") for _, second in pairs)
+    assert len(pairs) > 20 and all(second.thought.startswith("Look again: ") for _, second in pairs)
     assert all(first.answer != second.answer for first, second in pairs)
 
 
