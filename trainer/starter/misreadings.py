@@ -25,9 +25,10 @@ from trainer.starter.lessons import Lessons, OwnAttempts
 from trainer.starter.plans import Attempt
 from trainer.starter.progress import first_written
 
+
 @dataclass(frozen=True)
 class Written:
-    """Where the solution of the lesson at `index` first writes the given at `place`: tokens `begin` to `end` - 1 of N."""
+    """Where the solution of the lesson at an index first writes the given at a place: tokens `begin` to `end` - 1."""
 
     index: int
     problem: Problem

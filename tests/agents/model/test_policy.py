@@ -12,6 +12,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import Qwen3VLForConditionalGeneration
 
+from agents.model import policy as policy_module
 from agents.model.mrope import mrope_positions
 from agents.model.packed import VisionBatch
 from agents.model.policy import PolicyModel
@@ -140,6 +141,21 @@ def test_only_the_chosen_places_come_back_in_row_order(policy: PolicyModel, rend
         everything = policy(ids, positions, None, everywhere).view(2, 6, -1)
         some = policy(ids, positions, None, chosen)
     torch.testing.assert_close(some, torch.stack([everything[0, 1], everything[0, 4], everything[1, 3]]))
+
+
+def test_the_tower_attends_in_the_type_of_autocast(
+    policy: PolicyModel, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With weights in float32 too: a GPU then needs no padded batches, whose masks are the largest of all inputs."""
+    asked = []
+    needed = policy_module.needs_buckets
+    monkeypatch.setattr(policy_module, "needs_buckets", lambda *given: asked.append(given[1]) or needed(*given))
+    vision = VisionBatch.build([renderer.prompt(question("x?", picture())).images], "cpu")
+    assert vision is not None
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        policy.encode_images(vision.pixels_PD, vision.grids)
+    policy.encode_images(vision.pixels_PD, vision.grids)
+    assert asked == [torch.bfloat16, torch.float32]
 
 
 def test_no_stream_with_an_image_is_no_vision_batch() -> None:

@@ -289,7 +289,7 @@ def test_the_picture_is_true_to_scale_to_the_pixel() -> None:
 
 
 def test_small_print_is_legible_only_when_it_is_enlarged() -> None:
-    """At the size the bundled model sees, digits are below 5 pixels; half of each side shows them at 7, a quarter at 14."""
+    """At the size the bundled model sees, digits are below 5 pixels; above 7 in half of each side, 14 in a quarter."""
     seen_pixels = 65536
     source = ProceduralGeo3k("train", 4, style="small_print")
     for index in range(4):
