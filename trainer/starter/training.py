@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
 
 from agents.model.policy import PolicyModel
 from agents.rendering.renderer import Renderer
@@ -211,8 +212,6 @@ class StarterRun:
 
     def _loader(self, items: Any, indices: range, stage: Stage, collate: Callable[..., Any]) -> Iterable[Any]:
         """Return the batches of items at indices, made by `num_workers` processes (0: by this process)."""
-        from torch.utils.data import DataLoader
-
         size = stage.batch_size
         return DataLoader(
             _Sturdy(items),
@@ -295,7 +294,7 @@ class StarterRun:
         (self.folder / STATE).unlink(missing_ok=True)
 
 
-class _Sturdy:
+class _Sturdy(Dataset[Any]):
     """Items of which one that cannot be made is said and replaced by the next; two in a row are an error."""
 
     def __init__(self, items: Any) -> None:
