@@ -97,8 +97,21 @@ def draw(curves: Curves, path: Path) -> None:
     figure.savefig(path)
 
 
+def write(options: argparse.Namespace, runs: Mapping[str, Sequence[Sequence[Mapping[str, float]]]], at: str) -> None:
+    """Print and write what the seeds so far show."""
+    curves = curves_of(runs)
+    far = distances(curves)
+    print(table(curves))
+    for variant, found in far.items():
+        print(f"{variant}, largest distance in a step:", ", ".join(f"{n} {v:.3g}" for n, v in found.items()))
+    every = {variant: {n: v.tolist() for n, v in metrics.items()} for variant, metrics in curves.items()}
+    command = f"python -m benchmarks.curves {shlex.join(sys.argv[1:])}"
+    write_result(options.out, command, {"largest_distance": far, "curves": every}, at, PACKAGES)
+    draw(curves, options.out.with_suffix(".png"))
+
+
 def main() -> None:
-    """Run, print, write."""
+    """Run every variant with each seed; print and write after each seed."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
     parser.add_argument("--variant", action="append", required=True, help="its name and its flags, in one argument")
     parser.add_argument("--seeds", type=int, default=3)
@@ -119,15 +132,7 @@ def main() -> None:
                     sys.exit(log_of(folder).read_text()[-3000:])
                 rewards = [row["reward"] for row in runs[variant][-1]]
                 print(f"{variant} seed {seed}: reward {rewards[0]:.3f} -> {rewards[-1]:.3f}", flush=True)
-    curves = curves_of(runs)
-    far = distances(curves)
-    print(table(curves))
-    for variant, found in far.items():
-        print(f"{variant}, largest distance in a step:", ", ".join(f"{n} {v:.3g}" for n, v in found.items()))
-    every = {variant: {n: v.tolist() for n, v in metrics.items()} for variant, metrics in curves.items()}
-    command = f"python -m benchmarks.curves {shlex.join(sys.argv[1:])}"
-    write_result(options.out, command, {"largest_distance": far, "curves": every}, at, PACKAGES)
-    draw(curves, options.out.with_suffix(".png"))
+            write(options, runs, at)  # what is measured stays, whatever ends the next seed
 
 
 if __name__ == "__main__":

@@ -282,7 +282,7 @@ class AdapterTransport:
     def __init__(self, merged: ServersTransport, is_required: bool = False) -> None:
         self.learner, self.engine = merged.learner, merged.engine
         self._merged, self._is_required = merged, is_required
-        self._is_refused = False
+        self._is_offered = self._is_refused = False
 
     @property
     def events(self) -> Sequence[str]:
@@ -301,17 +301,23 @@ class AdapterTransport:
             UserError: a server cannot be started or found, or refuses the adapter although it is required.
         """
         await self.engine.start()
+        await self._offer()
+        if self._is_refused:
+            await self.push(0)
+
+    async def _offer(self) -> None:
         reason = await self.engine.offer_adapter(await asyncio.to_thread(self.learner.adapter))
-        if not reason:
-            return
-        if self._is_required:
+        self._is_offered = True
+        if reason and self._is_required:
             raise refused(reason)
-        note_merged(self.engine, reason)
-        self._is_refused = True
-        await self.push(0)
+        if reason:
+            note_merged(self.engine, reason)
+            self._is_refused = True
 
     async def push(self, version: int) -> Transfer:
-        """Load the learner's adapter into every server."""
+        """Load the learner's adapter into every server; first offer it, if the learner was lost before `start` could."""
+        if not self._is_offered:
+            await self._offer()
         if self._is_refused:
             return await self._merged.push(version)
         adapter = await asyncio.to_thread(self.learner.adapter)
