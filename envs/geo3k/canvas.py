@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import cmath
 import math
+import re
 from collections.abc import Iterable, Sequence
 from functools import cache, lru_cache
 from itertools import pairwise
@@ -40,6 +41,12 @@ def _text_box(text: str, size: int) -> Image.Image:
     return box
 
 
+def _on_paper(box: Image.Image, size: tuple[int, int]) -> Image.Image:
+    paper = Image.new("L", size, 255)
+    paper.paste(box, (0, 0))
+    return paper
+
+
 def _unit(vector: complex) -> complex:
     return vector / abs(vector)
 
@@ -69,8 +76,8 @@ class Canvas:
         picture = canvas.image() if canvas.conflicts == 0 else None
     """
 
-    def __init__(self, line_width: int = 1, font_size: int = 15) -> None:
-        self._line_width, self._font_size = line_width, font_size
+    def __init__(self, line_width: int = 1, font_size: int = 15, overprint: tuple[str, str] | None = None) -> None:
+        self._line_width, self._font_size, self._overprint = line_width, font_size, overprint
         self._strokes: list[tuple[Point, Point]] = []  # drawn with the figure's line width
         self._marks: list[tuple[Point, Point]] = []  # drawn one pixel wide: ticks, dashes, right angles
         self._arcs: list[tuple[Point, float, float, float]] = []  # center, radius, start and end in degrees
@@ -161,7 +168,7 @@ class Canvas:
             self._arcs.append((vertex, radius, first, first + opening))
             middle = vertex + bisector * radius
             self._obstacles += [(vertex + u * radius, middle), (middle, vertex + v * radius)]
-        box = _text_box(text, self._font_size)
+        box = self._box(text)
         half_x, half_y = box.width / 2, box.height / 2
         # The label is as close to the vertex as possible without touching the rays or the arc.
         reach = max(half_x * abs(ray.imag) + half_y * abs(ray.real) for ray in (u, v)) + 1 + self._line_width / 2
@@ -175,13 +182,23 @@ class Canvas:
         anchor = start + (end - start) * at
         if _cross(end - start, inside - start) > 0:
             normal = -normal
-        box = _text_box(text, self._font_size)
+        box = self._box(text)
         reach = box.width / 2 * abs(normal.real) + box.height / 2 * abs(normal.imag) + 2 + self._line_width / 2
         self._place(anchor + normal * reach, box)
 
     def expect_order(self, count: int) -> None:
         """Require that the first `count` labels go from left to right; each pair out of order is a conflict."""
         self._ordered = count
+
+    def _box(self, text: str) -> Image.Image:
+        """Return the box of a label: of the number to overprint, with the other one as strong as itself."""
+        box = _text_box(text, self._font_size)
+        if not self._overprint:
+            return box
+        number, other = self._overprint
+        twin = _text_box(re.sub(rf"(?<!\d){number}(?!\d)", other, text), self._font_size)
+        size = max(box.width, twin.width), max(box.height, twin.height)
+        return Image.blend(_on_paper(box, size), _on_paper(twin, size), 0.5)
 
     def _place(self, center: Point, box: Image.Image) -> None:
         reach_x, reach_y = box.width / 2 + BORDER, box.height / 2 + BORDER

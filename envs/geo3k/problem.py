@@ -36,14 +36,15 @@ __all__ = [
     "make_problem",
     "misread",
     "read_as",
+    "with_rival",
 ]
 
 LEVELS = (1, 2, 3)
 
-Style = Literal["plain", "fax", "textbook", "small_print"]
+Style = Literal["plain", "overprint", "textbook", "small_print"]
 #: How problems are drawn, and the families that are drawn so.
 STYLES: Mapping[str, Mapping[str, Family] | Mapping[str, Theorem]] = MappingProxyType(
-    {"plain": FAMILIES, "fax": FAMILIES, "textbook": THEOREMS, "small_print": THEOREMS}
+    {"plain": FAMILIES, "overprint": FAMILIES, "textbook": THEOREMS, "small_print": THEOREMS}
 )
 _ALL: Mapping[str, Family | Theorem] = MappingProxyType({**FAMILIES, **THEOREMS})
 LAYOUT_TRIES = 16
@@ -74,7 +75,8 @@ class Problem:
                 reasoning="47 + 65 = 112. 180 - 112 = 68.").key      # "triangle_angles/47-65/x"
 
     `answer` is an integer, a decimal rounded to a tenth, or LaTeX spaced as in Geometry3K: "5 \\sqrt { 2 }",
-    "\\frac { 7 } { 2 }". Textbook problems have a wording: letters, variables and what the question tells.
+    "\\frac { 7 } { 2 }". Textbook problems have a wording: letters, variables and what the question tells. In an
+    overprinted picture a digit of `rival`, the givens of another problem, is printed over the one that is meant.
     """
 
     family: str
@@ -85,6 +87,7 @@ class Problem:
     answer: str
     reasoning: str
     wording: Wording | None = None
+    rival: tuple[int, ...] | None = None
 
     @property
     def key(self) -> str:
@@ -142,7 +145,7 @@ def _lay_out(problem: Problem, rng: Random) -> Canvas:
     line_width, font_size = rng.choice((1, 1, 2)), rng.choice((14, 15, 15, 16))
     best, fewest = None, 0
     for _ in range(LAYOUT_TRIES):
-        canvas = Canvas(line_width, font_size)
+        canvas = Canvas(line_width, font_size, overprint=_overprint(problem))
         FAMILIES[problem.family].draw(canvas, problem.givens, problem.unknown, rng)
         conflicts = canvas.conflicts
         if best is None or conflicts < fewest:
@@ -151,6 +154,12 @@ def _lay_out(problem: Problem, rng: Random) -> Canvas:
             break
     assert best is not None, f"{LAYOUT_TRIES} layouts were tried"
     return best
+
+
+def _overprint(problem: Problem) -> tuple[str, str] | None:
+    """Return the number of the problem that is overprinted, and that of its rival."""
+    pairs = zip(problem.givens, problem.rival or problem.givens, strict=True)
+    return next(((str(meant), str(other)) for meant, other in pairs if meant != other), None)
 
 
 def misread(problem: Problem, rng: Random) -> Problem | None:
@@ -170,6 +179,17 @@ def misread(problem: Problem, rng: Random) -> Problem | None:
         if wrong := read_as(problem, (*problem.givens[:place], read, *problem.givens[place + 1 :])):
             return wrong
     return None
+
+
+def with_rival(problem: Problem, rng: Random) -> Problem:
+    """Return the problem with a second reading of its picture: another digit in a number that stands there once."""
+    wrong = misread(problem, rng)
+    if wrong is None or any(
+        meant != other and problem.givens.count(meant) > 1
+        for meant, other in zip(problem.givens, wrong.givens, strict=True)
+    ):
+        return problem
+    return replace(problem, rival=wrong.givens)
 
 
 def read_as(problem: Problem, givens: tuple[int, ...]) -> Problem | None:

@@ -15,8 +15,7 @@ from typing import Literal
 from PIL import Image
 
 from envs.errors import UserError, did_you_mean
-from envs.geo3k.fax import fax
-from envs.geo3k.problem import LEVELS, STYLES, Box, Problem, Style, draw_with_boxes, make_problem
+from envs.geo3k.problem import LEVELS, STYLES, Box, Problem, Style, draw_with_boxes, make_problem, with_rival
 from envs.types import MadeSamples, Sample
 
 Split = Literal["demonstrations", "train", "validation", "heldout"]
@@ -46,8 +45,8 @@ class ProceduralGeo3k(MadeSamples):
         source[0].label, source[0].metadata["key"]       # "40", "triangle_angles/50-90/x"
         problem, image = source.item(0)                  # the same problem with its reasoning, 160x128 RGB
 
-    A style has its families: `plain` and `fax` those that the bundled model learnt, `textbook` and `small_print` the
-    theorems of docs/diagrams.md. Raises UserError for an unknown split, style, family or level, or a negative size.
+    A style has its families: `plain` and `overprint` those that the bundled model learnt, `textbook` and `small_print`
+    the theorems of docs/diagrams.md. Raises UserError for an unknown split, style, family or level, or a negative size.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class ProceduralGeo3k(MadeSamples):
         """
         problem, rng = self._sample(index)
         image, boxes = draw_with_boxes(problem, rng, small_print=self.style == "small_print")
-        return problem, fax(image, rng) if self.style == "fax" else image, boxes
+        return problem, image, boxes
 
     def problem(self, index: int) -> Problem:
         """Return the problem at an index without drawing it."""
@@ -101,7 +100,7 @@ class ProceduralGeo3k(MadeSamples):
         for _ in range(KEY_TRIES):
             problem = make_problem(family, level, rng)
             if split_of(problem.key) == self.split:
-                return problem, rng
+                return with_rival(problem, rng) if self.style == "overprint" else problem, rng
         raise RuntimeError(f"{KEY_TRIES} problems of {family}, level {level}: none belongs to split {self.split}")
 
     def make(self, place: int) -> Sample:

@@ -67,11 +67,11 @@ GEOMETRY_ENGLISH = (
     "The two polygons are similar. Each pair of lines is parallel. Line l is a tangent of \\odot S.",
     "For the parallelogram, trapezoid, rhombus, square or hexagon, what is the area of the shaded region?",
 )
-#: What reading lessons and second attempts say besides. The style `fax` has the names of `plain`.
+#: What reading lessons and second attempts say besides. The style `overprint` has the names of `plain`.
 LESSON_ENGLISH = (
     "Read the numbers. Read the figure.",
     "Step by step. Look again: 47, 65. Compute again. Another way.",
-    *(name.replace("_", " ") for style, families in STYLES.items() if style != "fax" for name in families),
+    *(name.replace("_", " ") for style, families in STYLES.items() if style != "overprint" for name in families),
 )
 
 

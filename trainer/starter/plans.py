@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from envs.geo3k.problem import Problem, misread
+from envs.geo3k.problem import Problem, misread, read_as
 from envs.types import Message
 
 MAX_TURNS = 3
@@ -105,7 +105,7 @@ class Plan:
         use_tools = rng.random() < mixture.tools_offered
         reasons = rng.random() < mixture.reasons
         checks = use_tools and rng.random() < mixture.checks
-        first = misread(problem, rng) if checks and rng.random() < mixture.first_wrong else None
+        first = _other_reading(problem, rng) if checks and rng.random() < mixture.first_wrong else None
         if first is None:
             return cls((Attempt.at(problem, reasons),), use_tools, checks)
         wrong = [Attempt.at(first, reasons)]
@@ -136,6 +136,11 @@ class Plan:
         # The last turn cannot call, so a third attempt reasons and answers in one turn.
         thought = last.thought if len(self.attempts) == MAX_TURNS else ""
         return [*calls[: MAX_TURNS - 1], PlannedTurn(thought, last.answer, is_call=False, is_taught=True)]
+
+
+def _other_reading(problem: Problem, rng: random.Random) -> Problem | None:
+    """Return the problem misread: as its picture can be read too, if it is overprinted."""
+    return read_as(problem, problem.rival) if problem.rival else misread(problem, rng)
 
 
 def correction(wrong: Attempt, problem: Problem) -> str:

@@ -99,7 +99,7 @@ LADDER = (
 )
 LABELS = LADDER[-1]
 ANGLES = ("triangle_angles", "linear_pair", "vertical_angles", "angles_at_point", "quadrilateral_angles")
-FAX: Mapping[str, Any] = {"style": "fax"}
+OVERPRINT: Mapping[str, Any] = {"style": "overprint"}
 FEW: Mapping[str, Any] = {"levels": (1,), "families": ANGLES}
 
 
@@ -129,8 +129,8 @@ RECIPES = {
             Stage(800, 384, 1e-3, 20, REASONED, FEW, LABELS, 0.3, 0.7, final_lr=1.0, until=0.9),
             Stage(800, 384, 1e-3, 20, REASONED, FEW, LABELS, 0.1, 0.3, final_lr=1.0, until=0.9),
             Stage(2_000, 384, 1e-3, 20, REASONED, {"levels": (1, 2)}, LABELS, 0.1, 0.3, final_lr=1.0, until=0.95),
-            # By now the network reads plain pictures, so the others are of textbooks or came by fax.
-            Stage(5_000, 384, 1e-3, 20, CHECKED, FAX, figures_frac=0.2, textbook_frac=0.5, zoom_frac=0.08),
+            # By now the network reads plain pictures, so the others are of textbooks, or can be read in two ways.
+            Stage(5_000, 384, 1e-3, 20, CHECKED, OVERPRINT, figures_frac=0.2, textbook_frac=0.5, zoom_frac=0.08),
             # After a wrong attempt of its own: another reading, another sum. In each round half as many attempts
             # as lessons after them, so that they are those of today's policy and none is learnt by heart.
             Stage(
@@ -139,7 +139,7 @@ RECIPES = {
                 3e-4,
                 50,
                 CHECKED,
-                FAX,
+                OVERPRINT,
                 textbook_frac=0.4,
                 zoom_frac=0.06,
                 attempts_frac=0.5,
@@ -154,7 +154,7 @@ RECIPES = {
                 2e-4,
                 50,
                 MIXED,
-                FAX,
+                OVERPRINT,
                 textbook_frac=0.4,
                 zoom_frac=0.1,
                 blind_frac=0.6,

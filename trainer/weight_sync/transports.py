@@ -315,7 +315,7 @@ class AdapterTransport:
             self._is_refused = True
 
     async def push(self, version: int) -> Transfer:
-        """Load the learner's adapter into every server; first offer it, if the learner was lost before `start` could."""
+        """Load the learner's adapter into every server; offer it first, if the learner was lost before `start` did."""
         if not self._is_offered:
             await self._offer()
         if self._is_refused:

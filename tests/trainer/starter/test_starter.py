@@ -362,11 +362,11 @@ def misread_by(
     return misreadings(cast(PolicyModel, None), lessons.tokenizer, batches, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("style", ["fax", "textbook"])
+@pytest.mark.parametrize("style", ["overprint", "textbook"])
 def test_a_misreading_is_the_solution_of_the_problem_with_the_numbers_that_the_policy_reads(
     style: str, tokenizer: Any, collator: Collator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stage = Stage(100, 4, 1e-3, 1, problems={"style": "fax"}, textbook_frac=float(style == "textbook"))
+    stage = Stage(100, 4, 1e-3, 1, problems={"style": "overprint"}, textbook_frac=float(style == "textbook"))
     lessons = Lessons(tokenizer, replace(stage, lessons_per_drawing=1), seed=1)
     found = misread_by(lambda digit: {digit % 9 + 1: 1.0}, lessons, collator, monkeypatch)
     assert len({own.index for own in found}) > 20
