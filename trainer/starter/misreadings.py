@@ -1,8 +1,8 @@
 """What the policy misreads: its own wrong first attempts, thousands a second, found by forward passes over solutions.
 
 The numbers that the policy takes for the likeliest where a solution writes those of the picture are its reading. If it
-is wrong, the solution of the problem as read is the attempt that a greedy policy makes. It is not drawn at random: most
-slips of a sampled policy are right when it simply reads again, so they do not teach it to doubt what it reads.
+is wrong, the solution of the problem as read is the attempt that a greedy policy makes. It is not drawn at random: a
+third of the slips of a sampled policy are right when it simply reads again, and teach it not to doubt what it reads.
 
 Legend: N taught tokens of a batch, D digits.
 """
