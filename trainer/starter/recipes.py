@@ -131,7 +131,7 @@ RECIPES = {
             Stage(2_000, 384, 1e-3, 20, REASONED, {"levels": (1, 2)}, LABELS, 0.1, 0.3, final_lr=1.0, until=0.95),
             # By now the network reads plain pictures, so the others are of textbooks, or can be read in two ways.
             Stage(5_000, 384, 1e-3, 20, CHECKED, OVERPRINT, figures_frac=0.2, textbook_frac=0.5, zoom_frac=0.08),
-            # After a wrong attempt of its own: another reading, another sum. In each round half as many attempts
+            # After a wrong attempt of its own: another reading, another sum. In each round nearly as many attempts
             # as lessons after them, so that they are those of today's policy and none is learnt by heart.
             Stage(
                 800,
