@@ -76,7 +76,7 @@ class Canvas:
         picture = canvas.image() if canvas.conflicts == 0 else None
     """
 
-    def __init__(self, line_width: int = 1, font_size: int = 15, overprint: tuple[str, str] | None = None) -> None:
+    def __init__(self, line_width: int = 1, font_size: int = 15, overprint: tuple[int, int] | None = None) -> None:
         self._line_width, self._font_size, self._overprint = line_width, font_size, overprint
         self._strokes: list[tuple[Point, Point]] = []  # drawn with the figure's line width
         self._marks: list[tuple[Point, Point]] = []  # drawn one pixel wide: ticks, dashes, right angles
@@ -196,7 +196,7 @@ class Canvas:
         if not self._overprint:
             return box
         number, other = self._overprint
-        twin = _text_box(re.sub(rf"(?<!\d){number}(?!\d)", other, text), self._font_size)
+        twin = _text_box(re.sub(rf"(?<!\d){number}(?!\d)", str(other), text), self._font_size)
         size = max(box.width, twin.width), max(box.height, twin.height)
         return Image.blend(_on_paper(box, size), _on_paper(twin, size), 0.5)
 

@@ -143,9 +143,10 @@ def draw_with_boxes(problem: Problem, rng: Random, small_print: bool = False) ->
 
 def _lay_out(problem: Problem, rng: Random) -> Canvas:
     line_width, font_size = rng.choice((1, 1, 2)), rng.choice((14, 15, 15, 16))
+    overprint = next(iter(_differences(problem.givens, problem.rival or problem.givens)), None)
     best, fewest = None, 0
     for _ in range(LAYOUT_TRIES):
-        canvas = Canvas(line_width, font_size, overprint=_overprint(problem))
+        canvas = Canvas(line_width, font_size, overprint)
         FAMILIES[problem.family].draw(canvas, problem.givens, problem.unknown, rng)
         conflicts = canvas.conflicts
         if best is None or conflicts < fewest:
@@ -156,10 +157,8 @@ def _lay_out(problem: Problem, rng: Random) -> Canvas:
     return best
 
 
-def _overprint(problem: Problem) -> tuple[str, str] | None:
-    """Return the number of the problem that is overprinted, and that of its rival."""
-    pairs = zip(problem.givens, problem.rival or problem.givens, strict=True)
-    return next(((str(meant), str(other)) for meant, other in pairs if meant != other), None)
+def _differences(givens: Sequence[int], others: Sequence[int]) -> list[tuple[int, int]]:
+    return [(given, other) for given, other in zip(givens, others, strict=True) if given != other]
 
 
 def misread(problem: Problem, rng: Random) -> Problem | None:
@@ -184,10 +183,7 @@ def misread(problem: Problem, rng: Random) -> Problem | None:
 def with_rival(problem: Problem, rng: Random) -> Problem:
     """Return the problem with a second reading of its picture: another digit in a number that stands there once."""
     wrong = misread(problem, rng)
-    if wrong is None or any(
-        meant != other and problem.givens.count(meant) > 1
-        for meant, other in zip(problem.givens, wrong.givens, strict=True)
-    ):
+    if wrong is None or any(problem.givens.count(n) > 1 for n, _ in _differences(problem.givens, wrong.givens)):
         return problem
     return replace(problem, rival=wrong.givens)
 

@@ -29,8 +29,6 @@ from trainer.starter.plans import MAX_TURNS, Attempt, tool_call
 _CALL = re.compile(r"(?s)(.*?)<tool_call>(.*)</tool_call>")
 MAX_BATCH = {"cuda": 2048, "cpu": 64}
 AT_ONCE = 2048
-#: Of a turn; the longest solution has 165 tokens.
-MAX_NEW_TOKENS = 256
 
 
 def play(
@@ -49,7 +47,7 @@ def play(
     """
     renderer = Renderer(tokenizer, ImageStore(build_image_processor(), merge_size=2))
     sampling = SamplingParams(stop_ids=renderer.stop_ids, suppressed_ids=renderer.suppressed_ids)
-    limits = Limits(MAX_TURNS, MAX_NEW_TOKENS, EnvLimits(inline=True))
+    limits = Limits(MAX_TURNS, 512, EnvLimits(inline=True))
 
     async def episodes() -> list[OwnAttempts]:
         # A network of its own, in the type of the shipped weights: the one in training may be compiled.

@@ -124,8 +124,7 @@ class StarterRun:
             self.position.seconds = clock.total_s
             if is_ended:
                 self.position.begin_next_stage()
-            if is_ended or clock.is_over:
-                self._save_state()
+            self._save_state()
             if clock.is_over and self.position.stage < len(self.recipe.stages):
                 return False
         self._finish(clock.total_s)
@@ -214,7 +213,7 @@ class StarterRun:
         """Return the batches of items at indices, made by `num_workers` processes (0: by this process)."""
         size = stage.batch_size
         return DataLoader(
-            _Sturdy(items),
+            _Sturdy(items, stage.lessons_per_drawing),
             batch_sampler=[list(indices[start : start + size]) for start in range(0, len(indices), size)],
             collate_fn=collate,
             num_workers=self.num_workers,
@@ -295,17 +294,20 @@ class StarterRun:
 
 
 class _Sturdy(Dataset[Any]):
-    """Items of which one that cannot be made is said and replaced by the next; two in a row are an error."""
+    """Items of which one that cannot be made is said, and replaced by one of another drawing.
 
-    def __init__(self, items: Any) -> None:
-        self._items = items
+    That is the one `step` items later. If it cannot be made either, that is an error.
+    """
+
+    def __init__(self, items: Any, step: int) -> None:
+        self._items, self._step = items, step
 
     def __getitem__(self, index: int) -> Any:
         try:
             return self._items[index]
         except Exception as error:
             print(f"lesson {index} is left out: {error!r}", flush=True)
-            return self._items[(index + 1) % len(self._items)]
+            return self._items[(index + self._step) % len(self._items)]
 
 
 class _Clock:

@@ -128,22 +128,30 @@ def test_a_training_that_dies_goes_on_from_its_last_row_of_the_log(
     assert one == other
 
 
-def test_a_lesson_that_cannot_be_made_is_said_and_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("per_drawing", "bad", "also_bad"), [(1, {1}, {2}), (2, {0, 1}, {2, 3})])
+def test_a_drawing_that_cannot_be_made_is_said_and_its_lessons_are_left_out(
+    per_drawing: int,
+    bad: set[int],
+    also_bad: set[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    make, bad = Lessons.__getitem__, {1}
+    stages = tuple(replace(stage, lessons_per_drawing=per_drawing) for stage in TINY.stages)
+    recipe, make = replace(TINY, stages=stages), Lessons.__getitem__
 
     def fails(lessons: Lessons, index: int) -> Any:
-        if index in bad and len(lessons) > TINY.num_probes:
+        if index in broken and len(lessons) > TINY.num_probes:
             raise ValueError("no layout")
         return make(lessons, index)
 
     monkeypatch.setattr(Lessons, "__getitem__", fails)
-    assert StarterRun(TINY, tmp_path / "one", torch.device("cpu")).train()
+    broken = bad
+    assert StarterRun(recipe, tmp_path / "one", torch.device("cpu")).train()
     assert "lesson 1 is left out: ValueError('no layout')" in capsys.readouterr().out
-    bad.add(2)  # no slip of one drawing: every lesson may be like that
+    broken = bad | also_bad  # no slip of one drawing: every lesson may be like that
     with pytest.raises(ValueError, match="no layout"):
-        StarterRun(TINY, tmp_path / "two", torch.device("cpu")).train()
+        StarterRun(recipe, tmp_path / "two", torch.device("cpu")).train()
 
 
 def test_a_state_of_another_recipe_is_refused(tmp_path: Path) -> None:
