@@ -5,8 +5,7 @@ tools and without. Prints tables of accuracy, of first and second attempts and o
 `benchmarks/results/demo.json` after each seed.
 
 Choose settings with `--split validation`, and look at `heldout`, the default, once: `--model` and every other flag of
-`trainer.run` go to the runs. What zooming is worth: `--env geo3k_small_print --registry benchmarks/styles.yaml
---max-turns 4 --max-new-tokens 1024`.
+`trainer.run` go to the runs. What zooming is worth: `--env geo3k_zoom --max-turns 4 --max-new-tokens 1024`.
 """
 
 from __future__ import annotations

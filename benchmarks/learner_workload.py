@@ -82,7 +82,7 @@ def shape_config(name: str) -> Any:
     tokenizer = AutoTokenizer.from_pretrained(STARTER_PATH)
     if name == "tiny":
         return tiny_config("qwen3_vl", tokenizer, tied=True)
-    config = build_config(SHAPES["bundled"], tokenizer)
+    config = build_config(SHAPES["starter"], tokenizer)
     if name == "starter":
         return config
     large, text = qwen3_vl_config(name), config.text_config

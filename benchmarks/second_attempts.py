@@ -60,7 +60,7 @@ def recipe(way: str, steps: int, rounds: int, tried: int, seed: int) -> Recipe:
         num_attempts=played,
         num_readings=read,
     )
-    return Recipe("bundled", (stage,), seed=seed, num_probes=128)
+    return Recipe("starter", (stage,), seed=seed, num_probes=128)
 
 
 def begin(recipe: Recipe, folder: Path) -> None:

@@ -1,8 +1,8 @@
 """Makes a starter and measures it, in one go: `python -m benchmarks.starter --out runs/new-starter`.
 
 The parts run one after the other, each in a process of its own with its share of the time: training, held-out problems,
-the demonstration over three seeds with and without its tool, on plain and overprinted pictures and on textbooks,
-zooming into small print, and the real test set. Each leaves its results and a log in `--out`. After `--minutes` the
+the demonstration over three seeds with and without its tool, on overprinted problems and on those of textbooks, zooming
+into small print, and the real test set. Each leaves its results and a log in `--out`. After `--minutes` the
 command prints what there is; called again, it goes on with the parts that are not done, and with the training where it
 stands. Exit code 0: everything is done.
 
@@ -32,10 +32,10 @@ from trainer.starter.recipes import RECIPES
 REAL = ("shared/geo3k/test.jsonl", "../shared/geo3k/test.jsonl")
 DONE, OUTCOMES = "done", "outcomes.json"
 STYLES = ("--registry", str(ROOT / "benchmarks" / "styles.yaml"))
-OVERPRINT = ("--env", "geo3k_overprint", *STYLES, "--max-turns", "3")
+PLAIN = ("--env", "geo3k_plain", *STYLES, "--max-turns", "3")
 TEXTBOOK = ("--env", "geo3k_textbook", *STYLES, "--max-turns", "3", "--max-new-tokens", "512")
-SMALL_PRINT = ("--env", "geo3k_small_print", *STYLES, "--max-turns", "4", "--max-new-tokens", "1024")
-TITLES = {"demo": "Demonstration", "overprint": "Overprinted", "textbook": "Textbook problems", "zoom": "Zooming"}
+SMALL_PRINT = ("--env", "geo3k_zoom", "--max-turns", "4", "--max-new-tokens", "1024")
+TITLES = {"demo": "Demonstration", "textbook": "Textbook problems", "zoom": "Zooming"}
 MARGIN_S = 20  # for the training to save its state, of its share
 
 
@@ -93,10 +93,9 @@ def parts(args: argparse.Namespace, real: Path | None) -> list[Part]:
     made = [
         Part("train", ("trainer.starter", "--out", model, *training), 60 * args.train_minutes),
         evaluation("validation", model, *chosen),
-        evaluation("validation-overprint", model, *OVERPRINT, *chosen),
+        evaluation("validation-plain", model, *PLAIN, *chosen),
         evaluation("validation-textbook", model, *TEXTBOOK, *chosen),
         demonstration("demo"),
-        demonstration("overprint", *OVERPRINT),
         demonstration("textbook", *TEXTBOOK),
         demonstration("zoom", *SMALL_PRINT, *(("--device", "cuda", "--engine", "hf") if is_gpu else ())),
     ]

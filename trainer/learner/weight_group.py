@@ -55,6 +55,8 @@ class WeightGroup:
 
     def __init__(self, name: str, num_receivers: int, device: torch.device, limit_s: float = SEND_S) -> None:
         """Open the store where the members meet; it listens on every address of this host."""
+        if device.type == "cuda" and device.index is None:  # its threads would not know which one
+            device = torch.device("cuda", torch.cuda.current_device())
         self.name, self.device, self._size, self._limit_s = name, device, num_receivers + 1, limit_s
         limit = timedelta(seconds=JOIN_S)
         self._store = TCPStore("127.0.0.1", 0, is_master=True, timeout=limit, wait_for_workers=False)

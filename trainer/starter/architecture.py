@@ -37,9 +37,8 @@ class Shape:
     vocabulary: int
 
 
-#: `bundled` is in the package, until `starter` replaces it; `smoke` only tests that the recipe runs.
+#: `smoke` only tests that the recipe runs.
 SHAPES = {
-    "bundled": Shape(256, 4, 512, 4, 32, vision_hidden=160, vision_layers=6, vocabulary=768),
     "starter": Shape(256, 4, 512, 4, 32, vision_hidden=192, vision_layers=6, vocabulary=768),
     "smoke": Shape(128, 2, 256, 4, 32, vision_hidden=64, vision_layers=2, vocabulary=768),
 }

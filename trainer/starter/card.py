@@ -28,7 +28,7 @@ Each stage, with what the network then gets right of lessons on problems that no
 of lessons that it writes to the letter, without sampling.
 
 {stages}
-By family, after the last stage:
+By family, before the last stage:
 
 {families}
 **Mixed habits, on purpose.** In the last stage few demonstrations reason before they answer, and half of those that are
@@ -39,15 +39,15 @@ which of them pay.
 
 def write_card(folder: Path, report: Mapping[str, Any]) -> None:
     """Write `README.md` into a checkpoint folder."""
-    stages, last = report["stages"], report["stages"][-1]
+    stages, taught = report["stages"], report["stages"][-2:][0]
     rows = [
         (str(s["stage"]), f"{s['steps']:,}", f"{s['seconds']:,.0f}", f"{s['reading']:.3f}", f"{s['exact']:.3f}")
         for s in stages
     ]
     families = [
-        (name, f"{last['reading_by_family'][name]:.3f}", f"{exact:.3f}")
-        for name, exact in last["exact_by_family"].items()
-        if name in last["reading_by_family"]
+        (name, f"{taught['reading_by_family'][name]:.3f}", f"{exact:.3f}")
+        for name, exact in taught["exact_by_family"].items()
+        if name in taught["reading_by_family"]
     ]
     cells = {
         **report,

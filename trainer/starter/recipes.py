@@ -166,15 +166,6 @@ RECIPES = {
         ),
         num_probes=768,
     ),
-    # The weights in the package, until `starter` replaces them.
-    "bundled": Recipe(
-        "bundled",
-        stages=(
-            Stage(steps=14_946, batch_size=384, lr=1.2e-3, warmup_steps=400),
-            Stage(steps=5_000, batch_size=384, lr=4e-4, warmup_steps=100, mixture=MIXED_HABITS),
-            Stage(steps=160, batch_size=64, lr=1e-4, warmup_steps=20, mixture=replace(MIXED_HABITS, checks=0.65)),
-        ),
-    ),
     "smoke": Recipe(
         "smoke",
         stages=(
