@@ -250,6 +250,12 @@ def test_a_run_sends_merged_adapters_over_a_group_also_when_it_is_resumed(checkp
     assert not (tmp_path / "run" / "sync").exists()
 
 
+def test_a_group_on_cuda_keeps_to_the_gpu_of_the_thread_that_made_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert WeightGroup("cuda", 1, torch.device("cuda")).device == torch.device("cuda", 3)
+    assert WeightGroup("cuda", 1, torch.device("cuda", 1)).device == torch.device("cuda", 1)
+
+
 def test_a_group_waits_no_longer_than_its_limit_and_ends_when_it_is_cancelled() -> None:
     alone = WeightGroup("alone", 1, torch.device("cpu"), limit_s=0.5)
     began = time.monotonic()
