@@ -73,7 +73,7 @@ def complaint(argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--device", "cuda:1"], ["--device", "CUDA_VISIBLE_DEVICES=1"]),
         (["--lr", "inf"], ["--lr", "finite"]),
         (["--backend", "megatron", "--num-gpus", "3", "--pp", "2"], ["--num-gpus", "multiple of 2 = --pp 2", "got 3"]),
-        (["--backend", "megatron", "--num-gpus", "2", "--tp", "2"], ["--tp", "5 heads of the vision tower", "got 2"]),
+        (["--backend", "megatron", "--num-gpus", "4", "--tp", "4"], ["--tp", "6 heads of the vision tower", "got 4"]),
         (["--lora-rank", "4", "--lora-targets", "nope"], ["error: --lora-targets: must end", "nope", "q_proj"]),
         (["--lora-alpha", "8"], ["--lora-alpha", "--lora-rank"]),
         (["--engine", "vllm"], ["--engine", "sglang", "vllm"]),

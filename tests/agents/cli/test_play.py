@@ -150,8 +150,8 @@ def test_pictures_of_the_environment_are_saved_under_their_turn(play, tmp_path: 
     zoom = ':call zoom {"left": 0, "top": 0, "right": 500, "bottom": 500}\n.\n'
     code, shown = play(zoom * 2, "--env", "geo3k_zoom", "--index", "1", "--max-turns", "2", "--pictures", "shots")
     assert code == 0
-    assert "[shots/geo3k_zoom-1-turn1-1.png 160x128, 20 tokens]" in shown
-    assert "[shots/geo3k_zoom-1-turn2-1.png 160x128]" in shown
+    assert "[shots/geo3k_zoom-1-turn1-1.png 448x352, 63 tokens]" in shown
+    assert "[shots/geo3k_zoom-1-turn2-1.png 448x352]" in shown
     assert "--- end: max_turns, reward 0, 2 turns" in shown
     assert {path.name for path in (tmp_path / "shots").iterdir()} == {
         "geo3k_zoom-1-prompt-1.png",

@@ -26,7 +26,7 @@ PAGE = (ROOT / "docs" / "replay.md").read_text(encoding="utf-8")
 def lines(text: str) -> list[str]:
     """Return the lines of an output without figures, frames and episodes, which are others on other machines."""
     shapes = (re.sub(r"[\d.]+", "0", line).strip() for line in text.splitlines())
-    shapes = (re.sub(r"(evaluate-\S+-0-0)(, \1)+", r"\1", shape) for shape in shapes)  # however many
+    shapes = (re.sub(r"(evaluate-\S+-0-0)(, (\1|0))+", r"\1", shape) for shape in shapes)  # however many
     return list(dict.fromkeys(shape for shape in shapes if shape and not shape.startswith(("─", "evaluate-"))))
 
 
@@ -44,7 +44,7 @@ def test_the_bug_hunt_finds_the_planted_fault_in_the_three_commands_of_the_page(
         session(PAGE, word) for word in ("--name first", "first --registry registry.yaml\n", "--max-concurrent 1")
     )
     (accuracy,) = re.findall(r"accuracy \(pass@1\) +(\S+)", command(evaluate[0], 0))
-    assert float(accuracy) < 0.12  # the model solves about a quarter
+    assert float(accuracy) < 0.08  # the model solves one in seven
     out = command(replay[0], 1)
     assert lines(out)[:5] == lines(replay[1])[:5]
     assert "gave another result" in out and "the environment is random, or its episodes share state" in out

@@ -238,7 +238,7 @@ def test_the_start_says_that_the_starter_is_not_compiled_and_what_that_would_sav
     plan = with_compile_chosen(config, STARTER_PATH, config.most_tokens_trained)
     assert plan.learner.compile == "off" and config.learner.compile == "auto"
     (line,) = caplog.messages
-    assert line.startswith("the learner is not compiled: that would save 0.2 s at 5.6 M parameters")
+    assert line.startswith("the learner is not compiled: that would save 0.3 s at 6.9 M parameters")
     given = config.model_copy(update={"learner": LearnerConfig(compile="on")})
     assert with_compile_chosen(given, STARTER_PATH, 1) is given
 

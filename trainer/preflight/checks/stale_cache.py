@@ -15,8 +15,9 @@ from trainer.preflight.finding import Verdict, fault, ok, warning
 
 #: The learner's log-probs of the stream must move by this, in nats, for the check to mean anything.
 LEAST_MOVE = 0.1
-#: After the push, the gap may be this many times the gap before it, or this share of the learner's move.
-NOISE_TIMES, SHARE = 5.0, 0.1
+#: After the push, the gap may be this many times the gap before it, or this share of the learner's move. But an engine
+#: whose gap was float32's rounding has no business with either.
+NOISE_TIMES, SHARE, EXACT = 5.0, 0.1, 1e-5
 LEAST_GAP = 1e-3
 
 
@@ -44,7 +45,8 @@ def check_caches(gaps: CacheGaps) -> Verdict:
     shown = ", ".join(f"{gap:.1g} ({use})" for use, gap in gaps.after.items())
     found = f"after a push that moved the learner by {gaps.moved:.2g} nats the engine is off by {shown}"
     after = list(gaps.after.values())
-    most = max(LEAST_GAP, NOISE_TIMES * gaps.before, SHARE * min(gaps.moved, 1.0))
+    noise = max(NOISE_TIMES * gaps.before, SHARE * min(gaps.moved, 1.0)) if gaps.before > EXACT else 0.0
+    most = max(LEAST_GAP, noise)
     if not np.isfinite([gaps.moved, *after]).all() or max(after) > most:
         return fault(f"stale: {found}", "empty the engine's prefix and image caches with every push")
     if gaps.moved < LEAST_MOVE:
