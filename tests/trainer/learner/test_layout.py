@@ -153,8 +153,9 @@ def test_key_value_heads_may_be_shared_or_copied_evenly() -> None:
 
 
 def test_the_starter_can_share_its_matrices_between_two() -> None:
-    assert complaint(Layout(3), 3, STARTER) == "--tp: must divide the 4 attention heads, got 3; give one of 1, 2, 4"
-    assert complaint(Layout(4), 4, STARTER) == "--tp: must divide the 6 heads of the vision tower, got 4; give one of 1, 2, 3, 6"
+    said = [complaint(Layout(size), size, STARTER) for size in (3, 4)]
+    assert said[0] == "--tp: must divide the 4 attention heads, got 3; give one of 1, 2, 4"
+    assert said[1] == "--tp: must divide the 6 heads of the vision tower, got 4; give one of 1, 2, 3, 6"
     assert all(is_possible(layout, 2, STARTER) for layout in (Layout(2), Layout(pipeline=2), Layout(context=2)))
 
 
