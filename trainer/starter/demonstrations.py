@@ -37,7 +37,7 @@ from envs.config.settings import Section
 from envs.env import Env, EnvArgs
 from envs.errors import UserError
 from envs.geo3k.env import SYSTEM_PROMPT, build_env
-from envs.geo3k.problem import STYLES, Problem
+from envs.geo3k.problem import STYLES, Problem, Style
 from envs.geo3k.procedural import ProceduralGeo3k, Split
 from envs.geo3k.zoom import SYSTEM_PROMPT as ZOOM_SYSTEM_PROMPT
 from envs.geo3k.zoom import Geo3kZoomEnv
@@ -298,26 +298,27 @@ class DemonstrationsConfig(Section):
     num: int = Field(default=256, ge=1, description="how many")
     seed: int = Field(default=0, ge=0, description="seed of problems and habits")
     out: Path = Field(default=Path("demos.jsonl"), description="file to write, one row a line")
+    style: Style = Field(default="overprint", description="how the problems are drawn (docs/diagrams.md)")
     tools_offered: float = Field(default=1.0, ge=0, le=1, description="share whose prompt lists the tool")
     reasons: float = Field(default=1.0, ge=0, le=1, description="share that writes the steps before the answer")
     checks: float = Field(default=0.9, ge=0, le=1, description="share of those with the tool that calls it first")
     first_wrong: float = Field(default=0.3, ge=0, le=1, description="share of those that misreads at first")
     second_wrong: float = Field(default=0.3, ge=0, le=1, description="share of these that misreads again")
     gives_up: float = Field(default=0.0, ge=0, le=1, description="share of these that answers wrong at once")
+    corrects: bool = Field(default=True, description="an attempt after a wrong one begins with what was wrong")
 
     @property
     def mixture(self) -> Mixture:
         """The shares of each habit."""
-        return Mixture(**self.model_dump(exclude={"num", "seed", "out"}))
+        return Mixture(**self.model_dump(exclude={"num", "seed", "out", "style"}))
 
 
 def run(argv: Sequence[str] | None = None) -> int:
     """Parse the flags and write the demonstrations."""
     prog, description = "python -m trainer.starter.demonstrations", "Write conversations that solve geo3k's problems."
     config = parse(DemonstrationsConfig, argv, prog, description)
-    demonstrator = Demonstrator(
-        Renderer.from_checkpoint(STARTER_PATH).tokenizer, config.num, config.seed, config.mixture
-    )
+    tokenizer = Renderer.from_checkpoint(STARTER_PATH).tokenizer
+    demonstrator = Demonstrator(tokenizer, config.num, config.seed, config.mixture, {"style": config.style})
     try:
         with config.out.open("x", encoding="utf-8") as file:
             for index in range(config.num):

@@ -225,6 +225,18 @@ def demos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+def test_demonstrations_are_of_the_style_that_is_asked_for_and_say_what_was_wrong(tmp_path: Path) -> None:
+    def rows(name: str, *argv: str) -> list[dict[str, Any]]:
+        common = ["--num", "16", "--checks", "1", "--first-wrong", "1", "--out", str(tmp_path / name)]
+        assert write_demonstrations([*common, *argv]) == 0
+        return [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+
+    overprinted, plain = rows("a"), rows("b", "--style", "plain", "--no-corrects")
+    assert all(one["images"] != other["images"] for one, other in zip(overprinted[:4], plain[:4], strict=True))
+    assert sum("Look again: " in json.dumps(row) for row in overprinted) > 8
+    assert "Look again: " not in json.dumps(plain)
+
+
 def tune(checkpoint: Path, demos: Path, folder: Path, *argv: str, code: int = 0) -> dict[str, Any]:
     """Run the command in this process; return the summary."""
     common = ["--model", str(checkpoint), "--data", str(demos), "--batch-size", "4", "--tracker", ""]
