@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import FrameType
 
 from rich.console import Console
@@ -110,6 +110,9 @@ class Start:
             if self._console and not self._console.is_terminal and time.monotonic() > said + LINE_S:
                 said = time.monotonic()
                 self._console.print(self, soft_wrap=True)
+        if self._engine and not self.failure:
+            with suppress(UserError):  # the block has ended, so a death is not its end
+                self._end_stages(self._engine)
 
     def _end_stages(self, engine: SGLangEngine) -> None:
         waiting = engine.servers.starting()

@@ -159,6 +159,21 @@ def test_servers_that_are_ended_on_purpose_hide_no_error_of_the_learner(tmp_path
     assert start.failure is None
 
 
+def test_a_server_that_comes_up_between_the_last_look_and_the_end_is_a_stage_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.setup.start.LOOK_S", 3600.0)
+    command = (sys.executable, "-c", "import time; time.sleep(3600)")
+    engine, start = SGLangEngine(SGLangSettings(command=command, log_folder=tmp_path), 1), Start()
+    try:
+        with start.watched():
+            start.launch(engine)
+            monkeypatch.setattr(engine.servers, "starting", tuple)  # it answers
+        assert [stage.name for stage in start.clock.stages] == ["server 0"]
+    finally:
+        engine.servers.end()
+
+
 def test_ctrl_c_of_the_user_stays_ctrl_c() -> None:
     with pytest.raises(KeyboardInterrupt), Start().watched():
         raise KeyboardInterrupt
