@@ -39,7 +39,8 @@ which of them pay.
 
 def write_card(folder: Path, report: Mapping[str, Any]) -> None:
     """Write `README.md` into a checkpoint folder."""
-    stages, taught = report["stages"], report["stages"][-2:][0]
+    stages = report["stages"]
+    taught = stages[-2:][0]  # before habits that seldom write what is taught
     rows = [
         (str(s["stage"]), f"{s['steps']:,}", f"{s['seconds']:,.0f}", f"{s['reading']:.3f}", f"{s['exact']:.3f}")
         for s in stages
