@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -116,23 +117,29 @@ def main() -> None:
     parser.add_argument("--variant", action="append", required=True, help="its name and its flags, in one argument")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--at-once", type=int, default=1, help="runs that share the machine")
     parser.add_argument("--run-args", default="", help="more flags of trainer.run, for all variants")
     parser.add_argument("--out", type=Path, default=RESULTS / "curves.json", help="the picture lies beside it")
     options = parser.parse_args()
     at = commit()
     variants = {name: flags for name, *flags in map(shlex.split, options.variant)}
     runs: dict[str, list[list[dict[str, float]]]] = {variant: [] for variant in variants}
-    with tempfile.TemporaryDirectory(prefix="trueturn-") as work:
-        for seed in range(options.seeds):
-            for variant, flags in variants.items():
-                folder = Path(work) / f"{variant}-{seed}"
-                try:
-                    runs[variant].append(metrics_of(folder, flags, seed, options))
-                except subprocess.CalledProcessError:
-                    sys.exit(log_of(folder).read_text()[-3000:])
-                rewards = [row["reward"] for row in runs[variant][-1]]
-                print(f"{variant} seed {seed}: reward {rewards[0]:.3f} -> {rewards[-1]:.3f}", flush=True)
-            write(options, runs, at)  # what is measured stays, whatever ends the next seed
+    with tempfile.TemporaryDirectory(prefix="trueturn-") as work, ThreadPoolExecutor(options.at_once) as pool:
+        waiting = {
+            (seed, variant): pool.submit(metrics_of, Path(work) / f"{variant}-{seed}", flags, seed, options)
+            for seed in range(options.seeds)
+            for variant, flags in variants.items()
+        }
+        for (seed, variant), run in waiting.items():
+            try:
+                runs[variant].append(run.result())
+            except subprocess.CalledProcessError:
+                pool.shutdown(cancel_futures=True)
+                sys.exit(log_of(Path(work) / f"{variant}-{seed}").read_text()[-3000:])
+            rewards = [row["reward"] for row in runs[variant][-1]]
+            print(f"{variant} seed {seed}: reward {rewards[0]:.3f} -> {rewards[-1]:.3f}", flush=True)
+            if len({len(seeds) for seeds in runs.values()}) == 1:
+                write(options, runs, at)  # what is measured stays, whatever ends the next seed
 
 
 if __name__ == "__main__":

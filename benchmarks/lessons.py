@@ -27,26 +27,40 @@ from trainer.config.algorithm import AlgorithmConfig
 from trainer.data.packing import balanced_bins, collate, pack_rows, training_samples
 from trainer.setup.components import sampling_params
 
+#: Words of a turn's thoughts, a token each. A word tells its part, so the last one says all that the next depends on.
+PARTS = ("the angle is of", "triangle circle length sum", "area radius answer find", "and a ratio height")
 
-def lesson(turn: int, request: GenerateRequest, env: str) -> str:
-    """Return a turn: mostly one or two calls with random arguments, then a random answer."""
+
+def thoughts(draw: random.Random, num_words: int) -> str:
+    """Return words of all parts, one part after another, `num_words` in the mean: each part ends at random."""
+    words: list[str] = []
+    for part in PARTS if num_words else ():
+        words.append(draw.choice(part.split()))
+        while draw.random() > len(PARTS) / num_words:
+            words.append(draw.choice(part.split()))
+    return " ".join(words)
+
+
+def lesson(turn: int, request: GenerateRequest, env: str, num_words: int = 0) -> str:
+    """Return a turn: thoughts, then mostly one or two calls with random arguments, then a random answer."""
     draw = random.Random(f"{request.seed // 1000}/{turn}")
-    answer = f"\\boxed{{{draw.randint(1, 99)}}}"
+    text = thoughts(draw, num_words)
     if turn == 2 or draw.random() < (0.15, 0.5)[min(turn, 1)]:
-        return answer
+        return f"{text}\\boxed{{{draw.randint(1, 99)}}}"
     if env == "geo3k":
-        return write_call("calc_score", {"answer": str(draw.randint(1, 99))}, "hermes")
+        return text + write_call("calc_score", {"answer": str(draw.randint(1, 99))}, "hermes")
     left, top = 100 * draw.randint(0, 4), 100 * draw.randint(0, 4)
     box = {"left": left, "top": top, "right": left + 500, "bottom": top + 500}
-    return write_call("zoom", box, "hermes")
+    return text + write_call("zoom", box, "hermes")
 
 
-def lessons(renderer: Renderer, env: str, count: int, seed: int) -> list[TrajectoryGroup]:
-    """Play `count` problems twice each by the script."""
+def lessons(renderer: Renderer, env: str, count: int, seed: int, num_words: int = 0) -> list[TrajectoryGroup]:
+    """Play `count` problems twice each by the script, with so many words of thoughts a turn."""
     spec = get_spec(env)
     samples = with_system_prompt(spec.load_dataset("train", count, seed), spec.load_system_prompt())
-    engine = ScriptedEngine(renderer.tokenizer, lambda turn, request: lesson(turn, request, env))
-    loop = Episode(engine, renderer, Limits(3, 300, EnvLimits(inline=True)), sampling_params(renderer, 1.0))
+    engine = ScriptedEngine(renderer.tokenizer, lambda turn, request: lesson(turn, request, env, num_words))
+    limits = Limits(3, 300 + 9 * num_words, EnvLimits(inline=True))
+    loop = Episode(engine, renderer, limits, sampling_params(renderer, 1.0))
     problems = [samples[index] for index in range(count)]
     return asyncio.run(rollout_groups(loop, problems, load_env(spec), spec.args(3, "hermes"), 2, seed))
 

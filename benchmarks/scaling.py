@@ -1,9 +1,13 @@
-"""One training step on 1, 2, 4 learner processes: seconds, and the share of what that many would ideally give.
+"""One training step under several layouts of learner processes: seconds, MFU, and the share of an ideal speed-up.
 
-`python -m benchmarks.scaling --model 2b --gpus 1 2 4` starts each group of Ray actors as `--num-gpus` of the trainer
-does, has all of them take the same step of 32 problems with 8 samples (geo3k-like, one picture each), and writes
-`scaling_MODEL.json`. `--cpu` runs it on processes of a CPU, which shows that it works and nothing else. Weights are
-fresh.
+A layout is the flags of `trainer.run` that say it. Each starts its Ray actors as the trainer does, and takes the same
+step of `--problems` problems with 8 samples (geo3k-like, one picture each). Weights are fresh. Prints a table after
+each layout and writes `scaling_MODEL.json`; a layout that fails is a row with its error.
+
+    python -m benchmarks.scaling --layouts "--num-gpus 1" "--num-gpus 2"
+    python -m benchmarks.scaling --layouts "--num-gpus 1 --compile on" "--num-gpus 2 --backend megatron --tp 2 --sp"
+
+`--model tiny --layouts "--num-learners 2"` runs on a CPU, which shows that it works and nothing else.
 """
 
 from __future__ import annotations
@@ -27,22 +31,27 @@ from benchmarks.learner_ours import fresh_model
 from benchmarks.learner_tools import NOMINAL
 from benchmarks.learner_workload import GEO3K, MODELS, TINY, make_samples, real_tokens, shape_config
 from benchmarks.report import RESULTS, commit, markdown, write_result
-from trainer.config.inputs import ModelConfig
-from trainer.config.learner import ClusterConfig, LearnerConfig
+from envs.config.cli import parse
 from trainer.config.run import RunConfig
 from trainer.learner.ray_group import LearnerGroup
 from trainer.types import TrainingSample
 
+COLUMNS = (
+    "layout",
+    "ranks",
+    "seconds",
+    "real_tokens_per_s",
+    "mfu",
+    "of_linear",
+    "loss",
+    "grad_norm",
+    "ready_s",
+    "first_s",
+)
 
-def measure(folder: Path, num_ranks: int, samples: list[TrainingSample], args: argparse.Namespace) -> dict[str, Any]:
-    """Return the median seconds of a step on so many processes, and what must not depend on their number."""
-    run = RunConfig(
-        model=ModelConfig(model=str(folder), dtype="float32" if args.cpu else "bfloat16"),
-        learner=LearnerConfig(
-            max_tokens_per_microbatch=args.max_tokens, reshard=args.reshard, compile="off" if args.cpu else "on"
-        ),
-        cluster=ClusterConfig(num_learners=num_ranks) if args.cpu else ClusterConfig(num_gpus=num_ranks),
-    )
+
+def measure(folder: Path, run: RunConfig, samples: list[TrainingSample], repeats: int) -> dict[str, Any]:
+    """Return the median seconds of a step under a layout, and what must not depend on it."""
     started = time.perf_counter()
     group = LearnerGroup(run, folder, SamplingParams())
     try:
@@ -50,14 +59,14 @@ def measure(folder: Path, num_ranks: int, samples: list[TrainingSample], args: a
         first = group.step([samples])
         first_s = time.perf_counter() - started - ready_s
         seconds = []
-        for _ in range(args.repeats):
+        for _ in range(repeats):
             began = time.perf_counter()
             group.step([samples])
             seconds.append(time.perf_counter() - began)
     finally:
         group.close()
     return {
-        "processes": num_ranks,
+        "ranks": run.cluster.num_ranks,
         "seconds": statistics.median(seconds),
         "all_seconds": [round(s, 3) for s in seconds],
         "ready_s": round(ready_s, 1),
@@ -71,11 +80,9 @@ def main() -> None:
     """Parse, measure, write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", choices=MODELS, default="2b")
-    parser.add_argument("--gpus", nargs="+", type=int, default=(1, 2, 4), help="processes of each row")
-    parser.add_argument("--cpu", action="store_true", help="processes on the CPU")
+    parser.add_argument("--layouts", nargs="+", default=[f"--num-gpus {n}" for n in (1, 2, 4)], help="flags of each")
+    parser.add_argument("--run-args", default="--max-tokens-per-microbatch 16384", help="flags of all layouts")
     parser.add_argument("--problems", type=int, default=32, help="problems of the step, 8 samples each")
-    parser.add_argument("--max-tokens", type=int, default=16384, help="packed tokens of a micro-batch")
-    parser.add_argument("--reshard", choices=("auto", "always", "never"), default="auto")
     parser.add_argument("--repeats", type=int, default=3, help="timed steps, after one that is not")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
@@ -85,26 +92,34 @@ def main() -> None:
     samples = [replace(s, logprobs_T=np.full_like(s.logprobs_T, likely)) for s in make_samples(config, sizes)]
     needed = TRAINING_FACTOR * forward_flops(config, samples, True).total
     rows: list[dict[str, Any]] = []
-    gpu = "" if args.cpu else torch.cuda.get_device_name()
+    is_on_gpu = torch.cuda.is_available()
+    gpu, dtype = (torch.cuda.get_device_name(), "bfloat16") if is_on_gpu else ("", "float32")
     with tempfile.TemporaryDirectory(prefix="trueturn-") as work:
         folder = Path(work) / "model"
-        fresh_model(config, "cpu" if args.cpu else "cuda").save(folder)
-        if not args.cpu:
+        fresh_model(config, "cuda" if is_on_gpu else "cpu").save(folder)
+        if is_on_gpu:
             torch.cuda.empty_cache()
-        for number in args.gpus:
-            row = measure(folder, number, samples, args)
-            row["real_tokens_per_s"] = real_tokens(samples) / row["seconds"]
-            row["mfu_needed_nominal"] = needed / row["seconds"] / number / NOMINAL
+        for layout in args.layouts:
+            flags = ["--model", str(folder), "--dtype", dtype, *shlex.split(args.run_args), *shlex.split(layout)]
+            run = parse(RunConfig, flags, "benchmarks.scaling", "")
+            try:
+                row = measure(folder, run, samples, args.repeats)
+            except Exception as error:  # the other layouts are still worth having
+                rows.append({"layout": layout, "failed": f"{type(error).__name__}: {error}"[-2000:]})
+                print(rows[-1], flush=True)
+                continue
+            row |= {"layout": layout, "real_tokens_per_s": real_tokens(samples) / row["seconds"]}
+            row["mfu"] = needed / row["seconds"] / row["ranks"] / NOMINAL  # of the operations that one pass needs
             rows.append(row)
-            row["of_linear"] = rows[0]["seconds"] * rows[0]["processes"] / (row["seconds"] * number)
+            done = [r for r in rows if "seconds" in r]
+            row["of_linear"] = done[0]["seconds"] * done[0]["ranks"] / (row["seconds"] * row["ranks"])
             figures = {"gpu": gpu, "samples": len(samples), "real_tokens": real_tokens(samples), "rows": rows}
             args.out.mkdir(parents=True, exist_ok=True)
             command = f"python -m benchmarks.scaling {shlex.join(sys.argv[1:])}"
-            write_result(
-                args.out / f"scaling_{args.model}.json", command, figures, at, ("torch", "ray", "transformers")
-            )
-            columns = ("processes", "seconds", "real_tokens_per_s", "of_linear", "loss", "grad_norm", "first_s")
-            print(markdown(columns, [[f"{r[c]:.4g}" for c in columns] for r in rows]), flush=True)
+            name = f"scaling_{args.model}.json"
+            write_result(args.out / name, command, figures, at, ("torch", "ray", "transformers"))
+            shown = [[r[c] if c == "layout" else f"{r[c]:.4g}" for c in COLUMNS] for r in done]
+            print(markdown(COLUMNS, shown), flush=True)
 
 
 if __name__ == "__main__":

@@ -63,8 +63,8 @@ GROUP_SIZE = 8
 MAX_NEW_TOKENS = 320
 
 
-def make_checkpoint(name: str, folder: Path, steps: int, seed: int, device: str) -> Renderer:
-    """Write a taught checkpoint into a folder."""
+def make_checkpoint(name: str, folder: Path, steps: int, seed: int, device: str, num_words: int = 0) -> Renderer:
+    """Write a taught checkpoint into a folder, whose turns begin with so many words of thoughts."""
     renderer = Renderer.from_checkpoint(STARTER_PATH)
     torch.manual_seed(seed)
     if name == "starter":
@@ -73,7 +73,7 @@ def make_checkpoint(name: str, folder: Path, steps: int, seed: int, device: str)
         with torch.device(device):
             model, lr = PolicyModel.from_config(shape_config("2b")), 1e-4
     started = time.perf_counter()
-    groups = [group for env in ENVS for group in lessons(renderer, env, 256, seed)]
+    groups = [group for env in ENVS for group in lessons(renderer, env, 256, seed, num_words)]
     played = time.perf_counter()
     losses = teach(model, groups, steps, lr) or [float("nan")]
     model.save(folder)
