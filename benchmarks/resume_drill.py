@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -170,8 +171,8 @@ def driver_killed(folder: Path, argv: list[str], step: int, is_twice: bool) -> f
     return seconds
 
 
-def try_faults(names: list[str], argv: list[str], place: Path) -> Iterator[Recovery]:
-    """Run once undisturbed, and once with every moment of each fault."""
+def try_faults(names: list[str], moments: list[str], argv: list[str], place: Path) -> Iterator[Recovery]:
+    """Run once undisturbed, and once with every moment of each fault, or with these moments alone."""
     from ray.cluster_utils import Cluster
 
     has_cluster = any(word in argv for word in ("--num-gpus", "--ray-address"))
@@ -200,6 +201,8 @@ def try_faults(names: list[str], argv: list[str], place: Path) -> Iterator[Recov
         assert run([*argv, "--out", str(place), "--name", "unbroken"]) == 0
         for name in names:
             for number, (moment, step) in enumerate(FAULTS[name]):
+                if moments and moment not in moments:
+                    continue
                 folder = place / f"{name}-{number}"
                 if name.startswith("driver"):
                     seconds = driver_killed(folder, argv, step, name == "driver-twice")
@@ -216,11 +219,11 @@ def try_faults(names: list[str], argv: list[str], place: Path) -> Iterator[Recov
             nodes.shutdown()
 
 
-def measure_faults(names: list[str], argv: list[str], out: Path, at: str, command: str) -> None:
+def measure_faults(names: list[str], moments: list[str], argv: list[str], out: Path, at: str, command: str) -> None:
     """Try faults; print a row for each, and write them as they come."""
     found: list[Recovery] = []
     with tempfile.TemporaryDirectory() as place:
-        for one in try_faults(names, argv, Path(place)):
+        for one in try_faults(names, moments, argv, Path(place)):
             found.append(one)
             print(one, flush=True)
             write_result(out, command, {"recoveries": [asdict(one) for one in found]}, at, (*PACKAGES, "ray"))
@@ -235,13 +238,15 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS / "resume_drill.json")
     parser.add_argument("--faults", nargs="+", choices=tuple(FAULTS), help="lose these parts in place of the kills")
+    parser.add_argument("--moments", nargs="+", choices=MOMENTS, default=[], help="when; by default at all of a fault")
     args, extra = parser.parse_known_args()
     at, rng = commit(), random.Random(args.seed)
     argv = [word for pair in SMALL.items() for word in pair] + ["--steps", str(args.steps), *extra]
     if args.faults:
         out = args.out if args.out.name != "resume_drill.json" else RESULTS / "recovery.json"
-        command = f"python -m benchmarks.resume_drill --steps {args.steps} --faults {' '.join(args.faults)}"
-        measure_faults(args.faults, argv, out, at, " ".join([command, *extra]))
+        measure_faults(
+            args.faults, args.moments, argv, out, at, f"python -m benchmarks.resume_drill {shlex.join(sys.argv[1:])}"
+        )
         return
     # Every fifth kill comes while the model is loaded; the others at a step and some way into what follows it.
     targets = sorted(rng.randrange(args.steps) for _ in range(args.kills))

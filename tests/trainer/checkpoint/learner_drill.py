@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,15 +46,25 @@ def signal_rank(rank: int, number: int = signal.SIGKILL) -> Fault:
 
 
 def kill_server(number: int = 0) -> Fault:
-    """Return the fault that kills the process of an SGLang server of this host, and all that it started."""
+    """Return the fault that kills the process of a started SGLang server of this host, and all that it started."""
 
     def kill(rollouts: LiveRollouts) -> None:
         engine = rollouts.context.engine
         assert isinstance(engine, SGLangEngine), type(engine)
-        process: Any = engine.servers.all[number].process
-        os.killpg(process.pid, signal.SIGKILL)
+        kill_listener(engine.servers.all[number].client.url)
 
     return kill
+
+
+def kill_listener(url: str) -> None:
+    """Kill the process that was started to listen at a URL, and its group if it leads one."""
+    port, killed = url.rpartition(":")[2].encode(), 0
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        words, pid = file.read_bytes().split(b"\0") if file.exists() else [], int(file.parent.name)
+        if b"--port" in words and words[words.index(b"--port") + 1] == port:
+            (os.killpg if os.getpgid(pid) == pid else os.kill)(pid, signal.SIGKILL)
+            killed += 1
+    assert killed, f"no process of this host listens at {url}"
 
 
 @dataclass
@@ -65,6 +76,7 @@ class Drill:
     is_over: float = 0.0
     #: Of the update before.
     train_s: float = 0.0
+    error: Exception | None = None
 
     @property
     def seconds(self) -> float:
@@ -74,7 +86,7 @@ class Drill:
 
 @contextmanager
 def fault_at(moment: str, step: int, fault: Fault) -> Iterator[Drill]:
-    """Let a fault hit the run of this process once, at a moment of a step."""
+    """Let a fault hit the run of this process once, at a moment of a step; raises at the end if it could not."""
     drill, played = Drill(step=step), list[LiveRollouts]()
 
     def strike(group: LearnerGroup, delay_s: float = 0.0) -> None:
@@ -84,7 +96,10 @@ def fault_at(moment: str, step: int, fault: Fault) -> Iterator[Drill]:
 
         def act() -> None:
             drill.began, drill.is_over = time.monotonic(), 0.0
-            fault(played[0])
+            try:
+                fault(played[0])
+            except Exception as error:  # in the thread of a timer nobody would see it
+                drill.error = error
 
         if delay_s:
             threading.Timer(delay_s, act).start()
@@ -131,3 +146,5 @@ def fault_at(moment: str, step: int, fault: Fault) -> Iterator[Drill]:
         patch.setattr(LearnerGroup, "begin_checkpoint", checkpoint_then)
         patch.setattr(TrainingSession, "_log_step", log_then)
         yield drill
+    if drill.error:
+        raise drill.error

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
-import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -24,7 +22,7 @@ from tests.environments import LUCKY, environment, lucky_lengths, write_rows
 from tests.paths import ROOT
 from tests.prompts import question
 from tests.recordings import lines_of
-from tests.trainer.checkpoint.learner_drill import fault_at, signal_rank
+from tests.trainer.checkpoint.learner_drill import fault_at, kill_listener, signal_rank
 from trainer.config.rollout import ServersConfig
 from trainer.run import run
 from trainer.setup.servers import check_server, place_servers
@@ -204,15 +202,6 @@ def test_a_killed_server_is_restarted_and_one_whose_node_is_gone_moves_to_anothe
         assert [(await turn(engine, seed)).ids for seed in range(4)] == [completion.ids for completion in expected]
 
     play_on(RayLauncher(reserved, on_gpu=False), given, play)
-
-
-def kill_listener(url: str) -> None:
-    """Kill the process that was started to listen at a URL."""
-    port = url.rpartition(":")[2]
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
-        words = file.read_bytes().split(b"\0") if file.exists() else []
-        if b"--port" in words and words[words.index(b"--port") + 1] == port.encode():
-            os.kill(int(file.parent.name), signal.SIGKILL)
 
 
 # Nothing computes here: the server writes down what it may use.
