@@ -41,6 +41,7 @@ from tests.trainer.steps import random_samples
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.learner import BackendConfig, LearnerConfig, OptimConfig
 from trainer.learner.fsdp_learner import FSDPLearner
+from trainer.learner.megatron.kernels import load_kernels
 from trainer.learner.weights_io import empty_model
 from trainer.types import StepStats, TrainingSample
 
@@ -355,8 +356,7 @@ def _rank(rank: int, num_ranks: int, store: str, device: str, main: Callable[...
     own, backend = torch.device(device), "gloo"
     if device == "cuda":
         own, backend = torch.device("cuda", rank), "cpu:gloo,cuda:nccl"
-        import transformer_engine.pytorch  # noqa: F401  # pyright: ignore[reportMissingImports]  before cuDNN is used
-
+        load_kernels()
         torch.cuda.set_device(own)
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=LIMIT)
     if device == "cpu" and main is not reference_main:

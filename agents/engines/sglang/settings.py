@@ -19,6 +19,9 @@ from agents.engines.sglang.server_arguments import (
 )
 from agents.engines.sglang.server_facts import Checkpoint, Host
 
+#: The port at which the processes of a server meet, counted from its own (`agents.engines.sglang.process`).
+MEETING_PORT = 50
+
 
 @dataclass(frozen=True)
 class ServerPlace:
@@ -118,6 +121,11 @@ class SGLangSettings:
             Argument(("--model-path", self.model_path), other_names=("--model",)),
             Argument(("--tp-size", str(self.tensor_parallel)), other_names=("--tensor-parallel-size",)),
             *map(Argument, own.items()),
+            Argument(
+                ("--nccl-port", str(place.port + MEETING_PORT)),
+                "the port that SGLang chooses is anybody's until the weights are loaded",
+                other_names=("--dp-size", "--data-parallel-size"),  # its workers need a port each
+            ),
             *choose_arguments(facts),
             *self._lora_arguments(),
             *self._saver_arguments(host),

@@ -151,6 +151,7 @@ def test_without_arguments_the_command_has_all_that_was_given_by_hand_before() -
         "--port 30000",
         "--host 127.0.0.1",
         "--tp-size 1",
+        "--nccl-port 30050",
         "--base-gpu-id 0",
         "--attention-backend fa3",
         "--mm-attention-backend fa3",
@@ -173,6 +174,7 @@ def test_without_arguments_the_command_has_all_that_was_given_by_hand_before() -
         (["--mem-fraction-static=0.9"], ["--mem-fraction-static 0.4"]),
         (["--model", "other"], ["--model-path"]),
         (["--tensor-parallel-size", "2"], ["--tp-size"]),
+        (["--dp-size", "2"], ["--nccl-port"]),
         (["--enable-fp32-lm-head"], []),
         (["--cuda-graph-max-bs", "64"], ["--cuda-graph-bs-decode"]),
         (["--cuda-graph-bs-decode", "1", "2"], ["--cuda-graph-bs-decode 1 2 4"]),
@@ -211,6 +213,7 @@ def test_servers_beyond_the_gpus_share_them_with_a_command_for_each_place() -> N
     chosen = [settings.chosen_arguments(place, host) for place in places]
     named = [{argument.words[0]: argument.words[1:] for argument in each} for each in chosen]
     assert [each["--base-gpu-id"] for each in named] == [("0",), ("1",), ("0",)]
+    assert [each["--nccl-port"] for each in named] == [("30050",), ("30051",), ("30052",)]
     assert ["--max-total-tokens" in each for each in named] == [True, False, True]
     assert [each["--cuda-graph-bs-decode"][-1] for each in named] == ["48"] * 3  # a mean of 30, and 16 out of balance
 

@@ -35,6 +35,7 @@ from trainer.learner.collectives import ensure_process_group
 from trainer.learner.hf_folder import write_weights
 from trainer.learner.layout import Layout
 from trainer.learner.megatron.adapters import disabled
+from trainer.learner.megatron.kernels import load_kernels
 from trainer.learner.megatron.network import MegatronNetwork, check_rope, start_parallel
 from trainer.learner.megatron.optimizer import MegatronOptimizer
 from trainer.learner.megatron.state import MegatronState
@@ -78,6 +79,8 @@ class MegatronLearner(StepLearner[ThdBatch]):
             UserError: the network lacks what should be trained.
         """
         super().__init__(sampling, num_steps, optim, algorithm, config, torch.device(device), dtype)
+        if self.device.type == "cuda":
+            load_kernels()
         ensure_process_group(self.device)
         if self.device.type == "cuda" and self.device.index is not None:  # without an index: the current one
             torch.cuda.set_device(self.device)
