@@ -101,9 +101,9 @@ def measured(folder: Path, variant: str, seed: int, options: argparse.Namespace,
     own = Path(__file__).resolve()
     name, *flags = shlex.split(variant)
     flags = [*shlex.split(options.run_args), "--group-size", str(options.group_size), *flags, "--model", model]
-    flags += ["--seed", str(seed), "--steps", str(options.steps), "--callback", f"{own}:Clock"]
+    flags += ["--seed", str(seed), "--callback", f"{own}:Clock"]
     flags += ["--reward", f"{own}:shortness"] if options.thoughts else []
-    rows = train(folder, *flags)[options.skip :]
+    rows = train(folder, options.steps, *flags)[options.skip :]
     samples = sum(row["groups_trained"] for row in rows[1:]) * options.group_size
     return Run(name, seed, rows, int(samples))
 
@@ -177,7 +177,7 @@ def main() -> None:
     parser.add_argument("--thoughts", type=int, default=0, help="tokens before the call or answer of a taught turn")
     parser.add_argument("--lesson-steps", type=int, default=300)
     parser.add_argument("--run-args", default="", help="more flags of trainer.run; with --num-gpus SGLang is started")
-    parser.add_argument("--work", type=Path, help="folder that keeps the runs; by default they are deleted")
+    parser.add_argument("--work", type=Path, help="folder that keeps the runs, and may have some already")
     parser.add_argument("--out", type=Path, default=RESULTS / "asynchrony.json")
     options = parser.parse_args()
     at, runs = commit(), list[Run]()

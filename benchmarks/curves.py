@@ -41,9 +41,9 @@ Curves = Mapping[str, Mapping[str, NDArray[np.float64]]]
 def metrics_of(folder: Path, variant: Sequence[str], seed: int, options: argparse.Namespace) -> list[dict[str, float]]:
     """Return the metrics of each step of a run."""
     flags = ["--env", "geo3k", "--max-turns", "3", "--doctor", "off", *shlex.split(options.run_args), *variant]
-    flags += ["--seed", str(seed), "--steps", str(options.steps)]
+    flags += ["--seed", str(seed)]
     needs_stand_ins = any("megatron" in flag for flag in flags) and not torch.cuda.is_available()
-    return train(folder, *flags, module="tests.megatron_run" if needs_stand_ins else "trainer.run")
+    return train(folder, options.steps, *flags, module="tests.megatron_run" if needs_stand_ins else "trainer.run")
 
 
 def curves_of(runs: Mapping[str, Sequence[Sequence[Mapping[str, float]]]]) -> Curves:
@@ -119,14 +119,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--at-once", type=int, default=1, help="runs that share the machine")
     parser.add_argument("--run-args", default="", help="more flags of trainer.run, for all variants")
+    parser.add_argument("--work", type=Path, help="folder that keeps the runs, and may have some already")
     parser.add_argument("--out", type=Path, default=RESULTS / "curves.json", help="the picture lies beside it")
     options = parser.parse_args()
     at = commit()
     variants = {name: flags for name, *flags in map(shlex.split, options.variant)}
     runs: dict[str, list[list[dict[str, float]]]] = {variant: [] for variant in variants}
-    with tempfile.TemporaryDirectory(prefix="trueturn-") as work, ThreadPoolExecutor(options.at_once) as pool:
+    with tempfile.TemporaryDirectory(prefix="trueturn-") as temporary, ThreadPoolExecutor(options.at_once) as pool:
+        work = options.work or Path(temporary)
+        work.mkdir(parents=True, exist_ok=True)
         waiting = {
-            (seed, variant): pool.submit(metrics_of, Path(work) / f"{variant}-{seed}", flags, seed, options)
+            (seed, variant): pool.submit(metrics_of, work / f"{variant}-{seed}", flags, seed, options)
             for seed in range(options.seeds)
             for variant, flags in variants.items()
         }
@@ -135,7 +138,7 @@ def main() -> None:
                 runs[variant].append(run.result())
             except subprocess.CalledProcessError:
                 pool.shutdown(cancel_futures=True)
-                sys.exit(log_of(Path(work) / f"{variant}-{seed}").read_text()[-3000:])
+                sys.exit(log_of(work / f"{variant}-{seed}").read_text()[-3000:])
             rewards = [row["reward"] for row in runs[variant][-1]]
             print(f"{variant} seed {seed}: reward {rewards[0]:.3f} -> {rewards[-1]:.3f}", flush=True)
             if len({len(seeds) for seeds in runs.values()}) == 1:
