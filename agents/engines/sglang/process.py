@@ -164,8 +164,8 @@ class ReservedPorts:
     SO_REUSEADDR, does not. Without that, another run could choose the port of a server that is only just starting, or
     starting again, and both would take one server for theirs.
 
-    Ports are at least 100 apart, because a server also uses a few more that are counted up from its own, up to 10,000. They
-    lie below 32,768: Linux gives outgoing connections theirs above.
+    Ports are at least 100 apart, because a server also uses a few more that are counted up from its own, up to 10,000.
+    They lie below 32,768: Linux gives outgoing connections theirs above.
 
     Example::
 

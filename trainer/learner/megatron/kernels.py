@@ -37,8 +37,8 @@ def load_kernels() -> None:
     version = transformer_engine_torch.get_cudnn_version()
     if version != _version_of_torch():
         logger.warning(
-            "TransformerEngine has loaded cuDNN %s, which is not torch's: attention may be slow, and --cp may fail; let "
-            "%s and LD_LIBRARY_PATH name no other than torch's",
+            "TransformerEngine has loaded cuDNN %s, which is not torch's: attention may be slow, and --cp may fail; "
+            "let %s and LD_LIBRARY_PATH name no other than torch's",
             version,
             CUDNN_HOME,
         )
