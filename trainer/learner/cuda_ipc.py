@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import base64
 import io
+import logging
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -18,10 +22,15 @@ from torch.multiprocessing import reductions
 from trainer.learner.buckets import buckets
 from trainer.learner.protocol import WeightSource
 
+logger = logging.getLogger(__name__)
+
 #: Values of one message: 2 GiB in bfloat16.
 BUCKET_VALUES = 2**30
-#: Index of the device among the arguments of `torch.multiprocessing.reductions.rebuild_cuda_tensor`.
-DEVICE_PLACE = 6
+#: Indices among the arguments of `torch.multiprocessing.reductions.rebuild_cuda_tensor`: of the device, and of the
+#: shared memory of the counter and its number there.
+DEVICE_PLACE, COUNTER_PLACES = 6, slice(11, 13)
+#: Where Linux has shared memory, and the words of 8 bytes before what torch keeps in it.
+SHARED_MEMORY, HEADER_WORDS = Path("/dev/shm"), 8
 
 
 @dataclass(frozen=True)
@@ -32,33 +41,80 @@ class Loan:
     num_bytes: int = 0
 
 
+class Counters:
+    """Torch's counters of what was lent: each begins at 1, and a receiver that lets go takes 1 away.
+
+    Torch frees what has 0. They are unsigned: a second receiver, or one that dies, leaves another number for good, and
+    with it the memory. So whoever knows that nobody needs it any more sets them to 0.
+
+    Example::
+
+        counters = Counters()
+        counters.add(b"/torch_4242_17_0", 3)       # as torch names the third counter of a process
+        counters.clear()
+    """
+
+    def __init__(self) -> None:
+        self._numbers: defaultdict[str, list[int]] = defaultdict(list)
+
+    def add(self, name: bytes, number: int) -> None:
+        """Note a counter: the name of its shared memory, and its number there."""
+        self._numbers[name.decode().lstrip("/")].append(number)
+
+    def are_new(self) -> bool:
+        """Return whether all are 1. If not, this torch keeps them in another way."""
+        return all(bool((words[at] == 1).all()) for words, at in self._words())
+
+    def clear(self) -> None:
+        """Set all to 0."""
+        for words, at in self._words():
+            words[at] = 0
+
+    def _words(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for name, numbers in self._numbers.items():
+            file = SHARED_MEMORY / name
+            if file.exists():
+                words = torch.from_file(str(file), shared=True, size=file.stat().st_size // 8, dtype=torch.int64)
+                yield words, torch.tensor(numbers) + HEADER_WORDS
+
+
 @contextmanager
 def lend_weights(learner: WeightSource) -> Iterator[Loan]:
     """Lend the weights of a learner of this process.
 
     The weights, in the learner's `dtype`, stay in memory until the context is left: leave it when every receiver has
-    copied them. Each string may go to any number of receivers. A receiver opens one handle for each underlying tensor,
-    so a few large tensors are faster than hundreds of small ones.
+    copied them, or is lost. Each string may go to any number of receivers. A receiver opens one handle for each
+    underlying tensor, so a few large tensors are faster than hundreds of small ones.
     """
-    lent = list(buckets(learner.stream(), BUCKET_VALUES))
-    yield Loan(tuple(handles(bucket.named) for bucket in lent), sum(bucket.flat.nbytes for bucket in lent))
-    del lent
-    if learner.device.type == "cuda":  # frees the memory that receivers have released
-        torch.cuda.ipc_collect()
+    lent, counters = list(buckets(learner.stream(), BUCKET_VALUES)), Counters()
+    try:
+        payloads = tuple(handles(bucket.named, counters) for bucket in lent)
+        if not counters.are_new():
+            logger.warning("torch %s counts what is lent in another way: a push may keep memory", torch.__version__)
+            counters = Counters()
+        yield Loan(payloads, sum(bucket.flat.nbytes for bucket in lent))
+    finally:
+        del lent
+        counters.clear()
+        if learner.device.type == "cuda":
+            torch.cuda.ipc_collect()
 
 
-def handles(named: Sequence[tuple[str, Tensor]]) -> str:
-    """Return the pickled handles of tensors; the tensors must stay in memory until the receiver has copied them."""
+def handles(named: Sequence[tuple[str, Tensor]], counters: Counters) -> str:
+    """Return the pickled handles of tensors, which must stay in memory until the receiver has copied them.
+
+    Notes their counters.
+    """
     if named[0][1].is_cuda:
         torch.cuda.synchronize()
     buffer = io.BytesIO()
     pickler = ForkingPickler(buffer)
-    pickler.dispatch_table[Tensor] = _reduce_by_uuid  # type: ignore[attr-defined]
+    pickler.dispatch_table[Tensor] = partial(_reduce_by_uuid, counters)  # type: ignore[attr-defined]
     pickler.dump(list(named))
     return base64.b64encode(buffer.getvalue()).decode()
 
 
-def _reduce_by_uuid(tensor: Tensor) -> tuple[Any, ...]:
+def _reduce_by_uuid(counters: Counters, tensor: Tensor) -> tuple[Any, ...]:
     """Reduce a tensor as torch does, but name its GPU by UUID: processes that see other GPUs number them differently.
 
     The receiver must expect a UUID; SGLang does (`sglang.srt.utils.patch_torch`).
@@ -67,4 +123,5 @@ def _reduce_by_uuid(tensor: Tensor) -> tuple[Any, ...]:
     if tensor.is_cuda:
         uuid = str(torch.cuda.get_device_properties(args[DEVICE_PLACE]).uuid)
         args = (*args[:DEVICE_PLACE], uuid, *args[DEVICE_PLACE + 1 :])
+        counters.add(*args[COUNTER_PLACES])
     return rebuild, args

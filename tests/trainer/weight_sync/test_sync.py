@@ -34,7 +34,7 @@ from agents.types import Completion, GenerateRequest
 from tests.builders import fresh_model, sampling
 from tests.prompts import picture, question
 from trainer.learner.buckets import buckets
-from trainer.learner.cuda_ipc import DEVICE_PLACE, Loan, handles, lend_weights
+from trainer.learner.cuda_ipc import COUNTER_PLACES, DEVICE_PLACE, Counters, Loan, handles, lend_weights
 from trainer.learner.fsdp_learner import FSDPLearner
 from trainer.weight_sync.sync import SyncError, WeightSync
 from trainer.weight_sync.transports import InProcessTransport, IpcTransport, ServersTransport, Transfer
@@ -342,7 +342,7 @@ def test_buckets_hold_every_weight_once_under_its_name_in_the_checkpoint(checkpo
 
 def test_handles_are_a_pickle_of_names_and_tensors() -> None:
     tensor = torch.arange(4.0)
-    ((name, given),) = pickle.load(io.BytesIO(base64.b64decode(handles([("a", tensor)]))))
+    ((name, given),) = pickle.load(io.BytesIO(base64.b64decode(handles([("a", tensor)], Counters()))))
     assert name == "a"
     assert torch.equal(given, tensor)
 
@@ -437,6 +437,27 @@ def test_servers_on_other_nodes_than_the_lender_read_the_folder(
 def test_torch_takes_the_device_of_a_handle_where_its_gpu_is_named() -> None:
     names = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
     assert names[DEVICE_PLACE] == "storage_device"
+    assert names[COUNTER_PLACES] == ["ref_counter_handle", "ref_counter_offset"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="where shared memory has files")
+def test_what_was_lent_is_free_whatever_its_receivers_did() -> None:
+    """A storage in the shared memory of torch's allocator, as it keeps its counters of lent tensors in."""
+    storage = torch.UntypedStorage._new_using_filename_cpu(8 * 100)
+    _, name, _ = storage._share_filename_cpu_()  # type: ignore[attr-defined]
+    words = torch.tensor([], dtype=torch.int64).set_(storage, 0, (100,))  # type: ignore[call-overload]
+    words.fill_(1)
+    counters = Counters()
+    for number in (0, 3, 7, 99):
+        counters.add(name, number)
+    assert counters.are_new()
+    words[3], words[7], words[99] = 0, -1, 2  # one receiver has let go, two have, one has died
+    assert not counters.are_new()
+    counters.clear()
+    assert words[[0, 3, 7, 99]].tolist() == [0] * 4 and int(words.sum()) == 96
+    gone = Counters()
+    gone.add(b"/torch_that_is_gone", 1)
+    gone.clear()
 
 
 def test_the_facts_of_a_model_are_those_of_its_network(checkpoint: Path, model: PolicyModel) -> None:
