@@ -24,6 +24,8 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from math import nan
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -92,8 +94,13 @@ class Run:
         return mean(ended[-WINDOW:])
 
     def mean_of(self, name: str) -> float:
-        """Return the mean of a metric over the steps that have it, the first one left out."""
-        return mean([row[name] for row in self.rows[1:] if name in row] or [float("nan")])
+        """Return the mean of a metric over the steps that have it, the first one left out; a share of time by time."""
+        found = [
+            (row[name], row[ENDED] - before[ENDED] if name.endswith("time_frac") else 1.0)
+            for before, row in pairwise(self.rows)
+            if name in row
+        ]
+        return sum(value * weight for value, weight in found) / sum(weight for _, weight in found) if found else nan
 
 
 def measured(folder: Path, variant: str, seed: int, options: argparse.Namespace, model: str) -> Run:
@@ -169,9 +176,7 @@ def main() -> None:
     parser.add_argument("--variant", action="append", help="its name and its flags, in one argument")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument(
-        "--skip", type=int, default=1, help="first steps to leave out: a compilation, a queue that fills"
-    )
+    parser.add_argument("--skip", type=int, default=1, help="first steps to leave out: compilation, a queue that fills")
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--model", default="starter", help="starter, 2b (taught here), or a folder")
     parser.add_argument("--thoughts", type=int, default=0, help="tokens before the call or answer of a taught turn")

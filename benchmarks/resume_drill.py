@@ -201,10 +201,10 @@ def try_faults(names: list[str], moments: list[str], argv: list[str], place: Pat
         assert run([*argv, "--out", str(place), "--name", "unbroken"]) == 0
         for name in names:
             for number, (moment, step) in enumerate(FAULTS[name]):
-                if moments and moment not in moments:
+                folder, is_driver = place / f"{name}-{number}", name.startswith("driver")
+                if moments and moment not in moments and not is_driver:
                     continue
-                folder = place / f"{name}-{number}"
-                if name.startswith("driver"):
+                if is_driver:
                     seconds = driver_killed(folder, argv, step, name == "driver-twice")
                     yield recovery(name, "after a step", seconds, unbroken, folder)
                     continue
@@ -238,7 +238,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS / "resume_drill.json")
     parser.add_argument("--faults", nargs="+", choices=tuple(FAULTS), help="lose these parts in place of the kills")
-    parser.add_argument("--moments", nargs="+", choices=MOMENTS, default=[], help="when; by default at all of a fault")
+    parser.add_argument(
+        "--moments", nargs="+", choices=MOMENTS, default=[], help="of ranks and servers; all by default"
+    )
     args, extra = parser.parse_known_args()
     at, rng = commit(), random.Random(args.seed)
     argv = [word for pair in SMALL.items() for word in pair] + ["--steps", str(args.steps), *extra]

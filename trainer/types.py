@@ -161,6 +161,8 @@ class StepStats:
       weights that the step starts from. `kl_by_turn[k - 1]` is the same over the tokens of turn k alone.
     - `logprob_gap_*`: of |trainer - rollout| log-probs.
     - `entropy`: nats per token.
+    - `memory`: GiB that tensors take on the GPU of the rank with the most: `learner_peak_gib` in the step,
+      `learner_kept_gib` after it.
     - `logprobs`: the trainer's log-probs of the N model tokens of every training sample, by its key, under the weights
       that the step starts from.
     """
@@ -178,6 +180,7 @@ class StepStats:
     logprob_gap_max: float
     entropy: float
     objective: Mapping[str, float]
+    memory: Mapping[str, float] = field(default_factory=dict, compare=False)
     logprobs: Mapping[tuple[int, int, int], NDArray[np.float32]] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -187,5 +190,5 @@ class StepStats:
         numbers = asdict(replace(self, logprobs={}))
         del numbers["logprobs"]
         by_turn = enumerate(numbers.pop("kl_by_turn"), 1)
-        objective = numbers.pop("objective")
-        return numbers | objective | {f"rollout_train_kl/turn_{number}": kl for number, kl in by_turn}
+        more = numbers.pop("objective") | {f"memory/{name}": gib for name, gib in numbers.pop("memory").items()}
+        return numbers | more | {f"rollout_train_kl/turn_{number}": kl for number, kl in by_turn}

@@ -121,7 +121,7 @@ def _reduce_by_uuid(counters: Counters, tensor: Tensor) -> tuple[Any, ...]:
     """
     rebuild, args = cast(tuple[Any, tuple[Any, ...]], reductions.reduce_tensor(tensor))
     if tensor.is_cuda:
+        counters.add(*cast(tuple[bytes, int], args[COUNTER_PLACES]))
         uuid = str(torch.cuda.get_device_properties(args[DEVICE_PLACE]).uuid)
         args = (*args[:DEVICE_PLACE], uuid, *args[DEVICE_PLACE + 1 :])
-        counters.add(*args[COUNTER_PLACES])
     return rebuild, args

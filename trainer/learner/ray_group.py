@@ -51,6 +51,15 @@ REASON_S = 3.0
 PULSE_S = 5.0
 #: Ranks that wait for a silent one give up after `--learner-timeout-s`, and name it better than this process can.
 SLACK_S = 15.0
+#: What to do about it, where a rank does not fit.
+LESS_MEMORY = "give less --max-tokens-per-microbatch, or --recompute 1; python -m trainer.memory says what a run takes"
+
+
+def end_of_traceback(text: str) -> str:
+    """Return the last lines of a rank's traceback, as Ray gives it: what failed, and where."""
+    lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines() if set(line) - set(" ^~")]
+    end = " | ".join(f"{line:.250}" for line in lines[-4:])
+    return f"{end}; {LESS_MEMORY}" if "CUDA out of memory" in end else end
 
 
 class LearnerGroup:
@@ -377,10 +386,7 @@ class LearnerGroup:
         elif isinstance(error, GetTimeoutError):
             what = f"hangs in {method}: {error} (--learner-timeout-s)"
         else:
-            # Ray's message is the traceback of the rank; its last lines say what failed, and where.
-            text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
-            lines = [line.strip() for line in text.splitlines() if set(line) - set(" ^~")]
-            fault = what = f"failed in {method}: {' | '.join(lines[-4:])[-600:]}"
+            fault = what = f"failed in {method}: {end_of_traceback(str(error))}"
         if not self._is_joined:
             flag = "--num-gpus" if self.device.type == "cuda" else "--num-learners"
             return UserError(flag, "must start every learner process", name, what)

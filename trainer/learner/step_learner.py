@@ -12,6 +12,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -104,7 +105,9 @@ class StepLearner(abc.ABC, Generic[BatchT]):
         Every rank must call it with the same number of minibatches; a share may be empty.
         """
         with self.lock:
-            return self._step(minibatches)
+            if self.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self.device)
+            return replace(self._step(minibatches), memory=self._memory())
 
     def _step(self, minibatches: Sequence[Sequence[TrainingSample]]) -> StepStats:
         everything = [sample for samples in minibatches for sample in samples]
@@ -245,6 +248,14 @@ class StepLearner(abc.ABC, Generic[BatchT]):
         for group in self._param_groups:
             group["lr"] = lr
         return lr
+
+    def _memory(self) -> dict[str, float]:
+        """Return the memory that the step took on GPUs, and has left taken."""
+        if self.device.type != "cuda":
+            return {}
+        mine = torch.cuda.max_memory_allocated(self.device), torch.cuda.memory_allocated(self.device)
+        peak, kept = self._max_over_ranks([number / 2**30 for number in mine])
+        return {"learner_peak_gib": peak, "learner_kept_gib": kept}
 
     def _max_over_ranks(self, values: list[float]) -> list[float]:
         return reduce_over_ranks(values, dist.ReduceOp.MAX, self.device)

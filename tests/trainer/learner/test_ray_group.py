@@ -75,6 +75,17 @@ def tokens(samples: list[TrainingSample]) -> int:
     return sum(row.num_tokens for row in rows)
 
 
+def test_what_a_rank_failed_of_is_said_from_the_beginning_of_each_line() -> None:
+    from trainer.learner.ray_group import LESS_MEMORY, end_of_traceback
+
+    error = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. " + "Process 7 has 1 GiB. " * 40
+    text = f"\x1b[36mray::Rank.step()\x1b[39m\n  File x.py, line 3\n    self.backward()\n    ^^^^^^^\n{error}\n"
+    said = end_of_traceback(text)
+    assert said.startswith("ray::Rank.step() | File x.py, line 3 | self.backward() | torch.OutOfMemoryError: CUDA out")
+    assert said.endswith(LESS_MEMORY) and len(said) < 600
+    assert end_of_traceback("a\nValueError: b\n") == "a | ValueError: b"
+
+
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(1, 40)), max_size=40), st.integers(1, 5))
 def test_shares_hold_every_sample_once_prompts_whole_and_are_balanced(
     kinds: list[tuple[int, int]], num_ranks: int

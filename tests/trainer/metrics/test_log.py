@@ -151,7 +151,7 @@ def test_the_kl_of_each_age_is_over_the_tokens_of_that_age_alone() -> None:
         logprobs_T=np.array([0, 0, -1.0, -2.0, -3.0], np.float32),
     )
     now_N = np.array([-1.5, -2.0, -2.5], np.float32)
-    stats = StepStats(0.1, 0.2, 0.3, 4, 2, 0, 0.5, (), 0.8, 0.9, 1.0, 1.1, {}, {mixed.key: now_N})
+    stats = StepStats(0.1, 0.2, 0.3, 4, 2, 0, 0.5, (), 0.8, 0.9, 1.0, 1.1, {}, logprobs={mixed.key: now_N})
     found = kl_by_staleness(StepRollout((group(mixed),), weight_version=5), stats)
     assert found == {
         "rollout_train_kl/staleness_0": pytest.approx((0 + math.exp(0.5) - 1 - 0.5) / 2),
@@ -166,12 +166,15 @@ def test_the_kl_of_each_age_is_over_the_tokens_of_that_age_alone() -> None:
 
 
 def test_statistics_of_the_step_are_in_the_row_turn_by_turn(tmp_path: Path) -> None:
-    stats = StepStats(0.1, 0.2, 0.3, 4, 2, 0, 0.5, (0.6, 0.7), 0.8, 0.9, 1.0, 1.1, {"clip_frac": 0.25})
+    stats = StepStats(
+        0.1, 0.2, 0.3, 4, 2, 0, 0.5, (0.6, 0.7), 0.8, 0.9, 1.0, 1.1, {"clip_frac": 0.25}, {"learner_peak_gib": 3}
+    )
     log = MetricsLog(tmp_path, {})
     row = log.write(1, {"reward": 1.0}, stats)
     log.close()
     assert (row["rollout_train_kl"], row["rollout_train_kl/turn_1"], row["rollout_train_kl/turn_2"]) == (0.5, 0.6, 0.7)
     assert (row["logprob_gap_p99"], row["num_tokens"], row["clip_frac"]) == (0.9, 4, 0.25)
+    assert row["memory/learner_peak_gib"] == 3
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == row
 
 
