@@ -88,12 +88,16 @@ def compare_run(folder: Path, hardware: Hardware) -> list[Compared]:
     if not schedule.max_staleness:
         found.insert(0, both("rollout, s", [s.waited_s for s in steps], [row["rollout_s"] for row in measured]))
     whole = [sum(row[name] for name in ("rollout_s", "train_s", "sync_s")) for row in measured]
-    found.append(both("step, s", [s.ended - s.began for s in steps], whole))
-    for side in ("learner", "servers"):
-        if theirs := [row[name] for row in measured if (name := f"idle/{side}_time_frac") in row]:
-            found.append(Compared(folder.name, f"idle {side}", 1 - forecast.busy[side], sum(theirs) / len(theirs)))
+    lasted = [s.ended - s.began for s in steps]
+    found.append(both("step, s", lasted, whole))
+    idle = {"learner": sum(s.waited_s for s in steps) / sum(lasted), "servers": 1 - forecast.busy["servers"]}
+    for side, ours in idle.items():  # a push is no idleness of the learner
+        name = f"idle/{side}_time_frac"
+        if all(name in row for row in measured):
+            waited = sum(row[name] * seconds for row, seconds in zip(measured, whole, strict=True))
+            found.append(Compared(folder.name, f"idle {side}", ours, waited / sum(whole)))
     counted = sum(len(group.episodes) for step in steps for group in step.groups)
-    rate = counted / sum(step.ended - step.began for step in steps)
+    rate = counted / sum(lasted)
     found.append(Compared(folder.name, "samples/s", rate, sum(row["episodes"] for row in measured) / sum(whole)))
     return found
 
@@ -169,7 +173,7 @@ def geo3k_groups(problems: int, shared: bool) -> list[GroupShape]:
 
 
 def rollout_figures() -> list[Compared]:
-    """Predict the recorded rollouts of one server of an H100: one step of 512 episodes, and the pushes after them.
+    """Predict the recorded rollouts of one server of an H100: one step of 512 episodes.
 
     The picture path of then took 1 / 78.7 s a request (110 picture tokens) and 1 / 113.8 s (20), as "before" in
     `pictures_starter.json`.
@@ -188,8 +192,6 @@ def rollout_figures() -> list[Compared]:
             name = f"sglang_{model}, {row['env']}, weights {row['weights']}"
             forecast = simulate(costs, layout, Schedule(row["episodes"] // 8, steps=1), drawn.groups(8, 0))
             found.append(Compared(name, "rollout, s", forecast.steps[0].waited_s, row["seconds"]))
-            push = f"push by {row['then_pushed_by']}, s"
-            found.append(Compared(f"{name}, constants from it", push, forecast.steps[0].sync_s, row["push_s"]))
     return found
 
 

@@ -395,7 +395,7 @@ def test_the_command_plans_prints_its_flags_and_what_was_not_measured(capsys: py
     text = capsys.readouterr().out
     assert text.startswith("Computed, not measured: 2b of 2,128 M parameters on H200")
     assert "--max-staleness 1" in text and "samples/s" in text and "limit: " in text
-    assert "not measured: decode_row_s" in text and "from the datasheet: " in text
+    assert "not measured: collective_s" in text and "from the datasheet: " in text
 
 
 def test_a_recorded_run_is_played_again_as_it_was(tmp_path: Path) -> None:
