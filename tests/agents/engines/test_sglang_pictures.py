@@ -12,7 +12,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,8 @@ from PIL import Image, ImageFilter
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from agents.engines.sglang import SGLangEngine, SGLangSettings
-from agents.engines.sglang.in_server import encoding, kept_pictures
+from agents.engines.sglang.in_server import kept_pictures
 from agents.engines.sglang.in_server.cutting import Cut, PatchCutter
-from agents.engines.sglang.in_server.encoding import encode_together, new_pictures, passes
 from agents.engines.sglang.in_server.kept_pictures import (
     Grid,
     KeptPictures,
@@ -298,77 +297,6 @@ def test_a_prompt_is_expanded_as_the_renderer_expands_it_with_the_networks_posit
 def test_pictures_without_their_placeholders_are_refused(ids: list[int], grids: list[Any]) -> None:
     with pytest.raises(PictureError, match="placeholders for"):
         expand(ids, grids, 9, 2)
-
-
-# Encoding in the scheduler --------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Item:
-    """A picture as SGLang's scheduler has it."""
-
-    hash: int
-    offsets: list[tuple[int, int]]
-    feature: Any
-
-
-@dataclass
-class Cache:
-    """SGLang's cache of encoded pictures."""
-
-    max_size: int = 2**20
-    kept: dict[int, torch.Tensor] = field(default_factory=dict)
-
-    def has(self, mm_hash: int) -> bool:
-        return mm_hash in self.kept
-
-
-def item(number: int, first: int, tokens: int) -> Item:
-    """Return a picture of `tokens` tokens, four patches each, whose values are its number."""
-    return Item(number, [(first, first + tokens - 1)], torch.full((4 * tokens, 2), float(number)))
-
-
-def test_a_batch_encodes_each_picture_that_it_reads_and_nobody_kept_once() -> None:
-    requests = [[item(1, 2, 3), item(2, 9, 2)], [item(1, 5, 3), item(3, 9, 2)], [item(4, 0, 2), item(5, 4, 2)]]
-    cache = Cache(kept={3: torch.zeros(2, 2)})
-    # The second request starts behind its first picture, the third reads the end of its first one alone.
-    assert [found.hash for found in new_pictures(requests, [0, 8, 1], [11, 3, 3], cache)] == [1, 2, 4]
-    several_places, no_patches = Item(6, [(0, 1), (3, 4)], torch.zeros(16, 2)), Item(7, [(0, 1)], None)
-    assert new_pictures([[several_places, item(1, 6, 1)], [no_patches]], [0, 0], [9, 9], Cache()) == []
-
-
-def test_a_pass_of_the_tower_has_as_many_patches_as_are_allowed_or_one_picture() -> None:
-    items = [item(number, 0, tokens) for number, tokens in enumerate([1, 2, 9, 1, 1, 1])]
-    assert [[one.hash for one in together] for together in passes(items, max_patches=12)] == [[0, 1], [2], [3, 4, 5]]
-    assert list(passes([])) == []
-
-
-def test_pictures_encoded_together_are_kept_apart_and_the_items_stay_as_they_were() -> None:
-    items, cache, calls = [item(number, number, number + 1) for number in range(3)], Cache(), []
-
-    def encode(given: list[Item]) -> torch.Tensor:
-        calls.append([one.hash for one in given])
-        return torch.cat([one.feature for one in given]).view(-1, 4, 2).mean(1)
-
-    before = [one.feature for one in items]
-    encode_together(encode, items, cache, cache.kept.__setitem__, torch.device("cpu"))
-    assert calls == [[0, 1, 2]] and all(one.feature is own for one, own in zip(items, before, strict=True))
-    for number, encoded in cache.kept.items():
-        assert encoded.tolist() == [[number, number]] * (number + 1)
-        assert encoded.untyped_storage().nbytes() == encoded.nbytes
-
-
-def test_no_more_is_encoded_together_than_the_cache_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoding, "passes", lambda items: ([one] for one in items))
-    cache = Cache(max_size=64)  # of 4 pictures of 16 bytes
-    items = [item(number, 0, 2) for number in range(6)]
-
-    def encode(given: list[Item]) -> torch.Tensor:
-        (one,) = given
-        return one.feature[:2]
-
-    encode_together(encode, items, cache, cache.kept.__setitem__, torch.device("cpu"))
-    assert list(cache.kept) == [0, 1, 2]
 
 
 # On servers -----------------------------------------------------------------------------------------------------------

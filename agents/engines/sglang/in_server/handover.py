@@ -19,7 +19,6 @@ from sglang.srt.managers.schedule_batch import (
     MultimodalProcessorOutput,
 )
 
-from agents.engines.sglang.in_server import encoding
 from agents.engines.sglang.in_server.kept_pictures import PatchesAddress, map_patches
 from agents.engines.sglang.in_server.prompts import ExpandedPrompt
 
@@ -66,7 +65,6 @@ def unpack(
     ids: tuple[int | None, ...],
 ) -> Any:
     """Return SGLang's record of a prompt, in the scheduler."""
-    encoding.install()
     items = [
         MultimodalDataItem(
             modality=Modality.IMAGE,
