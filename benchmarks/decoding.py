@@ -1,6 +1,6 @@
 """Seconds of a decode step of one SGLang server by the number of streams, for several ways to start it.
 
-`python -m benchmarks.decoding --model 2b --variant ours --variant "other --attention-backend flashinfer"`: a variant is a
+`python -m benchmarks.decoding --model 2b --variant ours --variant "fi --attention-backend flashinfer"`: a variant is a
 name, variables of the server's environment (`NAME=value`), fields of a request (`return_logprob=false`) and arguments
 of the server. All streams begin with different tokens and write as many; the longer of two lengths takes longer by its
 further steps alone. `each_us` is what a further stream adds to a step. A stream is also scored by each variant: the
