@@ -65,8 +65,9 @@ def write_model(folder: Path, workload: Workload) -> None:
     (folder / "preprocessor_config.json").unlink()
     (folder / "processor_config.json").unlink()
     heads = 8 if workload.turns == 1 else 4  # the starter's language model has four
+    starter = json.loads((STARTER_PATH / "config.json").read_text())["text_config"]
     config = Qwen3Config(
-        vocab_size=653,
+        **{name: starter[name] for name in ("vocab_size", "eos_token_id", "pad_token_id", "bos_token_id")},
         hidden_size=256,
         intermediate_size=512,
         num_hidden_layers=4,
@@ -74,18 +75,15 @@ def write_model(folder: Path, workload: Workload) -> None:
         max_position_embeddings=4096,
         tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        eos_token_id=644,
-        pad_token_id=642,
-        bos_token_id=None,
         num_attention_heads=heads,
         num_key_value_heads=heads,
     )
     model = PolicyModel.from_config(config)
     if workload.turns > 1:
-        starter = dict(PolicyModel.load(STARTER_PATH).named_parameters())
+        weights = dict(PolicyModel.load(STARTER_PATH).named_parameters())
         with torch.no_grad():
             for name, weight in model.named_parameters():
-                weight.copy_(starter[name.replace("backbone.model.", "backbone.model.language_model.")])
+                weight.copy_(weights[name.replace("backbone.model.", "backbone.model.language_model.")])
     model.save(folder, torch.float32)
 
 
