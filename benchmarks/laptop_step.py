@@ -122,6 +122,9 @@ def ours(connection: Connection, folder: Path, workload: Workload, steps: int) -
             """
             return REPLY
 
+    class Question(ToolEnv):
+        """Without a tool, as TRL's in one turn: the description of one is most of a prompt."""
+
     class Steps(Callback):
         def on_begin(self, run: Any) -> None:
             gate.wait()
@@ -131,8 +134,9 @@ def ours(connection: Connection, folder: Path, workload: Workload, steps: int) -
             gate.wait()
 
     rows = [{"problem": text, "answer": "1"} for text in questions()]
+    played = Game if workload.turns > 1 else Question
     tt.train(
-        tt.env(Game, data=rows, max_turns=workload.turns, max_new_tokens=workload.tokens),
+        tt.env(played, data=rows, max_turns=workload.turns, max_new_tokens=workload.tokens),
         model=str(folder),
         reward_funcs=[lambda trajectory: float(trajectory.ids_T[trajectory.mask_T].mean())],
         callbacks=[Steps()],

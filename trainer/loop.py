@@ -6,9 +6,9 @@ Each stage has a folder of its own: `rollouts` (live or recorded), `algorithms`,
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
+from agents.model.cpu import compute
 from agents.rollout.groups import StepRollout
 from trainer.algorithms.advantages import Advantages, compute_advantages
 from trainer.data.packing import build_minibatches
@@ -81,7 +81,7 @@ async def update(
         config.env.max_new_tokens,
     )
     await context.weight_sync.begin_training()
-    stats = await clock.time("train_s", asyncio.to_thread(context.learner.step, minibatches))
+    stats = await clock.time("train_s", compute(context.learner.step, minibatches))
     session.record_logprobs(rollout, stats)
     push = await context.weight_sync.push(version=step)
     await session.finish_step(rollout, clock, minibatches, stats, push)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from agents.engines.busy import BusyTime
 from agents.engines.hf_batch import BatchCache, CachedPrefix, PendingTurn, Sampler, unique_streams, unread_images
-from agents.model.cpu import keep_freed_memory
+from agents.model.cpu import compute, keep_freed_memory
 from agents.model.mrope import mrope_positions
 from agents.model.packed import VisionBatch
 from agents.model.policy import PolicyModel
@@ -150,7 +150,7 @@ class HFEngine:
     async def _run(self, batch: Sequence[tuple[_Session, PendingTurn]]) -> None:
         try:
             with self.busy.request():
-                await asyncio.to_thread(self.write, [turn for _, turn in batch])
+                await compute(self.write, [turn for _, turn in batch])
             for session, turn in batch:
                 if turn.is_cancelled:
                     continue
@@ -211,14 +211,14 @@ class HFEngine:
 
     async def update_from_disk(self, folder: Path, version: int) -> None:
         """Copy the weights of a checkpoint folder, between rollouts or while paused."""
-        loaded = await asyncio.to_thread(PolicyModel.load, folder, self._dtype)
+        loaded = await compute(PolicyModel.load, folder, self._dtype)
         self.load_weights(dict(loaded.named_parameters()), version)
 
     async def score(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> NDArray[np.float32]:
         """Return the log-prob of each id but the first, given those before it, at temperature 1; nothing suppressed."""
         self._num_scoring += 1
         try:
-            return await asyncio.to_thread(stream_logprobs, self.model, ids, images, self.device, self._dtype)
+            return await compute(stream_logprobs, self.model, ids, images, self.device, self._dtype)
         finally:
             self._num_scoring -= 1
 

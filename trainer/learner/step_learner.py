@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from agents.model.cpu import alone
 from agents.types import SamplingParams
 from trainer.algorithms.objective import objective
 from trainer.config.algorithm import AlgorithmConfig
@@ -152,10 +153,10 @@ class StepLearner(abc.ABC, Generic[BatchT]):
     def _batches(self, bins: Sequence[list[Row]], any_images: bool) -> Iterator[BatchT]:
         """Yield the micro-batches; a thread collates the next one while the network runs this one."""
         with ThreadPoolExecutor(1) as pool:
-            coming = [pool.submit(self._collate, rows, any_images) for rows in bins[:1]]
+            coming = [pool.submit(alone, self._collate, rows, any_images) for rows in bins[:1]]
             for number in range(len(bins)):
                 ready = coming.pop().result()
-                coming = [pool.submit(self._collate, rows, any_images) for rows in bins[number + 1 : number + 2]]
+                coming = [pool.submit(alone, self._collate, rows, any_images) for rows in bins[number + 1 : number + 2]]
                 self.num_batches_begun += 1
                 yield ready
 

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from agents.model.cpu import compute
 from agents.model.policy import PolicyModel
 from agents.rendering.renderer import Rendered
 from agents.rendering.thinking import find_thinking
@@ -115,7 +116,7 @@ class PreparedChecks:
 
     async def score(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> NDArray[np.float32]:
         """Return the learner's log-probs of a stream."""
-        return await asyncio.to_thread(self.context.learner.score, ids, images)
+        return await compute(self.context.learner.score, ids, images)
 
     async def data(self) -> Verdict:
         """Check the lengths of prompts."""
@@ -169,7 +170,7 @@ class PreparedChecks:
         for stream, _ in self.streams:
             places = text_places(stream.ids, self.context.facts.image_token_id)
             own.append((await self.score(stream.ids, stream.images))[places])
-            expected.append((await asyncio.to_thread(reference_logprobs, self.reference, stream))[places])
+            expected.append((await compute(reference_logprobs, self.reference, stream))[places])
         return check_scores(own, expected, self.context.config.model.dtype, "Transformers'")
 
     async def image_sensitivity(self) -> Verdict:

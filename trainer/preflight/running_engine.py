@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from agents.engines.base import Session
 from agents.engines.hf import HFEngine
 from agents.engines.sglang import SGLangEngine
+from agents.model.cpu import compute
 from agents.model.mrope import num_images_within
 from agents.rendering.renderer import Rendered
 from agents.rollout.groups import derive_seed
@@ -105,7 +106,7 @@ class EngineChecks:
         if not self.played:
             return broken or skipped("the engine wrote no token")
         training_samples = as_training_samples(self.played, [0.0] * len(self.played), context.facts)
-        stats = await asyncio.to_thread(context.learner.step, [training_samples])
+        stats = await compute(context.learner.step, [training_samples])
         verdict = check_agreement(stats, context.config.engine.probe_tolerance, await self._differing_parts())
         return combine([verdict, broken]) if broken else verdict
 
@@ -176,7 +177,7 @@ class EngineChecks:
         advantages = [1.0 if number % 2 else -1.0 for number in range(len(self.played))]
         for _ in range(MAX_UPDATES):
             samples = as_training_samples(self.played, advantages, context.facts)
-            await asyncio.to_thread(context.learner.step, [samples])
+            await compute(context.learner.step, [samples])
             new = await self.prepared.score(ids, trajectory.images)
             moved = float(np.abs(new - old)[places].mean())
             if not moved < LEAST_MOVE:
@@ -195,5 +196,5 @@ class EngineChecks:
         generated = as_trajectory(stream, len(request.ids), completion.logprobs)
         context = self.prepared.context
         samples = as_training_samples([generated], [0.0], context.facts)
-        stats = await asyncio.to_thread(context.learner.step, [samples])
+        stats = await compute(context.learner.step, [samples])
         return stats.logprob_gap_mean

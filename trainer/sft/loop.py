@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from agents.model.cpu import compute
 from trainer.metrics.clock import StepClock
 from trainer.metrics.console import Display
 from trainer.sft.session import SftSession
@@ -38,5 +38,5 @@ async def update(context: SftContext, session: SftSession, samples: Sequence[Tra
     """Update the weights from a batch of conversations, evaluate where that is due, and finish the step."""
     clock = StepClock()
     await session.begin_update()
-    stats = await clock.time("train_s", asyncio.to_thread(context.learner.step, [samples]))
+    stats = await clock.time("train_s", compute(context.learner.step, [samples]))
     await session.finish_step(samples, stats, await session.evaluate_in_step(), clock)

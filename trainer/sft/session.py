@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from agents.model.cpu import compute
 from envs.datasets.samples import epoch_order
 from trainer.checkpoint.checkpointer import Checkpoint
 from trainer.checkpoint.model_card import ModelCard, ending_of, write_card
@@ -123,9 +124,7 @@ class SftSession(RunSession[SftState]):
                 return None
             places = range(start, min(start + self.config.batch_size, len(held_out)))
             samples = await asyncio.wrap_future(self._read(held_out, places))
-            found_nats, found_tokens = await self.complete(
-                asyncio.to_thread(self.context.learner.sum_logprobs, samples)
-            )
+            found_nats, found_tokens = await self.complete(compute(self.context.learner.sum_logprobs, samples))
             nats, tokens = nats + found_nats, tokens + found_tokens
         loss = -nats / max(1, tokens)
         logger.info(f"{name}: loss {loss:.4f}, perplexity {math.exp(min(loss, 99)):.3f}, {tokens} tokens")

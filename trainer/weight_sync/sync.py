@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from agents.engines.base import Engine
 from agents.engines.sglang import SGLangEngine
+from agents.model.cpu import compute
 from agents.types import ProcessedImage
 from trainer.learner.protocol import Learner
 from trainer.types import RunFault
@@ -151,7 +152,7 @@ class WeightSync:
         Raises:
             SyncError: the gap is over the tolerance, or the learner's log-probs have moved and the engine's have not.
         """
-        learner = await asyncio.to_thread(self.learner.score, self._ids, self._images)
+        learner = await compute(self.learner.score, self._ids, self._images)
         scores = await self.transport.scores(self._ids, self._images)
         engine = max(scores, key=lambda score: self._distance(score, learner))
         previous, self._previous = self._previous, (learner, engine)

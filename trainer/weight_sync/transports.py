@@ -27,6 +27,7 @@ from agents.engines.base import Engine, TrainableEngine
 from agents.engines.hf import HFEngine
 from agents.engines.sglang import SGLangEngine
 from agents.engines.sglang.client import SGLangClient
+from agents.model.cpu import compute
 from agents.types import ProcessedImage
 from envs.errors import UserError
 from trainer.learner.cuda_ipc import Loan
@@ -111,7 +112,7 @@ class InProcessTransport:
 
     async def push(self, version: int) -> Transfer:
         """Copy the learner's weights to the engine."""
-        weights = dict(await asyncio.to_thread(self.learner.weights))
+        weights = dict(await compute(self.learner.weights))
         self.engine.load_weights(weights, version)
         return Transfer(sum(weight.nbytes for weight in weights.values()))
 
