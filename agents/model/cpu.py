@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import functools
 import sys
@@ -61,10 +62,10 @@ def _pauses() -> list[Any]:
     """Return the function of each GNU OpenMP of this process, which concerns the calling thread alone."""
     if sys.platform != "linux":
         return []
-    words = (line.split() for line in Path("/proc/self/maps").read_text().splitlines())
-    files = {word[-1] for word in words if Path(word[-1]).name.startswith("libgomp")}
-    return [library.omp_pause_resource_all for library in map(ctypes.CDLL, files) if _can_pause(library)]
-
-
-def _can_pause(library: ctypes.CDLL) -> bool:
-    return hasattr(library, "omp_pause_resource_all")  # since GCC 9
+    lines = (line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines())
+    files = {line[5] for line in lines if len(line) > 5 and Path(line[5]).name.startswith("libgomp")}
+    found = []
+    for file in files:
+        with contextlib.suppress(OSError, AttributeError):  # it was replaced, or is older than GCC 9
+            found.append(ctypes.CDLL(file).omp_pause_resource_all)
+    return found
