@@ -29,7 +29,7 @@ from agents.engines.sglang.client import (
     SGLangClient,
     authorization,
 )
-from agents.engines.sglang.engine import MAX_GIVEN_UP, MAX_TRIES, pause_s
+from agents.engines.sglang.engine import MAX_GIVEN_UP
 from agents.engines.sglang.payloads import (
     collapse,
     generate_body,
@@ -40,6 +40,7 @@ from agents.engines.sglang.payloads import (
 from agents.engines.sglang.pictures import HELLO, data_uri, image_fields, salted_hash
 from agents.engines.sglang.releases import UNKNOWN, Release
 from agents.engines.sglang.servers import EngineDown
+from agents.engines.sglang.session import MAX_TRIES, pause_s
 from agents.model.architectures import NO_IMAGE_TOKEN, ModelFacts
 from agents.types import Completion, GenerateRequest, ProcessedImage, SamplingParams
 from envs.errors import UserError
@@ -159,7 +160,8 @@ async def until(condition: Callable[[], bool]) -> None:
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait for nothing longer than a test may."""
-    monkeypatch.setattr("agents.engines.sglang.engine.pause_s", lambda tries: 0.0)
+    for module in ("engine", "session"):
+        monkeypatch.setattr(f"agents.engines.sglang.{module}.pause_s", lambda tries: 0.0)
     monkeypatch.setattr("agents.engines.sglang.servers.POLL_S", 0.01)
 
 

@@ -1,0 +1,124 @@
+"""The turns of one episode on SGLang servers: each survives pauses for new weights and the loss of servers."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from agents.engines.sglang.client import ServerLost, ServerRefused
+from agents.engines.sglang.payloads import GenerateAnswer, generate_body, parse_answer
+from agents.engines.sglang.routing import prompt_key
+from agents.engines.sglang.servers import Server
+from agents.types import Completion, GenerateRequest, add_run
+
+if TYPE_CHECKING:
+    from agents.engines.sglang.engine import SGLangEngine
+
+#: Tries of one turn before it is given up; with the pauses between them over half a minute.
+MAX_TRIES = 10
+
+
+class SGLangSession:
+    """One episode's turns."""
+
+    def __init__(self, engine: SGLangEngine) -> None:
+        self._engine = engine
+        self._server: Server | None = None
+        self._prompt: int | None = None
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Write one turn; it survives pauses for new weights and the loss of servers."""
+        engine, turn, tries = self._engine, _PendingTurn(request), 0
+        while not turn.is_whole:
+            server = await self._assigned_server(request)
+            rid, adapter = engine.next_request_id(), engine.adapter_name
+            body = generate_body(request, turn.ids, rid, engine.image_token_id, adapter)
+            try:
+                answer = parse_answer(await engine.send(server, body, request.images))
+                if answer.prompt_length is None:
+                    engine.adapters.note_unended(server.client, adapter)
+                if not engine.is_current(answer.version):
+                    engine.num_outdated += 1
+                    raise ServerLost(f"wrote with weights {answer.version}, not {engine.weight_version}")
+                turn.append(answer, engine.weight_version)
+                if answer.ids or turn.is_whole or engine.is_paused:
+                    engine.count_answer()
+                    continue
+                fault = f"{server.client.url} ended it before it wrote anything"
+            except ServerLost as error:
+                engine.servers.report_lost(server, str(error))
+                engine.num_retried += 1
+                fault = str(error)
+            except ServerRefused as error:
+                tries, fault = MAX_TRIES - 1, str(error)
+            tries += 1
+            if tries == MAX_TRIES:
+                engine.count_given_up(fault)
+                break
+            await asyncio.sleep(pause_s(tries))
+        return turn.completion()
+
+    async def _assigned_server(self, request: GenerateRequest) -> Server:
+        """Return the session's server, or another one if it is not up. Wait while the engine is paused.
+
+        The session's first request is its prompt, which all samples of a problem share, and all forks of an episode.
+        """
+        if self._prompt is None:
+            self._prompt = prompt_key(request)
+        while True:
+            await self._engine.wait_until_resumed()
+            if self._server is None or not self._server.is_up:
+                self.release_server()
+                self._server = await self._engine.servers.pick(self._prompt)
+                self._server.num_sessions += 1
+            if not self._engine.is_paused:  # `pick` may have waited
+                return self._server
+
+    def release_server(self) -> None:
+        """Stop counting as a session of the server."""
+        if self._server is not None:
+            self._server.num_sessions -= 1
+            self._server = None
+
+
+@dataclass(eq=False)
+class _PendingTurn:
+    """A turn while it is written, with one request or, after pauses, several."""
+
+    request: GenerateRequest
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    num_misread: int = 0
+    num_cached: int = 0
+    finish: str = "abort"
+
+    @property
+    def is_whole(self) -> bool:
+        return self.finish != "abort" or len(self.ids) >= self.request.max_new_tokens
+
+    def append(self, answer: GenerateAnswer, version: int) -> None:
+        """Append the tokens that weights `version` wrote."""
+        if answer.prompt_length is not None and not self.num_misread:
+            self.num_misread = answer.prompt_length - len(self.request.ids) - len(self.ids)
+        self.num_cached = self.num_cached if self.ids else answer.num_cached
+        self.ids += answer.ids
+        self.logprobs += answer.logprobs
+        self.finish = answer.finish
+        add_run(self.versions, version, len(answer.ids))
+
+    def completion(self) -> Completion:
+        return Completion(
+            ids=tuple(self.ids),
+            logprobs=tuple(self.logprobs),
+            finish="length" if self.is_whole and self.finish == "abort" else self.finish,  # type: ignore[arg-type]
+            prompt_length=len(self.request.ids) + self.num_misread,
+            versions=tuple(self.versions),
+            num_cached=self.num_cached,
+        )
+
+
+def pause_s(tries: int) -> float:
+    """Return the seconds to wait before another try: 0.1, then twice as long each time, at most 10."""
+    return min(0.05 * 2**tries, 10.0)
