@@ -108,7 +108,7 @@ class StepLearner(abc.ABC, Generic[BatchT]):
         with self.lock:
             if self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self.device)
-            return replace(self._step(minibatches), memory=self._memory())
+            return self._step(minibatches)
 
     def _step(self, minibatches: Sequence[Sequence[TrainingSample]]) -> StepStats:
         everything = [sample for samples in minibatches for sample in samples]
@@ -123,7 +123,7 @@ class StepLearner(abc.ABC, Generic[BatchT]):
             for samples in minibatches:
                 self._update(samples, any_images, sums, old, reference)
         self.steps_done += 1
-        return self._stats(sums, lr)
+        return replace(self._stats(sums, lr), memory=self._memory())
 
     def _stats(self, sums: StepSums, lr: float) -> StepStats:
         """Return the statistics of the step; the same on all ranks, but for the log-probs of each rank's samples."""

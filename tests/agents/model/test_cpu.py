@@ -9,6 +9,7 @@ import pytest
 
 CODE = """
 import asyncio, os, torch
+from concurrent.futures import ThreadPoolExecutor
 from agents.model.cpu import compute
 
 def threads():
@@ -18,6 +19,7 @@ def work(scale):
     return float((torch.ones(700, 700) @ torch.ones(700, 700)).mean()) * scale
 
 async def main():
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
     work(1)
     before = threads()
     found = [await compute(work, scale=2), threads(), threads() - before]
