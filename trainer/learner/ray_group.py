@@ -51,7 +51,8 @@ REASON_S = 3.0
 PULSE_S = 5.0
 #: Ranks that wait for a silent one give up after `--learner-timeout-s`, and name it better than this process can.
 SLACK_S = 15.0
-#: What to do about it, where a rank does not fit.
+#: What torch says where a rank does not fit, and what to do about it.
+OUT_OF_MEMORY = "CUDA out of memory"
 LESS_MEMORY = "give less --max-tokens-per-microbatch, or --recompute 1; python -m trainer.memory says what a run takes"
 
 
@@ -59,7 +60,7 @@ def end_of_traceback(text: str) -> str:
     """Return the last lines of a rank's traceback, as Ray gives it: what failed, and where."""
     lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines() if set(line) - set(" ^~")]
     end = " | ".join(f"{line:.250}" for line in lines[-4:])
-    return f"{end}; {LESS_MEMORY}" if "CUDA out of memory" in end else end
+    return f"{end}; {LESS_MEMORY}" if OUT_OF_MEMORY in end else end
 
 
 class LearnerGroup:
@@ -98,7 +99,7 @@ class LearnerGroup:
         self._written: list[bool] = []
         self._fault = ""
         self._is_joined = False
-        self._is_reshard_open = False
+        self._is_reshard_open, self._ran_out = False, False
         self._reserved: PlacementGroup | None = None
         self._owns_ray = start_ray(cluster)
         try:
@@ -113,13 +114,18 @@ class LearnerGroup:
         config, model_path, sampling = self._begun_with
         # Memory tells on a GPU only. With one rank there is nothing to gather.
         is_open = self._on_gpu and config.cluster.num_ranks > 1 and config.learner.reshard == "auto"
-        self._is_reshard_open = is_open and config.cluster.backend == "fsdp"
+        self._is_reshard_open = is_open and config.cluster.backend == "fsdp" and not self._ran_out
         self._place(config.cluster, self._on_gpu, self._given_room)
         self._join(config, model_path, sampling)
 
     def restart(self) -> None:
-        """End all ranks and start them again, where there is room now, with the weights of the model."""
+        """End all ranks and start them again, where there is room now, with the weights of the model.
+
+        After one ran out of memory, `--reshard auto` takes no more of it.
+        """
         with self.lock:
+            if self._lost and OUT_OF_MEMORY in self._lost.fault:
+                self._ran_out = True
             self._end_ranks()
             self.workers, self.places, self.steps_done, self._is_joined, self._lost = [], [], 0, False, None
             try:
