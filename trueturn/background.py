@@ -45,6 +45,7 @@ async def run_beside(work: Callable[[], T]) -> T:
         return await asyncio.shield(wrapped)
     except asyncio.CancelledError:
         await asyncio.to_thread(call.cancel)
+        await asyncio.to_thread(call.thread.join)
         await asyncio.wait([wrapped])
         raise
 
@@ -55,17 +56,17 @@ class _Call(Generic[T]):
     def __init__(self, work: Callable[[], T]) -> None:
         self.future: Future[T] = Future()
         self._work, self._is_cancelled = work, threading.Event()
-        self._thread = threading.Thread(target=self._run, name="trueturn", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name="trueturn", daemon=True)
+        self.thread.start()
 
     def cancel(self) -> None:
         """Cancel the run, as soon as it runs."""
         self._is_cancelled.set()
-        while self._thread.is_alive():
-            if cancel := CANCEL.pop(self._thread.ident or 0, None):
+        while self.thread.is_alive():
+            if cancel := CANCEL.pop(self.thread.ident or 0, None):
                 cancel()
                 return
-            self._thread.join(0.05)
+            self.thread.join(0.05)
 
     def _run(self) -> None:
         while not _TURN.acquire(timeout=0.05):
