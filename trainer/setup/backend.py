@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import logging
 import sys
@@ -25,8 +26,8 @@ PACKAGES = {
     "megatron.bridge": "megatron-bridge",
     "transformer_engine": "transformer-engine",
 }
-#: Of Megatron-Bridge 0.6.2.
-PYTHON = (3, 12)
+#: Of Megatron-Bridge 0.6.2, which imports a module that Transformers has no longer.
+PYTHON, GONE, FIRST_WITHOUT = (3, 12), "transformers.modeling_attn_mask_utils", "5.24"
 #: The bridge comes without its requirements, which contradict those of TransformerEngine and of the graders.
 INSTALL = "pip install 'trueturn[megatron]' && pip install --no-deps megatron-bridge==0.6.2 hydra-core==1.3.8"
 
@@ -77,6 +78,9 @@ def _check_host(cluster: ClusterConfig, model: ModelConfig) -> None:
     if missing := [package for name, package in PACKAGES.items() if not _is_installed(name)]:
         rule, found = f"needs the packages {', '.join(PACKAGES.values())}", f"no {' and no '.join(missing)}"
         raise UserError("--backend megatron", rule, found, INSTALL)
+    if not _is_installed(GONE):
+        rule, fix = f"needs Transformers before {FIRST_WITHOUT}", f"pip install 'transformers<{FIRST_WITHOUT}'"
+        raise UserError("--backend megatron", rule, importlib.metadata.version("transformers"), fix)
     if cluster.num_learners or not (cluster.num_gpus or model.device.split(":")[0] == "cuda"):
         got = f"--num-learners {cluster.num_learners}" if cluster.num_learners else f"--device {model.device}"
         raise UserError("--backend megatron", "needs GPUs", got, "give --num-gpus, or --device cuda for one GPU")

@@ -21,7 +21,7 @@ from trainer.config.sources import SOURCES, check_resumable
 from trainer.learner.layout import Layout
 from trainer.learner.layout_rules import MODEL_TYPES, check_layout, is_possible
 from trainer.preflight.qwen3_vl import qwen3_vl_config
-from trainer.setup.backend import INSTALL, check_backend, fallbacks
+from trainer.setup.backend import GONE, INSTALL, check_backend, fallbacks
 
 STARTER = read_config(STARTER_PATH)
 
@@ -202,6 +202,10 @@ def test_what_a_host_lacks_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal() == (
         "--backend megatron: needs the packages megatron-core, megatron-bridge, transformer-engine, got no "
         f"megatron-bridge and no transformer-engine; {INSTALL}"
+    )
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None if name == GONE else object())
+    assert re.fullmatch(
+        "--backend megatron: needs Transformers before 5.24, got [0-9.]+; pip install 'transformers<5.24'", refusal()
     )
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: object())
     assert refusal() == (
