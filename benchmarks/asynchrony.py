@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import nan
 from pathlib import Path
-from statistics import mean
+from statistics import fmean, mean
 from typing import Any
 
 from agents.types import Trajectory
@@ -100,7 +100,7 @@ class Run:
             for before, row in pairwise(self.rows)
             if name in row
         ]
-        return sum(value * weight for value, weight in found) / sum(weight for _, weight in found) if found else nan
+        return fmean(*zip(*found, strict=True)) if found else nan
 
 
 def measured(folder: Path, variant: str, seed: int, options: argparse.Namespace, model: str) -> Run:

@@ -17,11 +17,11 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -58,18 +58,6 @@ class Variant:
         variables = {key: value for key, value in pairs if key.isupper()}
         fields = {key: json.loads(value) for key, value in pairs if not key.isupper()}
         return cls(name, variables, fields, tuple(words[count:]))
-
-
-@contextmanager
-def environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set variables within the context."""
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 class Streams:
@@ -171,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         folder = Path(temporary) / "model"
         renderer = make_checkpoint(options.model, folder, options.device)
         for variant in map(Variant.parse, options.variant or ["ours"]):
-            with environment(variant.variables):
+            with patch.dict(os.environ, variant.variables):
                 try:
                     steps, scores = asyncio.run(measure(variant, options, folder, sampling_params(renderer, 1.0)))
                 except Exception as error:  # the others are still worth having

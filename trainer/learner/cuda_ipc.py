@@ -62,8 +62,10 @@ class Counters:
         self._numbers[name.decode().lstrip("/")].append(number)
 
     def are_new(self) -> bool:
-        """Return whether all are 1. If not, this torch keeps them in another way."""
-        return all(bool((words[at] == 1).all()) for words, at in self._words())
+        """Return whether all are found, and 1. If not, this torch keeps them in another way."""
+        found = list(self._words())
+        each = (bool((at < len(words)).all()) and bool((words[at] == 1).all()) for words, at in found)
+        return len(found) == len(self._numbers) and all(each)
 
     def clear(self) -> None:
         """Set all to 0."""

@@ -455,8 +455,10 @@ def test_what_was_lent_is_free_whatever_its_receivers_did() -> None:
     assert not counters.are_new()
     counters.clear()
     assert words[[0, 3, 7, 99]].tolist() == [0] * 4 and int(words.sum()) == 96
-    gone = Counters()
+    beyond, gone = Counters(), Counters()
+    beyond.add(name, 100)
     gone.add(b"/torch_that_is_gone", 1)
+    assert not beyond.are_new() and not gone.are_new()
     gone.clear()
 
 

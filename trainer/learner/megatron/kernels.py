@@ -3,6 +3,7 @@
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import logging
@@ -26,10 +27,10 @@ def load_kernels() -> None:
     the system's. If those have another version, the parts do not fit each other: fused attention is left out without a
     word, attention is slower, and `--cp` has no other.
     """
-    if folder := cudnn_folder():
-        os.environ.setdefault(CUDNN_HOME, str(folder))
-        if os.environ[CUDNN_HOME] == str(folder):
-            for part in sorted((folder / "lib").glob("libcudnn*.so.*"), key=lambda file: _order(file.name)):
+    folder = cudnn_folder()
+    if folder and os.environ.setdefault(CUDNN_HOME, str(folder)) == str(folder):
+        for part in sorted((folder / "lib").glob("libcudnn*.so.*"), key=lambda file: _order(file.name)):
+            with contextlib.suppress(OSError):  # without it, all may work but fused attention, which is said below
                 ctypes.CDLL(str(part), mode=ctypes.RTLD_GLOBAL)
     import transformer_engine.pytorch  # noqa: F401
     import transformer_engine_torch
