@@ -52,6 +52,7 @@ class Sizes:
     """How many samples, and how long.
 
     Responses are log-normal within `shortest` and `longest`, their mean `mean`; a twentieth of each is tool output.
+    A prompt has `text` words and so many `pictures` of a `grid` each.
     """
 
     problems: int
@@ -61,12 +62,15 @@ class Sizes:
     shortest: int
     mean: int
     longest: int
+    pictures: int = 1
 
 
 #: 110 tokens of image, as a diagram of 352 x 320 pixels has.
 GEO3K = Sizes(8, 8, (1, 20, 22), text=150, shortest=150, mean=644, longest=2379)
 #: 512 pictures of 160 x 128 pixels, 20 tokens each, all different.
 SMALL_IMAGES = Sizes(512, 1, (1, 8, 10), text=60, shortest=20, mean=80, longest=160)
+#: Two streams of 131,072 tokens; 64 pictures of 512 x 512 pixels are an eighth of each.
+LONG = Sizes(2, 1, (1, 32, 32), text=16_384, shortest=98_304, mean=98_304, longest=98_304, pictures=64)
 TINY = Sizes(2, 4, (1, 4, 8), text=8, shortest=8, mean=24, longest=60)
 TINY_IMAGES = Sizes(12, 1, (1, 4, 6), text=6, shortest=6, mean=10, longest=20)
 
@@ -150,14 +154,14 @@ def make_samples(config: Any, sizes: Sizes, seed: int = 0, shared: bool = True) 
             mask_T=mask_T,
             turns_T=turns_T,
             logprobs_T=np.zeros(len(ids_T), dtype=np.float32),
-            positions_3T=mrope_positions(ids_T, [image.grid_thw], config.image_token_id, merge),
-            images=(image,),
-            prefix_length=sizes.text + image.num_tokens,
-            num_prefix_images=1,
+            positions_3T=mrope_positions(ids_T, [image.grid_thw for image in images], config.image_token_id, merge),
+            images=images,
+            prefix_length=sizes.text + sum(image.num_tokens for image in images),
+            num_prefix_images=len(images),
             advantage=advantage,
             weight=1.0 / total,
         )
-        for (ids_T, mask_T, turns_T, image), advantage in built
+        for (ids_T, mask_T, turns_T, images), advantage in built
     ]
 
 
@@ -170,26 +174,36 @@ def _words(config: Any, count: int, rng: np.random.Generator) -> NDArray[np.int6
     return rng.choice(ordinary, count)
 
 
-Prompt = tuple[NDArray[np.int64], ProcessedImage]
+Prompt = tuple[NDArray[np.int64], tuple[ProcessedImage, ...]]
 
 
-def _prompt(config: Any, sizes: Sizes, rng: np.random.Generator, digest: str) -> Prompt:
-    """Return a third of the text, the picture's placeholders, the rest of the text; and the picture."""
+def _prompt(config: Any, sizes: Sizes, rng: np.random.Generator, name: str) -> Prompt:
+    """Return text with the pictures' placeholders among it, about as much of it before each; and the pictures."""
     vision = config.vision_config
     time, height, width = sizes.grid
     values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    pixels_PD = rng.standard_normal((time * height * width, values), dtype=np.float32)
-    image = ProcessedImage(digest, pixels_PD, sizes.grid, time * height * width // vision.spatial_merge_size**2)
+    patches = time * height * width
+    images = tuple(
+        ProcessedImage(
+            f"{name}-{number}",
+            rng.standard_normal((patches, values), dtype=np.float32),
+            sizes.grid,
+            patches // vision.spatial_merge_size**2,
+        )
+        for number in range(sizes.pictures)
+    )
     words = _words(config, sizes.text, rng)
-    cut = sizes.text // 3
-    return np.concatenate([words[:cut], np.full(image.num_tokens, config.image_token_id), words[cut:]]), image
+    cuts = [sizes.text * (number + 1) // (sizes.pictures + 2) for number in range(sizes.pictures)]
+    before, *pieces = np.split(words, cuts)
+    marks = [np.full(image.num_tokens, config.image_token_id) for image in images]
+    return np.concatenate([before, *(part for pair in zip(marks, pieces, strict=True) for part in pair)]), images
 
 
 def _sample(
     config: Any, prompt: Prompt, length: int, num_turns: int, rng: np.random.Generator
-) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.int64], ProcessedImage]:
+) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.int64], tuple[ProcessedImage, ...]]:
     """Return ids, mask and turn numbers of a stream: turns of about one length, tool output between them."""
-    prompt_ids, image = prompt
+    prompt_ids, images = prompt
     tool = max(1, round(0.05 * length / (num_turns - 1)))
     turns = np.repeat(np.arange(1, num_turns + 1), np.diff(np.linspace(0, length, num_turns + 1).astype(int)))
     for number in range(2, num_turns + 1):  # each later turn begins with what a tool said
@@ -197,7 +211,7 @@ def _sample(
         turns[first : first + tool] = 0
     turns_T = np.concatenate([np.zeros(len(prompt_ids), dtype=np.int64), turns])
     ids_T = np.concatenate([prompt_ids, _words(config, length, rng)])
-    return ids_T, turns_T > 0, turns_T, image
+    return ids_T, turns_T > 0, turns_T, images
 
 
 def real_tokens(samples: Sequence[TrainingSample]) -> int:

@@ -7,12 +7,15 @@ each layout and writes `scaling_MODEL.json`; a layout that fails is a row with i
     python -m benchmarks.scaling --layouts "--num-gpus 1" "--num-gpus 2"
     python -m benchmarks.scaling --layouts "--num-gpus 1 --compile on" "--num-gpus 2 --backend megatron --tp 2 --sp"
 
+`--long` takes two streams of 131,072 tokens with 64 pictures each in place of the problems; `--layers` cuts the
+network's layers, so that a large one's shape fits. `peak_gib` is what tensors took at most on any rank.
 `--model tiny --layouts "--num-learners 2"` runs on a CPU, which shows that it works and nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import shlex
 import statistics
 import sys
@@ -29,7 +32,7 @@ from agents.types import SamplingParams
 from benchmarks.flops import TRAINING_FACTOR, forward_flops
 from benchmarks.learner_ours import fresh_model
 from benchmarks.learner_tools import NOMINAL
-from benchmarks.learner_workload import GEO3K, MODELS, TINY, make_samples, real_tokens, shape_config
+from benchmarks.learner_workload import GEO3K, LONG, MODELS, TINY, make_samples, real_tokens, shape_config
 from benchmarks.report import RESULTS, commit, markdown, write_result
 from envs.config.cli import parse
 from trainer.config.run import RunConfig
@@ -43,6 +46,7 @@ COLUMNS = (
     "real_tokens_per_s",
     "mfu",
     "of_linear",
+    "peak_gib",
     "loss",
     "grad_norm",
     "ready_s",
@@ -71,6 +75,7 @@ def measure(folder: Path, run: RunConfig, samples: list[TrainingSample], repeats
         "all_seconds": [round(s, 3) for s in seconds],
         "ready_s": round(ready_s, 1),
         "first_s": round(first_s, 1),
+        "peak_gib": first.memory.get("learner_peak_gib", math.nan),
         "loss": first.loss,
         "grad_norm": first.grad_norm,
     }
@@ -83,12 +88,19 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="+", default=[f"--num-gpus {n}" for n in (1, 2, 4)], help="flags of each")
     parser.add_argument("--run-args", default="--max-tokens-per-microbatch 16384", help="flags of all layouts")
     parser.add_argument("--problems", type=int, default=32, help="problems of the step, 8 samples each")
+    parser.add_argument("--long", action="store_true", help="two streams of 131,072 tokens are the step")
+    parser.add_argument("--layers", type=int, help="layers of the network, if not all of the shape's")
     parser.add_argument("--repeats", type=int, default=3, help="timed steps, after one that is not")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     at, config = commit(), shape_config(args.model)
     likely = np.float32(-np.log(config.text_config.vocab_size))
-    sizes = TINY if args.model == "tiny" else replace(GEO3K, problems=args.problems)
+    if args.layers:
+        config.text_config.num_hidden_layers = args.layers
+    if args.model == "tiny":
+        sizes = replace(LONG, text=128, shortest=768, mean=768, longest=768, grid=(1, 2, 2)) if args.long else TINY
+    else:
+        sizes = LONG if args.long else replace(GEO3K, problems=args.problems)
     samples = [replace(s, logprobs_T=np.full_like(s.logprobs_T, likely)) for s in make_samples(config, sizes)]
     needed = TRAINING_FACTOR * forward_flops(config, samples, True).total
     rows: list[dict[str, Any]] = []
@@ -116,7 +128,7 @@ def main() -> None:
             figures = {"gpu": gpu, "samples": len(samples), "real_tokens": real_tokens(samples), "rows": rows}
             args.out.mkdir(parents=True, exist_ok=True)
             command = f"python -m benchmarks.scaling {shlex.join(sys.argv[1:])}"
-            name = f"scaling_{args.model}.json"
+            name = f"scaling_{args.model}{'_long' * args.long}.json"
             write_result(args.out / name, command, figures, at, ("torch", "ray", "transformers"))
             shown = [[r[c] if c == "layout" else f"{r[c]:.4g}" for c in COLUMNS] for r in done]
             print(markdown(COLUMNS, shown), flush=True)
