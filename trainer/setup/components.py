@@ -104,7 +104,8 @@ def check_learner(cluster: ClusterConfig, model: ModelConfig) -> None:
     check_ray(cluster)
     if cluster.num_learners and device.split(":")[0] != "cpu":
         raise UserError("--device", "must be cpu with --num-learners", device, "give --num-gpus instead")
-    if cluster.num_gpus and "device" in model.model_fields_set and device.split(":")[0] != "cuda":
+    unset = ModelConfig.model_fields["device"].default  # which config.yaml holds as well
+    if cluster.num_gpus and device != unset and device.split(":")[0] != "cuda":
         raise UserError("--device", "must be cuda with --num-gpus", device, "leave it out, or give --num-learners")
     here = torch.cuda.device_count()
     if cluster.num_gpus > here and not cluster.ray_address:

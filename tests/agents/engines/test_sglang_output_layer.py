@@ -56,3 +56,13 @@ def test_another_layer_stays_sglangs(layer: dict[str, Any], settings: dict[str, 
 
 def test_a_network_in_float32_is_left_alone() -> None:
     assert logits_of(SimpleNamespace(weight=torch.ones(5, 4)), torch.ones(2, 4)) is THEIRS
+
+
+def test_a_release_that_does_not_tell_which_layers_are_quantized_is_left_alone() -> None:
+    class LogitsProcessor:
+        def _compute_lm_head(self, hidden_states: Any, lm_head: Any, embedding_bias: Any = None) -> Any:
+            return THEIRS
+
+    own = LogitsProcessor._compute_lm_head
+    install(SimpleNamespace(LogitsProcessor=LogitsProcessor))
+    assert LogitsProcessor._compute_lm_head is own

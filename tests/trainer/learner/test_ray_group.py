@@ -38,11 +38,13 @@ from tests.paths import DOCS
 from tests.recordings import episodes_in, lines_of
 from trainer.config.learner import ClusterConfig, LearnerConfig
 from trainer.config.run import RunConfig
+from trainer.config.sources import read_config, write_config
 from trainer.learner.build import build_learner
 from trainer.learner.protocol import LearnerLost
 from trainer.learner.rank_split import light, shares, split_samples
 from trainer.rollouts.live import LiveContext
 from trainer.run import run
+from trainer.setup.components import check_learner
 from trainer.setup.servers import first_server_gpu
 from trainer.sft.__main__ import run as fine_tune
 from trainer.starter.demonstrations import run as write_demonstrations
@@ -309,7 +311,7 @@ def test_a_group_has_the_adapter_of_one_learner(cluster: str, checkpoint: Path, 
         (["--num-learners", "2", "--num-gpus", "2"], ["--num-learners", "--num-gpus"]),
         (["--num-gpus", str(torch.cuda.device_count() + 1)], ["--num-gpus", f"{torch.cuda.device_count()} GPUs"]),
         (["--num-learners", "2", "--device", "cuda"], ["--device", "--num-learners", "cuda"]),
-        (["--num-gpus", "1", "--device", "cpu"], ["--device", "--num-gpus", "cpu"]),
+        (["--num-gpus", "1", "--device", "mps"], ["--device", "--num-gpus", "mps"]),
         (["--ray-address", "auto"], ["--ray-address", "--num-gpus"]),
     ],
 )
@@ -317,6 +319,13 @@ def test_flags_that_cannot_be_are_refused_before_anything_starts(argv: list[str]
     with pytest.raises(UserError) as caught:
         run(argv)
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_the_settings_of_a_run_on_gpus_are_accepted_when_it_is_resumed(tmp_path: Path) -> None:
+    write_config(RunConfig(cluster=ClusterConfig(num_gpus=2, ray_address="auto")), tmp_path / "config.yaml")
+    config = read_config(tmp_path / "config.yaml")
+    assert config.cluster.num_gpus == 2
+    check_learner(config.cluster, config.model)
 
 
 @pytest.mark.parametrize(

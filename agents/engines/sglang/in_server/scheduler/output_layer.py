@@ -15,8 +15,14 @@ from agents.model.linear_logprobs import float32_product
 
 
 def install(logits_processor: Any) -> None:
-    """Change SGLang's module of that name. Layers with adapters, quantized ones and float32 stay SGLang's."""
+    """Change SGLang's module of that name. Layers with adapters, quantized ones and float32 stay SGLang's.
+
+    So do all layers of a release without the function that tells which are quantized.
+    """
     theirs = logits_processor.LogitsProcessor._compute_lm_head
+    is_quantized = getattr(logits_processor, "should_apply_lm_head_quant_method", None)
+    if is_quantized is None:
+        return
 
     def compute(self: Any, hidden_states: Tensor, lm_head: Any, embedding_bias: Tensor | None = None) -> Tensor:
         method, weight = getattr(lm_head, "quant_method", None), getattr(lm_head, "weight", None)
@@ -25,7 +31,7 @@ def install(logits_processor: Any) -> None:
             and isinstance(weight, Tensor)
             and weight.dtype == hidden_states.dtype != torch.float32
             and not hasattr(lm_head, "set_lora")
-            and not logits_processor.should_apply_lm_head_quant_method(lm_head, method)
+            and not is_quantized(lm_head, method)
         ):
             return float32_product(hidden_states, weight.T)
         return theirs(self, hidden_states, lm_head, embedding_bias)
