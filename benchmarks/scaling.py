@@ -8,14 +8,17 @@ each layout and writes `scaling_MODEL.json`; a layout that fails is a row with i
     python -m benchmarks.scaling --layouts "--num-gpus 1 --compile on" "--num-gpus 2 --backend megatron --tp 2 --sp"
 
 `--long` takes two streams of 131,072 tokens with 64 pictures each in place of the problems; `--layers` cuts the
-network's layers, so that a large one's shape fits. `peak_gib` is what tensors took at most on any rank.
+network's layers, so that a large one's shape fits. `peak_gib` is what tensors took at most on any rank. `--profile`
+takes each layout's step on one rank in this process, and writes where its time goes, by kernel and by Python function.
 `--model tiny --layouts "--num-learners 2"` runs on a CPU, which shows that it works and nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import math
+import pstats
 import shlex
 import statistics
 import sys
@@ -30,12 +33,15 @@ import torch
 
 from agents.types import SamplingParams
 from benchmarks.flops import TRAINING_FACTOR, forward_flops
+from benchmarks.learner import print_breakdown
 from benchmarks.learner_ours import fresh_model
-from benchmarks.learner_tools import NOMINAL
+from benchmarks.learner_profile import breakdown
+from benchmarks.learner_tools import NOMINAL, timed
 from benchmarks.learner_workload import GEO3K, LONG, MODELS, TINY, make_samples, real_tokens, shape_config
 from benchmarks.report import RESULTS, commit, markdown, write_result
 from envs.config.cli import parse
 from trainer.config.run import RunConfig
+from trainer.learner.build import build_learner
 from trainer.learner.ray_group import LearnerGroup
 from trainer.types import TrainingSample
 
@@ -81,6 +87,29 @@ def measure(folder: Path, run: RunConfig, samples: list[TrainingSample], repeats
     }
 
 
+def profiled(folder: Path, run: RunConfig, samples: list[TrainingSample], repeats: int) -> dict[str, Any]:
+    """Return the median seconds of a step on one rank, by kind of kernel, and by Python function of this thread."""
+    device, started = "cuda" if torch.cuda.is_available() else "cpu", time.perf_counter()
+    learner = build_learner(run, folder, SamplingParams(), torch.device(device))
+    ready_s = time.perf_counter() - started
+    timing, first = timed(lambda: learner.step([samples]), device, 1, repeats)
+    found = breakdown(lambda: learner.step([samples]), learner.model, device)
+    print_breakdown(found, timing["seconds"])
+    host = cProfile.Profile()
+    host.runcall(learner.step, [samples])
+    calls: Any = pstats.Stats(host).stats  # type: ignore[attr-defined]
+    longest = sorted(calls.items(), key=lambda item: -item[1][2])[:40]
+    functions = [[f"{Path(file).name}:{line} {name}", c[1], round(c[2], 4)] for (file, line, name), c in longest]
+    print(markdown(("function", "calls", "seconds"), functions[:20]), flush=True)
+    figures = {
+        "ready_s": ready_s,
+        "first_s": timing["all_seconds"][0],
+        "loss": first.loss,
+        "grad_norm": first.grad_norm,
+    }
+    return timing | figures | {"ranks": 1, "breakdown": found, "functions": functions}
+
+
 def main() -> None:
     """Parse, measure, write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -90,6 +119,7 @@ def main() -> None:
     parser.add_argument("--problems", type=int, default=32, help="problems of the step, 8 samples each")
     parser.add_argument("--long", action="store_true", help="two streams of 131,072 tokens are the step")
     parser.add_argument("--layers", type=int, help="layers of the network, if not all of the shape's")
+    parser.add_argument("--profile", action="store_true", help="say where the time goes, on one rank")
     parser.add_argument("--repeats", type=int, default=3, help="timed steps, after one that is not")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
@@ -115,7 +145,7 @@ def main() -> None:
             flags = ["--model", str(folder), "--dtype", dtype, *shlex.split(args.run_args), *shlex.split(layout)]
             run = parse(RunConfig, flags, "benchmarks.scaling", "")
             try:
-                row = measure(folder, run, samples, args.repeats)
+                row = (profiled if args.profile else measure)(folder, run, samples, args.repeats)
             except Exception as error:  # the other layouts are still worth having
                 rows.append({"layout": layout, "failed": f"{type(error).__name__}: {error}"[-2000:]})
                 print(rows[-1], flush=True)

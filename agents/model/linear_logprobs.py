@@ -58,8 +58,8 @@ class _LinearScores(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         count = len(hidden_NH)
         logprobs_N, entropy_N, norm_N = (hidden_NH.new_empty(count, dtype=torch.float32) for _ in range(3))
-        summarise = _kernel(_summary, compiled)
-        for chunk in _chunks(count, len(weight_VH)):
+        summarise = kernel(_summary, compiled)
+        for chunk in chunks_of(count, len(weight_VH)):
             logits_CV = _logits(hidden_NH[chunk], weight_VH, law)
             logprobs_N[chunk], entropy_N[chunk], norm_N[chunk] = summarise(logits_CV, targets_N[chunk])
         ctx.save_for_backward(hidden_NH, weight_VH, targets_N, entropy_N, norm_N)
@@ -74,8 +74,8 @@ class _LinearScores(torch.autograd.Function):
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         grad_hidden_NH = torch.empty_like(hidden_NH) if wants_hidden else None
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if wants_weight else None
-        derive = _kernel(_derivative, ctx.compiled)
-        for chunk in _chunks(len(hidden_NH), len(weight_VH)):
+        derive = kernel(derivative, ctx.compiled)
+        for chunk in chunks_of(len(hidden_NH), len(weight_VH)):
             logits_CV = _logits(hidden_NH[chunk], weight_VH, ctx.law)
             scale = 1 / ctx.law.temperature
             numbers = (x[chunk] for x in (targets_N, norm_N, entropy_N, grad_logprobs_N, grad_entropy_N))
@@ -113,7 +113,7 @@ def _summary(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor, Tens
     return target_C - top_C1[:, 0] - log_C, log_C - mean_C, top_C1[:, 0] + log_C
 
 
-def _derivative(
+def derivative(
     logits_CV: Tensor,
     targets_C: Tensor,
     norm_C: Tensor,
@@ -122,6 +122,7 @@ def _derivative(
     grad_entropy_C: Tensor,
     scale: float,
 ) -> Tensor:
+    """Return the gradient of the logits before their division by 1 / `scale`; a target of -1 is none of these ids."""
     logprobs_CV = logits_CV - norm_C[:, None]
     probs_CV = logprobs_CV.exp()
     inner_CV = grad_logprobs_C[:, None] + grad_entropy_C[:, None] * (logprobs_CV + entropy_C[:, None])
@@ -130,12 +131,14 @@ def _derivative(
     return torch.where(is_target_CV, grad_CV + grad_logprobs_C[:, None], grad_CV) * scale
 
 
-def _chunks(count: int, vocabulary: int) -> Sequence[slice]:
+def chunks_of(count: int, vocabulary: int) -> Sequence[slice]:
+    """Return the places of each chunk, so that it has at most `CHUNK_VALUES` logits."""
     step = max(1, CHUNK_VALUES // vocabulary)
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 
-def _kernel(function: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
+def kernel(function: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
+    """Return the function, or one that makes few kernels of its operations."""
     return _compiled(function) if compiled else function
 
 

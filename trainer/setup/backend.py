@@ -56,8 +56,8 @@ def check_backend(cluster: ClusterConfig, model: ModelConfig, learner: LearnerCo
 def fallbacks(learner: LearnerConfig) -> list[str]:
     """Return a line for each thing that `--backend megatron` does in another way than FSDP2."""
     lines = ["--backend megatron reads a prompt once for each of its samples: its packed streams cannot share one"]
-    unread = [name for name in ("reshard", "compile") if getattr(learner, name) != "auto"]
-    return lines + [f"--backend megatron does not read --{name}, which is FSDP2's" for name in unread]
+    unread = [] if learner.reshard == "auto" else ["--backend megatron does not read --reshard, which is FSDP2's"]
+    return lines + unread
 
 
 def _check_settings(cluster: ClusterConfig, model: ModelConfig, learner: LearnerConfig) -> None:

@@ -5,6 +5,7 @@ They run Megatron-core and Megatron-Bridge themselves on a CPU (`tests.megatron_
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -105,6 +106,40 @@ def rank_main(rank: int, folder: Path, layouts: Mapping[str, dict[str, Any]], ou
         parallel_state.destroy_model_parallel()
 
 
+def pictures_main(rank: int, folder: Path, out: Path) -> None:
+    """Take a step with pictures and recomputed blocks; keep what is left of it, and what it left in memory."""
+    from tests.megatron_cpu import on_cpu, without_kernels
+
+    samples = random_samples(PolicyModel.load(folder))
+    on_cpu()
+    from trainer.learner.megatron.learner import MegatronLearner
+
+    learner = MegatronLearner(
+        folder,
+        PARAMS,
+        5,
+        OPTIM,
+        config=LearnerConfig(recompute=1.0),
+        device="cpu",
+        dtype=torch.float32,
+        changed=without_kernels,
+    )
+    (tower,) = learner.network._towers
+    shown: list[tuple[int, int]] = []
+
+    def count(_: Any, __: Any, kwargs: Any, features: Any) -> None:
+        patches = len(kwargs["hidden_states"])
+        assert patches == int(kwargs["grid_thw"].prod(-1).sum())
+        shown.append((patches, len(features[0]) * tower.spatial_merge_unit))
+
+    tower.register_forward_hook(count, with_kwargs=True)
+    stats = learner.step([samples])
+    computed = [x for x in gc.get_objects() if torch.is_tensor(x) and x.grad_fn is not None]
+    alive = [x for x in computed if x.ndim == 3 and x.shape[1] == 1]  # hidden states: tokens, 1, hidden size
+    weights = {n: w.clone() for n, w in learner.weights().items()}
+    torch.save({"stats": stats, "weights": weights, "shown": shown, "alive": len(alive)}, out / "pictures.pt")
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("megatron") / "qwen3"
@@ -169,6 +204,21 @@ def test_a_run_of_two_tensor_ranks_resumes_on_two_pipeline_stages(done: Path) ->
     assert all(torch.equal(read["resumed"][n], weight) for n, weight in wrote["weights"].items())
     for field in ("loss", "grad_norm", "entropy"):
         assert getattr(read["second"], field) == pytest.approx(getattr(wrote["second"], field), rel=1e-4), field
+
+
+@pytest.mark.slow
+def test_a_picture_is_encoded_once_and_a_recomputed_block_leaves_nothing_in_memory(tmp_path: Path) -> None:
+    pytest.importorskip("megatron", reason="needs Megatron")
+    write_tiny_model(tmp_path / "qwen3_vl", "qwen3_vl")
+    model = fresh_model(tmp_path / "qwen3_vl")
+    expected = FSDPLearner(model, PARAMS, 5, OPTIM, path=tmp_path / "qwen3_vl")
+    stats = expected.step([random_samples(model)])
+    run_ranks(pictures_main, 1, tmp_path / "store", tmp_path / "qwen3_vl", tmp_path)
+    got = left(tmp_path, "pictures")
+    assert got["stats"].loss == pytest.approx(stats.loss, rel=1e-5)
+    assert got["stats"].grad_norm == pytest.approx(stats.grad_norm, rel=1e-5)
+    assert any(patches < placeholders for patches, placeholders in got["shown"])
+    assert got["alive"] == 0
 
 
 def test_rotary_positions_that_megatron_would_compute_otherwise_are_refused(tmp_path: Path) -> None:

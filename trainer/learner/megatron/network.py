@@ -12,6 +12,7 @@ tokens; it is given none.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from agents.model.packed import VisionBatch
 from agents.types import SamplingLaw
 from envs.errors import UserError
 from trainer.config.learner import LearnerConfig
 from trainer.learner.layout import Layout
 from trainer.learner.megatron.thd import ThdBatch
+from trainer.learner.megatron.tower import prepare_tower, towers_of
 from trainer.learner.megatron.vocab_scores import VocabShard, join_context, vocab_scores
 from trainer.learner.sharding import recompute
 
@@ -142,13 +145,15 @@ class MegatronNetwork:
             ddp_config=_ddp_config() if is_trained else None, wrap_with_ddp=is_trained
         )
         self.sequence = bool(provider.sequence_parallel)
-        _correct_tower(self.chunks, self.sequence)
+        self._towers = [prepare_tower(tower, self.sequence) for tower in towers_of(self.chunks)]
         _recompute(self.chunks, config.recompute)
         self.vocab_size = int(self.bridge.hf_pretrained.config.get_text_config().vocab_size)
         self.sees = hasattr(provider, "vision_config")
         self.groups = parallel_state
         self.is_last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         self.context = (parallel_state.get_context_parallel_rank(), layout.context)
+        #: Whether few kernels are made of what follows the output layer; Megatron-core fuses its own operations itself.
+        self.compiled = config.compile == "on" or (config.compile == "auto" and torch.cuda.is_available())
         #: Local attention (without TransformerEngine) takes a row of one stream alone, and no THD.
         self.is_packed = True
         self._settings: Any = self._config()
@@ -226,10 +231,12 @@ class MegatronNetwork:
             "output_processor": _scores,
             "output_processor_context": (self, batch, law),
         }
-        if row.images:
-            pixels = [torch.from_numpy(image.pixels_PD) for image in row.images]
-            inputs["pixel_values"] = torch.cat(pixels).to(device, self.dtype)
-            inputs["image_grid_thw"] = torch.tensor([image.grid_thw for image in row.images], device=device)
+        vision = VisionBatch.build([row.images], device) if self._towers else None
+        if vision:
+            inputs["pixel_values"] = vision.pixels_PD.to(self.dtype)
+            inputs["image_grid_thw"] = torch.tensor(vision.grids, device=device)
+            for tower in self._towers:
+                tower.shown_M = vision.feature_index_M
         return model(**inputs)
 
     def _packed(self, batch: ThdBatch) -> Any:
@@ -279,30 +286,10 @@ def _scores(
     weight_VH = output_layer.weight if output_weight is None else output_weight
     chosen_M, local_M = batch.places
     hidden_MH = hidden_states[:, 0].index_select(0, local_M)
-    scores = vocab_scores(hidden_MH, weight_VH, batch.targets_N[chosen_M], law, network.shard(len(weight_VH)))
+    shard = network.shard(len(weight_VH))
+    scores = vocab_scores(hidden_MH, weight_VH, batch.targets_N[chosen_M], law, shard, network.compiled)
     group = network.groups.get_context_parallel_group() if network.context[1] > 1 else None
     return join_context(torch.stack(scores), chosen_M, len(batch.targets_N), group)
-
-
-def _correct_tower(chunks: Sequence[Any], shares_tokens: bool) -> None:
-    """Correct what Megatron-Bridge 0.6.2 computes otherwise in the vision tower of Qwen3-VL.
-
-    The mergers get the exact GELU that the model was trained with: the bridge gives them the tower's own activation,
-    GELU by tanh, and features differ by 2e-4. Where ranks share tokens (`--sp`), each puts DeepStack's features on its
-    own tokens alone, and the bridge leaves the features' gradient a part on each rank: it is summed.
-    """
-    from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
-
-    def summed(tower: Any, inputs: Any, features: tuple[Tensor, list[Tensor]]) -> tuple[Tensor, list[Tensor]]:
-        return features[0], [copy_to_tensor_model_parallel_region(deep) for deep in features[1]]
-
-    for chunk in chunks:
-        for module in chunk.modules():
-            kind = type(module).__name__
-            if kind == "Qwen3VLVisionPatchMerger":
-                module.activation_func = torch.nn.functional.gelu
-            elif kind == "Qwen3VLVisionModel" and shares_tokens:
-                module.register_forward_hook(summed)
 
 
 def _recompute(chunks: Sequence[Any], share: float) -> None:
@@ -316,7 +303,21 @@ def _recompute(chunks: Sequence[Any], share: float) -> None:
     for chunk in chunks:
         for module in chunk.modules():
             if isinstance(module, TransformerBlock):
+                for block in module.layers:
+                    block.forward = functools.partial(_forgetful, block, block.forward)
                 recompute(module.layers, share)
+
+
+def _forgetful(block: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a block, and let go of its attention's activations.
+
+    A block of Megatron-core 0.19.2 keeps what its MLP begins with until the MLP has ended. When a block is recomputed,
+    it is left before that, as soon as all that is needed is there: all blocks' activations would stay in memory.
+    """
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        block.mlp_norm_manager = None
 
 
 def _ddp_config() -> Any:

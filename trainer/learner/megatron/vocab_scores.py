@@ -10,7 +10,6 @@ Legend: N places, C places of a chunk, H hidden size, V rows of the vocabulary o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from agents.model.linear_logprobs import CHUNK_VALUES, float32_product
+from agents.model.linear_logprobs import chunks_of, derivative, float32_product, kernel
 from agents.types import SamplingLaw
 
 
@@ -36,14 +35,19 @@ class VocabShard:
 
 
 def vocab_scores(
-    hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, law: SamplingLaw, shard: VocabShard
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    targets_N: Tensor,
+    law: SamplingLaw,
+    shard: VocabShard,
+    compiled: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-prob of each target and the entropy in nats of its distribution, both (N,) float32.
 
     All ranks of the group get the same. The gradient of `hidden_NH` is the sum over the group: each rank has all of it.
     """
     with torch.autocast(hidden_NH.device.type, enabled=False):
-        return _VocabScores.apply(hidden_NH, weight_VH, targets_N, law, shard)  # type: ignore[no-any-return]
+        return _VocabScores.apply(hidden_NH, weight_VH, targets_N, law, shard, compiled)  # type: ignore[no-any-return]
 
 
 class _VocabScores(torch.autograd.Function):
@@ -51,20 +55,21 @@ class _VocabScores(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, law: SamplingLaw, shard: VocabShard
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        targets_N: Tensor,
+        law: SamplingLaw,
+        shard: VocabShard,
+        compiled: bool,
     ) -> tuple[Tensor, Tensor]:
         logprobs_N, entropy_N, norm_N = (hidden_NH.new_empty(len(hidden_NH), dtype=torch.float32) for _ in range(3))
-        for chunk in _chunks(len(hidden_NH), len(weight_VH)):
+        summarise = kernel(_sums, compiled)
+        for chunk in chunks_of(len(hidden_NH), len(weight_VH)):
             logits_CV = _logits(hidden_NH[chunk], weight_VH, law, shard)
             top_C = _reduced(logits_CV.amax(-1), dist.ReduceOp.MAX, shard)
-            shifted_CV = logits_CV - top_C[:, None]
-            exps_CV = shifted_CV.exp()
-            inner_C = torch.where(exps_CV > 0, exps_CV * shifted_CV, 0.0).sum(-1)  # exp(-inf) times -inf means 0 here
-            own_C, is_own_C = _own(targets_N[chunk], len(weight_VH), shard)
-            target_C = torch.where(is_own_C, shifted_CV.gather(-1, own_C[:, None])[:, 0], 0.0)
-            total_C, inner_C, target_C = _reduced(
-                torch.stack([exps_CV.sum(-1), inner_C, target_C]), dist.ReduceOp.SUM, shard
-            )
+            sums_3C = summarise(logits_CV, top_C, _own(targets_N[chunk], len(weight_VH), shard))
+            total_C, inner_C, target_C = _reduced(sums_3C, dist.ReduceOp.SUM, shard)
             log_C = total_C.log()
             logprobs_N[chunk], entropy_N[chunk], norm_N[chunk] = (
                 target_C - log_C,
@@ -72,7 +77,7 @@ class _VocabScores(torch.autograd.Function):
                 top_C + log_C,
             )
         ctx.save_for_backward(hidden_NH, weight_VH, targets_N, entropy_N, norm_N)
-        ctx.law, ctx.shard = law, shard
+        ctx.law, ctx.shard, ctx.compiled = law, shard, compiled
         return logprobs_N, entropy_N
 
     @staticmethod
@@ -83,20 +88,26 @@ class _VocabScores(torch.autograd.Function):
         grad_hidden_NH = torch.empty_like(hidden_NH, dtype=torch.float32)
         wants_weight = ctx.needs_input_grad[1]
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if wants_weight else None
-        for chunk in _chunks(len(hidden_NH), len(weight_VH)):
-            logprobs_CV = _logits(hidden_NH[chunk], weight_VH, law, shard) - norm_N[chunk][:, None]
-            grad_logprob_C, grad_entropy_C = (grad[chunk][:, None] for grad in grads)
-            probs_CV = logprobs_CV.exp()
-            inner_CV = grad_logprob_C + grad_entropy_C * (logprobs_CV + entropy_N[chunk][:, None])
-            grad_CV = torch.where(probs_CV > 0, -probs_CV * inner_CV, 0.0)
-            own_C, is_own_C = _own(targets_N[chunk], len(weight_VH), shard)
-            grad_CV.scatter_add_(-1, own_C[:, None], grad_logprob_C * is_own_C[:, None])
-            grad_CV = (grad_CV / law.temperature).to(hidden_NH.dtype)
+        derive = kernel(derivative, ctx.compiled)
+        for chunk in chunks_of(len(hidden_NH), len(weight_VH)):
+            logits_CV = _logits(hidden_NH[chunk], weight_VH, law, shard)
+            own_C = _own(targets_N[chunk], len(weight_VH), shard)
+            numbers = (own_C, *(values_N[chunk] for values_N in (norm_N, entropy_N, *grads)))
+            grad_CV = derive(logits_CV, *numbers, 1 / law.temperature).to(hidden_NH.dtype)
             grad_hidden_NH[chunk] = float32_product(grad_CV, weight_VH)
             if grad_weight_VH is not None:
                 grad_weight_VH += float32_product(grad_CV.T, hidden_NH[chunk])
         grad_hidden_NH = _reduced(grad_hidden_NH, dist.ReduceOp.SUM, shard).to(hidden_NH.dtype)
-        return grad_hidden_NH, grad_weight_VH.to(weight_VH.dtype) if grad_weight_VH is not None else None, *[None] * 3
+        return grad_hidden_NH, grad_weight_VH.to(weight_VH.dtype) if grad_weight_VH is not None else None, *[None] * 4
+
+
+def _sums(logits_CV: Tensor, top_C: Tensor, own_C: Tensor) -> Tensor:
+    """Return, over the ids here: the sum of exponentials, the same times their logarithms, the target's logarithm."""
+    shifted_CV = logits_CV - top_C[:, None]
+    exps_CV = shifted_CV.exp()
+    inner_C = torch.where(exps_CV > 0, exps_CV * shifted_CV, 0.0).sum(-1)  # exp(-inf) times -inf means 0 here
+    target_C = torch.where(own_C >= 0, shifted_CV.gather(-1, own_C.clamp(min=0)[:, None])[:, 0], 0.0)
+    return torch.stack([exps_CV.sum(-1), inner_C, target_C])
 
 
 def _logits(hidden_CH: Tensor, weight_VH: Tensor, law: SamplingLaw, shard: VocabShard) -> Tensor:
@@ -112,22 +123,16 @@ def _logits(hidden_CH: Tensor, weight_VH: Tensor, law: SamplingLaw, shard: Vocab
     return logits_CV
 
 
-def _own(targets_C: Tensor, count: int, shard: VocabShard) -> tuple[Tensor, Tensor]:
-    """Return the row of each target here, 0 where another rank has it, and whether it is here."""
+def _own(targets_C: Tensor, count: int, shard: VocabShard) -> Tensor:
+    """Return the row of each target here, -1 where another rank has it."""
     rows_C = targets_C - shard.start
-    is_own_C = (rows_C >= 0) & (rows_C < count)
-    return torch.where(is_own_C, rows_C, 0), is_own_C
+    return torch.where((rows_C >= 0) & (rows_C < count), rows_C, -1)
 
 
 def _reduced(values: Tensor, op: dist.ReduceOp.RedOpType, shard: VocabShard) -> Tensor:
     if shard.group is not None:
         dist.all_reduce(values, op=op, group=shard.group)
     return values
-
-
-def _chunks(count: int, vocabulary: int) -> Sequence[slice]:
-    step = max(1, CHUNK_VALUES // vocabulary)
-    return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 
 def join_context(values_KM: Tensor, places_M: Tensor, num_tokens: int, group: dist.ProcessGroup | None) -> Tensor:
