@@ -58,6 +58,12 @@ class ServersConfig(Section):
     request_timeout_s: float = Field(
         default=600.0, gt=0, description="longest wait in seconds for one turn of a server"
     )
+    turn_wait_s: float = Field(
+        default=0.2,
+        ge=0,
+        description="SGLang: longest wait in seconds of a turn for others while its server writes for many, which all "
+        "stand still whenever it begins to read; 0: none",
+    )
     batch_wait_s: float = Field(
         default=10.0,
         gt=0,

@@ -147,6 +147,7 @@ def server_settings(
         log_folder=log_folder,
         api_key=engine_api_key(engine),
         request_timeout_s=engine.request_timeout_s,
+        turn_wait_s=engine.turn_wait_s,
         max_sessions=max_sessions,
         context_length=model.context_length,
     )

@@ -334,7 +334,8 @@ class SGLangEngine:
         self._in_flight += 1
         self._idle.clear()
         try:
-            return await self._ask(server, body, images)
+            with server.gate.writing():
+                return await self._ask(server, body, images)
         except (asyncio.CancelledError, ServerLost):
             self._abort(server, body["rid"])
             raise

@@ -18,6 +18,7 @@ import aiohttp
 
 from agents.engines.busy import BusyTime
 from agents.engines.sglang.client import ServerLost, ServerRefused, SGLangClient, authorization, uses_proxy
+from agents.engines.sglang.gate import Gate
 from agents.engines.sglang.pictures import SentPictures, image_fields, missed_pictures
 from agents.engines.sglang.process import Launcher, LocalLauncher, ReservedPorts, ServerProcess, listens
 from agents.engines.sglang.routing import PromptRouter
@@ -45,6 +46,8 @@ class Server:
     is_up: bool = False
     num_sessions: int = 0
     num_restarts: int = 0
+    #: Where turns wait for others.
+    gate: Gate = field(default_factory=lambda: Gate(0.0), repr=False)
     busy: BusyTime = field(default_factory=BusyTime, repr=False)
     recovery: asyncio.Task[None] | None = field(default=None, repr=False)
     #: What it has been sent, if it keeps pictures.
@@ -132,7 +135,7 @@ class ServerPool:
         self._ports = ReservedPorts(self.settings.num_servers)
         for number, port in enumerate(self._ports.numbers):
             process = self._launcher.launch(self.settings, number, port)
-            self.all.append(Server(process.url, number, process=process))
+            self.all.append(Server(process.url, number, process=process, gate=Gate(self.settings.turn_wait_s)))
 
     def starting(self) -> list[int]:
         """Return the numbers of the launched servers that do not listen yet.
@@ -151,7 +154,8 @@ class ServerPool:
         self._changed, self._may_start = asyncio.Condition(), asyncio.Event()
         self._may_start.set()
         if self.settings.urls:
-            self.all = [Server(url, number) for number, url in enumerate(self.settings.urls)]
+            wait_s = self.settings.turn_wait_s
+            self.all = [Server(url, number, gate=Gate(wait_s)) for number, url in enumerate(self.settings.urls)]
         self.launch()
         settings = self.settings
         for proxied in {_is_proxied(server) for server in self.all}:

@@ -72,7 +72,8 @@ class SGLangSession:
                 self.release_server()
                 self._server = await self._engine.servers.pick(self._prompt)
                 self._server.num_sessions += 1
-            if not self._engine.is_paused:  # `pick` may have waited
+            await self._server.gate.enter()
+            if self._server.is_up and not self._engine.is_paused:  # after the waiting
                 return self._server
 
     def release_server(self) -> None:

@@ -45,8 +45,9 @@ class SGLangSettings:
     `max_sessions` at once, of streams up to `context_length` (0: the model's). `command` starts a server and takes
     SGLang's arguments, which are chosen (`agents.engines.sglang.server_arguments`); `arguments` have the last word.
     Every call proves `api_key`. Started servers ask for it, and for a random key if there is none and `arguments` give
-    none. `lora_targets` are the layers that servers adapt, with `lora_rank` rows at most; 0: none. If servers share
-    GPUs with the learner, `frees_memory` has them free their memory while it trains.
+    none. While a server writes for many, a turn waits up to `turn_wait_s` for others (`agents.engines.sglang.gate`).
+    `lora_targets` are the layers that servers adapt, with `lora_rank` rows at most; 0: none. If servers share GPUs with
+    the learner, `frees_memory` has them free their memory while it trains.
     """
 
     model_path: str = ""
@@ -61,6 +62,7 @@ class SGLangSettings:
     log_folder: Path = Path("runs")
     api_key: str = field(default="", repr=False)
     request_timeout_s: float = 600.0
+    turn_wait_s: float = 0.2
     start_timeout_s: float = 600.0
     max_restarts: int = 3
     max_sessions: int = 256
