@@ -32,7 +32,7 @@ import torch
 from agents.types import SamplingLaw
 from benchmarks.learner_ours import Options, fresh_model, our_step
 from benchmarks.learner_peers import image_inputs, plain_step
-from benchmarks.learner_profile import breakdown
+from benchmarks.learner_profile import breakdown, print_breakdown
 from benchmarks.learner_tools import (
     RESULT,
     Bench,
@@ -58,7 +58,7 @@ from benchmarks.learner_workload import (
     shape_config,
     to_bfloat16,
 )
-from benchmarks.report import RESULTS, commit, markdown, write_result
+from benchmarks.report import RESULTS, commit, write_result
 from trainer.data.packing import balanced_bins, collate, pack_rows
 from trainer.types import TrainingSample
 
@@ -111,14 +111,6 @@ def _agreement(stats: Any) -> Row:
     return row | {
         name: getattr(stats, name) for name in ("logprob_gap_mean", "logprob_gap_max") if hasattr(stats, name)
     }
-
-
-def print_breakdown(found: Row, step_s: float) -> None:
-    """Print shares of the GPU's time, idle time taken from the unprofiled step."""
-    busy = found["busy_s"]
-    rows = [[kind, f"{s:.3f}", f"{s / step_s:.3f}"] for kind, s in found["kinds_s"].items()]
-    rows.append(["idle", f"{max(0.0, step_s - busy):.3f}", f"{max(0.0, step_s - busy) / step_s:.3f}"])
-    print(markdown(("kind", "seconds", f"share of {step_s:.3f} s"), rows), flush=True)
 
 
 def plain(bench: Bench) -> Iterator[Row]:

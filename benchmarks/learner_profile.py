@@ -15,6 +15,8 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.report import markdown
+
 #: The first that matches counts. Names are those of CUDA kernels, and of ATen's operators on a CPU.
 KINDS = (
     ("communication", r"nccl|all_gather|reduce_scatter|all_reduce|AllGather|ReduceScatter"),
@@ -95,6 +97,14 @@ def breakdown(step: Callable[[], object], network: Any, device: str) -> dict[str
         "kinds_s": dict(kinds.most_common()),
         "longest": [[name[:100], seconds] for name, seconds in names.most_common(25)],
     }
+
+
+def print_breakdown(found: dict[str, Any], step_s: float) -> None:
+    """Print shares of the GPU's time, idle time taken from the unprofiled step."""
+    busy = found["busy_s"]
+    rows = [[kind, f"{s:.3f}", f"{s / step_s:.3f}"] for kind, s in found["kinds_s"].items()]
+    rows.append(["idle", f"{max(0.0, step_s - busy):.3f}", f"{max(0.0, step_s - busy) / step_s:.3f}"])
+    print(markdown(("kind", "seconds", f"share of {step_s:.3f} s"), rows), flush=True)
 
 
 def _vision_shapes(network: Any) -> set[frozenset[int]]:

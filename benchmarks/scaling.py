@@ -33,9 +33,8 @@ import torch
 
 from agents.types import SamplingParams
 from benchmarks.flops import TRAINING_FACTOR, forward_flops
-from benchmarks.learner import print_breakdown
 from benchmarks.learner_ours import fresh_model
-from benchmarks.learner_profile import breakdown
+from benchmarks.learner_profile import breakdown, print_breakdown
 from benchmarks.learner_tools import NOMINAL, timed
 from benchmarks.learner_workload import GEO3K, LONG, MODELS, TINY, make_samples, real_tokens, shape_config
 from benchmarks.report import RESULTS, commit, markdown, write_result

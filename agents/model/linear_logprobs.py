@@ -122,7 +122,10 @@ def derivative(
     grad_entropy_C: Tensor,
     scale: float,
 ) -> Tensor:
-    """Return the gradient of the logits before their division by 1 / `scale`; a target of -1 is none of these ids."""
+    """Return the gradient of the logits as they were before the temperature, of which `scale` is the inverse.
+
+    A target of -1 is none of these ids.
+    """
     logprobs_CV = logits_CV - norm_C[:, None]
     probs_CV = logprobs_CV.exp()
     inner_CV = grad_logprobs_C[:, None] + grad_entropy_C[:, None] * (logprobs_CV + entropy_C[:, None])

@@ -35,19 +35,18 @@ MAX_SENDS = 3
 
 @dataclass(eq=False)
 class Server:
-    """One server: its client once `ServerPool.start` was called, its process if we started it, and whether it may get
-    work.
+    """One server: its client and gate once `ServerPool.start` was called, its process if we started it, and whether it
+    may get work.
     """
 
     url: str
     number: int
     client: SGLangClient = field(init=False)
+    gate: Gate = field(init=False, repr=False)
     process: ServerProcess | None = None
     is_up: bool = False
     num_sessions: int = 0
     num_restarts: int = 0
-    #: Where turns wait for others.
-    gate: Gate = field(default_factory=lambda: Gate(0.0), repr=False)
     busy: BusyTime = field(default_factory=BusyTime, repr=False)
     recovery: asyncio.Task[None] | None = field(default=None, repr=False)
     #: What it has been sent, if it keeps pictures.
@@ -135,7 +134,7 @@ class ServerPool:
         self._ports = ReservedPorts(self.settings.num_servers)
         for number, port in enumerate(self._ports.numbers):
             process = self._launcher.launch(self.settings, number, port)
-            self.all.append(Server(process.url, number, process=process, gate=Gate(self.settings.turn_wait_s)))
+            self.all.append(Server(process.url, number, process=process))
 
     def starting(self) -> list[int]:
         """Return the numbers of the launched servers that do not listen yet.
@@ -154,8 +153,7 @@ class ServerPool:
         self._changed, self._may_start = asyncio.Condition(), asyncio.Event()
         self._may_start.set()
         if self.settings.urls:
-            wait_s = self.settings.turn_wait_s
-            self.all = [Server(url, number, gate=Gate(wait_s)) for number, url in enumerate(self.settings.urls)]
+            self.all = [Server(url, number) for number, url in enumerate(self.settings.urls)]
         self.launch()
         settings = self.settings
         for proxied in {_is_proxied(server) for server in self.all}:
@@ -164,6 +162,7 @@ class ServerPool:
             self._http[proxied] = aiohttp.ClientSession(connector=connector, trust_env=proxied, headers=headers)
         for server in self.all:
             server.client = SGLangClient(server.url, self._http[_is_proxied(server)], settings.request_timeout_s)
+            server.gate = Gate(settings.turn_wait_s)
         waits = [asyncio.ensure_future(self._wait_until_up(server)) for server in self.all]
         try:
             await asyncio.gather(*waits)

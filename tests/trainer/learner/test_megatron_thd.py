@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agents.model import STARTER_PATH
+from agents.model import STARTER_PATH, linear_logprobs
 from agents.model.policy import PolicyModel
 from agents.types import SamplingLaw
 from tests.trainer.steps import random_samples
@@ -107,7 +108,12 @@ def test_the_loss_over_rows_and_context_parallel_ranks_is_that_of_the_other_back
     assert total == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_share_of_the_vocabulary_gives_the_log_probs_entropies_and_gradients_of_log_softmax() -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_share_of_the_vocabulary_gives_the_log_probs_entropies_and_gradients_of_log_softmax(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    linear_logprobs._compiled.cache_clear()
     hidden_NH, weight_VH, targets_N = torch.randn(7, 5), torch.randn(12, 5), torch.tensor([0, 11, 4, 5, 9, 2, 1])
     hidden_NH.requires_grad_()
     weight_VH.requires_grad_()
@@ -120,12 +126,14 @@ def test_a_share_of_the_vocabulary_gives_the_log_probs_entropies_and_gradients_o
     expected = torch.autograd.grad((weights_N * (logprobs_N + 0.3 * entropy_N)).sum(), (hidden_NH, weight_VH))
 
     padded_VH = torch.cat([weight_VH.detach(), torch.full((4, 5), 9.0)]).requires_grad_()  # four rows of no id
-    got = vocab_scores(hidden_NH, padded_VH, targets_N, LAW, VocabShard(0, 12))
+    got = vocab_scores(hidden_NH, padded_VH, targets_N, LAW, VocabShard(0, 12), compiled)
     gradients = torch.autograd.grad((weights_N * (got[0] + 0.3 * got[1])).sum(), (hidden_NH, padded_VH))
     torch.testing.assert_close(got, (logprobs_N, entropy_N))
     torch.testing.assert_close(gradients[0], expected[0])
     torch.testing.assert_close(gradients[1][:12], expected[1])
     assert not gradients[1][12:].any()
+    assert linear_logprobs._compiled.cache_info().currsize == 2 * compiled
+    linear_logprobs._compiled.cache_clear()
 
 
 def _loss(batch: TokenBatch, logprobs_N: torch.Tensor, config: AlgorithmConfig) -> float:

@@ -40,13 +40,13 @@ def prepare_tower(tower: Any, shares_tokens: bool) -> Any:
         if type(module).__name__ == "Qwen3VLVisionPatchMerger":
             module.activation_func = torch.nn.functional.gelu
     tower.register_forward_hook(shown)
-    tower.fast_pos_embed_interpolate = once_for_each(tower.fast_pos_embed_interpolate)
-    tower.rot_pos_emb = once_for_each(tower.rot_pos_emb)
+    tower.fast_pos_embed_interpolate = _once_for_each(tower.fast_pos_embed_interpolate)
+    tower.rot_pos_emb = _once_for_each(tower.rot_pos_emb)
     tower.build_packed_seq_params = _with_number(tower.build_packed_seq_params)
     return tower
 
 
-def once_for_each(rows_of: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def _once_for_each(rows_of: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """Return a function of grids (n, 3) that asks `rows_of` for each different one, on the CPU, and joins the rows."""
 
     def joined(grids_n3: Tensor) -> Tensor:
