@@ -5,6 +5,9 @@ name, variables of the server's environment (`NAME=value`), fields of a request 
 of the server. All streams begin with different tokens and write as many; the longer of two lengths takes longer by its
 further steps alone. `each_us` is what a further stream adds to a step. A stream is also scored by each variant: the
 differences of its log-probs from the first variant's. Prints tables and writes `decoding_MODEL.json`; needs a GPU.
+
+`--pictures 20` shows each stream a picture of 20 tokens, eight streams the same. `--profile py-spy` lists the busiest
+functions of each variant's server while it writes for the most streams.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -30,13 +33,13 @@ from numpy.typing import NDArray
 from agents.engines.sglang.payloads import generate_body, parse_answer, parse_scores, score_body
 from agents.engines.sglang.servers import Server, ServerPool
 from agents.engines.sglang.settings import SGLangSettings
-from agents.types import GenerateRequest, SamplingParams
-from benchmarks.pictures import make_checkpoint
+from agents.types import GenerateRequest
+from benchmarks.pictures import GROUP_SIZE, PROFILE_S, SIZES, Workload, make_checkpoint, profiled
 from benchmarks.report import RESULTS, commit, markdown, write_result
 from trainer.setup.components import sampling_params
 
-#: Tokens that are written: the difference is what a step is measured by.
-SHORT, LONG = 16, 144
+#: Tokens that are written: the difference is what a step is measured by. When the shorter has ended, all have begun.
+SHORT, LONG = 128, 384
 SCORED = 512
 
 
@@ -61,23 +64,33 @@ class Variant:
 
 
 class Streams:
-    """Asks a server for many streams of text at once."""
+    """Asks a server for many streams at once."""
 
-    def __init__(self, sampling: SamplingParams, prompt: int, fields: dict[str, Any]) -> None:
-        self.sampling, self.prompt, self.fields = replace(sampling, stop_ids=()), prompt, fields
-        self.random = np.random.default_rng(0)
+    def __init__(self, workload: Workload, prompt: int, picture: int, fields: dict[str, Any]) -> None:
+        self.workload, self.prompt, self.picture, self.fields = workload, prompt, picture, fields
+
+    def _requests(self, count: int, length: int) -> list[GenerateRequest]:
+        shown = [self.workload.stream(self.picture, bool(self.picture)) for _ in range(-(-count // GROUP_SIZE))]
+        requests = []
+        for number in range(count):
+            ids, images = shown[number // GROUP_SIZE]
+            text = self.workload.random.integers(10, 600, max(0, self.prompt - len(ids))).tolist()
+            requests.append(GenerateRequest((*ids, *text), images, length, self.workload.sampling, seed=number))
+        return requests
 
     async def seconds(self, server: Server, count: int, length: int) -> float:
         """Return how long the server takes to write `count` streams of `length` tokens."""
+        requests, salt = self._requests(count, length), f"{time.monotonic_ns()}"
+        [image.png for request in requests for image in request.images]  # made beforehand
         bodies = []
-        for number in range(count):
-            ids = tuple(self.random.integers(10, 600, self.prompt).tolist())
-            request = GenerateRequest(ids, (), length, self.sampling, seed=number)
-            body = generate_body(request, [], f"{time.monotonic_ns()}-{number}", None)
+        for number, request in enumerate(requests):
+            body = generate_body(request, [], f"{salt}-{number}", self.workload.renderer.image_token_id)
             body["sampling_params"]["ignore_eos"] = True
             bodies.append(body | self.fields)
         started = time.perf_counter()
-        answers = await asyncio.gather(*(server.client.call("generate", body) for body in bodies))
+        answers = await asyncio.gather(
+            *(server.generate(body, request.images, salt) for body, request in zip(bodies, requests, strict=True))
+        )
         seconds = time.perf_counter() - started
         if self.fields.get("return_logprob", True):
             assert all(len(parse_answer(answer).ids) == length for answer in answers)
@@ -85,15 +98,15 @@ class Streams:
 
     async def step_s(self, server: Server, count: int, repeats: int) -> float:
         """Return the seconds of a decode step of so many streams."""
-        await self.seconds(server, count, SHORT)
+        await self.seconds(server, count, 16)
         found = [
             await self.seconds(server, count, LONG) - await self.seconds(server, count, SHORT) for _ in range(repeats)
         ]
         return min(found) / (LONG - SHORT)
 
 
-async def measure(variant: Variant, options: argparse.Namespace, folder: Path, sampling: SamplingParams) -> Any:
-    """Return the seconds of a step by the number of streams, and the log-probs of a stream."""
+async def measure(variant: Variant, options: argparse.Namespace, folder: Path, workload: Workload) -> Any:
+    """Return the seconds of a step by the number of streams, the log-probs of a stream, and a profile if asked for."""
     settings = SGLangSettings(
         str(folder),
         mem_fraction=options.mem_fraction,
@@ -116,11 +129,22 @@ async def measure(variant: Variant, options: argparse.Namespace, folder: Path, s
         print(f"{variant.name}: up in {time.perf_counter() - started:.0f} s", flush=True)
         ids = np.random.default_rng(1).integers(10, 600, SCORED).tolist()
         scores = parse_scores(await server.client.call("generate", score_body(ids, (), None)), SCORED)
-        streams, steps = Streams(sampling, options.prompt, variant.fields), {}
+        streams, steps = Streams(workload, options.prompt, options.pictures, variant.fields), {}
         for count in options.streams:
             steps[count] = await streams.step_s(server, count, options.repeats)
             print(f"{variant.name}: {count} streams, {1000 * steps[count]:.2f} ms a step", flush=True)
-        return steps, scores
+        profile = {}
+        if options.profile:
+
+            async def play() -> None:
+                started = time.perf_counter()
+                while time.perf_counter() - started < PROFILE_S:
+                    await streams.seconds(server, max(options.streams), LONG)
+
+            profile = await profiled(server, play(), options.profile)
+            for process, busy in profile.items():
+                print(markdown([f"{variant.name}: {process}'s function", "share", "own"], busy), flush=True)
+        return steps, scores, profile
     finally:
         await pool.close()
 
@@ -145,6 +169,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--variant", action="append", help="its name, variables, fields and arguments, in one argument")
     parser.add_argument("--streams", nargs="+", type=int, default=[1, 16, 64, 128, 256, 512])
     parser.add_argument("--prompt", type=int, default=200, help="tokens that a stream begins with")
+    parser.add_argument("--pictures", type=int, default=0, choices=(0, *SIZES), help="tokens of each stream's picture")
+    parser.add_argument("--profile", default="", help="the command py-spy")
     parser.add_argument("--repeats", type=int, default=2, help="times that a step is measured; the least counts")
     parser.add_argument("--mem-fraction", type=float, default=0.6)
     parser.add_argument("--dtype", default="bfloat16")
@@ -155,20 +181,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     at, command = commit(), f"python -m benchmarks.decoding {shlex.join(argv or sys.argv[1:])}"
     gpu, rows = torch.cuda.get_device_name() if options.device == "cuda" else "", list[dict[str, Any]]()
     first: NDArray[np.float32] | None = None
+    profiles: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="trueturn-") as temporary:
         folder = Path(temporary) / "model"
         renderer = make_checkpoint(options.model, folder, options.device)
+        workload = Workload(renderer, sampling_params(renderer, 1.0))
         for variant in map(Variant.parse, options.variant or ["ours"]):
             with patch.dict(os.environ, variant.variables):
                 try:
-                    steps, scores = asyncio.run(measure(variant, options, folder, sampling_params(renderer, 1.0)))
+                    steps, scores, profiles[variant.name] = asyncio.run(measure(variant, options, folder, workload))
                 except Exception as error:  # the others are still worth having
                     print(f"{variant.name} failed: {error}"[-2000:], flush=True)
                     continue
             first = scores if first is None else first
             rows.append(row_of(variant.name, steps, np.abs(scores - first)))
             name = f"decoding_{options.model}.json"
-            write_result(options.out / name, command, {"gpu": gpu, "rows": rows}, at, ("torch", "transformers"))
+            figures = {"gpu": gpu, "rows": rows} | ({"profiles": profiles} if options.profile else {})
+            write_result(options.out / name, command, figures, at, ("torch", "transformers"))
             print(markdown(list(rows[0]), [list(row.values()) for row in rows]), flush=True)
 
 

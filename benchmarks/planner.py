@@ -71,7 +71,14 @@ def compare_run(folder: Path, hardware: Hardware) -> list[Compared]:
     rollout = config.rollout
     embedded = not config.engine.starts_servers(config.cluster.num_gpus) and not config.engine.engine_url
     at_once = min(rollout.max_batch, rollout.max_concurrent) if embedded else rollout.max_concurrent
-    schedule = Schedule(rollout.problems_per_step, rollout.group_size, rollout.max_staleness, at_once, len(rows))
+    schedule = Schedule(
+        rollout.problems_per_step,
+        rollout.group_size,
+        rollout.max_staleness,
+        at_once,
+        len(rows),
+        config.engine.turn_wait_s,
+    )
     forecast = simulate(
         costs, layout_of(config, costs, embedded), schedule, Recorded.read(folder).groups(rollout.group_size, 0)
     )

@@ -166,6 +166,19 @@ def test_a_tokenizer_process_serves_one_turn_after_the_other() -> None:
     assert two.steps[0].waited_s == pytest.approx(16 * 0.25, rel=0.3)
 
 
+def test_turns_that_wait_for_others_stop_their_server_less_often() -> None:
+    """40 streams of about 600 tokens in three turns: 80 turns come while others are written."""
+
+    def seconds(read_s: float, turn_wait_s: float) -> float:
+        costs = Costs(TINY, machine(decode_step_s=0.01, read_s=read_s))
+        lengths = replace(EQUAL, turns=3, turn_tokens=200, tool_s=0.0, spread=0.5)
+        return play(costs, Schedule(5, 8, 0, 1000, 1, turn_wait_s), lengths).step_s
+
+    alone, together = (seconds(0.05, wait_s) - seconds(0.0, wait_s) for wait_s in (0.0, 0.2))
+    assert 80 * 0.05 < alone < 90 * 0.05 and together < alone / 2
+    assert 0 < seconds(0.0, 0.2) - seconds(0.0, 0.0) <= 2 * 0.2  # what the longest stream's two turns wait
+
+
 def test_a_full_cache_makes_streams_wait() -> None:
     """A cache of two streams, constant service: 4 streams on 2 places take two services, as in D/D/2."""
     costs, lengths = Costs(TINY, machine(decode_step_s=0.5)), replace(EQUAL, turns=1, tool_s=0.0)

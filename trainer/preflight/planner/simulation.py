@@ -2,7 +2,8 @@
 
 A problem begins only while fewer than (staleness + 1) * problems_per_step begun ones are not yet trained on. So no
 older token trains, and with staleness 0 a step collects, then learns. While weights are pushed, and with `colocate`
-while the learner trains, servers pause; then turns go on where they stood.
+while the learner trains, servers pause; then turns go on where they stood. Turns go together as those of
+`agents.engines.sglang.gate`, whose streams stand still whenever their server begins to read.
 
 Legend: a server's clock counts the tokens that it has written in each of its streams since the start.
 """
@@ -16,6 +17,7 @@ from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from agents.engines.sglang.gate import SHARE
 from envs.errors import UserError
 from trainer.preflight.planner.costs import Costs
 from trainer.preflight.planner.layout import Layout
@@ -36,6 +38,7 @@ class Schedule:
     max_staleness: int = 0
     max_concurrent: int = 1024
     steps: int = 6
+    turn_wait_s: float = 0.2
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,7 @@ class _Turn:
     before: int
     tokens: int
     done: simpy.Event
+    began: float = 0.0
 
 
 class _Server:
@@ -137,6 +141,7 @@ class _Server:
         self.busy_s = 0.0
         self.written = self.decode_s = 0.0
         self._waiting: deque[_Turn] = deque()
+        self._opens_at = 0.0
         self._writing: list[tuple[float, int, _Turn]] = []
         self._clock, self._cached, self._order = 0.0, 0.0, itertools.count()
         self._is_paused = False
@@ -147,8 +152,24 @@ class _Server:
 
     def submit(self, turn: _Turn) -> None:
         """Queue a turn."""
+        if not self._waiting:
+            self._opens_at = self.sim.now + self.run.schedule.turn_wait_s
+            self.sim.process(self._open())
         self._waiting.append(turn)
+        if self._is_open():
+            self._notify()
+
+    def _open(self) -> Process:
+        yield self.sim.timeout(self._opens_at - self.sim.now)
         self._notify()
+
+    def _is_open(self) -> bool:
+        """Whether turns that wait for others go now."""
+        wait_s = self.run.schedule.turn_wait_s
+        if self.run.is_lockstep or self.sim.now >= self._opens_at - 1e-9:
+            return True
+        old = sum(turn.began <= self.sim.now - wait_s for _, _, turn in self._writing)
+        return SHARE * len(self._waiting) >= old
 
     def pause(self, is_paused: bool) -> None:
         """Stop writing, or go on."""
@@ -181,6 +202,8 @@ class _Server:
     def _ready(self) -> list[_Turn]:
         """Return the waiting turns that begin now. The embedded engine begins when all open sessions wait."""
         run, taken, room = self.run, [], self.run.layout.cache_tokens - self._cached
+        if not self._is_open():
+            return []
         if run.is_lockstep and (self._writing or len(self._waiting) < run.num_open):
             return []
         while self._waiting:
@@ -193,7 +216,7 @@ class _Server:
         return taken
 
     def _read_s(self, turns: list[_Turn]) -> float:
-        seconds = 0.0
+        seconds = self.run.costs.hardware.read_s
         for turn in turns:
             new, images, shape = turn.new, 0, turn.group.shape
             if turn.before == 0:
@@ -220,6 +243,7 @@ class _Server:
                 yield self.sim.timeout(seconds)
                 self.busy_s += seconds
                 for turn in turns:
+                    turn.began = self.sim.now
                     heapq.heappush(self._writing, (self._clock + turn.tokens, next(self._order), turn))
                     self._cached += turn.before + turn.new
                 continue
