@@ -110,7 +110,7 @@ def measured(folder: Path, variant: str, seed: int, options: argparse.Namespace,
     flags = [*shlex.split(options.run_args), "--group-size", str(options.group_size), *flags, "--model", model]
     flags += ["--seed", str(seed), "--callback", f"{own}:Clock"]
     flags += ["--reward", f"{own}:shortness"] if options.thoughts else []
-    rows = train(folder, options.steps, *flags)[options.skip :]
+    rows = train(folder, options.steps, *flags)[options.skip : options.steps - options.tail]
     samples = sum(row["groups_trained"] for row in rows[1:]) * options.group_size
     return Run(name, seed, rows, int(samples))
 
@@ -177,6 +177,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--skip", type=int, default=1, help="first steps to leave out: compilation, a queue that fills")
+    parser.add_argument("--tail", type=int, default=0, help="last steps to leave out: with staleness nothing begins then")
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--model", default="starter", help="starter, 2b (taught here), or a folder")
     parser.add_argument("--thoughts", type=int, default=0, help="tokens before the call or answer of a taught turn")
