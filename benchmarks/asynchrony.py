@@ -2,9 +2,10 @@
 
 `python -m benchmarks.asynchrony --seeds 3 --steps 60`: every run is the public command in a process of its own, so that
 only the flags of its variant differ; with `--max-staleness 0`, each side waits for the other. Measured from the end of
-step `--skip` on: samples and tokens a second, who waited, the seconds of a weight push, and KL by the age of tokens;
-and the reward over time. After each run it prints two tables and writes `benchmarks/results/asynchrony.json`, which has
-every step.
+step `--skip` to that of the last one but `--tail`: samples and tokens a second, who waited, the seconds of a weight
+push, and KL by the age of tokens; and the reward over time. After each run it prints two tables and writes
+`benchmarks/results/asynchrony.json`, which has every step. With staleness, the first steps train on what was begun
+together, and during the last ones nothing begins: leave out as many at both ends as a token may be old, and more.
 
 - On a CPU (the default) the embedded engine shares the cores with the learner, so there is little to gain: what is seen
   is what older tokens cost.
@@ -177,7 +178,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--skip", type=int, default=1, help="first steps to leave out: compilation, a queue that fills")
-    parser.add_argument("--tail", type=int, default=0, help="last steps to leave out: with staleness nothing begins then")
+    parser.add_argument("--tail", type=int, default=0, help="last steps to leave out: nothing begins any more")
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--model", default="starter", help="starter, 2b (taught here), or a folder")
     parser.add_argument("--thoughts", type=int, default=0, help="tokens before the call or answer of a taught turn")
