@@ -2,9 +2,10 @@
 
 `python -m benchmarks.decoding --model 2b --variant ours --variant "fi --attention-backend flashinfer"`: a variant is a
 name, variables of the server's environment (`NAME=value`), fields of a request (`return_logprob=false`) and arguments
-of the server. All streams begin with different tokens and write as many; the longer of two lengths takes longer by its
-further steps alone. `each_us` is what a further stream adds to a step. A stream is also scored by each variant: the
-differences of its log-probs from the first variant's. Prints tables and writes `decoding_MODEL.json`; needs a GPU.
+of the server. Eight streams begin alike, then each goes on with other tokens, and all write as many; the longer of two
+lengths takes longer by its further steps alone. `each_us` is what a further stream adds to a step. A stream is also
+scored by each variant: the differences of its log-probs from the first variant's. Prints tables and writes
+`decoding_MODEL.json`; needs a GPU.
 
 `--pictures 20` shows each stream a picture of 20 tokens, eight streams the same. `--profile py-spy` lists the busiest
 functions of each variant's server while it writes for the most streams.
@@ -30,11 +31,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from agents.engines.sglang.payloads import generate_body, parse_answer, parse_scores, score_body
+from agents.engines.sglang.payloads import parse_answer, parse_scores, score_body
 from agents.engines.sglang.servers import Server, ServerPool
 from agents.engines.sglang.settings import SGLangSettings
 from agents.types import GenerateRequest
-from benchmarks.pictures import GROUP_SIZE, PROFILE_S, SIZES, Workload, make_checkpoint, profiled
+from benchmarks.pictures import GROUP_SIZE, SIZES, Workload, make_checkpoint, prepared, profiled
 from benchmarks.report import RESULTS, commit, markdown, write_result
 from trainer.setup.components import sampling_params
 
@@ -80,17 +81,11 @@ class Streams:
 
     async def seconds(self, server: Server, count: int, length: int) -> float:
         """Return how long the server takes to write `count` streams of `length` tokens."""
-        requests, salt = self._requests(count, length), f"{time.monotonic_ns()}"
-        [image.png for request in requests for image in request.images]  # made beforehand
-        bodies = []
-        for number, request in enumerate(requests):
-            body = generate_body(request, [], f"{salt}-{number}", self.workload.renderer.image_token_id)
-            body["sampling_params"]["ignore_eos"] = True
-            bodies.append(body | self.fields)
+        requests = self._requests(count, length)
+        salt, bodies = prepared(requests, self.workload.renderer.image_token_id)
+        asked = [(body | self.fields, request.images) for body, request in zip(bodies, requests, strict=True)]
         started = time.perf_counter()
-        answers = await asyncio.gather(
-            *(server.generate(body, request.images, salt) for body, request in zip(bodies, requests, strict=True))
-        )
+        answers = await asyncio.gather(*(server.generate(body, images, salt) for body, images in asked))
         seconds = time.perf_counter() - started
         if self.fields.get("return_logprob", True):
             assert all(len(parse_answer(answer).ids) == length for answer in answers)
@@ -135,15 +130,10 @@ async def measure(variant: Variant, options: argparse.Namespace, folder: Path, w
             print(f"{variant.name}: {count} streams, {1000 * steps[count]:.2f} ms a step", flush=True)
         profile = {}
         if options.profile:
-
-            async def play() -> None:
-                started = time.perf_counter()
-                while time.perf_counter() - started < PROFILE_S:
-                    await streams.seconds(server, max(options.streams), LONG)
-
-            profile = await profiled(server, play(), options.profile)
-            for process, busy in profile.items():
-                print(markdown([f"{variant.name}: {process}'s function", "share", "own"], busy), flush=True)
+            print(variant.name)
+            profile = await profiled(
+                server, lambda: streams.seconds(server, max(options.streams), LONG), options.profile
+            )
         return steps, scores, profile
     finally:
         await pool.close()

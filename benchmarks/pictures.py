@@ -119,23 +119,27 @@ class Workload:
         return made
 
 
+def prepared(requests: Sequence[GenerateRequest], image_token_id: int | None) -> tuple[str, list[dict[str, Any]]]:
+    """Return a new salt, and the body of each request, which writes all its tokens. Pictures are encoded by then."""
+    salt, bodies = f"{time.monotonic()}", []
+    for number, request in enumerate(requests):
+        for image in request.images:
+            assert image.png
+        bodies.append(generate_body(request, [], f"{salt}-{number:06d}", image_token_id))
+        bodies[-1]["sampling_params"]["ignore_eos"] = True
+    return salt, bodies
+
+
 async def rate(server: Server, workload: Workload, cell: Cell, with_pictures: bool) -> float:
     """Return the requests answered a second."""
-    waiting = list(enumerate(workload.requests(cell, with_pictures)))[::-1]
-    images = {id(image): image.png for _, request in waiting for image in request.images}  # made beforehand
-    salt = f"{time.monotonic()}"
-    bodies = {
-        number: generate_body(request, [], f"{salt}-{number:06d}", workload.renderer.image_token_id)
-        for number, request in waiting
-    }
-
-    for body in bodies.values():
-        body["sampling_params"]["ignore_eos"] = True
+    requests = workload.requests(cell, with_pictures)
+    salt, bodies = prepared(requests, workload.renderer.image_token_id)
+    waiting = list(zip(bodies, requests, strict=True))[::-1]
 
     async def client() -> None:
         while waiting:
-            number, request = waiting.pop()
-            answer = parse_answer(await server.generate(bodies[number], request.images, salt))
+            body, request = waiting.pop()
+            answer = parse_answer(await server.generate(body, request.images, salt))
             assert len(answer.ids) == NEW_TOKENS and answer.prompt_length == len(request.ids), (
                 answer,
                 len(request.ids),
@@ -143,7 +147,6 @@ async def rate(server: Server, workload: Workload, cell: Cell, with_pictures: bo
 
     started = time.perf_counter()
     await asyncio.gather(*(client() for _ in range(cell.concurrency)))
-    del images
     return cell.num_requests / (time.perf_counter() - started)
 
 
@@ -201,17 +204,22 @@ def busiest(stacks: str, number: int = 24) -> dict[str, list[list[Any]]]:
     }
 
 
-async def profiled(server: Server, play: Awaitable[None], py_spy: str) -> dict[str, list[list[Any]]]:
-    """Record the server's processes while `play` runs; return their busiest functions."""
+async def profiled(server: Server, play: Callable[[], Awaitable[object]], py_spy: str) -> dict[str, list[list[Any]]]:
+    """Record the server's processes while `play` is called in a loop; print and return their busiest functions."""
     assert isinstance(server.process, LocalProcess)
     with tempfile.NamedTemporaryFile("r") as file:
         command = (
             f"{py_spy} record --pid {server.process.pid} --subprocesses -f raw -d {PROFILE_S} -r 200 --nonblocking"
         )
         recording = subprocess.Popen([*shlex.split(command), "-o", file.name], stdout=subprocess.DEVNULL)
-        await play
+        started = time.perf_counter()
+        while time.perf_counter() - started < PROFILE_S:
+            await play()
         await asyncio.to_thread(recording.wait)
-        return busiest(Path(file.name).read_text())
+        found = busiest(Path(file.name).read_text())
+    for process, busy in found.items():
+        print(markdown([f"{process}: function", "share", "own"], busy), flush=True)
+    return found
 
 
 async def rates(
@@ -269,16 +277,8 @@ async def measure(
         columns = ["picture tokens", "pictures", "at once", *options.ways, "after / text"]
         print(markdown(columns, rows))
         if options.profile:
-
-            async def play() -> None:
-                started = time.perf_counter()
-                while time.perf_counter() - started < PROFILE_S:
-                    await rate(after, workload, cells[-1], True)
-
-            figures["profile"] = await profiled(after, play(), options.profile)
+            figures["profile"] = await profiled(after, lambda: rate(after, workload, cells[-1], True), options.profile)
             write(figures)
-            for process, busy in figures["profile"].items():
-                print(markdown([f"{process}: function", "share", "own"], busy))
     finally:
         await pool.close()
 

@@ -44,9 +44,9 @@ class Hardware:
     memory_gb_s: float
     decode_step_s: float
     decode_row_s: float
-    read_s: float
     collective_s: float
     prefill_tflops: float
+    read_s: float
     train_tflops: float
     request_s: float
     picture_token_s: float

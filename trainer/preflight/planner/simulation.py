@@ -141,6 +141,7 @@ class _Server:
         self.busy_s = 0.0
         self.written = self.decode_s = 0.0
         self._waiting: deque[_Turn] = deque()
+        self._wait_s = 0.0 if run.is_lockstep else run.schedule.turn_wait_s
         self._opens_at = 0.0
         self._writing: list[tuple[float, int, _Turn]] = []
         self._clock, self._cached, self._order = 0.0, 0.0, itertools.count()
@@ -153,22 +154,21 @@ class _Server:
     def submit(self, turn: _Turn) -> None:
         """Queue a turn."""
         if not self._waiting:
-            self._opens_at = self.sim.now + self.run.schedule.turn_wait_s
+            self._opens_at = self.sim.now + self._wait_s
             self.sim.process(self._open())
         self._waiting.append(turn)
         if self._is_open():
             self._notify()
 
     def _open(self) -> Process:
-        yield self.sim.timeout(self._opens_at - self.sim.now)
+        yield self.sim.timeout(self._wait_s)
         self._notify()
 
     def _is_open(self) -> bool:
         """Whether turns that wait for others go now."""
-        wait_s = self.run.schedule.turn_wait_s
-        if self.run.is_lockstep or self.sim.now >= self._opens_at - 1e-9:
+        if self.sim.now >= self._opens_at:
             return True
-        old = sum(turn.began <= self.sim.now - wait_s for _, _, turn in self._writing)
+        old = sum(turn.began <= self.sim.now - self._wait_s for _, _, turn in self._writing)
         return SHARE * len(self._waiting) >= old
 
     def pause(self, is_paused: bool) -> None:
