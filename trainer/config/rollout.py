@@ -61,8 +61,8 @@ class ServersConfig(Section):
     turn_wait_s: float = Field(
         default=0.2,
         ge=0,
-        description="SGLang: longest wait in seconds of a turn for others while its server writes for many, which all "
-        "stand still whenever it begins to read; 0: none",
+        description="started servers: longest wait in seconds of a turn for others while its server writes for many, "
+        "which all stand still whenever it begins to read; 0: none",
     )
     batch_wait_s: float = Field(
         default=10.0,

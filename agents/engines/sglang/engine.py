@@ -334,8 +334,7 @@ class SGLangEngine:
         self._in_flight += 1
         self._idle.clear()
         try:
-            with server.gate.writing():
-                return await self._ask(server, body, images)
+            return await self._ask(server, body, images)
         except (asyncio.CancelledError, ServerLost):
             self._abort(server, body["rid"])
             raise

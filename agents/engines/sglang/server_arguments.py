@@ -18,9 +18,11 @@ import yaml
 from agents.engines.sglang.server_facts import Checkpoint, Gpu
 from envs.errors import UserError
 
-#: Largest batch to capture for each GiB of the GPU. SGLang counts 2 MiB for a row of a graph: this is 1 % of the GPU.
-ROWS_PER_GIB = 4
-MAX_CAPTURED = 512
+#: Largest batch to capture for each GiB of the GPU. SGLang counts 2 MiB for a row of a graph: this is 2 % of the GPU.
+ROWS_PER_GIB = 8
+MAX_CAPTURED = 1024
+#: So many turns that are written let one more wait to be read: with 128, sixteen are read at once.
+WRITTEN_FOR_ONE = 8
 #: Tokens of SGLang's context beyond ours, because it counts a few as reserved.
 CONTEXT_MARGIN = 64
 
@@ -46,8 +48,9 @@ class Argument:
 class ServerFacts:
     """What the arguments of one server depend on.
 
-    `sessions` is the most that it serves at once. `mem_fraction` is the share of its GPU's memory that its
-    `servers_on_gpu` servers may take together. Unknown facts are None, or 0 for `context_length`.
+    `sessions` is the most that it serves at once; a turn waits up to `turn_wait_s` for others. `mem_fraction` is the
+    share of its GPU's memory that its `servers_on_gpu` servers may take together. Unknown facts are None, or 0 for
+    `context_length`.
     """
 
     gpu: Gpu | None = None
@@ -56,6 +59,7 @@ class ServerFacts:
     dtype: str = "bfloat16"
     context_length: int = 0
     sessions: int = 256
+    turn_wait_s: float = 0.2
     mem_fraction: float = 0.4
     servers_on_gpu: int = 1
     tensor_parallel: int = 1
@@ -81,6 +85,7 @@ def choose_arguments(facts: ServerFacts) -> tuple[Argument, ...]:
         Argument(("--grammar-backend", "none"), "no request has a grammar"),
         Argument(("--skip-server-warmup",), "the first request compiles the same kernels"),
         *_graphs(facts),
+        *_turns_together(facts),
         *_context(facts),
         *_memory(facts),
     )
@@ -141,10 +146,23 @@ def capture_sizes(most: int) -> tuple[int, ...]:
     (1, 2, 4, 8, 16, 32, 48, 64, 96, 104)
     """
     if most > 12:
-        unit = 8 if most <= 256 else 16
+        unit = 8 if most <= 256 else 16 if most <= 512 else 32
         most = math.ceil(most / unit) * unit
-    steps = sorted([*(2**power for power in range(10)), *(3 * 2**power for power in range(4, 8))])
+    steps = sorted([*(2**power for power in range(10)), *(3 * 2**power for power in range(4, 9))])
     return (*(size for size in steps if size < most), most)
+
+
+def _turns_together(facts: ServerFacts) -> list[Argument]:
+    """Return what lets the turns of a server be read together: whenever it reads some, all that it writes stand still.
+
+    With `--max-running-requests`, SGLang would wait without a limit, for as many free places as it ever read at once.
+    """
+    if not facts.turn_wait_s:
+        return []
+    ratio, most = ("--prefill-delayer-queue-min-ratio", "--prefill-delayer-max-delay-ms")
+    words = ("--enable-prefill-delayer", ratio, f"{1 / WRITTEN_FOR_ONE:g}", most, f"{1000 * facts.turn_wait_s:g}")
+    others = (ratio, most, "--max-running-requests", "--disable-overlap-schedule")
+    return [Argument(words, f"--turn-wait-s {facts.turn_wait_s:g}", others)]
 
 
 def _context(facts: ServerFacts) -> list[Argument]:

@@ -18,7 +18,6 @@ import aiohttp
 
 from agents.engines.busy import BusyTime
 from agents.engines.sglang.client import ServerLost, ServerRefused, SGLangClient, authorization, uses_proxy
-from agents.engines.sglang.gate import Gate
 from agents.engines.sglang.pictures import SentPictures, image_fields, missed_pictures
 from agents.engines.sglang.process import Launcher, LocalLauncher, ReservedPorts, ServerProcess, listens
 from agents.engines.sglang.routing import PromptRouter
@@ -35,14 +34,11 @@ MAX_SENDS = 3
 
 @dataclass(eq=False)
 class Server:
-    """One server: its client and gate once `ServerPool.start` was called, its process if we started it, and whether it
-    may get work.
-    """
+    """One server: its client once `ServerPool.start` was called, its process if we started it, whether it is up."""
 
     url: str
     number: int
     client: SGLangClient = field(init=False)
-    gate: Gate = field(init=False, repr=False)
     process: ServerProcess | None = None
     is_up: bool = False
     num_sessions: int = 0
@@ -162,7 +158,6 @@ class ServerPool:
             self._http[proxied] = aiohttp.ClientSession(connector=connector, trust_env=proxied, headers=headers)
         for server in self.all:
             server.client = SGLangClient(server.url, self._http[_is_proxied(server)], settings.request_timeout_s)
-            server.gate = Gate(settings.turn_wait_s)
         waits = [asyncio.ensure_future(self._wait_until_up(server)) for server in self.all]
         try:
             await asyncio.gather(*waits)

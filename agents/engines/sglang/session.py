@@ -72,8 +72,7 @@ class SGLangSession:
                 self.release_server()
                 self._server = await self._engine.servers.pick(self._prompt)
                 self._server.num_sessions += 1
-            await self._server.gate.enter()
-            if self._server.is_up and not self._engine.is_paused:  # after the waiting
+            if not self._engine.is_paused:  # `pick` may have waited
                 return self._server
 
     def release_server(self) -> None:

@@ -45,7 +45,7 @@ class SGLangSettings:
     `max_sessions` at once, of streams up to `context_length` (0: the model's). `command` starts a server and takes
     SGLang's arguments, which are chosen (`agents.engines.sglang.server_arguments`); `arguments` have the last word.
     Every call proves `api_key`. Started servers ask for it, and for a random key if there is none and `arguments` give
-    none. While a server writes for many, a turn waits up to `turn_wait_s` for others (`agents.engines.sglang.gate`).
+    none. While a started server writes for many, a turn waits up to `turn_wait_s` for others before it is read.
     `lora_targets` are the layers that servers adapt, with `lora_rank` rows at most; 0: none. If servers share GPUs with
     the learner, `frees_memory` has them free their memory while it trains.
     """
@@ -115,6 +115,7 @@ class SGLangSettings:
             dtype=self.dtype,
             context_length=self.context_length,
             sessions=self._most_sessions(),
+            turn_wait_s=self.turn_wait_s,
             mem_fraction=self.mem_fraction,
             servers_on_gpu=place.servers_on_gpu,
             tensor_parallel=self.tensor_parallel,

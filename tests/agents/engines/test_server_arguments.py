@@ -76,9 +76,10 @@ def test_attention_is_that_of_the_gpu_the_kernels_the_model_and_the_dtype(
         (64, H100, 64, 8),
         (65, H100, 72, 9),
         (256, H100, 256, 12),
-        (1024, H100, 320, 13),
-        (1024, B200, MAX_CAPTURED, 14),
-        (1024, RTX, 96, 9),
+        (640, H100, 640, 15),
+        (2048, H100, 640, 15),
+        (2048, B200, MAX_CAPTURED, 16),
+        (1024, RTX, 192, 11),
     ],
 )
 def test_graphs_are_of_few_sizes_up_to_what_runs_at_once_and_the_gpu_holds(
@@ -90,8 +91,8 @@ def test_graphs_are_of_few_sizes_up_to_what_runs_at_once_and_the_gpu_holds(
 
 
 def test_every_batch_runs_in_a_graph_of_less_than_twice_its_size_that_sglang_also_has() -> None:
-    of_sglang = {1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, 513, 16)}
-    for most in range(1, 513):
+    of_sglang = {1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, 513, 16), *range(512, 1025, 32)}
+    for most in range(1, 1025):
         sizes = capture_sizes(most)
         assert sizes[-1] >= most and (most <= 12 or {*sizes} <= of_sglang)
         for batch in range(1, most + 1):
@@ -137,6 +138,14 @@ def test_every_chosen_argument_has_a_reason_and_one_name() -> None:
 # The command ----------------------------------------------------------------------------------------------------------
 
 
+#: What lets turns be read together.
+TOGETHER = [
+    "--enable-prefill-delayer",
+    "--prefill-delayer-queue-min-ratio 0.125",
+    "--prefill-delayer-max-delay-ms 200",
+]
+
+
 def command(*given: str, **options: Any) -> str:
     settings = SGLangSettings(str(STARTER_PATH), arguments=given, context_length=4096, **options)
     host = Host(1, (H100,), True)
@@ -160,9 +169,12 @@ def test_without_arguments_the_command_has_all_that_was_given_by_hand_before() -
         "--cuda-graph-bs-decode 1 2 4 8 16 32 48 64",
         "--mem-fraction-static 0.4",
         "--enable-fp32-lm-head",
+        " ".join(TOGETHER),
     ):
         assert f"{wanted} " in f"{found} "
     assert "--enable-fp32-lm-head" not in command(dtype="float32")
+    assert "--prefill-delayer-max-delay-ms 1500 " in command(turn_wait_s=1.5)
+    assert "prefill-delayer" not in command(turn_wait_s=0.0)
 
 
 @pytest.mark.parametrize(
@@ -178,6 +190,9 @@ def test_without_arguments_the_command_has_all_that_was_given_by_hand_before() -
         (["--enable-fp32-lm-head"], []),
         (["--cuda-graph-max-bs", "64"], ["--cuda-graph-bs-decode"]),
         (["--cuda-graph-bs-decode", "1", "2"], ["--cuda-graph-bs-decode 1 2 4"]),
+        (["--disable-overlap-schedule"], TOGETHER),
+        (["--max-running-requests", "64"], TOGETHER),
+        (["--prefill-delayer-max-delay-ms=50", "--enable-prefill-delayer"], TOGETHER),
         (["--disable-cuda-graph"], ["--cuda-graph-bs-decode", "--disable-prefill-cuda-graph"]),
         (["--cuda-graph-backend-decode=disabled"], ["--cuda-graph-bs-decode"]),
         (["--cuda-graph-backend-prefill", "breakable"], ["--disable-prefill-cuda-graph"]),

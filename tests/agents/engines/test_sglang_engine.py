@@ -17,7 +17,6 @@ import time
 import urllib.request
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -554,29 +553,6 @@ def test_a_turn_that_found_no_server_does_not_write_while_the_engine_is_paused(
         return await writing
 
     assert with_engine(external(url), renderer, play).versions == ((1, 8),)
-
-
-def test_a_turn_that_waits_for_others_as_the_engine_is_paused_writes_under_the_new_weights(
-    url: str, checkpoint: Path, renderer: Renderer
-) -> None:
-    async def play(engine: SGLangEngine) -> Completion:
-        (server,) = engine.servers.all
-        with ExitStack() as turns:
-            for _ in range(16):
-                turns.enter_context(server.gate.writing())
-            await asyncio.sleep(0.5)
-            asked = engine.num_requests
-            writing = asyncio.create_task(write(engine, short_turn(renderer)))
-            await until(lambda: bool(server.gate._waiting))
-            await engine.pause()
-            await until(lambda: not server.gate._waiting)
-            await asyncio.sleep(0.2)
-            assert engine.num_requests == asked
-            await engine.update_from_disk(checkpoint, version=1)
-            await engine.resume()
-            return await writing
-
-    assert with_engine(external(url, turn_wait_s=0.5), renderer, play).versions == ((1, 8),)
 
 
 def test_a_pause_also_ends_what_is_written_on_a_server_that_is_being_mended(url: str, renderer: Renderer) -> None:

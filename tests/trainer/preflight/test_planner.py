@@ -179,6 +179,21 @@ def test_turns_that_wait_for_others_stop_their_server_less_often() -> None:
     assert 0 < seconds(0.0, 0.2) - seconds(0.0, 0.0) <= 2 * 0.2  # what the longest stream's two turns wait
 
 
+def test_turns_in_flight_are_sent_and_read_again_after_a_push() -> None:
+    """Tokens take 16 s, training 2.5 s, a push 1 s. Of two steps' groups that overlap, the older see a push."""
+
+    def sent(staleness: int) -> float:
+        costs = Costs(TINY, machine(decode_step_s=0.5, update_s=2.5, push_s=1.0, request_s=1e-4))
+        lengths = replace(EQUAL, turns=1, turn_tokens=32, tool_s=0.0)
+        forecast = play(costs, Schedule(2, 2, staleness, 100, steps=40), lengths)
+        turns = sum(len(group.episodes) for step in forecast.counted for group in step.groups)
+        return forecast.busy["tokenizer process"] * forecast.seconds / 1e-4 / turns
+
+    assert sent(0) == pytest.approx(1, rel=1e-3)
+    assert sent(1) == pytest.approx((2 + 1) / 2, rel=0.05)
+    assert sent(3) > 3
+
+
 def test_a_full_cache_makes_streams_wait() -> None:
     """A cache of two streams, constant service: 4 streams on 2 places take two services, as in D/D/2."""
     costs, lengths = Costs(TINY, machine(decode_step_s=0.5)), replace(EQUAL, turns=1, tool_s=0.0)

@@ -17,7 +17,7 @@ from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from agents.engines.sglang.gate import SHARE
+from agents.engines.sglang.server_arguments import WRITTEN_FOR_ONE
 from envs.errors import UserError
 from trainer.preflight.planner.costs import Costs
 from trainer.preflight.planner.layout import Layout
@@ -126,9 +126,9 @@ class _Turn:
     group: _Group
     new: int
     before: int
-    tokens: int
+    tokens: float
     done: simpy.Event
-    began: float = 0.0
+    written: float = 0.0
 
 
 class _Server:
@@ -144,7 +144,7 @@ class _Server:
         self._wait_s = 0.0 if run.is_lockstep else run.schedule.turn_wait_s
         self._opens_at = 0.0
         self._writing: list[tuple[float, int, _Turn]] = []
-        self._clock, self._cached, self._order = 0.0, 0.0, itertools.count()
+        self._clock, self._cached, self._cut, self._order = 0.0, 0.0, 0.0, itertools.count()
         self._is_paused = False
         self._known: set[_Group] = set()
         self._wake = sim.event()
@@ -166,10 +166,7 @@ class _Server:
 
     def _is_open(self) -> bool:
         """Whether turns that wait for others go now."""
-        if self.sim.now >= self._opens_at:
-            return True
-        old = sum(turn.began <= self.sim.now - self._wait_s for _, _, turn in self._writing)
-        return SHARE * len(self._waiting) >= old
+        return self.sim.now >= self._opens_at or len(self._waiting) >= len(self._writing) // WRITTEN_FOR_ONE
 
     def pause(self, is_paused: bool) -> None:
         """Stop writing, or go on."""
@@ -177,8 +174,19 @@ class _Server:
         self._notify()
 
     def forget(self) -> None:
-        """Empty the cache of what no turn uses: new weights have come."""
+        """Empty the cache: new weights have come. Turns in flight are sent and read again, as far as they are."""
         self._known.clear()
+        cut, self._writing, self._cached = self._writing, [], 0.0
+        for end, _, turn in cut:
+            left = end - self._clock
+            written = turn.tokens - left
+            turn.new, turn.before, turn.tokens = turn.before + turn.new + round(written), 0, left
+            turn.written, self._cut = turn.written + written, self._cut + written
+            self.sim.process(self._send_again(turn))
+
+    def _send_again(self, turn: _Turn) -> Process:
+        yield self.line.work(self.run.costs.request_s(turn.group.shape.images))
+        self.submit(turn)
 
     @property
     def num_steps(self) -> float:
@@ -188,7 +196,7 @@ class _Server:
     @property
     def in_progress(self) -> float:
         """Tokens of turns that are not done."""
-        return sum(turn.tokens - (end - self._clock) for end, _, turn in self._writing)
+        return self._cut + sum(turn.tokens - (end - self._clock) for end, _, turn in self._writing)
 
     def _notify(self) -> None:
         if self._sleeps:
@@ -243,7 +251,6 @@ class _Server:
                 yield self.sim.timeout(seconds)
                 self.busy_s += seconds
                 for turn in turns:
-                    turn.began = self.sim.now
                     heapq.heappush(self._writing, (self._clock + turn.tokens, next(self._order), turn))
                     self._cached += turn.before + turn.new
                 continue
@@ -267,6 +274,7 @@ class _Server:
             while self._writing and self._writing[0][0] <= self._clock + 1e-6:
                 _, _, turn = heapq.heappop(self._writing)
                 self._cached -= turn.before + turn.new + turn.tokens
+                self._cut -= turn.written
                 turn.done.succeed()
 
 
