@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from agents.model.policy import PolicyModel
-from agents.types import SamplingParams
+from agents.types import ProcessedImage, SamplingParams
 from envs.errors import UserError
 from tests.builders import fresh_model
 from tests.processes import run_ranks
@@ -30,6 +30,7 @@ from trainer.learner.hf_folder import write_weights
 from trainer.learner.layout import Layout
 from trainer.learner.megatron.adapters import megatron_targets
 from trainer.learner.megatron.network import check_rope, provider_settings
+from trainer.learner.megatron.tower import shared_groups
 from trainer.learner.weights_io import empty_model
 from trainer.types import TrainingSample
 
@@ -106,38 +107,42 @@ def rank_main(rank: int, folder: Path, layouts: Mapping[str, dict[str, Any]], ou
         parallel_state.destroy_model_parallel()
 
 
-def pictures_main(rank: int, folder: Path, out: Path) -> None:
-    """Take a step with pictures and recomputed blocks; keep what is left of it, and what it left in memory."""
+def pictures_main(rank: int, folder: Path, together: Sequence[int], out: Path) -> None:
+    """Take a step with pictures and recomputed blocks, up to so many of their tokens encoded together; keep what is
+    left of it, and what it left in memory.
+    """
     from tests.megatron_cpu import on_cpu, without_kernels
 
     samples = random_samples(PolicyModel.load(folder))
+    config = LearnerConfig(recompute=1.0, max_tokens_per_microbatch=max(len(sample.ids_T) for sample in samples))
     on_cpu()
+    from megatron.core import parallel_state  # pyright: ignore[reportMissingImports]
+
     from trainer.learner.megatron.learner import MegatronLearner
 
-    learner = MegatronLearner(
-        folder,
-        PARAMS,
-        5,
-        OPTIM,
-        config=LearnerConfig(recompute=1.0),
-        device="cpu",
-        dtype=torch.float32,
-        changed=without_kernels,
-    )
-    (tower,) = learner.network._towers
-    shown: list[tuple[int, int]] = []
+    for most in together:
+        learner = MegatronLearner(
+            folder, PARAMS, 5, OPTIM, config=config, device="cpu", dtype=torch.float32, changed=without_kernels
+        )
+        learner.network._most_encoded = most
+        (tower,) = learner.network._towers
+        encode, encoded = tower._encode, []
 
-    def count(_: Any, __: Any, kwargs: Any, features: Any) -> None:
-        patches = len(kwargs["hidden_states"])
-        assert patches == int(kwargs["grid_thw"].prod(-1).sum())
-        shown.append((patches, len(features[0]) * tower.spatial_merge_unit))
+        def counted(
+            hidden_states: torch.Tensor, grid_thw: torch.Tensor, encode: Any = encode, encoded: list[int] = encoded
+        ) -> Any:
+            assert len(hidden_states) == int(grid_thw.prod(-1).sum())
+            encoded.append(len(hidden_states))
+            return encode(hidden_states=hidden_states, grid_thw=grid_thw)
 
-    tower.register_forward_hook(count, with_kwargs=True)
-    stats = learner.step([samples])
-    computed = [x for x in gc.get_objects() if torch.is_tensor(x) and x.grad_fn is not None]
-    alive = [x for x in computed if x.ndim == 3 and x.shape[1] == 1]  # hidden states: tokens, 1, hidden size
-    weights = {n: w.clone() for n, w in learner.weights().items()}
-    torch.save({"stats": stats, "weights": weights, "shown": shown, "alive": len(alive)}, out / "pictures.pt")
+        tower._encode = counted
+        stats = learner.step([samples])
+        computed = [x for x in gc.get_objects() if torch.is_tensor(x) and x.grad_fn is not None]
+        alive = [x for x in computed if x.ndim == 3 and x.shape[1] == 1]  # hidden states: tokens, 1, hidden size
+        left = {"stats": stats, "weights": {n: w.clone() for n, w in learner.weights().items()}, "encoded": encoded}
+        begun = learner.num_batches_begun
+        torch.save({**left, "alive": len(alive), "micro_batches": begun}, out / f"pictures-{most}.pt")
+        parallel_state.destroy_model_parallel()
 
 
 @pytest.fixture(scope="module")
@@ -207,18 +212,44 @@ def test_a_run_of_two_tensor_ranks_resumes_on_two_pipeline_stages(done: Path) ->
 
 
 @pytest.mark.slow
-def test_a_picture_is_encoded_once_and_a_recomputed_block_leaves_nothing_in_memory(tmp_path: Path) -> None:
+def test_pictures_are_encoded_once_for_many_micro_batches_and_recomputed_blocks_leave_nothing_in_memory(
+    tmp_path: Path,
+) -> None:
     pytest.importorskip("megatron", reason="needs Megatron")
     write_tiny_model(tmp_path / "qwen3_vl", "qwen3_vl")
     model = fresh_model(tmp_path / "qwen3_vl")
-    expected = FSDPLearner(model, PARAMS, 5, OPTIM, path=tmp_path / "qwen3_vl")
-    stats = expected.step([random_samples(model)])
-    run_ranks(pictures_main, 1, tmp_path / "store", tmp_path / "qwen3_vl", tmp_path)
-    got = left(tmp_path, "pictures")
-    assert got["stats"].loss == pytest.approx(stats.loss, rel=1e-5)
-    assert got["stats"].grad_norm == pytest.approx(stats.grad_norm, rel=1e-5)
-    assert any(patches < placeholders for patches, placeholders in got["shown"])
-    assert got["alive"] == 0
+    samples = random_samples(model)
+    learner = FSDPLearner(model, PARAMS, 5, OPTIM, path=tmp_path / "qwen3_vl")
+    stats = learner.step([samples])
+    weights = learner.weights()
+    patches = {image.digest: len(image.pixels_PD) for sample in samples for image in sample.images}
+    all_of_them, none = 10**6, 0
+    run_ranks(pictures_main, 1, tmp_path / "store", tmp_path / "qwen3_vl", (all_of_them, none), tmp_path)
+    for most in (all_of_them, none):
+        got = left(tmp_path, f"pictures-{most}")
+        assert got["stats"].loss == pytest.approx(stats.loss, rel=1e-5)
+        assert got["stats"].grad_norm == pytest.approx(stats.grad_norm, rel=1e-5)
+        for name, weight in got["weights"].items():
+            torch.testing.assert_close(weight, weights[name], rtol=1e-4, atol=1e-4)  # a step moves by 1e-3
+        assert got["alive"] == 0 and got["micro_batches"] > 1
+        encoded = got["encoded"]
+        if most:
+            assert len(encoded) == 2 and sum(encoded) == sum(patches.values())  # measured alone, and trained
+        else:
+            assert 2 < len(encoded) <= got["micro_batches"] and sum(encoded) > sum(patches.values())
+
+
+@pytest.mark.parametrize(
+    ("most", "groups"),
+    [(100, [4]), (30, [4]), (29, [1, 3]), (10, [1, 1, 2]), (0, [1, 1, 1, 1])],
+)
+def test_micro_batches_share_an_encoding_while_their_different_pictures_are_few(most: int, groups: list[int]) -> None:
+    """Micro-batches with pictures A and B, B and C, C twice, none: 10 tokens each."""
+    a, b, c = (ProcessedImage(name, np.zeros((40, 3), np.float32), (1, 5, 8), num_tokens=10) for name in "abc")
+    batches = [(a, b), (b, c), (c, c), ()]
+    found = shared_groups(batches, most)
+    assert [own for group in found for own in group] == batches
+    assert [len(group) for group in found] == groups
 
 
 def test_rotary_positions_that_megatron_would_compute_otherwise_are_refused(tmp_path: Path) -> None:

@@ -20,13 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agents.model.packed import VisionBatch
 from agents.types import SamplingLaw
 from envs.errors import UserError
 from trainer.config.learner import LearnerConfig
 from trainer.learner.layout import Layout
 from trainer.learner.megatron.thd import ThdBatch
-from trainer.learner.megatron.tower import prepare_tower, towers_of
+from trainer.learner.megatron.tower import ENCODED_TOKENS, IMAGE_SHARE, towers_of
 from trainer.learner.megatron.vocab_scores import VocabShard, join_context, vocab_scores
 from trainer.learner.sharding import recompute
 
@@ -145,7 +144,8 @@ class MegatronNetwork:
             ddp_config=_ddp_config() if is_trained else None, wrap_with_ddp=is_trained
         )
         self.sequence = bool(provider.sequence_parallel)
-        self._towers = [prepare_tower(tower, self.sequence) for tower in towers_of(self.chunks)]
+        self._towers = list(towers_of(self.chunks, self.sequence))
+        self._most_encoded = min(ENCODED_TOKENS, int(IMAGE_SHARE * config.max_tokens_per_microbatch))
         _recompute(self.chunks, config.recompute)
         self.vocab_size = int(self.bridge.hf_pretrained.config.get_text_config().vocab_size)
         self.sees = hasattr(provider, "vision_config")
@@ -157,7 +157,7 @@ class MegatronNetwork:
         #: Local attention (without TransformerEngine) takes a row of one stream alone, and no THD.
         self.is_packed = True
         self._settings: Any = self._config()
-        self._settings.finalize_model_grads_func = _sum_gradients
+        self._settings.finalize_model_grads_func = self._sum_gradients
         self._settings.grad_scale_func = None
         self._settings.no_sync_func = self.chunks[0].no_sync if is_trained else None
 
@@ -189,6 +189,10 @@ class MegatronNetwork:
 
         if not count:
             return
+        for tower in self._towers:
+            every = list(batches)
+            batches = iter(every)
+            tower.begin([batch.row.images for batch in every], self._most_encoded, self.layout.pipeline > 1)
 
         def forward(coming: Iterator[ThdBatch], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
             batch = next(coming)
@@ -231,12 +235,10 @@ class MegatronNetwork:
             "output_processor": _scores,
             "output_processor_context": (self, batch, law),
         }
-        vision = VisionBatch.build([row.images], device) if self._towers else None
-        if vision:
-            inputs["pixel_values"] = vision.pixels_PD.to(self.dtype)
-            inputs["image_grid_thw"] = torch.tensor(vision.grids, device=device)
-            for tower in self._towers:
-                tower.shown_M = vision.feature_index_M
+        for tower in self._towers:
+            if vision := tower.next(device, self.dtype):
+                inputs["pixel_values"] = vision.pixels_PD
+                inputs["image_grid_thw"] = torch.tensor(vision.grids, device=device)
         return model(**inputs)
 
     def _packed(self, batch: ThdBatch) -> Any:
@@ -266,6 +268,17 @@ class MegatronNetwork:
         for name, weight in self.bridge.export_hf_weights(self.chunks, cpu=False, show_progress=False):
             is_padded = name.endswith(_VOCABULARY) and len(weight) > self.vocab_size
             yield name, weight[: self.vocab_size] if is_padded else weight
+
+    def _sum_gradients(self, model: Sequence[Any], num_tokens: Any = None, **groups: Any) -> None:
+        """Add up gradients over ranks, the towers' too.
+
+        `num_tokens` is left out: the weights of the tokens already hold the denominator.
+        """
+        from megatron.core.distributed import finalize_model_grads
+
+        for tower in self._towers:
+            tower.backward()
+        finalize_model_grads(list(model), None, **groups)
 
     def zero_gradients(self) -> None:
         """Forget the gradients."""
@@ -331,10 +344,3 @@ def _ddp_config() -> Any:
         average_in_collective=False,
         check_for_nan_in_grad=False,  # a step whose gradient is not finite is skipped
     )
-
-
-def _sum_gradients(model: Sequence[Any], num_tokens: Any = None, **groups: Any) -> None:
-    """Add up gradients over ranks. `num_tokens` is left out: the weights of the tokens already hold the denominator."""
-    from megatron.core.distributed import finalize_model_grads
-
-    finalize_model_grads(list(model), None, **groups)
