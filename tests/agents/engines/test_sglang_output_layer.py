@@ -66,3 +66,19 @@ def test_a_release_that_does_not_tell_which_layers_are_quantized_is_left_alone()
     own = LogitsProcessor._compute_lm_head
     install(SimpleNamespace(LogitsProcessor=LogitsProcessor))
     assert LogitsProcessor._compute_lm_head is own
+
+
+def test_a_release_that_calls_it_with_something_else_is_left_alone() -> None:
+    """0.5.23 gives a place for the logits."""
+
+    class LogitsProcessor:
+        use_fp32_lm_head = True
+
+        def _compute_lm_head(
+            self, hidden_states: Any, lm_head: Any, embedding_bias: Any = None, *, out: Any = None
+        ) -> Any:
+            return THEIRS
+
+    install(SimpleNamespace(LogitsProcessor=LogitsProcessor, should_apply_lm_head_quant_method=lambda *_: False))
+    layer = SimpleNamespace(weight=torch.ones(5, 4).bfloat16())
+    assert LogitsProcessor()._compute_lm_head(torch.ones(2, 4).bfloat16(), layer, out=None) is THEIRS

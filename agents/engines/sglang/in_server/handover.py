@@ -4,7 +4,7 @@ SGLang pickles what its processors return. `PreparedPrompt` pickles as plain num
 unpickled in the scheduler as SGLang's own `MultimodalProcessorOutput`, whose patches are mapped from shared memory.
 """
 
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 from array import array
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import sglang
 import torch
 from sglang.srt.managers.schedule_batch import (
     Modality,
@@ -21,6 +22,11 @@ from sglang.srt.managers.schedule_batch import (
 
 from agents.engines.sglang.in_server.kept_pictures import PatchesAddress, map_patches
 from agents.engines.sglang.in_server.prompts import ExpandedPrompt
+
+#: The releases whose scheduler is known to take what is handed over. With another one SGLang ignores these modules.
+PROVEN = ("0.5.15", "0.5.16", "0.5.17", "0.5.18")
+if not sglang.__version__.startswith(PROVEN):
+    raise ImportError(f"pictures are kept with SGLang {PROVEN[0]} to {PROVEN[-1]}, got {sglang.__version__}")
 
 
 @dataclass

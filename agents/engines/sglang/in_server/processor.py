@@ -8,7 +8,6 @@ import io
 import threading
 from typing import Any
 
-import sglang
 import torch
 from PIL import Image
 from sglang.srt.multimodal.processors.qwen_vl import QwenVLImageProcessor
@@ -18,11 +17,6 @@ from agents.engines.sglang.in_server.handover import PreparedPrompt
 from agents.engines.sglang.in_server.kept_pictures import Grid, KeptPictures, PictureError, picture_entries
 from agents.engines.sglang.in_server.prompts import expand
 from agents.rendering.images import stable_size
-
-#: The releases whose scheduler is known to take what we hand over. With another one SGLang ignores this module.
-PROVEN = ("0.5.15",)
-if not sglang.__version__.startswith(PROVEN):
-    raise ImportError(f"pictures are kept with SGLang {PROVEN[0]} only, got {sglang.__version__}")
 
 ARCHITECTURES = tuple(f"{name}ForConditionalGeneration" for name in ("Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe"))
 #: Types in which patches are kept. The network casts them to its own, so a narrower type than that would change them.
