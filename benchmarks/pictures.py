@@ -45,7 +45,7 @@ from benchmarks.report import RESULTS, commit, markdown, write_result
 from trainer.setup.components import sampling_params
 
 GROUP_SIZE, PROMPT, NEW_TOKENS = 8, 40, 16
-PROFILE_S = 8
+PROFILE_S, PROFILE_HZ = 8, 200
 #: Width and height of a picture by its number of tokens.
 SIZES = {20: (160, 128), 110: (352, 320), 1024: (1024, 1024)}
 #: Tokens of a picture, pictures a stream, requests at once.
@@ -182,22 +182,23 @@ PLUMBING = re.compile(
 )
 
 
-def busiest(stacks: str, number: int = 24) -> dict[str, list[list[Any]]]:
-    """Return the busiest functions of a recording by py-spy: for each process name, share and share of its own code."""
+def busiest(stacks: str, taken: float, number: int = 24) -> dict[str, list[list[Any]]]:
+    """Return the busiest functions of a recording by py-spy: for each process name, share and share of its own code.
+
+    Shares are of all samples `taken` of a thread, so what is missing from 1 is its idle time.
+    """
     total: dict[str, Counter[str]] = {"server": Counter(), "scheduler": Counter()}
     own = {process: Counter[str]() for process in total}
-    samples = Counter[str]()
     for line in stacks.splitlines():
         stack, _, count = line.rpartition(" ")
         frames = stack.split(";")
         process = "scheduler" if "sglang::scheduler" in stack else "server"
-        samples[process] += int(count)
         named = {frame.rsplit(":", 1)[0] for frame in frames if "(" in frame and not PLUMBING.search(frame)}
         total[process].update(dict.fromkeys(named, int(count)))
         own[process][frames[-1].rsplit(":", 1)[0]] += int(count)
     return {
         process: [
-            [name, round(count / samples[process], 3), round(own[process][name] / samples[process], 3)]
+            [name, round(count / taken, 3), round(own[process][name] / taken, 3)]
             for name, count in counts.most_common(number)
         ]
         for process, counts in total.items()
@@ -209,14 +210,15 @@ async def profiled(server: Server, play: Callable[[], Awaitable[object]], py_spy
     assert isinstance(server.process, LocalProcess)
     with tempfile.NamedTemporaryFile("r") as file:
         command = (
-            f"{py_spy} record --pid {server.process.pid} --subprocesses -f raw -d {PROFILE_S} -r 200 --nonblocking"
+            f"{py_spy} record --pid {server.process.pid} --subprocesses --nonblocking"
+            f" -f raw -d {PROFILE_S} -r {PROFILE_HZ}"
         )
         recording = subprocess.Popen([*shlex.split(command), "-o", file.name], stdout=subprocess.DEVNULL)
         started = time.perf_counter()
         while time.perf_counter() - started < PROFILE_S:
             await play()
         await asyncio.to_thread(recording.wait)
-        found = busiest(Path(file.name).read_text())
+        found = busiest(Path(file.name).read_text(), PROFILE_S * PROFILE_HZ)
     for process, busy in found.items():
         print(markdown([f"{process}: function", "share", "own"], busy), flush=True)
     return found
