@@ -185,7 +185,8 @@ class _Server:
             self.sim.process(self._send_again(turn))
 
     def _send_again(self, turn: _Turn) -> Process:
-        yield self.line.work(self.run.costs.request_s(turn.group.shape.images))
+        if not self.run.is_lockstep:
+            yield self.line.work(self.run.costs.request_s(turn.group.shape.images))
         self.submit(turn)
 
     @property
