@@ -431,12 +431,12 @@ def test_a_bad_picture_ends_its_own_turn_alone(url: str, renderer: Renderer) -> 
 
 def test_what_a_processor_hands_over_is_sglangs_own_record(renderer: Renderer) -> None:
     pytest.importorskip("sglang", reason="SGLang needs a GPU")
-    from agents.engines.sglang.in_server.handover import PreparedPrompt
+    from agents.engines.sglang.in_server.handover import prepared_prompt
 
     prompt = expand([7, 9, 7], [(1, 4, 4)], 9, 2)
     patches = torch.randn(16, 8).to(torch.bfloat16)
     address = keep_patches("aa", patches, (1, 4, 4))
-    prepared = PreparedPrompt.make(prompt, [address], [2**55 + 1], {"im_token_id": 9})
+    prepared = prepared_prompt(prompt, [address], [2**55 + 1], {"im_token_id": 9})
     record = pickle.loads(pickle.dumps(prepared))
     (item,) = record.mm_items
     assert type(record).__name__ == "MultimodalProcessorOutput" and item.hash == 2**55 + 1

@@ -1,15 +1,16 @@
-"""Hands a prepared prompt from SGLang's tokenizer manager to its scheduler: by reference, without a tensor in it.
+"""Hands a prepared prompt from SGLang's tokenizer manager to its scheduler.
 
-SGLang pickles what its processors return. `PreparedPrompt` pickles as plain numbers and `PatchesAddress`es, and is
-unpickled in the scheduler as SGLang's own `MultimodalProcessorOutput`, whose patches are mapped from shared memory.
+Up to 0.5.18 SGLang pickles what its processors return. A `PreparedPrompt` pickles as numbers and `PatchesAddress`es,
+and is unpickled in the scheduler as SGLang's own `MultimodalProcessorOutput`, whose patches are mapped from shared
+memory. Later releases write records field by field, so they get their own record, with the kept patches in it.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
+import dataclasses
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import sglang
@@ -24,42 +25,56 @@ from agents.engines.sglang.in_server.kept_pictures import PatchesAddress, map_pa
 from agents.engines.sglang.in_server.prompts import ExpandedPrompt
 
 #: The releases whose scheduler is known to take what is handed over. With another one SGLang ignores these modules.
-PROVEN = ("0.5.15", "0.5.16", "0.5.17", "0.5.18")
+PROVEN = tuple(f"0.5.{number}" for number in range(15, 24))
 if not sglang.__version__.startswith(PROVEN):
     raise ImportError(f"pictures are kept with SGLang {PROVEN[0]} to {PROVEN[-1]}, got {sglang.__version__}")
+#: Whether records are pickled.
+IS_PICKLED = dataclasses.is_dataclass(MultimodalProcessorOutput)
 
 
-@dataclass
-class PreparedPrompt(MultimodalProcessorOutput):
-    """What the processor returns: SGLang's record, with patches by address and positions as bytes."""
+def prepared_prompt(
+    prompt: ExpandedPrompt, addresses: Sequence[PatchesAddress], hashes: Sequence[int], token_ids: dict[str, Any]
+) -> Any:
+    """Return what the processor returns; `hashes` are the keys of SGLang's caches, one a picture."""
+    items = [
+        MultimodalDataItem(modality=Modality.IMAGE, hash=number, offsets=[span])
+        for number, span in zip(hashes, prompt.spans, strict=True)
+    ]
+    for item in items:
+        item.set_pad_value()
+    if IS_PICKLED:
+        return PreparedPrompt(mm_items=items, input_ids=prompt.ids, prompt=prompt, addresses=addresses, **token_ids)
+    for item, address in zip(items, addresses, strict=True):
+        item.feature, item.model_specific_data = map_patches(address), {"image_grid_thw": _grids(address)}
+    return MultimodalProcessorOutput(
+        mm_items=items,
+        input_ids=prompt.ids,
+        mrope_positions=torch.from_numpy(prompt.positions_3T),
+        mrope_position_delta=torch.tensor([[prompt.delta]]),
+        **token_ids,
+    )
 
-    prompt: ExpandedPrompt | None = None
-    addresses: Sequence[PatchesAddress] = ()
 
-    @classmethod
-    def make(
-        cls,
-        prompt: ExpandedPrompt,
-        addresses: Sequence[PatchesAddress],
-        hashes: Sequence[int],
-        token_ids: dict[str, Any],
-    ) -> PreparedPrompt:
-        """Return the record of a prompt; `hashes` are the keys of SGLang's caches, one a picture."""
-        items = [
-            MultimodalDataItem(modality=Modality.IMAGE, hash=number, offsets=[span])
-            for number, span in zip(hashes, prompt.spans, strict=True)
-        ]
-        for item in items:
-            item.set_pad_value()
-        return cls(mm_items=items, input_ids=prompt.ids, prompt=prompt, addresses=tuple(addresses), **token_ids)
+_Record: Any = MultimodalProcessorOutput if IS_PICKLED else object
+
+
+class PreparedPrompt(_Record):
+    """SGLang's record, with patches by address and positions as bytes."""
+
+    def __init__(self, prompt: ExpandedPrompt, addresses: Sequence[PatchesAddress], **fields: Any) -> None:
+        super().__init__(**fields)
+        self.prompt, self.addresses = prompt, tuple(addresses)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        assert self.prompt is not None
         keys = [(item.hash, item.pad_value, item.offsets[0]) for item in self.mm_items]
         padded_ids = array("q", self.build_padded_input_ids(self.prompt.ids, self.mm_items))
         ids = (self.im_token_id, self.im_start_id, self.im_end_id, self.video_token_id, self.audio_token_id)
         positions = self.prompt.positions_3T.tobytes()
         return unpack, (padded_ids, keys, self.addresses, positions, self.prompt.delta, ids)
+
+
+def _grids(address: PatchesAddress) -> torch.Tensor:
+    return torch.tensor([address.grid_thw])
 
 
 def unpack(
@@ -78,7 +93,7 @@ def unpack(
             pad_value=pad_value,
             offsets=[span],
             feature=map_patches(address),
-            model_specific_data={"image_grid_thw": torch.tensor([address.grid_thw])},
+            model_specific_data={"image_grid_thw": _grids(address)},
         )
         for (number, pad_value, span), address in zip(keys, addresses, strict=True)
     ]

@@ -13,7 +13,7 @@ from PIL import Image
 from sglang.srt.multimodal.processors.qwen_vl import QwenVLImageProcessor
 
 from agents.engines.sglang.in_server.cutting import PatchCutter
-from agents.engines.sglang.in_server.handover import PreparedPrompt
+from agents.engines.sglang.in_server.handover import prepared_prompt
 from agents.engines.sglang.in_server.kept_pictures import Grid, KeptPictures, PictureError, picture_entries
 from agents.engines.sglang.in_server.prompts import expand
 from agents.rendering.images import stable_size
@@ -77,4 +77,4 @@ class PictureProcessor(QwenVLImageProcessor):
             "video_token_id": self.mm_tokens.video_token_id,
             "audio_token_id": self.mm_tokens.audio_token_id,
         }
-        return PreparedPrompt.make(prompt, addresses, [int(entry.hash, 16) for entry in entries], token_ids)
+        return prepared_prompt(prompt, addresses, [int(entry.hash, 16) for entry in entries], token_ids)
