@@ -137,7 +137,7 @@ class LiveRollouts:
     async def start(self, version: int, state: ManagerState, on_episode: OnEpisode) -> None:
         """Start the engine, prove that it runs the learner's weights, and continue from `state`."""
         start = self.context.start
-        with start.shown(), start.clock.stage("the engine and its probe"):
+        with start.shown(self.events), start.clock.stage("the engine and its probe"):
             await self.context.weight_sync.start(version)
         config, context, self._step = self.config, self.context, version
         names = {field.name for field in fields(RolloutOptions)} - {"group_filter"}

@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import FrameType
 
@@ -37,6 +37,7 @@ class Start:
         self.clock = StartClock(age_s)
         #: The first error of a server, once there is one.
         self.failure: UserError | None = None
+        self._events: Sequence[str] = ()
         self._console = console
         self._engine: SGLangEngine | None = None
 
@@ -70,8 +71,12 @@ class Start:
             raise KeyboardInterrupt
 
     @contextmanager
-    def shown(self) -> Iterator[None]:
-        """Show what runs and for how long, until the block ends: as a live line, or without a terminal now and then."""
+    def shown(self, events: Sequence[str] = ()) -> Iterator[None]:
+        """Show what runs and for how long, until the block ends: as a live line, or without a terminal now and then.
+
+        The line ends with the last of `events`, which may grow meanwhile.
+        """
+        self._events = events
         with self._live(), self._looking(interrupts=False):
             yield
 
@@ -80,7 +85,8 @@ class Start:
         return self._console.status(self) if self._console and is_live else nullcontext()
 
     def __rich__(self) -> Text:
-        return Text(f"waiting for {line}" if (line := self.clock.line()) else "")
+        line = self.clock.line()
+        return Text("; ".join([f"waiting for {line}", *self._events[-1:]]) if line else "")
 
     @contextmanager
     def _looking(self, interrupts: bool) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import signal
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from agents.engines.sglang import SGLangEngine, SGLangSettings
 from agents.model.kernel_cache import FOLDERS
@@ -196,6 +198,24 @@ def test_the_clock_shows_what_runs_and_keeps_what_has_ended() -> None:
 
 
 @pytest.mark.usefixtures("ctrl_c")
+def test_what_is_shown_while_the_run_waits_ends_with_the_last_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.setup.start.LOOK_S", 0.01)
+    monkeypatch.setattr("trainer.setup.start.LINE_S", 0.0)
+    console = Console(file=io.StringIO(), width=200)
+    start, events = Start(console), list[str]()
+
+    def waits_for(line: str) -> None:
+        deadline = time.monotonic() + 20
+        while not re.search(line, console.file.getvalue()):  # type: ignore[attr-defined]
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    with start.shown(events), start.clock.stage("the engine"):
+        waits_for(r"waiting for the engine \(\d+ s\)\n")
+        events += ["server 0 lost: no answer", "server 0 lost again: refused"]
+        waits_for(r"waiting for the engine \(\d+ s\); server 0 lost again: refused\n")
+
+
 def test_ctrl_c_that_a_library_turns_into_its_own_error_stays_ctrl_c() -> None:
     with pytest.raises(KeyboardInterrupt), Start().watched():
         try:
