@@ -197,7 +197,6 @@ def test_the_clock_shows_what_runs_and_keeps_what_has_ended() -> None:
     assert clock.summary() == "imports 0.0-3.0 s"  # the others took no time
 
 
-@pytest.mark.usefixtures("ctrl_c")
 def test_what_is_shown_while_the_run_waits_ends_with_the_last_event(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.setup.start.LOOK_S", 0.01)
     monkeypatch.setattr("trainer.setup.start.LINE_S", 0.0)
@@ -216,6 +215,7 @@ def test_what_is_shown_while_the_run_waits_ends_with_the_last_event(monkeypatch:
         waits_for(r"waiting for the engine \(\d+ s\); server 0 lost again: refused\n")
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_that_a_library_turns_into_its_own_error_stays_ctrl_c() -> None:
     with pytest.raises(KeyboardInterrupt), Start().watched():
         try:
