@@ -150,7 +150,6 @@ def test_the_plain_environment_of_the_page_plays_by_its_rules() -> None:
 def test_every_flag_of_the_page_on_rollouts_is_one_of_the_command() -> None:
     text = (ROOT / "docs" / "rollouts.md").read_text(encoding="utf-8")
     others = {"--enable-fp32-lm-head", "--enable-lora", "--max-lora-rank", "--skip-tokenizer-init"}  # of SGLang
-    others |= {"--enable-prefill-delayer", "--prefill-delayer-queue-min-ratio", "--prefill-delayer-max-delay-ms"}
     others |= {"--tokenizers", "--only", "--no-network", "--variant", "--pictures", "--profile"}  # of other commands
     others |= {name for argument in chosen_arguments() for name in argument.names}
     named = set(re.findall(r"--[a-z][a-z0-9-]+", text)) - others

@@ -121,6 +121,10 @@ class OptimConfig(AdamWConfig):
     epochs: int = Field(default=1, ge=1, description="passes over a step's groups")
 
 
+#: Estimates of memory take this share of a micro-batch's tokens to be pictures.
+IMAGE_SHARE = 0.25
+
+
 class LearnerConfig(Section):
     """Memory use of the learner, and the weights to train. The memory settings do not change the gradient."""
 

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from agents.types import SamplingLaw
 from envs.errors import UserError
-from trainer.config.learner import LearnerConfig
+from trainer.config.learner import IMAGE_SHARE, LearnerConfig
 from trainer.learner.layout import Layout
 from trainer.learner.megatron.thd import ThdBatch
-from trainer.learner.megatron.tower import ENCODED_TOKENS, IMAGE_SHARE, towers_of
+from trainer.learner.megatron.tower import ENCODED_TOKENS, towers_of
 from trainer.learner.megatron.vocab_scores import VocabShard, join_context, vocab_scores
 from trainer.learner.sharding import recompute
 
@@ -145,6 +145,7 @@ class MegatronNetwork:
         )
         self.sequence = bool(provider.sequence_parallel)
         self._towers = list(towers_of(self.chunks, self.sequence))
+        #: Tokens of pictures that micro-batches encode together: no more than memory was estimated for.
         self._most_encoded = min(ENCODED_TOKENS, int(IMAGE_SHARE * config.max_tokens_per_microbatch))
         _recompute(self.chunks, config.recompute)
         self.vocab_size = int(self.bridge.hf_pretrained.config.get_text_config().vocab_size)

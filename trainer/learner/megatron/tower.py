@@ -13,9 +13,8 @@ from torch import Tensor
 from agents.model.packed import VisionBatch
 from agents.types import ProcessedImage
 
-#: A pass encodes the pictures of several micro-batches together up to so many of their tokens, which fill a GPU, and up
-#: to this share of a micro-batch's tokens, which is what the doctor's estimate of memory counts.
-ENCODED_TOKENS, IMAGE_SHARE = 4096, 0.25
+#: So many tokens of pictures fill a GPU: encoding more of them together gains nothing.
+ENCODED_TOKENS = 4096
 
 
 def towers_of(chunks: Sequence[Any], shares_tokens: bool) -> Iterator[Tower]:

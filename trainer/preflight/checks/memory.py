@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agents.engines.sglang.server_arguments import server_gpus
+from trainer.config.learner import IMAGE_SHARE
 from trainer.config.run import RunConfig
 from trainer.learner.compile_choice import is_compiled
 from trainer.learner.layout import Layout
@@ -24,8 +25,6 @@ from trainer.setup.servers import first_server_gpu
 
 #: Memory of a process for torch's libraries, a CUDA context and the allocator's gaps.
 PROCESS_BYTES = GIB
-#: The estimate assumes that this share of a micro-batch's tokens are image tokens.
-IMAGE_SHARE = 0.25
 #: Compiled blocks keep at least this share of the computed activations: 0.47 was measured with Qwen3-VL-2B.
 COMPILED_SHARE = 0.4
 #: A need above this share of the free memory may not fit, because it is only an estimate.

@@ -49,6 +49,7 @@ def prepared_prompt(
     return MultimodalProcessorOutput(
         mm_items=items,
         input_ids=prompt.ids,
+        padded_input_ids=MultimodalProcessorOutput.build_padded_input_ids(prompt.ids, items),
         mrope_positions=torch.from_numpy(prompt.positions_3T),
         mrope_position_delta=torch.tensor([[prompt.delta]]),
         **token_ids,
