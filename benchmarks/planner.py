@@ -78,6 +78,7 @@ def compare_run(folder: Path, hardware: Hardware) -> list[Compared]:
         at_once,
         len(rows),
         config.engine.turn_wait_s,
+        rollout.keep_kv_cache,
     )
     forecast = simulate(
         costs, layout_of(config, costs, embedded), schedule, Recorded.read(folder).groups(rollout.group_size, 0)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers import AutoModelForImageTextToText, DynamicCache
 
 from agents.engines.hf import HFEngine
 from agents.model.mrope import mrope_positions
@@ -106,6 +107,20 @@ def full_logprobs(
         VisionBatch.build([images], "cpu"),
     )
     return sampling_logprobs(logits, params.law)
+
+
+@torch.no_grad()
+def mixed_logprobs(old: Path, new: Path, ids: Sequence[int], num_old: int, params: SamplingParams) -> Tensor:
+    """Return the (T - 1, V) log-probs of a text's next tokens if `old` weights read its first `num_old` ids.
+
+    By Transformers alone: the `new` weights go on from the keys and values of the old ones.
+    """
+    cache, ids_BT = DynamicCache(), torch.tensor([ids])
+    parts = []
+    for folder, part_BT in ((old, ids_BT[:, :num_old]), (new, ids_BT[:, num_old:-1])):
+        network = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+        parts.append(network(input_ids=part_BT, past_key_values=cache).logits[0])
+    return sampling_logprobs(torch.cat(parts), params.law)
 
 
 def turn(start: int, end: int, text: str = "") -> Turn:

@@ -39,6 +39,7 @@ class ScheduleConfig(Section):
 
     placement: Literal["auto", "colocate", "split"] = Field(default="auto", description="--placement of trainer.run")
     max_staleness: int = Field(default=0, ge=0, description="--max-staleness of trainer.run")
+    keep_kv_cache: bool = Field(default=False, description="--keep-kv-cache of trainer.run; means --placement split")
     num_servers: int = Field(default=0, ge=0, description="--num-servers of trainer.run")
     tensor_parallel: int = Field(default=0, ge=0, description="--tensor-parallel of trainer.run")
     sync: Literal["auto", "ipc", "nccl", "disk"] = Field(default="auto", description="--sync of trainer.run")
@@ -105,7 +106,11 @@ def run(argv: Sequence[str] | None = None) -> int:
     if machine.engine_url:
         fix = "give --calibrate FILE, or leave it out"
         raise UserError("--engine-url", "needs --calibrate, or nothing reads it", machine.engine_url, fix)
-    given, scheduled = config.workload, ("problems_per_step", "group_size", "max_staleness", "max_concurrent", "steps")
+    if schedule.keep_kv_cache and (schedule.placement == "colocate" or not schedule.max_staleness):
+        rule, got = "is for --max-staleness above 0 and --placement split", f"--max-staleness {schedule.max_staleness}"
+        raise UserError("--keep-kv-cache", rule, f"{got} --placement {schedule.placement}", "leave it out")
+    given = config.workload
+    scheduled = {"problems_per_step", "group_size", "max_staleness", "keep_kv_cache", "max_concurrent", "steps"}
     lengths = Lengths(
         given.prompt_tokens,
         given.image_tokens,
@@ -119,12 +124,12 @@ def run(argv: Sequence[str] | None = None) -> int:
         machine.model,
         Hardware.read(machine.hardware),
         Recorded.read(given.like) if given.like else lengths,
-        Schedule(**schedule.model_dump(include=set(scheduled))),
+        Schedule(**schedule.model_dump(include=scheduled)),
         schedule.seed,
         layouts_of(config.learner),
     )
     wanted = Wanted(
-        None if schedule.placement == "auto" else schedule.placement,
+        "split" if schedule.keep_kv_cache else None if schedule.placement == "auto" else schedule.placement,
         schedule.num_servers,
         schedule.tensor_parallel,
         None if schedule.sync == "auto" else schedule.sync,
@@ -137,6 +142,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         "group_size": schedule.group_size,
         "max_concurrent": schedule.max_concurrent,
         "max_staleness": schedule.max_staleness,
+        "keep_kv_cache": schedule.keep_kv_cache,
         "sync": schedule.sync,
     }
     parameters = search.memory.shape.parameters / 1e6

@@ -67,13 +67,14 @@ class HFEngine:
         max_batch: int = 64,
         device: str | torch.device = "cpu",
         max_wait_s: float = 2.0,
+        keeps_kv_cache: bool = False,
     ) -> None:
         self.model = model.to(device).eval()
         if torch.device(device).type == "cpu":
             keep_freed_memory()
         self._dtype = next(self.model.parameters()).dtype
         self.context_length, self.max_batch, self.device = context_length, max_batch, torch.device(device)
-        self.max_wait_s = max_wait_s
+        self.max_wait_s, self.keeps_kv_cache = max_wait_s, keeps_kv_cache
         self.weight_version = 0
         self.busy = BusyTime()
         self._opened = 0
@@ -194,7 +195,11 @@ class HFEngine:
         self._waiting = []
 
     def load_weights(self, weights: dict[str, Tensor], version: int) -> None:
-        """Copy new weights in place, between rollouts or while paused; open sessions read their streams again."""
+        """Copy new weights in place, between rollouts or while paused.
+
+        Open sessions read their streams again, or with `keeps_kv_cache` go on from what the older weights have read,
+        unless the run goes back to these.
+        """
         idle = self._paused and not self._running
         assert idle or not self._open, f"weights change only while paused, {len(self._open)} sessions are open"
         assert not self._num_scoring, "weights must not change while a stream is scored"
@@ -203,7 +208,9 @@ class HFEngine:
         with torch.no_grad():
             for name, weight in weights.items():
                 own[name].copy_(weight)
-        self.weight_version = version
+        is_next, self.weight_version = version > self.weight_version, version
+        if self.keeps_kv_cache and is_next:
+            return
         for session in self._open.values():
             session.drop_prefix()
         for _, turn in self._waiting:

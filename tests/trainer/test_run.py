@@ -35,6 +35,7 @@ from trainer.learner.weights_io import empty_model
 from trainer.run import run
 from trainer.weight_sync.sync import WeightPush, WeightSync
 
+COLOCATE = "--keep-kv-cache: needs servers that keep their memory .* --placement colocate"
 SMALL = ["--train-size", "8", "--problems-per-step", "2", "--group-size", "2", "--max-new-tokens", "24"]
 
 
@@ -323,6 +324,9 @@ def test_too_many_broken_streams_stop_the_run_with_the_rule_that_broke(
     [
         (["--oversample", "4"], "--max-oversample: must be at least --oversample 4"),
         (["--max-staleness", "1", "--max-rollout-tokens", "9"], "--max-staleness: cannot .* --max-rollout-tokens"),
+        (["--keep-kv-cache"], "--keep-kv-cache: needs --max-staleness above 0"),
+        (["--keep-kv-cache", "--max-staleness", "1", "--placement", "colocate", "--engine", "sglang"], COLOCATE),
+        (["--keep-kv-cache", "--max-staleness", "1", "--engine", "mine.py:make"], "--keep-kv-cache: is for .*mine.py"),
     ],
 )
 def test_flags_of_the_rollout_that_contradict_each_other_are_refused(argv: list[str], flag: str) -> None:

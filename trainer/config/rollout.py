@@ -172,6 +172,12 @@ class RolloutConfig(Section):
         description="most versions that the weights of a token may be old when a step trains on it; above 0, episodes "
         "go on while the learner trains; 0: every step plays its own episodes first",
     )
+    keep_kv_cache: bool = Field(
+        default=False,
+        description="episodes that new weights come to go on from what the older weights have read, in place of "
+        "reading their streams again: faster, but a token's log-prob is then of more than one version; with "
+        "--max-staleness above 0",
+    )
     max_invalid_frac: float = Field(
         default=0.01,
         ge=0,
@@ -195,6 +201,13 @@ class RolloutConfig(Section):
         least = info.data.get("oversample", 1.0)
         if value < least:
             raise ValueError(f"must be at least --oversample {least:g}")
+        return value
+
+    @field_validator("keep_kv_cache")
+    @classmethod
+    def _has_episodes_at_a_push(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and not info.data.get("max_staleness"):
+            raise ValueError("needs --max-staleness above 0: without it no episode runs when new weights come")
         return value
 
     @field_validator("max_staleness")

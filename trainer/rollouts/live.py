@@ -37,6 +37,7 @@ from trainer.setup.backend import prepare_backend
 from trainer.setup.components import (
     build_episode,
     build_transport,
+    check_kv_cache,
     check_processes,
     check_updates,
     connect_workers,
@@ -246,6 +247,8 @@ def prepare(config: RunConfig, start: Start | None = None, with_engine: bool = T
             check_updates(config.optim, config.rollout.problems_per_step)
         check_fit(config.model, config.data.max_prompt_tokens, facts)
         prepare_backend(config.cluster, config.model, config.learner, model_path)
+        if config.rollout.keep_kv_cache:
+            check_kv_cache(config.engine, config.cluster.num_gpus)
         check_processes(config.engine, config.cluster, config.model, facts)
         match_servers(config.engine, config.cluster)
         renderer = Renderer.from_checkpoint(model_path, template_options(config.model))

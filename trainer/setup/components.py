@@ -120,6 +120,16 @@ def check_ray(cluster: ClusterConfig) -> None:
         raise UserError(flag, "needs the package ray", cluster.num_ranks, "pip install 'trueturn[cluster]'")
 
 
+def check_kv_cache(engine: EngineConfig, num_gpus: int) -> None:
+    """Raise `UserError` if the engine cannot keep its cache while new weights come."""
+    chosen = engine.chosen(num_gpus)
+    if chosen not in ("hf", "sglang"):
+        raise UserError("--keep-kv-cache", "is for --engine sglang or hf", chosen, "leave one of the two out")
+    if engine.placement == "colocate":
+        rule = "needs servers that keep their memory while the learner trains"
+        raise UserError("--keep-kv-cache", rule, "--placement colocate", "leave it out, or give --placement split")
+
+
 def check_updates(optim: OptimConfig, num_groups: int) -> None:
     """Raise `UserError` if a step of `num_groups` groups cannot be cut into its minibatches."""
     if optim.minibatches > num_groups:
@@ -249,7 +259,9 @@ def own_servers(
     first_gpu = 0 if room else place_servers(engine, gpus, engine.placement)
     most = config.rollout.max_sessions(config.data.eval_size or 0)
     settings = server_settings(engine, config.model, model_path, first_gpu, most, folder / "servers")
-    settings = replace(settings, frees_memory=engine.placement == "colocate")
+    settings = replace(
+        settings, frees_memory=engine.placement == "colocate", keeps_kv_cache=config.rollout.keep_kv_cache
+    )
     launcher = room.launcher if room else None
     servers = SGLangEngine(settings, renderer.image_token_id, config.model.context_length, launcher)
     if learner.lora_rank and engine.sync in WITH_ADAPTERS:
@@ -306,6 +318,7 @@ def _other_engine(
         config.rollout.max_sessions(config.data.eval_size or 0),
         folder,
         TrainableEngine,
+        config.rollout.keep_kv_cache,
     )
 
 
@@ -342,6 +355,7 @@ def build_engine(
     max_sessions: int,
     folder: Path,
     protocol: type[E],
+    keeps_kv_cache: bool = False,
 ) -> E | HFEngine | SGLangEngine:
     """Return the embedded engine with the checkpoint's weights, or servers that are not started yet, or a user's own.
 
@@ -349,9 +363,11 @@ def build_engine(
     """
     if chosen == "hf":
         network = PolicyModel.load(model_path, getattr(torch, model.dtype))
-        return HFEngine(network, model.context_length, max_batch, torch.device(model.device), config.batch_wait_s)
+        device = torch.device(model.device)
+        return HFEngine(network, model.context_length, max_batch, device, config.batch_wait_s, keeps_kv_cache)
     if chosen == "sglang":
         settings = server_settings(config, model, model_path, first_gpu, max_sessions, folder / "servers")
+        settings = replace(settings, keeps_kv_cache=keeps_kv_cache)
         return SGLangEngine(settings, renderer.image_token_id, model.context_length)
     setup = EngineSetup(
         model_path=str(model_path),

@@ -97,8 +97,12 @@ class SGLangClient:
         answer = await client.call("generate", {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 8}})
     """
 
-    def __init__(self, url: str, http: aiohttp.ClientSession, timeout_s: float = 600.0) -> None:
+    def __init__(
+        self, url: str, http: aiohttp.ClientSession, timeout_s: float = 600.0, keeps_kv_cache: bool = False
+    ) -> None:
         self.url, self._http, self._timeout_s = url.rstrip("/"), http, timeout_s
+        #: Whether new weights leave the prefix cache as it is.
+        self._keeps_kv_cache = keeps_kv_cache
         self.release = UNKNOWN
         #: The node of the Ray cluster that the server runs on; "" without one.
         self.node = ""
@@ -210,8 +214,8 @@ class SGLangClient:
         return str(answer["weight_version"])
 
     async def update_from_disk(self, folder: str, version: int) -> None:
-        """Load a checkpoint folder, which the server must be able to read, and empty its prefix cache."""
-        body = {"model_path": folder, "weight_version": str(version), "flush_cache": True}
+        """Load a checkpoint folder, which the server must be able to read, and empty its prefix cache unless kept."""
+        body = {"model_path": folder, **self._ending(True, version)}
         await self._wait_until_idle()
         await self._update("update_weights_from_disk", body)
 
@@ -224,7 +228,7 @@ class SGLangClient:
         async with self._session():
             for place, payload in enumerate(payloads, 1):
                 is_last = place == len(payloads)
-                body = {"serialized_named_tensors": [payload] * num_gpus, **_ending(is_last, version)}
+                body = {"serialized_named_tensors": [payload] * num_gpus, **self._ending(is_last, version)}
                 await self._update("update_weights_from_tensor", body)
 
     async def num_gpus(self) -> int:
@@ -257,7 +261,7 @@ class SGLangClient:
                     "shapes": message.shapes,
                     "group_name": group,
                     "load_format": "flattened_bucket",
-                    **_ending(place == len(messages), version),
+                    **self._ending(place == len(messages), version),
                 }
                 await self._update("update_weights_from_distributed", body, RECEIVE_S)
 
@@ -278,11 +282,13 @@ class SGLangClient:
             raise ServerRefused(f"{self.url}/weights_checker: {answer!r:.500}") from error
 
     async def _wait_until_idle(self) -> None:
-        """Wait until the server has nothing in progress, as far as it tells.
+        """Wait until the server has nothing in progress, as far as it tells, if new weights are to empty its cache.
 
-        Its scheduler sends the last answer while the next step runs already, and ends if new weights are to empty its
-        cache before that is done.
+        Its scheduler sends the last answer while the next step runs already, and ends if it is to empty its cache
+        before that is done.
         """
+        if self._keeps_kv_cache:
+            return
         with suppress(ServerRefused):
             await self.call(f"flush_cache?timeout={IDLE_S:g}", {}, ALIVE_S)
 
@@ -340,7 +346,7 @@ class SGLangClient:
         if not (isinstance(answer, dict) and answer.get("success") is True):
             raise ServerRefused(f"{self.url}/{path}: {answer!r:.1000}")
 
-
-def _ending(is_last: bool, version: int) -> dict[str, Any]:
-    """Return what the last message of an update has: it empties the prefix cache and sets the version."""
-    return {"flush_cache": is_last, **({"weight_version": str(version)} if is_last else {})}
+    def _ending(self, is_last: bool, version: int) -> dict[str, Any]:
+        """Return what the last message of an update has: it empties the prefix cache and sets the version."""
+        flush = is_last and not self._keeps_kv_cache
+        return {"flush_cache": flush, **({"weight_version": str(version)} if is_last else {})}

@@ -173,7 +173,7 @@ class SGLangEngine:
         async def one(server: Server) -> NDArray[np.float32] | ServerLost:
             body = score_body(ids, images, self.image_token_id, self.adapter_name)
             try:
-                return parse_scores(await self._ask(server, body, images), len(ids))
+                return parse_scores(await self._ask(server, body, images, self.salt), len(ids))
             except ServerLost as error:
                 self.servers.report_lost(server, str(error))
                 return error
@@ -328,13 +328,13 @@ class SGLangEngine:
         await self.servers.close()
         self._may_write.set()
 
-    async def send(self, server: Server, body: dict[str, Any], images: Sequence[ProcessedImage]) -> Any:
+    async def send(self, server: Server, body: dict[str, Any], images: Sequence[ProcessedImage], salt: str) -> Any:
         """Send a request and wait for the answer; a cancelled or failed wait also aborts the request."""
         self.num_requests += 1
         self._in_flight += 1
         self._idle.clear()
         try:
-            return await self._ask(server, body, images)
+            return await self._ask(server, body, images, salt)
         except (asyncio.CancelledError, ServerLost):
             self._abort(server, body["rid"])
             raise
@@ -343,11 +343,11 @@ class SGLangEngine:
             if not self._in_flight:
                 self._idle.set()
 
-    async def _ask(self, server: Server, body: dict[str, Any], images: Sequence[ProcessedImage]) -> Any:
+    async def _ask(self, server: Server, body: dict[str, Any], images: Sequence[ProcessedImage], salt: str) -> Any:
         """Send a request and return the answer; raise `ServerLost` for one refused by a server without the adapter."""
         adapter = body.get("lora_path", "")
         try:
-            return await server.generate(body, images, self.salt)
+            return await server.generate(body, images, salt)
         except (asyncio.CancelledError, ServerLost):
             self.adapters.note_unended(server.client, adapter)
             raise
@@ -394,8 +394,9 @@ class SGLangEngine:
 
     @property
     def salt(self) -> str:
-        """The salt of image hashes, which differs between runs, loads of weights, and weights of the vision tower.
+        """The salt of streams and images, which differs between runs, loads of weights, and weights but adapters.
 
-        Adapters leave the vision tower as it is, so what a server has encoded stays right for the next one.
+        Adapters leave the vision tower as it is, so what a server has encoded stays right for the next one. Servers
+        keep the streams that each adapter has read apart themselves.
         """
         return f"{self._run}/{'checkpoint' if self._adapter else self.weight_version}/{self.num_loaded}"

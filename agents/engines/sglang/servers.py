@@ -53,6 +53,8 @@ class Server:
     async def generate(self, body: dict[str, Any], images: Sequence[ProcessedImage], salt: str) -> Any:
         """Return the answer of `/generate` to a body with its pictures. Those that the server forgot are sent again.
 
+        Of what the server has read before, it uses what had the same `salt`.
+
         Raises:
             ServerLost, ServerRefused: as `SGLangClient.call`.
         """
@@ -61,7 +63,7 @@ class Server:
             try:
                 with self.busy.request():
                     fields = image_fields(images, salt, sent, self.client.release)
-                    return await self.client.call("generate", body | fields)
+                    return await self.client.call("generate", body | fields | {"extra_key": salt})
             except ServerRefused as error:
                 missed = missed_pictures(str(error))
                 if sent is None or not missed:
@@ -157,7 +159,9 @@ class ServerPool:
             headers = authorization(settings.api_key)
             self._http[proxied] = aiohttp.ClientSession(connector=connector, trust_env=proxied, headers=headers)
         for server in self.all:
-            server.client = SGLangClient(server.url, self._http[_is_proxied(server)], settings.request_timeout_s)
+            server.client = SGLangClient(
+                server.url, self._http[_is_proxied(server)], settings.request_timeout_s, settings.keeps_kv_cache
+            )
         waits = [asyncio.ensure_future(self._wait_until_up(server)) for server in self.all]
         try:
             await asyncio.gather(*waits)

@@ -26,6 +26,8 @@ class SGLangSession:
         self._engine = engine
         self._server: Server | None = None
         self._prompt: int | None = None
+        self._salt = ""
+        self._num_loaded = 0
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Write one turn; it survives pauses for new weights and the loss of servers."""
@@ -35,7 +37,7 @@ class SGLangSession:
             rid, adapter = engine.next_request_id(), engine.adapter_name
             body = generate_body(request, turn.ids, rid, engine.image_token_id, adapter)
             try:
-                answer = parse_answer(await engine.send(server, body, request.images))
+                answer = parse_answer(await engine.send(server, body, request.images, self._current_salt()))
                 if answer.prompt_length is None:
                     engine.adapters.note_unended(server.client, adapter)
                 if not engine.is_current(answer.version):
@@ -74,6 +76,15 @@ class SGLangSession:
                 self._server.num_sessions += 1
             if not self._engine.is_paused:  # `pick` may have waited
                 return self._server
+
+    def _current_salt(self) -> str:
+        """Return the salt of what the session may go on from: what the current weights have read, or with
+        `keeps_kv_cache` any since its first turn. After a load that no training step led to, it begins anew.
+        """
+        engine = self._engine
+        if not (engine.settings.keeps_kv_cache and self._salt and self._num_loaded == engine.num_loaded):
+            self._salt, self._num_loaded = engine.salt, engine.num_loaded
+        return self._salt
 
     def release_server(self) -> None:
         """Stop counting as a session of the server."""

@@ -47,7 +47,8 @@ class SGLangSettings:
     Every call proves `api_key`. Started servers ask for it, and for a random key if there is none and `arguments` give
     none. While a started server writes for many, a turn waits up to `turn_wait_s` for others before it is read.
     `lora_targets` are the layers that servers adapt, with `lora_rank` rows at most; 0: none. If servers share GPUs with
-    the learner, `frees_memory` has them free their memory while it trains.
+    the learner, `frees_memory` has them free their memory while it trains. With `keeps_kv_cache`, a session that new
+    weights come to goes on from what the older ones have read.
     """
 
     model_path: str = ""
@@ -70,6 +71,7 @@ class SGLangSettings:
     lora_rank: int = 0
     lora_targets: tuple[str, ...] = ()
     frees_memory: bool = False
+    keeps_kv_cache: bool = False
 
     def with_key(self) -> SGLangSettings:
         """Return these settings with the key that started servers ask for: the user's, or else a random one."""

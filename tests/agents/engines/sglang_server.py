@@ -50,6 +50,7 @@ from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import _new_process_group_helper
 
 from agents.engines.hf import HFEngine
+from agents.engines.hf_batch import CachedPrefix
 from agents.engines.sglang.in_server.kept_pictures import (
     Grid,
     KeptPictures,
@@ -80,6 +81,7 @@ class Emulator:
         num_gpus: int = 1,
         has_memory_saver: bool = False,
         dtype: torch.dtype = torch.float32,
+        has_cache: bool = False,
     ) -> None:
         self.api_key, self.release = api_key, release
         self.has_session = False  # of updates, in the new release
@@ -109,6 +111,8 @@ class Emulator:
         self.groups: dict[str, list[dist.ProcessGroup]] = {}  # by name: one for each GPU
         self.faults: dict[str, list[str]] = {}  # by path: those of the next calls
         self.has_memory_saver = has_memory_saver
+        self.has_cache = has_cache
+        self.prefixes: dict[str, list[CachedPrefix]] = {}  # what was read, by `extra_key`
         self.freed: list[str] = []  # kinds of memory
 
     def routes(self) -> web.Application:
@@ -148,7 +152,7 @@ class Emulator:
     async def reset(self, request: web.Request) -> web.Response:
         self.slow_s, self.version = (await request.json())["slow_s"], "default"
         self.faults, self.images, self.updates, self.has_session, self.freed = {}, {}, [], False, []
-        self.adapters, self.users, self.checkpoint = {}, {}, self.model_path
+        self.adapters, self.users, self.checkpoint, self.prefixes = {}, {}, self.model_path, {}
         self.kept, self.came = KeptPictures(self._cut), Counter()
         while self.running:
             for task in self.running.values():
@@ -288,7 +292,9 @@ class Emulator:
             ),
             seed=zlib.crc32(body["rid"].rpartition("-")[2].encode()),  # of its number: every run writes the same
         )
-        task = self.running[body["rid"]] = asyncio.create_task(self._write(generate))
+        key = body.get("extra_key", "")
+        prefix = self._longest_prefix(key, generate)
+        task = self.running[body["rid"]] = asyncio.create_task(self._write(generate, key, prefix))
         try:
             written, finish, logprobs = await task
         except asyncio.CancelledError:
@@ -300,7 +306,7 @@ class Emulator:
         meta = {
             "finish_reason": {"type": finish},
             "prompt_tokens": len(ids),
-            "cached_tokens": 0,
+            "cached_tokens": len(prefix.ids),
             "weight_version": self.version,
             "output_token_logprobs": [[x, i, None] for x, i in zip(logprobs, written, strict=True)],
         }
@@ -311,13 +317,21 @@ class Emulator:
             self.users[body.get("lora_path")] += 1  # as above
         return web.json_response({"output_ids": list(written), "meta_info": meta})
 
-    async def _write(self, request: GenerateRequest) -> tuple[list[int], str, list[float]]:
+    def _longest_prefix(self, key: str, request: GenerateRequest) -> CachedPrefix:
+        """Return the longest part of a stream that was read under a key, by whatever weights."""
+        found = [prefix for prefix in self.prefixes.get(key, ()) if request.ids[: len(prefix.ids)] == prefix.ids]
+        return max(found, key=lambda prefix: len(prefix.ids), default=CachedPrefix())
+
+    async def _write(
+        self, request: GenerateRequest, key: str, prefix: CachedPrefix
+    ) -> tuple[list[int], str, list[float]]:
         """Write piece by piece, so that a request can be ended in the middle of a turn with what it has."""
         ids: list[int] = []
         logprobs: list[float] = []
         finish = "length"
         try:
             async with self.engine.session() as session:
+                session.prefix = prefix
                 while finish == "length" and len(ids) < request.max_new_tokens:
                     piece = replace(
                         request,
@@ -327,6 +341,8 @@ class Emulator:
                     )
                     done = await session.generate(piece)
                     ids, logprobs, finish = [*ids, *done.ids], [*logprobs, *done.logprobs], done.finish
+                    if self.has_cache:
+                        self.prefixes.setdefault(key, []).append(session.prefix)
                     await asyncio.sleep(self.slow_s)
         except asyncio.CancelledError:
             finish = "abort"
@@ -362,7 +378,8 @@ class Emulator:
 
     def _encoded(self, image: ProcessedImage, key: str) -> ProcessedImage:
         image, checkpoint = self.images.setdefault(key, (image, self.checkpoint))
-        if checkpoint != self.checkpoint:  # the real one would go on with features of the old weights, and say nothing
+        # The real one goes on with features of the old weights, and says nothing.
+        if checkpoint != self.checkpoint and not self.has_cache:
             raise ValueError(f"the image under {key} was encoded by weights {checkpoint}, not {self.checkpoint}")
         return image
 
@@ -386,6 +403,8 @@ class Emulator:
         deadline = time.monotonic() + float(request.query.get("timeout", 0.0))
         while self.running and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
+        if not self.running:
+            self.prefixes.clear()
         return web.Response(status=400 if self.running else 200)
 
     async def free_memory(self, request: web.Request) -> web.Response:
@@ -417,13 +436,16 @@ class Emulator:
                 model = await asyncio.to_thread(PolicyModel.load, body["model_path"])
             except Exception as error:
                 return web.json_response({"success": False, "message": f"Failed to load: {error}"}, status=400)
-            self._load(dict(model.named_parameters()), body["weight_version"])
+            self._load(dict(model.named_parameters()), body)
         return web.json_response({"success": True, "message": "ok"})
 
-    def _load(self, weights: dict[str, torch.Tensor], version: str | None) -> None:
+    def _load(self, weights: dict[str, torch.Tensor], body: dict[str, Any]) -> None:
+        version: str | None = body.get("weight_version")
         if "weights" in self.freed:
             os._exit(1)
         self.engine.load_weights(weights, version=int(version or 0))
+        if body["flush_cache"]:
+            self.prefixes.clear()
         if version is not None:
             self.version = self.checkpoint = version
             self.updates.append(version)
@@ -436,7 +458,7 @@ class Emulator:
         named = pickle.loads(base64.b64decode(body["serialized_named_tensors"][0]))
         weights = dict(self.engine.model.named_parameters())
         weights |= {f"backbone.{name}": tensor for name, tensor in named}
-        self._load(weights, body.get("weight_version"))
+        self._load(weights, body)
         return web.json_response({"success": True, "message": "ok"})
 
     async def join_group(self, request: web.Request) -> web.Response:
@@ -472,7 +494,7 @@ class Emulator:
             assert all(torch.equal(tensor, other[name]) for other in others for name, tensor in named.items())
             weights = dict(self.engine.model.named_parameters())
             weights |= {f"backbone.{name}": tensor.float() for name, tensor in named.items()}
-            self._load(weights, body.get("weight_version"))
+            self._load(weights, body)
         return web.json_response({"success": True, "message": "ok"})
 
     async def check_weights(self, request: web.Request) -> web.Response:
@@ -665,6 +687,7 @@ def main() -> None:
     parser.add_argument("--tp-size", type=int, default=1)
     parser.add_argument("--enable-lora", action="store_true")
     parser.add_argument("--enable-memory-saver", action="store_true")
+    parser.add_argument("--has-cache", action="store_true", help="reuse what was read, as the real one does")
     parser.add_argument("--max-lora-rank", type=int, default=0)
     parser.add_argument("--lora-target-modules", nargs="*", default=[])
     options, _ = parser.parse_known_args()
@@ -672,7 +695,17 @@ def main() -> None:
     api_key = options.api_key or (yaml.safe_load(Path(options.config).read_text())["api-key"] if options.config else "")
     dtype: torch.dtype = getattr(torch, options.dtype)
     num_gpus, saves = options.tp_size, options.enable_memory_saver
-    server = Emulator(options.model_path, options.slow_s, api_key, options.release, lora, num_gpus, saves, dtype)
+    server = Emulator(
+        options.model_path,
+        options.slow_s,
+        api_key,
+        options.release,
+        lora,
+        num_gpus,
+        saves,
+        dtype,
+        options.has_cache,
+    )
     web.run_app(server.routes(), host=options.host, port=options.port, print=None)
 
 

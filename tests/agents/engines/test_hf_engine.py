@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from agents.rendering.renderer import Renderer
 from agents.types import Completion, GenerateRequest, SamplingLaw, SamplingParams
 from envs.types import Message
 from tests.budget import examples
-from tests.builders import full_logprobs, play, request, sampling
+from tests.builders import full_logprobs, mixed_logprobs, play, request, sampling
 from tests.prompts import picture, question
 
 SCORE: Message = {"role": "tool", "content": "Score 0.0: 70 is wrong. Try another way."}
@@ -504,6 +505,60 @@ def test_new_weights_between_two_turns_make_the_next_one_read_its_stream_anew(
     second, done = asyncio.run(story())
     assert (done.versions, done.num_cached) == (((1, len(done.ids)),), 0)
     assert_same_as_full_forward(model, Conversation([second], [done]))
+
+
+def test_with_its_cache_kept_a_session_goes_on_from_what_older_weights_have_read(
+    model: PolicyModel, renderer: Renderer, tmp_path: Path
+) -> None:
+    """Computed by Transformers alone: keys and values of the old weights, and the new weights after them."""
+    engine = Slowed(model, keeps_kv_cache=True)
+    model.save(tmp_path / "old", torch.float32)
+    new = other_weights(model, noise=0.1)
+    params = SamplingParams(stop_ids=(), suppressed_ids=renderer.suppressed_ids)
+    first = request(renderer.prompt(question("Find x.")), params, 40, seed=3)
+
+    async def story() -> tuple[Conversation, Conversation]:
+        talking = asyncio.create_task(converse(engine, renderer, first, [SCORE]))
+        await when(lambda: engine.num_forwards >= 10)
+        await engine.pause()
+        engine.load_weights(new, version=1)
+        await engine.resume()
+        return await talking, await converse(engine, renderer, first, [])
+
+    talk, later = asyncio.run(story())
+    (_, count), (_, rest) = talk.completions[0].versions
+    assert count >= 10 and rest > 0
+    assert talk.completions[1].num_cached == len(first.ids) + 39
+    assert (later.completions[0].versions, later.completions[0].num_cached) == (((1, 40),), 0)
+    assert_same_as_full_forward(model, later)  # a session that began under the new weights has read nothing before
+    stream = talk.requests[1].ids + talk.completions[1].ids
+    num_old = len(first.ids) + count - 1  # the last id that was drawn is not read yet
+    model.save(tmp_path / "new", torch.float32)
+    expected = mixed_logprobs(tmp_path / "old", tmp_path / "new", stream, num_old, params)
+    fresh = full_logprobs(model, stream, (), params)
+    for asked, done in zip(talk.requests, talk.completions, strict=True):
+        places = torch.arange(len(done.ids)) + len(asked.ids) - 1
+        given, ids = torch.tensor(done.logprobs), torch.tensor(done.ids)
+        torch.testing.assert_close(given, expected[places, ids], rtol=0, atol=1e-5)
+        assert (given - fresh[places, ids])[-rest:].abs().max() > 1e-3  # reading anew gives others
+
+
+def test_weights_that_a_run_goes_back_to_leave_no_cache(model: PolicyModel, renderer: Renderer) -> None:
+    engine = Slowed(model, keeps_kv_cache=True)
+    params = SamplingParams(stop_ids=(), suppressed_ids=renderer.suppressed_ids)
+    first = request(renderer.prompt(question("Find x.")), params, 40, seed=3)
+    engine.weight_version = 3
+
+    async def story() -> Conversation:
+        talking = asyncio.create_task(converse(engine, renderer, first, [SCORE]))
+        await when(lambda: engine.num_forwards >= 10)
+        await engine.pause()
+        engine.load_weights(other_weights(model, noise=0.1), version=2)
+        await engine.resume()
+        return await talking
+
+    talk = asyncio.run(story())
+    assert_same_as_full_forward(model, Conversation(talk.requests[1:], talk.completions[1:]))
 
 
 def test_weights_change_only_while_paused_or_between_rollouts(model: PolicyModel, renderer: Renderer) -> None:

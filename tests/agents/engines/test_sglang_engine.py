@@ -48,7 +48,7 @@ from envs.env import Env
 from envs.errors import UserError
 from envs.spec import EnvLimits
 from tests.agents.engines.sglang_server import NEW, OLD
-from tests.builders import sampling, versions_of
+from tests.builders import mixed_logprobs, sampling, versions_of
 from tests.prompts import picture, question, sample
 from tests.servers import serving
 from trainer.setup.servers import check_server
@@ -338,6 +338,46 @@ def test_a_turn_goes_on_after_a_pause_under_the_new_weights(
     given = np.array(completion.logprobs)
     assert np.abs(written_logprobs(old, request, completion)[:early] - given[:early]).max() < 1e-4
     assert np.abs(written_logprobs(new, request, completion)[early:] - given[early:]).max() < 1e-4
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_with_its_cache_kept_a_turn_goes_on_from_what_older_weights_have_read(
+    keeps: bool, checkpoint: Path, renderer: Renderer, model: PolicyModel, tmp_path: Path
+) -> None:
+    """Computed by Transformers alone. A session that begins after the push has nothing to do with the older weights."""
+    new = changed(model, tmp_path / "new", renderer)
+    rendered = renderer.prompt(question("Find x."))
+    params = SamplingParams(suppressed_ids=renderer.suppressed_ids)
+    request = GenerateRequest(rendered.ids, (), 40, params, seed=1)
+
+    async def play(engine: SGLangEngine) -> tuple[Completion, Completion, Completion]:
+        async with engine.session() as session:
+            writing = asyncio.create_task(session.generate(request))
+            await asyncio.sleep(1.0)
+            await engine.pause()
+            await engine.update_from_disk(tmp_path / "new", version=1)
+            await engine.resume()
+            done = await writing
+            ids = (*request.ids, *done.ids, *request.ids)
+            return done, await session.generate(replace(request, ids=ids)), await write(engine, request)
+
+    with serving(checkpoint, "--has-cache", "--slow-s", "0.3") as url:
+        done, second, later = with_engine(external(url, keeps_kv_cache=keeps), renderer, play)
+    (_, early), (_, late) = done.versions
+    assert early > 0
+    assert late > 0
+    pure = written_logprobs(new, request, later)
+    assert (later.versions, later.num_cached) == (((1, 40),), 0)
+    assert np.abs(pure - np.array(later.logprobs)).max() < 1e-4
+    stream = (*request.ids, *done.ids, *request.ids, *second.ids)
+    num_old, readers = len(request.ids) + early - 1, (checkpoint if keeps else tmp_path / "new", tmp_path / "new")
+    expected = mixed_logprobs(*readers, stream, num_old, params)
+    first = len(request.ids) - 1
+    for start, completion, skip in ((first, done, early), (len(stream) - 41, second, 0)):
+        rows = torch.arange(start + skip, start + 40)
+        given = torch.tensor(completion.logprobs[skip:])
+        torch.testing.assert_close(given, expected[rows, torch.tensor(completion.ids[skip:])], rtol=0, atol=1e-4)
+    assert second.num_cached >= len(request.ids) + 36
 
 
 def test_weights_given_as_tensors_score_a_picture_that_older_weights_have_seen(

@@ -194,6 +194,20 @@ def test_turns_in_flight_are_sent_and_read_again_after_a_push() -> None:
     assert sent(3) > 3
 
 
+def test_with_its_cache_kept_a_push_costs_no_reading() -> None:
+    """Reading is all that servers do. It takes as long as in synchronous steps, but for the last token of turns."""
+
+    def read_s(staleness: int, keeps: bool = False) -> float:
+        costs = Costs(TINY, machine(prefill_tflops=1e-9, update_s=2.5, request_s=0.5))
+        schedule = Schedule(2, 2, staleness, 100, steps=40, turn_wait_s=0.0, keep_kv_cache=keeps)
+        forecast = play(costs, schedule, replace(EQUAL, prompt=1000, turn_tokens=32))
+        return forecast.busy["servers"] * forecast.seconds / len(forecast.counted)
+
+    once = read_s(0)
+    assert read_s(2, keeps=True) == pytest.approx(once, rel=0.08)
+    assert read_s(2) > 1.2 * once
+
+
 def test_a_full_cache_makes_streams_wait() -> None:
     """A cache of two streams, constant service: 4 streams on 2 places take two services, as in D/D/2."""
     costs, lengths = Costs(TINY, machine(decode_step_s=0.5)), replace(EQUAL, turns=1, tool_s=0.0)
@@ -366,10 +380,18 @@ def test_a_server_without_a_calibration_is_refused() -> None:
 
 
 def test_the_command_of_a_plan_is_one_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["--model", "8b", "--num-gpus", "8", "--steps", "2"]) == 0
+    ahead = ["--max-staleness", "1", "--keep-kv-cache"]
+    assert run(["--model", "8b", "--num-gpus", "8", "--steps", "2", *ahead]) == 0
     (command,) = re.findall("^python -m trainer.run (.*)$", capsys.readouterr().out, re.MULTILINE)
     config = parse(RunConfig, command.split(), "", "")
     assert (config.model.model, config.cluster.num_gpus > 0) == ("Qwen/Qwen3-VL-8B-Instruct", True)
+    assert (config.engine.placement, config.rollout.keep_kv_cache) == ("split", True)
+
+
+@pytest.mark.parametrize("flags", [(), ("--max-staleness", "1", "--placement", "colocate")])
+def test_a_cache_is_kept_only_where_episodes_run_as_weights_come(flags: tuple[str, ...]) -> None:
+    with pytest.raises(UserError, match="--keep-kv-cache: is for --max-staleness above 0 and --placement split"):
+        run(["--keep-kv-cache", *flags])
 
 
 @pytest.mark.parametrize("path", sorted(BUNDLED.glob("*.json")), ids=lambda path: path.stem)

@@ -9,6 +9,7 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from agents.recording import Recording
 from agents.types import Trajectory
 from tests.environments import environment, lucky_geometry
 from tests.recordings import episodes_in, lines_of
+from tests.servers import serving
 from tests.trainer.test_run import SMALL, train
 from trainer.checkpoint.checkpointer import _write_manifest
 from trainer.config.sources import read_config
@@ -75,6 +77,25 @@ def test_a_recording_of_an_asynchronous_run_replays_to_the_bit(
     assert f"figures are equal to the bit in all {STEPS} steps" in " ".join(capsys.readouterr().out.split())
     ours, theirs = (load_file(path / "model" / "model.safetensors") for path in (tmp_path / "replay", recorded))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("where", ["embedded", "servers"])
+def test_with_its_cache_kept_new_weights_write_after_what_older_ones_have_read(
+    checkpoint: Path, tmp_path: Path, lucky: list[str], where: str
+) -> None:
+    """Read again, tokens of the newest weights have the learner's log-probs; after older weights' keys they cannot."""
+    gaps = {}
+    for keeps in (False, True):
+        with ExitStack() as stack:
+            argv = [*lucky, "--max-new-tokens", "200", "--max-staleness", "2"]
+            if where == "servers":
+                argv += ["--engine-url", stack.enter_context(serving(checkpoint, "--has-cache", "--slow-s", "0.01"))]
+            folder = tmp_path / f"keeps-{keeps}"
+            train(checkpoint, folder, *argv, *(["--keep-kv-cache"] if keeps else []), steps=STEPS, eval_size=0)
+        rows = lines_of(folder / "metrics.jsonl")
+        gaps[keeps] = max(row.get("rollout_train_kl/staleness_0", 0.0) for row in rows)
+        assert all(row.get("probe_gap", 0.0) < 1e-4 for row in rows)
+    assert gaps[False] < 1e-8 and gaps[True] > 1e-6, gaps
 
 
 def test_a_run_plays_no_group_that_it_does_not_train_on(recorded: Path) -> None:

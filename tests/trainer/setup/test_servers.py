@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from agents.rendering.renderer import Renderer
 from trainer.config.inputs import ModelConfig
-from trainer.config.rollout import RolloutConfig, ServersConfig
+from trainer.config.rollout import EngineConfig, RolloutConfig, ServersConfig
+from trainer.config.run import RunConfig
+from trainer.setup.components import own_servers
 from trainer.setup.servers import server_settings
 
 
@@ -34,3 +38,12 @@ def test_what_the_run_asks_of_its_servers_reaches_their_settings(tmp_path: Path)
     assert (settings.num_servers, settings.mem_fraction, settings.first_gpu) == (2, 0.6, 1)
     assert (settings.dtype, settings.context_length, settings.max_sessions) == ("bfloat16", 1000, 96)
     assert settings.arguments == ("--disable-cuda-graph", "--page-size=16")
+
+
+def test_started_servers_are_told_to_keep_their_cache(checkpoint: Path, renderer: Renderer, tmp_path: Path) -> None:
+    ahead = RolloutConfig(max_staleness=1, keep_kv_cache=True)
+    config = RunConfig(engine=EngineConfig(engine="sglang"), rollout=ahead)
+    with ExitStack() as cleanup:
+        engine = own_servers(config, checkpoint, renderer, tmp_path, None, cleanup)
+    assert engine
+    assert engine.settings.keeps_kv_cache

@@ -14,7 +14,8 @@ NOT_MEASURED = "not measured: all times of --backend megatron; it is taken to co
 
 def command(layout: Layout, settings: Mapping[str, object]) -> str:
     """Return the command of `trainer.run` for a layout, with further settings by field name."""
-    words = (f"--{name.replace('_', '-')} {value}" for name, value in {**settings, **layout.flags()}.items())
+    flags = {f"--{name.replace('_', '-')}": value for name, value in {**settings, **layout.flags()}.items()}
+    words = (flag if value is True else f"{flag} {value}" for flag, value in flags.items() if value is not False)
     shared = f" {layout.learner.layout.flags()}" if layout.learner.layout else ""
     return "python -m trainer.run " + " ".join(words) + shared
 

@@ -2,8 +2,8 @@
 
 A problem begins only while fewer than (staleness + 1) * problems_per_step begun ones are not yet trained on. So no
 older token trains, and with staleness 0 a step collects, then learns. While weights are pushed, and with `colocate`
-while the learner trains, servers pause; then turns go on where they stood. Turns go together as those of
-`agents.engines.sglang.gate`, whose streams stand still whenever their server begins to read.
+while the learner trains, servers pause; then turns go on where they stood. Turns wait for others as SGLang's
+do with `--turn-wait-s`, and all streams stand still whenever their server begins to read.
 
 Legend: a server's clock counts the tokens that it has written in each of its streams since the start.
 """
@@ -39,6 +39,7 @@ class Schedule:
     max_concurrent: int = 1024
     steps: int = 6
     turn_wait_s: float = 0.2
+    keep_kv_cache: bool = False
 
 
 @dataclass(frozen=True)
@@ -174,13 +175,16 @@ class _Server:
         self._notify()
 
     def forget(self) -> None:
-        """Empty the cache: new weights have come. Turns in flight are sent and read again, as far as they are."""
-        self._known.clear()
+        """Take new weights. Turns in flight are sent again, and read again unless the cache is kept."""
+        if not self.run.schedule.keep_kv_cache:
+            self._known.clear()
         cut, self._writing, self._cached = self._writing, [], 0.0
         for end, _, turn in cut:
             left = end - self._clock
             written = turn.tokens - left
-            turn.new, turn.before, turn.tokens = turn.before + turn.new + round(written), 0, left
+            stream = turn.before + turn.new + round(written)
+            turn.new = 1 if self.run.schedule.keep_kv_cache else stream
+            turn.before, turn.tokens = stream - turn.new, left
             turn.written, self._cut = turn.written + written, self._cut + written
             self.sim.process(self._send_again(turn))
 
@@ -357,7 +361,7 @@ class _Run:
             yield line.work(machine.turn_s)
             if not self.is_lockstep:
                 yield server.line.work(self.costs.request_s(group.shape.images))
-            if version != self.version:
+            if version != self.version and not self.schedule.keep_kv_cache:
                 read, version = 0, self.version
             turn = _Turn(group, stream - read, read, shape.tokens, self.sim.event())
             server.submit(turn)
