@@ -444,7 +444,7 @@ class Emulator:
         if "weights" in self.freed:
             os._exit(1)
         self.engine.load_weights(weights, version=int(version or 0))
-        if body["flush_cache"]:
+        if body.get("flush_cache", True):
             self.prefixes.clear()
         if version is not None:
             self.version = self.checkpoint = version

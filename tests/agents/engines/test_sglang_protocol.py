@@ -1068,7 +1068,7 @@ def test_scores_are_of_every_server_that_is_up_and_of_the_first_alone_where_one_
         other.answers["generate"] = [scored(-2.0)] * 2
         both = await engine.score_everywhere([1, 2], ())
         first = await engine.score([1, 2], ())
-        assert one.bodies("generate")[0] == score_body([1, 2], (), PAD)
+        assert one.bodies("generate")[0] == score_body([1, 2], (), PAD) | {"extra_key": engine.salt}
         return [scores.tolist() for scores in both], first.tolist()
 
     assert with_engine(play, 2, generate=[scored(-1.0)] * 2) == ([[-1.0], [-2.0]], [-1.0])

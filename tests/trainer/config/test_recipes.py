@@ -42,6 +42,7 @@ NEEDED = {
     "loss_constant": {("algorithm", "aggregation"): "constant"},
     "stop_at_accuracy": {("evaluation", "eval_every"): 2},
     "patience": {("evaluation", "eval_every"): 2},
+    "keep_kv_cache": {("rollout", "max_staleness"): 1},
 }
 VALUES = {"dual_clip": 3.0, "oversample": 1.5, "max_oversample": 4.0}
 

@@ -18,6 +18,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from agents.engines.hf import HFEngine
+from agents.engines.sglang import SGLangEngine
 from agents.recording import Recording
 from agents.types import Trajectory
 from tests.environments import environment, lucky_geometry
@@ -80,22 +82,22 @@ def test_a_recording_of_an_asynchronous_run_replays_to_the_bit(
 
 
 @pytest.mark.parametrize("where", ["embedded", "servers"])
-def test_with_its_cache_kept_new_weights_write_after_what_older_ones_have_read(
-    checkpoint: Path, tmp_path: Path, lucky: list[str], where: str
+def test_the_engine_of_a_run_is_told_to_keep_its_cache(
+    checkpoint: Path, lucky: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """Read again, tokens of the newest weights have the learner's log-probs; after older weights' keys they cannot."""
-    gaps = {}
-    for keeps in (False, True):
-        with ExitStack() as stack:
-            argv = [*lucky, "--max-new-tokens", "200", "--max-staleness", "2"]
-            if where == "servers":
-                argv += ["--engine-url", stack.enter_context(serving(checkpoint, "--has-cache", "--slow-s", "0.01"))]
-            folder = tmp_path / f"keeps-{keeps}"
-            train(checkpoint, folder, *argv, *(["--keep-kv-cache"] if keeps else []), steps=STEPS, eval_size=0)
-        rows = lines_of(folder / "metrics.jsonl")
-        gaps[keeps] = max(row.get("rollout_train_kl/staleness_0", 0.0) for row in rows)
-        assert all(row.get("probe_gap", 0.0) < 1e-4 for row in rows)
-    assert gaps[False] < 1e-8 and gaps[True] > 1e-6, gaps
+    owner, name = (HFEngine, "load_weights") if where == "embedded" else (SGLangEngine, "update")
+    load, told = getattr(owner, name), []
+
+    def loading(self: Any, *args: Any) -> Any:
+        told.append(self.keeps_kv_cache if where == "embedded" else self.settings.keeps_kv_cache)
+        return load(self, *args)
+
+    monkeypatch.setattr(owner, name, loading)
+    with ExitStack() as stack:
+        given = ["--engine-url", stack.enter_context(serving(checkpoint, "--has-cache"))] if where == "servers" else []
+        argv = [*lucky, *given, "--max-staleness", "2", "--keep-kv-cache"]
+        train(checkpoint, tmp_path / "run", *argv, eval_size=0)
+    assert set(told) == {True}
 
 
 def test_a_run_plays_no_group_that_it_does_not_train_on(recorded: Path) -> None:
