@@ -116,7 +116,7 @@ def layout_of(config: RunConfig, costs: Costs, embedded: bool) -> Layout:
     ranks = max(1, cluster.num_ranks)
     reshards = learner.reshard == "always" or (learner.reshard == "auto" and ranks > 1)
     shared = embedded or engine.placement == "colocate"
-    per_gpu = engine.mem_fraction * costs.hardware.memory_gib * GIB
+    per_gpu = engine.memory_share(shared) * costs.hardware.memory_gib * GIB
     weights = costs.value_bytes * costs.shape.parameters / engine.tensor_parallel
     cache = (per_gpu - weights) * min(engine.tensor_parallel, costs.shape.kv_heads)
     return Layout(

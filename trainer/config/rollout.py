@@ -47,8 +47,12 @@ class ServersConfig(Section):
         ge=0,
         description="first GPU of the started servers; empty: the one after the learners' GPUs, or GPU 0",
     )
-    mem_fraction: float = Field(
-        default=0.4, gt=0, lt=1, description="share of a GPU's memory for the started servers on it"
+    mem_fraction: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="share of a GPU's memory for the started servers on it; empty: 0.8, or 0.4 where a learner is on "
+        "their GPUs",
     )
     engine_args: str = Field(
         default="",
@@ -76,6 +80,10 @@ class ServersConfig(Section):
         if self.engine == "auto":
             return "sglang" if self.engine_url or num_gpus else "hf"
         return self.engine
+
+    def memory_share(self, beside_learner: bool) -> float:
+        """Return the share of a GPU's memory for the servers on it."""
+        return self.mem_fraction or (0.4 if beside_learner else 0.8)
 
     def starts_servers(self, num_gpus: int) -> bool:
         """Whether SGLang servers are started, given the number of GPUs of learner processes."""

@@ -44,7 +44,7 @@ from trainer.learner.protocol import Learner
 from trainer.learner.weight_group import SHARED_VARIABLES
 from trainer.learner.weight_sender import RankSender, WeightSender
 from trainer.learner.weights_io import meta_model
-from trainer.setup.servers import check_servers, place_servers, server_settings
+from trainer.setup.servers import check_servers, place_servers, server_settings, shared_gpus
 from trainer.weight_sync.group_transport import GroupTransport
 from trainer.weight_sync.transports import (
     AdapterTransport,
@@ -258,10 +258,10 @@ def own_servers(
     gpus = tuple(range(num_gpus or int(learner_device(config).type == "cuda")))
     first_gpu = 0 if room else place_servers(engine, gpus, engine.placement)
     most = config.rollout.max_sessions(config.data.eval_size or 0)
-    settings = server_settings(engine, config.model, model_path, first_gpu, most, folder / "servers")
-    settings = replace(
-        settings, frees_memory=engine.placement == "colocate", keeps_kv_cache=config.rollout.keep_kv_cache
-    )
+    colocated = engine.placement == "colocate"
+    shares = not room.is_split if room else colocated or bool(shared_gpus(engine, gpus, torch.cuda.device_count()))
+    settings = server_settings(engine, config.model, model_path, first_gpu, most, folder / "servers", shares)
+    settings = replace(settings, frees_memory=colocated, keeps_kv_cache=config.rollout.keep_kv_cache)
     launcher = room.launcher if room else None
     servers = SGLangEngine(settings, renderer.image_token_id, config.model.context_length, launcher)
     if learner.lora_rank and engine.sync in WITH_ADAPTERS:

@@ -8,6 +8,7 @@ import os
 import shlex
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,11 @@ import torch
 from agents.engines.sglang import SGLangSettings
 from agents.engines.sglang.client import authorization, uses_proxy
 from agents.engines.sglang.releases import OLDEST, UNKNOWN, Release, dotted
+from agents.engines.sglang.server_arguments import server_gpus
 from agents.model.architectures import NO_IMAGE_TOKEN, ModelFacts
 from envs.errors import UserError, first_line
 from trainer.config.inputs import ModelConfig
-from trainer.config.rollout import API_KEY_VARIABLE, Placement, ServersConfig
+from trainer.config.rollout import API_KEY_VARIABLE, EngineConfig, Placement, ServersConfig
 
 
 def engine_api_key(engine: ServersConfig) -> str:
@@ -126,6 +128,19 @@ def first_server_gpu(given: int | None, learner_gpus: Sequence[int], num_gpus: i
     return after if after + tensor_parallel <= num_gpus else 0
 
 
+def shared_gpus(engine: EngineConfig, learner_gpus: Sequence[int], here: int) -> Counter[int]:
+    """Return the number of started servers on each GPU that a learner keeps; `here` is the number of GPUs of this host.
+
+    >>> shared_gpus(EngineConfig(num_servers=3), (0,), here=2)
+    Counter({0: 1})
+    """
+    if engine.placement != "auto":
+        return Counter()
+    first = first_server_gpu(engine.first_gpu, learner_gpus, here, engine.tensor_parallel)
+    places = [server_gpus(first, number, engine.tensor_parallel, here) for number in range(engine.num_servers)]
+    return Counter(gpu for place in places for gpu in place if gpu in learner_gpus)
+
+
 def server_settings(
     engine: ServersConfig,
     model: ModelConfig,
@@ -133,6 +148,7 @@ def server_settings(
     first_gpu: int,
     max_sessions: int,
     log_folder: Path,
+    beside_learner: bool = False,
 ) -> SGLangSettings:
     """Return the settings to start servers with, for `max_sessions` at once together, or to connect to them."""
     return SGLangSettings(
@@ -141,7 +157,7 @@ def server_settings(
         num_servers=engine.num_servers,
         tensor_parallel=engine.tensor_parallel,
         first_gpu=first_gpu,
-        mem_fraction=engine.mem_fraction,
+        mem_fraction=engine.memory_share(beside_learner),
         dtype=model.dtype,
         arguments=tuple(shlex.split(engine.engine_args)),
         log_folder=log_folder,

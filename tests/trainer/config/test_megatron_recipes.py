@@ -43,7 +43,7 @@ def row(size: str) -> str:
     figures = [f"{getattr(found, part) / GIB:.1f}" for part in parts]
     flags = Layout.of(config.cluster).flags().removeprefix("--backend megatron ")
     servers = f"{config.engine.num_servers} x {config.engine.tensor_parallel}"
-    room = f"{config.engine.mem_fraction * SIZES[size]:.0f}"
+    room = f"{config.engine.memory_share(beside_learner=True) * SIZES[size]:.0f}"
     cells = [f"`{model}-Instruct`, `-Thinking`", f"`{name}`", f"{config.cluster.num_gpus} x {SIZES[size]} GB"]
     return f"| {' | '.join([*cells, f'`{flags}`', *figures, f'{servers}, {room}'])} |"
 
@@ -54,7 +54,7 @@ def test_a_recipe_is_possible_fits_and_is_what_the_page_shows(size: str) -> None
     check_layout(Layout.of(config.cluster), config.cluster.num_gpus, qwen3_vl_config(size))
     assert config.model.model.lower() == f"qwen/qwen3-vl-{size}-instruct"
     assert found.total < 0.95 * room  # servers have freed their memory
-    assert found.between_steps + config.engine.mem_fraction * room < 0.95 * room
+    assert found.between_steps + config.engine.memory_share(beside_learner=True) * room < 0.95 * room
     engine = config.engine
     assert engine.num_servers * engine.tensor_parallel == config.cluster.num_gpus
     assert row(size) in PAGE

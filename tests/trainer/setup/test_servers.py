@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from agents.rendering.renderer import Renderer
 from trainer.config.inputs import ModelConfig
+from trainer.config.learner import ClusterConfig
 from trainer.config.rollout import EngineConfig, RolloutConfig, ServersConfig
 from trainer.config.run import RunConfig
 from trainer.setup.components import own_servers
@@ -38,6 +40,35 @@ def test_what_the_run_asks_of_its_servers_reaches_their_settings(tmp_path: Path)
     assert (settings.num_servers, settings.mem_fraction, settings.first_gpu) == (2, 0.6, 1)
     assert (settings.dtype, settings.context_length, settings.max_sessions) == ("bfloat16", 1000, 96)
     assert settings.arguments == ("--disable-cuda-graph", "--page-size=16")
+
+
+@pytest.mark.parametrize(
+    ("flags", "here", "share"),
+    [
+        ({}, 2, 0.8),  # on the GPU after the learner's
+        ({}, 1, 0.4),
+        ({"num_servers": 2}, 2, 0.4),  # the second one is on the learner's GPU
+        ({"first_gpu": 0}, 2, 0.4),
+        ({"placement": "colocate"}, 2, 0.4),
+        ({"placement": "split"}, 2, 0.8),
+        ({"mem_fraction": 0.55}, 1, 0.55),
+    ],
+)
+def test_servers_take_more_of_a_gpu_that_no_learner_is_on(
+    flags: dict[str, Any],
+    here: int,
+    share: float,
+    checkpoint: Path,
+    renderer: Renderer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: here)
+    config = RunConfig(engine=EngineConfig(engine="sglang", **flags), cluster=ClusterConfig(num_gpus=1))
+    with ExitStack() as cleanup:
+        engine = own_servers(config, checkpoint, renderer, tmp_path, None, cleanup)
+    assert engine
+    assert engine.settings.mem_fraction == share
 
 
 def test_started_servers_are_told_to_keep_their_cache(checkpoint: Path, renderer: Renderer, tmp_path: Path) -> None:

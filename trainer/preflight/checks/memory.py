@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agents.engines.sglang.server_arguments import server_gpus
 from trainer.config.learner import IMAGE_SHARE
 from trainer.config.run import RunConfig
 from trainer.learner.compile_choice import is_compiled
@@ -21,7 +20,7 @@ from trainer.preflight.checks.free_memory import FreeMemory
 from trainer.preflight.finding import Verdict, combine, fault, ok, skipped, warning
 from trainer.preflight.memory_estimate import MetaNetworks, Parameters, estimate
 from trainer.preflight.memory_terms import GIB, Plan
-from trainer.setup.servers import first_server_gpu
+from trainer.setup.servers import first_server_gpu, shared_gpus
 
 #: Memory of a process for torch's libraries, a CUDA context and the allocator's gaps.
 PROCESS_BYTES = GIB
@@ -218,7 +217,7 @@ def _check_gpus(config: RunConfig, networks: MetaNetworks, need: MemoryNeed, fre
     def room_on(index: int) -> int:
         """Return the bytes that a server on the GPU leaves free."""
         free_bytes, total_bytes = free.gpus[index]
-        taken = config.engine.mem_fraction * total_bytes + shared[index] * PROCESS_BYTES
+        taken = config.engine.memory_share(beside_learner=True) * total_bytes + shared[index] * PROCESS_BYTES
         return free_bytes - (int(taken) if shared[index] else 0)
 
     def tightest(need: MemoryNeed) -> tuple[int, int, int]:
@@ -237,7 +236,7 @@ def _check_gpus(config: RunConfig, networks: MetaNetworks, need: MemoryNeed, fre
         return most if most <= TIGHT * room else None
 
     most, least, room = tightest(need)
-    also = f" beside servers that take {config.engine.mem_fraction:g} of it" if shared else ""
+    also = f" beside servers that take {config.engine.memory_share(beside_learner=True):g} of it" if shared else ""
     found = f"a GPU with a learner may need {_gib(most)}, {_gib(room)} are free{also}"
     return _judge(most, least, room, found, lambda: _fix(config, (*CHANGES, *MORE_GPUS), fits))
 
@@ -251,7 +250,7 @@ def _check_host(need: MemoryNeed, free: FreeMemory) -> Sequence[Verdict]:
 
 def _check_colocated(config: RunConfig, need: MemoryNeed, free: FreeMemory) -> Sequence[Verdict]:
     """Judge what the learner keeps while servers on its GPUs write; while it trains, they have freed theirs."""
-    num_gpus, fraction = max(1, config.cluster.num_gpus), config.engine.mem_fraction
+    num_gpus, fraction = max(1, config.cluster.num_gpus), config.engine.memory_share(beside_learner=True)
     if config.engine.placement != "colocate" or num_gpus > len(free.gpus):
         return []
     gpus = free.gpus[:num_gpus]
@@ -264,12 +263,9 @@ def _check_colocated(config: RunConfig, need: MemoryNeed, free: FreeMemory) -> S
 
 def _shared_gpus(config: RunConfig, here: int) -> Counter[int]:
     """Return the number of started servers on each GPU with a learner; `here` is the number of GPUs of this host."""
-    if not _uses_servers(config) or config.engine.engine_url or config.engine.placement != "auto":
+    if not _uses_servers(config) or config.engine.engine_url:
         return Counter()
-    learners, tensor_parallel = tuple(range(max(1, config.cluster.num_gpus))), config.engine.tensor_parallel
-    first = first_server_gpu(config.engine.first_gpu, learners, here, tensor_parallel)
-    places = [server_gpus(first, number, tensor_parallel, here) for number in range(config.engine.num_servers)]
-    return Counter(gpu for place in places for gpu in place if gpu in learners)
+    return shared_gpus(config.engine, tuple(range(max(1, config.cluster.num_gpus))), here)
 
 
 def _embedded_gpu(config: RunConfig, here: int) -> int:
