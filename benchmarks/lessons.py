@@ -7,6 +7,7 @@ arguments that are guesses: nothing else is learnt.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Sequence
 
@@ -17,16 +18,20 @@ from agents.model.policy import PolicyModel
 from agents.rendering.renderer import Renderer
 from agents.rollout.episode import Episode, Limits
 from agents.rollout.manager import rollout_groups
-from agents.types import GenerateRequest, SamplingLaw, TrajectoryGroup
+from agents.types import GenerateRequest, SamplingParams, TrajectoryGroup
 from envs.checking.hostile import write_call
 from envs.execution.load import load_env
 from envs.problems import with_system_prompt
 from envs.registry import get_spec
 from envs.spec import EnvLimits
-from trainer.config.algorithm import AlgorithmConfig
-from trainer.data.packing import balanced_bins, collate, pack_rows, training_samples
+from trainer.config.learner import LearnerConfig, OptimConfig
+from trainer.config.sft import LIKELIHOOD
+from trainer.data.packing import training_samples
+from trainer.learner.fsdp_learner import FSDPLearner
 from trainer.setup.components import sampling_params
 
+#: Problems of a step, twice each.
+GROUPS_PER_STEP = 8
 #: Words of a turn's thoughts, a token each. A word tells its part, so the last one says all that the next depends on.
 PARTS = ("the angle is of", "triangle circle length sum", "area radius answer find", "and a ratio height")
 
@@ -65,29 +70,23 @@ def lessons(renderer: Renderer, env: str, count: int, seed: int, num_words: int 
     return asyncio.run(rollout_groups(loop, problems, load_env(spec), spec.args(3, "hermes"), 2, seed))
 
 
-def teach(
-    model: PolicyModel, groups: Sequence[TrajectoryGroup], steps: int, lr: float, max_tokens: int = 8192
-) -> list[float]:
-    """Train on the scripted turns in place; return the mean loss per token of each step."""
+def teach(model: PolicyModel, groups: Sequence[TrajectoryGroup], steps: int, lr: float) -> tuple[FSDPLearner, float]:
+    """Return a learner that has taken steps on the scripted turns, and the last one's mean loss per token."""
     device = next(model.parameters()).device
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    algorithm, nothing = AlgorithmConfig(), [[0.0] * len(group.trajectories) for group in groups]
-    samples = training_samples(groups, nothing, model.image_token_id, model.merge_size, algorithm, max_tokens)
-    rows = pack_rows(samples, max_tokens)
-    random.Random(0).shuffle(rows)
-    bins = [each for start in range(0, len(rows), 16) for each in balanced_bins(rows[start : start + 16], max_tokens)]
-    losses = []
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = lr * min(1.0, (step + 1) / 10) * (1.0 if step < steps // 2 else 0.3)
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        # Under autocast, queries come in float32 where rotary positions are: for them, attention needs its buckets.
-        batch = collate(bins[step % len(bins)], model.image_token_id, device, torch.float32)
-        with torch.autocast(device.type, dtype, enabled=device.type == "cuda"):
-            loss = -model.token_scores(batch.packed, SamplingLaw())[0].mean()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        losses.append(float(loss))
-    return losses
+    learner = FSDPLearner(
+        model,
+        SamplingParams(),
+        steps,
+        OptimConfig(lr=lr, schedule="cosine", beta2=0.95, weight_decay=0.0),
+        LIKELIHOOD,
+        LearnerConfig(max_tokens_per_microbatch=16384),
+        device,
+        torch.bfloat16 if device.type == "cuda" else torch.float32,
+    )
+    order, loss = random.Random(0), math.nan
+    for _ in range(steps):
+        chosen = order.sample(groups, GROUPS_PER_STEP)
+        wanted = [[1.0] * len(group.trajectories) for group in chosen]
+        samples = training_samples(chosen, wanted, model.image_token_id, model.merge_size, LIKELIHOOD, 0)
+        loss = learner.step([samples]).loss
+    return learner, loss

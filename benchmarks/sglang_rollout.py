@@ -75,15 +75,18 @@ def make_checkpoint(name: str, folder: Path, steps: int, seed: int, device: str,
     started = time.perf_counter()
     groups = [group for env in ENVS for group in lessons(renderer, env, 256, seed, num_words)]
     played = time.perf_counter()
-    losses = teach(model, groups, steps, lr) or [float("nan")]
-    model.save(folder)
-    renderer.save(folder)
     number = sum(parameter.numel() for parameter in model.parameters())
+    learner, loss = teach(model, groups, steps, lr)
+    learner.save(folder, torch.float32)
+    renderer.save(folder)
     print(
         f"{name}: {number / 1e6:.0f} M parameters, {steps} steps of lessons in {time.perf_counter() - played:.0f} s "
-        f"(played in {played - started:.0f} s), loss {losses[0]:.2f} -> {np.mean(losses[-10:]):.2f}",
+        f"(played in {played - started:.0f} s), loss {loss:.2f}",
         flush=True,
     )
+    del learner, model
+    gc.collect()
+    torch.cuda.empty_cache()  # others use the GPU from here on
     return renderer
 
 
