@@ -28,8 +28,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 from safetensors.torch import load_file, save_file
+from torch.multiprocessing.spawn import start_processes
 
 from agents.model.policy import PolicyModel
 from agents.model.stream_logprobs import stream_logprobs
@@ -348,7 +348,7 @@ def trace_main(rank: int, names: Sequence[str], work: Path, out: Path, device: s
 
 def run_ranks(main: Callable[..., None], num_ranks: int, store: Path, device: str, *args: Any) -> None:
     """Run `main(rank, *args, device)` in the ranks of a process group; raises the first error of a rank."""
-    multiprocessing.start_processes(_rank, (num_ranks, str(store), device, main, args), num_ranks, start_method="spawn")
+    start_processes(_rank, (num_ranks, str(store), device, main, args), num_ranks, start_method="spawn")
 
 
 def _rank(rank: int, num_ranks: int, store: str, device: str, main: Callable[..., None], args: Sequence[Any]) -> None:

@@ -129,7 +129,7 @@ def measure_env(env_id: str, num_episodes: int, repeats: int) -> list[tuple[str,
     samples = [source[index] for index in range(num_episodes)]
 
     def bare() -> int:
-        return play_bare(base, base.load(), samples)
+        return play_bare(base, load_env(base), samples)
 
     def runner(isolation: str, concurrency: int) -> dict[str, float]:
         spec = base.model_copy(update={"isolation": isolation})

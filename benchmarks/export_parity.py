@@ -78,7 +78,7 @@ def process(renderer: Renderer, picture: Image.Image) -> ProcessedImage:
 def read(folder: Path) -> list[Stream]:
     """Return what `write` left."""
     lines = json.loads((folder / STREAMS).read_text())
-    return [Stream(tuple(s["ids"]), tuple(s["pictures"]), np.float32(s["logprobs"])) for s in lines]
+    return [Stream(tuple(s["ids"]), tuple(s["pictures"]), np.asarray(s["logprobs"], np.float32)) for s in lines]
 
 
 @torch.no_grad()
@@ -88,8 +88,9 @@ def transformers_scores(folder: Path, streams: Sequence[Stream], dtype: torch.dt
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    network: Any = AutoModelForImageTextToText.from_pretrained(folder / MODEL, dtype=dtype).to(device).eval()
-    processor = Qwen2VLImageProcessorPil.from_pretrained(folder / MODEL)
+    loaded: Any = AutoModelForImageTextToText.from_pretrained(folder / MODEL, dtype=dtype)
+    network = loaded.to(device).eval()
+    processor: Any = Qwen2VLImageProcessorPil.from_pretrained(folder / MODEL)
     scores = []
     for stream in streams:
         ids = torch.tensor([stream.ids], device=device)

@@ -80,7 +80,7 @@ def _pad(samples: Sequence[TrainingSample], image_id: int, device: str) -> Padde
         before=(tensor(np.repeat(np.arange(len(samples)), counts)), tensor(np.concatenate(at))),
         targets_N=tensor(np.concatenate([s.ids_T[s.mask_T] for s in samples])),
         rollout_N=tensor(np.concatenate([s.logprobs_T[s.mask_T] for s in samples])),
-        advantages_N=tensor(np.repeat([np.float32(s.advantage) for s in samples], counts)),
+        advantages_N=tensor(np.repeat([np.asarray(s.advantage, np.float32) for s in samples], counts)),
         weights_N=tensor(np.repeat([np.float32(s.weight) for s in samples], counts)),
     )
 

@@ -120,7 +120,7 @@ def run_trl(
         callbacks: list[TrainerCallback] = [Clock()]
         trainer = Learner(network, _no_reward, args, dataset, processing_class=tokenizer, callbacks=callbacks)
         trainer.train()
-    norms = [entry["grad_norm"] for entry in trainer.learner.dcp_state.log_history if "grad_norm" in entry]
+    norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
     first = Outcome(float(torch.stack(losses[: len(parts)]).sum()), float(norms[0]) if norms else float("nan"))
     computed = sum(max(len(s.ids_T) for s in (part if options.trim else samples)) * len(part) for part in parts)
     peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0

@@ -89,7 +89,7 @@ def measure(folder: Path, run: RunConfig, samples: list[TrainingSample], repeats
 def profiled(folder: Path, run: RunConfig, samples: list[TrainingSample], repeats: int) -> dict[str, Any]:
     """Return the median seconds of a step on one rank, by kind of kernel, and by Python function of this thread."""
     device, started = "cuda" if torch.cuda.is_available() else "cpu", time.perf_counter()
-    learner = build_learner(run, folder, SamplingParams(), torch.device(device))
+    learner: Any = build_learner(run, folder, SamplingParams(), torch.device(device))
     ready_s = time.perf_counter() - started
     timing, first = timed(lambda: learner.step([samples]), device, 1, repeats)
     found = breakdown(lambda: learner.step([samples]), learner.model, device)

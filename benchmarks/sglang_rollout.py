@@ -11,15 +11,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import os
 import shlex
-import signal
 import sys
 import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,6 +30,9 @@ import torch
 from agents.engines.base import Engine
 from agents.engines.hf import HFEngine
 from agents.engines.sglang import SGLangEngine, SGLangSettings
+from agents.engines.sglang.client import authorization
+from agents.engines.sglang.pictures import image_fields
+from agents.engines.sglang.servers import Server
 from agents.model import STARTER_PATH
 from agents.model.mrope import num_images_within
 from agents.model.policy import PolicyModel
@@ -39,7 +40,7 @@ from agents.model.stream_logprobs import stream_logprobs
 from agents.rendering.renderer import Renderer
 from agents.rollout.episode import Episode, Limits
 from agents.rollout.manager import rollout_groups
-from agents.types import EndReason, SamplingLaw, Trajectory, TrajectoryGroup
+from agents.types import EndReason, ProcessedImage, SamplingLaw, Trajectory, TrajectoryGroup
 from benchmarks.learner_workload import shape_config
 from benchmarks.lessons import lessons, teach
 from benchmarks.report import RESULTS, commit, markdown, write_result
@@ -47,6 +48,7 @@ from envs.execution.load import load_env
 from envs.problems import with_system_prompt
 from envs.registry import get_spec
 from envs.spec import EnvLimits
+from tests.trainer.checkpoint.learner_drill import kill_listener
 from trainer.algorithms.advantages import compute_advantages
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.learner import LearnerConfig, OptimConfig
@@ -279,9 +281,9 @@ async def throughput(bench: Bench) -> dict[str, Any]:
         sent: list[dict[str, Any]] = []
         send = engine.send
 
-        async def noted(server: Any, body: dict[str, Any]) -> Any:
-            sent.append(body)
-            return await send(server, body)
+        async def noted(server: Server, body: dict[str, Any], images: Sequence[ProcessedImage], salt: str) -> Any:
+            sent.append(body | image_fields(images, salt, release=server.client.release))
+            return await send(server, body, images, salt)
 
         problems = bench.options.episodes
         await bench.play(engine, "geo3k", problems, 1, 0.0, seed=11)  # kernels, encoded pictures
@@ -297,7 +299,8 @@ async def throughput(bench: Bench) -> dict[str, Any]:
                 engine.send = send  # type: ignore[method-assign]
                 tokens = sum(t.num_model_tokens for group in groups for t in group.trajectories)
                 await engine.servers.up[0].client.call("flush_cache", {})
-                bare_tokens, bare_s = await bare_client(url, list(sent), concurrency)
+                key = engine.servers.settings.api_key
+                bare_tokens, bare_s = await bare_client(url, list(sent), concurrency, authorization(key))
                 rows.append(
                     {
                         "concurrency": concurrency,
@@ -318,12 +321,15 @@ async def throughput(bench: Bench) -> dict[str, Any]:
     return {"rows": rows}
 
 
-async def bare_client(url: str, bodies: Sequence[dict[str, Any]], concurrency: int) -> tuple[int, float]:
+async def bare_client(
+    url: str, bodies: Sequence[dict[str, Any]], concurrency: int, headers: Mapping[str, str]
+) -> tuple[int, float]:
     """Send recorded requests in order, so many at a time; return the tokens written and the seconds."""
     waiting = iter([{**body, "rid": f"bare-{time.time_ns()}-{number}"} for number, body in enumerate(bodies)])
     tokens = 0
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=600)) as http:
+    timeout = aiohttp.ClientTimeout(total=600)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as http:
 
         async def worker() -> None:
             nonlocal tokens
@@ -360,9 +366,7 @@ async def faults(bench: Bench) -> dict[str, Any]:
             async def kill(engine: SGLangEngine = engine, after: int = asked + bench.options.episodes // 2) -> float:
                 while engine.num_requests < after:
                     await asyncio.sleep(0.01)
-                process = engine.servers.all[0].process
-                assert process is not None
-                os.killpg(process.pid, signal.SIGKILL)
+                kill_listener(engine.servers.all[0].client.url)
                 return time.perf_counter()
 
             killing = asyncio.create_task(kill())

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import multiprocessing
 import os
 import shlex
 import sys
@@ -25,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
+from torch.multiprocessing.spawn import spawn
 
 from agents.engines.sglang import SGLangEngine, SGLangSettings
 from agents.engines.sglang.process import ReservedPorts
@@ -93,9 +94,9 @@ def measure_link(rank: int, port: int, result: Any) -> None:
 def link_gb_per_s() -> dict[str, float]:
     """Return the GB/s between GPU 0 and GPU 1: of a broadcast over NCCL, and of a copy within one process."""
     ports = ReservedPorts(1)
-    with torch.multiprocessing.Manager() as manager:
+    with multiprocessing.Manager() as manager:
         result = manager.dict()
-        torch.multiprocessing.spawn(measure_link, (*ports.numbers, result), nprocs=2)
+        spawn(measure_link, (*ports.numbers, result), nprocs=2)
         ports.release()
         return {name: round(value, 1) for name, value in result.items()}
 
@@ -153,9 +154,9 @@ async def measure(options: argparse.Namespace, folder: Path, renderer: Renderer)
                 async with asyncio.timeout(options.limit_s):
                     for number in range(1, options.rounds + 1):
                         change(learner)
+                        base = torch.cuda.memory_allocated() if on_gpu else 0
                         if on_gpu:
                             torch.cuda.reset_peak_memory_stats()
-                            base = torch.cuda.memory_allocated()
                         push = await sync.push(learner.steps_done)
                         probe = push.probe or await sync.probe()
                         row = {"transport": name, "push": number, "version": learner.steps_done, **push.metrics()}

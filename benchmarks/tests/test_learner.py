@@ -81,7 +81,7 @@ def test_the_workload_is_as_described(config):
     assert 0.04 < masked < 0.06
     assert sum(s.weight * s.mask_T.sum() for s in samples) == pytest.approx(1)
     for problem in range(8):
-        assert sum(s.advantage for s in samples[8 * problem : 8 * problem + 8]) == pytest.approx(0, abs=1e-9)
+        assert np.sum([s.advantage for s in samples[8 * problem : 8 * problem + 8]]) == pytest.approx(0, abs=1e-9)
 
 
 def test_our_step_is_the_padded_one(config, samples):
