@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from envs.config.cli import exit_code, parse
 from envs.config.settings import Section
@@ -48,6 +48,20 @@ class ScheduleConfig(Section):
     max_concurrent: int = Field(default=1024, ge=1, description="--max-concurrent of trainer.run")
     steps: int = Field(default=8, ge=1, description="steps to simulate")
     seed: int = Field(default=0, ge=0, description="seed of the lengths")
+
+    @field_validator("keep_kv_cache")
+    @classmethod
+    def _has_episodes_at_a_push(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and (info.data.get("placement") == "colocate" or not info.data.get("max_staleness")):
+            raise ValueError("is for --max-staleness above 0 and --placement split")
+        return value
+
+    @property
+    def wanted_placement(self) -> Literal["colocate", "split"] | None:
+        """The placement to plan; None leaves the choice to the planner."""
+        if self.keep_kv_cache:
+            return "split"
+        return None if self.placement == "auto" else self.placement
 
 
 class WorkloadConfig(Section):
@@ -106,9 +120,6 @@ def run(argv: Sequence[str] | None = None) -> int:
     if machine.engine_url:
         fix = "give --calibrate FILE, or leave it out"
         raise UserError("--engine-url", "needs --calibrate, or nothing reads it", machine.engine_url, fix)
-    if schedule.keep_kv_cache and (schedule.placement == "colocate" or not schedule.max_staleness):
-        rule, got = "is for --max-staleness above 0 and --placement split", f"--max-staleness {schedule.max_staleness}"
-        raise UserError("--keep-kv-cache", rule, f"{got} --placement {schedule.placement}", "leave it out")
     given = config.workload
     scheduled = {"problems_per_step", "group_size", "max_staleness", "keep_kv_cache", "max_concurrent", "steps"}
     lengths = Lengths(
@@ -129,7 +140,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         layouts_of(config.learner),
     )
     wanted = Wanted(
-        "split" if schedule.keep_kv_cache else None if schedule.placement == "auto" else schedule.placement,
+        schedule.wanted_placement,
         schedule.num_servers,
         schedule.tensor_parallel,
         None if schedule.sync == "auto" else schedule.sync,

@@ -21,6 +21,8 @@ GROUP_FILTER = Plugin("a group filter", "trueturn.group_filters", ("group",))
 
 
 Placement = Literal["auto", "colocate", "split"]
+#: Shares of a GPU's memory for the started servers on it: of their own GPUs, and of those that a learner is on.
+OWN_GPU, SHARED_GPU = 0.8, 0.4
 
 
 class ServersConfig(Section):
@@ -51,8 +53,8 @@ class ServersConfig(Section):
         default=None,
         gt=0,
         lt=1,
-        description="share of a GPU's memory for the started servers on it; empty: 0.8, or 0.4 where a learner is on "
-        "their GPUs",
+        description=f"share of a GPU's memory for the started servers on it; empty: {OWN_GPU:g}, or {SHARED_GPU:g} "
+        "where a learner is on their GPUs",
     )
     engine_args: str = Field(
         default="",
@@ -83,7 +85,7 @@ class ServersConfig(Section):
 
     def memory_share(self, beside_learner: bool) -> float:
         """Return the share of a GPU's memory for the servers on it."""
-        return self.mem_fraction or (0.4 if beside_learner else 0.8)
+        return self.mem_fraction or (SHARED_GPU if beside_learner else OWN_GPU)
 
     def starts_servers(self, num_gpus: int) -> bool:
         """Whether SGLang servers are started, given the number of GPUs of learner processes."""

@@ -380,6 +380,32 @@ def test_with_its_cache_kept_a_turn_goes_on_from_what_older_weights_have_read(
     assert second.num_cached >= len(request.ids) + 36
 
 
+def test_a_session_does_not_go_on_from_weights_that_the_run_has_left(
+    checkpoint: Path, renderer: Renderer, model: PolicyModel, tmp_path: Path
+) -> None:
+    """The second push is of the version before, as after a restart of the learner."""
+    new = changed(model, tmp_path / "new", renderer)
+    request = short_turn(renderer, 12)
+
+    async def play(engine: SGLangEngine) -> list[Completion]:
+        turns = []
+        async with engine.session() as session:
+            for folder, version in ((checkpoint, 1), (checkpoint, 2), (tmp_path / "new", 2)):
+                await engine.pause()
+                await engine.update_from_disk(folder, version)
+                await engine.resume()
+                ids = (*request.ids, *(token for turn in turns for token in turn.ids))
+                turns.append(await session.generate(replace(request, ids=ids)))
+        return turns
+
+    with serving(checkpoint, "--has-cache") as url:
+        first, second, third = with_engine(external(url, keeps_kv_cache=True), renderer, play)
+    assert (first.num_cached, third.num_cached) == (0, 0)
+    assert second.num_cached >= len(request.ids)
+    asked = replace(request, ids=(*request.ids, *first.ids, *second.ids))
+    assert np.abs(written_logprobs(new, asked, third) - np.array(third.logprobs)).max() < 1e-4
+
+
 def test_weights_given_as_tensors_score_a_picture_that_older_weights_have_seen(
     url: str, renderer: Renderer, model: PolicyModel, tmp_path: Path
 ) -> None:

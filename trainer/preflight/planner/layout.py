@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from agents.model.policy import PolicyModel
+from trainer.config.rollout import OWN_GPU
 from trainer.learner.layout import Layout as RankLayout
 from trainer.learner.layout_rules import is_possible, num_experts
 from trainer.preflight.memory_estimate import estimate
@@ -18,8 +19,8 @@ from trainer.preflight.planner.hardware import Hardware
 from trainer.preflight.planner.shape import ModelShape
 
 Placement = Literal["colocate", "split"]
-#: Shares of a GPU's memory that its server may take: alone there, and beside a learner that has released nothing.
-MEM_FRACTION, MARGIN = 0.8, 0.1
+#: Share of a GPU's memory that neither a server nor the learner beside it may take.
+MARGIN = 0.1
 #: Ways of the learner to run, the fastest first: recompute, reshard, offload.
 WAYS = (
     (0.0, False, False),
@@ -49,7 +50,7 @@ class Layout:
     tensor_parallel: int
     transport: Transport
     cache_tokens: float
-    mem_fraction: float = MEM_FRACTION
+    mem_fraction: float = OWN_GPU
     learner_gib: float = 0.0
     server_gib: float = 0.0
 
@@ -194,7 +195,7 @@ class Memory:
             return self._learner_too_large(num_ranks, streams)
         learner, found = chosen
         resident = found.between_steps / GIB if placement == "colocate" else 0.0
-        fraction = min(MEM_FRACTION, (1 - resident / gpu_gib) - MARGIN) if resident else MEM_FRACTION
+        fraction = min(OWN_GPU, (1 - resident / gpu_gib) - MARGIN) if resident else OWN_GPU
         tokens = self.cache_tokens(tensor_parallel, max(0.0, fraction) * gpu_gib)
         if tokens < self.longest:
             return self._server_too_large(tensor_parallel, fraction)

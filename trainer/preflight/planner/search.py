@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 
 from agents.model.policy import PolicyModel
 from envs.errors import UserError
+from trainer.config.rollout import OWN_GPU
 from trainer.learner.layout import Layout as RankLayout
 from trainer.preflight.memory_estimate import empty_network
 from trainer.preflight.memory_terms import count_values
 from trainer.preflight.planner.costs import Costs, LearnerCosts, Transport
 from trainer.preflight.planner.hardware import Hardware
-from trainer.preflight.planner.layout import MEM_FRACTION, Layout, Memory, Placement, ladder
+from trainer.preflight.planner.layout import Layout, Memory, Placement, ladder
 from trainer.preflight.planner.shape import ModelShape
 from trainer.preflight.planner.simulation import Forecast, Schedule, simulate
 from trainer.preflight.planner.workload import GroupShape, Workload
@@ -163,7 +164,7 @@ class Search:
         return next((layout for layout in made if isinstance(layout, Layout)), made[-1])
 
     def _server_sizes(self) -> list[int]:
-        gib = MEM_FRACTION * self.memory.hardware.memory_gib
+        gib = OWN_GPU * self.memory.hardware.memory_gib
         sizes = [size for size in (1, 2, 4, 8) if self.memory.cache_tokens(size, gib) >= self.memory.longest]
         return (sizes if self.memory.hardware.is_measured("collective_s") else sizes[:1]) or [8]
 
