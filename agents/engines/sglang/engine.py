@@ -26,6 +26,7 @@ from agents.engines.sglang.adapters import Adapter
 from agents.engines.sglang.client import ServerLost, ServerRefused, ServerStuck, SGLangClient
 from agents.engines.sglang.payloads import parse_scores, score_body
 from agents.engines.sglang.process import Launcher
+from agents.engines.sglang.prompt_reads import PromptReads
 from agents.engines.sglang.servers import POLL_S, EngineDown, Server, ServerPool
 from agents.engines.sglang.session import MAX_TRIES, SGLangSession, pause_s
 from agents.engines.sglang.settings import SGLangSettings
@@ -84,6 +85,7 @@ class SGLangEngine:
         self._adapter: Adapter | None = None
         #: The name under which servers hold the adapter that writes; "" for the weights alone.
         self.adapter_name = ""
+        self.prompt_reads = PromptReads()
         self.adapters = AdapterLoader(settings.model_path if settings.urls else "")
         self._aborts: set[asyncio.Task[Any]] = set()
         self._in_flight = 0

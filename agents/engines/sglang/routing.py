@@ -1,4 +1,4 @@
-"""Sends the samples of one prompt to one server, which reads the prompt once, and keeps the servers equally busy."""
+"""Sends the samples of one prompt to one server, which shares what it has read, and keeps the servers equally busy."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from agents.engines.sglang.client import ServerLost, ServerRefused
@@ -26,6 +26,7 @@ class SGLangSession:
         self._engine = engine
         self._server: Server | None = None
         self._prompt: int | None = None
+        self._num_prompt_tokens = 0
         self._salt = ""
         self._num_loaded = 0
 
@@ -34,10 +35,18 @@ class SGLangSession:
         engine, turn, tries = self._engine, _PendingTurn(request), 0
         while not turn.is_whole:
             server = await self._assigned_server(request)
-            rid, adapter = engine.next_request_id(), engine.adapter_name
-            body = generate_body(request, turn.ids, rid, engine.image_token_id, adapter)
+            adapter, salt = engine.adapter_name, self._current_salt()
+            prompt = server, salt, adapter, self._prompt
+            if await engine.prompt_reads.wait(prompt):  # meanwhile the engine may have been paused
+                continue
             try:
-                answer = parse_answer(await engine.send(server, body, request.images, self._current_salt()))
+                with engine.prompt_reads.asking(prompt, self._num_prompt_tokens) as asked:
+                    part = replace(request, max_new_tokens=len(turn.ids) + 1) if asked.for_others else request
+                    body = generate_body(part, turn.ids, engine.next_request_id(), engine.image_token_id, adapter)
+                    answer = parse_answer(await engine.send(server, body, request.images, salt))
+                    asked.has_read = bool(answer.ids)
+                if part is not request and answer.finish == "length":
+                    answer.finish = "abort"  # it goes on
                 if answer.prompt_length is None:
                     engine.adapters.note_unended(server.client, adapter)
                 if not engine.is_current(answer.version):
@@ -67,7 +76,7 @@ class SGLangSession:
         The session's first request is its prompt, which all samples of a problem share, and all forks of an episode.
         """
         if self._prompt is None:
-            self._prompt = prompt_key(request)
+            self._prompt, self._num_prompt_tokens = prompt_key(request), len(request.ids)
         while True:
             await self._engine.wait_until_resumed()
             if self._server is None or not self._server.is_up:
