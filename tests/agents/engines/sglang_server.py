@@ -318,9 +318,14 @@ class Emulator:
         return web.json_response({"output_ids": list(written), "meta_info": meta})
 
     def _longest_prefix(self, key: str, request: GenerateRequest) -> CachedPrefix:
-        """Return the longest part of a stream that was read under a key, by whatever weights."""
+        """Return the longest part of a stream that was read under a key, by whatever weights. Its last token is always
+        read: it gives the first log-probs.
+        """
         found = [prefix for prefix in self.prefixes.get(key, ()) if request.ids[: len(prefix.ids)] == prefix.ids]
-        return max(found, key=lambda prefix: len(prefix.ids), default=CachedPrefix())
+        longest = max(found, key=lambda prefix: len(prefix.ids), default=CachedPrefix())
+        if len(longest.ids) < len(request.ids):
+            return longest
+        return CachedPrefix(longest.ids[:-1], [layer[:, :, :-1] for layer in longest.layers])
 
     async def _write(
         self, request: GenerateRequest, key: str, prefix: CachedPrefix

@@ -35,6 +35,7 @@ from agents.engines.sglang.client import ServerRefused, SGLangClient
 from agents.engines.sglang.payloads import collapse
 from agents.engines.sglang.pictures import salted_hash
 from agents.engines.sglang.process import LocalProcess, ReservedPorts
+from agents.engines.sglang.prompt_reads import MIN_TOKENS
 from agents.engines.sglang.servers import EngineDown
 from agents.model.architectures import ModelFacts
 from agents.model.policy import PolicyModel
@@ -378,6 +379,38 @@ def test_with_its_cache_kept_a_turn_goes_on_from_what_older_weights_have_read(
         given = torch.tensor(completion.logprobs[skip:])
         torch.testing.assert_close(given, expected[rows, torch.tensor(completion.ids[skip:])], rtol=0, atol=1e-4)
     assert second.num_cached >= len(request.ids) + 36
+
+
+def test_samples_of_a_long_prompt_share_it_and_write_what_the_network_draws_also_when_weights_come_meanwhile(
+    checkpoint: Path, renderer: Renderer, model: PolicyModel, tmp_path: Path
+) -> None:
+    """Six of eight find the prompt read. Then new weights come while most of the next eight still wait for it."""
+    old, new = deepcopy(model), changed(model, tmp_path / "new", renderer)
+    short = renderer.prompt(question("Find x.", picture()))
+    ids = (*renderer.prompt(question("Find y. " * MIN_TOKENS)).ids, *short.ids)
+    params = SamplingParams(suppressed_ids=renderer.suppressed_ids)
+    before, after = (GenerateRequest((*ids, *ids[:extra]), short.images, 12, params, seed=1) for extra in (0, 9))
+
+    async def play(engine: SGLangEngine) -> tuple[list[Completion], list[Completion]]:
+        shared = list(await asyncio.gather(*(write(engine, before) for _ in range(8))))
+        writing = [asyncio.create_task(write(engine, after)) for _ in range(8)]
+        while engine.num_requests < 8 + 1 + 2:  # those before and one more, and now the first and the second
+            await asyncio.sleep(0.001)
+        await engine.pause()
+        await engine.update_from_disk(tmp_path / "new", version=1)
+        await engine.resume()
+        return shared, list(await asyncio.gather(*writing))
+
+    with serving(checkpoint, "--has-cache", "--slow-s", "0.3") as url:
+        shared, later = with_engine(external(url), renderer, play)
+    assert sorted(done.num_cached >= len(ids) - 1 for done in shared) == [False] * 2 + [True] * 6
+    for network, request, turns in ((old, before, shared), (new, after, later)):
+        assert [(len(done.ids), done.prompt_length) for done in turns] == [(12, len(request.ids))] * 8
+        for done in turns:
+            start = sum(count for version, count in done.versions if version == 0) if network is new else 0
+            found = written_logprobs(network, request, done)[start:]
+            assert np.abs(found - np.array(done.logprobs[start:])).max(initial=0.0) < 1e-4
+    assert sum(done.versions == ((1, 12),) for done in later) >= 6
 
 
 def test_a_session_does_not_go_on_from_weights_that_the_run_has_left(
