@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import trueturn as tt
-from tests.agents.viewer.test_viewer_page import browser as browser  # skips where there is none
+from tests.browsers import browser as browser  # skips where there is none
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser

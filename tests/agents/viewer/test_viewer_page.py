@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -28,23 +27,14 @@ from tests.agents.viewer.page_runs import (
     write_small,
     write_thinking,
 )
+from tests.browsers import browser as browser  # skips where there is none
+from tests.browsers import expect
 
 pytestmark = pytest.mark.alone  # a browser beside other tests is slower than its waits
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Dialog, Page
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-expect = sync_api.expect
-
-PROGRAM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-if PROGRAM is None:
-    pytest.skip("chromium is not installed", allow_module_level=True)
-
-ARGUMENTS = (
-    *("--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"),
-    *("--disable-component-update", "--disable-sync", "--no-first-run"),
-)
 WAIT_MS = 20_000
 
 
@@ -74,14 +64,6 @@ class Visit:
 
 
 Open = Callable[..., Visit]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=PROGRAM, args=list(ARGUMENTS))
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")
