@@ -13,10 +13,10 @@ from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from agents.engines.sglang.routing import MAX_PROMPTS
+
 #: Tokens of a prompt that are worth another request.
 MIN_TOKENS = 256
-#: Prompts that are remembered.
-MAX_PROMPTS = 10_000
 
 
 @dataclass(eq=False)

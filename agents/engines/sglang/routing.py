@@ -10,7 +10,7 @@ from agents.types import GenerateRequest
 
 #: Sessions above the mean that a server may always have. So few cost no time: decoding is bound by reading weights.
 SLACK = 16
-#: Prompts whose server is remembered.
+#: Prompts that are remembered, with their server and whether it has read them.
 MAX_PROMPTS = 10_000
 
 

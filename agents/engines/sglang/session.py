@@ -45,7 +45,7 @@ class SGLangSession:
                     body = generate_body(part, turn.ids, engine.next_request_id(), engine.image_token_id, adapter)
                     answer = parse_answer(await engine.send(server, body, request.images, salt))
                     asked.has_read = bool(answer.ids)
-                if part is not request and answer.finish == "length":
+                if asked.for_others and answer.finish == "length":
                     answer.finish = "abort"  # it goes on
                 if answer.prompt_length is None:
                     engine.adapters.note_unended(server.client, adapter)

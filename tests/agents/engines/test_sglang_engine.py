@@ -394,8 +394,7 @@ def test_samples_of_a_long_prompt_share_it_and_write_what_the_network_draws_also
     async def play(engine: SGLangEngine) -> tuple[list[Completion], list[Completion]]:
         shared = list(await asyncio.gather(*(write(engine, before) for _ in range(8))))
         writing = [asyncio.create_task(write(engine, after)) for _ in range(8)]
-        while engine.num_requests < 8 + 1 + 2:  # those before and one more, and now the first and the second
-            await asyncio.sleep(0.001)
+        await until(lambda: engine.num_requests >= 8 + 1 + 2)  # those before, one more, and the first two of these
         await engine.pause()
         await engine.update_from_disk(tmp_path / "new", version=1)
         await engine.resume()
