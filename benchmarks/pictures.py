@@ -5,6 +5,9 @@ server is asked in two ways: `before` is SGLang's own (a data URI with every req
 `--model 2b` is the shape of Qwen3-VL-2B with fresh weights, `starter` the bundled model; both read pictures of up to
 1,024 tokens here. Samples come in groups of 8 that share their prompt. `--profile py-spy` also lists the server's
 busiest functions while it answers the last workload in the second way.
+
+`--parts groups` asks by the engine instead, with samples of a group that wait until one has read their prompt
+(`shared`), and without (`alone`).
 """
 
 from __future__ import annotations
@@ -31,10 +34,10 @@ import numpy as np
 import torch
 from PIL import Image
 
+from agents.engines.sglang import SGLangEngine, SGLangSettings, prompt_reads
 from agents.engines.sglang.payloads import generate_body, parse_answer, parse_scores, score_body
 from agents.engines.sglang.process import LocalProcess
-from agents.engines.sglang.servers import Server, ServerPool
-from agents.engines.sglang.settings import SGLangSettings
+from agents.engines.sglang.servers import Server
 from agents.model import STARTER_PATH
 from agents.model.policy import PolicyModel
 from agents.model.stream_logprobs import stream_logprobs
@@ -47,9 +50,10 @@ from trainer.setup.components import sampling_params
 GROUP_SIZE, PROMPT, NEW_TOKENS = 8, 40, 16
 PROFILE_S, PROFILE_HZ = 8, 200
 #: Width and height of a picture by its number of tokens.
-SIZES = {20: (160, 128), 110: (352, 320), 1024: (1024, 1024)}
+SIZES = {20: (160, 128), 110: (352, 320), 256: (512, 512), 1024: (1024, 1024)}
 #: Tokens of a picture, pictures a stream, requests at once.
 CELLS = ("20,1,64", "20,1,256", "20,1,1024", "110,1,256", "110,4,256", "1024,1,256", "1024,4,64")
+GROUP_CELLS = ("20,1,256", "110,1,256", "256,1,256", "1024,1,64", "1024,1,256")
 
 
 @dataclass(frozen=True)
@@ -148,6 +152,46 @@ async def rate(server: Server, workload: Workload, cell: Cell, with_pictures: bo
     started = time.perf_counter()
     await asyncio.gather(*(client() for _ in range(cell.concurrency)))
     return cell.num_requests / (time.perf_counter() - started)
+
+
+async def group_rate(
+    engine: SGLangEngine, workload: Workload, cell: Cell, with_pictures: bool, shared: bool
+) -> tuple[float, float]:
+    """Return the turns written a second by the engine, and the tokens that the server read for each."""
+    waiting, read = workload.requests(cell, with_pictures)[::-1], 0
+    assert all(image.png for request in waiting for image in request.images)  # encoded by then
+    prompt_reads.MIN_TOKENS = 0 if shared else sys.maxsize
+
+    async def client() -> None:
+        nonlocal read
+        while waiting:
+            request = waiting.pop()
+            async with engine.session() as session:
+                written = await session.generate(request)
+            assert written.ids and written.prompt_length == len(request.ids), (written, len(request.ids))
+            read += written.prompt_length - written.num_cached
+
+    started = time.perf_counter()
+    await asyncio.gather(*(client() for _ in range(cell.concurrency)))
+    return cell.num_requests / (time.perf_counter() - started), read / cell.num_requests
+
+
+async def groups(engine: SGLangEngine, workload: Workload, cell: Cell, repeats: int) -> list[dict[str, Any]]:
+    """Return the median rates of groups by the engine, of text and of pictures, alone and shared by turns."""
+    rows = []
+    for with_pictures in (False, True):
+        for shared in (False, True):  # compiles kernels
+            await group_rate(engine, workload, replace(cell, concurrency=8), with_pictures, shared)
+        found = [
+            [await group_rate(engine, workload, cell, with_pictures, shared) for shared in (False, True)]
+            for _ in range(repeats)
+        ]
+        (alone, alone_read), (shared_rate, shared_read) = np.median(found, axis=0).tolist()
+        rows.append(
+            {**vars(cell), "with_pictures": with_pictures, "alone": alone, "shared": shared_rate}
+            | {"alone_read": alone_read, "shared_read": shared_read}
+        )
+    return rows
 
 
 async def parity(
@@ -249,15 +293,13 @@ async def measure(
         arguments=tuple(shlex.split(options.engine_args)), max_restarts=0,
     )  # fmt: skip
 
-    async def nothing(_: Any) -> None: ...
-
-    pool = ServerPool(settings, nothing)
+    engine = SGLangEngine(settings, renderer.image_token_id)
     started = time.perf_counter()
-    await pool.start()
-    keep = [server.sent_pictures is not None for server in pool.all]
+    await engine.start()
+    keep = [server.sent_pictures is not None for server in engine.servers.all]
     print(f"server up in {time.perf_counter() - started:.0f} s; keeps pictures: {keep}", flush=True)
     try:
-        (after,) = pool.all
+        (after,) = engine.servers.all
         before = copy.copy(after)
         before.sent_pictures = None
         figures: dict[str, Any] = {"gpu": torch.cuda.get_device_name()}
@@ -266,6 +308,12 @@ async def measure(
             figures["parity"] = await parity(before, after, workload, options.parity_tokens, network)
             del network
             print(figures["parity"], flush=True)
+            write(figures)
+        for cell in options.group_cells if "groups" in options.parts else ():
+            figures.setdefault("groups", []).extend(
+                await groups(engine, workload, Cell(*map(int, cell.split(","))), options.repeats)
+            )
+            print(figures["groups"][-2:], flush=True)
             write(figures)
         rows = []
         cells = [Cell(*map(int, cell.split(","))) for cell in options.cells if "rates" in options.parts]
@@ -282,7 +330,7 @@ async def measure(
             figures["profile"] = await profiled(after, lambda: rate(after, workload, cells[-1], True), options.profile)
             write(figures)
     finally:
-        await pool.close()
+        await engine.close()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -293,6 +341,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=3, help="times that a rate is measured; the median counts")
     parser.add_argument("--ways", nargs="+", default=["text", "before", "after"])
     parser.add_argument("--cells", nargs="+", default=CELLS, help="tokens of a picture, pictures a stream, at once")
+    parser.add_argument("--group-cells", nargs="+", default=GROUP_CELLS, help="the same, for the groups")
     parser.add_argument("--parity-tokens", type=int, default=10_000)
     parser.add_argument("--mem-fraction", type=float, default=0.3)
     parser.add_argument("--engine-args", default="")
