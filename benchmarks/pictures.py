@@ -50,7 +50,7 @@ from trainer.setup.components import sampling_params
 GROUP_SIZE, PROMPT, NEW_TOKENS = 8, 40, 16
 PROFILE_S, PROFILE_HZ = 8, 200
 #: Width and height of a picture by its number of tokens.
-SIZES = {20: (160, 128), 110: (352, 320), 256: (512, 512), 1024: (1024, 1024)}
+SIZES = {20: (160, 128), 64: (256, 256), 110: (352, 320), 256: (512, 512), 1024: (1024, 1024)}
 #: Tokens of a picture, pictures a stream, requests at once.
 CELLS = ("20,1,64", "20,1,256", "20,1,1024", "110,1,256", "110,4,256", "1024,1,256", "1024,4,64")
 GROUP_CELLS = ("20,1,256", "110,1,256", "256,1,256", "1024,1,64", "1024,1,256")
