@@ -163,12 +163,16 @@ class SGLangClient:
 
     async def is_alive(self) -> bool:
         """Whether the server answers at all."""
+        return not await self.silence()
+
+    async def silence(self) -> str:
+        """Return why the server does not answer; "" if it does."""
         try:
             answer = await self.call("model_info", timeout_s=ALIVE_S)
-        except (ServerLost, ServerRefused):
-            return False
+        except (ServerLost, ServerRefused) as error:
+            return str(error)
         self._model_type = str(answer.get("model_type")) if isinstance(answer, dict) else ""
-        return True
+        return ""
 
     async def asks_for_key(self) -> bool:
         """Whether the server refuses another key."""

@@ -63,7 +63,7 @@ class SGLangEngine:
         launcher: Launcher | None = None,
     ) -> None:
         """Describe the servers; `launcher` starts them, by default on this host."""
-        self.settings, self.image_token_id, self.context_length = settings, image_token_id, context_length
+        self.image_token_id, self.context_length = image_token_id, context_length
         self.weight_version = 0
         #: Returns a folder with the current weights, for a server that is back; the code that pushes weights sets it.
         self.current_weights: Callable[[], Path] | None = None
@@ -92,14 +92,18 @@ class SGLangEngine:
         self._idle: asyncio.Event = asyncio.Event()
         self._may_write: asyncio.Event = asyncio.Event()
 
+    @property
+    def settings(self) -> SGLangSettings:
+        """How servers are started and asked, with their key once they are launched."""
+        return self.servers.settings
+
     def launch(self) -> None:
         """Start the processes of servers and return at once; `start` waits for them."""
         self.servers.launch()
 
     def adapt(self, rank: int, targets: Sequence[str]) -> None:
         """Have servers launched so that they take adapters of this rank on these layers; call it before `launch`."""
-        settings = replace(self.settings, lora_rank=rank, lora_targets=tuple(targets))
-        self.settings = self.servers.settings = settings
+        self.servers.settings = replace(self.settings, lora_rank=rank, lora_targets=tuple(targets))
 
     async def start(self) -> None:
         """Start or find the servers; raises `UserError` where that fails."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from agents.engines.sglang.routing import MAX_PROMPTS
 
 #: Tokens of a prompt that are worth another request.
-MIN_TOKENS = 256
+MIN_TOKENS = 128
 
 
 @dataclass(eq=False)

@@ -257,9 +257,9 @@ class ServerPool:
     async def _wait_until_up(self, server: Server) -> None:
         """Wait until a server answers; raise `UserError` where its process ends or the time is up."""
         deadline = time.monotonic() + self.settings.start_timeout_s
-        while not await self._answers(server):
+        while silence := await self._silence(server):
             if time.monotonic() > deadline:
-                raise self._cannot_start(server, f"no answer in {self.settings.start_timeout_s:g} s")
+                raise self._cannot_start(server, f"no answer in {self.settings.start_timeout_s:g} s: {silence}")
             await asyncio.sleep(POLL_S)
         await server.client.read_release()
         if doubt := server.client.release.doubt:
@@ -270,17 +270,20 @@ class ServerPool:
         keeps = self._has_pictures and await server.client.keeps_pictures()
         server.sent_pictures = SentPictures() if keeps else None
 
-    async def _answers(self, server: Server) -> bool:
-        """Whether a server answers; raise `UserError` if its process has ended.
+    async def _silence(self, server: Server) -> str:
+        """Return why a server does not answer; "" if it does. Raise `UserError` if its process has ended.
 
         A stranger that listens where the process of ours is about to is not it: ours asks for the key.
         """
         if not self._has_process(server) or server.process is None:
-            return await server.client.is_alive()
+            return await server.client.silence()
         server.client.url, server.client.node = server.url, server.process.node
-        if not server.url or not await server.client.is_alive():
-            return False
-        return not self.settings.api_key or await server.client.asks_for_key()
+        if not server.url:
+            return "it has no address yet"
+        if silence := await server.client.silence():
+            return silence
+        is_ours = not self.settings.api_key or await server.client.asks_for_key()
+        return "" if is_ours else f"a server that asks for no key listens at {server.url}"
 
     def _has_process(self, server: Server) -> bool:
         """Whether a server is a process of ours, which may have moved; raise `UserError` if it has ended."""

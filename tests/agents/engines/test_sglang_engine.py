@@ -502,6 +502,15 @@ def test_a_server_that_cannot_start_is_a_users_error_with_the_end_of_its_log(
         with_engine(given, renderer, lambda engine: asyncio.sleep(0))
 
 
+def test_a_server_that_does_not_come_up_in_time_is_named_with_its_last_answer(
+    renderer: Renderer, tmp_path: Path
+) -> None:
+    deaf = SILENT.replace("== key", "is key")
+    given = SGLangSettings(command=(sys.executable, "-c", deaf), log_folder=tmp_path, start_timeout_s=3.0)
+    with pytest.raises(UserError, match=r"got no answer in 3 s: http://\S+/model_info: status 401"):
+        with_engine(given, renderer, lambda engine: asyncio.sleep(0))
+
+
 def test_an_address_where_nobody_answers_is_a_users_error(renderer: Renderer) -> None:
     given = SGLangSettings(urls=("http://127.0.0.1:9",), start_timeout_s=1.0)
     with pytest.raises(UserError, match="--engine-url"):

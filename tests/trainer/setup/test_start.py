@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import re
@@ -99,6 +100,16 @@ def test_a_server_starts_before_the_learner_is_there_and_finds_the_cache_folders
     assert stages["the learner"]["end_s"] <= stages["server 0"]["end_s"] <= stages["the first step"]["start_s"]
     (line,) = re.findall(r"^start: .*$", printed, re.MULTILINE)
     assert "server 0" in line and printed.index(line) < printed.index("step   1/1")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
+def test_a_server_that_started_before_the_learner_knows_the_key_of_a_run_that_trains_adapters(
+    run: Callable[..., Command], tmp_path: Path
+) -> None:
+    with run(AFTER_THE_LEARNER, "--lora-rank", "2", "--doctor", "off") as training:
+        assert training.wait(TIME_S) == 0, training.output("stderr") + training.output("stdout")
+    (log,) = (tmp_path / "out").glob("*/servers/sglang-0.log")
+    assert "--enable-lora" in log.read_text()
 
 
 def test_a_learner_that_cannot_be_built_ends_the_servers_and_leaves_no_folder(
