@@ -137,11 +137,11 @@ def layout_of(config: RunConfig, costs: Costs, embedded: bool) -> Layout:
 
 
 def learner_figures() -> list[Compared]:
-    """Predict the learner's recorded steps: those that constants were taken from are named so."""
+    """Predict recorded steps of a learner without a run around it: those that gave constants are named so."""
     network, found = empty_network("2b"), []
     shape = ModelShape.of(network.config, count_values(network.parameters()))
     for name, machine, problems, learner, taken, measured, shared in LEARNER:
-        costs = Costs(shape, Hardware.read(machine))
+        costs = Costs(shape, replace(Hardware.read(machine), update_s=0.0))
         groups = geo3k_groups(problems, shared)
         tokens = sum(group.stream_tokens for group in groups)
         seconds = costs.train_s(groups, learner)
@@ -191,7 +191,7 @@ def rollout_figures() -> list[Compared]:
         result = json.loads((RESULTS / f"sglang_{model}.json").read_text(encoding="utf-8"))
         network = empty_network(str(resolve_model(model)))
         shape = ModelShape.of(network.config, count_values(network.parameters()))
-        hardware = replace(Hardware.read("h100"), request_s=request_s, picture_token_s=0.0)
+        hardware = replace(Hardware.read("h100"), request_s=request_s, picture_token_s=0.0, picture_s=0.0)
         costs = Costs(shape, hardware)
         for row in result["parity"]["rows"]:
             turns = row["turns"] / row["episodes"]

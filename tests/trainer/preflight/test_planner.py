@@ -208,6 +208,22 @@ def test_with_its_cache_kept_a_push_costs_no_reading() -> None:
     assert read_s(2) > 1.2 * once
 
 
+def test_a_server_stands_still_for_the_picture_of_each_new_prompt_and_of_each_stream_after_a_push() -> None:
+    def encode_s(staleness: int, keeps: bool = False) -> float:
+        costs = Costs(TINY, machine(decode_step_s=0.5, update_s=2.5, push_s=1.0, picture_s=0.25))
+        schedule = Schedule(2, 2, staleness, 100, steps=40, turn_wait_s=0.0, keep_kv_cache=keeps)
+        with_pictures, without = (
+            play(costs, schedule, replace(EQUAL, prompt=10, images=images, tool_s=0.0)) for images in (4, 0)
+        )
+        busy = [made.busy["servers"] * made.seconds / len(made.counted) for made in (with_pictures, without)]
+        return busy[0] - busy[1]
+
+    once = encode_s(0)
+    assert once == pytest.approx(2 * 0.25, rel=1e-3)
+    assert encode_s(2, keeps=True) == pytest.approx(once, rel=0.1)
+    assert encode_s(2) > 1.5 * once
+
+
 def test_a_full_cache_makes_streams_wait() -> None:
     """A cache of two streams, constant service: 4 streams on 2 places take two services, as in D/D/2."""
     costs, lengths = Costs(TINY, machine(decode_step_s=0.5)), replace(EQUAL, turns=1, tool_s=0.0)

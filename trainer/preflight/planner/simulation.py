@@ -235,8 +235,9 @@ class _Server:
             if turn.before == 0:
                 if turn.group in self._known:  # another sample has read the prompt
                     new = max(1, new - shape.prompt)
-                else:
+                elif shape.images:
                     images = shape.images
+                    seconds += self.run.costs.hardware.picture_s
                 self._known.add(turn.group)
             before = turn.before + turn.new - new
             seconds += self.run.costs.prefill_s(new, before, images, self.run.layout.tensor_parallel)
