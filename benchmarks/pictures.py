@@ -4,7 +4,7 @@
 server is asked in two ways: `before` is SGLang's own (a data URI with every request), `after` sends each picture once.
 `--model 2b` is the shape of Qwen3-VL-2B with fresh weights, `starter` the bundled model; both read pictures of up to
 1,024 tokens here. Samples come in groups of 8 that share their prompt. `--profile py-spy` also lists the server's
-busiest functions while it answers the last workload in the second way.
+busiest functions while it answers the last workload, of text and with each picture sent once.
 
 `--parts groups` asks by the engine instead, with samples of a group that wait until one has read their prompt
 (`shared`), and without (`alone`).
@@ -27,6 +27,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -249,22 +250,38 @@ def busiest(stacks: str, taken: float, number: int = 24) -> dict[str, list[list[
     }
 
 
-async def profiled(server: Server, play: Callable[[], Awaitable[object]], py_spy: str) -> dict[str, list[list[Any]]]:
-    """Record the server's processes while `play` is called in a loop; print and return their busiest functions."""
+async def profiled(
+    server: Server, play: Callable[[], Awaitable[object]], py_spy: str, kept: Path
+) -> dict[str, list[list[Any]]]:
+    """Record the server's processes while `play` is called in a loop; print and return their busiest functions.
+
+    The recording itself stays at `kept`.
+    """
     assert isinstance(server.process, LocalProcess)
-    with tempfile.NamedTemporaryFile("r") as file:
-        command = (
-            f"{py_spy} record --pid {server.process.pid} --subprocesses --nonblocking"
-            f" -f raw -d {PROFILE_S} -r {PROFILE_HZ}"
-        )
-        recording = subprocess.Popen([*shlex.split(command), "-o", file.name], stdout=subprocess.DEVNULL)
-        started = time.perf_counter()
-        while time.perf_counter() - started < PROFILE_S:
-            await play()
-        await asyncio.to_thread(recording.wait)
-        found = busiest(Path(file.name).read_text(), PROFILE_S * PROFILE_HZ)
+    command = f"{py_spy} record --pid {server.process.pid} --subprocesses --nonblocking -f raw"
+    command += f" -d {PROFILE_S} -r {PROFILE_HZ}"
+    recording = subprocess.Popen([*shlex.split(command), "-o", str(kept)], stdout=subprocess.DEVNULL)
+    started = time.perf_counter()
+    while time.perf_counter() - started < PROFILE_S:
+        await play()
+    await asyncio.to_thread(recording.wait)
+    found = busiest(kept.read_text(), PROFILE_S * PROFILE_HZ)
     for process, busy in found.items():
         print(markdown([f"{process}: function", "share", "own"], busy), flush=True)
+    return found
+
+
+async def profiles(
+    engine: SGLangEngine, server: Server, workload: Workload, options: argparse.Namespace
+) -> dict[str, dict[str, list[list[Any]]]]:
+    """Return the busiest functions for text and for pictures, of the last workload."""
+    by_engine, found = "groups" in options.parts, {}
+    cell = Cell(*map(int, (options.group_cells if by_engine else options.cells)[-1].split(",")))
+    for kind, with_pictures in (("text", False), ("pictures", True)):
+        play: Callable[[], Awaitable[object]] = partial(rate, server, workload, cell, with_pictures)
+        if by_engine:
+            play = partial(group_rate, engine, workload, cell, with_pictures, shared=True)
+        found[kind] = await profiled(server, play, options.profile, options.out / f"{kind}.stacks")
     return found
 
 
@@ -327,7 +344,7 @@ async def measure(
         columns = ["picture tokens", "pictures", "at once", *options.ways, "after / text"]
         print(markdown(columns, rows))
         if options.profile:
-            figures["profile"] = await profiled(after, lambda: rate(after, workload, cells[-1], True), options.profile)
+            figures["profile"] = await profiles(engine, after, workload, options)
             write(figures)
     finally:
         await engine.close()
