@@ -333,7 +333,11 @@ class SGLangClient:
 
         The version comes last. So a server that is lost before reports the old one, and is given the adapter again.
         """
-        body = {"lora_name": name, "config_dict": adapter.config, "serialized_tensors": adapter.tensors}
+        body: dict[str, Any] = {"lora_name": name, "config_dict": adapter.config}
+        if self.release.takes_adapters_by_gpu:
+            body["serialized_named_tensors"] = [adapter.tensors] * await self.num_gpus()
+        else:
+            body["serialized_tensors"] = adapter.tensors
         try:
             await self._update("load_lora_adapter_from_tensors", body, ADAPTER_S)
         except ServerRefused as error:

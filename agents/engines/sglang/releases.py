@@ -16,6 +16,8 @@ from typing import Any
 OLDEST, NEWEST = (0, 5, 15), (0, 5, 23)
 #: The first release that keeps the ids of a request with pictures (https://github.com/sgl-project/sglang/pull/26555).
 KEEPS_IDS = (0, 5, 13)
+#: The first one that takes a copy of an adapter for each of its GPUs, under another name; older ones take one.
+TAKES_ADAPTERS_BY_GPU = (0, 5, 17)
 #: The first one that names pictures of Qwen3-VL by their files. `mm_hashes` end its scheduler with a CUDA error, up to
 #: 0.5.23 at least (https://github.com/sgl-project/sglang/pull/40225).
 NAMES_FILES = (0, 5, 20)
@@ -31,18 +33,21 @@ class Release:
     """What a server's release of SGLang does with what it is sent.
 
     Without `keeps_ids` it decodes the ids of a request with pictures and tokenises the text again. With `names_files`
-    it names an encoded picture by the bytes of its file, else by `mm_hashes`. With `has_update_sessions` it takes
-    tensors between `begin_weight_update` and `end_weight_update` only. `doubt` says what is not known of it.
+    it names an encoded picture by the bytes of its file, else by `mm_hashes`. With `takes_adapters_by_gpu` an adapter
+    comes once for each GPU. With `has_update_sessions` it takes tensors between `begin_weight_update` and
+    `end_weight_update` only. `doubt` says what is not known of it.
 
     Example::
 
-        >>> Release.of({"version": "0.5.23"}, "qwen3_vl")
-        Release(version='0.5.23', keeps_ids=True, names_files=True, has_update_sessions=True, doubt='')
+        >>> release = Release.of({"version": "0.5.17"}, "qwen3_vl")
+        >>> release.takes_adapters_by_gpu, release.has_update_sessions, release.doubt
+        (True, False, '')
     """
 
     version: str = ""
     keeps_ids: bool = True
     names_files: bool = False
+    takes_adapters_by_gpu: bool = False
     has_update_sessions: bool = False
     doubt: str = "the server does not name its release of SGLang: it is treated as 0.5.15.post1"
 
@@ -58,6 +63,7 @@ class Release:
             version=match[0],
             keeps_ids=number >= KEEPS_IDS,
             names_files=number >= NAMES_FILES and has_file_names,
+            takes_adapters_by_gpu=number >= TAKES_ADAPTERS_BY_GPU,
             has_update_sessions=number >= HAS_SESSIONS,
             doubt=_doubt(match[0], number),
         )

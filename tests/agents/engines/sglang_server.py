@@ -537,10 +537,22 @@ class Emulator:
                 raise ValueError(f"Failed to load LoRA adapter {name} because it is already loaded")
             if config["r"] > self.lora.rank or not set(config["target_modules"]) <= set(self.lora.targets):
                 raise ValueError(f"LoRA adapter {name} is incompatible with the current LoRA memory pool configuration")
-            self.adapters[name] = LoadedAdapter.read(body["serialized_tensors"], config)
+            self.adapters[name] = LoadedAdapter.read(self._sent(body), config)
         except ValueError as error:
             return web.json_response({"success": False, "error_message": str(error)}, status=400)
         return web.json_response({"success": True, "loaded_adapters": dict.fromkeys(self.adapters, "__tensor__")})
+
+    def _sent(self, body: Mapping[str, Any]) -> str:
+        """Return the pickled tensors of an adapter; the new release is sent some for each GPU, under another name."""
+        wanted, other = ("serialized_tensors", "serialized_named_tensors")[:: -1 if self.release == NEW else 1]
+        if wanted not in body or other in body:
+            raise ValueError(f"2 validation errors: {wanted!r}: Field required")
+        if self.release == OLD:
+            return body[wanted]
+        copies: list[str] = body[wanted]
+        if len(copies) != self.num_gpus or any(copy != copies[0] for copy in copies):
+            raise ValueError(f"{len(copies)} copies of an adapter for {self.num_gpus} GPUs")
+        return copies[0]
 
     async def unload_adapter(self, request: web.Request) -> web.Response:
         name = (await request.json())["lora_name"]

@@ -21,6 +21,7 @@ from aiohttp import web
 from PIL import Image
 
 from agents.engines.sglang import SGLangEngine, SGLangSettings
+from agents.engines.sglang.adapters import Adapter
 from agents.engines.sglang.client import (
     MAX_ANSWER,
     RELEASE_TRIES,
@@ -444,6 +445,26 @@ def test_releases_that_take_tensors_in_a_session_get_one_and_one_left_open_is_cl
     left_open = {"success": False, "message": "a weight-update session is already open; call end_weight_update() first"}
     assert tensor_calls("0.5.23", begin_weight_update=[left_open]) == [IDLE, BEGIN, END, BEGIN, *TENSORS, END]
     assert tensor_calls("0.5.23", begin_weight_update=[{"success": False, "message": "no"}]) == [IDLE, BEGIN]
+
+
+@pytest.mark.parametrize(
+    ("version", "sent"),
+    [
+        ("0.5.16", {"serialized_tensors": "pickled"}),
+        ("0.5.17", {"serialized_named_tensors": ["pickled", "pickled"]}),
+        ("0.5.23", {"serialized_named_tensors": ["pickled", "pickled"]}),
+    ],
+)
+def test_an_adapter_comes_as_the_release_takes_it(version: str, sent: dict[str, Any]) -> None:
+    async def play(client: SGLangClient, script: Script) -> Any:
+        client.release = Release.of({"version": version})
+        await client.load_adapter("mine", Adapter({"r": 4}, "pickled", 9, ()))
+        return [(path, body) for _, path, body in script.calls if path != "server_info"]
+
+    assert with_client(play, server_info=[{"tp_size": 2}]) == [
+        ("load_lora_adapter_from_tensors", {"lora_name": "mine", "config_dict": {"r": 4}, **sent}),
+        ("update_weight_version", {"new_version": "mine", "abort_all_requests": False}),
+    ]
 
 
 @pytest.mark.parametrize(

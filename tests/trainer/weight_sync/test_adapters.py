@@ -27,7 +27,7 @@ from agents.model.stream_logprobs import stream_logprobs
 from agents.rendering.renderer import Renderer
 from agents.types import Completion, GenerateRequest
 from envs.errors import UserError
-from tests.agents.engines.sglang_server import AdaptedLinear, LoadedAdapter
+from tests.agents.engines.sglang_server import NEW, OLD, AdaptedLinear, LoadedAdapter
 from tests.builders import fresh_model, sampling
 from tests.prompts import picture, question
 from tests.servers import TAKES_ADAPTERS, serving
@@ -99,9 +99,10 @@ def external(url: str, checkpoint: Path) -> SGLangSettings:
     return SGLangSettings(str(checkpoint), urls=(url,), start_timeout_s=60)
 
 
-@pytest.fixture(scope="module")
-def adapting_server(checkpoint: Path) -> Iterator[str]:
-    with serving(checkpoint, *TAKES_ADAPTERS) as url:
+@pytest.fixture(scope="module", params=[(OLD, 1), (NEW, 2)], ids=["old", "new, two GPUs"])
+def adapting_server(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[str]:
+    release, num_gpus = request.param
+    with serving(checkpoint, *TAKES_ADAPTERS, "--release", release, "--tp-size", str(num_gpus)) as url:
         yield url
 
 
