@@ -276,7 +276,7 @@ def main() -> None:
     if args.write:
         path = RESULTS / "planner.json"
         before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        kept = {name: before[name] for name in ("compared", "curves") if name in before}
+        kept = {name: before[name] for name in ("compared", "curves", "compared_before") if name in before}
         command = f"python -m benchmarks.planner {shlex.join(sys.argv[1:])}"
         write_result(path, command, {"machine": hardware.name, **kept, **figures}, at, ("torch", "simpy"))
 
