@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -131,9 +132,8 @@ async def measure(variant: Variant, options: argparse.Namespace, folder: Path, w
         profile = {}
         if options.profile:
             print(variant.name)
-            profile = await profiled(
-                server, lambda: streams.seconds(server, max(options.streams), LONG), options.profile
-            )
+            play, kept = partial(streams.seconds, server, max(options.streams), LONG), options.out / "decoding.stacks"
+            profile = await profiled(server, play, options.profile, kept)
         return steps, scores, profile
     finally:
         await pool.close()
