@@ -222,16 +222,21 @@ def test_other_passes_are_sglangs(grids: list[list[int]]) -> None:
 
 
 @pytest.mark.parametrize(
-    "tower",
-    [Tower(dtype=torch.float32), Tower(SimpleNamespace()), Tower()],
-    ids=["float32", "another attention", "cut over GPUs"],
+    ("tower", "cuts", "reason"),
+    [
+        (Tower(dtype=torch.float32), 1, "it computes in torch.float32"),
+        (Tower(SimpleNamespace()), 1, "its attention is SimpleNamespace"),
+        (Tower(), 2, "it is cut over GPUs"),
+    ],
 )
-def test_other_towers_are_sglangs(tower: Tower, request: pytest.FixtureRequest) -> None:
-    if "cut" in request.node.name:
-        tower.num_heads = 2 * HEADS
+def test_other_towers_are_sglangs_and_the_log_says_why(
+    tower: Tower, cuts: int, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    tower.num_heads *= cuts
     capture = Capture()
     graphs_of(tower, capture).encode(*pictures(np.random.default_rng(3), 1))
     assert (capture.num_captured, tower.num_eager) == (0, 1)
+    assert caplog.messages == [f"pictures are encoded without graphs: {reason}"]
 
 
 def test_a_graph_that_encodes_otherwise_is_not_used(caplog: pytest.LogCaptureFixture) -> None:

@@ -72,7 +72,9 @@ class TowerGraphs:
         self._tower, self._eager, self._capture, self._in_graph_mode = tower, eager, capture, in_graph_mode
         self._graphs: dict[tuple[int, int], Run] = {}
         self._buffers: _Buffers | None = None
-        self._is_off = not _can_capture(tower)
+        self._is_off = False
+        if reason := why_not(tower):
+            self._turn_off(reason)
 
     def encode(self, patches_PD: Tensor, grids_N3: Tensor) -> Tensor:
         """Return the encodings of pictures, as SGLang does: its own where no graph can give them."""
@@ -90,12 +92,15 @@ class TowerGraphs:
             if not difference <= MAX_DIFFERENCE:
                 raise ArithmeticError(f"a graph of {size} patches differs by {difference:.3f} of the encodings' length")
         except Exception as error:  # whatever a release or GPU does not take: pictures are encoded as before
-            logger.warning("pictures are encoded without graphs: %s %s", type(error).__name__, error)
-            self._is_off = True
-            self._graphs.clear()
+            self._turn_off(f"{type(error).__name__} {error}")
             return theirs
         logger.info("pictures of up to %d patches are encoded by a graph, %.4f from SGLang's way", size, difference)
         return ours
+
+    def _turn_off(self, reason: str) -> None:
+        logger.warning("pictures are encoded without graphs: %s", reason)
+        self._is_off = True
+        self._graphs.clear()
 
     def _run(self, key: tuple[int, int], patches_PD: Tensor, grids: Sequence[Grid]) -> Tensor:
         """Return the encodings by the graph of a size and number of pictures, which is captured if it is not there."""
@@ -156,13 +161,13 @@ def _attention(tower: Any) -> str:
     return type(tower.blocks[0].attn.qkv_backend).__name__
 
 
-def _can_capture(tower: Any) -> bool:
-    """Return whether the tower is on one GPU, in a narrow type, with an attention that is known here."""
-    return (
-        tower.dtype in (torch.bfloat16, torch.float16)
-        and _attention(tower) in _TAKES_LENGTHS
-        and tower.blocks[0].attn.num_attention_heads_per_partition == tower.num_heads
-    )
+def why_not(tower: Any) -> str:
+    """Return why a tower has no graphs; "" if it has: in a narrow type, on one GPU, with an attention known here."""
+    if tower.dtype not in (torch.bfloat16, torch.float16):
+        return f"it computes in {tower.dtype}"
+    if _attention(tower) not in _TAKES_LENGTHS:
+        return f"its attention is {_attention(tower)}"
+    return "" if tower.blocks[0].attn.num_attention_heads_per_partition == tower.num_heads else "it is cut over GPUs"
 
 
 def install(qwen3_vl: Any) -> None:
