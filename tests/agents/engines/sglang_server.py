@@ -544,7 +544,8 @@ class Emulator:
 
     def _sent(self, body: Mapping[str, Any]) -> str:
         """Return the pickled tensors of an adapter; the new release is sent some for each GPU, under another name."""
-        wanted, other = ("serialized_tensors", "serialized_named_tensors")[:: -1 if self.release == NEW else 1]
+        names = ("serialized_tensors", "serialized_named_tensors")
+        wanted, other = names if self.release == OLD else reversed(names)
         if wanted not in body or other in body:
             raise ValueError(f"2 validation errors: {wanted!r}: Field required")
         if self.release == OLD:

@@ -127,9 +127,25 @@ class Tower(nn.Module):
         return torch.cat([self.merger(x), *deep], dim=1)
 
 
+class Mode:
+    """The variable by which SGLang's attention knows that it is captured."""
+
+    def __init__(self, is_on: bool = False) -> None:
+        self._is_on = is_on
+
+    def get(self) -> bool:
+        return self._is_on or bool(IS_IN_GRAPH_MODE)
+
+    def set(self, value: bool) -> None:
+        IS_IN_GRAPH_MODE.append(value)
+
+    def clear(self) -> None:
+        IS_IN_GRAPH_MODE.clear()
+
+
 @contextmanager
-def graph_mode(is_on: bool = True) -> Iterator[None]:
-    IS_IN_GRAPH_MODE.extend([True] * is_on)
+def graph_mode() -> Iterator[None]:
+    IS_IN_GRAPH_MODE.append(True)
     try:
         yield
     finally:
@@ -281,10 +297,13 @@ def test_a_tower_that_is_called_otherwise_is_left_alone() -> None:
         def forward(self, x: Tensor, grid_thw: Tensor, places: Tensor) -> None: ...
 
     own = OtherTower.forward
-    mode = SimpleNamespace(get=lambda: False)
-    envs = SimpleNamespace(SGLANG_VIT_ENABLE_CUDA_GRAPH=mode)
-    tower_graphs.install(SimpleNamespace(Qwen3VLMoeVisionModel=OtherTower, envs=envs))
+    install(OtherTower, Mode())
     assert OtherTower.forward is own
+
+
+def install(tower_class: type, mode: Mode) -> None:
+    envs = SimpleNamespace(SGLANG_VIT_ENABLE_CUDA_GRAPH=mode)
+    tower_graphs.install(SimpleNamespace(Qwen3VLMoeVisionModel=tower_class, envs=envs))
 
 
 @pytest.mark.parametrize("is_sglangs", [False, True])
@@ -295,11 +314,26 @@ def test_graphs_of_sglang_have_the_last_word(is_sglangs: bool, monkeypatch: pyte
 
     captures: list[Capture] = []
     monkeypatch.setattr(tower_graphs, "CudaCapture", lambda: captures.append(Capture()) or captures[-1])
-    mode = SimpleNamespace(get=lambda: is_sglangs, override=graph_mode)
-    envs = SimpleNamespace(SGLANG_VIT_ENABLE_CUDA_GRAPH=mode)
-    tower_graphs.install(SimpleNamespace(Qwen3VLMoeVisionModel=Changed, envs=envs))
+    install(Changed, Mode(is_sglangs))
     tower = Changed()
     for seed in (4, 4, 4):
         tower(*pictures(np.random.default_rng(seed), 1))
     assert [capture.num_captured for capture in captures] == ([] if is_sglangs else [1])
     assert tower.num_eager == (3 if is_sglangs else 1)
+
+
+def test_a_capture_that_fails_does_not_leave_sglangs_own_graphs_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Changed(Tower):
+        def forward(self, x: Tensor, grid_thw: Tensor) -> Tensor:
+            assert not IS_IN_GRAPH_MODE  # SGLang would encode in another way
+            return super().forward(x, grid_thw)
+
+    def refuses(run: Callable[[], None]) -> Callable[[], None]:
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(tower_graphs, "CudaCapture", lambda: refuses)
+    install(Changed, Mode())
+    tower = Changed()
+    for seed in (4, 5):
+        tower(*pictures(np.random.default_rng(seed), 1))
+    assert (tower.num_eager, IS_IN_GRAPH_MODE) == (2, [])

@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from agents.engines.sglang.in_server.kept_pictures import Grid
 
 #: Patches of a graph: a pass runs in the next larger one. Beyond the last, products take longer than launching them.
 SIZES = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096)
@@ -78,7 +76,7 @@ class TowerGraphs:
 
     def encode(self, patches_PD: Tensor, grids_N3: Tensor) -> Tensor:
         """Return the encodings of pictures, as SGLang does: its own where no graph can give them."""
-        grids = [(frames, height, width) for frames, height, width in grids_N3.tolist()]
+        grids = grids_N3.tolist()
         size = next((size for size in SIZES if size >= len(patches_PD)), 0)
         if self._is_off or not size or len(grids) > MAX_PICTURES or any(frames != 1 for frames, _, _ in grids):
             return self._eager(patches_PD, grids_N3)
@@ -102,12 +100,12 @@ class TowerGraphs:
         self._is_off = True
         self._graphs.clear()
 
-    def _run(self, key: tuple[int, int], patches_PD: Tensor, grids: Sequence[Grid]) -> Tensor:
+    def _run(self, key: tuple[int, int], patches_PD: Tensor, grids: list[list[int]]) -> Tensor:
         """Return the encodings by the graph of a size and number of pictures, which is captured if it is not there."""
-        tower, listed = self._tower, [list(grid) for grid in grids]
+        tower = self._tower
         embedded = tower.patch_embed(patches_PD.to(device=tower.device, dtype=tower.dtype, non_blocking=True))
-        embedded = embedded + tower.fast_pos_embed_interpolate_from_list(listed)
-        cos, sin = tower.rot_pos_emb(listed)
+        embedded = embedded + tower.fast_pos_embed_interpolate_from_list(grids)
+        cos, sin = tower.rot_pos_emb(grids)
         buffers = self._buffers = self._buffers or _Buffers(tower, embedded, cos)
         buffers.fill(embedded, cos, sin, [height * width for _, height, width in grids])
         if key not in self._graphs:
@@ -119,8 +117,8 @@ class TowerGraphs:
     def _layers(self, buffers: _Buffers, size: int, num_pictures: int) -> None:
         """Run all layers over the first rows of the buffers."""
         tower = self._tower
-        starts, lengths = buffers.starts[: num_pictures + 1], buffers.lengths[:num_pictures]
-        places = [starts, lengths, size] if _TAKES_LENGTHS[_attention(tower)] else [starts, size]
+        starts = buffers.starts[: num_pictures + 1]
+        places = [starts, starts[1:] - starts[:-1], size] if _TAKES_LENGTHS[_attention(tower)] else [starts, size]
         state, deep = buffers.embedded[:size].clone().unsqueeze(1), []  # layers add to it in place
         for number, layer in enumerate(tower.blocks):
             state = layer(
@@ -146,15 +144,14 @@ class _Buffers:
         self.attended = embedded.new_zeros(rows, *heads)
         self.encoded = embedded.new_zeros(rows // tower.spatial_merge_unit, tower.out_hidden_size)
         self.starts = torch.zeros(MAX_PICTURES + 1, dtype=torch.int32, device=embedded.device)
-        self.lengths = torch.zeros(MAX_PICTURES, dtype=torch.int32, device=embedded.device)
 
     def fill(self, embedded: Tensor, cos: Tensor, sin: Tensor, lengths: Sequence[int]) -> None:
         """Write what a pass reads. Pictures that it does not have are empty."""
         for buffer, values in ((self.embedded, embedded), (self.cos, cos), (self.sin, sin)):
             buffer[: len(values)] = values
-        all_lengths = [*lengths, *[0] * (MAX_PICTURES - len(lengths))]
-        self.lengths.copy_(torch.tensor(all_lengths, dtype=torch.int32))
-        self.starts.copy_(torch.tensor([0, *accumulate(all_lengths)], dtype=torch.int32))
+        padded = [*lengths, *[0] * (MAX_PICTURES - len(lengths))]
+        starts = torch.tensor([0, *accumulate(padded)], dtype=torch.int32)
+        self.starts.copy_(starts, non_blocking=True)  # else the scheduler waits for all that the GPU has to do
 
 
 def _attention(tower: Any) -> str:
@@ -177,12 +174,20 @@ def install(qwen3_vl: Any) -> None:
     if tuple(inspect.signature(theirs).parameters) != ("self", "x", "grid_thw"):
         return
 
+    @contextmanager
+    def in_graph_mode() -> Iterator[None]:  # SGLang's `override` leaves the mode on if what is within fails
+        mode.set(True)
+        try:
+            yield
+        finally:
+            mode.clear()
+
     def forward(self: Any, x: Tensor, grid_thw: Tensor) -> Tensor:
         if mode.get() or not isinstance(grid_thw, Tensor):
             return theirs(self, x, grid_thw)
         if "picture_graphs" not in self.__dict__:
             eager = theirs.__get__(self)
-            self.picture_graphs = TowerGraphs(self, eager, CudaCapture(), lambda: mode.override(True))
+            self.picture_graphs = TowerGraphs(self, eager, CudaCapture(), in_graph_mode)
         return self.picture_graphs.encode(x, grid_thw)
 
     tower_class.forward = forward
