@@ -117,22 +117,25 @@ def segment_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segme
         out = F.scaled_dot_product_attention(q, k, v, is_causal=segments.is_causal, scale=scaling)
         return out.transpose(1, 2).flatten(0, 1)
     assert segments.bucket_row_T is not None, "these segments were built for variable-length attention alone"
+    queries = _rows(query, [bucket.queries_BQ for bucket in segments.buckets])
+    keys, values = (_rows(x, [bucket.keys_BK for bucket in segments.buckets]) for x in (key, value))
     padded = []
-    for bucket in segments.buckets:
-        q = _rows(query, bucket.queries_BQ).transpose(1, 2)
-        k, v = (_rows(x, bucket.keys_BK).transpose(1, 2) for x in (key, value))
+    for bucket, q, k, v in zip(segments.buckets, queries, keys, values, strict=True):
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=bucket.seen_B1QK, scale=scaling)
         padded.append(out.transpose(1, 2).flatten(0, 1))
-    return torch.cat(padded)[segments.bucket_row_T]
+    return torch.cat(padded).index_select(0, segments.bucket_row_T)
 
 
-def _rows(x: Tensor, index_BT: Tensor) -> Tensor:
-    """Return `x[index_BT]`, with a gradient that repeats to the bit.
+def _rows(x: Tensor, places: Sequence[Tensor]) -> list[Tensor]:
+    """Return the (T, heads, D) rows of `x` at the (B, T) places of each bucket, as (B, heads, T, D).
 
-    Every sample of a prompt reads the prompt's keys. The gradient of plain indexing adds these up in whatever order the
-    threads of a CPU reach them, that of `index_select` row by row.
+    They are read at once, so that their gradient is one sum, and by `index_select`, whose gradient repeats to the bit:
+    every sample of a prompt reads the prompt's keys, and the gradient of plain indexing adds these up in whatever order
+    the threads of a CPU reach them.
     """
-    return x.index_select(0, index_BT.flatten()).unflatten(0, index_BT.shape)
+    rows = x.index_select(0, torch.cat([each.flatten() for each in places]))
+    parts = rows.split([each.numel() for each in places])
+    return [part.unflatten(0, each.shape).transpose(1, 2) for part, each in zip(parts, places, strict=True)]
 
 
 def needs_buckets(device: torch.device, dtype: torch.dtype) -> bool:

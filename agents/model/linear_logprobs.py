@@ -26,6 +26,8 @@ from agents.types import SamplingLaw
 
 #: Logits of a chunk in float32: 1 GiB.
 CHUNK_VALUES = 2**28
+#: The log-prob of what has none: its exponential is 0, and so is the product of both, where that of 0 and -inf is NaN.
+LEAST = -1e4
 
 
 def linear_scores(
@@ -106,8 +108,7 @@ def _summary(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor, Tens
     shifted_CV = logits_CV - top_C1
     exps_CV = shifted_CV.exp()
     total_C = exps_CV.sum(-1)
-    # exp(-inf) times -inf is NaN, and means 0 here.
-    mean_C = torch.where(exps_CV > 0, exps_CV * shifted_CV, 0.0).sum(-1) / total_C
+    mean_C = exps_CV.mul_(shifted_CV.clamp_(min=LEAST)).sum(-1) / total_C
     log_C = total_C.log()
     target_C = logits_CV.gather(-1, targets_C[:, None])[:, 0]
     return target_C - top_C1[:, 0] - log_C, log_C - mean_C, top_C1[:, 0] + log_C
@@ -128,10 +129,10 @@ def derivative(
     """
     logprobs_CV = logits_CV - norm_C[:, None]
     probs_CV = logprobs_CV.exp()
-    inner_CV = grad_logprobs_C[:, None] + grad_entropy_C[:, None] * (logprobs_CV + entropy_C[:, None])
-    grad_CV = torch.where(probs_CV > 0, -probs_CV * inner_CV, 0.0)
-    is_target_CV = torch.arange(logits_CV.shape[1], device=logits_CV.device) == targets_C[:, None]
-    return torch.where(is_target_CV, grad_CV + grad_logprobs_C[:, None], grad_CV) * scale
+    slope_C, start_C = -scale * grad_entropy_C, -scale * (grad_logprobs_C + grad_entropy_C * entropy_C)
+    inner_CV = torch.addcmul(start_C[:, None], logprobs_CV.clamp_(min=LEAST), slope_C[:, None])
+    own_C = torch.where(targets_C >= 0, scale * grad_logprobs_C, 0.0)
+    return probs_CV.mul_(inner_CV).scatter_add_(1, targets_C.clamp(min=0)[:, None], own_C[:, None])
 
 
 def chunks_of(count: int, vocabulary: int) -> Sequence[slice]:

@@ -23,8 +23,8 @@ from torch.nn import functional
 
 from agents.model.architectures import NO_IMAGE_TOKEN, architecture_of, read_config
 from agents.model.attention import TEXT_ATTENTION, VISION_ATTENTION, needs_buckets, register_attention
+from agents.model.decoder_layer import next_hidden, train_with_own_layers
 from agents.model.linear_logprobs import float32_product, linear_scores
-from agents.model.next_token import next_hidden
 from agents.model.packed import PackedStreams, VisionBatch
 from agents.model.vision import tower_inputs
 from agents.types import SamplingLaw
@@ -113,6 +113,10 @@ class PolicyModel(nn.Module):
         tower = self._vision_tower
         return [*self._decoder.layers, *([tower] if tower is not None else ())]
 
+    def use_own_layers(self) -> None:
+        """Read packed rows by `agents.model.decoder_layer` from now on, which is for a CPU and float32."""
+        train_with_own_layers(self._decoder.layers, self.architecture.head_norms)
+
     @property
     def _decoder(self) -> Any:
         return self.architecture.decoder(self.backbone)
@@ -168,7 +172,7 @@ class PolicyModel(nn.Module):
         """Return the logits (B, V) after one new token a row, and append its keys and values to the cache.
 
         `seen_BC` is True where a row sees a column; the last column is the new token's. In float32 on a CPU this is
-        `agents.model.next_token`, else `forward`; log-probs of the two differ by less than 1e-5.
+        `agents.model.decoder_layer`, else `forward`; log-probs of the two differ by less than 1e-5.
         """
         ids_B1, positions_3B1 = ids_B[:, None], positions_B[None, :, None].expand(3, -1, -1)
         lm_head: Any = self.backbone.lm_head

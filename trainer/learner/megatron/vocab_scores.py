@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from agents.model.linear_logprobs import chunks_of, derivative, float32_product, kernel
+from agents.model.linear_logprobs import LEAST, chunks_of, derivative, float32_product, kernel
 from agents.types import SamplingLaw
 
 
@@ -104,10 +104,11 @@ class _VocabScores(torch.autograd.Function):
 def _sums(logits_CV: Tensor, top_C: Tensor, own_C: Tensor) -> Tensor:
     """Return, over the ids here: the sum of exponentials, the same times their logarithms, the target's logarithm."""
     shifted_CV = logits_CV - top_C[:, None]
-    exps_CV = shifted_CV.exp()
-    inner_C = torch.where(exps_CV > 0, exps_CV * shifted_CV, 0.0).sum(-1)  # exp(-inf) times -inf means 0 here
     target_C = torch.where(own_C >= 0, shifted_CV.gather(-1, own_C.clamp(min=0)[:, None])[:, 0], 0.0)
-    return torch.stack([exps_CV.sum(-1), inner_C, target_C])
+    exps_CV = shifted_CV.exp()
+    total_C = exps_CV.sum(-1)
+    inner_C = exps_CV.mul_(shifted_CV.clamp_(min=LEAST)).sum(-1)
+    return torch.stack([total_C, inner_C, target_C])
 
 
 def _logits(hidden_CH: Tensor, weight_VH: Tensor, law: SamplingLaw, shard: VocabShard) -> Tensor:
