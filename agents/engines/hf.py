@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agents.engines.busy import BusyTime
-from agents.engines.hf_batch import BatchCache, CachedPrefix, PendingTurn, Sampler, unique_streams, unread_images
+from agents.engines.hf_batch import BatchCache, CachedPrefix, PendingTurn, Sampler, unread_images, with_one_prompt
 from agents.model.cpu import compute, keep_freed_memory
 from agents.model.mrope import mrope_positions
 from agents.model.packed import VisionBatch
@@ -73,6 +73,10 @@ class HFEngine:
         if torch.device(device).type == "cpu":
             keep_freed_memory()
         self._dtype = next(self.model.parameters()).dtype
+        #: Only `next_logits` on a CPU in float32 reads shared prompts where they are.
+        self._shares = torch.device(device).type == "cpu" and self._dtype == torch.float32
+        if self._shares:
+            self.model.lay_out_for_few_rows()
         self.context_length, self.max_batch, self.device = context_length, max_batch, torch.device(device)
         self.max_wait_s, self.keeps_kv_cache = max_wait_s, keeps_kv_cache
         self.weight_version = 0
@@ -236,35 +240,61 @@ class HFEngine:
         assert len(laws) == 1, f"a batch is drawn with one temperature and one set of suppressed ids, got {laws}"
         for turn in turns:
             turn.begin()
+        self._read_prompts(turns)
         capacity = max(len(t.stream) - len(t.prefix.ids) for t in turns) + max(t.num_left for t in turns)
-        representative, row_of = unique_streams(turns)
-        cache = BatchCache([turns[i].prefix for i in representative], capacity, self.device)
-        logits_BV = self._prefill([turns[i] for i in representative], cache)
-        rows = torch.tensor(row_of, device=self.device)
-        if len(representative) < len(turns):
-            cache.select(rows)
-        positions_B = torch.tensor(
-            [int(self._positions(t.stream, t.request.images).max()) + 1 for t in turns], device=self.device
-        )
-        self._decode(cache, logits_BV[rows], positions_B, turns)
+        cache = BatchCache([turn.prefix for turn in turns], capacity, self.device, self._shares)
+        self._decode(cache, self._read(turns, cache), turns)
         for turn in turns:
             turn.stamp(self.weight_version)
+
+    def _read_prompts(self, turns: Sequence[PendingTurn]) -> None:
+        """Read the prompts that new sessions share, all but the last token, and give them to their turns."""
+        groups = with_one_prompt(turns, self.model.image_token_id)
+        if not groups:
+            return
+        first = [group[0] for group in groups]
+        ends = [len(turn.stream) - 1 for turn in first]
+        cache = BatchCache([turn.prefix for turn in first], max(ends), self.device)
+        self._prefill(first, ends, cache)
+        for row, group in enumerate(groups):
+            prompt = CachedPrefix(first[row].stream[:-1], cache.row(row, is_last=True))
+            for turn in group:
+                turn.prefix = CachedPrefix(prompt.ids, (), prompt)
+
+    def _read(self, turns: Sequence[PendingTurn], cache: BatchCache) -> Tensor:
+        """Read what is new of each stream; return the logits after it, (B, V)."""
+        ends = [len(turn.stream) for turn in turns]
+        last = [turn.stream[-1] for turn in turns]
+        is_one_text = all(end - len(turn.prefix.ids) == 1 for end, turn in zip(ends, turns, strict=True))
+        if not is_one_text or self.model.image_token_id in last:
+            return self._prefill(turns, ends, cache)
+        places = [int(self._positions(turn.stream, turn.request.images)[0, -1]) for turn in turns]
+        ids_B, positions_B = (torch.tensor(values, device=self.device) for values in (last, places))
+        return self._next(cache, ids_B, positions_B, [True] * len(turns))
+
+    def _next(self, cache: BatchCache, ids_B: Tensor, positions_B: Tensor, real: Sequence[bool]) -> Tensor:
+        """Read one more token a row; return the logits after it, (B, V)."""
+        real_B1 = torch.tensor(real, device=self.device)[:, None]
+        seen_BC = torch.cat([cache.seen_BC, torch.ones_like(real_B1)], dim=-1)
+        logits_BV = self.model.next_logits(ids_B, positions_B, seen_BC, cache)
+        cache.advance(real_B1)
+        return logits_BV
 
     def _positions(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> NDArray[np.int64]:
         ids_T = np.asarray(ids, dtype=np.int64)
         grids = [image.grid_thw for image in images]
         return mrope_positions(ids_T, grids, self.model.image_token_id, self.model.merge_size)
 
-    def _prefill(self, turns: Sequence[PendingTurn], cache: BatchCache) -> Tensor:
-        """Read the new tokens of each stream; return the logits after each, (B, V)."""
-        width = max(len(t.stream) - len(t.prefix.ids) for t in turns)
+    def _prefill(self, turns: Sequence[PendingTurn], ends: Sequence[int], cache: BatchCache) -> Tensor:
+        """Read what is new of each stream up to its end here; return the logits after it, (B, V)."""
+        width = max(end - len(turn.prefix.ids) for end, turn in zip(ends, turns, strict=True))
         ids_BT = torch.zeros(len(turns), width, dtype=torch.long)
         positions_3BT = torch.zeros(3, len(turns), width, dtype=torch.long)
         real_BT = torch.zeros(len(turns), width, dtype=torch.bool)
         images = []
-        for row, turn in enumerate(turns):
-            read, stream = len(turn.prefix.ids), turn.stream
-            new = len(stream) - read
+        for row, (turn, end) in enumerate(zip(turns, ends, strict=True)):
+            read, stream = len(turn.prefix.ids), turn.stream[:end]
+            new = end - read
             ids_BT[row, width - new :] = torch.tensor(stream[read:])
             positions_3BT[:, row, width - new :] = torch.from_numpy(
                 self._positions(stream, turn.request.images)[:, read:]
@@ -272,14 +302,14 @@ class HFEngine:
             real_BT[row, width - new :] = True
             images.append(unread_images(turn, self.model.image_token_id))
         ids_BT, positions_3BT, real_BT = (x.to(self.device) for x in (ids_BT, positions_3BT, real_BT))
-        past_BC = cache.columns_BC[:, : cache.length]
+        past_BC = cache.seen_BC
         causal_TT = torch.ones(width, width, dtype=torch.bool, device=self.device).tril()
         mask_BTC = torch.cat(
             [past_BC[:, None].expand(-1, width, -1), causal_TT & real_BT[:, None]],
             dim=-1,
         )
         # A padding query would see nothing and turn to NaN; let it see itself.
-        mask_BTC[:, :, cache.length :] |= torch.eye(width, dtype=torch.bool, device=self.device) & ~real_BT[:, None]
+        mask_BTC[:, :, past_BC.shape[1] :] |= torch.eye(width, dtype=torch.bool, device=self.device) & ~real_BT[:, None]
         vision = VisionBatch.build(images, self.device)
         last_BT = torch.zeros_like(real_BT)
         last_BT[:, -1] = True
@@ -287,9 +317,12 @@ class HFEngine:
         cache.advance(real_BT)
         return logits_BV
 
-    def _decode(self, cache: BatchCache, logits_BV: Tensor, positions_B: Tensor, turns: Sequence[PendingTurn]) -> None:
+    def _decode(self, cache: BatchCache, logits_BV: Tensor, turns: Sequence[PendingTurn]) -> None:
         """Sample until every row has stopped; give each turn its new prefix."""
         sampler = Sampler(turns, self.device)
+        positions_B = torch.tensor(
+            [int(self._positions(t.stream, t.request.images).max()) + 1 for t in turns], device=self.device
+        )
         while True:
             ids_B = sampler.draw(logits_BV)
             for index, turn in enumerate(sampler.turns):
@@ -304,10 +337,7 @@ class HFEngine:
                 cache.select(keep)
                 sampler.select(keep)
                 ids_B, positions_B = ids_B[keep], positions_B[keep]
-            real_B1 = torch.tensor(sampler.alive, device=self.device)[:, None]
-            seen_BC = torch.cat([cache.columns_BC[:, : cache.length], torch.ones_like(real_B1)], dim=-1)
-            logits_BV = self.model.next_logits(ids_B, positions_B, seen_BC, cache)
-            cache.advance(real_B1)
+            logits_BV = self._next(cache, ids_B, positions_B, sampler.alive)
             positions_B = positions_B + 1
 
     def _release(self, sampler: Sampler, cache: BatchCache, rows: Iterable[int], is_last: bool) -> None:
@@ -315,4 +345,4 @@ class HFEngine:
         for row in rows:
             turn = sampler.release(row)
             # The last sampled id has no keys yet; the next turn reads it.
-            turn.prefix = CachedPrefix(turn.stream[:-1], cache.row(row, is_last))
+            turn.prefix = CachedPrefix(turn.stream[:-1], cache.row(row, is_last), turn.prefix.prompt)

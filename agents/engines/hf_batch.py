@@ -17,16 +17,33 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agents.model.mrope import num_images_within
+from agents.model.shared_prompts import SharedPrompts
 from agents.model.stream_logprobs import sampling_logprobs
 from agents.types import Completion, GenerateRequest, ProcessedImage, add_run
 
 
 @dataclass(frozen=True, eq=False)
 class CachedPrefix:
-    """The part of a stream that was read: its ids and, per layer, keys and values of shape (2, heads, C, head_dim)."""
+    """The part of a stream that was read: its ids and, per layer, keys and values of shape (2, heads, C, head_dim).
+
+    Those of its first tokens may be in a `prompt`, which several sessions share; then `layers` are of what follows.
+    """
 
     ids: tuple[int, ...] = ()
     layers: tuple[Tensor, ...] = ()
+    prompt: CachedPrefix | None = None
+
+    @property
+    def num_own(self) -> int:
+        """Tokens after the shared prompt."""
+        return len(self.ids) - (len(self.prompt.ids) if self.prompt else 0)
+
+    def first(self, count: int) -> CachedPrefix:
+        """Return the part that holds so many tokens."""
+        if self.prompt is not None and count <= len(self.prompt.ids):
+            return self.prompt.first(count)
+        own = self.num_own - len(self.ids) + count
+        return CachedPrefix(self.ids[:count], tuple(layer[:, :, :own] for layer in self.layers), self.prompt)
 
 
 @dataclass(eq=False)
@@ -105,62 +122,97 @@ class PendingTurn:
         )
 
 
+#: Bytes of a layer's keys and values that sharing prompts must save: a decode step gathers its rows by prompt for it.
+LEAST_SAVED = 2**23
+
+
 class BatchCache:
     """Keys and values of one batch: right-aligned columns that all rows append to at once.
 
-    Transformers calls `update` once per layer; `columns_BC` says which columns of a row hold tokens.
+    Transformers calls `update` once per layer. With `shares`, prompts that several rows share are stored once, as
+    `prompts`, and their columns come first, as long as that saves enough. Otherwise each row has a copy of its own.
     """
 
-    def __init__(self, prefixes: Sequence[CachedPrefix], capacity: int, device: torch.device) -> None:
-        self.length = max((len(prefix.ids) for prefix in prefixes), default=0)
-        self._capacity = self.length + capacity
-        self.columns_BC = torch.zeros(len(prefixes), self._capacity, dtype=torch.bool, device=device)
-        self.layers: list[Tensor] = []
-        for row, prefix in enumerate(prefixes):
-            self.columns_BC[row, self.length - len(prefix.ids) : self.length] = True
-        for layer in range(max((len(prefix.layers) for prefix in prefixes), default=0)):
-            example = next(prefix.layers[layer] for prefix in prefixes if prefix.layers)
-            _, heads, _, dim = example.shape
-            store = torch.zeros(2, len(prefixes), heads, self._capacity, dim, dtype=example.dtype, device=device)
-            for row, prefix in enumerate(prefixes):
-                if prefix.layers:
-                    store[:, row, :, self.length - len(prefix.ids) : self.length] = prefix.layers[layer]
-            self.layers.append(store)
+    def __init__(
+        self, prefixes: Sequence[CachedPrefix], capacity: int, device: torch.device, shares: bool = False
+    ) -> None:
+        store, self._columns_BC = _stored([(p.num_own, p.layers) for p in prefixes], capacity, device)
+        self.layers = list(store)
+        self.length = self._columns_BC.shape[1] - capacity
+        self._first_own = 0
+        self.prompts = _shared_prompts(prefixes, device)
+        if self.prompts and (not shares or self.prompts.saved_bytes < LEAST_SAVED):
+            self._copy_prompts(self.prompts)
 
-    def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Append (B, heads, T, head_dim) keys and values of one layer; return all columns of that layer."""
+    @property
+    def seen_BC(self) -> Tensor:
+        """Which columns of a row hold tokens."""
+        own = self._columns_BC[:, : self.length]
+        return own if self.prompts is None else torch.cat([self.prompts.seen_BP, own], dim=-1)
+
+    def append(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Append (B, heads, T, head_dim) keys and values of one layer; return all of it but shared prompts."""
         rows, heads, new, dim = keys.shape
         if layer == len(self.layers):
-            self.layers.append(keys.new_zeros(2, rows, heads, self._capacity, dim))
+            self.layers.append(keys.new_zeros(2, rows, heads, self._columns_BC.shape[1], dim))
         store = self.layers[layer]
         end = self.length + new
         store[0, :, :, self.length : end] = keys
         store[1, :, :, self.length : end] = values
         return store[0, :, :, :end], store[1, :, :, :end]
 
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        """Append, and return all columns of that layer."""
+        own = self.append(keys, values, layer)
+        if self.prompts is None:
+            return own
+        keys, values = (torch.cat(both, dim=2) for both in zip(self.prompts.expanded(layer), own, strict=True))
+        return keys, values
+
     def get_seq_length(self, *_: object) -> int:
-        """Columns written so far, padding included."""
-        return self.length
+        """Columns so far, padding included."""
+        return self.length + (self.prompts.num_columns if self.prompts else 0)
 
     def advance(self, real_BT: Tensor) -> None:
         """Count the columns just written; `real_BT` is True where they hold tokens."""
-        self.columns_BC[:, self.length : self.length + real_BT.shape[1]] = real_BT
+        self._columns_BC[:, self.length : self.length + real_BT.shape[1]] = real_BT
         self.length += real_BT.shape[1]
 
     def select(self, rows: Tensor) -> None:
-        """Keep only these rows (repeats allowed)."""
-        self.columns_BC = self.columns_BC[rows]
+        """Keep only these rows."""
+        self._columns_BC = self._columns_BC[rows]
         for layer, store in enumerate(self.layers):
             _, _, heads, columns, dim = store.shape
             self.layers[layer] = store.new_empty(2, len(rows), heads, columns, dim)
             self.layers[layer][:, :, :, : self.length] = store[:, :, :, : self.length].index_select(1, rows)
+        if self.prompts is not None:
+            self.prompts.select(rows)
+            if self.prompts.saved_bytes < LEAST_SAVED:
+                self._copy_prompts(self.prompts)
+
+    def _copy_prompts(self, prompts: SharedPrompts) -> None:
+        """Give each row a copy of its prompt, in columns before its own."""
+        self._first_own = prompts.num_columns
+        self._columns_BC = torch.cat([prompts.seen_BP, self._columns_BC], dim=-1)
+        for layer in range(len(prompts.layers)):
+            copies = prompts.expanded(layer)
+            _, rows, heads, columns, dim = copies.shape
+            store = copies.new_empty(2, rows, heads, self._columns_BC.shape[1], dim)
+            store[:, :, :, :columns] = copies
+            if layer < len(self.layers):
+                store[:, :, :, columns : columns + self.length] = self.layers[layer][:, :, :, : self.length]
+                self.layers[layer] = store
+            else:
+                self.layers.append(store)
+        self.length += prompts.num_columns
+        self.prompts = None
 
     def row(self, row: int, is_last: bool) -> tuple[Tensor, ...]:
-        """Return one row's keys and values without padding, a (2, heads, C, head_dim) tensor per layer.
+        """Return one row's keys and values without padding and shared prompt, (2, heads, C, head_dim) per layer.
 
         With `is_last` nothing is written after, so they may be views: a session that ends needs no copy.
         """
-        columns = self.columns_BC[row, : self.length].nonzero()[:, 0]
+        columns = self._columns_BC[row, self._first_own : self.length].nonzero()[:, 0] + self._first_own
         first, end = int(columns[0]), int(columns[-1]) + 1
         if is_last and end - first == len(columns):
             return tuple(store[:, row, :, first:end] for store in self.layers)
@@ -239,18 +291,51 @@ class Sampler:
         )
 
 
-def unique_streams(turns: Sequence[PendingTurn]) -> tuple[list[int], list[int]]:
-    """Return the turns to read and, for every turn, which of these it shares: new sessions with one stream share."""
-    first: dict[object, int] = {}
-    representative: list[int] = []
-    row_of: list[int] = []
-    for index, turn in enumerate(turns):
-        key = index if turn.prefix.ids else (turn.stream, tuple(image.digest for image in turn.request.images))
-        if key not in first:
-            first[key] = len(representative)
-            representative.append(index)
-        row_of.append(first[key])
-    return representative, row_of
+def _shared_prompts(prefixes: Sequence[CachedPrefix], device: torch.device) -> SharedPrompts | None:
+    """Return the prompts that rows of a batch share; None if there are none."""
+    nothing = CachedPrefix()
+    prompts = {id(p.prompt): p.prompt or nothing for p in prefixes}
+    if not any(prompt.ids for prompt in prompts.values()):
+        return None
+    number = {key: index for index, key in enumerate(prompts)}
+    layers, seen_GP = _stored([(len(p.ids), p.layers) for p in prompts.values()], 0, device)
+    return SharedPrompts(layers, seen_GP, torch.tensor([number[id(p.prompt)] for p in prefixes], device=device))
+
+
+def _stored(
+    rows: Sequence[tuple[int, Sequence[Tensor]]], capacity: int, device: torch.device
+) -> tuple[Sequence[Tensor], Tensor]:
+    """Store rows of so many tokens with their keys and values, right-aligned, with room for `capacity` columns after.
+
+    Returns a tensor (2, rows, heads, columns, head_dim) per layer, and which columns hold tokens.
+    """
+    length = max((count for count, _ in rows), default=0)
+    columns_BC = torch.zeros(len(rows), length + capacity, dtype=torch.bool, device=device)
+    for row, (count, _) in enumerate(rows):
+        columns_BC[row, length - count : length] = True
+    stored = []
+    for layer in range(max((len(layers) for _, layers in rows), default=0)):
+        example = next(layers[layer] for _, layers in rows if layers)
+        _, heads, _, dim = example.shape
+        store = torch.zeros(2, len(rows), heads, length + capacity, dim, dtype=example.dtype, device=device)
+        for row, (count, layers) in enumerate(rows):
+            if layers:
+                store[:, row, :, length - count : length] = layers[layer]
+        stored.append(store)
+    return stored, columns_BC
+
+
+def with_one_prompt(turns: Sequence[PendingTurn], image_token_id: int) -> list[list[PendingTurn]]:
+    """Return the turns of new sessions that have one prompt, several a group.
+
+    All of a prompt but its last token is read once for a group; so a picture's placeholder must not be the last.
+    """
+    groups: dict[object, list[PendingTurn]] = {}
+    for turn in turns:
+        stream = turn.stream
+        if not turn.prefix.ids and len(stream) > 1 and stream[-1] != image_token_id:
+            groups.setdefault((stream, tuple(image.digest for image in turn.request.images)), []).append(turn)
+    return [group for group in groups.values() if len(group) > 1]
 
 
 def unread_images(turn: PendingTurn, image_token_id: int) -> tuple[ProcessedImage, ...]:

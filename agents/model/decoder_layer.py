@@ -15,10 +15,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from agents.model.attention import Segments, segment_attention
+from agents.model.shared_prompts import SharedPrompts
 
 #: Takes (B, T, heads, D) queries, keys and values, and returns (B, T, heads D).
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -68,6 +69,12 @@ def _forward(
     return layer_output(layer, hidden_states, signed_rotary(*position_embeddings), has_head_norms, attend)
 
 
+def lay_out_for_few_rows(layers: Sequence[nn.Module]) -> None:
+    """Store each matrix of these layers by columns: products with 8 to 32 rows are up to a third faster."""
+    for matrix in (module for layer in layers for module in layer.modules() if isinstance(module, nn.Linear)):
+        matrix.weight.data = matrix.weight.data.t().contiguous().t()
+
+
 def next_hidden(
     decoder: Any,
     embeds_B1H: Tensor,
@@ -80,33 +87,47 @@ def next_hidden(
 
     `rotary` are cosines and sines, each (B, 1, D); `seen_BC` is True where a row sees a column.
     """
-    hidden_from = None if bool(seen_BC.all()) else ~seen_BC[:, None]
+    hidden_from = None if bool(seen_BC.all()) else ~seen_BC[:, None, None]
     x_B1H, rotary = embeds_B1H, signed_rotary(*rotary)
     for index, layer in enumerate(decoder.layers):
 
         def attend(q: Tensor, k: Tensor, v: Tensor, index: int = index, layer: Any = layer) -> Tensor:
-            keys, values = cache.update(k.transpose(1, 2), v.transpose(1, 2), index)
-            return attend_once(q.transpose(1, 2), keys, values, hidden_from, layer.self_attn.scaling)
+            keys, values = cache.append(k.transpose(1, 2), v.transpose(1, 2), index)
+            return attend_once(q, keys, values, hidden_from, layer.self_attn.scaling, cache.prompts, index)
 
         x_B1H = layer_output(layer, x_B1H, rotary, has_head_norms, attend)
     return decoder.norm(x_B1H)
 
 
-def attend_once(query: Tensor, key: Tensor, value: Tensor, unseen_B1C: Tensor | None, scaling: float) -> Tensor:
-    """Return the attention of (B, heads, 1, D) queries over (B, key heads, C, D) keys and values, (B, 1, heads D).
+def attend_once(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    hidden_from: Tensor | None,
+    scaling: float,
+    prompts: SharedPrompts | None = None,
+    layer: int = 0,
+) -> Tensor:
+    """Return the attention of (B, 1, heads, D) queries over (B, key heads, C, D) keys and values, (B, 1, heads D).
 
-    `unseen_B1C` is True at columns that a row does not see. torch's own kernel is made for many queries, and takes up
-    to three times as long for one.
+    Rows also see their shared prompts of this layer, whose columns come first; `hidden_from`, which fits (B, key heads,
+    queries of a key head, columns), is True at columns that a row does not see. torch's own kernel is made for many
+    queries, and takes up to three times as long for one.
     """
-    rows, heads, _, dim = query.shape
-    key_heads, columns = key.shape[1:3]
-    q = query.reshape(rows * key_heads, heads // key_heads, dim)
-    scores = torch.baddbmm(_scalar(0.0), q, key.flatten(0, 1).transpose(1, 2), beta=0, alpha=scaling)
-    scores = scores.view(rows, heads, columns)
-    if unseen_B1C is not None:
-        scores.masked_fill_(unseen_B1C, float("-inf"))
-    shares = scores.softmax(-1).view(rows * key_heads, -1, columns)
-    return torch.bmm(shares, value.flatten(0, 1)).view(rows, 1, heads * dim)
+    rows, key_heads, columns, dim = key.shape
+    q = query.view(rows, key_heads, -1, dim)
+    scores = torch.baddbmm(
+        _scalar(0.0), q.flatten(0, 1), key.flatten(0, 1).transpose(1, 2), beta=0, alpha=scaling
+    ).view(rows, key_heads, -1, columns)
+    if prompts is not None:
+        scores = torch.cat([prompts.scores(q * scaling, layer), scores], dim=-1)
+    if hidden_from is not None:
+        scores.masked_fill_(hidden_from, float("-inf"))
+    shares = scores.softmax(-1)
+    out = torch.bmm(shares[..., -columns:].flatten(0, 1), value.flatten(0, 1)).view_as(q)
+    if prompts is not None:
+        out += prompts.mixed(shares[..., :-columns], layer)
+    return out.view(rows, 1, -1)
 
 
 def _normed(norm: Any, x: Tensor) -> Tensor:

@@ -12,6 +12,8 @@ values, H hidden size, V vocabulary.
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,7 +25,7 @@ from torch.nn import functional
 
 from agents.model.architectures import NO_IMAGE_TOKEN, architecture_of, read_config
 from agents.model.attention import TEXT_ATTENTION, VISION_ATTENTION, needs_buckets, register_attention
-from agents.model.decoder_layer import next_hidden, train_with_own_layers
+from agents.model.decoder_layer import lay_out_for_few_rows, next_hidden, train_with_own_layers
 from agents.model.linear_logprobs import float32_product, linear_scores
 from agents.model.packed import PackedStreams, VisionBatch
 from agents.model.vision import tower_inputs
@@ -117,6 +119,10 @@ class PolicyModel(nn.Module):
         """Read packed rows by `agents.model.decoder_layer` from now on, which is for a CPU and float32."""
         train_with_own_layers(self._decoder.layers, self.architecture.head_norms)
 
+    def lay_out_for_few_rows(self) -> None:
+        """Store the decoder's matrices as `next_logits` reads them fastest on a CPU; a learner cannot shard them so."""
+        lay_out_for_few_rows(self._decoder.layers)
+
     @property
     def _decoder(self) -> Any:
         return self.architecture.decoder(self.backbone)
@@ -163,9 +169,8 @@ class PolicyModel(nn.Module):
             # Without a mask, Transformers mistakes the positions of padding for further packed sequences.
             attention_mask = torch.ones_like(ids_BT)
         places = (ids_BT == self.image_token_id).nonzero(as_tuple=True) if vision else ()
-        hidden_BTH = self._hidden(
-            ids_BT, positions_3BT, vision, places, attention_mask=attention_mask, past_key_values=cache
-        )
+        cached = {_cache_name(type(self._decoder)): cache}
+        hidden_BTH = self._hidden(ids_BT, positions_3BT, vision, places, attention_mask=attention_mask, **cached)
         return float32_logits(hidden_BTH[select], self.backbone.lm_head)
 
     def next_logits(self, ids_B: Tensor, positions_B: Tensor, seen_BC: Tensor, cache: Any) -> Tensor:
@@ -226,6 +231,12 @@ class PolicyModel(nn.Module):
                 inputs["deepstack_visual_embeds"] = [f.index_select(0, vision.feature_index_M) for f in features[1:]]
         positions = positions_3BT if self.architecture.vision else positions_3BT[0]
         return decoder(inputs_embeds=embeds_BTH, position_ids=positions, use_cache=False, **inputs).last_hidden_state
+
+
+@functools.cache
+def _cache_name(decoder: type[nn.Module]) -> str:
+    """Return what a decoder calls its cache: "cache", or "past_key_values" in older versions of Transformers."""
+    return "cache" if "cache" in inspect.signature(decoder.forward).parameters else "past_key_values"
 
 
 def add_features(hidden_BTH: Tensor, places_2M: Tensor, features_MH: Tensor) -> Tensor:

@@ -325,7 +325,7 @@ class Emulator:
         longest = max(found, key=lambda prefix: len(prefix.ids), default=CachedPrefix())
         if len(longest.ids) < len(request.ids):
             return longest
-        return CachedPrefix(longest.ids[:-1], tuple(layer[:, :, :-1] for layer in longest.layers))
+        return longest.first(len(longest.ids) - 1)
 
     async def _write(
         self, request: GenerateRequest, key: str, prefix: CachedPrefix

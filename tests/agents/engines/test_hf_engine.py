@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agents.engines import hf_batch
 from agents.engines.hf import HFEngine
 from agents.engines.hf_batch import CachedPrefix, PendingTurn, Sampler
 from agents.model.policy import PolicyModel
@@ -109,8 +110,14 @@ def test_logprobs_of_a_ragged_batch_over_several_turns_equal_a_forward_over_the_
         assert_same_as_full_forward(engine.model, talk)
 
 
+@pytest.fixture(params=["read in one place", "copied"])
+def shared_prompts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows read the prompt that they share where it is, however little that saves, or each has a copy."""
+    monkeypatch.setattr(hf_batch, "LEAST_SAVED", 0 if request.param == "read in one place" else 2**60)
+
+
 def test_a_group_that_shares_one_prompt_writes_different_texts_with_true_logprobs(
-    engine: HFEngine, renderer: Renderer
+    engine: HFEngine, renderer: Renderer, shared_prompts: None
 ) -> None:
     prompt = renderer.prompt(question("Find x.", picture(96, 96)))
     firsts = [request(prompt, sampling(renderer), 8, seed=seed) for seed in range(6)]
@@ -122,6 +129,51 @@ def test_a_group_that_shares_one_prompt_writes_different_texts_with_true_logprob
     assert len({talk.completions[0].ids for talk in talks}) == 6
     for talk in talks:
         assert_same_as_full_forward(engine.model, talk)
+
+
+def test_groups_of_two_prompts_and_a_session_of_its_own_have_true_logprobs_turn_by_turn(
+    engine: HFEngine, renderer: Renderer, shared_prompts: None
+) -> None:
+    """Rows end one by one, some sessions have more turns than others, and one prompt is longer by a picture."""
+    prompts = [
+        renderer.prompt(question(text, *shown)) for text, *shown in (("x?", picture(96, 96)), ("y?",), ("Find z.",))
+    ]
+    plans = [(0, 5), (1, 9), (0, 20), (2, 7), (1, 3), (0, 11), (1, 30)]
+    firsts = [
+        (
+            request(prompts[which], replace(sampling(renderer), stop_ids=()), budget, seed=number),
+            [SCORE, ZOOMED][: number % 3],
+        )
+        for number, (which, budget) in enumerate(plans)
+    ]
+
+    async def all_at_once() -> list[Conversation]:
+        return await asyncio.gather(*(converse(engine, renderer, first, replies) for first, replies in firsts))
+
+    for talk in asyncio.run(all_at_once()):
+        assert_same_as_full_forward(engine.model, talk)
+
+
+def test_a_prompt_that_ends_in_a_picture_is_read_by_each_session(engine: HFEngine, renderer: Renderer) -> None:
+    prompt = renderer.prompt(question("Find x.", picture(96, 96)))
+    end = len(prompt.ids) - prompt.ids[::-1].index(renderer.image_token_id)
+    firsts = [request(replace(prompt, ids=prompt.ids[:end]), sampling(renderer), 8, seed=seed) for seed in range(2)]
+
+    async def group() -> list[Conversation]:
+        return await asyncio.gather(*(converse(engine, renderer, first, []) for first in firsts))
+
+    for talk in asyncio.run(group()):
+        assert_same_as_full_forward(engine.model, talk)
+
+
+def test_a_cached_prefix_is_cut_within_its_shared_prompt_and_after_it() -> None:
+    columns = torch.arange(5.0).view(1, 1, 5, 1).expand(2, 1, 5, 1)
+    prefix = CachedPrefix((7, 8, 9, 5, 6), (columns[:, :, 3:],), CachedPrefix((7, 8, 9), (columns[:, :, :3],)))
+    for count in range(6):
+        cut = prefix.first(count)
+        parts = [*(cut.prompt.layers if cut.prompt else ()), *cut.layers]
+        assert cut.ids == prefix.ids[:count] and cut.num_own == cut.layers[0].shape[2]
+        assert torch.cat(parts, dim=2)[0].flatten().tolist() == list(range(count))
 
 
 @examples(12)
@@ -391,7 +443,7 @@ class Slowed(HFEngine):
         super().__init__(model, **options)
         self.num_batches = self.num_forwards = 0
 
-    def _decode(self, cache: Any, logits_BV: torch.Tensor, positions_B: torch.Tensor, turns: Sequence) -> None:
+    def _decode(self, cache: Any, logits_BV: torch.Tensor, turns: Sequence) -> None:
         self.rows = turns
         self.num_batches += 1
         update = cache.advance
@@ -402,7 +454,7 @@ class Slowed(HFEngine):
             update(real_BT)
 
         cache.advance = advance
-        super()._decode(cache, logits_BV, positions_B, turns)
+        super()._decode(cache, logits_BV, turns)
 
 
 async def converse_with_pauses(
@@ -421,7 +473,9 @@ async def converse_with_pauses(
     return await talking
 
 
-def test_pauses_without_new_weights_change_nothing(network: PolicyModel, renderer: Renderer) -> None:
+def test_pauses_without_new_weights_change_nothing(
+    network: PolicyModel, renderer: Renderer, shared_prompts: None
+) -> None:
     params = SamplingParams(stop_ids=(), suppressed_ids=renderer.suppressed_ids)
     firsts = [
         request(renderer.prompt(question("Find x." * (1 + k), *[picture(seed=k)] * (k % 2))), params, 20 + k, seed=k)

@@ -27,7 +27,7 @@ def test_one_query_a_row_attends_as_torch_does(key_heads: int) -> None:
     seen[:, -1] = True
     repeated = [x.repeat_interleave(4 // key_heads, dim=1) for x in (keys, values)]
     expected = F.scaled_dot_product_attention(query, repeated[0], repeated[1], seen[:, None, None], scale=0.3)
-    got = attend_once(query, keys, values, ~seen[:, None], 0.3)
+    got = attend_once(query.transpose(1, 2), keys, values, ~seen[:, None, None], 0.3)
     torch.testing.assert_close(got, expected.transpose(1, 2).flatten(2), rtol=0, atol=1e-6)
 
 

@@ -95,9 +95,7 @@ class StalePrefixEngine(HFEngine):
             session.prefix = self._prompts[request.ids]
         completion = await super().submit(session, request)
         end = len(request.ids) - 1
-        self._prompts.setdefault(
-            request.ids, CachedPrefix(request.ids[:end], tuple(layer[:, :, :end] for layer in session.prefix.layers))
-        )
+        self._prompts.setdefault(request.ids, session.prefix.first(end))
         return completion
 
 
