@@ -222,7 +222,7 @@ def test_the_stop_button_of_a_notebook_ends_the_run_and_the_call_returns_it() ->
         ({"num_generations": 3}, "num_generations of TRL"),
         ({"steps": -1}, "steps=: must be greater than or equal to 0, got -1"),
         ({"advantage": "nope"}, "advantage=: must be 'grpo', 'rloo' or 'reinforce++', or an advantage"),
-        ({"reward_funcs": [3]}, "'envs.config.given:int' must be callable, got int"),
+        ({"reward_funcs": [3]}, "must be callable, got int; name a function"),
         ({"reward_funcs": [brevity], "reward_weights": [1, 2]}, "reward_weights=: must have a weight for each of 1"),
         ({"config": "no.yaml"}, "--config: must be a YAML file or the name of a ready configuration"),
         ({"data": [3]}, "data: must hold dicts, got int"),
