@@ -19,6 +19,7 @@ import json
 import re
 import shlex
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -49,7 +50,8 @@ from benchmarks.report import RESULTS, commit, markdown, write_result
 from trainer.setup.components import sampling_params
 
 GROUP_SIZE, PROMPT, NEW_TOKENS = 8, 40, 16
-PROFILE_S, PROFILE_HZ = 8, 200
+#: Times that the profiled workload is played, and samples of the profile a second.
+PROFILED, PROFILE_HZ = 4, 200
 #: Width and height of a picture by its number of tokens.
 SIZES = {20: (160, 128), 64: (256, 256), 110: (352, 320), 256: (512, 512), 1024: (1024, 1024)}
 #: Tokens of a picture, pictures a stream, requests at once.
@@ -120,25 +122,23 @@ class Workload:
             ids, images = self.stream(cell.picture_tokens, cell.pictures)
             if not with_pictures:
                 ids, images = tuple(self.random.integers(10, 600, len(ids)).tolist()), ()
+            assert all(image.png for image in images)  # encoded by then
             made += [GenerateRequest(ids, images, NEW_TOKENS, self.sampling, seed=number)] * GROUP_SIZE
         return made
 
 
 def prepared(requests: Sequence[GenerateRequest], image_token_id: int | None) -> tuple[str, list[dict[str, Any]]]:
-    """Return a new salt, and the body of each request, which writes all its tokens. Pictures are encoded by then."""
+    """Return a new salt, and the body of each request, which writes all its tokens."""
     salt, bodies = f"{time.monotonic()}", []
     for number, request in enumerate(requests):
-        for image in request.images:
-            assert image.png
         bodies.append(generate_body(request, [], f"{salt}-{number:06d}", image_token_id))
         bodies[-1]["sampling_params"]["ignore_eos"] = True
     return salt, bodies
 
 
-async def rate(server: Server, workload: Workload, cell: Cell, with_pictures: bool) -> float:
+async def rate(server: Server, requests: Sequence[GenerateRequest], concurrency: int, image_token_id: int) -> float:
     """Return the requests answered a second."""
-    requests = workload.requests(cell, with_pictures)
-    salt, bodies = prepared(requests, workload.renderer.image_token_id)
+    salt, bodies = prepared(requests, image_token_id)
     waiting = list(zip(bodies, requests, strict=True))[::-1]
 
     async def client() -> None:
@@ -151,16 +151,15 @@ async def rate(server: Server, workload: Workload, cell: Cell, with_pictures: bo
             )
 
     started = time.perf_counter()
-    await asyncio.gather(*(client() for _ in range(cell.concurrency)))
-    return cell.num_requests / (time.perf_counter() - started)
+    await asyncio.gather(*(client() for _ in range(concurrency)))
+    return len(requests) / (time.perf_counter() - started)
 
 
 async def group_rate(
-    engine: SGLangEngine, workload: Workload, cell: Cell, with_pictures: bool, shared: bool
+    engine: SGLangEngine, requests: Sequence[GenerateRequest], concurrency: int, shared: bool
 ) -> tuple[float, float]:
     """Return the turns written a second by the engine, and the tokens that the server read for each."""
-    waiting, read = workload.requests(cell, with_pictures)[::-1], 0
-    assert all(image.png for request in waiting for image in request.images)  # encoded by then
+    waiting, read = list(requests)[::-1], 0
     prompt_reads.MIN_TOKENS = 0 if shared else sys.maxsize
 
     async def client() -> None:
@@ -173,8 +172,8 @@ async def group_rate(
             read += written.prompt_length - written.num_cached
 
     started = time.perf_counter()
-    await asyncio.gather(*(client() for _ in range(cell.concurrency)))
-    return cell.num_requests / (time.perf_counter() - started), read / cell.num_requests
+    await asyncio.gather(*(client() for _ in range(concurrency)))
+    return len(requests) / (time.perf_counter() - started), read / len(requests)
 
 
 async def groups(engine: SGLangEngine, workload: Workload, cell: Cell, repeats: int) -> list[dict[str, Any]]:
@@ -182,9 +181,12 @@ async def groups(engine: SGLangEngine, workload: Workload, cell: Cell, repeats: 
     rows = []
     for with_pictures in (False, True):
         for shared in (False, True):  # compiles kernels
-            await group_rate(engine, workload, replace(cell, concurrency=8), with_pictures, shared)
+            await group_rate(engine, workload.requests(replace(cell, concurrency=8), with_pictures), 8, shared)
         found = [
-            [await group_rate(engine, workload, cell, with_pictures, shared) for shared in (False, True)]
+            [
+                await group_rate(engine, workload.requests(cell, with_pictures), cell.concurrency, shared)
+                for shared in (False, True)
+            ]
             for _ in range(repeats)
         ]
         (alone, alone_read), (shared_rate, shared_read) = np.median(found, axis=0).tolist()
@@ -251,21 +253,22 @@ def busiest(stacks: str, taken: float, number: int = 24) -> dict[str, list[list[
 
 
 async def profiled(
-    server: Server, play: Callable[[], Awaitable[object]], py_spy: str, kept: Path
+    server: Server, plays: Sequence[Callable[[], Awaitable[object]]], py_spy: str, kept: Path
 ) -> dict[str, list[list[Any]]]:
-    """Record the server's processes while `play` is called in a loop; print and return their busiest functions.
+    """Record the server's processes during all `plays`; print and return their busiest functions.
 
     The recording itself stays at `kept`.
     """
     assert isinstance(server.process, LocalProcess)
     command = f"{py_spy} record --pid {server.process.pid} --subprocesses --nonblocking -f raw"
-    command += f" -d {PROFILE_S} -r {PROFILE_HZ}"
+    command += f" -d 600 -r {PROFILE_HZ}"
     recording = subprocess.Popen([*shlex.split(command), "-o", str(kept)], stdout=subprocess.DEVNULL)
     started = time.perf_counter()
-    while time.perf_counter() - started < PROFILE_S:
+    for play in plays:
         await play()
+    recording.send_signal(signal.SIGINT)
     await asyncio.to_thread(recording.wait)
-    found = busiest(kept.read_text(), PROFILE_S * PROFILE_HZ)
+    found = busiest(kept.read_text(), (time.perf_counter() - started) * PROFILE_HZ)
     for process, busy in found.items():
         print(markdown([f"{process}: function", "share", "own"], busy), flush=True)
     return found
@@ -274,14 +277,19 @@ async def profiled(
 async def profiles(
     engine: SGLangEngine, server: Server, workload: Workload, options: argparse.Namespace
 ) -> dict[str, dict[str, list[list[Any]]]]:
-    """Return the busiest functions for text and for pictures, of the last workload."""
+    """Return the busiest functions for text and for pictures, of the last workload, whose requests are made before."""
     by_engine, found = "groups" in options.parts, {}
     cell = Cell(*map(int, (options.group_cells if by_engine else options.cells)[-1].split(",")))
+    assert workload.renderer.image_token_id is not None
     for kind, with_pictures in (("text", False), ("pictures", True)):
-        play: Callable[[], Awaitable[object]] = partial(rate, server, workload, cell, with_pictures)
-        if by_engine:
-            play = partial(group_rate, engine, workload, cell, with_pictures, shared=True)
-        found[kind] = await profiled(server, play, options.profile, options.out / f"{kind}.stacks")
+        plays: list[Callable[[], Awaitable[object]]] = []
+        for _ in range(PROFILED):
+            requests = workload.requests(cell, with_pictures)
+            if by_engine:
+                plays.append(partial(group_rate, engine, requests, cell.concurrency, shared=True))
+            else:
+                plays.append(partial(rate, server, requests, cell.concurrency, workload.renderer.image_token_id))
+        found[kind] = await profiled(server, plays, options.profile, options.out / f"{kind}.stacks")
     return found
 
 
@@ -293,10 +301,12 @@ async def rates(
     found = {}
     for way in options.ways:
         server, with_pictures = ways[way]
-        await rate(server, workload, replace(cell, concurrency=8), with_pictures)  # compiles kernels
-        found[way] = statistics.median(
-            [await rate(server, workload, cell, with_pictures) for _ in range(options.repeats)]
-        )
+        assert workload.renderer.image_token_id is not None
+        found_rates = []
+        for tried in (replace(cell, concurrency=8), *[cell] * options.repeats):  # the first one compiles kernels
+            requests = workload.requests(tried, with_pictures)
+            found_rates.append(await rate(server, requests, tried.concurrency, workload.renderer.image_token_id))
+        found[way] = statistics.median(found_rates[1:])
     return found
 
 

@@ -52,6 +52,7 @@ from torch.distributed.distributed_c10d import _new_process_group_helper
 from agents.engines.hf import HFEngine
 from agents.engines.hf_batch import CachedPrefix
 from agents.engines.sglang.in_server.kept_pictures import (
+    Allocate,
     Grid,
     KeptPictures,
     PatchesAddress,
@@ -372,9 +373,11 @@ class Emulator:
         assert self.renderer.images
         return self.renderer.images.process(Image.open(io.BytesIO(png)))
 
-    def _cut(self, png: bytes) -> tuple[torch.Tensor, Grid]:
+    def _cut(self, png: bytes, allocate: Allocate) -> Grid:
         image = self._read(png)
-        return torch.from_numpy(image.pixels_PD), image.grid_thw
+        rows, columns = image.pixels_PD.shape
+        allocate((rows, columns), torch.float32).copy_(torch.from_numpy(image.pixels_PD))
+        return image.grid_thw
 
     def _mapped(self, address: PatchesAddress) -> ProcessedImage:
         time, height, width = address.grid_thw

@@ -24,8 +24,9 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from agents.engines.sglang import SGLangEngine, SGLangSettings
 from agents.engines.sglang.in_server import kept_pictures
-from agents.engines.sglang.in_server.cutting import Cut, PatchCutter
+from agents.engines.sglang.in_server.cutting import PatchCutter, Processed
 from agents.engines.sglang.in_server.kept_pictures import (
+    Allocate,
     Grid,
     KeptPictures,
     PatchesAddress,
@@ -101,11 +102,13 @@ class Cutter:
         self.cut: list[bytes] = []
         self.rows, self.broken = rows, b"broken"
 
-    def __call__(self, png: bytes) -> tuple[torch.Tensor, tuple[int, int, int]]:
+    def __call__(self, png: bytes, allocate: Allocate) -> tuple[int, int, int]:
+        patches = allocate((self.rows, 2), torch.float32)
         if png == self.broken:
             raise OSError("no picture")
         self.cut.append(png)
-        return torch.full((self.rows, 2), float(len(png))), (1, 2, 2)
+        patches.fill_(len(png))
+        return 1, 2, 2
 
 
 def test_a_picture_is_cut_once_for_all_who_ask_and_those_without_it_wait_for_it() -> None:
@@ -191,7 +194,7 @@ def test_a_request_of_another_kind_is_left_to_sglang_and_the_protocol_is_told_to
 # Cutting --------------------------------------------------------------------------------------------------------------
 
 
-def processor_cut(dtype: torch.dtype, **settings: Any) -> Cut:
+def processor_cut(dtype: torch.dtype, **settings: Any) -> Processed:
     """Return the cut of Transformers' own processor."""
     processor = Qwen2VLImageProcessorPil(size={"shortest_edge": 128 * 128, "longest_edge": 512 * 512}, **settings)
 
@@ -219,7 +222,9 @@ def test_patches_are_the_processors_to_the_bit(dtype: torch.dtype, settings: dic
     random, unit = np.random.default_rng(0), settings["patch_size"] * settings["merge_size"]
     for rows, columns in ((5, 7), (8, 8), (13, 5)):
         pixels = random.integers(0, 256, (rows * unit, columns * unit, 3), dtype=np.uint8)
-        patches, grid = cutter.cut(Image.fromarray(pixels))
+        made: dict[str, torch.Tensor] = {}
+        allocate: Allocate = lambda shape, dtype: made.setdefault("", torch.empty(shape, dtype=dtype))  # noqa: B023, E731
+        grid, patches = cutter.cut(Image.fromarray(pixels), allocate), made[""]
         wanted, wanted_grid = reference(Image.fromarray(pixels))
         assert grid == wanted_grid and patches.dtype == wanted.dtype and torch.equal(patches, wanted)
 
@@ -243,10 +248,20 @@ def test_a_processor_that_mixes_pixels_or_orders_patches_otherwise_is_not_imitat
 # Shared memory --------------------------------------------------------------------------------------------------------
 
 
+def kept(key: str, patches: torch.Tensor, grid_thw: tuple[int, int, int]) -> PatchesAddress:
+    """Keep patches as if they had been cut from a picture."""
+
+    def cut(_: bytes, allocate: Allocate) -> tuple[int, int, int]:
+        allocate((len(patches), patches.shape[1]), patches.dtype).copy_(patches)
+        return grid_thw
+
+    return keep_patches(key, b"", cut)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_another_process_maps_the_patches_to_the_bit(dtype: torch.dtype) -> None:
     patches = torch.randn(80, 1536, generator=torch.Generator().manual_seed(0)).to(dtype)
-    address = keep_patches("5f5f", patches, (1, 8, 10))
+    address = kept("5f5f", patches, (1, 8, 10))
     code = (
         "import sys, pickle; from agents.engines.sglang.in_server.kept_pictures import map_patches\n"
         "address = pickle.load(sys.stdin.buffer); patches = map_patches(address)\n"
@@ -259,10 +274,10 @@ def test_another_process_maps_the_patches_to_the_bit(dtype: torch.dtype) -> None
 
 
 def test_patches_outlive_the_process_that_made_them_where_they_are_mapped_and_are_never_taken_for_others() -> None:
-    address = keep_patches("aa", torch.ones(4, 4), (1, 2, 2))
+    address = kept("aa", torch.ones(4, 4), (1, 2, 2))
     mapped = map_patches(address)
     os.close(address.fd)
-    other = keep_patches("bb", torch.zeros(4, 4), (1, 2, 2))
+    other = kept("bb", torch.zeros(4, 4), (1, 2, 2))
     assert other.fd == address.fd  # the number is used again
     assert mapped.tolist() == torch.ones(4, 4).tolist()
     del mapped
@@ -435,7 +450,7 @@ def test_what_a_processor_hands_over_is_sglangs_own_record(renderer: Renderer) -
 
     prompt = expand([7, 9, 7], [(1, 4, 4)], 9, 2)
     patches = torch.randn(16, 8).to(torch.bfloat16)
-    address = keep_patches("aa", patches, (1, 4, 4))
+    address = kept("aa", patches, (1, 4, 4))
     prepared = prepared_prompt(prompt, [address], [2**55 + 1], {"im_token_id": 9})
     record = pickle.loads(pickle.dumps(prepared))
     (item,) = record.mm_items

@@ -14,13 +14,13 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from agents.engines.sglang.in_server.kept_pictures import Grid
+from agents.engines.sglang.in_server.kept_pictures import Allocate, Grid
 
 CHANNELS, LEVELS = 3, 256
 #: Sides of the pictures to learn from, in patches: one of them is not resized.
 PROBE_SIDES = (4, 8, 16, 32, 64)
 #: What a processor returns: patches of shape (P, channels * frames * patch size squared), and their grid.
-Cut = Callable[[Image.Image], tuple[torch.Tensor, Grid]]
+Processed = Callable[[Image.Image], tuple[torch.Tensor, Grid]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +33,7 @@ class PatchCutter:
     Example::
 
         cutter = PatchCutter.learn(processor_cut, patch_size=16, merge_size=2, frames=2)
-        patches, grid = cutter.cut(picture)         # 160 x 128: (80, 1536), (1, 8, 10)
+        grid = cutter.cut(picture, torch.empty)     # 160 x 128: (1, 8, 10), written to a tensor of (80, 1536)
     """
 
     values: NDArray[np.unsignedinteger]
@@ -43,7 +43,7 @@ class PatchCutter:
     frames: int
 
     @classmethod
-    def learn(cls, reference: Cut, patch_size: int, merge_size: int, frames: int) -> PatchCutter | None:
+    def learn(cls, reference: Processed, patch_size: int, merge_size: int, frames: int) -> PatchCutter | None:
         """Return the cutter that does what `reference` does; None if there is none."""
         random = np.random.default_rng(0)
         for side in PROBE_SIDES:
@@ -74,20 +74,26 @@ class PatchCutter:
         cutter = replace(unchanged, values=learnt)
         return cutter if np.array_equal(cutter._bits_of(probe), wanted) else None
 
-    def cut(self, picture: Image.Image) -> tuple[torch.Tensor, Grid]:
-        """Return patches and grid of an RGB picture whose sides are multiples of patch size times merge size."""
-        bits = self._bits_of(picture)
+    def cut(self, picture: Image.Image, allocate: Allocate) -> Grid:
+        """Write the patches of an RGB picture whose sides are multiples of patch size times merge size."""
         grid = (1, picture.height // self.patch_size, picture.width // self.patch_size)
-        return torch.from_numpy(bits.view(np.uint8)).view(self.dtype), grid
+        size = CHANNELS * self.frames * self.patch_size**2
+        patches = allocate((grid[1] * grid[2], size), self.dtype)
+        self._write_bits(picture, patches.view(torch.uint8).numpy().view(self.values.dtype))
+        return grid
 
     def _bits_of(self, picture: Image.Image) -> NDArray[np.unsignedinteger]:
         """Return the values of a picture in the order of patches, as bits: shape (P, values of a patch)."""
+        count, size = picture.height * picture.width // self.patch_size**2, CHANNELS * self.frames * self.patch_size**2
+        return self._write_bits(picture, np.empty((count, size), self.values.dtype))
+
+    def _write_bits(self, picture: Image.Image, out_PN: NDArray[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
         size, merge = self.patch_size, self.merge_size
         rows, columns = picture.height // size // merge, picture.width // size // merge
         run = np.dtype(f"V{self.values.itemsize * size}")  # a row of a patch: copied as one item
-        out = np.empty((rows, columns, merge, merge, CHANNELS, self.frames, size), run)
+        out = out_PN.view(run).reshape(rows, columns, merge, merge, CHANNELS, self.frames, size)
         for channel, plane in enumerate(picture.split()):
-            values = self.values[channel][np.asarray(plane)].view(run)
+            values = np.take(self.values[channel], np.asarray(plane)).view(run)
             ordered = values.reshape(rows, merge, size, columns, merge).transpose(0, 3, 1, 4, 2)
             out[:, :, :, :, channel] = ordered[:, :, :, :, None]
-        return out.view(self.values.dtype).reshape(rows * columns * merge**2, -1)
+        return out_PN

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import functools
+import math
 import mmap
 import os
 import subprocess
@@ -57,18 +58,32 @@ class PatchesAddress:
         return HEADER + self.shape[0] * self.shape[1] * getattr(torch, self.dtype).itemsize
 
 
-def keep_patches(key: str, patches_PD: torch.Tensor, grid_thw: Grid) -> PatchesAddress:
-    """Copy patches into new shared memory. It lives until its descriptor is closed and nobody has it mapped."""
-    patches_PD = patches_PD.detach().cpu().contiguous()
-    dtype = str(patches_PD.dtype).removeprefix("torch.")
+#: Makes the memory of patches, by shape and type.
+Allocate = Callable[[tuple[int, int], torch.dtype], torch.Tensor]
+#: Writes the patches of a PNG into memory of the second argument, which it asks for once, and returns their grid.
+Cut = Callable[[bytes, Allocate], Grid]
+
+
+def keep_patches(key: str, png: bytes, cut: Cut) -> PatchesAddress:
+    """Cut a picture into new shared memory. It lives until its descriptor is closed and nobody has it mapped."""
     fd = os.memfd_create(f"{MARK}-{key}", os.MFD_CLOEXEC)
-    rows, columns = patches_PD.shape
-    address = PatchesAddress(key, os.getpid(), fd, (rows, columns), dtype, grid_thw)
-    os.ftruncate(fd, address.num_bytes)
-    with mmap.mmap(fd, address.num_bytes) as memory:
+    made: list[torch.Tensor] = []
+
+    def allocate(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+        os.ftruncate(fd, HEADER + math.prod(shape) * dtype.itemsize)
+        memory = mmap.mmap(fd, 0)
         memory[: len(key)] = key.encode()
-        memory[HEADER:] = patches_PD.view(torch.uint8).numpy().data.cast("B")
-    return address
+        made.append(torch.frombuffer(memory, dtype=dtype, offset=HEADER).view(shape))
+        return made[0]
+
+    try:
+        grid_thw = cut(png, allocate)
+        (patches_PD,) = made
+    except BaseException:
+        os.close(fd)
+        raise
+    rows, columns = patches_PD.shape
+    return PatchesAddress(key, os.getpid(), fd, (rows, columns), str(patches_PD.dtype).split(".")[1], grid_thw)
 
 
 _MAPPED: weakref.WeakValueDictionary[tuple[int, str], torch.Tensor] = weakref.WeakValueDictionary()
@@ -102,7 +117,7 @@ def can_share() -> bool:
     """Return whether another process of this user can map our memory; a hardened system may not let it."""
     if sys.platform != "linux":
         return False
-    address = keep_patches("0", torch.zeros(1, 1), (1, 1, 1))
+    address = keep_patches("0", b"", lambda _, allocate: (allocate((1, 1), torch.float32).zero_(), (1, 1, 1))[1])
     try:
         path = f"/proc/{address.pid}/fd/{address.fd}"
         return subprocess.run(["head", "-c", "1", path], capture_output=True, check=False).stdout == b"0"
@@ -154,7 +169,7 @@ class _Picture:
 class KeptPictures:
     """The pictures of one server.
 
-    `cut(png)` returns patches and grid of a picture. It runs in threads, for several pictures at a time.
+    `cut` runs in threads, for several pictures at a time.
 
     Example::
 
@@ -164,7 +179,7 @@ class KeptPictures:
         await kept.addresses([PictureEntry("0", hash)])                    # PictureError: trueturn-picture misses 0
     """
 
-    def __init__(self, cut: Callable[[bytes], tuple[torch.Tensor, Grid]], max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, cut: Cut, max_bytes: int = MAX_BYTES) -> None:
         self._cut, self._max_bytes = cut, max_bytes
         self._pictures: OrderedDict[str, _Picture] = OrderedDict()  # the one used last at the end
         self._num_bytes = 0
@@ -207,7 +222,7 @@ class KeptPictures:
             file = base64.b64decode(png, validate=True)
             if picture_key(file) != key:
                 raise ValueError("it is not the one of this key")
-            return keep_patches(key, *self._cut(file))
+            return keep_patches(key, file, self._cut)
         except Exception as error:  # whatever the picture is: the request fails, not the server
             raise PictureError(f"picture {key} cannot be read: {type(error).__name__} {error}") from error
 

@@ -14,7 +14,7 @@ from sglang.srt.multimodal.processors.qwen_vl import QwenVLImageProcessor
 
 from agents.engines.sglang.in_server.cutting import PatchCutter
 from agents.engines.sglang.in_server.handover import prepared_prompt
-from agents.engines.sglang.in_server.kept_pictures import Grid, KeptPictures, PictureError, picture_entries
+from agents.engines.sglang.in_server.kept_pictures import Allocate, Grid, KeptPictures, PictureError, picture_entries
 from agents.engines.sglang.in_server.prompts import expand
 from agents.rendering.images import stable_size
 
@@ -43,14 +43,17 @@ class PictureProcessor(QwenVLImageProcessor):
         sizes = ("patch_size", "merge_size", "temporal_patch_size")
         return PatchCutter.learn(self._cut_by_sglang, *(getattr(self._image_processor, name) for name in sizes))
 
-    def _cut(self, png: bytes) -> tuple[torch.Tensor, Grid]:
-        """Return the patches of a picture, those that SGLang's own way gives."""
+    def _cut(self, png: bytes, allocate: Allocate) -> Grid:
+        """Write the patches of a picture, those that SGLang's own way gives."""
         with Image.open(io.BytesIO(png)) as file:
             picture = file.convert("RGB")
         size = (picture.height, picture.width)
         if self._cutter and stable_size(self._image_processor, *size) == size:
-            return self._cutter.cut(picture)
-        return self._cut_by_sglang(picture)
+            return self._cutter.cut(picture, allocate)
+        patches, grid = self._cut_by_sglang(picture)
+        rows, columns = patches.shape
+        allocate((rows, columns), patches.dtype).copy_(patches)
+        return grid
 
     def _cut_by_sglang(self, picture: Image.Image) -> tuple[torch.Tensor, Grid]:
         with self._sglang:
