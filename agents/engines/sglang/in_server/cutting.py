@@ -92,8 +92,9 @@ class PatchCutter:
         rows, columns = picture.height // size // merge, picture.width // size // merge
         run = np.dtype(f"V{self.values.itemsize * size}")  # a row of a patch: copied as one item
         out = out_PN.view(run).reshape(rows, columns, merge, merge, CHANNELS, self.frames, size)
-        for channel, plane in enumerate(picture.split()):
-            values = np.take(self.values[channel], np.asarray(plane)).view(run)
+        levels = np.asarray(picture)
+        for channel in range(CHANNELS):
+            values = np.take(self.values[channel], levels[:, :, channel]).view(run)
             ordered = values.reshape(rows, merge, size, columns, merge).transpose(0, 3, 1, 4, 2)
             out[:, :, :, :, channel] = ordered[:, :, :, :, None]
         return out_PN
