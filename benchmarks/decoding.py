@@ -36,7 +36,7 @@ from agents.engines.sglang.payloads import parse_answer, parse_scores, score_bod
 from agents.engines.sglang.servers import Server, ServerPool
 from agents.engines.sglang.settings import SGLangSettings
 from agents.types import GenerateRequest
-from benchmarks.pictures import GROUP_SIZE, SIZES, Workload, make_checkpoint, prepared, profiled
+from benchmarks.pictures import GROUP_SIZE, PROFILED, SIZES, Workload, make_checkpoint, prepared, profiled
 from benchmarks.report import RESULTS, commit, markdown, write_result
 from trainer.setup.components import sampling_params
 
@@ -133,7 +133,7 @@ async def measure(variant: Variant, options: argparse.Namespace, folder: Path, w
         if options.profile:
             print(variant.name)
             play, kept = partial(streams.seconds, server, max(options.streams), LONG), options.out / "decoding.stacks"
-            profile = await profiled(server, play, options.profile, kept)
+            profile = await profiled(server, [play] * PROFILED, options.profile, kept)
         return steps, scores, profile
     finally:
         await pool.close()
