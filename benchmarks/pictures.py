@@ -136,7 +136,9 @@ def prepared(requests: Sequence[GenerateRequest], image_token_id: int | None) ->
     return salt, bodies
 
 
-async def rate(server: Server, requests: Sequence[GenerateRequest], concurrency: int, image_token_id: int) -> float:
+async def rate(
+    server: Server, requests: Sequence[GenerateRequest], concurrency: int, image_token_id: int | None
+) -> float:
     """Return the requests answered a second."""
     salt, bodies = prepared(requests, image_token_id)
     waiting = list(zip(bodies, requests, strict=True))[::-1]
@@ -280,7 +282,6 @@ async def profiles(
     """Return the busiest functions for text and for pictures, of the last workload, whose requests are made before."""
     by_engine, found = "groups" in options.parts, {}
     cell = Cell(*map(int, (options.group_cells if by_engine else options.cells)[-1].split(",")))
-    assert workload.renderer.image_token_id is not None
     for kind, with_pictures in (("text", False), ("pictures", True)):
         plays: list[Callable[[], Awaitable[object]]] = []
         for _ in range(PROFILED):
@@ -301,7 +302,6 @@ async def rates(
     found = {}
     for way in options.ways:
         server, with_pictures = ways[way]
-        assert workload.renderer.image_token_id is not None
         found_rates = []
         for tried in (replace(cell, concurrency=8), *[cell] * options.repeats):  # the first one compiles kernels
             requests = workload.requests(tried, with_pictures)

@@ -243,7 +243,10 @@ class HFEngine:
         self._read_prompts(turns)
         capacity = max(len(t.stream) - len(t.prefix.ids) for t in turns) + max(t.num_left for t in turns)
         cache = BatchCache([turn.prefix for turn in turns], capacity, self.device, self._shares)
-        self._decode(cache, self._read(turns, cache), turns)
+        positions_B = torch.tensor(
+            [int(self._positions(t.stream, t.request.images).max()) + 1 for t in turns], device=self.device
+        )
+        self._decode(cache, self._read(turns, positions_B, cache), positions_B, turns)
         for turn in turns:
             turn.stamp(self.weight_version)
 
@@ -261,16 +264,14 @@ class HFEngine:
             for turn in group:
                 turn.prefix = CachedPrefix(prompt.ids, (), prompt)
 
-    def _read(self, turns: Sequence[PendingTurn], cache: BatchCache) -> Tensor:
-        """Read what is new of each stream; return the logits after it, (B, V)."""
+    def _read(self, turns: Sequence[PendingTurn], positions_B: Tensor, cache: BatchCache) -> Tensor:
+        """Read what is new of each stream, whose next positions are given; return the logits after it, (B, V)."""
         ends = [len(turn.stream) for turn in turns]
         last = [turn.stream[-1] for turn in turns]
         is_one_text = all(end - len(turn.prefix.ids) == 1 for end, turn in zip(ends, turns, strict=True))
         if not is_one_text or self.model.image_token_id in last:
             return self._prefill(turns, ends, cache)
-        places = [int(self._positions(turn.stream, turn.request.images)[0, -1]) for turn in turns]
-        ids_B, positions_B = (torch.tensor(values, device=self.device) for values in (last, places))
-        return self._next(cache, ids_B, positions_B, [True] * len(turns))
+        return self._next(cache, torch.tensor(last, device=self.device), positions_B - 1, [True] * len(turns))
 
     def _next(self, cache: BatchCache, ids_B: Tensor, positions_B: Tensor, real: Sequence[bool]) -> Tensor:
         """Read one more token a row; return the logits after it, (B, V)."""
@@ -317,12 +318,9 @@ class HFEngine:
         cache.advance(real_BT)
         return logits_BV
 
-    def _decode(self, cache: BatchCache, logits_BV: Tensor, turns: Sequence[PendingTurn]) -> None:
+    def _decode(self, cache: BatchCache, logits_BV: Tensor, positions_B: Tensor, turns: Sequence[PendingTurn]) -> None:
         """Sample until every row has stopped; give each turn its new prefix."""
         sampler = Sampler(turns, self.device)
-        positions_B = torch.tensor(
-            [int(self._positions(t.stream, t.request.images).max()) + 1 for t in turns], device=self.device
-        )
         while True:
             ids_B = sampler.draw(logits_BV)
             for index, turn in enumerate(sampler.turns):

@@ -6,6 +6,7 @@ Legend: B rows of a batch, T new tokens, C cached columns, V vocabulary.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -139,10 +140,9 @@ class BatchCache:
         store, self._columns_BC = _stored([(p.num_own, p.layers) for p in prefixes], capacity, device)
         self.layers = list(store)
         self.length = self._columns_BC.shape[1] - capacity
-        self._first_own = 0
+        self._first_own, self._least_saved = 0, LEAST_SAVED if shares else math.inf
         self.prompts = _shared_prompts(prefixes, device)
-        if self.prompts and (not shares or self.prompts.saved_bytes < LEAST_SAVED):
-            self._copy_prompts(self.prompts)
+        self._copy_small_prompts()
 
     @property
     def seen_BC(self) -> Tensor:
@@ -187,11 +187,13 @@ class BatchCache:
             self.layers[layer][:, :, :, : self.length] = store[:, :, :, : self.length].index_select(1, rows)
         if self.prompts is not None:
             self.prompts.select(rows)
-            if self.prompts.saved_bytes < LEAST_SAVED:
-                self._copy_prompts(self.prompts)
+            self._copy_small_prompts()
 
-    def _copy_prompts(self, prompts: SharedPrompts) -> None:
-        """Give each row a copy of its prompt, in columns before its own."""
+    def _copy_small_prompts(self) -> None:
+        """Give each row a copy of its prompt, in columns before its own, where sharing saves too little."""
+        prompts = self.prompts
+        if prompts is None or prompts.saved_bytes >= self._least_saved:
+            return
         self._first_own = prompts.num_columns
         self._columns_BC = torch.cat([prompts.seen_BP, self._columns_BC], dim=-1)
         for layer in range(len(prompts.layers)):

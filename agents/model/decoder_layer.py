@@ -55,13 +55,12 @@ def _forward(
     hidden_states: Tensor,
     *,
     position_embeddings: tuple[Tensor, Tensor],
-    segments: Segments | None = None,
     **others: Any,
 ) -> Tensor:
+    segments: Segments | None = others.get("segments")
     # Up to Transformers 5.12, Qwen2.5-VL's layers still had to join the three axes of positions.
     if segments is None or position_embeddings[0].ndim != 3:
-        packed = {} if segments is None else {"segments": segments}
-        return theirs(hidden_states, position_embeddings=position_embeddings, **packed, **others)
+        return theirs(hidden_states, position_embeddings=position_embeddings, **others)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return segment_attention(q[0], k[0], v[0], segments, layer.self_attn.scaling).flatten(1)[None]
@@ -134,13 +133,14 @@ def _normed(norm: Any, x: Tensor) -> Tensor:
     """Return a root mean square norm of Transformers (arXiv 1910.07467) over the last axis."""
     if torch.is_grad_enabled():
         return _Normed.apply(x, norm.weight, norm.variance_epsilon)  # type: ignore[no-any-return]
-    return x * _inverse_size(x, norm.variance_epsilon) * norm.weight
+    return _normed_and_inverse(x, norm.weight, norm.variance_epsilon)[0]
 
 
-def _inverse_size(x: Tensor, epsilon: float) -> Tensor:
-    """Return one over the root mean square of the last axis, which is kept with length 1."""
+def _normed_and_inverse(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Return the norm, and one over the root mean square of the last axis, which is kept with length 1."""
     size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return torch.addcmul(_scalar(epsilon), size, size, value=1 / x.shape[-1]).rsqrt_()
+    inverse = torch.addcmul(_scalar(epsilon), size, size, value=1 / x.shape[-1]).rsqrt_()
+    return (x * inverse).mul_(weight), inverse
 
 
 @functools.cache
@@ -157,9 +157,9 @@ class _Normed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        inverse = _inverse_size(x, epsilon)
+        normed, inverse = _normed_and_inverse(x, weight, epsilon)
         ctx.save_for_backward(x, weight, inverse)
-        return (x * inverse).mul_(weight)
+        return normed
 
     @staticmethod
     @once_differentiable

@@ -50,13 +50,12 @@ class SharedPrompts:
         self._most = int(counts_G.max())
         order_B = self._prompt_B.argsort(stable=True)
         first_G = counts_G.cumsum(0) - counts_G
-        rank_B = torch.empty_like(order_B)
-        rank_B[order_B] = torch.arange(len(order_B), device=order_B.device) - first_G[self._prompt_B[order_B]]
+        every_B, rank_B = torch.arange(len(order_B), device=order_B.device), torch.empty_like(order_B)
+        rank_B[order_B] = every_B - first_G[self._prompt_B[order_B]]
         self._place_B = self._prompt_B * self._most + rank_B
         self._row_X = torch.zeros(len(counts_G) * self._most, dtype=torch.long, device=order_B.device)
-        every_B = torch.arange(len(order_B), device=order_B.device)
         self._row_X[self._place_B] = every_B
-        self._lies_so = torch.equal(self._row_X, every_B)
+        self._is_in_order = torch.equal(self._row_X, every_B)
         self.seen_BP = self._seen_GP[self._prompt_B]
 
     def select(self, rows: Tensor) -> None:
@@ -83,7 +82,7 @@ class SharedPrompts:
 
     def _by_prompt(self, x_BKQ: Tensor) -> Tensor:
         """Gather (B, K, Q, ...) by prompt: (G K, S Q, ...)."""
-        gathered = x_BKQ if self._lies_so else x_BKQ.index_select(0, self._row_X)
+        gathered = x_BKQ if self._is_in_order else x_BKQ.index_select(0, self._row_X)
         return gathered.unflatten(0, (-1, self._most)).transpose(1, 2).flatten(2, 3).flatten(0, 1)
 
     def _by_row(self, x: Tensor, like_BKQ: Tensor) -> Tensor:
@@ -91,4 +90,4 @@ class SharedPrompts:
         _, heads, queries, _ = like_BKQ.shape
         apart = x.view(-1, heads, self._most, queries, x.shape[-1]).transpose(1, 2)
         rows = apart.flatten(0, 1)
-        return rows if self._lies_so else rows.index_select(0, self._place_B)
+        return rows if self._is_in_order else rows.index_select(0, self._place_B)

@@ -443,7 +443,7 @@ class Slowed(HFEngine):
         super().__init__(model, **options)
         self.num_batches = self.num_forwards = 0
 
-    def _decode(self, cache: Any, logits_BV: torch.Tensor, turns: Sequence) -> None:
+    def _decode(self, cache: Any, logits_BV: torch.Tensor, positions_B: torch.Tensor, turns: Sequence) -> None:
         self.rows = turns
         self.num_batches += 1
         update = cache.advance
@@ -454,7 +454,7 @@ class Slowed(HFEngine):
             update(real_BT)
 
         cache.advance = advance
-        super()._decode(cache, logits_BV, turns)
+        super()._decode(cache, logits_BV, positions_B, turns)
 
 
 async def converse_with_pauses(

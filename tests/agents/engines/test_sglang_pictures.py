@@ -289,6 +289,20 @@ def test_patches_outlive_the_process_that_made_them_where_they_are_mapped_and_ar
         map_patches(address)
 
 
+def test_a_picture_that_cannot_be_cut_keeps_no_memory() -> None:
+    def broken(png: bytes, allocate: Allocate) -> tuple[int, int, int]:
+        allocate((1000, 1000), torch.float32)
+        raise OSError("no picture")
+
+    def open_files() -> list[str]:
+        return sorted(path.name for path in Path("/proc/self/fd").iterdir())
+
+    before = open_files()
+    with pytest.raises(OSError, match="no picture"):
+        keep_patches("aa", b"", broken)
+    assert open_files() == before
+
+
 # Prompts --------------------------------------------------------------------------------------------------------------
 
 

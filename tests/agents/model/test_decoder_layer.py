@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch.nn import functional as F
 
 from agents.model import decoder_layer
@@ -56,7 +58,8 @@ def test_a_learner_on_a_cpu_trains_with_own_layers_as_with_transformers(
     original = decoder_layer.layer_output
     monkeypatch.setattr(decoder_layer, "layer_output", lambda *args: (calls.append(True), original(*args))[1])
     got = take_variant(case, variant)
-    assert calls
+    joins_axes = model_type == "qwen2_5_vl" and Version(transformers.__version__) < Version("5.13")
+    assert bool(calls) != joins_axes  # such layers are left to Transformers
     monkeypatch.setattr(PolicyModel, "use_own_layers", lambda self: None)
     calls.clear()
     expected = take_variant(case, variant)

@@ -76,16 +76,18 @@ class PatchCutter:
 
     def cut(self, picture: Image.Image, allocate: Allocate) -> Grid:
         """Write the patches of an RGB picture whose sides are multiples of patch size times merge size."""
-        grid = (1, picture.height // self.patch_size, picture.width // self.patch_size)
-        size = CHANNELS * self.frames * self.patch_size**2
-        patches = allocate((grid[1] * grid[2], size), self.dtype)
+        patches = allocate(self._shape(picture), self.dtype)
         self._write_bits(picture, patches.view(torch.uint8).numpy().view(self.values.dtype))
-        return grid
+        return 1, picture.height // self.patch_size, picture.width // self.patch_size
+
+    def _shape(self, picture: Image.Image) -> tuple[int, int]:
+        """Return the number of patches and of values of each."""
+        area = self.patch_size**2
+        return picture.height * picture.width // area, CHANNELS * self.frames * area
 
     def _bits_of(self, picture: Image.Image) -> NDArray[np.unsignedinteger]:
         """Return the values of a picture in the order of patches, as bits: shape (P, values of a patch)."""
-        count, size = picture.height * picture.width // self.patch_size**2, CHANNELS * self.frames * self.patch_size**2
-        return self._write_bits(picture, np.empty((count, size), self.values.dtype))
+        return self._write_bits(picture, np.empty(self._shape(picture), self.values.dtype))
 
     def _write_bits(self, picture: Image.Image, out_PN: NDArray[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
         size, merge = self.patch_size, self.merge_size
