@@ -72,7 +72,7 @@ class Streams:
         self.workload, self.prompt, self.picture, self.fields = workload, prompt, picture, fields
 
     def _requests(self, count: int, length: int) -> list[GenerateRequest]:
-        shown = [self.workload.stream(self.picture, bool(self.picture)) for _ in range(-(-count // GROUP_SIZE))]
+        shown = [self.workload.stream(self.workload.random, self.picture, bool(self.picture)) for _ in range(-(-count // GROUP_SIZE))]
         requests = []
         for number in range(count):
             ids, images = shown[number // GROUP_SIZE]

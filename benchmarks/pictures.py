@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -69,8 +70,7 @@ class Cell:
 
     @property
     def num_requests(self) -> int:
-        most = 2 * self.concurrency
-        return most if self.picture_tokens >= 1000 else max(min(256, 4 * self.concurrency), min(most, 1024))
+        return min(8 * self.concurrency, max(512, min(4 * self.concurrency, 1024)))
 
 
 def make_checkpoint(name: str, folder: Path, device: str) -> Renderer:
@@ -96,18 +96,20 @@ class Workload:
         self.renderer, self.sampling = renderer, replace(sampling, stop_ids=())
         self.random = np.random.default_rng(0)
 
-    def image(self, tokens: int) -> ProcessedImage:
+    def image(self, random: np.random.Generator, tokens: int) -> ProcessedImage:
         width, height = SIZES[tokens]
-        pixels = self.random.integers(0, 256, (height // 8, width // 8, 3), dtype=np.uint8)
+        pixels = random.integers(0, 256, (height // 8, width // 8, 3), dtype=np.uint8)
         picture = Image.fromarray(pixels).resize((width, height), Image.Resampling.NEAREST)
         assert self.renderer.images
         image = self.renderer.images.process(picture)
         assert image.num_tokens == tokens, (image.num_tokens, tokens)
         return image
 
-    def stream(self, tokens: int, number: int) -> tuple[tuple[int, ...], tuple[ProcessedImage, ...]]:
-        images = tuple(self.image(tokens) for _ in range(number))
-        text = self.random.integers(10, 600, PROMPT).tolist()
+    def stream(
+        self, random: np.random.Generator, tokens: int, number: int
+    ) -> tuple[tuple[int, ...], tuple[ProcessedImage, ...]]:
+        images = tuple(self.image(random, tokens) for _ in range(number))
+        text = random.integers(10, 600, PROMPT).tolist()
         start, end = (self.renderer.encoder.added[f"<|vision_{side}|>"] for side in ("start", "end"))
         shown = [token for image in images for token in (start, *self._pad(image), end)]
         return (*text[: PROMPT // 2], *shown, *text[PROMPT // 2 :]), images
@@ -117,14 +119,20 @@ class Workload:
         return [self.renderer.image_token_id] * image.num_tokens
 
     def requests(self, cell: Cell, with_pictures: bool) -> list[GenerateRequest]:
-        made = []
-        for number in range(cell.num_requests // GROUP_SIZE):
-            ids, images = self.stream(cell.picture_tokens, cell.pictures)
+        """Return new requests, in groups, with their pictures encoded."""
+
+        def group(random: np.random.Generator) -> list[GenerateRequest]:
+            ids, images = self.stream(random, cell.picture_tokens, cell.pictures)
             if not with_pictures:
-                ids, images = tuple(self.random.integers(10, 600, len(ids)).tolist()), ()
-            assert all(image.png for image in images)  # encoded by then
-            made += [GenerateRequest(ids, images, NEW_TOKENS, self.sampling, seed=number)] * GROUP_SIZE
-        return made
+                ids, images = tuple(random.integers(10, 600, len(ids)).tolist()), ()
+            assert all(image.png for image in images)
+            seed = int(random.integers(2**31))
+            return [GenerateRequest(ids, images, NEW_TOKENS, self.sampling, seed)] * GROUP_SIZE
+
+        with ThreadPoolExecutor() as threads:
+            return [
+                one for made in threads.map(group, self.random.spawn(cell.num_requests // GROUP_SIZE)) for one in made
+            ]
 
 
 def prepared(requests: Sequence[GenerateRequest], image_token_id: int | None) -> tuple[str, list[dict[str, Any]]]:
@@ -206,7 +214,7 @@ async def parity(
     differences: dict[str, list[np.ndarray]] = {"before": [], "itself again": [], "network": []}
     number = 0
     while sum(map(len, differences["before"])) < num_tokens:
-        ids, images = workload.stream(*((20, 1), (110, 4), (110, 1), (1024, 1))[number % 4])
+        ids, images = workload.stream(workload.random, *((20, 1), (110, 4), (110, 1), (1024, 1))[number % 4])
         number += 1
 
         async def scores(server: Server, salt: str) -> np.ndarray:

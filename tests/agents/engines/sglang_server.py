@@ -55,9 +55,9 @@ from agents.engines.sglang.in_server.kept_pictures import (
     Allocate,
     Grid,
     KeptPictures,
-    PatchesAddress,
+    PictureAddress,
     PictureError,
-    map_patches,
+    map_picture,
     picture_entries,
 )
 from agents.engines.sglang.pictures import HELLO
@@ -379,10 +379,10 @@ class Emulator:
         allocate((rows, columns), torch.float32).copy_(torch.from_numpy(image.pixels_PD))
         return image.grid_thw
 
-    def _mapped(self, address: PatchesAddress) -> ProcessedImage:
+    def _mapped(self, address: PictureAddress) -> ProcessedImage:
         time, height, width = address.grid_thw
         num_tokens = time * height * width // self.renderer.merge_size**2
-        return ProcessedImage(address.key, map_patches(address).numpy(), address.grid_thw, num_tokens)
+        return ProcessedImage(address.key, map_picture(address).numpy(), address.grid_thw, num_tokens)
 
     def _encoded(self, image: ProcessedImage, key: str) -> ProcessedImage:
         image, checkpoint = self.images.setdefault(key, (image, self.checkpoint))

@@ -12,8 +12,9 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,19 +25,20 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from agents.engines.sglang import SGLangEngine, SGLangSettings
 from agents.engines.sglang.in_server import kept_pictures
-from agents.engines.sglang.in_server.cutting import PatchCutter, Processed
+from agents.engines.sglang.in_server.cutting import PatchForm, Processed, learn_values, ordered_levels, patch_values
 from agents.engines.sglang.in_server.kept_pictures import (
     Allocate,
     Grid,
     KeptPictures,
-    PatchesAddress,
+    PictureAddress,
     PictureEntry,
     PictureError,
-    keep_patches,
-    map_patches,
+    keep_picture,
+    map_picture,
     picture_entries,
 )
 from agents.engines.sglang.in_server.prompts import expand
+from agents.engines.sglang.in_server.scheduler import levels
 from agents.engines.sglang.payloads import collapse
 from agents.engines.sglang.pictures import HELLO, PROTOCOL, SentPictures, missed_pictures, picture_key, salted_hash
 from agents.engines.sglang.process import LocalProcess, ReservedPorts
@@ -114,14 +116,14 @@ class Cutter:
 def test_a_picture_is_cut_once_for_all_who_ask_and_those_without_it_wait_for_it() -> None:
     cutter = Cutter()
 
-    async def play() -> list[list[PatchesAddress]]:
+    async def play() -> list[list[PictureAddress]]:
         kept = KeptPictures(cutter)
         asked = [kept.addresses([one]) for one in (known("png"), entry("png"), entry("png"), known("png"))]
         return [*await asyncio.gather(*asked), await kept.addresses([known("png"), entry("png")])]
 
     first, *others, both = asyncio.run(play())
     assert all(other == first for other in others) and both == first * 2 and cutter.cut == [b"png"]
-    assert map_patches(first[0]).tolist() == [[3.0, 3.0]]
+    assert map_picture(first[0]).tolist() == [[3.0, 3.0]]
 
 
 def test_pictures_that_nobody_brings_are_named_and_are_taken_when_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,17 +218,18 @@ CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862
     ids=["qwen2.5", "qwen3"],
 )
 def test_patches_are_the_processors_to_the_bit(dtype: torch.dtype, settings: dict[str, Any]) -> None:
-    reference = processor_cut(dtype, **settings)
-    cutter = PatchCutter.learn(reference, settings["patch_size"], settings["merge_size"], 2)
-    assert cutter
+    reference, form = processor_cut(dtype, **settings), PatchForm(settings["patch_size"], settings["merge_size"], 2)
+    values_CL = learn_values(reference, form)
+    assert values_CL is not None
     random, unit = np.random.default_rng(0), settings["patch_size"] * settings["merge_size"]
     for rows, columns in ((5, 7), (8, 8), (13, 5)):
         pixels = random.integers(0, 256, (rows * unit, columns * unit, 3), dtype=np.uint8)
-        made: dict[str, torch.Tensor] = {}
-        allocate: Allocate = lambda shape, dtype: made.setdefault("", torch.empty(shape, dtype=dtype))  # noqa: B023, E731
-        grid, patches = cutter.cut(Image.fromarray(pixels), allocate), made[""]
+        levels_PN, grid = ordered_levels(Image.fromarray(pixels), form)
         wanted, wanted_grid = reference(Image.fromarray(pixels))
-        assert grid == wanted_grid and patches.dtype == wanted.dtype and torch.equal(patches, wanted)
+        assert grid == wanted_grid and levels_PN.dtype == torch.uint8 and levels_PN.numel() == pixels.size
+        for sent in (levels_PN, levels_PN.to(torch.bfloat16)):  # from 0.5.21 on SGLang casts what it moves to a GPU
+            patches = patch_values(sent, values_CL, form.frames)
+            assert patches.dtype == wanted.dtype and torch.equal(patches, wanted)
 
 
 def test_a_processor_that_mixes_pixels_or_orders_patches_otherwise_is_not_imitated() -> None:
@@ -239,33 +242,68 @@ def test_a_processor_that_mixes_pixels_or_orders_patches_otherwise_is_not_imitat
         patches, grid = plain(picture)
         return patches.flip(0), grid
 
-    assert PatchCutter.learn(plain, 16, 2, 2)
-    assert PatchCutter.learn(blurred, 16, 2, 2) is None
-    assert PatchCutter.learn(reordered, 16, 2, 2) is None
-    assert PatchCutter.learn(plain, 16, 2, 1) is None  # one frame where the processor has two
+    form = PatchForm(16, 2, 2)
+    assert learn_values(plain, form) is not None
+    assert learn_values(blurred, form) is None
+    assert learn_values(reordered, form) is None
+    assert learn_values(plain, replace(form, frames=1)) is None
+
+
+@dataclass
+class Item:
+    """A picture as SGLang's scheduler holds it."""
+
+    feature: torch.Tensor
+    model_specific_data: dict[str, torch.Tensor]
+
+
+def test_the_network_gets_the_values_of_levels_and_other_items_as_they_came() -> None:
+    class Model:
+        visual = SimpleNamespace(device="cpu", patch_embed=SimpleNamespace(temporal_patch_size=2))
+        is_broken = False
+
+        def get_image_feature(self, items: list[Item]) -> list[torch.Tensor]:
+            if self.is_broken:
+                raise RuntimeError("out of memory")
+            return [item.feature for item in items]
+
+    levels.install(Model)
+    random = torch.Generator().manual_seed(0)
+    values_CL = torch.randn(3, 256, generator=random)
+    first, other = (torch.randint(256, (rows, 12), generator=random, dtype=torch.uint8) for rows in (4, 8))
+    data, theirs = {"level_values": values_CL}, torch.randn(4, 24, generator=random)
+    items = [Item(first, data), Item(theirs, {}), Item(other, data)]
+    one, left_alone, two = Model().get_image_feature(items)
+    assert torch.equal(one, patch_values(first, values_CL, 2)) and torch.equal(two, patch_values(other, values_CL, 2))
+    assert left_alone is theirs and [item.feature for item in items] == [first, theirs, other]
+    model = Model()
+    model.is_broken = True
+    with pytest.raises(RuntimeError, match="out of memory"):
+        model.get_image_feature(items)
+    assert [item.feature is kept for item, kept in zip(items, (first, theirs, other), strict=True)] == [True] * 3
 
 
 # Shared memory --------------------------------------------------------------------------------------------------------
 
 
-def kept(key: str, patches: torch.Tensor, grid_thw: tuple[int, int, int]) -> PatchesAddress:
+def kept(key: str, patches: torch.Tensor, grid_thw: tuple[int, int, int]) -> PictureAddress:
     """Keep patches as if they had been cut from a picture."""
 
     def cut(_: bytes, allocate: Allocate) -> tuple[int, int, int]:
         allocate((len(patches), patches.shape[1]), patches.dtype).copy_(patches)
         return grid_thw
 
-    return keep_patches(key, b"", cut)
+    return keep_picture(key, b"", cut)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_another_process_maps_the_patches_to_the_bit(dtype: torch.dtype) -> None:
-    patches = torch.randn(80, 1536, generator=torch.Generator().manual_seed(0)).to(dtype)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.uint8])
+def test_another_process_maps_a_picture_to_the_bit(dtype: torch.dtype) -> None:
+    patches = (100 * torch.rand(80, 1536, generator=torch.Generator().manual_seed(0))).to(dtype)
     address = kept("5f5f", patches, (1, 8, 10))
     code = (
-        "import sys, pickle; from agents.engines.sglang.in_server.kept_pictures import map_patches\n"
-        "address = pickle.load(sys.stdin.buffer); patches = map_patches(address)\n"
-        "assert map_patches(address) is patches\n"
+        "import sys, pickle; from agents.engines.sglang.in_server.kept_pictures import map_picture\n"
+        "address = pickle.load(sys.stdin.buffer); patches = map_picture(address)\n"
+        "assert map_picture(address) is patches\n"
         "import torch; sys.stdout.buffer.write(patches.view(torch.uint8).numpy().tobytes())"
     )
     done = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(address), capture_output=True, check=True)
@@ -273,23 +311,23 @@ def test_another_process_maps_the_patches_to_the_bit(dtype: torch.dtype) -> None
     os.close(address.fd)
 
 
-def test_patches_outlive_the_process_that_made_them_where_they_are_mapped_and_are_never_taken_for_others() -> None:
+def test_pictures_outlive_the_process_that_made_them_where_they_are_mapped_and_are_never_taken_for_others() -> None:
     address = kept("aa", torch.ones(4, 4), (1, 2, 2))
-    mapped = map_patches(address)
+    mapped = map_picture(address)
     os.close(address.fd)
     other = kept("bb", torch.zeros(4, 4), (1, 2, 2))
     assert other.fd == address.fd  # the number is used again
     assert mapped.tolist() == torch.ones(4, 4).tolist()
     del mapped
     gc.collect()
-    with pytest.raises(LookupError, match="aa were replaced"):
-        map_patches(address)
+    with pytest.raises(LookupError, match="aa was replaced"):
+        map_picture(address)
     os.close(other.fd)
-    with pytest.raises(LookupError, match="aa are gone"):
-        map_patches(address)
+    with pytest.raises(LookupError, match="aa is gone"):
+        map_picture(address)
 
 
-def test_a_picture_that_cannot_be_cut_keeps_no_memory() -> None:
+def test_a_picture_that_cannot_be_read_keeps_no_memory() -> None:
     def broken(png: bytes, allocate: Allocate) -> tuple[int, int, int]:
         allocate((1000, 1000), torch.float32)
         raise OSError("no picture")
@@ -299,7 +337,7 @@ def test_a_picture_that_cannot_be_cut_keeps_no_memory() -> None:
 
     before = open_files()
     with pytest.raises(OSError, match="no picture"):
-        keep_patches("aa", b"", broken)
+        keep_picture("aa", b"", broken)
     assert open_files() == before
 
 
@@ -462,15 +500,19 @@ def test_what_a_processor_hands_over_is_sglangs_own_record(renderer: Renderer) -
     pytest.importorskip("sglang", reason="SGLang needs a GPU")
     from agents.engines.sglang.in_server.handover import prepared_prompt
 
-    prompt = expand([7, 9, 7], [(1, 4, 4)], 9, 2)
-    patches = torch.randn(16, 8).to(torch.bfloat16)
-    address = kept("aa", patches, (1, 4, 4))
-    prepared = prepared_prompt(prompt, [address], [2**55 + 1], {"im_token_id": 9})
+    prompt = expand([7, 9, 7, 9], [(1, 4, 4), (1, 2, 2)], 9, 2)
+    patches, of_levels = torch.randn(16, 8).to(torch.bfloat16), torch.randint(256, (4, 4), dtype=torch.uint8)
+    values_CL = torch.randn(3, 256).to(torch.bfloat16)
+    addresses = [kept("aa", patches, (1, 4, 4)), kept("bb", of_levels, (1, 2, 2))]
+    prepared = prepared_prompt(prompt, addresses, [2**55 + 1, 3], values_CL, {"im_token_id": 9})
     record = pickle.loads(pickle.dumps(prepared))
-    (item,) = record.mm_items
+    item, other = record.mm_items
     assert type(record).__name__ == "MultimodalProcessorOutput" and item.hash == 2**55 + 1
     assert torch.equal(item.feature, patches) and item.offsets == [(1, 4)]
-    assert list(record.padded_input_ids) == [7, *[item.pad_value] * 4, 7]
+    assert torch.equal(other.feature, of_levels) and torch.equal(other.level_values, values_CL)
+    assert "level_values" not in item.model_specific_data and other.image_grid_thw.tolist() == [[1, 2, 2]]
+    assert list(record.padded_input_ids) == [7, *[item.pad_value] * 4, 7, other.pad_value]
     assert record.mrope_positions.tolist() == prompt.positions_3T.tolist()
     assert record.mrope_position_delta.tolist() == [[prompt.delta]]
-    os.close(address.fd)
+    for address in addresses:
+        os.close(address.fd)

@@ -1,102 +1,86 @@
-"""Cuts pictures into patches as the checkpoint's processor does: several at once, and many times faster.
+"""Cuts pictures into patches as the checkpoint's processor does, in two steps: levels by patch, then their values.
 
 A processor of the Qwen family gives each pixel a value that depends on its level and channel alone, and orders the
-values by patch. `PatchCutter.learn` reads both off the processor itself, and proves that nothing else happens.
+values by patch. `learn_values` reads the values off the processor itself, and proves that nothing else happens. So a
+picture can wait and travel as one byte for each level, a quarter of its patches in bfloat16, and get its values on the
+GPU that encodes it.
+
+Legend: P patches, N values of a patch, C channels, L levels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from PIL import Image
+from torch import Tensor
 
-from agents.engines.sglang.in_server.kept_pictures import Allocate, Grid
+from agents.engines.sglang.in_server.kept_pictures import Grid
 
 CHANNELS, LEVELS = 3, 256
 #: Sides of the pictures to learn from, in patches: one of them is not resized.
 PROBE_SIDES = (4, 8, 16, 32, 64)
-#: What a processor returns: patches of shape (P, channels * frames * patch size squared), and their grid.
-Processed = Callable[[Image.Image], tuple[torch.Tensor, Grid]]
+#: What a processor returns: patches (P, N), and their grid.
+Processed = Callable[[Image.Image], tuple[Tensor, Grid]]
 
 
-@dataclass(frozen=True, eq=False)
-class PatchCutter:
-    """Cuts pictures that the processor would not resize.
+@dataclass(frozen=True)
+class PatchForm:
+    """Pixels along a side of a patch, patches along a side of a token, and how often a picture stands in a patch.
 
-    `values` has the bits of each level's value, channel by channel. `frames` is how often a picture stands in a patch,
-    which was made for videos.
-
-    Example::
-
-        cutter = PatchCutter.learn(processor_cut, patch_size=16, merge_size=2, frames=2)
-        grid = cutter.cut(picture, torch.empty)     # 160 x 128: (1, 8, 10), written to a tensor of (80, 1536)
+    The last is because patches were made for videos.
     """
 
-    values: NDArray[np.unsignedinteger]
-    dtype: torch.dtype
     patch_size: int
     merge_size: int
     frames: int
 
-    @classmethod
-    def learn(cls, reference: Processed, patch_size: int, merge_size: int, frames: int) -> PatchCutter | None:
-        """Return the cutter that does what `reference` does; None if there is none."""
-        random = np.random.default_rng(0)
-        for side in PROBE_SIDES:
-            height, width = side * patch_size, 2 * side * patch_size
-            levels = random.permutation(height * width * CHANNELS).reshape(height, width, CHANNELS) % LEVELS
-            probe = Image.fromarray(levels.astype(np.uint8))
-            patches, grid = reference(probe)
-            if grid == (1, side, 2 * side):
-                return cls._from_probe(probe, patches.detach().cpu(), patch_size, merge_size, frames)
+
+def ordered_levels(picture: Image.Image, form: PatchForm) -> tuple[Tensor, Grid]:
+    """Return the levels of an RGB picture by patch and channel, once, and the grid of its patches.
+
+    Its sides must be multiples of patch size times merge size. Example: a picture of 160 x 128 in patches of 16 gives
+    levels of shape (80, 768) and the grid (1, 8, 10).
+    """
+    size, merge = form.patch_size, form.merge_size
+    rows, columns = picture.height // size // merge, picture.width // size // merge
+    pixels = np.asarray(picture).reshape(rows, merge, size, columns, merge, size, CHANNELS)
+    levels = np.ascontiguousarray(pixels.transpose(0, 3, 1, 4, 6, 2, 5))
+    return torch.from_numpy(levels).view(-1, CHANNELS * size**2), (1, rows * merge, columns * merge)
+
+
+def patch_values(levels_PN: Tensor, values_CL: Tensor, frames: int) -> Tensor:
+    """Return the patches of `ordered_levels` by the value of each level, (P, C * frames * pixels of a patch)."""
+    levels_PCN = levels_PN.long().unflatten(1, (CHANNELS, -1))
+    levels_PCN += torch.arange(CHANNELS, device=levels_PN.device)[:, None] * LEVELS
+    values_PCN = values_CL.flatten()[levels_PCN]
+    return values_PCN[:, :, None].expand(-1, -1, frames, -1).flatten(1)
+
+
+def learn_values(reference: Processed, form: PatchForm) -> Tensor | None:
+    """Return the values (C, L) by which `patch_values` does what `reference` does; None if there are none."""
+    random = np.random.default_rng(0)
+    for side in PROBE_SIDES:
+        height, width = side * form.patch_size, 2 * side * form.patch_size
+        pixels = random.permutation(height * width * CHANNELS).reshape(height, width, CHANNELS) % LEVELS
+        probe = Image.fromarray(pixels.astype(np.uint8))
+        patches, grid = reference(probe)
+        if grid == (1, side, 2 * side):
+            return _values(ordered_levels(probe, form)[0], patches.detach().cpu().contiguous(), form.frames)
+    return None
+
+
+def _values(levels_PN: Tensor, wanted: Tensor, frames: int) -> Tensor | None:
+    """Return the values that turn these levels into these patches; None where one depends on more than its level."""
+    if wanted.shape != (len(levels_PN), levels_PN.shape[1] * frames):
         return None
-
-    @classmethod
-    def _from_probe(
-        cls, probe: Image.Image, patches: torch.Tensor, patch_size: int, merge_size: int, frames: int
-    ) -> PatchCutter | None:
-        """Return the cutter that gives these patches; None where a value depends on more than level and channel."""
-        bits = np.dtype(f"u{patches.dtype.itemsize}")
-        wanted = patches.contiguous().view(torch.uint8).numpy().view(bits)
-        values = np.tile(np.arange(LEVELS, dtype=bits), (CHANNELS, 1))  # each level is its own value
-        unchanged = cls(values, patches.dtype, patch_size, merge_size, frames)
-        levels = unchanged._bits_of(probe)
-        if wanted.shape != levels.shape:
-            return None
-        learnt = np.zeros_like(values)
-        seen_PCN, wanted_PCN = (values_PN.reshape(len(wanted), CHANNELS, -1) for values_PN in (levels, wanted))
-        for channel in range(CHANNELS):
-            learnt[channel, seen_PCN[:, channel]] = wanted_PCN[:, channel]
-        cutter = replace(unchanged, values=learnt)
-        return cutter if np.array_equal(cutter._bits_of(probe), wanted) else None
-
-    def cut(self, picture: Image.Image, allocate: Allocate) -> Grid:
-        """Write the patches of an RGB picture whose sides are multiples of patch size times merge size."""
-        patches = allocate(self._shape(picture), self.dtype)
-        self._write_bits(picture, patches.view(torch.uint8).numpy().view(self.values.dtype))
-        return 1, picture.height // self.patch_size, picture.width // self.patch_size
-
-    def _shape(self, picture: Image.Image) -> tuple[int, int]:
-        """Return the number of patches and of values of each."""
-        area = self.patch_size**2
-        return picture.height * picture.width // area, CHANNELS * self.frames * area
-
-    def _bits_of(self, picture: Image.Image) -> NDArray[np.unsignedinteger]:
-        """Return the values of a picture in the order of patches, as bits: shape (P, values of a patch)."""
-        return self._write_bits(picture, np.empty(self._shape(picture), self.values.dtype))
-
-    def _write_bits(self, picture: Image.Image, out_PN: NDArray[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
-        size, merge = self.patch_size, self.merge_size
-        rows, columns = picture.height // size // merge, picture.width // size // merge
-        run = np.dtype(f"V{self.values.itemsize * size}")  # a row of a patch: copied as one item
-        out = out_PN.view(run).reshape(rows, columns, merge, merge, CHANNELS, self.frames, size)
-        levels = np.asarray(picture)
-        for channel in range(CHANNELS):
-            values = np.take(self.values[channel], levels[:, :, channel]).view(run)
-            ordered = values.reshape(rows, merge, size, columns, merge).transpose(0, 3, 1, 4, 2)
-            out[:, :, :, :, channel] = ordered[:, :, :, :, None]
-        return out_PN
+    values_CL = wanted.new_zeros(CHANNELS, LEVELS)
+    levels_PCN = levels_PN.long().unflatten(1, (CHANNELS, -1))
+    wanted_PCN = wanted.view(len(wanted), CHANNELS, frames, -1)[:, :, 0]
+    for channel in range(CHANNELS):
+        values_CL[channel, levels_PCN[:, channel]] = wanted_PCN[:, channel]
+    made = patch_values(levels_PN, values_CL, frames)
+    return values_CL if torch.equal(made.view(torch.uint8), wanted.view(torch.uint8)) else None

@@ -1,8 +1,8 @@
-"""Keeps the patches of pictures in shared memory, under the key that the client gives them.
+"""Keeps pictures in shared memory, as levels or patches, under the key that the client gives them.
 
-A server reads and cuts a picture in one process (SGLang's tokenizer manager) and encodes it in another (its scheduler),
-which also keeps encoded pictures. So the patches stay where they were made, in anonymous shared memory, and the
-scheduler gets a `PatchesAddress`: it maps the memory, and reads it only when it has to encode the picture.
+A server reads a picture in one process (SGLang's tokenizer manager) and encodes it in another (its scheduler), which
+also keeps encoded pictures. So the picture stays where it was read, in anonymous shared memory, and the scheduler gets
+a `PictureAddress`: it maps the memory, and reads it only when it has to encode the picture.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ import torch
 
 from agents.engines.sglang.pictures import HELLO, MARK, PROTOCOL, picture_key
 
-#: Bytes of patches to keep, unless more are in use: those of the last `IN_USE_S` seconds are.
+#: Bytes of pictures to keep, unless more are in use: those of the last `IN_USE_S` seconds are.
 MAX_BYTES, IN_USE_S = 2 * 2**30, 60.0
-#: Pictures that are cut at once.
+#: Pictures that are read at once.
 MAX_THREADS = 8
 #: How long to wait for a picture that another request brings.
 WAIT_S = 5.0
-#: Bytes before the patches, which hold the key.
+#: Bytes before the picture, which hold the key.
 HEADER = 64
 
 Grid = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class PatchesAddress:
-    """Where the patches of a picture are: the process and file descriptor of their memory, and their form.
+class PictureAddress:
+    """Where a picture is: the process and file descriptor of its memory, and the form of its levels or patches.
 
-    Example: `PatchesAddress("5f...", pid=31, fd=12, shape=(80, 1536), dtype="bfloat16", grid_thw=(1, 8, 10))`.
+    Example: `PictureAddress("5f...", pid=31, fd=12, shape=(80, 768), dtype="uint8", grid_thw=(1, 8, 10))`.
     """
 
     key: str
@@ -58,14 +58,14 @@ class PatchesAddress:
         return HEADER + self.shape[0] * self.shape[1] * getattr(torch, self.dtype).itemsize
 
 
-#: Makes the memory of patches, by shape and type.
+#: Makes the memory of a picture, by shape and type.
 Allocate = Callable[[tuple[int, int], torch.dtype], torch.Tensor]
-#: Writes the patches of a PNG into memory of the second argument, which it asks for once, and returns their grid.
-Cut = Callable[[bytes, Allocate], Grid]
+#: Writes a PNG into memory of the second argument, which it asks for once, and returns the grid of its patches.
+Read = Callable[[bytes, Allocate], Grid]
 
 
-def keep_patches(key: str, png: bytes, cut: Cut) -> PatchesAddress:
-    """Cut a picture into new shared memory. It lives until its descriptor is closed and nobody has it mapped."""
+def keep_picture(key: str, png: bytes, read: Read) -> PictureAddress:
+    """Read a picture into new shared memory. It lives until its descriptor is closed and nobody has it mapped."""
     fd = os.memfd_create(f"{MARK}-{key}", os.MFD_CLOEXEC)
     made: list[torch.Tensor] = []
 
@@ -77,20 +77,20 @@ def keep_patches(key: str, png: bytes, cut: Cut) -> PatchesAddress:
         return made[0]
 
     try:
-        grid_thw = cut(png, allocate)
-        (patches_PD,) = made
+        grid_thw = read(png, allocate)
+        (kept_PN,) = made
     except BaseException:
         os.close(fd)
         raise
-    rows, columns = patches_PD.shape
-    return PatchesAddress(key, os.getpid(), fd, (rows, columns), str(patches_PD.dtype).split(".")[1], grid_thw)
+    rows, columns = kept_PN.shape
+    return PictureAddress(key, os.getpid(), fd, (rows, columns), str(kept_PN.dtype).split(".")[1], grid_thw)
 
 
 _MAPPED: weakref.WeakValueDictionary[tuple[int, str], torch.Tensor] = weakref.WeakValueDictionary()
 
 
-def map_patches(address: PatchesAddress) -> torch.Tensor:
-    """Return the patches of another process without copying them; one mapping for all who ask.
+def map_picture(address: PictureAddress) -> torch.Tensor:
+    """Return the picture of another process without copying them; one mapping for all who ask.
 
     Raises:
         LookupError: the memory is not that of the picture any more.
@@ -104,12 +104,12 @@ def map_patches(address: PatchesAddress) -> torch.Tensor:
         finally:
             os.close(fd)
     except (OSError, ValueError) as error:
-        raise LookupError(f"the patches of picture {address.key} are gone: {error}") from error
+        raise LookupError(f"picture {address.key} is gone: {error}") from error
     if memory[: len(address.key)] != address.key.encode():
-        raise LookupError(f"the patches of picture {address.key} were replaced by others")
-    patches = torch.frombuffer(memory, dtype=getattr(torch, address.dtype), offset=HEADER).view(address.shape)
-    _MAPPED[address.pid, address.key] = patches
-    return patches
+        raise LookupError(f"picture {address.key} was replaced by another")
+    kept_PN = torch.frombuffer(memory, dtype=getattr(torch, address.dtype), offset=HEADER).view(address.shape)
+    _MAPPED[address.pid, address.key] = kept_PN
+    return kept_PN
 
 
 @functools.cache
@@ -118,11 +118,11 @@ def can_share() -> bool:
     if sys.platform != "linux":
         return False
 
-    def cut(_: bytes, allocate: Allocate) -> Grid:
+    def read(_: bytes, allocate: Allocate) -> Grid:
         allocate((1, 1), torch.float32)
         return 1, 1, 1
 
-    address = keep_patches("0", b"", cut)
+    address = keep_picture("0", b"", read)
     try:
         path = f"/proc/{address.pid}/fd/{address.fd}"
         return subprocess.run(["head", "-c", "1", path], capture_output=True, check=False).stdout == b"0"
@@ -164,9 +164,9 @@ def picture_entries(image_data: Sequence[object] | None) -> list[PictureEntry] |
 
 @dataclass(eq=False)
 class _Picture:
-    """A picture that was asked for: where it is, or will be once it is there and cut."""
+    """A picture that was asked for: where it is, or will be once it has come and is read."""
 
-    address: asyncio.Future[PatchesAddress]
+    address: asyncio.Future[PictureAddress]
     is_here: bool = False
     used_at: float = 0.0
 
@@ -174,23 +174,23 @@ class _Picture:
 class KeptPictures:
     """The pictures of one server.
 
-    `cut` runs in threads, for several pictures at a time.
+    `read` runs in threads, for several pictures at a time.
 
     Example::
 
-        kept = KeptPictures(cut)
-        addresses = await kept.addresses([PictureEntry(key, hash, png)])   # cut and kept
+        kept = KeptPictures(read)
+        addresses = await kept.addresses([PictureEntry(key, hash, png)])   # read and kept
         addresses = await kept.addresses([PictureEntry(key, hash)])        # found
         await kept.addresses([PictureEntry("0", hash)])                    # PictureError: trueturn-picture misses 0
     """
 
-    def __init__(self, cut: Cut, max_bytes: int = MAX_BYTES) -> None:
-        self._cut, self._max_bytes = cut, max_bytes
+    def __init__(self, read: Read, max_bytes: int = MAX_BYTES) -> None:
+        self._read, self._max_bytes = read, max_bytes
         self._pictures: OrderedDict[str, _Picture] = OrderedDict()  # the one used last at the end
         self._num_bytes = 0
         self._threads = ThreadPoolExecutor(MAX_THREADS, "pictures")
 
-    async def addresses(self, entries: Sequence[PictureEntry]) -> list[PatchesAddress]:
+    async def addresses(self, entries: Sequence[PictureEntry]) -> list[PictureAddress]:
         """Return where the pictures are, in order. Waits a moment for those that other requests bring.
 
         Raises:
@@ -200,8 +200,8 @@ class KeptPictures:
         waiting = [picture.address for picture in asked if not picture.address.done()]
         if waiting:
             await asyncio.wait(waiting, timeout=WAIT_S)
-        while cutting := [picture.address for picture in asked if picture.is_here and not picture.address.done()]:
-            await asyncio.wait(cutting)
+        while reading := [picture.address for picture in asked if picture.is_here and not picture.address.done()]:
+            await asyncio.wait(reading)
         missing = {entry.key: picture for entry, picture in zip(entries, asked, strict=True) if not picture.is_here}
         for key, picture in missing.items():  # nothing is kept of what nobody brings
             if self._pictures.get(key) is picture:
@@ -211,27 +211,27 @@ class KeptPictures:
         return [picture.address.result() for picture in asked]
 
     def _picture(self, key: str, png: str) -> _Picture:
-        """Return the record of a picture, and begin to cut it if it has just come."""
+        """Return the record of a picture, and begin to read it if it has just come."""
         loop = asyncio.get_running_loop()
         picture = self._pictures.setdefault(key, _Picture(loop.create_future()))
         self._pictures.move_to_end(key)
         picture.used_at = time.monotonic()
         if png and not picture.is_here:
             picture.is_here = True
-            cutting = loop.run_in_executor(self._threads, self._keep, key, png)
-            cutting.add_done_callback(lambda done: self._finish(key, picture, done))
+            reading = loop.run_in_executor(self._threads, self._keep, key, png)
+            reading.add_done_callback(lambda done: self._finish(key, picture, done))
         return picture
 
-    def _keep(self, key: str, png: str) -> PatchesAddress:
+    def _keep(self, key: str, png: str) -> PictureAddress:
         try:
             file = base64.b64decode(png, validate=True)
             if picture_key(file) != key:
                 raise ValueError("it is not the one of this key")
-            return keep_patches(key, file, self._cut)
+            return keep_picture(key, file, self._read)
         except Exception as error:  # whatever the picture is: the request fails, not the server
             raise PictureError(f"picture {key} cannot be read: {type(error).__name__} {error}") from error
 
-    def _finish(self, key: str, picture: _Picture, done: asyncio.Future[PatchesAddress]) -> None:
+    def _finish(self, key: str, picture: _Picture, done: asyncio.Future[PictureAddress]) -> None:
         if error := done.exception():
             del self._pictures[key]  # the next request may bring it whole
             picture.address.set_exception(error)
@@ -245,8 +245,8 @@ class KeptPictures:
         """Drop the pictures that were not used for longest while there are too many bytes, but none in use."""
         while self._num_bytes > self._max_bytes:
             key, picture = next(iter(self._pictures.items()))
-            is_being_cut = picture.is_here and not picture.address.done()
-            if is_being_cut or picture.used_at > time.monotonic() - IN_USE_S:
+            is_being_read = picture.is_here and not picture.address.done()
+            if is_being_read or picture.used_at > time.monotonic() - IN_USE_S:
                 return
             del self._pictures[key]
             if picture.address.done():  # else nobody has brought it

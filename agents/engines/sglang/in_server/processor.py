@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 from sglang.srt.multimodal.processors.qwen_vl import QwenVLImageProcessor
 
-from agents.engines.sglang.in_server.cutting import PatchCutter
-from agents.engines.sglang.in_server.handover import prepared_prompt
+from agents.engines.sglang.in_server.cutting import PatchForm, learn_values, ordered_levels, patch_values
+from agents.engines.sglang.in_server.handover import prepared_prompt, takes_levels
 from agents.engines.sglang.in_server.kept_pictures import Allocate, Grid, KeptPictures, PictureError, picture_entries
 from agents.engines.sglang.in_server.prompts import expand
 from agents.rendering.images import stable_size
@@ -24,35 +24,38 @@ NARROW_TYPES = {"bfloat16": torch.bfloat16, "half": torch.float16, "float16": to
 
 
 class PictureProcessor(QwenVLImageProcessor):
-    """Reads each picture once, and hands prompts over without its patches."""
+    """Reads each picture once, and hands prompts over with the addresses of their pictures."""
 
     models = tuple(model for model in QwenVLImageProcessor.models if model.__name__ in ARCHITECTURES)
 
     def __init__(self, hf_config: Any, server_args: Any, _processor: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(hf_config, server_args, _processor, *args, **kwargs)
-        self._pictures = KeptPictures(self._cut)
+        self._pictures = KeptPictures(self._read)
         self._type = NARROW_TYPES.get(str(server_args.dtype), torch.float32)
         self._sglang = threading.Lock()  # Transformers' processors are not safe in two threads
         self._image_processor = _processor.image_processor
+        sizes = ("patch_size", "merge_size", "temporal_patch_size")
+        self._form = PatchForm(*(getattr(self._image_processor, name) for name in sizes))
 
     @functools.cached_property
-    def _cutter(self) -> PatchCutter | None:
-        """The fast way to cut; None where SGLang was told to size pictures in its own way (`--mm-process-config`)."""
-        if self.image_config:
-            return None
-        sizes = ("patch_size", "merge_size", "temporal_patch_size")
-        return PatchCutter.learn(self._cut_by_sglang, *(getattr(self._image_processor, name) for name in sizes))
+    def _level_values(self) -> torch.Tensor | None:
+        """The values of levels; None where SGLang was told to size pictures in its own way (`--mm-process-config`)."""
+        return None if self.image_config else learn_values(self._cut_by_sglang, self._form)
 
-    def _cut(self, png: bytes, allocate: Allocate) -> Grid:
-        """Write the patches of a picture, those that SGLang's own way gives."""
+    def _read(self, png: bytes, allocate: Allocate) -> Grid:
+        """Write the levels of a picture, or else its patches, those that SGLang's own way gives; return their grid."""
         with Image.open(io.BytesIO(png)) as file:
-            picture = file.convert("RGB")
+            file.load()
+            picture = file if file.mode == "RGB" else file.convert("RGB")
         size = (picture.height, picture.width)
-        if self._cutter and stable_size(self._image_processor, *size) == size:
-            return self._cutter.cut(picture, allocate)
-        patches, grid = self._cut_by_sglang(picture)
-        rows, columns = patches.shape
-        allocate((rows, columns), patches.dtype).copy_(patches)
+        if self._level_values is None or stable_size(self._image_processor, *size) != size:
+            kept_PN, grid = self._cut_by_sglang(picture)
+        else:
+            kept_PN, grid = ordered_levels(picture, self._form)
+            if not takes_levels():
+                kept_PN = patch_values(kept_PN, self._level_values, self._form.frames)
+        rows, columns = kept_PN.shape
+        allocate((rows, columns), kept_PN.dtype).copy_(kept_PN)
         return grid
 
     def _cut_by_sglang(self, picture: Image.Image) -> tuple[torch.Tensor, Grid]:
@@ -80,4 +83,5 @@ class PictureProcessor(QwenVLImageProcessor):
             "video_token_id": self.mm_tokens.video_token_id,
             "audio_token_id": self.mm_tokens.audio_token_id,
         }
-        return prepared_prompt(prompt, addresses, [int(entry.hash, 16) for entry in entries], token_ids)
+        hashes = [int(entry.hash, 16) for entry in entries]
+        return prepared_prompt(prompt, addresses, hashes, self._level_values, token_ids)

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Patches of a graph: a pass runs in the next larger one. Beyond the last, products take longer than launching them.
+#: Patches of a graph: a pass runs in the next larger one. Beyond the last, products take longer than launching them,
+#: so more pictures than that are several passes.
 SIZES = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096)
 #: Pictures of a pass. One alone has graphs of its own, whose attention has no room for others.
 MAX_PICTURES = 8
@@ -77,8 +78,19 @@ class TowerGraphs:
     def encode(self, patches_PD: Tensor, grids_N3: Tensor) -> Tensor:
         """Return the encodings of pictures, as SGLang does: its own where no graph can give them."""
         grids = grids_N3.tolist()
+        if self._is_off or any(frames != 1 for frames, _, _ in grids):
+            return self._eager(patches_PD, grids_N3)
+        lengths = [height * width for _, height, width in grids]
+        encoded, first = [], 0
+        for pictures in passes(lengths):
+            end = first + sum(lengths[pictures])
+            encoded.append(self._encode_pass(patches_PD[first:end], grids_N3[pictures], grids[pictures]))
+            first = end
+        return encoded[0] if len(encoded) == 1 else torch.cat(encoded)
+
+    def _encode_pass(self, patches_PD: Tensor, grids_N3: Tensor, grids: list[list[int]]) -> Tensor:
         size = next((size for size in SIZES if size >= len(patches_PD)), 0)
-        if self._is_off or not size or len(grids) > MAX_PICTURES or any(frames != 1 for frames, _, _ in grids):
+        if self._is_off or not size:
             return self._eager(patches_PD, grids_N3)
         key = (size, 1 if len(grids) == 1 else MAX_PICTURES)
         if key in self._graphs:
@@ -131,6 +143,21 @@ class TowerGraphs:
             if number in tower.deepstack_visual_indexes:
                 deep.append(tower.deepstack_merger_list[len(deep)](state))
         torch.cat([tower.merger(state), *deep], dim=1, out=buffers.encoded[: size // tower.spatial_merge_unit])
+
+
+def passes(lengths: Sequence[int]) -> Iterator[slice]:
+    """Cut pictures with so many patches each into passes that have a graph; a larger picture is a pass of its own.
+
+    >>> list(passes([4000, 80, 80, 9000, 80]))
+    [slice(0, 2, None), slice(2, 3, None), slice(3, 4, None), slice(4, 5, None)]
+    """
+    first = patches = 0
+    for place, length in enumerate(lengths):
+        if place > first and (patches + length > SIZES[-1] or place - first == MAX_PICTURES):
+            yield slice(first, place)
+            first, patches = place, 0
+        patches += length
+    yield slice(first, len(lengths))
 
 
 class _Buffers:
