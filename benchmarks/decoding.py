@@ -72,11 +72,12 @@ class Streams:
         self.workload, self.prompt, self.picture, self.fields = workload, prompt, picture, fields
 
     def _requests(self, count: int, length: int) -> list[GenerateRequest]:
-        shown = [self.workload.stream(self.workload.random, self.picture, bool(self.picture)) for _ in range(-(-count // GROUP_SIZE))]
+        random, groups = self.workload.random, -(-count // GROUP_SIZE)
+        shown = [self.workload.stream(random, self.picture, bool(self.picture)) for _ in range(groups)]
         requests = []
         for number in range(count):
             ids, images = shown[number // GROUP_SIZE]
-            text = self.workload.random.integers(10, 600, max(0, self.prompt - len(ids))).tolist()
+            text = random.integers(10, 600, max(0, self.prompt - len(ids))).tolist()
             requests.append(GenerateRequest((*ids, *text), images, length, self.workload.sampling, seed=number))
         return requests
 
