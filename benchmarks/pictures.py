@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import copy
+import itertools
 import json
 import re
 import shlex
@@ -70,7 +71,7 @@ class Cell:
 
     @property
     def num_requests(self) -> int:
-        return min(8 * self.concurrency, max(512, min(4 * self.concurrency, 1024)))
+        return min(8 * self.concurrency, 1024)
 
 
 def make_checkpoint(name: str, folder: Path, device: str) -> Renderer:
@@ -130,9 +131,8 @@ class Workload:
             return [GenerateRequest(ids, images, NEW_TOKENS, self.sampling, seed)] * GROUP_SIZE
 
         with ThreadPoolExecutor() as threads:
-            return [
-                one for made in threads.map(group, self.random.spawn(cell.num_requests // GROUP_SIZE)) for one in made
-            ]
+            made = threads.map(group, self.random.spawn(cell.num_requests // GROUP_SIZE))
+            return list(itertools.chain.from_iterable(made))
 
 
 def prepared(requests: Sequence[GenerateRequest], image_token_id: int | None) -> tuple[str, list[dict[str, Any]]]:

@@ -40,7 +40,7 @@ class PatchForm:
 
 
 def ordered_levels(picture: Image.Image, form: PatchForm) -> tuple[Tensor, Grid]:
-    """Return the levels of an RGB picture by patch and channel, once, and the grid of its patches.
+    """Return the levels of an RGB picture by patch and channel, for one frame, and the grid of its patches.
 
     Its sides must be multiples of patch size times merge size. Example: a picture of 160 x 128 in patches of 16 gives
     levels of shape (80, 768) and the grid (1, 8, 10).

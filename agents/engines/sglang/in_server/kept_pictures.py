@@ -90,7 +90,7 @@ _MAPPED: weakref.WeakValueDictionary[tuple[int, str], torch.Tensor] = weakref.We
 
 
 def map_picture(address: PictureAddress) -> torch.Tensor:
-    """Return the picture of another process without copying them; one mapping for all who ask.
+    """Return a picture that another process keeps, without copying it; one mapping for all who ask.
 
     Raises:
         LookupError: the memory is not that of the picture any more.

@@ -1,7 +1,7 @@
 """Spares a server of one rank the question to itself whether all ranks have turns to read.
 
-SGLang's delay of what it reads gathers five numbers from all ranks in every round of the scheduler. With one rank that
-took 10 % of the scheduler's time.
+SGLang's delay of what it reads gathers a few numbers from all ranks in every round of the scheduler. With one rank that
+was a tenth of the scheduler's samples.
 """
 
 from __future__ import annotations
