@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agents.engines.busy import BusyTime
+from agents.engines.decode_step import DecodeStep, GraphPool
 from agents.engines.hf_batch import BatchCache, CachedPrefix, PendingTurn, Sampler, unread_images, with_one_prompt
 from agents.model.cpu import compute, keep_freed_memory
 from agents.model.mrope import mrope_positions
@@ -79,6 +80,11 @@ class HFEngine:
             self.model.lay_out_for_few_rows()
         self.context_length, self.max_batch, self.device = context_length, max_batch, torch.device(device)
         self.max_wait_s, self.keeps_kv_cache = max_wait_s, keeps_kv_cache
+        #: A batch goes on without its ended rows once no more than this share still writes. On a GPU a step takes about
+        #: as long for all rows as for half of them, and another number of rows needs another graph.
+        self._least_alive = 0.25 if self.device.type == "cuda" else 0.75
+        self._graphs = GraphPool(self.device) if self.device.type == "cuda" else None
+        self._step: DecodeStep | None = None
         self.weight_version = 0
         self.busy = BusyTime()
         self._opened = 0
@@ -247,6 +253,7 @@ class HFEngine:
             [int(self._positions(t.stream, t.request.images).max()) + 1 for t in turns], device=self.device
         )
         self._decode(cache, self._read(turns, positions_B, cache), positions_B, turns)
+        self._step = None
         for turn in turns:
             turn.stamp(self.weight_version)
 
@@ -269,17 +276,28 @@ class HFEngine:
         ends = [len(turn.stream) for turn in turns]
         last = [turn.stream[-1] for turn in turns]
         is_one_text = all(end - len(turn.prefix.ids) == 1 for end, turn in zip(ends, turns, strict=True))
-        if not is_one_text or self.model.image_token_id in last:
+        if not is_one_text or not cache.layers or self.model.image_token_id in last:
             return self._prefill(turns, ends, cache)
         return self._next(cache, torch.tensor(last, device=self.device), positions_B - 1, [True] * len(turns))
 
     def _next(self, cache: BatchCache, ids_B: Tensor, positions_B: Tensor, real: Sequence[bool]) -> Tensor:
         """Read one more token a row; return the logits after it, (B, V)."""
         real_B1 = torch.tensor(real, device=self.device)[:, None]
-        seen_BC = torch.cat([cache.seen_BC, torch.ones_like(real_B1)], dim=-1)
-        logits_BV = self.model.next_logits(ids_B, positions_B, seen_BC, cache)
+        if self.device.type == "cuda":
+            logits_BV = self._step_of(cache, len(real)).next_logits(ids_B, positions_B)
+        else:
+            seen_BC = torch.cat([cache.seen_BC, torch.ones_like(real_B1)], dim=-1)
+            logits_BV = self.model.next_logits(ids_B, positions_B, seen_BC, cache)
         cache.advance(real_B1)
         return logits_BV
+
+    def _step_of(self, cache: BatchCache, num_rows: int) -> DecodeStep:
+        """Return the decode step of this batch, captured where the network allows it."""
+        if self._step is None or not self._step.fits(cache, num_rows):
+            self._step = DecodeStep(self.model, cache, num_rows, self.device)
+            if self._graphs and not self._step.capture(self._graphs):
+                self._graphs = None
+        return self._step
 
     def _positions(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> NDArray[np.int64]:
         ids_T = np.asarray(ids, dtype=np.int64)
@@ -329,7 +347,7 @@ class HFEngine:
             if not any(sampler.alive):
                 self._release(sampler, cache, range(len(sampler.turns)), is_last=True)
                 return
-            if sum(sampler.alive) <= 0.75 * len(sampler.alive):
+            if sum(sampler.alive) <= self._least_alive * len(sampler.alive):
                 self._release(sampler, cache, [i for i, alive in enumerate(sampler.alive) if not alive], is_last=False)
                 keep = torch.tensor(sampler.alive, device=self.device).nonzero()[:, 0]
                 cache.select(keep)

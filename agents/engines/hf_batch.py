@@ -137,24 +137,29 @@ class BatchCache:
     def __init__(
         self, prefixes: Sequence[CachedPrefix], capacity: int, device: torch.device, shares: bool = False
     ) -> None:
-        store, self._columns_BC = _stored([(p.num_own, p.layers) for p in prefixes], capacity, device)
+        store, self.columns_BC = _stored([(p.num_own, p.layers) for p in prefixes], capacity, device)
         self.layers = list(store)
-        self.length = self._columns_BC.shape[1] - capacity
+        self.length = self.num_columns - capacity
         self._first_own, self._least_saved = 0, LEAST_SAVED if shares else math.inf
         self.prompts = _shared_prompts(prefixes, device)
         self._copy_small_prompts()
 
     @property
+    def num_columns(self) -> int:
+        """Columns of the rows' own, those not written yet included."""
+        return self.columns_BC.shape[1]
+
+    @property
     def seen_BC(self) -> Tensor:
         """Which columns of a row hold tokens."""
-        own = self._columns_BC[:, : self.length]
+        own = self.columns_BC[:, : self.length]
         return own if self.prompts is None else torch.cat([self.prompts.seen_BP, own], dim=-1)
 
     def append(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Append (B, heads, T, head_dim) keys and values of one layer; return all of it but shared prompts."""
         rows, heads, new, dim = keys.shape
         if layer == len(self.layers):
-            self.layers.append(keys.new_zeros(2, rows, heads, self._columns_BC.shape[1], dim))
+            self.layers.append(keys.new_zeros(2, rows, heads, self.num_columns, dim))
         store = self.layers[layer]
         end = self.length + new
         store[0, :, :, self.length : end] = keys
@@ -175,12 +180,12 @@ class BatchCache:
 
     def advance(self, real_BT: Tensor) -> None:
         """Count the columns just written; `real_BT` is True where they hold tokens."""
-        self._columns_BC[:, self.length : self.length + real_BT.shape[1]] = real_BT
+        self.columns_BC[:, self.length : self.length + real_BT.shape[1]] = real_BT
         self.length += real_BT.shape[1]
 
     def select(self, rows: Tensor) -> None:
         """Keep only these rows."""
-        self._columns_BC = self._columns_BC[rows]
+        self.columns_BC = self.columns_BC[rows]
         for layer, store in enumerate(self.layers):
             _, _, heads, columns, dim = store.shape
             self.layers[layer] = store.new_empty(2, len(rows), heads, columns, dim)
@@ -195,11 +200,11 @@ class BatchCache:
         if prompts is None or prompts.saved_bytes >= self._least_saved:
             return
         self._first_own = prompts.num_columns
-        self._columns_BC = torch.cat([prompts.seen_BP, self._columns_BC], dim=-1)
+        self.columns_BC = torch.cat([prompts.seen_BP, self.columns_BC], dim=-1)
         for layer in range(len(prompts.layers)):
             copies = prompts.expanded(layer)
             _, rows, heads, columns, dim = copies.shape
-            store = copies.new_empty(2, rows, heads, self._columns_BC.shape[1], dim)
+            store = copies.new_empty(2, rows, heads, self.num_columns, dim)
             store[:, :, :, :columns] = copies
             if layer < len(self.layers):
                 store[:, :, :, columns : columns + self.length] = self.layers[layer][:, :, :, : self.length]
@@ -214,7 +219,7 @@ class BatchCache:
 
         With `is_last` nothing is written after, so they may be views: a session that ends needs no copy.
         """
-        columns = self._columns_BC[row, self._first_own : self.length].nonzero()[:, 0] + self._first_own
+        columns = self.columns_BC[row, self._first_own : self.length].nonzero()[:, 0] + self._first_own
         first, end = int(columns[0]), int(columns[-1]) + 1
         if is_last and end - first == len(columns):
             return tuple(store[:, row, :, first:end] for store in self.layers)

@@ -191,12 +191,24 @@ def text_attention(
 
     With `segments` there is one packed row and the mask is ignored; without, this is Transformers' "sdpa".
     """
+    if segments is None and query.shape[2] == 1:
+        return _one_query(query, key, value, attention_mask, options["scaling"]), None
     if segments is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     return segment_attention(q, k, v, segments, options["scaling"]).unsqueeze(0), None
+
+
+def _one_query(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+    """Return the attention of one query a row, (B, 1, heads, D).
+
+    The query heads of a key head are its queries here, so that its keys and values need not be copied for each.
+    """
+    grouped_BKQD = query.view(query.shape[0], key.shape[1], -1, query.shape[-1])
+    out_BKQD = F.scaled_dot_product_attention(grouped_BKQD, key, value, attn_mask=mask, scale=scaling)
+    return out_BKQD.flatten(1, 2)[:, None]
 
 
 def vision_attention(
@@ -223,10 +235,15 @@ def vision_attention(
 
 
 def register_attention() -> None:
-    """Register both functions with Transformers; another call changes nothing."""
+    """Register both functions with Transformers; another call changes nothing.
+
+    cuDNN's attention is off from then on: in half precision it takes 0.1 to 1 s for each new length of its inputs, and
+    a stream that is written has a new length at every token.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
+    torch.backends.cuda.enable_cudnn_sdp(False)
     AttentionInterface.register(TEXT_ATTENTION, text_attention)
     AttentionMaskInterface.register(TEXT_ATTENTION, sdpa_mask)
     AttentionInterface.register(VISION_ATTENTION, vision_attention)

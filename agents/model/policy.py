@@ -188,7 +188,8 @@ class PolicyModel(nn.Module):
             if rotary[0].ndim == 3:  # up to Transformers 5.12, Qwen2.5-VL's layers still had to join the three axes
                 hidden_B1H = next_hidden(decoder, embeds_B1H, rotary, seen_BC, cache, self.architecture.head_norms)
                 return lm_head(hidden_B1H[:, 0])
-        return self(ids_B1, positions_3B1, seen_BC[:, None, None], torch.ones_like(ids_B1).bool(), None, cache)
+        rows_B = torch.arange(len(ids_B), device=ids_B.device)  # a mask would make the program wait for the GPU
+        return self(ids_B1, positions_3B1, seen_BC[:, None, None], (rows_B, torch.zeros_like(rows_B)), None, cache)
 
     def token_scores(self, packed: PackedStreams, law: SamplingLaw) -> tuple[Tensor, Tensor]:
         """Return the log-prob of each chosen token and the entropy in nats at its place, both (N,) float32.
