@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
@@ -184,6 +184,25 @@ class Timing:
     check_s: float = 0.0
 
 
+def messages_before_turns(
+    messages: Sequence[Mapping[str, Any]], num_prompt: int, observations: Sequence[Sequence[Any]]
+) -> Sequence[Mapping[str, Any]]:
+    """Return the messages that an episode shows before its first turn: the problem's, then the first observation's.
+
+    The first `num_prompt` are the problem's; `observations` has those of each turn. In `messages`, the message of a
+    turn is followed by its observations, or by an empty message where it has none. Those of the last turn are only
+    there if the model could have gone on.
+
+    >>> said = [{"role": role} for role in ("user", "tool", "assistant", "tool", "assistant")]
+    >>> messages_before_turns(said, 1, [["Score 0.0"], ["Score 1.0"]])
+    [{'role': 'user'}, {'role': 'tool'}]
+    """
+    num_after = sum(1 + max(1, len(answer)) for answer in observations)
+    if observations and messages and messages[-1].get("role") == "assistant":
+        num_after -= max(1, len(observations[-1]))
+    return messages[: max(num_prompt, len(messages) - num_after)]
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Trajectory:
     """One finished episode as one append-only token stream.
@@ -236,6 +255,12 @@ class Trajectory:
     def final_text(self) -> str:
         """The text of the last turn; empty where there was none."""
         return self.turns[-1].text if self.turns else ""
+
+    @property
+    def opening(self) -> Sequence[Mapping[str, Any]]:
+        """The messages before the first turn: the problem, then the first observation."""
+        observations = [turn.observations for turn in self.turns]
+        return messages_before_turns(self.messages, self.num_prompt_messages, observations)
 
     @property
     def key(self) -> tuple[int, int, int]:

@@ -17,7 +17,7 @@ Legend: T tokens of one stream, N those of them that the model wrote.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Self
 
 import numpy as np
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
 
 from agents.recording.safe_files import memory_of
-from agents.types import EndReason, Trajectory
+from agents.types import EndReason, Trajectory, messages_before_turns
 from envs.spec import ENV_REWARD, EnvSpec
 from envs.tool_calls.thinking import Thinking
 
@@ -210,6 +210,12 @@ class EpisodeRecord(_Record):
     def env_reward(self) -> float:
         """The environment's own reward: a part of `reward` where the run had reward functions."""
         return self.rewards.get(ENV_REWARD, self.reward)
+
+    @property
+    def opening(self) -> Sequence[Mapping[str, Any]]:
+        """The messages before the first turn: the problem, then the first observation."""
+        observations = [turn.observations for turn in self.turns]
+        return messages_before_turns(self.messages, self.num_prompt_messages, observations)
 
     @property
     def ids_T(self) -> NDArray[np.int64]:

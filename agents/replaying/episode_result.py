@@ -10,7 +10,7 @@ from PIL import Image
 
 from agents.recording.json_values import message_to_json, to_json
 from agents.recording.schema import IMAGES, EpisodeRecord, TurnRecord
-from agents.types import EndReason, Trajectory
+from agents.types import EndReason
 from envs.images import image_digest
 from envs.types import Message
 
@@ -92,14 +92,6 @@ def asks_reward(episode: EpisodeRecord) -> bool:
     return not (is_broken_answer(episode) or is_render_fault(episode) or was_never_open(episode))
 
 
-def first_observation(e: EpisodeRecord | Trajectory, num_tokens: int) -> Sequence[Mapping[str, Any]]:
-    """Return the messages between the problem and the first turn; `num_tokens` is the length of the stream."""
-    num_shown = [1 + (len(turn.observations) or 1) for turn in e.turns]
-    if e.turns and e.turns[-1].end == num_tokens:
-        num_shown[-1] = 1  # no answer follows the last turn
-    return e.messages[e.num_prompt_messages : len(e.messages) - sum(num_shown)]
-
-
 def recorded_result(episode: EpisodeRecord, num_turns: int | None = None, has_stream: bool = False) -> EpisodeResult:
     """Return the result in a record, up to a turn; `has_stream` includes what only the whole agent loop can repeat."""
     is_whole = num_turns is None or num_turns >= len(episode.turns)
@@ -114,7 +106,7 @@ def recorded_result(episode: EpisodeRecord, num_turns: int | None = None, has_st
         turns[-1] = None
     has_reward = is_whole and asks_reward(episode) and not is_faulty(episode)
     return EpisodeResult(
-        first=tuple(first_observation(episode, len(episode.ids))) if is_open else None,
+        first=tuple(episode.opening[episode.num_prompt_messages :]) if is_open else None,
         turns=tuple(turns),
         tools=episode.tools if is_open else None,
         reward=episode.env_reward if has_reward else None,

@@ -18,7 +18,6 @@ from agents.replaying.episode_result import (
     EpisodeResult,
     TurnResult,
     as_recorded,
-    first_observation,
     is_broken_answer,
     plain_info,
 )
@@ -81,7 +80,7 @@ def stream_result(t: Trajectory, num_answers: int) -> StreamResult:
     is_open = bool(len(t.ids_T) or t.turns)
     is_faulty = t.end_reason in (EndReason.ENV_ERROR, EndReason.ENV_TIMEOUT)
     return StreamResult(
-        first=as_recorded([dict(m) for m in first_observation(t, len(t.ids_T))]) if is_open else None,
+        first=as_recorded([dict(m) for m in t.opening[t.num_prompt_messages :]]) if is_open else None,
         turns=tuple(_turn(turn, is_faulty and turn is turns[-1]) for turn in turns),
         tools=tools_digest(t.tools) if is_open else None,
         reward=None if continues or is_faulty else t.reward,

@@ -86,7 +86,7 @@ def _boundaries(t: Trajectory) -> list[_Boundary]:
     num_shown = [len(turn.observations) or 1 for turn in t.turns]  # no observation is shown as an empty message
     if t.turns and t.turns[-1].end == len(t.ids_T):
         num_shown[-1] = 0
-    num_messages = len(t.messages) - sum(num_shown) - len(num_shown)
+    num_messages = len(t.opening)
     ends = [*(turn.start for turn in t.turns), len(t.ids_T)]
     result = [_Boundary("before turn 1", 0, ends[0], num_messages, None)]
     for number, (turn, shown) in enumerate(zip(t.turns, num_shown, strict=True), 1):

@@ -26,6 +26,7 @@ from agents.replaying.runner import ReplaySummary, replay
 from agents.replaying.stream_replayer import StreamReplayer
 from agents.rollout.episode import ABORT, Episode, Limits
 from agents.types import Completion, EndReason, GenerateRequest, Trajectory
+from agents.viewer.columns import text_of
 from envs.config.cli import exit_code
 from envs.execution.load import load_env
 from envs.registry import get_spec
@@ -184,6 +185,15 @@ def replayed(
     stage = ReplayContext(recording, spec)
     player: Replayer = StreamReplayer(stage, renderer) if renderer else EnvReplayer(stage)
     return asyncio.run(replay(player, recording.episodes(), num_turns, max_concurrent=2))
+
+
+@pytest.mark.parametrize("name", [name for name, scene in SCENES.items() if scene.plan.get("reset", "say") == "say"])
+def test_the_opening_is_the_problem_and_the_first_observation_however_an_episode_ends(
+    name: str, spec: EnvSpec, renderer: Renderer, tmp_path: Path
+) -> None:
+    scene = replace(SCENES[name], plan={**SCENES[name].plan, "reset": "say"})
+    (episode,) = recorded(tmp_path, scene, spec, renderer).episodes()
+    assert [text_of(message) for message in episode.opening] == ["Go on.", "say 0"]
 
 
 @pytest.mark.parametrize("name", SCENES)
