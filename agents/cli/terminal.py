@@ -254,8 +254,14 @@ def format_info(info: Any) -> str:
 def show_answer(turn: Turn, number: int, done: bool, terminal: Terminal, gallery: Gallery) -> None:
     """Show the environment's answer to a turn; `number` counts from 1."""
     terminal.say(f"--- the environment answers turn {number}: done {done}, {format_info(turn.info)}")
-    first_new, messages = len(gallery.saved), [dict(message) for message in turn.observations]
-    gallery.save(list(message_images(messages)), f"turn{number}")
+    show_messages(turn.observations, f"turn{number}", terminal, gallery)
+
+
+def show_messages(shown: Sequence[Mapping[str, Any]], where: str, terminal: Terminal, gallery: Gallery) -> None:
+    """Show messages of the problem or the environment, and save their pictures under the name of their place."""
+    first_new = len(gallery.saved)
+    messages = [dict(message) for message in shown]
+    gallery.save(list(message_images(messages)), where)
     for message in messages:
         terminal.say(f"{message['role']}: {''.join(part.get('text', '<image>') for part in content_parts(message))}")
     for picture in gallery.saved[first_new:]:

@@ -24,6 +24,7 @@ from agents.cli.terminal import (
     print_summary,
     run_interruptible,
     show_answer,
+    show_messages,
 )
 from agents.cli.text import counted
 from agents.engines.base import Engine, EngineSetup
@@ -245,10 +246,12 @@ def seeds_of(episode: EpisodeRecord, config: ForkConfig) -> tuple[int, ...]:
 
 
 def _report_one(fork: Fork, played: Trajectory, terminal: Terminal, gallery: Gallery, config: ForkConfig) -> int:
-    """Print how one continuation ended; for a model's, print its turns first."""
+    """Print how one continuation ended; for a model's, print the episode first, as a person sees it while playing."""
     if config.by == "model":
-        for number, turn in enumerate(played.turns[fork.turn :], fork.turn + 1):
-            terminal.say(f"--- turn {number}\n{turn.text}")
+        show_messages(played.opening, "start", terminal, gallery)
+        for number, turn in enumerate(played.turns, 1):
+            note = ", recorded" if number <= fork.turn else ""
+            terminal.say(f"--- turn {number}{note}\n{turn.text}")
             if number < len(played.turns):
                 show_answer(turn, number, turn.done, terminal, gallery)
     code = print_summary(played, terminal, gallery)

@@ -38,14 +38,14 @@ class ChatLine:
 def chat_lines(
     recording: Recording, episode: EpisodeRecord, outcome: OutcomeRecord | None, score: ScoreRecord | None, full: bool
 ) -> Iterator[ChatLine]:
-    """Yield an episode: its figures, its problem, its turns with the answers of the environment, and its end.
+    """Yield an episode: its figures, its problem, the first observation, its turns with their answers, and its end.
 
     `outcome` and `score` are None as long as the trainer has not recorded them.
     """
     head = figures(episode, outcome, score)
     yield ChatLine(Text.assemble((f" {one_line(episode.id, 200)} ", _HEAD), "  ", head))
     yield _note(f"problem {episode.sample_id}, label {episode.label}, seed {episode.seed}")
-    for message in episode.messages[: episode.num_prompt_messages]:
+    for message in episode.opening:
         yield from message_lines(recording, message, full)
     way = recording.manifest.ways.get(episode.way)
     for number, turn in enumerate(episode.turns, start=1):

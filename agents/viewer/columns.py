@@ -35,7 +35,6 @@ def row_of(episode: EpisodeRecord, thinking: Thinking | None = None) -> Row:
     last = episode.turns[-1].text if episode.turns else ""
     answer = thinking.said(last) if thinking else last
     calls = list(tool_calls(episode))
-    problem = episode.messages[: episode.num_prompt_messages]
     return {
         "id": episode.id,
         "phase": episode.phase,
@@ -59,7 +58,7 @@ def row_of(episode: EpisodeRecord, thinking: Thinking | None = None) -> Row:
         "env_s": finite(episode.env_s),
         "engine_s": finite(episode.engine_s),
         "image": next(iter(picture_names(episode.messages)), "")[:MAX_TEXT],
-        "question": question_of(problem)[:MAX_TEXT],
+        "question": question_of(episode.opening)[:MAX_TEXT],
         "answer": answer[-MAX_TEXT:],
         **UNKNOWN,
     }
@@ -108,10 +107,10 @@ def text_of(message: Mapping[str, Any]) -> str:
     return "".join(str(part.get("text", "")) for part in parts if isinstance(part, Mapping))
 
 
-def question_of(problem: Sequence[Mapping[str, Any]]) -> str:
-    """Return the text of a problem: the user's messages, or all messages if none is the user's."""
-    asked = [message for message in problem if message.get("role") == "user"]
-    return "\n".join(text_of(message) for message in asked or problem).strip()
+def question_of(opening: Sequence[Mapping[str, Any]]) -> str:
+    """Return the text that a model is asked: the user's messages, or all messages if none is the user's."""
+    asked = [message for message in opening if message.get("role") == "user"]
+    return "\n".join(text_of(message) for message in asked or opening).strip()
 
 
 def finite(value: float | None) -> float | None:

@@ -435,6 +435,7 @@ def test_a_model_plays_on_alike_with_one_seed_and_else_with_another(command, che
     for name, seed in (("one", "3"), ("again", "3"), ("other", "4")):
         code, shown = command(*model, "--max-new-tokens", "60", "--seed", seed, "--record", name)
         assert code == 0 and "--- turn 3\n" in shown and "--- end: " in shown
+        assert "user: Guess my number from 1 to 20.\n--- turn 1, recorded\n1\n--- the environment answers" in shown
     one, again, other = (texts_of(tmp_path / name)[0] for name in ("one", "again", "other"))
     assert one[:2] == other[:2] == ["1", "2"] and len(one) == 3
     assert one == again != other

@@ -104,6 +104,18 @@ def test_an_episode_is_shown_as_a_chat(tmp_path: Path, capsys: pytest.CaptureFix
     )
 
 
+def test_the_first_observation_is_shown_before_the_first_turn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = played(3)
+    noon, answer = {"role": "user", "content": "It is noon."}, {"role": "tool", "content": "5"}
+    texts = [{"role": "assistant", "content": turn.text} for turn in base.turns]
+    write(tmp_path, replace(base, messages=(*base.messages, noon, texts[0], answer, texts[1])))
+    lines = shown(capsys, str(tmp_path), "--id", "train-3-0").splitlines()
+    place = lines.index("  It is noon.")
+    assert lines[place - 1] == "user" and lines[place + 1].startswith("turn 1")
+
+
 def test_a_turn_is_shown_in_parts_with_its_thinking_dimmed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = played()
     episode = replace(base, turns=(replace(base.turns[0], text="Is it 5?</think>\n\nIt is 5."), *base.turns[1:]))
