@@ -178,6 +178,12 @@ function problemColumns(problems) {
         make("a.row-link", { href: pairLink(problem) }, make("bdi", { text: visible(problem.sample_id) })),
       ),
     ),
+    say("first", visible(app.runs[0].name), "figure", value(0), "mean reward, and of how many episodes"),
+    say("second", visible(app.runs[1].name), "figure", value(1), "mean reward, and of how many episodes"),
+    say("change", "change", "figure", (cell, problem) => {
+      cell.textContent = signed(problem.change);
+      cell.dataset.tone = problem.change > 0 ? "high" : problem.change < 0 ? "fault" : "none";
+    }),
     say("phase", "played for", "end", (cell, problem) => {
       cell.textContent = playedFor(problem.phase, problem.way);
     }),
@@ -189,11 +195,5 @@ function problemColumns(problems) {
       }),
       isFixed: true,
     },
-    say("first", visible(app.runs[0].name), "figure", value(0), "mean reward, and of how many episodes"),
-    say("second", visible(app.runs[1].name), "figure", value(1), "mean reward, and of how many episodes"),
-    say("change", "change", "figure", (cell, problem) => {
-      cell.textContent = signed(problem.change);
-      cell.dataset.tone = problem.change > 0 ? "high" : problem.change < 0 ? "fault" : "none";
-    }),
   ];
 }

@@ -3,7 +3,8 @@
 const CHART = { height: 128, left: 44, right: 10, top: 8, bottom: 20 };
 const MANY_POINTS = 24;
 
-/* A chart of {title, series: [{run, points: [[step, value], ...]}]}; `set` are the charts that share a marked step. */
+/* A chart of {title, series: [{run, points: [[step, value], ...]}]}; `set` are the charts that share a marked step.
+   `onStep` is called with the step that a person chooses. */
 function lineChart(title, series, set, onStep) {
   const drawn = series.filter((each) => each.points.length);
   const plot = makeSvg("svg.plot", { role: "img", "aria-label": describeSeries(title, drawn) });
@@ -19,19 +20,54 @@ function lineChart(title, series, set, onStep) {
     plot,
   );
   new ResizeObserver(() => draw(chart)).observe(plot);
-  plot.addEventListener("pointermove", (event) => point(chart, set, event));
-  plot.addEventListener("pointerleave", () => {
-    hideTip();
-    set.forEach((each) => mark(each, null));
-  });
-  if (onStep)
+  plot.addEventListener("pointermove", (event) => point(chart, set, nearestStep(chart, event), event));
+  plot.addEventListener("pointerleave", () => unmark(set));
+  if (onStep) {
+    plot.classList.add("is-link");
     plot.addEventListener("click", (event) => {
       hideTip();
       onStep(nearestStep(chart, event));
     });
-  plot.classList.toggle("is-link", Boolean(onStep));
+    listenToSteps(chart, set, onStep);
+  }
   set.push(chart);
   return box;
+}
+
+/* By keyboard, arrows mark a step and Enter chooses it. */
+function listenToSteps(chart, set, onStep) {
+  const { plot } = chart;
+  const steps = [...new Set(chart.series.flatMap((each) => each.points.map(([step]) => step)))].sort((a, b) => a - b);
+  let at = steps.length - 1;
+  const markAt = (wanted) => {
+    at = Math.max(0, Math.min(steps.length - 1, wanted));
+    const box = plot.getBoundingClientRect();
+    point(chart, set, steps[at], { clientX: box.left + chart.scale.x(steps[at]), clientY: box.bottom });
+    plot.setAttribute("aria-valuenow", steps[at]);
+    plot.setAttribute("aria-valuetext", byId("tip").innerText);
+  };
+  const actions = {
+    ArrowLeft: () => markAt(at - 1),
+    ArrowRight: () => markAt(at + 1),
+    Home: () => markAt(0),
+    End: () => markAt(steps.length - 1),
+    Enter: () => onStep(steps[at]),
+  };
+  const slider = { role: "slider", tabindex: "0", "aria-valuemin": steps[0], "aria-valuemax": steps.at(-1) };
+  for (const [name, value] of Object.entries(slider)) plot.setAttribute(name, value);
+  plot.addEventListener("focus", () => plot.matches(":focus-visible") && markAt(at));
+  plot.addEventListener("blur", () => unmark(set));
+  plot.addEventListener("keydown", (event) => {
+    const action = actions[event.key];
+    if (!action || event.ctrlKey || event.metaKey || event.altKey) return;
+    event.preventDefault();
+    action();
+  });
+}
+
+function unmark(set) {
+  hideTip();
+  set.forEach((each) => mark(each, null));
 }
 
 function describeSeries(title, series) {
@@ -145,14 +181,14 @@ function nearestStep(chart, event) {
   return best;
 }
 
-function point(chart, set, event) {
-  const step = nearestStep(chart, event);
+/* Marks a step in all charts of the set, with a tip at a place such as the pointer's. */
+function point(chart, set, step, place) {
   set.forEach((each) => mark(each, step));
   const lines = chart.series.map(({ run, points }) => [
     app.runs.length > 1 ? app.runs[run].name : chart.title,
     figure((points.find(([at]) => at === step) || [])[1]),
   ]);
-  showTip(event, [`step ${count(step)}`, ...lines]);
+  showTip(place, [`step ${count(step)}`, ...lines]);
 }
 
 function mark({ scale, cursor, series }, step) {

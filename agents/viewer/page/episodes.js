@@ -175,22 +175,22 @@ function episodeColumns(run) {
   return [
     { name: "image", title: "", kind: "thumb", fill: (cell, place, row) => thumbnail(run, cell, place, row) },
     { name: "id", title: "episode", kind: "id", fill: (cell, place) => fillId(run, cell, place) },
+    { ...figureColumn(columns, "reward", "reward", reward), toneOf: (place) => rewardTone(columns.reward[place]) },
+    {
+      ...figureColumn(columns, "end_reason", "end", (value) => spaced(value || NONE)),
+      kind: "end",
+      toneOf: (place) => endTone(columns.end_reason[place]),
+    },
     figureColumn(columns, "step", "step", count, "the training step during which it ended"),
     textColumn(columns, "question", "question"),
     textColumn(columns, "answer", "end of the answer"),
     { ...textColumn(columns, "label", "label"), kind: "label" },
-    { ...figureColumn(columns, "reward", "reward", reward), toneOf: (place) => rewardTone(columns.reward[place]) },
     figureColumn(columns, "advantage", "adv.", signed, "advantage"),
     figureColumn(columns, "num_turns", "turns", count),
     figureColumn(columns, "num_tokens", "tokens", count, "tokens of the whole stream"),
     figureColumn(columns, "num_tool_calls", "calls", calls, "tool calls, and those that went wrong"),
     figureColumn(columns, "max_gap", "max gap", figure, "largest |rollout - trainer| log-prob of a token, in nats"),
     figureColumn(columns, "total_s", "time", seconds, "wall time of the episode"),
-    {
-      ...figureColumn(columns, "end_reason", "end", (value) => spaced(value || NONE)),
-      kind: "end",
-      toneOf: (place) => endTone(columns.end_reason[place]),
-    },
   ];
 }
 

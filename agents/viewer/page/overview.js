@@ -172,7 +172,7 @@ function overviewCurves(run, state, changed) {
     make(
       ".section-head",
       make("h2", { text: "Curves" }),
-      make("p.hint", { text: "click a step to see its episodes" }),
+      make("p.hint", { text: "click a step, or ← → and Enter, to see its episodes" }),
       chooser,
     ),
     make(".charts", charts),
