@@ -27,6 +27,7 @@ from agents.recording.gzip_lines import read_gzip_lines
 from agents.recording.run_files import CONFIG, METRICS, SUMMARY
 from agents.recording.safe_files import read_lines, read_regular
 from agents.recording.schema import TRAIN
+from agents.types import messages_before_turns
 from agents.viewer.columns import UNKNOWN, Cell, Row, gap_cells, outcome_cells, row_of
 from agents.viewer.logprob_cache import LogprobCache
 from agents.viewer.positions import Cursor, FilePosition
@@ -242,7 +243,7 @@ class Source:
             return {
                 "format": FORMAT,
                 "name": self.folder.absolute().name,
-                "folder": str(self.folder),
+                "folder": str(self.folder.absolute()),
                 "env": self.recording.manifest.env.id if self.recording else "",
                 "live": live,
                 "manifest": finite(self.recording.manifest.model_dump(mode="json")) if self.recording else None,
@@ -310,7 +311,8 @@ class Source:
     def episode(self, index: int) -> JSON:
         """Return an episode with its outcome, its score and its index. Raises LookupError like `line`.
 
-        Where thinking was separated, each turn has `parts`: pairs of whether it is a thought, and the text.
+        `num_opening` counts the messages before the first turn. Where thinking was separated, each turn has `parts`:
+        pairs of whether it is a thought, and the text.
         """
         with self._lock:
             line, ways = self.line(index), self._opened().manifest.ways
@@ -318,7 +320,9 @@ class Source:
                 line["turns"] = [{**turn, "parts": way.thinking.parts(turn["text"])} for turn in line["turns"]]
             later = {"outcome": self.outcome(index), "score": self.score(index)}
             dumped = {name: record and record.model_dump(mode="json") for name, record in later.items()}
-            return {**line, **dumped, "index": index}
+            observations = [turn["observations"] for turn in line["turns"]]
+            opening = messages_before_turns(line["messages"], line["num_prompt_messages"], observations)
+            return {**line, **dumped, "index": index, "num_opening": len(opening)}
 
     def picture(self, name: str) -> bytes:
         """Return the PNG file of a picture by its recorded name. Raises `UserError` if it is not what was recorded."""

@@ -71,6 +71,8 @@ function besideColumn(column, others, color, isReference, onPick) {
     ),
   );
   const body = color ? besideTokens(column, others, color) : besideTexts(column, others);
+  const isSame = others.some((other) => sameStart(other.episode, episode));
+  body.prepend(...firstObservation(episode).map((message) => saidBox(run, message, isSame)));
   return make(
     `section.beside-column${isReference ? ".is-reference" : ""}`,
     { "aria-label": visible(name) },
@@ -82,16 +84,14 @@ function besideColumn(column, others, color, isReference, onPick) {
 
 /* Draws turn by turn; the beginning that is the same as in another column is dimmed. */
 function besideTexts({ run, episode }, others) {
-  let same = others.map((other) => other.episode);
+  let same = others.map((other) => other.episode).filter((other) => sameStart(other, episode));
   return make(
     ".beside-body",
     (episode.turns || []).map((turn, k) => {
       same = same.filter((other) => (other.turns || [])[k]);
       const shared = Math.max(0, ...same.map((other) => commonPrefix(turn.text, other.turns[k].text)));
       same = same.filter((other) => turn.text === other.turns[k].text && sameObservations(turn, other.turns[k]));
-      const said = (turn.observations || []).map((message) =>
-        make(`.beside-said${same.length ? ".is-same" : ""}`, contentParts(run, message.content)),
-      );
+      const said = (turn.observations || []).map((message) => saidBox(run, message, same.length > 0));
       return make(
         ".beside-turn",
         make("a.beside-label", { href: episodeLink(run.number, episode.id, { turn: k + 1 }), text: `turn ${k + 1}` }),
@@ -101,6 +101,15 @@ function besideTexts({ run, episode }, others) {
     }),
     !(episode.turns || []).length && make("p.none", { text: "no turn" }),
   );
+}
+
+/* What the environment said to the model. */
+function saidBox(run, message, isSame) {
+  return make(`.beside-said${isSame ? ".is-same" : ""}`, contentParts(run, message.content));
+}
+
+function sameStart(episode, other) {
+  return JSON.stringify(firstObservation(episode)) === JSON.stringify(firstObservation(other));
 }
 
 function sameObservations(turn, other) {

@@ -1,12 +1,12 @@
-/* An episode as a conversation: the problem, then for each turn the model's text, its tool calls and their answers. */
+/* An episode as a conversation: the problem and the first observation, then for each turn the model's text, its tool
+   calls and their answers. */
 
 function conversation(run, episode, turnHref) {
-  const problem = (episode.messages || []).slice(0, episode.num_prompt_messages);
   const box = make(
     ".conversation",
-    problem.map((message) => messageBox(run, message)),
+    openingOf(episode).map((message) => messageBox(run, message)),
   );
-  (episode.turns || []).forEach((turn, k) => box.append(turnBox(run, turn, k + 1, turnHref(k + 1))));
+  (episode.turns || []).forEach((turn, k) => box.append(turnBox(run, episode, k + 1, turnHref(k + 1))));
   if (episode.error)
     box.append(
       make("section.message.error", make(".role", { text: "error" }), textBlock(String(episode.error), "pre")),
@@ -14,11 +14,26 @@ function conversation(run, episode, turnHref) {
   return box;
 }
 
-function turnBox(run, turn, number, href) {
-  const info = turn.info || {},
+/* The messages before the first turn: the problem, then the first observation. */
+function openingOf(episode) {
+  return (episode.messages || []).slice(0, episode.num_opening);
+}
+
+function firstObservation(episode) {
+  return openingOf(episode).slice(episode.num_prompt_messages);
+}
+
+function turnBox(run, episode, number, href) {
+  const turn = episode.turns[number - 1],
+    info = turn.info || {},
     calls = Array.isArray(info.tool_calls) ? info.tool_calls : [];
   const rest = Object.entries(info).filter(([name]) => name !== "tool_calls");
-  const head = make(".turn-head", make("a", { href, text: `Turn ${number}` }), make(".turn-facts", turnFacts(turn)));
+  const head = make(
+    ".turn-head",
+    make("a", { href, text: `Turn ${number}` }),
+    make(".turn-facts", turnRewards(episode, number), turnFacts(turn)),
+    forkBox(run, episode, number),
+  );
   const written = make(
     ".message.model",
     make(".role", { text: "model" }),
@@ -45,6 +60,20 @@ function writtenParts(turn) {
 function thoughtBox(text) {
   const length = plural(text.length, "character");
   return make("details.thought", make("summary", { text: `thinking, ${length}` }), textBlock(text));
+}
+
+/* What the recording says of a turn's reward: the environment's for the turn, the score of a tool, and at the last turn
+   the reward of the episode. */
+function turnRewards(episode, number) {
+  const { reward: ofTurn, tool_score: ofTool } = episode.turns[number - 1].info || {};
+  const ofEpisode = number === episode.turns.length ? episode.reward : null;
+  return [
+    ["reward", ofTurn],
+    ["tool score", ofTool],
+    ["episode's reward", ofEpisode],
+  ]
+    .filter(([, value]) => isNumber(value))
+    .map(([name, value]) => make("span", { text: `${name} ${reward(value)}`, data: { tone: rewardTone(value) } }));
 }
 
 function turnFacts(turn) {

@@ -106,7 +106,7 @@ function groupNeighbours(run, places) {
 
 async function drawProblem(box, run, place) {
   const episode = await app.source.episode(run.number, place).catch(() => null);
-  const messages = episode ? (episode.messages || []).slice(0, episode.num_prompt_messages) : [];
+  const messages = episode ? openingOf(episode).slice(0, episode.num_prompt_messages) : [];
   const shown = messages.filter((message, k) => message.role !== "system" || messages.length === 1 || k > 0);
   add(
     clear(box),

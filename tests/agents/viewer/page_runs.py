@@ -75,12 +75,17 @@ def episode(
     label: str | None = "68",
     sample_id: str = "",
     call: dict | None = None,
+    first: str = "",
 ) -> Trajectory:
-    """Return an episode in which the model says `texts`, each but the last answered by a tool."""
+    """Return an episode in which the model says `texts`, each but the last answered by a tool.
+
+    `first` is the first observation.
+    """
     parts = [{"type": "image", "image": image}] if image else []
     messages: list[dict] = [{"role": "user", "content": [*parts, {"type": "text", "text": question}]}]
     ids = words.ids("<|im_start|>user\n") + words.ids("<|image_pad|>") * (IMAGE_TOKENS if image else 0)
-    ids += words.ids(f"{question}<|im_end|>\n")
+    messages += [{"role": "user", "content": first}] if first else []
+    ids += words.ids(f"{question}<|im_end|>\n{first}")
     mask, turns = [0] * len(ids), []
     prompt_length = len(ids)
     for k, text in enumerate(texts):

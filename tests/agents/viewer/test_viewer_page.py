@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shlex
+import subprocess
+import sys
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -87,9 +92,13 @@ def visit(browser: Browser, pages: dict[str, Path]) -> Iterator[Open]:
     visits: list[Visit] = []
 
     def open_page(
-        name: str = "small", fragment: str = "#/", scheme: Literal["dark", "light"] = "light", address: str = ""
+        name: str = "small",
+        fragment: str = "#/",
+        scheme: Literal["dark", "light"] = "light",
+        address: str = "",
+        width: int = 1400,
     ) -> Visit:
-        context = browser.new_context(viewport={"width": 1400, "height": 900}, color_scheme=scheme)
+        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
         page = context.new_page()
         page.set_default_timeout(WAIT_MS)
         made = Visit(page, address or f"file://{pages[name]}")
@@ -155,6 +164,28 @@ def test_the_held_out_curve_leads_to_the_episodes_of_its_evaluation(visit: Open,
     made.page.mouse.click(box["x"] + box["width"] / 2, box["y"] + 60)
     expect(made.page.get_by_text("1 of 27 episodes", exact=True)).to_be_visible()
     assert made.fragment == "#/episodes?phase=eval-2&from=2&to=2"
+
+
+def test_a_step_of_a_curve_is_chosen_by_keyboard(visit: Open) -> None:
+    made = visit()
+    page = made.page
+    for _ in range(20):  # a tab stop like any other
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.matches('.plot')"):
+            break
+    expect(page.locator(".plot").first).to_be_focused()
+    expect(page.locator("#tip")).to_contain_text("step 3")
+    page.keyboard.press("ArrowLeft")
+    expect(page.locator("#tip")).to_contain_text("step 2")
+    expect(page.get_by_role("slider", name="reward")).to_have_attribute(
+        "aria-valuetext", re.compile("step 2.*0.2", re.S)
+    )
+    page.keyboard.press("Tab")
+    expect(page.locator("#tip")).to_be_hidden()
+    page.keyboard.press("Shift+Tab")
+    page.keyboard.press("Enter")
+    expect(page.get_by_text("8 of 26 episodes", exact=True)).to_be_visible()
+    assert made.fragment == "#/episodes?phase=train&from=2&to=2"
 
 
 def test_any_metric_can_be_drawn_and_the_choice_is_in_the_address(visit: Open) -> None:
@@ -246,6 +277,19 @@ def test_a_row_leads_to_its_episode_and_back_to_the_same_place(visit: Open) -> N
     assert made.fragment == "#/episodes?sort=-reward"
 
 
+@pytest.mark.parametrize(
+    ("name", "fragment", "shown"),
+    [("small", "#/episodes", ("reward", "end")), ("two", "#/compare", ("small", "other", "change"))],
+)
+def test_a_phone_shows_what_became_of_each_row(name: str, fragment: str, shown: Sequence[str], visit: Open) -> None:
+    page = visit(name, fragment, width=390).page
+    for word in shown:
+        column = page.get_by_role("columnheader", name=word, exact=True)
+        box = column.bounding_box()
+        assert box and box["x"] >= 0 and box["x"] + box["width"] <= 390
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+
+
 # An episode -----------------------------------------------------------------------------------------------------------
 
 
@@ -287,6 +331,87 @@ def test_an_episode_is_shown_as_turns_with_pictures_calls_results_and_facts(visi
     expect(page.locator("#picture img")).to_be_visible()
     page.keyboard.press("Escape")
     expect(page.locator("#picture")).to_be_hidden()
+
+
+def test_the_first_observation_is_shown_before_the_first_turn(visit: Open, tmp_path: Path) -> None:
+    words = Words()
+    with Recorder(tmp_path / "episodes", manifest(), words.spell) as recorder:
+        for sample, first in enumerate(("It is noon.", "It is noon.", "It is one.")):
+            recorder.write(episode(words, ["x", "y"], ["z"], sample_index=sample, first=first), 1)
+    export(tmp_path / "page.html", [Source(tmp_path)])
+    made = visit(address=f"file://{tmp_path / 'page.html'}", fragment="#/episode/train-0-0")
+    assert made.page.locator(".conversation > *").all_inner_texts()[:2] == ["user\nFind x.", "user\nIt is noon."]
+    made.go("#/episodes?q=noon")
+    expect(made.page.get_by_text("2 of 3 episodes", exact=True)).to_be_visible()
+    for look in ("", "?color=mask"):
+        made.go(f"#/group/train/train/0{look}")
+        expect(made.page.locator(".problem")).to_have_text(re.compile(r"Find x\.$"))
+        said = made.page.locator(".beside-body > .beside-said")
+        expect(said).to_have_text(["It is noon.", "It is noon.", "It is one."])
+        assert said.evaluate_all("all => all.map(each => each.matches('.is-same'))") == [False, True, False]
+
+
+def test_what_is_known_of_the_reward_is_beside_each_turn(visit: Open, tmp_path: Path) -> None:
+    page = visit("small", "#/episode/train-2-3").page
+    expect(page.locator(".turn-facts")).to_contain_text("episode's reward 1.00")
+    words = Words()
+    played = episode(words, ["x", "y"], ["z"], reward=1.5)
+    earned = [replace(turn, info={"reward": worth}) for turn, worth in zip(played.turns, (0.5, 1.0), strict=True)]
+    with Recorder(tmp_path / "episodes", manifest(), words.spell) as recorder:
+        recorder.write(replace(played, turns=tuple(earned)), 1)
+    export(tmp_path / "page.html", [Source(tmp_path)])
+    page = visit(address=f"file://{tmp_path / 'page.html'}", fragment="#/episode/train-0-0").page
+    assert [text.split("\n")[:2] for text in page.locator(".turn-facts").all_inner_texts()] == [
+        ["reward 0.50", "2 tokens"],
+        ["reward 1.00", "episode's reward 1.50"],
+    ]
+
+
+def test_the_command_of_a_turn_plays_on_from_it_when_it_is_pasted(visit: Open, tmp_path: Path) -> None:
+    run = tmp_path / "it's $HOME `here`"
+    play = [sys.executable, "-m", "agents.play", "--env", "guess", "--record", str(run)]
+    guesses = "".join(f"{guess}\n.\n" for guess in range(1, 7))
+    subprocess.run(play, input=guesses, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
+    with ViewServer([Source(run)]) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        page = visit(address=server.url, fragment="#/episode/play-0-0").page
+        page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        turn = page.locator(".turn").nth(1)
+        turn.get_by_text("play from here").click()
+        turn.get_by_role("button", name="copy").click()
+        expect(turn.get_by_role("button", name="copied")).to_be_visible()
+        command = page.evaluate("navigator.clipboard.readText()")
+        expect(turn.locator("code")).to_have_text(command)
+        server.shutdown()
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    pasted = subprocess.run(
+        ["bash", "-c", command],
+        input=":quit\n",
+        cwd=tmp_path,
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert "--- the environment answers turn 1" in pasted.stdout and "--- turn 2," in pasted.stdout
+
+
+def test_a_command_is_quoted_for_the_shell_and_there_is_none_where_a_paste_could_act_by_itself(visit: Open) -> None:
+    page = visit().page
+    make = "([folder, id]) => forkCommand({folder, manifest: {model: 'm'}}, {id}, 3)"
+    for folder, name in (
+        ("/runs/x", "train-0-0"),
+        ("/a b/$(touch x)", "'; touch x; '"),
+        ("/ü", "a*[b]?"),
+        ("/!!", "\\"),
+    ):
+        pattern = re.sub(r"[*?[]", r"[\g<0>]", name)
+        words = ["python", "-m", "agents.replay", folder, f"--id={pattern}", "--fork", "2", "--model", "recorded"]
+        command = page.evaluate(make, [folder, name])
+        assert shlex.split(command) == words and fnmatchcase(name, pattern)
+    for character in "\x03\n\t\r\x1b\x7f\u009b\u202e":
+        assert page.evaluate(make, [f"/runs/{character}", "x"]) is page.evaluate(make, ["/x", character]) is None
 
 
 def test_a_broken_episode_shows_its_error(visit: Open) -> None:
@@ -565,6 +690,50 @@ def test_the_theme_is_the_systems_until_one_is_chosen(visit: Open) -> None:
 
 
 # What others say ------------------------------------------------------------------------------------------------------
+
+
+CONTRAST = Path(__file__).with_name("contrast.js").read_text()
+EVERY_PAGE = {
+    "small": (
+        *("#/", "#/episodes", "#/episode/train-2-1", "#/episode/train-1-0", "#/episode/train-2-1?color=mask&token=30"),
+        *("#/episode/train-2-1?color=gap", "#/episode/train-2-1?color=probability", "#/nothing"),
+        *("#/group/train/train/2", "#/group/train/train/2?color=mask", "#/group/train/train/2?color=gap"),
+    ),
+    "two": ("#/", "#/compare", "#/compare/train/train/problem-2", "#/compare/train/train/problem-2?color=probability"),
+    "thinking": ("#/episode/train-0-0",),
+    "hostile": ("#/", "#/episodes", "#/episode/train-21-0", "#/episode/train-22-0"),
+}
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("name", EVERY_PAGE)
+def test_every_text_stands_out_from_what_is_behind_it(name: str, scheme: Literal["light", "dark"], visit: Open) -> None:
+    made = visit(name, scheme=scheme)
+    for fragment in EVERY_PAGE[name]:
+        made.go(fragment)
+        made.page.wait_for_load_state("networkidle")
+        made.page.keyboard.press("j" if fragment == "#/episodes" else "Shift")  # a row that is chosen
+        made.page.evaluate(
+            "document.querySelectorAll('details').forEach((each) => (each.open = true));"
+            "document.querySelectorAll('.t.is-mine').forEach((each, k) => each.classList.add(`g${k % 9}`, `p${k % 9}`))"
+        )
+        assert made.page.evaluate(CONTRAST) == [], fragment
+    made.page.keyboard.press("?")
+    assert made.page.evaluate(CONTRAST) == []
+
+
+def test_a_page_asks_its_server_for_nothing_that_is_not_there(browser: Browser, pages: dict[str, Path]) -> None:
+    told: list[str] = []
+    with ViewServer([Source(pages["small"].with_name("small"))]) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        page = browser.new_page()
+        page.on("console", lambda message: told.append(message.text))
+        page.goto(server.url)
+        page.wait_for_selector("html[data-ready]")
+        page.wait_for_load_state("networkidle")
+        page.close()
+        server.shutdown()
+    assert told == []
 
 
 @pytest.mark.parametrize("k", range(len(HOSTILE)))
