@@ -111,7 +111,8 @@ def grade(answer: str, label: str) -> float:
 
     Policy: degree and percent signs, units of length and area, `$`, `x =` and thousands commas carry no value, so
     ``37.5\%`` equals ``37.5`` and ``12 cm`` equals ``12``; inside a sine a degree sign counts. Two rationals must be
-    exactly equal; if one side is irrational, a decimal of six digits or more may differ by a relative 1e-6. ``(1,2)``
+    equal, up to the rounding of a float: 3.3 equals 3.3000000000000003 (12 significant digits; integers are exact). If
+    one side is irrational, a decimal of six digits or more may differ by a relative 1e-6. ``(1,2)``
     and ``[1,2]`` differ; a bare list has no order; ``\pm 5`` is the list ``5, -5``. Matrices are equal cell by cell.
     ``(B)``, ``B.`` and ``(B) 12 cm`` equal the choice ``B``. An answer of more than 200 characters, or one that
     math-verify cannot decide in 2 s, is right only if it is the label's own text.

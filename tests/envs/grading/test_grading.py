@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envs.grading import extract_answer, extract_boxed, grade
+from envs.grading import GRADERS, extract_answer, extract_boxed, grade
 from tests.budget import examples
 from tests.paths import SHARED
 
@@ -56,6 +56,19 @@ EQUAL = [
     ("x+1", "1+x"),
     ("x^2+2x+1", "(x+1)^2"),
     ("5!", "120"),
+    # What a float column makes of a sum, in 64 bits.
+    ("3.3", str(1.1 + 2.2)),
+    ("0.3", str(0.1 + 0.2)),
+    ("-0.3", str(-0.1 - 0.2)),
+    ("3/10", str(0.1 + 0.2)),
+    ("0.8", str(0.1 + 0.7)),
+    ("1/3", str(1 / 3)),
+    ("0.33333333333333", str(1 / 3)),
+    ("3", "3.0000000000000004"),
+    ("2, 3.3", f"{1.1 + 2.2}, 2"),
+    ("x = 3.3", str(1.1 + 2.2)),
+    ("0.00003", str(1e-5 + 2e-5)),
+    ("3.30000000000049", "3.3"),
 ]
 DIFFERENT = [
     ("3", "300"),
@@ -94,6 +107,18 @@ DIFFERENT = [
     (r"\pm 5", "5"),
     ("1/0", "5"),
     ("x+2", "1+x"),
+    # Twelve significant digits tell numbers apart, and all digits tell integers apart.
+    ("3.3000000001", str(1.1 + 2.2)),
+    ("3.30000000001", "3.3"),
+    ("3.2999", str(1.1 + 2.2)),
+    ("1000000000001", "1000000000002"),
+    ("1000000000001", "1000000000001.5"),
+    ("1000000000001", "1000000000000.9"),
+    ("10000000000000001", "10000000000000000"),
+    ("12345678901.23", "12345678901.24"),
+    ("0", "0.00000000000000005"),
+    ("0.333333333333", r"\frac{1}{3}"),
+    ("*".join(["10^{512}"] * 20), "*".join(["10^{512}"] * 20) + "+0.5"),
 ]
 
 
@@ -233,6 +258,16 @@ def test_no_text_makes_the_grader_raise(answer: str, label: str) -> None:
 @given(st.integers(-10_000, 10_000), st.integers(1, 500), st.integers(-10_000, 10_000), st.integers(1, 500))
 def test_fractions_are_equal_exactly_when_their_values_are(a: int, b: int, c: int, d: int) -> None:
     assert grade(f"\\frac{{{a}}}{{{b}}}", f"{c}/{d}") == float(a * d == b * c)
+
+
+@given(st.floats(-1e9, 1e9).filter(lambda value: value == 0 or abs(value) > 1e-9), st.integers(0, 6))
+def test_a_decimal_equals_the_float_that_a_sum_made_of_it_under_every_grader(value: float, places: int) -> None:
+    """The sum of a decimal and 0.1 less 0.1 is it again, up to the rounding of floats."""
+    written = f"{value:.{places}f}"
+    rounded = f"{float(written) + 0.1 - 0.1:.17g}"
+    is_near = abs(float(rounded) - float(written)) <= 4e-13 * abs(float(written))
+    for grader in GRADERS.values():
+        assert grader(written, rounded) == grader(rounded, written) >= float(is_near)
 
 
 @pytest.mark.parametrize(
