@@ -87,7 +87,7 @@ class Row:
 
     @property
     def has_advantage(self) -> bool:
-        """Whether the advantage of any sample is not 0; otherwise the row's policy loss has a gradient of exactly 0."""
+        """Whether the advantage of any sample is not 0."""
         return any(np.any(s.advantage) for s in self.samples)
 
 
@@ -153,10 +153,10 @@ def check_shape(values_N: object, tokens: ModelTokens) -> None:
 class StepStats:
     """Statistics of one training step, over all model tokens of the step on all ranks.
 
-    - `loss`, `grad_norm`: means over the updates that the step took; 0 if it took none, because no minibatch had an
-      advantage other than 0. `objective`: the objective's own metrics, means over the tokens of all minibatches,
+    - `loss`, `grad_norm`: means over the updates that the step took; 0 if it took none, because no minibatch had a
+      gradient, or a finite one. `objective`: the objective's own metrics, means over the tokens of all minibatches,
       and `ref_kl_max`, that of the token with the largest.
-    - `num_skipped`: updates that were skipped because their gradient was not finite.
+    - `num_skipped`: updates that were skipped because their loss or gradient was not finite.
     - `rollout_train_kl`: the k3 estimate, mean(rho - 1 - log rho) with log rho = trainer - rollout log-prob, under the
       weights that the step starts from. `kl_by_turn[k - 1]` is the same over the tokens of turn k alone.
     - `logprob_gap_*`: of |trainer - rollout| log-probs.

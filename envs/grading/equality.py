@@ -31,8 +31,8 @@ def same_value(answer: Reading, label: Reading) -> bool:
     r"""Return whether both mean the same, such as ``\sqrt{50}`` and ``5\sqrt{2}``, or ``x+1`` and ``1+x``.
 
     Two rationals must be equal (`_same_rational`); where one side is irrational, a decimal of six digits or more may
-    differ by a relative 1e-6, because it was rounded. Matrices are equal cell by cell. The letter of a choice equals the choice
-    with its text, but the text alone does not equal the letter.
+    differ by a relative 1e-6, because it was rounded. Matrices are equal cell by cell. The letter of a choice equals
+    the choice with its text, but the text alone does not equal the letter.
     """
     if answer.form == label.form:
         return True

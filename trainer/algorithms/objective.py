@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trainer.algorithms.importance_sampling import find_correction
-from trainer.algorithms.policy_loss import find_policy_loss, reference_kl
+from trainer.algorithms.policy_loss import find_policy_loss, is_zero_without_advantage, reference_kl
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.types import ModelTokens
 
@@ -39,6 +39,11 @@ class Objective:
     loss: Tensor
     sums: dict[str, Tensor]
     ref_kl_max: Tensor | None = None
+
+
+def skips_zero_advantages(config: AlgorithmConfig) -> bool:
+    """Return whether tokens with advantage 0 have a loss of 0 with gradient 0, so that training may leave them out."""
+    return not config.kl_coef and not config.entropy_coef and is_zero_without_advantage(config.policy_loss)
 
 
 def objective(tokens: ModelTokens, config: AlgorithmConfig) -> Objective:

@@ -20,6 +20,10 @@ from trainer.types import ModelTokens, check_shape
 #: Differences of log-probs are clamped to this many nats before they become exponents: e^20 is 5e8, far above every
 #: clip, and its square still fits float32.
 MAX_LOG_RATIO = 20.0
+#: Policy losses that are 0, with gradient 0, wherever the advantage is.
+ZERO_WITHOUT_ADVANTAGE = frozenset[PolicyLossName]({"ppo", "gspo", "likelihood"})
+#: The attribute by which a user's policy loss says so.
+SKIPS = "skips_zero_advantages"
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,6 +131,15 @@ def find_policy_loss(name: str) -> PolicyLoss:
         return terms
 
     return checked
+
+
+def is_zero_without_advantage(name: str) -> bool:
+    """Return whether a policy loss is 0, with gradient 0, wherever the advantage is.
+
+    A user's may have terms that the advantage does not multiply, unless it says otherwise:
+    ``my_loss.skips_zero_advantages = True``.
+    """
+    return name in ZERO_WITHOUT_ADVANTAGE or bool(getattr(POLICY_LOSS.load("--policy-loss", name), SKIPS, False))
 
 
 def reference_kl(logprobs_N: Tensor, ref_logprobs_N: Tensor, estimator: KLEstimatorName) -> Tensor:

@@ -174,12 +174,10 @@ class FSDPLearner(StepLearner[MicroBatch]):
         return self.optimizer.param_groups
 
     def _step_optimizer(self, sums: StepSums) -> None:
-        """Clip the gradient and step; a gradient that is not finite changes nothing."""
-        norm = torch.nn.utils.clip_grad_norm_(trainable_parameters(self.model), self.optim.max_grad_norm)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        is_finite = bool(norm.isfinite())
-        sums.add_update(float(norm), is_skipped=not is_finite)
-        if is_finite:
+        """Clip the gradient and step, where loss and gradient are finite and the gradient is not 0."""
+        clipped = torch.nn.utils.clip_grad_norm_(trainable_parameters(self.model), self.optim.max_grad_norm)
+        norm = float(clipped.full_tensor() if isinstance(clipped, DTensor) else clipped)
+        if sums.add_update(norm, self._is_finite(sums)):
             with self._optimizer_on_device():
                 self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

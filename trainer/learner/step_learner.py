@@ -21,7 +21,7 @@ from torch import Tensor
 
 from agents.model.cpu import alone
 from agents.types import SamplingParams
-from trainer.algorithms.objective import objective
+from trainer.algorithms.objective import objective, skips_zero_advantages
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.learner import LearnerConfig, OptimConfig
 from trainer.data.packing import balanced_bins
@@ -91,8 +91,8 @@ class StepLearner(abc.ABC, Generic[BatchT]):
     ) -> None:
         """Accumulate the gradient of one minibatch and step the optimizer.
 
-        A minibatch whose loss has no gradient, because all its advantages are 0, is no update: it changes neither the
-        weights nor the optimizer's moments, and counts in no mean.
+        A minibatch whose gradient is 0, as that of advantages which are all 0, is no update: it changes neither the
+        weights nor the optimizer's moments, and counts in no mean. Nor does one whose loss or gradient is not finite.
         """
 
     @property
@@ -132,7 +132,7 @@ class StepLearner(abc.ABC, Generic[BatchT]):
     def _split_rows(self, samples: Sequence[TrainingSample]) -> tuple[list[Row], list[Row]]:
         """Return the rows that are only measured, because their gradient would be 0, and the rows that are trained."""
         rows = self._rows(samples)
-        if self.algorithm.kl_coef or self.algorithm.entropy_coef:
+        if not skips_zero_advantages(self.algorithm):
             return [], rows
         return [row for row in rows if not row.has_advantage], [row for row in rows if row.has_advantage]
 
@@ -239,6 +239,10 @@ class StepLearner(abc.ABC, Generic[BatchT]):
             sums.measure(batch, logprobs_N.detach(), entropy_N.detach())
         sums.add(result, len(logprobs_N))
         return result.loss
+
+    def _is_finite(self, sums: StepSums) -> bool:
+        """Return whether the loss of the current update is finite on all ranks."""
+        return self._max_over_ranks([float(not sums.is_update_finite)])[0] == 0
 
     def _set_lr(self) -> float:
         """Set the learning rate of this step, by warm-up and schedule, and return it."""

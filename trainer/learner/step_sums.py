@@ -25,14 +25,14 @@ from trainer.types import StepStats, TokenBatch
 class StepSums:
     """Running sums over the model tokens of a step on this rank.
 
-    The sums stay on the device, so that adding to them never waits for it.
+    The sums stay on the device, so that adding to them never waits for it. `update_loss` is that of the current update.
 
     Example::
 
         sums = StepSums.zero(num_turns=3, device=device)
         sums.measure(batch, logprobs_N, entropy_N)        # once for each model token of the step
         sums.add(objective(tokens, config), len(logprobs_N))   # once for each model token of each update
-        sums.add_update(grad_norm=0.7, is_skipped=False)
+        sums.add_update(grad_norm=0.7, is_loss_finite=True)    # True: take the update
         stats = sums.stats(lr=1e-5)                            # over all ranks
     """
 
@@ -40,6 +40,7 @@ class StepSums:
     logprob_sums: LogprobSums
     entropy: Tensor
     loss: Tensor
+    update_loss: Tensor
     objective: dict[str, Tensor] = field(default_factory=dict)
     ref_kl_max: Tensor | None = None
     num_tokens_seen: int = 0
@@ -51,7 +52,7 @@ class StepSums:
     def zero(cls, num_turns: int, device: torch.device) -> StepSums:
         """Return the sums of no tokens; `num_turns` is the largest number of turns on any rank."""
         zero = torch.zeros((), dtype=torch.float64, device=device)
-        return cls(device, LogprobSums(num_turns, device), zero, zero)
+        return cls(device, LogprobSums(num_turns, device), zero, zero, zero)
 
     def measure(self, batch: TokenBatch, logprobs_N: Tensor, entropy_N: Tensor) -> None:
         """Add the log-probs and entropies of a micro-batch under the weights that the step starts from."""
@@ -62,17 +63,31 @@ class StepSums:
     def add(self, result: Objective, num_tokens: int) -> None:
         """Add the loss and the objective's own sums of a micro-batch of `num_tokens` model tokens."""
         self.num_tokens_seen += num_tokens
-        self.loss = self.loss + result.loss.detach()
+        self.update_loss = self.update_loss + result.loss.detach()
         if result.ref_kl_max is not None:
             largest = result.ref_kl_max
             self.ref_kl_max = largest if self.ref_kl_max is None else torch.maximum(self.ref_kl_max, largest)
         for name, value in result.sums.items():
             self.objective[name] = self.objective.get(name, 0.0) + value
 
-    def add_update(self, grad_norm: float, is_skipped: bool) -> None:
-        """Count an optimizer update; one whose gradient was not finite is skipped."""
-        self.grad_norms.append(grad_norm)
-        self.num_skipped += is_skipped
+    @property
+    def is_update_finite(self) -> bool:
+        """Whether the loss of the current update is finite, as far as this rank knows it."""
+        return bool(self.update_loss.isfinite())
+
+    def add_update(self, grad_norm: float, is_loss_finite: bool) -> bool:
+        """Count the current update by its gradient; return whether to take it, the same on all ranks.
+
+        One whose loss or gradient is not finite is skipped. One whose gradient is 0 is none.
+        """
+        is_finite = is_loss_finite and math.isfinite(grad_norm)
+        is_taken = is_finite and grad_norm > 0
+        if is_taken:
+            self.loss = self.loss + self.update_loss
+            self.grad_norms.append(grad_norm)
+        self.num_skipped += not is_finite
+        self.update_loss = torch.zeros_like(self.update_loss)
+        return is_taken
 
     def stats(self, lr: float, group: dist.ProcessGroup | None = None) -> StepStats:
         """Return the statistics of the step over all ranks, or those of a group; every one of them must call it."""
@@ -89,7 +104,7 @@ class StepSums:
             grad_norm=float(np.mean(self.grad_norms)) if self.grad_norms else 0.0,
             lr=lr,
             num_tokens=gap.num_tokens,
-            num_updates=len(self.grad_norms) - self.num_skipped,
+            num_updates=len(self.grad_norms),
             num_skipped=self.num_skipped,
             rollout_train_kl=gap.kl,
             kl_by_turn=gap.kl_by_turn,

@@ -117,7 +117,7 @@ def _has_renderer(checks: ConfigChecks) -> bool:
 def trial(config: RunConfig, folder: Path, hidden_size: int) -> RunConfig:
     """Return the configuration for the checks: a new run, with one large update a step and a plain policy loss."""
     optim = {"lr": MOVING_LR / hidden_size, "schedule": "constant", "warmup_steps": 0, "minibatches": 1, "epochs": 1}
-    algorithm = {"kl_coef": 0.0, "entropy_coef": 0.0, "mask_truncated": False}
+    algorithm = {"kl_coef": 0.0, "entropy_coef": 0.0, "mask_truncated": False, "policy_loss": "ppo"}
     return config.model_copy(
         update={
             "optim": config.optim.model_copy(update=optim),

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from agents.model.policy import PolicyModel
 from agents.rendering.renderer import Renderer
 from agents.types import SamplingParams
+from envs.config.plugins import give
 from tests.builders import fresh_model, full_logprobs, group, sampling, trajectory
 from tests.trainer.steps import samples_of
+from trainer.algorithms.policy_loss import PolicyTerms, ppo
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.learner import LearnerConfig, OptimConfig
 from trainer.learner.fsdp_learner import FSDPLearner
 from trainer.rollouts.session import large_kl
-from trainer.types import StepStats, TrainingSample
+from trainer.types import ModelTokens, StepStats, TrainingSample
 
 #: A rate so low that all updates of a step see the same weights.
 STILL = OptimConfig(lr=1e-30, warmup_steps=0, weight_decay=0.0)
@@ -207,3 +212,79 @@ def test_the_largest_kl_of_a_step_is_over_all_its_updates(checkpoint: Path, para
     first, second = learner.step(parts).objective, learner.step(parts).objective
     assert 0 < first["ref_kl"] < first["ref_kl_max"] < second["ref_kl_max"]
     assert "ref_kl_max" not in learner_of(checkpoint, params).step(parts).objective
+
+
+def nll_of_right(tokens: ModelTokens, config: AlgorithmConfig) -> PolicyTerms:
+    """PPO, and the likelihood of every token: a term that no advantage multiplies."""
+    terms = ppo(tokens, config)
+    return replace(terms, loss_N=terms.loss_N - 0.5 * tokens.logprobs_N)
+
+
+def only_ppo(tokens: ModelTokens, config: AlgorithmConfig) -> PolicyTerms:
+    return ppo(tokens, config)
+
+
+only_ppo.skips_zero_advantages = True  # type: ignore[attr-defined]
+
+
+def gradient_norm(model: PolicyModel, samples: list[TrainingSample], law: SamplingParams, term: float) -> float:
+    """Return |gradient| of sum of weight (-A logprob - term logprob), each stream alone in Transformers' forward."""
+    for sample in samples:
+        table = full_logprobs(model, sample.ids_T.tolist(), (), law)
+        places = np.flatnonzero(sample.mask_T)
+        logprobs_N = table[torch.from_numpy(places - 1), torch.from_numpy(sample.ids_T[places])]
+        advantage = torch.tensor(np.float32(sample.advantage))
+        (-sample.weight * (advantage + term) * logprobs_N).sum().backward()
+    return sum(p.grad.double().square().sum().item() for p in model.parameters() if p.grad is not None) ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("loss", "term", "num_rows"), [(nll_of_right, 0.5, 6), (only_ppo, 0.0, 2), ("ppo", 0.0, 2), ("gspo", 0.0, 2)]
+)
+def test_a_loss_of_ones_own_keeps_its_gradient_on_rows_without_advantage_and_may_say_that_it_has_none(
+    checkpoint: Path, params: SamplingParams, loss: Any, term: float, num_rows: int
+) -> None:
+    groups = [streams(0.0, 1.0), streams(1.0, 1.0, 1.0, 1.0, first=60)]
+    together = [replace(s, weight=1 / 19) for part in groups for s in part]
+    algorithm = PLAIN.model_copy(update={"policy_loss": loss if isinstance(loss, str) else give(loss)})
+    a_row_each = LearnerConfig(max_tokens_per_microbatch=4)
+    learner = FSDPLearner(fresh_model(checkpoint), params, 10, STILL, algorithm, a_row_each)
+    assert len(learner._split_rows(together)[1]) == num_rows
+    assert learner.step([together]).grad_norm == pytest.approx(
+        gradient_norm(fresh_model(checkpoint), together, params, term), rel=1e-4
+    )
+    assert learner.step([groups[1]]).num_updates == int(term > 0)
+
+
+@pytest.mark.parametrize("setting", ["kl_coef", "entropy_coef"])
+def test_a_regulariser_keeps_its_gradient_on_rows_without_advantage(
+    checkpoint: Path, params: SamplingParams, setting: str
+) -> None:
+    idle = streams(1.0, 1.0, first=60)
+    algorithm = PLAIN.model_copy(update={setting: 0.5})
+    optim = OptimConfig(lr=1e-3, warmup_steps=0, weight_decay=0.0)
+    learner = FSDPLearner(fresh_model(checkpoint), params, 10, optim, algorithm, path=checkpoint)
+    learner.step([streams(0.0, 1.0)])  # away from the reference
+    assert learner.step([idle]).grad_norm > 0
+
+
+def test_a_loss_that_is_not_finite_is_never_stepped_though_its_gradient_is_finite(
+    checkpoint: Path, params: SamplingParams
+) -> None:
+    def shifted(tokens: ModelTokens, config: AlgorithmConfig) -> PolicyTerms:
+        terms = ppo(tokens, config)
+        return replace(terms, loss_N=terms.loss_N + math.inf)
+
+    algorithm = PLAIN.model_copy(update={"policy_loss": give(shifted)})
+    learner = FSDPLearner(fresh_model(checkpoint), params, 10, OptimConfig(lr=1e-3, warmup_steps=0), algorithm)
+    before = {name: weight.clone() for name, weight in learner.weights().items()}
+    stats = learner.step([streams(0.0, 1.0)])
+    assert (stats.num_updates, stats.num_skipped, stats.loss, stats.grad_norm) == (0, 1, 0.0, 0.0)
+    assert all(torch.equal(weight, before[name]) for name, weight in learner.weights().items())
+
+
+def test_figures_of_a_step_are_those_of_the_updates_that_it_took(checkpoint: Path, params: SamplingParams) -> None:
+    broken = [replace(sample, advantage=float("inf")) for sample in streams(0.0, 1.0)]
+    good = streams(0.0, 1.0, first=40)
+    got, expected = (learner_of(checkpoint, params).step(parts) for parts in ([broken, good], [good]))
+    assert (got.loss, got.grad_norm, got.num_updates) == (expected.loss, expected.grad_norm, 1)

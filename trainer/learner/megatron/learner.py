@@ -11,7 +11,6 @@ Legend: N model tokens of a micro-batch or sample, T tokens of a stream.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -175,8 +174,9 @@ class MegatronLearner(StepLearner[ThdBatch]):
         self._forward([measured], any_images, loss_of)
         if trained:
             self.network.run(self._batches(trained, any_images), len(trained), law, loss_of=loss_of)
-            norm = self.optimizer.step()
-            sums.add_update(norm, is_skipped=not math.isfinite(norm))
+            norm = self.optimizer.norm()
+            if sums.add_update(norm, self._is_finite(sums)):
+                self.optimizer.step()
 
     def _stats(self, sums: StepSums, lr: float) -> StepStats:
         stats: StepStats | None = None

@@ -17,7 +17,8 @@ class MegatronOptimizer:
     Example::
 
         optimizer = MegatronOptimizer(network.chunks, OptimConfig(), torch.bfloat16)
-        norm = optimizer.step()     # of the gradient of the whole network, before clipping
+        if optimizer.norm() < math.inf:     # of the gradient of the whole network, before clipping
+            optimizer.step()
     """
 
     def __init__(self, chunks: list[Any], optim: OptimConfig, dtype: torch.dtype) -> None:
@@ -55,10 +56,11 @@ class MegatronOptimizer:
             if not part.is_stub_optimizer:
                 part.init_state_fn(part.optimizer, part.config)
 
-    def step(self) -> float:
-        """Clip the gradient and step; a gradient that is not finite changes nothing. Return its norm."""
+    def norm(self) -> float:
+        """Return the norm of the gradient."""
         self.inner.prepare_grads()
-        norm = float(self.inner.get_grad_norm() or 0.0)
-        if math.isfinite(norm):
-            self.inner.step()
-        return norm
+        return float(self.inner.get_grad_norm() or 0.0)
+
+    def step(self) -> None:
+        """Clip the gradient, whose `norm` is finite, and step."""
+        self.inner.step()
