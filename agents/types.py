@@ -27,6 +27,7 @@ class EndReason(StrEnum):
     """Why an episode ended. Only the environment decides `completed`; the limits belong to the agent loop.
 
     `tool_fault`: the model's own action broke a tool, and the entry gives such an episode the lowest reward.
+    `reward_error`: a reward function of the run failed, or none applies.
     """
 
     COMPLETED = "completed"
@@ -37,6 +38,7 @@ class EndReason(StrEnum):
     PARSE_ERROR = "parse_error"
     ENV_ERROR = "env_error"
     ENV_TIMEOUT = "env_timeout"
+    REWARD_ERROR = "reward_error"
     ABORTED = "aborted"
     INVALID_STREAM = "invalid_stream"
 

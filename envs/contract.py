@@ -13,10 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any, Protocol
 
+from envs.errors import quoted
 from envs.images import load_image
 from envs.types import Message, well_formed
 
 MAX_IMAGE_PIXELS = 16_000_000
+#: The largest number of float32, in which advantages are learnt from.
+MAX_REWARD = (2 - 2**-23) * 2.0**127
 #: The outcome of a tool call that raised, hung or ended the process.
 TOOL_FAULT = "tool_fault"
 
@@ -100,9 +103,14 @@ def checked_number(value: object, rule: str) -> float:
 
     `rule` begins the message of the fault: "reward must be".
     """
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-        fix = "; write float(...)" if isinstance(value, bool) else "; does it return?" if value is None else ""
-        raise EnvFault(f"{rule} a finite number, got {value!r:.200}{fix}")
+    if isinstance(value, bool) or not isinstance(value, Real):
+        fix = "; write float(...)" if hasattr(value, "__float__") else ""
+        fix = "; does it return?" if value is None else fix
+        raise EnvFault(f"{rule} a finite number, got {quoted(value)}{fix}")
+    if not -MAX_REWARD <= value <= MAX_REWARD:  # of integers beyond a float, too; NaN is in no range
+        is_endless = value != value or value in (math.inf, -math.inf)
+        bound = "" if is_endless else f" within {MAX_REWARD:.2g}"
+        raise EnvFault(f"{rule} a finite number{bound}, got {quoted(value)}")
     return float(str(value)) if hasattr(value, "dtype") else float(value)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import PurePath
 
 #: Writes out values whose whole text could be endless, such as lists that hold each other.
@@ -24,13 +24,24 @@ class UserError(Exception):
 
     def __init__(self, field: str, rule: str, got: object, fix: str) -> None:
         self.field, self.rule, self.got, self.fix = field, rule, got, fix
-        shown = str(got) if isinstance(got, int | float | str | PurePath) else _SHORT.repr(got)
-        text = f"{shortened(field, 200)}: {shortened(rule, 400)}, got {shortened(shown, 200)}; {shortened(fix, 1000)}"
+        text = f"{shortened(field, 200)}: {shortened(rule, 400)}, got {quoted(got, str)}; {shortened(fix, 1000)}"
         super().__init__(_printable(" ".join(text.split())))
 
     def __reduce__(self) -> tuple[type[UserError], tuple[str, str, object, str]]:
         """Keep all fields when pickled; by default an exception keeps only its message."""
         return type(self), (self.field, self.rule, self.got, self.fix)
+
+
+def quoted(value: object, scalar: Callable[[object], str] = repr) -> str:
+    """Return a value in at most 200 characters: numbers, texts and paths as `scalar` writes them.
+
+    Raises nothing: an integer of over 4,300 digits has no text, and a stranger's class may raise.
+    """
+    try:
+        text = scalar(value) if isinstance(value, int | float | str | PurePath) else _SHORT.repr(value)
+        return shortened(text, 200)
+    except Exception:
+        return f"a value of type {type(value).__name__}"
 
 
 def _printable(text: str) -> str:

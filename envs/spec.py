@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Protocol
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from envs.config.plugins import WeightedPlugin, check_parameters, import_cause, import_object
+from envs.contract import MAX_REWARD
 from envs.env import CallPolicy, Env, EnvArgs, ToolFaultPolicy
 from envs.errors import UserError
 from envs.grading import GraderReference
@@ -24,6 +25,9 @@ ENV_REWARD = "answer"
 REWARD = WeightedPlugin("a reward function", "trueturn.rewards", ("trajectory",), names=(ENV_REWARD,))
 
 REFERENCE_FIX = "write module:ATTRIBUTE, such as my_env:build_env"
+
+#: What may be the reward of an episode.
+Reward = Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD, allow_inf_nan=False)]
 
 #: The share of a step's time for its async tools; the rest is for their answers.
 TOOLS_TIME_FRAC = 0.9
@@ -84,12 +88,8 @@ class EnvSpec(BaseModel):
         description="functions whose weighted sum is the reward: module:NAME@WEIGHT, and answer@WEIGHT for the "
         "environment's own; empty: the environment's own alone",
     )
-    reward_max_val: float = Field(
-        default=1.0, strict=False, allow_inf_nan=False, description="reward of a right answer"
-    )
-    reward_min_val: float = Field(
-        default=0.0, strict=False, allow_inf_nan=False, description="reward of a wrong answer"
-    )
+    reward_max_val: Reward = Field(default=1.0, strict=False, description="reward of a right answer")
+    reward_min_val: Reward = Field(default=0.0, strict=False, description="reward of a wrong answer")
     tool_format: ToolFormat | Literal["auto"] = Field(
         default="auto", description="how a model writes a call; auto: as its chat template says"
     )

@@ -110,7 +110,7 @@ def prepared(config: RunConfig, start: Start) -> tuple[RunContext, Rollouts]:
 def run_prepared(context: RunContext, rollouts: Rollouts, console: Console) -> FinishedRun:
     """Run the loop over a prepared run and print how it went."""
     from trainer.checkpoint.run_dir import BEST
-    from trainer.checkpoint.session import run_to_end
+    from trainer.checkpoint.session import check_finite, run_to_end
     from trainer.evaluation.tables import print_training_summary
 
     config = context.config
@@ -138,6 +138,7 @@ def run_prepared(context: RunContext, rollouts: Rollouts, console: Console) -> F
     for note in context.closing_notes(session.log.rows):
         console.print(note, soft_wrap=True, markup=False)
     console.print(f"everything is in {path_text(context.folder)}", soft_wrap=True)
+    check_finite(session.log.rows)
     return FinishedRun(context.folder, summary["interrupted"])
 
 

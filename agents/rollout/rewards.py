@@ -1,6 +1,7 @@
 """Computes the reward of an episode from reward functions, each with a weight.
 
-A reward function takes a finished `Trajectory`, whose `reward` is the environment's own, and returns a number::
+A reward function takes a finished `Trajectory`, whose `reward` is the environment's own, and returns a number, or None
+where it does not apply. It may be a coroutine function::
 
     def brevity(trajectory: Trajectory) -> float:
         return -trajectory.num_model_tokens / 256
@@ -8,17 +9,24 @@ A reward function takes a finished `Trajectory`, whose `reward` is the environme
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from agents.types import EndReason, Trajectory
+from envs.checking.error_location import with_location
+from envs.config.plugins import place_of
 from envs.contract import EnvFault, checked_number
 from envs.errors import UserError
+from envs.execution.coroutines import await_within
 from envs.execution.runner import CallNames, call_within
 from envs.spec import ENV_REWARD, REWARD, EnvLimits
 
-RewardFunction = Callable[[Trajectory], float]
+RewardFunction = Callable[[Trajectory], float | Awaitable[float | None] | None]
+
+#: Begins the error of an episode for which every reward function returned None.
+NONE_APPLIES = "no reward function applies"
 
 
 @dataclass(frozen=True)
@@ -28,6 +36,34 @@ class WeightedReward:
     name: str
     weight: float
     function: RewardFunction | None = None
+
+    async def value(self, trajectory: Trajectory, limits: EnvLimits) -> float | None:
+        """Return the function's value for an episode, None where it does not apply.
+
+        Raises:
+            EnvFault: it raises, takes too long or returns something else.
+        """
+        function = self.function
+        if function is None:
+            return trajectory.reward
+        who = f"the reward function {self.name}"
+        names = CallNames(f"{who}, sample {trajectory.sample_id}", who, who)
+
+        # The value is checked where it is made, within the time limit: the methods of a stranger's number may hang.
+        def checked(value: object) -> float | None:
+            return None if value is None else checked_number(value, f"{who} must return")
+
+        def called() -> float | Awaitable[float | None] | None:
+            value = function(trajectory)
+            return value if inspect.isawaitable(value) else checked(value)
+
+        async def awaited(value: Awaitable[float | None]) -> float | None:
+            return checked(await value)
+
+        value = await call_within(limits.step_timeout_s, limits.inline, names, called)
+        if inspect.isawaitable(value):
+            return await await_within(limits.step_timeout_s, names, awaited(value))
+        return value
 
 
 @dataclass(frozen=True)
@@ -60,25 +96,46 @@ class RewardSum:
         return " + ".join(f"{term.weight:g} {term.name}" for term in self.terms)
 
     async def score(self, trajectory: Trajectory, limits: EnvLimits) -> Trajectory:
-        """Return the trajectory with its rewards; it is broken if a function raises, hangs or returns no number."""
+        """Return the trajectory with its rewards; it ends as `reward_error` if it gets none.
+
+        That is where a function raises, hangs or returns no number, and where no function applies.
+        """
         if not self.terms or not trajectory.end_reason.is_valid:
             return trajectory
         values = {ENV_REWARD: trajectory.reward}
+        parts: list[float] = []
+        for term in self.terms:
+            try:
+                value = await term.value(trajectory, limits)
+            except EnvFault as fault:
+                return _unscored(trajectory, values, f"{fault}\n{_summary(term, fault)}")
+            if value is not None:
+                values[term.name] = value
+                parts.append(term.weight * value)
+        if not parts:
+            return _unscored(trajectory, values, f"{NONE_APPLIES}: all returned None")
         try:
-            for term in self.terms:
-                if term.function is not None:
-                    who = f"the reward function {term.name}"
-                    names = CallNames(f"{who}, sample {trajectory.sample_id}", who, who)
-                    values[term.name] = await call_within(
-                        limits.step_timeout_s, limits.inline, names, _value, term, trajectory
-                    )
+            total = checked_number(_sum(parts), f"the weighted sum {self} must be")
         except EnvFault as fault:
-            end = EndReason.ENV_TIMEOUT if fault.timed_out else EndReason.ENV_ERROR
-            return replace(trajectory, reward=0.0, end_reason=end, error=str(fault))
-        total = math.fsum(term.weight * values[term.name] for term in self.terms)
+            return _unscored(trajectory, values, str(fault))
         return replace(trajectory, reward=total, rewards=values)
 
 
-def _value(term: WeightedReward, trajectory: Trajectory) -> float:
-    assert term.function is not None
-    return checked_number(term.function(trajectory), f"the reward function {term.name} must return")
+def _unscored(trajectory: Trajectory, values: Mapping[str, float], error: str) -> Trajectory:
+    """Return an episode without a reward; it keeps the environment's own, and those of other functions."""
+    return replace(trajectory, reward=0.0, rewards=values, end_reason=EndReason.REWARD_ERROR, error=error)
+
+
+def _summary(term: WeightedReward, fault: EnvFault) -> str:
+    """Return what failed in one line: "the reward function f failed: KeyError: 'x' (my.py:12)"."""
+    who = f"the reward function {term.name}"
+    line = with_location(str(fault), default=place_of(term.function))
+    return line if line.startswith(who) else f"{who} failed: {line}"
+
+
+def _sum(parts: Sequence[float]) -> float:
+    """Return the exact sum, NaN where it is beyond a float."""
+    try:
+        return math.fsum(parts)
+    except (OverflowError, ValueError):
+        return math.nan

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from envs.checking.error_location import author_location, frames_in
+from envs.checking.error_location import with_location
 from envs.contract import EnvFault, EpisodeEnv, checked_messages
 from envs.errors import UserError
-from envs.execution.runner import EnvRunner, StepResult, last_line
+from envs.execution.runner import EnvRunner, StepResult
 from envs.execution.watchdog import WATCHDOG, Watcher
 from envs.spec import EnvLimits
 from envs.types import Message, Sample
@@ -53,8 +53,7 @@ class Fault:
     @property
     def summary(self) -> str:
         """The last line, with the line of the environment's code that raised it: "KeyError: 2 (shop.py:12)"."""
-        location = author_location(frames_in(self.text))
-        return f"{last_line(self.text)} ({location})" if location else last_line(self.text)
+        return with_location(self.text)
 
     @property
     def too_large(self) -> str | None:

@@ -7,6 +7,7 @@ import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 
+from envs.execution.runner import last_line
 from envs.registry import plugin_files
 
 _ENVS = Path(__file__).parents[1]
@@ -27,6 +28,15 @@ def author_location(frames: Iterable[tuple[str, int | None]]) -> str | None:
         if _is_authors(Path(file)):
             return f"{Path(file).name}:{line}"
     return None
+
+
+def with_location(fault: str, default: str = "") -> str:
+    """Return the last line of a fault's text with the place in an author's code that raised it, or `default`.
+
+    Example: "KeyError: 2 (shop.py:12)".
+    """
+    line, place = last_line(fault), author_location(frames_in(fault)) or default
+    return line if not place or f"({place})" in line else f"{line} ({place})"
 
 
 def frames_in(text: str) -> list[tuple[str, int]]:

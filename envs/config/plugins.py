@@ -10,6 +10,7 @@ An object that Python code gives, rather than a name, gets a reference too: see 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -232,6 +233,14 @@ def _import_file(path: Path) -> ModuleType:
         raise
     _FILES[path] = changed, module
     return module
+
+
+def place_of(function: object) -> str:
+    """Return where a function, or the class of a callable object, is defined: "my.py:12"; empty for code in C."""
+    found: Any = function.func if isinstance(function, functools.partial) else function
+    found = inspect.unwrap(found)
+    code = getattr(found if hasattr(found, "__code__") else type(found).__call__, "__code__", None)
+    return f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code else ""
 
 
 def import_cause(error: BaseException) -> str:

@@ -301,13 +301,13 @@ def _called(who: str, function: Callable[..., R], *args: object) -> R:
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
             raise
-        raise EnvFault(f"{who} raised: {_trace(error)}") from None
+        raise EnvFault(f"{who} raised: {trace_of(error)}") from None
     finally:
         if os.getpid() != process:  # the call forked, and this is the copy: the program must not go on in both
             os._exit(1)
 
 
-def _trace(error: BaseException) -> str:
+def trace_of(error: BaseException) -> str:
     """Return the traceback without the frames of this file."""
     shown = traceback.TracebackException.from_exception(error)
     each: traceback.TracebackException | None = shown

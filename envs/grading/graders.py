@@ -14,8 +14,8 @@ from numbers import Real
 from types import MappingProxyType
 from typing import Annotated, Literal
 
-from envs.config.plugins import Plugin, is_reference
-from envs.errors import UserError, did_you_mean
+from envs.config.plugins import Plugin, import_cause, is_reference, place_of
+from envs.errors import UserError, did_you_mean, quoted
 from envs.grading.equality import same_text_or_rational, same_value, within_5_percent
 from envs.grading.extraction import extract_answer, extract_boxed
 from envs.grading.normal_form import Reading, read
@@ -69,10 +69,14 @@ class OwnGrader:
     function: Callable[[str, str], float]
 
     def __call__(self, answer: str, label: str) -> float:
-        """Return the score. Raises ValueError if it is no number from 0 to 1."""
-        score = self.function(answer, label)
+        """Return the score. Raises ValueError if the function raises, or returns no number from 0 to 1."""
+        try:
+            score = self.function(answer, label)
+        except Exception as error:
+            raise ValueError(f"grader '{self.name}' must not raise, got {import_cause(error)}") from error
         if not isinstance(score, Real) or not 0 <= score <= 1:
-            raise ValueError(f"grader '{self.name}' must return a number from 0 to 1, got {score!r:.200}")
+            rule = f"grader '{self.name}' must return a number from 0 to 1, got {quoted(score)}"
+            raise ValueError(f"{rule} ({place_of(self.function)})")
         return float(score)
 
     def extract(self, text: str) -> str:

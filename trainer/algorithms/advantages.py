@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agents.types import Trajectory, TrajectoryGroup
+from envs.contract import MAX_REWARD
 from trainer.config.algorithm import ADVANTAGE, AdvantageName, AlgorithmConfig
 from trainer.types import Advantage
 
@@ -127,8 +128,8 @@ def own_advantages(groups: Sequence[TrajectoryGroup], config: AlgorithmConfig) -
 def _checked(trajectory: Trajectory, value: Any) -> Advantage:
     """Return an advantage as a number, or one for each turn. Raises ValueError or TypeError where it is neither."""
     numbers = np.asarray(value, dtype=np.float64)
-    if not np.isfinite(numbers).all():
-        raise ValueError(f"{value} is not finite")
+    if not (np.abs(numbers) <= MAX_REWARD).all():
+        raise ValueError(f"{value} is {'over float32' if np.isfinite(numbers).all() else 'not finite'}")
     if numbers.ndim == 0:
         return float(numbers)
     if numbers.shape != (len(trajectory.turns),):

@@ -12,10 +12,11 @@ import json
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+from agents.cli.text import counted
 from agents.engines.sglang.servers import EngineDown
 from agents.recording.append_log import rewind
 from agents.recording.run_files import CONFIG, METRICS, SUMMARY
@@ -33,6 +34,9 @@ from trainer.types import RunFault
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+#: Why an update is skipped.
+NOT_FINITE = "loss or gradient was not finite; look at the sizes of rewards, advantages and loss"
+MAX_STEPS_SHOWN = 5
 #: Errors of a full or broken disk: the run can be resumed later, or elsewhere.
 _DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
@@ -227,6 +231,13 @@ class RunSession(ABC, Generic[S]):
         if has_weights:
             self.save_model()
         return summary
+
+
+def check_finite(rows: Sequence[Mapping[str, float]]) -> None:
+    """Raise `RunFailed` if a finished run has skipped an update: it must not pass for one that went well."""
+    if steps := [f"{row['step']:.0f}" for row in rows if row.get("num_skipped")]:
+        shown = ", ".join(steps[:MAX_STEPS_SHOWN]) + ", ..." * (len(steps) > MAX_STEPS_SHOWN)
+        raise RunFailed(f"updates were skipped in {counted(len(steps), 'step')} ({shown}): {NOT_FINITE}")
 
 
 class RunFailed(RuntimeError):

@@ -195,6 +195,13 @@ class RolloutConfig(Section):
         description="largest share of a step's episodes with an invalid token stream; more of them stop the run",
     )
 
+    max_lost_steps: int = Field(
+        default=3,
+        ge=1,
+        description="steps in a row in which no episode could be scored, or no gradient was finite, that end the run "
+        "with code 1",
+    )
+
     def max_sessions(self, num_evaluated: int = 0) -> int:
         """Return the most episodes that run at once, in a step or in an evaluation of so many.
 

@@ -44,6 +44,7 @@ from trainer.metrics.console import Display
 from trainer.setup.components import build_engine, build_episode, check_device, check_engine
 from trainer.setup.model_source import check_fit, resolve_model, template_options
 from trainer.setup.problems import check_command, load_rows, own_problems, probe_tools
+from trainer.setup.scripted_episode import try_functions
 from trainer.setup.servers import check_servers, place_servers
 
 logger = logging.getLogger(__name__)
@@ -117,6 +118,7 @@ def prepare(config: EvaluateConfig) -> EvaluationContext:
         samples = own_problems(spec, data, data.split or "heldout", data.size or NUM_HELD_OUT, data.problem_seed)
     tool_format = detect_format(renderer.chat_template)
     tools = probe_tools(spec, build_env, tool_format, samples, check_command(config.env, data))
+    try_functions(spec, build_env, spec.args(tool_format=tool_format), renderer, samples)
     every = ways(spec.max_turns, bool(tools))
     played = {"both": every, "on": every[:1], "off": every[-1:]}[config.measurement.tools]
     shown = tools if played[0].use_tools else ()

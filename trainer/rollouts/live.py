@@ -51,6 +51,7 @@ from trainer.setup.model_source import check_fit, resolve_model, template_option
 from trainer.setup.plugins import check_algorithm, check_rollout, own_filter, problem_order
 from trainer.setup.problems import check_command, check_held_out, load_problems, probe_tools
 from trainer.setup.run_context import RunContext, begin_or_resume, open_run
+from trainer.setup.scripted_episode import try_functions
 from trainer.setup.start import Start
 from trainer.weight_sync.sync import WeightSync
 
@@ -308,6 +309,9 @@ def _load_problems(config: RunConfig, spec: EnvSpec, build_env: BuildEnv, render
     check = check_command(config.env, config.data)
     tools = probe_tools(spec, build_env, detect_format(renderer.chat_template), train, check)
     check_held_out(config, held_out)
+    args = spec.args(tool_format=detect_format(renderer.chat_template))
+    try_functions(spec, build_env, args, renderer, train, config.algorithm, config.rollout.group_filter)
+    problem_order(train, config.rollout.sampler, config.seed, 0)
     longest = config.data.max_prompt_tokens
     train, num_overlong = filter_overlong(train, lambda sample: renderer.prompt_length(sample.prompt, tools), longest)
     return _Problems(train, held_out, num_overlong, tools)

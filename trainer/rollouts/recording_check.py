@@ -13,11 +13,10 @@ from agents.recording.schema import picture_names
 from agents.recording.stream_check import broken_record
 from agents.rendering.renderer import Renderer
 from agents.rollout.invariants import Vocabulary
+from envs.contract import MAX_REWARD
 from envs.errors import UserError
 
 _FIX = "give the model that the recording was made with"
-#: The squares of larger rewards may be no float64 numbers, and the advantages of their groups would be 0 or infinite.
-MAX_REWARD = 1e100
 
 
 @dataclass(frozen=True, eq=False)

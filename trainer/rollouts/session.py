@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import takewhile
 from typing import Any
 
 from agents.cli.text import counted
@@ -14,11 +15,12 @@ from agents.recording.recorder import rewind_recording
 from agents.recording.schema import TRAIN
 from agents.rollout.groups import StepRollout, derive_seed
 from agents.types import EndReason, Trajectory, TrajectoryGroup
+from envs.checking.error_location import with_location
 from trainer.algorithms.advantages import Advantages
 from trainer.checkpoint.best_model import BestModel
 from trainer.checkpoint.model_card import ending_of, write_card
 from trainer.checkpoint.run_dir import BEST, EPISODES, MODEL
-from trainer.checkpoint.session import RunSession
+from trainer.checkpoint.session import NOT_FINITE, RunSession
 from trainer.config.run import CheckpointConfig
 from trainer.evaluation.curve import Curve, Ways, curve_summary, evaluation_metrics, trained_accuracy, why_stop
 from trainer.metrics.clock import StepClock
@@ -44,6 +46,10 @@ LARGE_KL = 10.0
 
 class InvalidStreams(RunFault):
     """More episodes broke the token stream than a run may have; the message holds the first one's rule and tokens."""
+
+
+class LostSteps(RunFault):
+    """Nothing was learnt in several steps in a row, because of a fault; the message holds its cause."""
 
 
 class TrainingSession(RunSession[LoopState]):
@@ -252,6 +258,7 @@ class TrainingSession(RunSession[LoopState]):
         finally:
             await self._log_step(metrics)
             self._warn(rollout, stats)
+        self._check_lost(rollout)
 
     async def _log_step(self, metrics: Mapping[str, float]) -> None:
         """Log and print a step, and end it; if its evaluation is due, it can be resumed from here."""
@@ -271,11 +278,25 @@ class TrainingSession(RunSession[LoopState]):
             logger.warning(rollout.shortfall)
         elif all(group.is_dropped for group in rollout.groups):
             see = check_command(self.config.env, self.config.data)
-            logger.warning(f"nothing to learn from: no group has two valid episodes; see {see}")
+            is_rewards = any(t.end_reason is EndReason.REWARD_ERROR for t in rollout.played)
+            fix = "fix the reward function" if is_rewards else f"see {see}"
+            logger.warning(f"nothing to learn from: no group has two valid episodes; {fix}")
         elif stats and not stats.num_updates:
             logger.warning(f"step {self.step} made no update: {why_no_update(rollout, stats)}")
+        elif stats and stats.num_skipped:
+            logger.warning(f"step {self.step} skipped {counted(stats.num_skipped, 'update')}: {NOT_FINITE}")
         if stats and (note := large_kl(stats)):
             logger.warning(f"step {self.step}: {note}")
+
+    def _check_lost(self, rollout: StepRollout) -> None:
+        """Raise `LostSteps` if the last steps all were lost, as many as a run may lose or as it has."""
+        lost = list(takewhile(is_lost, reversed(self.log.rows)))
+        if len(lost) < min(self.config.rollout.max_lost_steps, self.num_steps):
+            return
+        errors = Counter(with_location(t.error) for t in rollout.played if t.error and not t.end_reason.is_valid)
+        cause = errors.most_common(1)[0][0] if errors else NOT_FINITE
+        which = f"{counted(len(lost), 'step')} in a row" if len(lost) > 1 else f"step {self.step}"
+        raise LostSteps(f"nothing was learnt in {which}: {cause}")
 
     def state_now(self) -> LoopState:
         """Return where the run stands now, with all files on disk up to here."""
@@ -338,6 +359,12 @@ class TrainingSession(RunSession[LoopState]):
             write_card(card, self.folder / name, self.folder / REWARD_CURVE)
 
 
+def is_lost(row: Mapping[str, float]) -> bool:
+    """Return whether no episode of a step could be scored, or no update of it had a finite loss and gradient."""
+    is_unscored = row["episodes"] > 0 and row["valid_frac"] == 0
+    return is_unscored or (row.get("num_skipped", 0) > 0 and not row["num_updates"])
+
+
 def large_kl(stats: StepStats) -> str:
     """Return what is wrong if one token has a KL to the reference that can rule the loss; empty if none has."""
     largest = stats.objective.get("ref_kl_max", 0.0)
@@ -352,7 +379,7 @@ def large_kl(stats: StepStats) -> str:
 def why_no_update(rollout: StepRollout, stats: StepStats) -> str:
     """Return the reason why a step has not changed the weights."""
     if stats.num_skipped:
-        return "the gradient was not finite"
+        return NOT_FINITE
     rewards = [{t.reward for t in group.valid} for group in rollout.groups if not group.is_dropped]
     if any(len(values) > 1 for values in rewards):
         return "every advantage is 0"

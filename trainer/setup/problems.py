@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from envs.checking.error_location import with_location
 from envs.contract import EnvFault
 from envs.errors import UserError
-from envs.execution.runner import EnvRunner, last_line
+from envs.execution.runner import EnvRunner
 from envs.problems import RowsConfig, checked_problems
 from envs.spec import BuildEnv, EnvLimits, EnvSpec
 from envs.tool_calls import ToolFormat
@@ -107,5 +108,5 @@ def probe_tools(
             fault = fault or error
     if fault is None:
         return ()
-    rule, reason = "must play a turn and give a reward", last_line(str(fault))
+    rule, reason = "must play a turn and give a reward", with_location(str(fault))
     raise UserError(f"environment '{spec.id}'", rule, reason, f"see {check}") from fault

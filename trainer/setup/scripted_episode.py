@@ -1,0 +1,68 @@
+"""Calls the user's functions that judge episodes once, on a scripted episode, before anything is spent on real ones."""
+
+from __future__ import annotations
+
+import asyncio
+
+from agents.engines.scripted import ScriptedEngine
+from agents.rendering.renderer import Renderer
+from agents.rollout.episode import Episode, Limits
+from agents.rollout.rewards import NONE_APPLIES, RewardSum
+from agents.types import EndReason, GenerateRequest, SamplingParams, Trajectory, TrajectoryGroup
+from envs.checking.error_location import with_location
+from envs.env import EnvArgs
+from envs.errors import UserError
+from envs.spec import BuildEnv, EnvLimits, EnvSpec
+from envs.types import Sample, SampleSource
+from trainer.algorithms.advantages import ADVANTAGES, own_advantages
+from trainer.config.algorithm import AlgorithmConfig
+from trainer.setup.plugins import own_filter
+from trainer.setup.problems import NUM_PROBED
+
+#: Room for the scripted turns, whatever the run's own budget is.
+MAX_NEW_TOKENS = 4096
+
+
+def try_functions(
+    spec: EnvSpec,
+    build_env: BuildEnv,
+    args: EnvArgs,
+    renderer: Renderer,
+    samples: SampleSource,
+    algorithm: AlgorithmConfig = AlgorithmConfig(),
+    group_filter: str = "",
+) -> None:
+    """Call reward functions, group filter and advantage on the first of a few samples whose episode can be scored.
+
+    Raises:
+        UserError: one fails; names the function, its file and line. Nothing is called where no episode can be scored.
+    """
+    rewards, keeps = RewardSum.load(spec.reward), own_filter(group_filter)
+    if not (rewards.terms or keeps or algorithm.advantage not in ADVANTAGES):
+        return
+    for index in range(min(NUM_PROBED, len(samples))):
+        played = asyncio.run(_played(spec, build_env, args, renderer, samples[index]))
+        if not played.end_reason.is_valid:
+            continue
+        scored = asyncio.run(rewards.score(played, EnvLimits.of(spec)))
+        if scored.end_reason is EndReason.REWARD_ERROR and not (scored.error or "").startswith(NONE_APPLIES):
+            rule, fix = "must give a scripted episode its reward", "fix the function"
+            raise UserError("--reward", rule, with_location(scored.error or ""), fix)
+        group = TrajectoryGroup(scored.sample_id, (played, played))
+        if keeps:
+            keeps(group)
+        if algorithm.advantage not in ADVANTAGES:
+            own_advantages([group], algorithm)
+        return
+
+
+async def _played(spec: EnvSpec, build_env: BuildEnv, args: EnvArgs, renderer: Renderer, sample: Sample) -> Trajectory:
+    """Return an episode in which every turn is the sample's label as an answer."""
+
+    def answer(turn: int, request: GenerateRequest) -> str:
+        return f"\\boxed{{{sample.label if sample.label is not None else 7}}}"
+
+    engine = ScriptedEngine(renderer.tokenizer, answer, context_length=10 * MAX_NEW_TOKENS)
+    limits = Limits(min(2, args.max_turns), MAX_NEW_TOKENS, EnvLimits.of(spec), check_template_every=0)
+    episode = Episode(engine, renderer, limits, SamplingParams(stop_ids=renderer.stop_ids))
+    return await episode.run(sample, lambda: build_env(sample, args), seed=0)
