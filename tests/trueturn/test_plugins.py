@@ -81,26 +81,33 @@ def flag(t): return True
 
 
 @pytest.mark.parametrize(
-    ("name", "end", "told"),
+    ("name", "told"),
     [
-        ("raises", "env_error", "KeyError: 'no such thing'"),
-        ("hangs", "env_timeout", "took longer than 0.5 s"),
-        ("nothing", "env_error", "must return a finite number, got None; does it return?"),
-        ("endless", "env_error", "must return a finite number, got inf"),
-        ("flag", "env_error", "must return a finite number, got True; write float(...)"),
+        ("raises", "the reward function raises failed: KeyError: 'no such thing' (my.py:3)"),
+        ("hangs", "took longer than 0.5 s (my.py:4)"),
+        ("endless", "the reward function endless must return a finite number, got inf (my.py:6)"),
+        ("flag", "must return a finite number, got True; write float(...) (my.py:7)"),
     ],
 )
-def test_a_broken_reward_function_breaks_episodes_and_not_the_run(
-    name: str, end: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_reward_function_that_fails_is_named_with_its_line_before_step_0(
+    name: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("my.py").write_text(BROKEN)
-    (row,) = train(
-        "--reward", "answer", "--reward", f"my.py:{name}", "--steps=1", "--step-timeout-s=0.5", "--resample=0"
-    )
-    assert row[f"end/{end}"] == 1.0 and row["groups_dropped"] == 2
-    errors = {episode.error for episode in Recording.open("runs/run").episodes()}
-    assert all(told in (error or "") and name in (error or "") for error in errors)
+    with pytest.raises(UserError) as caught:
+        train("--reward", "answer", "--reward", f"my.py:{name}", "--step-timeout-s=0.5")
+    assert told in str(caught.value)
+
+
+def test_a_run_in_which_no_episode_can_be_scored_ends_with_code_1_and_names_the_function(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my.py").write_text("def later(t):\n    return 1.0 / (t.seed == 0)\n")
+    assert run([*QUICK, "--reward=my.py:later", "--resample=0", "--tracker="]) == 1
+    told = "nothing was learnt in 2 steps in a row: the reward function later failed: ZeroDivisionError"
+    assert told in capsys.readouterr().err
+    assert {e.end_reason.value for e in Recording.open("runs/run").episodes()} == {"reward_error"}
 
 
 ODD = """
