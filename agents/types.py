@@ -11,13 +11,14 @@ import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
 from envs.spec import ENV_REWARD
+from envs.success import Success
 
 #: Why the engine ended a turn: at a stop id, at its budget, or for a reason of its own.
 Finish = Literal["stop", "length", "abort"]
@@ -51,6 +52,35 @@ class EndReason(StrEnum):
     def is_truncated(self) -> bool:
         """Whether a limit of the agent loop cut the episode off."""
         return self in (EndReason.MAX_TURNS, EndReason.TOKEN_BUDGET, EndReason.CONTEXT_FULL)
+
+
+class _Turn(Protocol):
+    @property
+    def info(self) -> Mapping[str, Any]: ...
+
+
+class _Episode(Protocol):
+    """A finished episode, played here or read from a recording."""
+
+    @property
+    def end_reason(self) -> EndReason: ...
+    @property
+    def env_reward(self) -> float: ...
+    @property
+    def turns(self) -> Sequence[_Turn]: ...
+
+
+def is_success(episode: _Episode, rule: Success | None) -> bool | None:
+    """Return whether an episode is a success by the rule of its environment; None where there is no rule.
+
+    The environment's own reward counts, whatever reward functions add. A broken episode is none, nor is one whose tool
+    the model broke.
+    """
+    if rule is None:
+        return None
+    if not episode.end_reason.is_valid or episode.end_reason is EndReason.TOOL_FAULT:
+        return False
+    return rule.holds(episode.env_reward, [turn.info for turn in episode.turns])
 
 
 @dataclass(frozen=True, eq=False)
@@ -250,7 +280,7 @@ class Trajectory:
 
     @property
     def env_reward(self) -> float:
-        """The environment's own reward, which says whether the answer is right."""
+        """The environment's own reward: a part of `reward` where the run has reward functions."""
         return self.rewards.get(ENV_REWARD, self.reward)
 
     @property

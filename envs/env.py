@@ -22,7 +22,8 @@ ToolFaultPolicy = Literal["observe", "drop", "reward_min"]
 class EnvArgs:
     """The settings that `build_env` gets with its sample: the turn limit and the settings of the registry entry.
 
-    With `on_tool_fault` "observe", the async tools of a turn are cancelled after `tools_timeout_s`.
+    `success_key` is the key of the info that says whether an episode is a success, if the entry names one. With
+    `on_tool_fault` "observe", the async tools of a turn are cancelled after `tools_timeout_s`.
 
     Example::
 
@@ -35,6 +36,7 @@ class EnvArgs:
     grader: str = "math"
     reward_max_val: float = 1.0
     reward_min_val: float = 0.0
+    success_key: str = ""
     on_tool_fault: ToolFaultPolicy = "observe"
     tools_timeout_s: float | None = None
     options: Mapping[str, Any] = field(default_factory=dict)

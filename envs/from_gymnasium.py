@@ -176,7 +176,8 @@ class FromGymnasium(ToolEnv):
     observation: text unchanged, uint8 arrays of shape (height, width, 3) as pictures, everything else as JSON.
 
     A step's info holds `tool_calls`, "reward" (of this turn), "terminated" and "truncated" (by the environment's own
-    time limit); the last two end the episode.
+    time limit); the last two end the episode. If the entry names a key of Gymnasium's own info as its `success`, it
+    holds that too.
     """
 
     def __init__(self, sample: Sample, args: EnvArgs) -> None:
@@ -244,7 +245,7 @@ class FromGymnasium(ToolEnv):
         if not space.contains(action):
             raise ToolError(_not_in(space, str(action)), "illegal_action")
         try:
-            observation, reward, terminated, truncated, _ = self.inner.step(action)
+            observation, reward, terminated, truncated, inner_info = self.inner.step(action)
         except gymnasium.error.InvalidAction as error:
             raise ToolError(f"No action was taken: {error}", "illegal_action") from error
         self._total += float(reward)
@@ -254,6 +255,9 @@ class FromGymnasium(ToolEnv):
             "terminated": bool(terminated),
             "truncated": bool(truncated),
         }
+        if (key := self.args.success_key) in inner_info:
+            value = inner_info[key]
+            self.info[key] = value.item() if isinstance(value, np.generic) else value
         return self._show(observation)
 
     def _show(self, observation: Any) -> Any:

@@ -16,6 +16,7 @@ from envs.contract import MAX_REWARD
 from envs.env import CallPolicy, Env, EnvArgs, ToolFaultPolicy
 from envs.errors import UserError
 from envs.grading import GraderReference
+from envs.success import NONE, SUCCESS_DESCRIPTION, Success, SuccessSetting
 from envs.tool_calls import ToolFormat
 from envs.tool_calls.thinking import ThinkingSetting
 from envs.types import Sample, SampleSource
@@ -90,6 +91,12 @@ class EnvSpec(BaseModel):
     )
     reward_max_val: Reward = Field(default=1.0, strict=False, description="reward of a right answer")
     reward_min_val: Reward = Field(default=0.0, strict=False, description="reward of a wrong answer")
+    success: SuccessSetting = Field(default=None, description=SUCCESS_DESCRIPTION)
+    tools: Literal["optional", "required"] = Field(
+        default="optional",
+        description="required: nothing can be done without tools, so evaluations play with them only "
+        "(of a Gymnasium environment: required)",
+    )
     tool_format: ToolFormat | Literal["auto"] = Field(
         default="auto", description="how a model writes a call; auto: as its chat template says"
     )
@@ -145,7 +152,9 @@ class EnvSpec(BaseModel):
             raise ValueError(f"gymnasium must stand in place of entry_point and dataset, got {named} too")
         options = {**entry.get("options", {}), "id": entry.pop("gymnasium")}
         module = "envs.from_gymnasium"
-        usual = {"entry_point": f"{module}:FromGymnasium", "dataset": f"{module}:GymnasiumSamples"}
+        usual = {"entry_point": f"{module}:FromGymnasium", "dataset": f"{module}:GymnasiumSamples", "tools": "required"}
+        if "reward_max_val" not in entry:  # the sum of its rewards has no best value that is known
+            usual["success"] = NONE
         return {**usual, **entry, "dataset_options": options, "options": options}
 
     @model_validator(mode="after")
@@ -161,6 +170,20 @@ class EnvSpec(BaseModel):
             raise ValueError(f"reward_max_val must be over reward_min_val, got {both}")
         return self
 
+    @property
+    def success_rule(self) -> Success | None:
+        """What makes an episode a success; None where the entry says that there is no such thing."""
+        if self.success == NONE:
+            return None
+        if isinstance(self.success, str):
+            return Success(key=self.success)
+        return Success(self.reward_max_val if self.success is None else self.success)
+
+    @property
+    def reward_bounds(self) -> tuple[float, float]:
+        """The rewards of a wrong and of a right answer."""
+        return self.reward_min_val, self.reward_max_val
+
     def args(self, max_turns: int | None = None, tool_format: ToolFormat = "hermes") -> EnvArgs:
         """Return the arguments of `build_env`: the entry's settings, with the tool format of the current model."""
         return EnvArgs(
@@ -170,6 +193,7 @@ class EnvSpec(BaseModel):
             grader=self.grader,
             reward_max_val=self.reward_max_val,
             reward_min_val=self.reward_min_val,
+            success_key=self.success_rule.key if self.success_rule else "",
             on_tool_fault=self.on_tool_fault,
             tools_timeout_s=None if self.isolation == "inline" else TOOLS_TIME_FRAC * self.step_timeout_s,
             options=self.options,

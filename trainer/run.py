@@ -111,6 +111,7 @@ def run_prepared(context: RunContext, rollouts: Rollouts, console: Console) -> F
     """Run the loop over a prepared run and print how it went."""
     from trainer.checkpoint.run_dir import BEST
     from trainer.checkpoint.session import check_finite, run_to_end
+    from trainer.evaluation.curve import title
     from trainer.evaluation.tables import print_training_summary
 
     config = context.config
@@ -120,10 +121,10 @@ def run_prepared(context: RunContext, rollouts: Rollouts, console: Console) -> F
     with Display(console) as display:
         again = f"python -m trainer.run --resume {path_text(context.folder)}" if config.trains else ""
         session, summary = run_to_end(restarting(context, rollouts, display), again)
-    print_training_summary(console, session.before, session.after, session.ends, context.spec.reward_max_val)
+    print_training_summary(console, session.before, session.after, session.ends, context.spec.success_rule)
     if best := session.best:
         where = f"after step {best.step}, in {path_text(context.folder / BEST)}"
-        console.print(f"best held-out accuracy: {best.accuracy:.3f} {where}", soft_wrap=True)
+        console.print(f"best held-out {title(best.figure)}: {best.value:.3f} {where}", soft_wrap=True)
     if config.trains and summary["steps_done"] and not summary["num_updates"]:
         console.print(f"the weights did not change: no step made an update; see num_skipped and reward in {METRICS}")
     ends = summary["end_reasons"]

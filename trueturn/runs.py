@@ -66,7 +66,7 @@ class Run:
 
     @property
     def accuracy(self) -> Mapping[str, float]:
-        """Held-out accuracy at the end, by way of playing; empty if there was no evaluation."""
+        """Held-out accuracy at the end, by way of playing; empty without an evaluation or without a success."""
         return self.summary.get("accuracy_after", {})
 
     @property
@@ -76,7 +76,7 @@ class Run:
 
     @property
     def curve(self) -> list[Mapping[str, Any]]:
-        """Every evaluation on held-out problems: its step, and accuracy and interval by way of playing."""
+        """Every evaluation on held-out problems: step, and accuracy, mean reward and interval by way of playing."""
         return self.summary.get("evaluations", [])
 
     @property
@@ -89,7 +89,7 @@ class Run:
 
     @property
     def best_path(self) -> Path:
-        """The folder of the model with the best held-out accuracy. Raises `UserError` unless `eval_every` was given."""
+        """The folder of the model with the best held-out figure. Raises `UserError` unless `eval_every` was given."""
         if not (self.folder / BEST).is_dir():
             fix = "train with eval_every"
             raise UserError("run", "must have kept its best model", str(self.folder), fix)
@@ -105,13 +105,19 @@ class Run:
         return (self.recording.trajectory(episode) for episode in self.recording.episodes())
 
     def _repr_html_(self) -> str:
-        """Return a table of the accuracies and the reward curve, for a notebook."""
+        """Return a table of accuracies, or where nothing is a success mean rewards, and the reward curve."""
+        name = "accuracy" if self.accuracy else "mean_reward"
+        before = self.summary.get(f"{name}_before", {})
         cells = "".join(
-            f"<tr><td>{html.escape(way.replace('_', ' '))}</td><td>{self.accuracy_before.get(way, 0):.3f}</td>"
+            f"<tr><td>{html.escape(way.replace('_', ' '))}</td><td>{before.get(way, 0):.3f}</td>"
             f"<td>{after:.3f}</td></tr>"
-            for way, after in self.accuracy.items()
+            for way, after in self.summary.get(f"{name}_after", {}).items()
         )
-        table = f"<table><tr><th>accuracy</th><th>before</th><th>after</th></tr>{cells}</table>" if cells else ""
+        table = (
+            f"<table><tr><th>{name.replace('_', ' ')}</th><th>before</th><th>after</th></tr>{cells}</table>"
+            if cells
+            else ""
+        )
         curve = self.folder / CURVE
         picture = ""
         if curve.is_file():

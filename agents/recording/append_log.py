@@ -11,6 +11,9 @@ from pathlib import Path
 
 from envs.errors import UserError
 
+#: The folder, inside a run folder or beside a file, of what a resumed run does not go on from.
+ABANDONED = "abandoned"
+
 
 def rewind(path: Path, size: int) -> Path | None:
     """Cut a file to its first `size` bytes; return the file that now holds the rest, None where there was none.
@@ -29,7 +32,7 @@ def rewind(path: Path, size: int) -> Path | None:
         raise UserError("--resume", f"must hold a {path.name} of at least {size} bytes", f"{found} in {path}", fix)
     if found == size:
         return None
-    folder = path.parent / "abandoned"
+    folder = path.parent / ABANDONED
     folder.mkdir(exist_ok=True)
     kept = folder / f"{path.stem}-{size}-{found}{path.suffix}"
     being_written = kept.with_suffix(".part")

@@ -13,7 +13,7 @@ from envs.registry import load_registry
 from envs.spec import EnvSpec
 
 #: Keys of an entry that have no effect on a recorded episode; its thinking is that of its way.
-_IGNORED = ("id", "description", "dataset", "dataset_options", "system_prompt", "thinking")
+_IGNORED = ("id", "description", "dataset", "dataset_options", "system_prompt", "thinking", "success", "tools")
 
 
 def find_spec(manifest: Manifest, env_id: str, registry: tuple[Path, ...]) -> EnvSpec:

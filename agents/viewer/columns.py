@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 
 from agents.recording import EpisodeRecord, OutcomeRecord
 from agents.recording.schema import picture_names
+from agents.types import is_success
 from envs.execution.runner import last_line
+from envs.success import Success
 from envs.tool_calls.thinking import Thinking
 
 Cell = str | int | float | None
@@ -27,8 +29,10 @@ MAX_ERROR = 300
 UNKNOWN: Row = {"advantage": None, "fate": "", "mean_gap": None, "max_gap": None, "kl": None}
 
 
-def row_of(episode: EpisodeRecord, thinking: Thinking | None = None) -> Row:
+def row_of(episode: EpisodeRecord, thinking: Thinking | None = None, success: Success | None = None) -> Row:
     """Return the cells of an episode whose outcome and score are not known yet; its answer is no thought.
+
+    The cell `success` is None where the environment does not say what a success is.
 
     Example: the log-probs (-0.5, -1.5) give a `mean_logprob` of -1.0.
     """
@@ -46,6 +50,7 @@ def row_of(episode: EpisodeRecord, thinking: Thinking | None = None) -> Row:
         "sample_id": episode.sample_id[:MAX_TEXT],
         "label": (episode.label or "")[:MAX_TEXT],
         "reward": finite(episode.reward),
+        "success": is_success(episode, success),
         "end_reason": episode.end_reason.value,
         "error": last_line(episode.error)[:MAX_ERROR] if episode.error else "",
         "num_turns": len(episode.turns),

@@ -174,8 +174,9 @@ class Source:
         self._advance(EPISODES, start)
 
     def _add(self, episode: EpisodeRecord, span: tuple[int, int]) -> None:
-        way = self._opened().manifest.ways.get(episode.way)
-        row = row_of(episode, way.thinking if way else None)
+        manifest = self._opened().manifest
+        way = manifest.ways.get(episode.way)
+        row = row_of(episode, way.thinking if way else None, manifest.env.success_rule)
         index = self._indices.get(episode.id)
         if index is None:
             if len(self.spans) == self.limit:

@@ -1,4 +1,4 @@
-"""Checks the rewards: the right answer gets the best one, a wrong answer less, and only the model's own text counts."""
+"""Checks the rewards: the right answer is a success, a wrong answer is none, and only the model's own text counts."""
 
 from __future__ import annotations
 
@@ -117,14 +117,17 @@ def _differ(one: str, other: str) -> bool:
 
 
 def check_gold(evidence: Evidence) -> Finding:
-    """The right answer gets the best reward."""
-    name, best = "gold answer", evidence.spec.reward_max_val
+    """The right answer is a success."""
+    name = "gold answer"
     by_sample: dict[str, list[PlayedEpisode]] = defaultdict(list)
     for episode in evidence.of("gold"):
         by_sample[episode.sample.id].append(episode)
     if not by_sample:
         unknown = "no solution() and no label that is an answer, so the right answer is unknown"
         return Finding(name, None, unknown if evidence.is_opened else NOT_REACHED)
+    if evidence.spec.success_rule is None:
+        rewards = dict.fromkeys(f"{each.reward:g}" for each in evidence.of("gold") if each.reward is not None)
+        return Finding(name, None, f"the entry says success: none; rewards: {listed(rewards) or 'none'}")
     problems = []
     for episodes in by_sample.values():
         too_long = [episode for episode in episodes if len(episode.script.texts) > evidence.args.max_turns]
@@ -132,10 +135,10 @@ def check_gold(evidence: Evidence) -> Finding:
         if too_long:
             turns = len(too_long[0].script.texts)
             problems.append(f"{where(episodes[0])}: takes {turns} turns, max_turns is {evidence.args.max_turns}")
-        elif scores and all(episode.reward != best for episode in episodes if episode.reward is not None):
+        elif scores and not any(map(evidence.is_success, episodes)):
             sample, answer = episodes[0].sample, as_written(episodes[0].sample.label or "")
             form = f", as a person writes it {answer!r}" if answer != (sample.label or "") else ""
-            rule = f"{', '.join(scores)}; best is {best:g}"
+            rule = f"{', '.join(scores)}; {_needed(evidence, episodes)}"
             problems.append(f"sample {sample.id} (label {sample.label!r:.40}{form}): {rule}")
     if problems:
         return Finding(name, False, listed(problems))
@@ -143,18 +146,32 @@ def check_gold(evidence: Evidence) -> Finding:
     if not judged:
         return Finding(name, None, NOT_REACHED)
     total = Counter(episode.script.name for episode in judged)
-    right = Counter(episode.script.name for episode in judged if episode.reward == best)
+    right = Counter(episode.script.name for episode in judged if evidence.is_success(episode))
     return Finding(name, True, ", ".join(f"{form} {right[form]}/{count}" for form, count in total.items()))
 
 
+def _needed(evidence: Evidence, episodes: Sequence[PlayedEpisode]) -> str:
+    """Say what the right answer would need to be a success, and how to say something else."""
+    spec = evidence.spec
+    if isinstance(spec.success, str):
+        keys = listed(dict.fromkeys(key for each in episodes for step in each.steps for key in step.info))
+        return f"success is {spec.success_rule}, which has {keys or 'no key'}"
+    if spec.success is not None:
+        return f"success is {spec.success_rule}"
+    rewards = [each.reward for each in episodes if each.reward is not None]
+    is_partial = max(rewards) > spec.reward_min_val
+    other = f"; if that is a success, write success: {max(rewards):g} in the entry" if is_partial else ""
+    return f"best is {spec.reward_max_val:g}{other}"
+
+
 def check_wrong(evidence: Evidence) -> Finding:
-    """Wrong answers get less than the best reward, and no reward is out of the range of the entry."""
+    """Wrong answers are no success, and no reward is out of the range of the entry."""
     name, spec = "wrong answers", evidence.spec
     judged = [(episode, episode.reward) for episode in evidence.of("wrong") if episode.reward is not None]
     problems = [
         f"{where(episode)}: {quoted(episode.script.texts[-1])} scores {reward:g}"
         for episode, reward in judged
-        if reward >= spec.reward_max_val
+        if evidence.is_success(episode)
     ]
     problems += [*_out_of_range(evidence)]
     if problems:
@@ -168,24 +185,28 @@ def check_wrong(evidence: Evidence) -> Finding:
 
 
 def _out_of_range(evidence: Evidence) -> Iterator[str]:
-    """Yield the episodes, whatever their texts, whose reward is not one that the entry declares."""
+    """Yield the episodes, whatever their texts, whose reward is not one that the entry declares.
+
+    An entry that says what a success is otherwise declares only the bounds that it names.
+    """
     spec = evidence.spec
+    low, high = (spec.success is None or name in spec.model_fields_set for name in ("reward_min_val", "reward_max_val"))
     for episode in evidence.episodes:
-        if episode.reward is not None and episode.reward < spec.reward_min_val:
+        if low and episode.reward is not None and episode.reward < spec.reward_min_val:
             rule = f"below the reward_min_val {spec.reward_min_val:g} of the entry"
             yield f"{where(episode)}: scores {episode.reward:g}, {rule}"
-        elif episode.reward is not None and episode.reward > spec.reward_max_val:
+        elif high and episode.reward is not None and episode.reward > spec.reward_max_val:
             rule = f"above the reward_max_val {spec.reward_max_val:g} of the entry"
             yield f"{where(episode)}: scores {episode.reward:g}, {rule}"
 
 
 def check_reward_source(evidence: Evidence) -> Finding:
     """The reward depends on the model's own text only, not on what the environment showed."""
-    name, best = "reward source", evidence.spec.reward_max_val
+    name = "reward source"
     gold = evidence.of("gold")
     if not evidence.is_opened or (gold and all(episode.reward is None for episode in gold)):
         return Finding(name, None, NOT_REACHED)
-    right = [episode for episode in gold if episode.reward == best]
+    right = [episode for episode in gold if evidence.is_success(episode)]
     if not any(names_label(_outside_calls(evidence, episode), episode.sample.label) for episode in right):
         return Finding(name, None, "no final text with the label is known to get a reward")
     rewarded = [(episode, episode.reward) for episode in evidence.of("revealed") if episode.reward is not None]
@@ -196,7 +217,7 @@ def check_reward_source(evidence: Evidence) -> Finding:
         f"{where(episode)}: shown {episode.sample.label!r:.40}, "
         f"the model's {quoted(episode.script.texts[-1])} scores {reward:g}"
         for episode, reward in revealing
-        if reward >= best
+        if evidence.is_success(episode)
     ]
     if problems:
         return Finding(name, False, listed(problems))

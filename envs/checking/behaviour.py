@@ -56,9 +56,9 @@ def check_contract(evidence: Evidence) -> Finding:
 
 
 def _never_ends(evidence: Evidence) -> bool:
-    """Return whether the right answer is known and gets the best reward, and still no episode ever ended."""
-    solved = [episode for episode in evidence.of("gold") if episode.reward == evidence.spec.reward_max_val]
-    return bool(solved) and not any(step.done for episode in evidence.episodes for step in episode.steps)
+    """Return whether the right answer is known and is a success, and still no episode ever ended."""
+    is_solved = any(map(evidence.is_success, evidence.of("gold")))
+    return is_solved and not any(step.done for episode in evidence.episodes for step in episode.steps)
 
 
 def _unwritable(evidence: Evidence) -> list[str]:

@@ -14,6 +14,7 @@ from envs.errors import UserError
 from envs.execution.runner import EnvRunner, StepResult
 from envs.execution.watchdog import WATCHDOG, Watcher
 from envs.spec import EnvLimits
+from envs.success import Success
 from envs.types import Message, Sample
 from envs.wrapper import Wrapper, can_be_wrapped
 
@@ -91,6 +92,12 @@ class PlayedEpisode:
     def is_lost(self) -> bool:
         """Whether a call hung or ended the process."""
         return self.has_hung or (self.fault is not None and self.fault.process_ended)
+
+    def is_success(self, rule: Success | None) -> bool:
+        """Return whether it is a success by the rule of its environment; without one, none is."""
+        if rule is None or self.reward is None:
+            return False
+        return rule.holds(self.reward, [step.info for step in self.steps])
 
     @property
     def observations(self) -> list[Message]:

@@ -85,6 +85,10 @@ class Evidence:
         """Return the episodes of these kinds."""
         return [episode for episode in self.episodes if episode.script.kind in kinds]
 
+    def is_success(self, episode: PlayedEpisode) -> bool:
+        """Return whether an episode is a success, as the entry says."""
+        return episode.is_success(self.spec.success_rule)
+
     @property
     def is_opened(self) -> bool:
         """Whether any environment was built and reset, and its solution read."""

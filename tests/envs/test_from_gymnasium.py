@@ -15,6 +15,7 @@ from envs.env import EnvArgs
 from envs.errors import UserError
 from envs.execution.load import load_env
 from envs.registry import get_spec
+from envs.spec import EnvSpec
 from envs.types import Sample, message_images
 
 gymnasium = pytest.importorskip("gymnasium")
@@ -292,3 +293,18 @@ def test_unknown_splits_and_sizes_are_errors() -> None:
         GymnasiumSamples("trian", 1, 0, **LAKE)
     with pytest.raises(UserError, match="size: must be at least 0"):
         GymnasiumSamples("train", -1, 0, **LAKE)
+
+
+def test_a_key_of_gymnasiums_own_info_can_say_what_a_success_is() -> None:
+    class Told(Camera):
+        def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+            return super().step(action)[0], 0.955, True, False, {"is_success": np.True_, "secret": 1}
+
+    gymnasium.register("test/Told-v0", Told)
+    entry = {"id": "told", "gymnasium": "test/Told-v0", "description": "x", "max_turns": 2, "success": "is_success"}
+    spec = EnvSpec.model_validate(entry)
+    env = FromGymnasium(Sample("0", (), metadata={"seed": 7}), spec.args())
+    env.reset()
+    _, done, info = env.step('<tool_call>{"name": "act", "arguments": {"action": 5}}</tool_call>')
+    assert done and info["is_success"] is True and "secret" not in info
+    assert spec.success_rule is not None and spec.success_rule.holds(env.reward(""), [info])

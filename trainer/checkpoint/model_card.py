@@ -30,8 +30,8 @@ _NOT_LISTED_SECTION = "log"
 class ModelCard:
     """What a card says. `step` is the step of the weights, `ending` how the run ended, `tables` are titles and rows.
 
-    The first row of a table holds its headings. `results` are accuracies of the weights by name, for the
-    hub, `measured_on` a data set or environment.
+    The first row of a table holds its headings. `results` are figures of the weights by name, for the
+    hub, of the kind `metric`, `measured_on` a data set or environment.
 
     Example: `ModelCard(name="first", task="reinforcement learning in `geo3k`", base_model="starter", ...)`.
     """
@@ -48,6 +48,7 @@ class ModelCard:
     results: Mapping[str, float]
     measured_on: str
     sees_images: bool
+    metric: str = "accuracy"
 
     def text(self, picture: str = "") -> str:
         """Return the card; `picture` is a file beside it."""
@@ -74,7 +75,7 @@ class ModelCard:
         task = "image-text-to-text" if self.sees_images else "text-generation"
         public = {"base_model": self.base_model} if is_hub_id(self.base_model) else {}
         datasets = [name for name in dict.fromkeys(self.data) if is_hub_id(name)]
-        metrics = [{"type": "accuracy", "name": name, "value": value} for name, value in self.results.items()]
+        metrics = [{"type": self.metric, "name": name, "value": value} for name, value in self.results.items()]
         result = {
             "task": {"type": task},
             "dataset": {"name": shared_name(self.measured_on), "type": shared_name(self.measured_on)},

@@ -10,7 +10,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from agents.engines.own import ENGINE, EngineName
 from envs.config.settings import Section
 from envs.config.sources import Sources
-from trainer.config.inputs import NUM_HELD_OUT, EnvConfig, ModelConfig, PromptsConfig
+from trainer.config.inputs import NUM_HELD_OUT, EnvConfig, ModelConfig, PromptsConfig, Tools
 from trainer.config.other_trainers import NO_COUNTERPART, OTHER_TRAINERS
 from trainer.config.rollout import API_KEY_VARIABLE, ServersConfig
 from trainer.config.run import RunConfig
@@ -68,10 +68,7 @@ class MeasurementConfig(Section):
     eval_temperature: float = Field(
         default=0.0, ge=0, validate_default=True, description="sampling temperature; 0: always the most likely token"
     )
-    tools: Literal["both", "on", "off"] = Field(
-        default="both",
-        description="on: all turns with tools; off: one turn without tools; both: first one, then the other",
-    )
+    tools: Tools = "both"
     seed: int = Field(default=0, ge=0, description="seed of sampling, and of the bootstrap")
     ks: tuple[int, ...] = Field(
         default=(), description="k of pass@k, at most --samples; empty: 1, 2, 4, 8 and so on, and --samples"

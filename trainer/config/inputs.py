@@ -13,10 +13,20 @@ from envs.grading import GraderReference
 from envs.problems import RowsConfig
 from envs.registry import get_spec
 from envs.spec import REWARD, EnvSpec
+from envs.success import SUCCESS_DESCRIPTION, SuccessSetting
 from envs.tool_calls.thinking import ThinkingSetting
 
 #: How many of an environment's own problems are used if no number is given.
 NUM_TRAIN, NUM_HELD_OUT = 1024, 256
+
+#: How evaluations play an environment that has tools.
+Tools = Annotated[
+    Literal["both", "on", "off"],
+    Field(
+        description="how evaluations play. on: all turns with tools; off: one turn without tools; both: first one, "
+        "then the other, or only on where the entry says tools: required"
+    ),
+]
 
 
 class EnvConfig(Section):
@@ -45,6 +55,7 @@ class EnvConfig(Section):
         description="function of an episode whose value, times its weight, is a part of the reward: my.py:brevity@0.1; "
         "answer@1 is the environment's own reward; empty: that alone",
     )
+    success: SuccessSetting = Field(default=None, description=SUCCESS_DESCRIPTION)
     reward_max_val: float | None = Field(default=None, allow_inf_nan=False, description="reward of a right answer")
     reward_min_val: float | None = Field(default=None, allow_inf_nan=False, description="reward of a wrong answer")
 

@@ -13,7 +13,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from envs.config.plugins import Plugin
 from envs.config.settings import Section
 from trainer.config.algorithm import AlgorithmConfig
-from trainer.config.inputs import DataConfig, EnvConfig, ModelConfig
+from trainer.config.inputs import DataConfig, EnvConfig, ModelConfig, Tools
 from trainer.config.learner import ClusterConfig, LearnerConfig, OptimConfig
 from trainer.config.rollout import EngineConfig, RolloutConfig
 
@@ -52,18 +52,24 @@ class EvaluationConfig(Section):
         ge=0,
         description="steps between evaluations on the held-out problems; 0: only before and after training",
     )
+    tools: Tools = "both"
+    best_by: Literal["success", "reward"] | None = Field(
+        default=None,
+        description="what best/ and --patience go by: success, the held-out accuracy, or reward, the held-out mean "
+        "reward; empty: success where the environment says what that is, else reward",
+    )
     stop_at_accuracy: float | None = Field(
         default=None, gt=0, le=1, description="end the run once the held-out accuracy is at least this; empty: never"
     )
     patience: int = Field(
         default=0,
         ge=0,
-        description="end the run after this many evaluations without a new best held-out accuracy; 0: never",
+        description="end the run after this many evaluations without a new best, see --best-by; 0: never",
     )
 
-    @field_validator("stop_at_accuracy", "patience")
+    @field_validator("best_by", "stop_at_accuracy", "patience")
     @classmethod
-    def _is_measured(cls, value: float | None, info: ValidationInfo) -> float | None:
+    def _is_measured(cls, value: float | str | None, info: ValidationInfo) -> float | str | None:
         if value and not info.data.get("eval_every"):
             raise ValueError("needs --eval-every: without it nothing is measured while the run trains")
         return value

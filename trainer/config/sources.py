@@ -65,6 +65,7 @@ FIXED: tuple[FieldPath, ...] = (
     ("model",),
     ("rollout", "problems_per_step"),
     ("rollout", "group_size"),
+    ("evaluation", "tools"),
     BACKEND,
     ("learner", "lora_rank"),
     ("learner", "lora_alpha"),

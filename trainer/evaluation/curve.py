@@ -1,4 +1,4 @@
-"""The held-out accuracy of a run over its steps: metrics, the best step, and when to stop.
+"""The held-out accuracy, or mean reward, of a run over its steps: metrics, the best step, and when to stop.
 
 A curve has an evaluation for each way of playing at each step that was evaluated; step 0 is the policy at the start.
 """
@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from envs.spec import EnvSpec
 from trainer.config.run import EvaluationConfig
-from trainer.evaluation.results import Evaluation
+from trainer.evaluation.results import Evaluation, Figure
 from trainer.evaluation.statistics import Estimate
 
 #: The evaluations of each way, in order; the first way is the one that is trained.
@@ -18,53 +19,88 @@ Ways = Mapping[str, Evaluation]
 Curve = Mapping[int, Ways]
 
 
-def trained_accuracy(ways: Ways) -> Estimate:
-    """Return the accuracy in the way that is trained: with the tools, if there are any."""
-    return next(iter(ways.values())).accuracy
+def trained(ways: Ways, figure: Figure) -> Estimate | None:
+    """Return a figure in the way that is trained: with the tools, if there are any. None where it is not known."""
+    return next(iter(ways.values())).estimate(figure)
 
 
 def evaluation_metrics(ways: Ways) -> dict[str, float]:
     """Return the metrics of an evaluation, such as `eval/with_tool/accuracy` with the bounds of its 95 % interval."""
     metrics: dict[str, float] = {}
     for way, found in ways.items():
-        metrics[f"eval/{way}/accuracy"] = found.accuracy.value
-        metrics[f"eval/{way}/accuracy_low"] = found.accuracy.low
-        metrics[f"eval/{way}/accuracy_high"] = found.accuracy.high
+        for name, estimate in (("accuracy", found.accuracy), ("reward", found.mean_reward)):
+            if estimate:
+                metrics[f"eval/{way}/{name}"] = estimate.value
+                metrics[f"eval/{way}/{name}_low"] = estimate.low
+                metrics[f"eval/{way}/{name}_high"] = estimate.high
         metrics[f"eval/{way}/turns"] = found.mean_turns
         if found.second_attempts and found.second_attempts.after_wrong:
             metrics[f"eval/{way}/second_attempt_right_after_wrong"] = found.second_attempts.after_wrong.value
-        if found.mean_reward:
-            metrics[f"eval/{way}/reward"] = found.mean_reward.value
     return metrics
 
 
-def best_step(curve: Curve) -> int:
-    """Return the step with the highest accuracy of a curve that is not empty; the earliest of several."""
-    return max(curve, key=lambda step: (trained_accuracy(curve[step]).value, -step))
+def best_step(curve: Curve, figure: Figure = "accuracy") -> int | None:
+    """Return the step with the highest figure, the earliest of several; None where no step has it."""
+    known = {step: found.value for step, ways in curve.items() if (found := trained(ways, figure))}
+    return max(known, key=lambda step: (known[step], -step), default=None)
 
 
-def why_stop(curve: Curve, config: EvaluationConfig) -> str:
-    """Return the reason why a run should stop after the last evaluation of a curve; empty if it should go on."""
+def why_stop(curve: Curve, config: EvaluationConfig, figure: Figure = "accuracy") -> str:
+    """Return the reason why a run should stop after the last evaluation of a curve; empty if it should go on.
+
+    The run's patience goes by `figure`.
+    """
     if not curve or not config.eval_every:
         return ""
-    last, best = max(curve), best_step(curve)
-    accuracy, highest = (trained_accuracy(curve[step]).value for step in (last, best))
-    if config.stop_at_accuracy is not None and accuracy >= config.stop_at_accuracy:
-        return f"held-out accuracy {accuracy:.3f} has reached --stop-at-accuracy {config.stop_at_accuracy:g}"
+    accuracy = trained(curve[max(curve)], "accuracy")
+    if config.stop_at_accuracy is not None and accuracy and accuracy.value >= config.stop_at_accuracy:
+        return f"held-out accuracy {accuracy.value:.3f} has reached --stop-at-accuracy {config.stop_at_accuracy:g}"
+    best = best_step(curve, figure)
+    if best is None:
+        return ""
+    highest = trained(curve[best], figure)
     num_since = sum(step > best for step in curve)
-    if 0 < config.patience <= num_since:
+    if highest and 0 < config.patience <= num_since:
         times = f"--patience {config.patience} evaluations"
-        return f"{times} without a held-out accuracy above the {highest:.3f} of step {best}"
+        return f"{times} without a held-out {title(figure)} above the {highest.value:.3f} of step {best}"
     return ""
 
 
+def figure_of(config: EvaluationConfig, spec: EnvSpec) -> Figure:
+    """Return the figure that the best step and patience go by; nothing asked for: success where there is one."""
+    by = config.best_by or ("success" if spec.success_rule else "reward")
+    return "accuracy" if by == "success" else "mean_reward"
+
+
+def title(figure: Figure) -> str:
+    """Return the name of a figure in texts.
+
+    >>> title("mean_reward")
+    'mean reward'
+    """
+    return figure.replace("_", " ")
+
+
+def values(ways: Ways, figure: Figure) -> dict[str, float]:
+    """Return a figure by way of playing, where it is known."""
+    return {way: estimate.value for way, found in ways.items() if (estimate := found.estimate(figure))}
+
+
+def intervals(ways: Ways) -> dict[str, list[float]]:
+    """Return the interval of the main figure by way of playing, where it is known."""
+    return {
+        way: [estimate.low, estimate.high] for way, found in ways.items() if (estimate := found.estimate(found.main))
+    }
+
+
 def curve_summary(curve: Curve) -> list[dict[str, Any]]:
-    """Return a curve as a summary holds it: step, accuracies and intervals by way."""
+    """Return a curve as a summary holds it: each step with its figures, and the interval of the main one, by way."""
     return [
         {
             "step": step,
-            "accuracy": {way: found.accuracy.value for way, found in ways.items()},
-            "interval": {way: [found.accuracy.low, found.accuracy.high] for way, found in ways.items()},
+            "accuracy": values(ways, "accuracy"),
+            "mean_reward": values(ways, "mean_reward"),
+            "interval": intervals(ways),
         }
         for step, ways in curve.items()
     ]

@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any
 
 from agents.rollout.episode import Episode
 from agents.rollout.groups import Problem, RolloutOptions
 from agents.rollout.manager import RolloutManager
-from agents.types import EndReason, Trajectory, TrajectoryGroup
+from agents.types import EndReason, Trajectory, TrajectoryGroup, Turn, is_success
 from envs.contract import EnvFault, EpisodeEnv
+from envs.errors import UserError, did_you_mean
 from envs.execution.runner import EnvRunner
+from envs.spec import EnvSpec
+from envs.success import Success
 from envs.types import SampleSource, private
+from trainer.config.inputs import Tools
 from trainer.evaluation.results import EpisodeResult, Evaluation, ProblemResult, summarise
 from trainer.evaluation.statistics import Intervals
 from trainer.metrics.log import tool_outcomes
@@ -40,26 +44,43 @@ class Way:
         return self.name.replace("_", " ")
 
 
-def ways(max_turns: int, has_tools: bool) -> tuple[Way, ...]:
+def ways(max_turns: int, has_tools: bool, tools: Tools = "both", required: bool = False) -> tuple[Way, ...]:
     """Return the ways to evaluate: over all turns and, if there are tools, without them in one turn.
+
+    `required`: nothing can be done without tools, so there is no way without them.
 
     >>> [way.name for way in ways(3, has_tools=True)]
     ['with_tool', 'without_tool']
+    >>> [way.name for way in ways(3, has_tools=True, tools="on")]
+    ['with_tool']
     >>> [way.name for way in ways(3, has_tools=False)]
     ['no_tools']
+
+    Raises:
+        UserError: only the way without tools is wanted, and they are required.
     """
     if not has_tools:
         return (Way(NO_TOOLS, max_turns, True),)
-    return Way(WITH_TOOL, max_turns, True), Way(WITHOUT_TOOL, 1, False)
+    if required and tools == "off":
+        rule = "cannot be off where the environment's entry says tools: required"
+        raise UserError("--tools", rule, tools, "leave it out, or change the entry")
+    with_tool, without_tool = Way(WITH_TOOL, max_turns, True), Way(WITHOUT_TOOL, 1, False)
+    if required or tools == "on":
+        return (with_tool,)
+    return (without_tool,) if tools == "off" else (with_tool, without_tool)
 
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """How to play a set of problems. An episode is right if its reward is at least `right_reward`."""
+    """How to play a set of problems. `success` says which episodes are right; None: the environment knows no success.
+
+    `reward_bounds` are the least and the greatest reward that the entry declares.
+    """
 
     num_samples: int = 1
     seed: int = 0
-    right_reward: float = 1.0
+    success: Success | None = field(default_factory=Success)
+    reward_bounds: tuple[float, float] = (0.0, 1.0)
     max_concurrent: int = 1024
     grades_first_turn: bool = False
     tags: tuple[str, ...] = TAGS
@@ -90,11 +111,12 @@ class ProblemPlayer:
         self.episode, self.samples, self.options = episode, samples, options
         self._build_env, self._args, self._on_episode = build_env, args, on_episode
         self.results: list[ProblemResult] = []
+        self._info_keys: set[str] = set()
 
     async def evaluate(self) -> Evaluation:
         """Play all problems, at least one, and return their statistics."""
         await self.run()
-        return summarise(self.results, (1,), Intervals())
+        return summarise(self.results, (1,), Intervals(), self.options.reward_bounds)
 
     async def run(self) -> None:
         """Play all problems. Raises what the engine raises; a broken episode is a result too."""
@@ -107,11 +129,15 @@ class ProblemPlayer:
                 first = len(self.results)
                 groups = (await manager.collect(min(num_left, self.options.max_concurrent))).groups
                 self.results += [self._result(number, group) for number, group in enumerate(groups, first)]
-                if self.options.grades_first_turn:
+                if self._grades_first_turn:
                     await self._replay_first_turns(first, groups)
         finally:
             left = enumerate(await manager.close(), len(self.results))
             self.results += [self._result(number, group) for number, group in left if self._is_whole(group)]
+
+    @property
+    def _grades_first_turn(self) -> bool:
+        return self.options.grades_first_turn and self.options.success is not None
 
     def _problem(self, number: int) -> Problem:
         return Problem(self.samples[number], self.options.seed, number)
@@ -126,7 +152,24 @@ class ProblemPlayer:
         tags = {tag: str(metadata[tag]) for tag in self.options.tags if tag in metadata}
         return ProblemResult(number, group.sample_id, tags, tuple(map(self._episode_result, group.trajectories)))
 
+    def doubt(self, spec: EnvSpec, found: Evaluation) -> str:
+        """Return why the environment's success is perhaps not what its author means; empty if nothing says so."""
+        rule, reward = spec.success_rule, found.mean_reward
+        if rule and rule.key and rule.key not in self._info_keys:
+            fix = did_you_mean(rule.key, self._info_keys)
+            return f"no episode is a success: the entry names '{rule.key}', a key that no episode's info has; {fix}"
+        if spec.success is not None or spec.reward or not (found.accuracy and reward):
+            return ""
+        low, high = spec.reward_bounds
+        if reward.value > high or (found.accuracy.value == 0 and reward.value > low):
+            return (
+                f"the mean reward is {reward.value:.3g}, and a success is {rule}: if that is not what you mean, write "
+                "success: 0.9 (a reward), success: KEY (of the episode's info) or success: none in the entry"
+            )
+        return ""
+
     def _episode_result(self, t: Trajectory) -> EpisodeResult:
+        self._info_keys.update(str(key) for turn in t.turns for key in turn.info)
         return EpisodeResult(
             reward=t.reward,
             is_right=self._is_right(t),
@@ -134,28 +177,38 @@ class ProblemPlayer:
             num_turns=len(t.turns),
             num_tokens=t.num_model_tokens,
             outcomes=tuple(outcome for turn in t.turns for outcome in tool_outcomes(turn)),
-            is_first_turn_right=self._first_turn(t) if self.options.grades_first_turn else None,
+            is_first_turn_right=self._first_turn(t) if self._grades_first_turn else None,
             attempts=self._attempts(t),
         )
 
-    def _is_right(self, t: Trajectory) -> bool:
-        return t.end_reason.is_valid and t.env_reward >= self.options.right_reward
+    def _is_right(self, t: Trajectory) -> bool | None:
+        return is_success(t, self.options.success)
 
     def _attempts(self, t: Trajectory) -> tuple[bool, ...]:
         """Return whether each graded answer was right; none of a broken episode."""
         if not (t.end_reason.is_valid and t.turns):
             return ()
-        scores = [turn.info.get(TOOL_SCORE) for turn in t.turns]
-        scored = [float(score) >= 1.0 for score in scores if isinstance(score, Real)]
-        return tuple(scored) if isinstance(scores[-1], Real) else (*scored, self._is_right(t))
+        marks = [self._mark(turn) for turn in t.turns]
+        scored = tuple(mark for mark in marks if mark is not None)
+        return scored if marks[-1] is not None else (*scored, bool(self._is_right(t)))
+
+    def _mark(self, turn: Turn) -> bool | None:
+        """Return whether the answer that a turn's step scored was right; None if it scored none."""
+        score: Any = turn.info.get(TOOL_SCORE)
+        if not isinstance(score, Real):
+            return None
+        success, share = self.options.success, float(min(1.0, max(0.0, score)))
+        if success is None or success.key:
+            return share == 1.0
+        return success.holds(self._args.reward(share), [])
 
     def _first_turn(self, t: Trajectory) -> bool | None:
         """Return whether the answer after the first turn was right; None if the episode does not show it."""
         if not (t.end_reason.is_valid and t.turns):
             return False
-        score = t.turns[0].info.get(TOOL_SCORE)
-        if isinstance(score, Real):
-            return float(score) >= 1.0
+        mark = self._mark(t.turns[0])
+        if mark is not None:
+            return mark
         return self._is_right(t) if len(t.turns) == 1 else None
 
     async def _replay_first_turns(self, first: int, groups: Sequence[TrajectoryGroup]) -> None:
@@ -178,13 +231,14 @@ class ProblemPlayer:
 
     async def _replay(self, number: int, text: str) -> bool:
         """Return whether a new environment of a problem rewards a first turn as a right answer."""
-        sample = self.samples[number]
+        sample, success = self.samples[number], self.options.success
+        assert success is not None, "only a success can be graded"
         make_env = lambda: self._build_env(private(sample), deepcopy(self._args))  # noqa: E731
         runner = EnvRunner(make_env, self.episode.limits.env, sample.id, self.episode.thinking)
         try:
             await runner.open()
-            await runner.step(text)
-            return await runner.reward(text) >= self.options.right_reward
+            step = await runner.step(text)
+            return success.holds(await runner.reward(text), [step.info])
         except EnvFault:
             return False
         finally:

@@ -119,8 +119,7 @@ def prepare(config: EvaluateConfig) -> EvaluationContext:
     tool_format = detect_format(renderer.chat_template)
     tools = probe_tools(spec, build_env, tool_format, samples, check_command(config.env, data))
     try_functions(spec, build_env, spec.args(tool_format=tool_format), renderer, samples)
-    every = ways(spec.max_turns, bool(tools))
-    played = {"both": every, "on": every[:1], "off": every[-1:]}[config.measurement.tools]
+    played = ways(spec.max_turns, bool(tools), config.measurement.tools, spec.tools == "required")
     shown = tools if played[0].use_tools else ()
     keys: set[str] = set()
 
@@ -206,6 +205,9 @@ class Evaluator:
             try:
                 self.report = self._make_report(partial)
                 self._write()
+                for name, found in self.report.ways.items():
+                    if doubt := self._players[name].doubt(context.spec, found):
+                        logger.warning(doubt)
             finally:
                 await context.engine.close()
 
@@ -238,7 +240,7 @@ class Evaluator:
         options = EvaluationOptions(
             num_samples=own.samples,
             seed=derive_seed(own.seed, "evaluate"),
-            right_reward=context.spec.reward_max_val,
+            success=context.spec.success_rule,
             max_concurrent=own.max_concurrent,
             grades_first_turn=way.max_turns > 1,
             tags=own.tag,
@@ -264,7 +266,6 @@ class Evaluator:
     def _make_report(self, partial: str) -> Report:
         context, own = self.context, self.config.measurement
         how = Intervals(own.confidence, own.bootstrap, own.seed)
-        bounds = context.spec.reward_min_val, context.spec.reward_max_val
         results = {name: player.results for name, player in self._players.items() if player.results}
         pair = tuple(results.values())
         return Report(
@@ -277,7 +278,9 @@ class Evaluator:
             confidence=own.confidence,
             partial=partial,
             seconds=round(time.perf_counter() - self._started, 1),
-            ways={name: summarise(found, own.all_ks, how, bounds) for name, found in results.items()},
+            ways={
+                name: summarise(found, own.all_ks, how, context.spec.reward_bounds) for name, found in results.items()
+            },
             difference=compare(pair[0], pair[1], how) if len(pair) == 2 else None,
         )
 

@@ -1,5 +1,7 @@
 """Summarises the results of all problems of an evaluation: accuracies with intervals, by end reason and by tag.
 
+Where the environment knows no success there is no accuracy: the mean reward takes its place everywhere.
+
 Legend: P problems.
 """
 
@@ -8,23 +10,27 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from agents.types import EndReason
 from trainer.evaluation.statistics import Estimate, Intervals, estimate_mean, estimate_pass, estimate_share, mcnemar
+
+#: The figures that policies are compared by, as fields of an `Evaluation`.
+Figure = Literal["accuracy", "mean_reward"]
 
 
 @dataclass(frozen=True)
 class EpisodeResult:
     """The result of one episode.
 
-    `is_right`: it is valid and has the reward of a right answer. `is_first_turn_right`: the answer after its first turn
-    was right; None if not graded. `outcomes` lists the outcomes of its tool calls, "none" for a turn without a call.
-    `attempts` says of each graded answer, in order, whether it was right: those that a turn's step scored, then the one
-    at the end.
+    `is_right`: it is a success, see `agents.types.is_success`; None where the environment knows none.
+    `is_first_turn_right`: the answer after its first turn was right; None if not graded. `outcomes` lists the outcomes
+    of its tool calls, "none" for a turn without a call. `attempts` says of each graded answer, in order, whether it was
+    right: those that a turn's step scored, then the one at the end.
     """
 
     reward: float
-    is_right: bool
+    is_right: bool | None
     end_reason: EndReason
     num_turns: int
     num_tokens: int
@@ -50,7 +56,12 @@ class ProblemResult:
     @property
     def num_right(self) -> int:
         """How many episodes are right."""
-        return sum(episode.is_right for episode in self.episodes)
+        return sum(map(bool, (episode.is_right for episode in self.episodes)))
+
+    @property
+    def valid_rewards(self) -> list[float]:
+        """The rewards of the valid episodes."""
+        return [episode.reward for episode in self.episodes if episode.end_reason.is_valid]
 
     @property
     def num_right_first(self) -> int | None:
@@ -61,12 +72,13 @@ class ProblemResult:
 
 @dataclass(frozen=True)
 class EndReasonStats:
-    """The episodes that ended for one reason; `accuracy` and `mean_turns` are over these episodes."""
+    """The episodes that ended for one reason; `accuracy`, `mean_turns` and `mean_reward` are over these episodes."""
 
     num_episodes: int
     share: float
-    accuracy: float
+    accuracy: float | None
     mean_turns: float
+    mean_reward: float | None = None
 
 
 @dataclass(frozen=True)
@@ -87,20 +99,21 @@ class SecondAttempts:
 class Evaluation:
     """Statistics of a policy on a set of problems, with `num_samples` episodes of each problem.
 
-    - `accuracy`: pass@1, the mean over problems of the share of right samples. Broken episodes count as wrong.
+    - `accuracy`: pass@1, the mean over problems of the share of right samples. Broken episodes count as wrong. None,
+      like `first_turn` and `second_attempts`, where the environment knows no success; `pass_at` is then empty.
     - `mean_reward`: over valid episodes; None if all broke.
     - `num_broken`, `num_truncated`: episodes that broke, and episodes that a limit cut off.
     - `first_turn`: the accuracy of the answers after the first turn; None if not graded.
     - `tool_outcomes`: counts over `num_turns` turns; `mean_tool_calls`: calls in an episode.
     - `second_attempts`: None if no episode has a second graded answer.
-    - `by_tag["level"]["3"]`: the accuracy on problems of level 3.
+    - `by_tag["level"]["3"]`: the main figure on problems of level 3.
 
     Example: `Evaluation(num_problems=256, num_samples=1, accuracy=Estimate(0.61, 0.55, 0.67, 256, "wilson"), ...)`.
     """
 
     num_problems: int
     num_samples: int
-    accuracy: Estimate
+    accuracy: Estimate | None
     pass_at: Mapping[int, Estimate]
     first_turn: Estimate | None
     mean_reward: Estimate | None
@@ -115,19 +128,30 @@ class Evaluation:
     mean_tool_calls: float = 0.0
     second_attempts: SecondAttempts | None = None
 
+    @property
+    def main(self) -> Figure:
+        """The figure that stands for the policy: the accuracy, or where there is none the mean reward."""
+        return "mean_reward" if self.accuracy is None else "accuracy"
+
+    def estimate(self, figure: Figure) -> Estimate | None:
+        """Return a figure; None where it is not known."""
+        return self.accuracy if figure == "accuracy" else self.mean_reward
+
 
 @dataclass(frozen=True)
 class Difference:
-    """The accuracy of one way of playing minus that of another, on the problems that both have played.
+    """The main figure of one way of playing minus that of another, on the problems that both have played.
 
     `num_gained` problems are right in the first way alone, `num_lost` in the second alone, and `p_value` is McNemar's.
-    All three are None with several samples per problem.
+    All three are None with several samples per problem, and where there is no success; `accuracy` is None there too,
+    and otherwise `mean_reward`.
     """
 
-    accuracy: Estimate
+    accuracy: Estimate | None
     num_gained: int | None
     num_lost: int | None
     p_value: float | None
+    mean_reward: Estimate | None = None
 
 
 def summarise(
@@ -143,14 +167,15 @@ def summarise(
     assert results_P, "statistics need at least one problem"
     num_samples = len(results_P[0].episodes)
     episodes = [episode for result in results_P for episode in result.episodes]
+    has_success = knows_success(results_P)
     right_P = [result.num_right for result in results_P]
     first_P = [right for result in results_P if (right := result.num_right_first) is not None]
     num_turns = sum(episode.num_turns for episode in episodes)
     return Evaluation(
         num_problems=len(results_P),
         num_samples=num_samples,
-        accuracy=estimate_share(right_P, num_samples, how),
-        pass_at={k: estimate_pass(right_P, num_samples, k, how) for k in ks},
+        accuracy=estimate_share(right_P, num_samples, how) if has_success else None,
+        pass_at={k: estimate_pass(right_P, num_samples, k, how) for k in ks} if has_success else {},
         first_turn=estimate_share(first_P, num_samples, how) if first_P else None,
         mean_reward=_mean_reward(results_P, how, reward_bounds),
         num_broken=sum(not episode.end_reason.is_valid for episode in episodes),
@@ -160,10 +185,15 @@ def summarise(
         mean_tokens=sum(episode.num_tokens for episode in episodes) / len(episodes),
         ends=_ends(episodes),
         tool_outcomes=dict(Counter(outcome for e in episodes for outcome in e.outcomes).most_common()),
-        by_tag=_by_tag(results_P, num_samples, how),
+        by_tag=_by_tag(results_P, how, reward_bounds),
         mean_tool_calls=sum(episode.num_calls for episode in episodes) / len(episodes),
-        second_attempts=_second_attempts(results_P, how),
+        second_attempts=_second_attempts(results_P, how) if has_success else None,
     )
+
+
+def knows_success(results_P: Sequence[ProblemResult]) -> bool:
+    """Return whether the environment of at least one result says what a success is."""
+    return results_P[0].episodes[0].is_right is not None
 
 
 def compare(first_P: Sequence[ProblemResult], second_P: Sequence[ProblemResult], how: Intervals) -> Difference | None:
@@ -172,6 +202,8 @@ def compare(first_P: Sequence[ProblemResult], second_P: Sequence[ProblemResult],
     pairs = [(result, others[result.number]) for result in first_P if result.number in others]
     if not pairs:
         return None
+    if not knows_success(first_P):
+        return _compare_rewards(pairs, how)
     num_samples = len(pairs[0][0].episodes)
     gains_P = [(one.num_right - other.num_right) / num_samples for one, other in pairs]
     estimate = estimate_mean(gains_P, how, bounds=(-1.0, 1.0))
@@ -181,9 +213,20 @@ def compare(first_P: Sequence[ProblemResult], second_P: Sequence[ProblemResult],
     return Difference(estimate, gained, lost, mcnemar(gained, lost))
 
 
+def _compare_rewards(pairs: Sequence[tuple[ProblemResult, ProblemResult]], how: Intervals) -> Difference | None:
+    rewards = [(one.valid_rewards, other.valid_rewards) for one, other in pairs]
+    known = [(one, other) for one, other in rewards if one and other]
+    if not known:
+        return None
+    gains_P = [sum(one) / len(one) - sum(other) / len(other) for one, other in known]
+    every = [reward for one, other in known for reward in (*one, *other)]
+    reach = max(every) - min(every)
+    return Difference(None, None, None, None, estimate_mean(gains_P, how, bounds=(-reach, reach)))
+
+
 def _mean_reward(results_P: Sequence[ProblemResult], how: Intervals, bounds: tuple[float, float]) -> Estimate | None:
     """Return the mean over all valid episodes; None if there is none."""
-    rewards_P = [[e.reward for e in result.episodes if e.end_reason.is_valid] for result in results_P]
+    rewards_P = [result.valid_rewards for result in results_P]
     rewards = [reward for valid in rewards_P for reward in valid]
     if not rewards:
         return None
@@ -227,23 +270,33 @@ def _ends(episodes: Sequence[EpisodeResult]) -> dict[str, EndReasonStats]:
         reason: EndReasonStats(
             num_episodes=len(ended),
             share=len(ended) / len(episodes),
-            accuracy=sum(e.is_right for e in ended) / len(ended),
+            accuracy=None if ended[0].is_right is None else sum(map(bool, (e.is_right for e in ended))) / len(ended),
             mean_turns=sum(e.num_turns for e in ended) / len(ended),
+            mean_reward=sum(e.reward for e in ended) / len(ended) if ended[0].end_reason.is_valid else None,
         )
         for reason, ended in sorted(of_reason.items(), key=lambda item: (-len(item[1]), item[0]))
     }
 
 
-def _by_tag(results_P: Sequence[ProblemResult], num_samples: int, how: Intervals) -> dict[str, dict[str, Estimate]]:
-    """Return the accuracy for each value of each tag."""
-    right: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+def _by_tag(
+    results_P: Sequence[ProblemResult], how: Intervals, reward_bounds: tuple[float, float]
+) -> dict[str, dict[str, Estimate]]:
+    """Return the main figure for each value of each tag; a value whose episodes all broke may have none."""
+    tagged: dict[str, dict[str, list[ProblemResult]]] = defaultdict(lambda: defaultdict(list))
     for result in results_P:
         for tag, value in result.tags.items():
-            right[tag][value].append(result.num_right)
-    return {
-        tag: {value: estimate_share(values[value], num_samples, how) for value in sorted(values, key=_natural)}
-        for tag, values in right.items()
-    }
+            tagged[tag][value].append(result)
+
+    def estimate(results: Sequence[ProblemResult]) -> Estimate | None:
+        if not knows_success(results):
+            return _mean_reward(results, how, reward_bounds)
+        return estimate_share([result.num_right for result in results], len(results[0].episodes), how)
+
+    found: dict[str, dict[str, Estimate]] = {}
+    for tag, values in tagged.items():
+        estimates = {value: estimate(values[value]) for value in sorted(values, key=_natural)}
+        found[tag] = {value: known for value, known in estimates.items() if known is not None}
+    return found
 
 
 def _natural(value: str) -> tuple[bool, float, str]:

@@ -9,15 +9,17 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from envs.success import Success
+from trainer.evaluation.curve import title
 from trainer.evaluation.evaluator import Report
-from trainer.evaluation.results import Difference, Evaluation
+from trainer.evaluation.results import Difference, Evaluation, Figure
 
 #: The most values of one metadata key that are shown; the file has all.
 MAX_VALUES_SHOWN = 24
 
 
 def print_report(console: Console, report: Report) -> None:
-    """Print the ways side by side, their difference, how episodes ended, tool calls, and accuracy by metadata."""
+    """Print the ways side by side, their difference, how episodes ended, tool calls, and the figure by metadata."""
     if report.partial:
         console.print(f"partial: {report.partial}", soft_wrap=True, markup=False)
     if not report.ways:
@@ -61,7 +63,8 @@ def _column(evaluation: Evaluation) -> dict[str, str]:
     """Return the cells of one way, by the names of their rows."""
     e = evaluation
     num_episodes = e.num_problems * e.num_samples
-    cells = {"problems": str(e.num_problems), "accuracy (pass@1)": str(e.accuracy)}
+    cells = {"problems": str(e.num_problems)}
+    cells |= {"accuracy (pass@1)": str(e.accuracy)} if e.accuracy else {}
     cells |= {f"pass@{k}": str(estimate) for k, estimate in e.pass_at.items() if k > 1}
     cells |= {"accuracy after turn 1": str(e.first_turn)} if e.first_turn else {}
     if e.second_attempts and e.second_attempts.after_wrong:
@@ -78,7 +81,8 @@ def _column(evaluation: Evaluation) -> dict[str, str]:
 
 def _difference_line(report: Report, difference: Difference) -> str:
     first, second = map(_title, report.ways)
-    d = difference.accuracy
+    d = difference.accuracy or difference.mean_reward
+    assert d, "a difference has one of the two"
     line = f"{first} less {second}, {d.num_problems} problems: {d.value:+.3f} [{d.low:+.3f}, {d.high:+.3f}]"
     if difference.p_value is None:
         return line
@@ -88,11 +92,18 @@ def _difference_line(report: Report, difference: Difference) -> str:
     )
 
 
+def _main_figure(ways: Mapping[str, Evaluation]) -> Figure:
+    """Return the figure that the ways are compared by; all have the same."""
+    return next(iter(ways.values())).main
+
+
 def _ends(report: Report) -> Table:
-    table = _table("How episodes ended", "", "end reason", "episodes", "share", "accuracy", "turns", num_words=2)
+    name = title(_main_figure(report.ways))
+    table = _table("How episodes ended", "", "end reason", "episodes", "share", name, "turns", num_words=2)
     for way, evaluation in report.ways.items():
         for reason, end in evaluation.ends.items():
-            cells = f"{end.share:.3f}", f"{end.accuracy:.3f}", f"{end.mean_turns:.2f}"
+            figure = end.mean_reward if end.accuracy is None else end.accuracy
+            cells = f"{end.share:.3f}", "" if figure is None else f"{figure:.3f}", f"{end.mean_turns:.2f}"
             table.add_row(_title(way), reason, str(end.num_episodes), *cells)
     return table
 
@@ -113,7 +124,8 @@ def _tags(report: Report) -> Iterator[Table]:
     for tag in dict.fromkeys(tag for evaluation in report.ways.values() for tag in evaluation.by_tag):
         columns = [evaluation.by_tag.get(tag, {}) for evaluation in report.ways.values()]
         values = list(dict.fromkeys(value for column in columns for value in column))
-        table = _table(f"Accuracy by {tag}", tag, "n", *map(_title, report.ways))
+        name = title(_main_figure(report.ways)).capitalize()
+        table = _table(f"{name} by {tag}", tag, "n", *map(_title, report.ways))
         for value in values[:MAX_VALUES_SHOWN]:
             found = [column.get(value) for column in columns]
             num = max(estimate.num_problems for estimate in found if estimate)
@@ -128,26 +140,27 @@ def print_training_summary(
     before: Mapping[str, Evaluation],
     after: Mapping[str, Evaluation],
     ends: Mapping[str, int],
-    right_reward: float,
+    success: Success | None,
 ) -> None:
     """Print held-out accuracy before and after training with its 95 % interval, and how training episodes ended.
 
-    An episode is right if its reward is at least `right_reward`.
+    Without a `success`, the mean reward takes the accuracy's place.
     """
     if after:
-        num_problems = next(iter(after.values())).num_problems
+        num_problems, figure = next(iter(after.values())).num_problems, _main_figure(after)
         table = Table(
-            title=f"Held-out accuracy, {num_problems} problems [95 % interval]",
-            caption=f"right: a reward of at least {right_reward:g}",
+            title=f"Held-out {title(figure)}, {num_problems} problems [95 % interval]",
+            caption=f"right: {success}" if success else None,
         )
-        for column in ("", "accuracy", "change", "mean reward", "turns"):
+        others = ("mean reward",) if figure == "accuracy" else ()
+        for column in ("", title(figure), "change", *others, "turns"):
             table.add_column(column, justify="left" if not column else "right", no_wrap=True)
         for name, final in after.items():
-            first, way = before[name], name.replace("_", " ")
-            change = f"{final.accuracy.value - first.accuracy.value:+.3f}"
-            for phase, result, gained in (("before", first, ""), ("after", final, change)):
+            for phase, result in (("before", before[name]), ("after", final)):
+                change = _change(before[name], final, figure) if phase == "after" else ""
                 reward = f"{result.mean_reward.value:.3f}" if result.mean_reward else ""
-                table.add_row(f"{way}, {phase}", str(result.accuracy), gained, reward, f"{result.mean_turns:.2f}")
+                cells = [str(result.estimate(figure) or ""), change, *([reward] if others else [])]
+                table.add_row(f"{_title(name)}, {phase}", *cells, f"{result.mean_turns:.2f}")
         console.print(table)
     table = Table(title="How training episodes ended")
     table.add_column("end reason")
@@ -155,3 +168,8 @@ def print_training_summary(
     for reason, count in sorted(ends.items(), key=lambda item: -item[1]):
         table.add_row(reason, str(count))
     console.print(table)
+
+
+def _change(before: Evaluation, after: Evaluation, figure: Figure) -> str:
+    first, last = before.estimate(figure), after.estimate(figure)
+    return f"{last.value - first.value:+.3f}" if first and last else ""

@@ -15,20 +15,22 @@ Rows = Sequence[Mapping[str, float]]
 Bounded = tuple[float, float, float]
 
 
-def draw_rewards(rows: Rows, accuracies: Mapping[int, Bounded], path: Path, title: str) -> None:
-    """Draw reward and KL over the steps, and the held-out accuracy with its intervals where it is known."""
+def draw_rewards(rows: Rows, held_out: Mapping[int, Bounded], path: Path, title: str, label: str) -> None:
+    """Draw reward and KL over the steps, and a held-out figure, `label`, with its intervals where it is known."""
     steps = [row["step"] for row in rows]
     rewards = [row["reward"] for row in rows]
     means = [sum(rewards[max(0, i - 9) : i + 1]) / min(10, i + 1) for i in range(len(rewards))]
     with _axes(path) as axes:
         axes.plot(steps, rewards, color="C0", alpha=0.3, lw=1)
         axes.plot(steps, means, color="C0", label="training reward, mean of 10 steps")
-        if accuracies:
-            values, lows, highs = zip(*accuracies.values(), strict=True)
+        if held_out:
+            values, lows, highs = zip(*held_out.values(), strict=True)
             reach = np.maximum([np.subtract(values, lows), np.subtract(highs, values)], 0)  # a bound may be 1e-17 off
-            label = "held-out accuracy, 95 %"
-            axes.errorbar(list(accuracies), values, reach, fmt="o--", color="C2", capsize=3, label=label)
-        axes.set(xlabel="step", ylabel="reward", ylim=(0, 1), title=title)
+            axes.errorbar(list(held_out), values, reach, fmt="o--", color="C2", capsize=3, label=label)
+        axes.set(xlabel="step", ylabel="reward", title=title)
+        shown = [*rewards, *(value for bounded in held_out.values() for value in bounded)]
+        if all(-0.01 <= value <= 1.01 for value in shown):
+            axes.set_ylim(0, 1)
         other = axes.twinx()
         other.semilogy(steps, [max(row.get("rollout_train_kl", 0.0), 1e-16) for row in rows], ":", color="C3", lw=1)
         other.set_ylabel("rollout_train_kl (dotted)", color="C3")

@@ -137,11 +137,13 @@ class PreparedChecks:
 
     async def gold_answers(self, count: int, with_wrong: bool) -> Verdict:
         """Check the rewards of right answers and, if wanted, of wrong answers."""
-        context = self.context
+        context, success = self.context, self.context.spec.success_rule
+        if success is None:
+            return skipped("the environment says that there is no success, so no answer is known to be right")
         rewards = await grade_answers(
-            context.train_samples, context.build_env, self.args, self.limits, count, with_wrong
+            context.train_samples, context.build_env, self.args, self.limits, success, count, with_wrong
         )
-        return check_answers(rewards, self.args.reward_max_val, self.args.reward_min_val)
+        return check_answers(rewards, success, self.args.reward_min_val)
 
     async def image_preprocessing(self) -> Verdict:
         """Compare the image settings with the network's, and the patches of pictures with those of Transformers."""

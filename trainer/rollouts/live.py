@@ -29,7 +29,7 @@ from envs.tool_calls import detect_format
 from envs.types import SampleSource
 from trainer.checkpoint.run_dir import ENVIRONMENT, EPISODES
 from trainer.config.run import RunConfig
-from trainer.evaluation.episodes import EvaluationOptions, ProblemPlayer, ways
+from trainer.evaluation.episodes import EvaluationOptions, ProblemPlayer, Way, ways
 from trainer.evaluation.results import Evaluation
 from trainer.metrics.console import Display
 from trainer.rollouts.protocol import OnEpisode, OnEvaluated
@@ -49,7 +49,7 @@ from trainer.setup.components import (
 )
 from trainer.setup.model_source import check_fit, resolve_model, template_options
 from trainer.setup.plugins import check_algorithm, check_rollout, own_filter, problem_order
-from trainer.setup.problems import check_command, check_held_out, load_problems, probe_tools
+from trainer.setup.problems import check_command, check_held_out, check_success, load_problems, probe_tools
 from trainer.setup.run_context import RunContext, begin_or_resume, open_run
 from trainer.setup.scripted_episode import try_functions
 from trainer.setup.start import Start
@@ -63,7 +63,7 @@ class LiveContext(RunContext):
     """The context of a run with live rollouts."""
 
     build_env: BuildEnv
-    has_tools: bool
+    ways: tuple[Way, ...]
     train_samples: SampleSource
     eval_samples: SampleSource | None
     num_overlong: int
@@ -89,7 +89,7 @@ class LiveContext(RunContext):
         if not config.log.record:
             return None
         played = {TRAIN: self.episode(turns, config.rollout.temperature)}
-        for way in ways(turns, self.has_tools):
+        for way in self.ways:
             played[way.name] = self.episode(way.max_turns, config.rollout.eval_temperature, way.use_tools)
         manifest = build_manifest(self.spec, self.renderer, str(self.model_path), played)
         return Recorder(self.folder / EPISODES, manifest, self.renderer.encoder.spell, config.log.record)
@@ -129,6 +129,7 @@ class LiveRollouts:
         self._manager: RolloutManager | None = None
         self._order: tuple[int, list[int]] = (-1, [])  # an epoch, and the order of its problems
         self._step = 0
+        self._has_doubted = False
         self._step_began, self._busy_before_s = 0.0, tuple[float, ...]()
 
     @property
@@ -194,14 +195,15 @@ class LiveRollouts:
         return Problem(samples[self._order[1][place]], derive_seed(self.config.seed, "train", step + 1), index)
 
     async def evaluate(self, name: str, display: Display, on_episode: OnEvaluated) -> dict[str, Evaluation]:
-        """Return the accuracy on held-out problems: over all turns and, if there are tools, in one turn without."""
+        """Return the evaluations on held-out problems by way: over all turns and, with tools, in one turn without."""
         source = self.context.eval_samples
         if source is None or not len(source):
             return {}
-        all_ways = ways(self.context.spec.max_turns, self.context.has_tools)
+        all_ways, spec = self.context.ways, self.context.spec
         options = EvaluationOptions(
             seed=derive_seed(self.config.seed, "evaluate"),
-            right_reward=self.context.spec.reward_max_val,
+            success=spec.success_rule,
+            reward_bounds=spec.reward_bounds,
             max_concurrent=self.config.rollout.max_concurrent,
         )
         results = {}
@@ -216,8 +218,17 @@ class LiveRollouts:
                     on_episode=functools.partial(on_episode, way.name),
                 )
                 results[way.name] = await player.evaluate()
-                logger.info(f"{name}: {results[way.name].accuracy.value:.3f} {way.title}")
+                self._report(name, way, player, results[way.name])
         return results
+
+    def _report(self, name: str, way: Way, player: ProblemPlayer, found: Evaluation) -> None:
+        estimate = found.estimate(found.main)
+        value = f"{estimate.value:.3f}" if estimate else "no valid episode"
+        logger.info(f"{name}: {'' if found.accuracy else 'mean reward '}{value} {way.title}")
+        doubt = player.doubt(self.context.spec, found)
+        if doubt and not self._has_doubted:
+            logger.warning(doubt)
+        self._has_doubted = self._has_doubted or bool(doubt)
 
     def summary(self, rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         """Return the number of problems left out."""
@@ -237,6 +248,7 @@ def prepare(config: RunConfig, start: Start | None = None, with_engine: bool = T
         UserError: environment, data, model, device or output folder cannot be used.
     """
     start, spec = start or Start(), config.env.resolve()
+    check_success(config.evaluation, spec)
     with ExitStack() as cleanup:
         connect_workers(config.cluster, spec, cleanup)
         build_env = load_env(spec)
@@ -276,7 +288,7 @@ def prepare(config: RunConfig, start: Start | None = None, with_engine: bool = T
             folder=folder,
             spec=spec,
             build_env=build_env,
-            has_tools=bool(problems.tools),
+            ways=problems.ways,
             train_samples=problems.train,
             eval_samples=problems.held_out,
             num_overlong=problems.num_overlong,
@@ -295,12 +307,13 @@ def prepare(config: RunConfig, start: Start | None = None, with_engine: bool = T
 
 @dataclass(frozen=True, eq=False)
 class _Problems:
-    """The problems of a run without those whose prompt is too long, and the environment's tools."""
+    """The problems of a run without those whose prompt is too long, the environment's tools, and ways to evaluate."""
 
     train: SampleSource
     held_out: SampleSource | None
     num_overlong: int
     tools: Sequence[dict[str, Any]]
+    ways: tuple[Way, ...]
 
 
 def _load_problems(config: RunConfig, spec: EnvSpec, build_env: BuildEnv, renderer: Renderer) -> _Problems:
@@ -312,9 +325,10 @@ def _load_problems(config: RunConfig, spec: EnvSpec, build_env: BuildEnv, render
     args = spec.args(tool_format=detect_format(renderer.chat_template))
     try_functions(spec, build_env, args, renderer, train, config.algorithm, config.rollout.group_filter)
     problem_order(train, config.rollout.sampler, config.seed, 0)
+    played = ways(spec.max_turns, bool(tools), config.evaluation.tools, spec.tools == "required")
     longest = config.data.max_prompt_tokens
     train, num_overlong = filter_overlong(train, lambda sample: renderer.prompt_length(sample.prompt, tools), longest)
-    return _Problems(train, held_out, num_overlong, tools)
+    return _Problems(train, held_out, num_overlong, tools, played)
 
 
 def plan_to_read(config: RunConfig) -> RunConfig:

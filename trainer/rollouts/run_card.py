@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from envs.spec import EnvSpec
 from trainer.checkpoint.model_card import ModelCard
 from trainer.config.run import RunConfig
-from trainer.evaluation.curve import Curve, Ways
+from trainer.evaluation.curve import Curve, Ways, title, values
+from trainer.evaluation.results import Figure
 
 #: The most rows of the table of curves.
 MAX_ROWS = 12
@@ -26,8 +27,10 @@ def run_card(
     sees_images: bool,
 ) -> ModelCard:
     """Return the card of the weights after a step of a run that has ended."""
-    accuracies = ("Held-out accuracy [95 % interval]", accuracy_table(curve, step))
-    curves = ("Over the steps", curve_table(curve, rows))
+    names: Ways = next(iter(curve.values()), {})
+    figure = next(iter(names.values())).main if names else "accuracy"
+    figures = (f"Held-out {title(figure)} [95 % interval]", figure_table(curve, step, figure))
+    curves = ("Over the steps", curve_table(curve, rows, figure))
     return ModelCard(
         name=name,
         task=f"reinforcement learning in the environment `{spec.id}` (up to {spec.max_turns} turns)",
@@ -37,35 +40,42 @@ def run_card(
         config=config,
         step=step,
         ending=ending,
-        tables=tuple(table for table in (accuracies, curves) if len(table[1]) > 1),
+        tables=tuple(table for table in (figures, curves) if len(table[1]) > 1),
         results={
-            f"held-out accuracy, {_title(way)}": found.accuracy.value for way, found in curve.get(step, {}).items()
+            f"held-out {title(figure)}, {_title(way)}": value
+            for way, value in values(curve.get(step, {}), figure).items()
         },
+        metric=figure,
         measured_on=config.data.eval_data or spec.id,
         sees_images=sees_images,
     )
 
 
-def accuracy_table(curve: Curve, step: int) -> list[list[str]]:
-    """Return the accuracies at the start and after a step, way by way; only headings where they are not known."""
+def figure_table(curve: Curve, step: int, figure: Figure = "accuracy") -> list[list[str]]:
+    """Return the figure at the start and after a step, way by way; only headings where it is not known."""
     table = [["", "before", f"after step {step}", "problems"]]
     for way, found in curve.get(step, {}).items():
-        first = str(curve[0][way].accuracy) if 0 in curve else ""
-        table.append([_title(way), first, str(found.accuracy), str(found.num_problems)])
+        first = _cell(curve.get(0, {}), way, figure)
+        table.append([_title(way), first, _cell(curve[step], way, figure), str(found.num_problems)])
     return table
 
 
-def curve_table(curve: Curve, rows: Sequence[Mapping[str, float]]) -> list[list[str]]:
-    """Return reward and held-out accuracy at some steps, evenly spread."""
+def curve_table(curve: Curve, rows: Sequence[Mapping[str, float]], figure: Figure = "accuracy") -> list[list[str]]:
+    """Return reward and a held-out figure at some steps, evenly spread."""
     rewards = {round(row["step"]): row["reward"] for row in rows}
     names: Ways = next(iter(curve.values()), {})
-    table = [["step", f"reward, mean of {WINDOW} steps", *(f"accuracy {_title(way)}" for way in names)]]
+    table = [["step", f"reward, mean of {WINDOW} steps", *(f"{title(figure)} {_title(way)}" for way in names)]]
     for step in sorted({*_spread(list(rewards)), *_spread(sorted(curve))}):
         window = [rewards[each] for each in range(step - WINDOW + 1, step + 1) if each in rewards]
         reward = f"{sum(window) / len(window):.3f}" if window else ""
         ways = curve.get(step, {})
-        table.append([str(step), reward, *(str(ways[way].accuracy) if way in ways else "" for way in names)])
+        table.append([str(step), reward, *(_cell(ways, way, figure) for way in names)])
     return table
+
+
+def _cell(ways: Ways, way: str, figure: Figure) -> str:
+    estimate = ways[way].estimate(figure) if way in ways else None
+    return str(estimate or "")
 
 
 def _spread(steps: Sequence[int]) -> list[int]:

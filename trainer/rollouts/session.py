@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -17,12 +18,24 @@ from agents.rollout.groups import StepRollout, derive_seed
 from agents.types import EndReason, Trajectory, TrajectoryGroup
 from envs.checking.error_location import with_location
 from trainer.algorithms.advantages import Advantages
-from trainer.checkpoint.best_model import BestModel
 from trainer.checkpoint.model_card import ending_of, write_card
 from trainer.checkpoint.run_dir import BEST, EPISODES, MODEL
 from trainer.checkpoint.session import NOT_FINITE, RunSession
 from trainer.config.run import CheckpointConfig
-from trainer.evaluation.curve import Curve, Ways, curve_summary, evaluation_metrics, trained_accuracy, why_stop
+from trainer.evaluation.best_model import BEFORE, BestModel, resume_best
+from trainer.evaluation.curve import (
+    Curve,
+    Ways,
+    curve_summary,
+    evaluation_metrics,
+    figure_of,
+    intervals,
+    title,
+    trained,
+    values,
+    why_stop,
+)
+from trainer.evaluation.results import Figure
 from trainer.metrics.clock import StepClock
 from trainer.metrics.console import Display
 from trainer.metrics.curves import draw_rewards
@@ -77,7 +90,10 @@ class TrainingSession(RunSession[LoopState]):
         #: By step; the first is that of the policy at the start.
         self.evaluations: dict[int, Ways] = dict(state.evaluations)
         self.after: Ways = {}
-        self.best = BestModel.found(folder / BEST) if config.evaluation.eval_every else None
+        #: What the best step and patience go by.
+        self.figure: Figure = figure_of(config.evaluation, context.spec)
+        best = resume_best(folder, self.evaluations, state.step)
+        self.best = best.by(self.figure, self.evaluations) if best and config.evaluation.eval_every else None
         self.ends = Counter(state.ends)
         self._faults = set(state.faults)
         self._group_outcomes = Counter(state.group_outcomes)
@@ -97,7 +113,7 @@ class TrainingSession(RunSession[LoopState]):
     @property
     def stop_reason(self) -> str:
         """The reason to end the run before its last step: what it has measured, or what a callback said."""
-        return why_stop(self.evaluations, self.config.evaluation) or super().stop_reason
+        return why_stop(self.evaluations, self.config.evaluation, self.figure) or super().stop_reason
 
     def steps(self) -> Iterator[int]:
         """Yield the number of each step that is left; say first how long the start took."""
@@ -162,12 +178,17 @@ class TrainingSession(RunSession[LoopState]):
         return {self.step: found} if found else {}
 
     def _keep_best(self, found: Ways) -> None:
-        """Write the policy as the best one, if its accuracy is above that of all others."""
-        new = BestModel(self.step, next(iter(found)), trained_accuracy(found).value)
-        if self.best and new.accuracy <= self.best.accuracy:
+        """Write the policy as the best one, if its figure is above that of all others."""
+        best, estimate = self.best, trained(found, self.figure)
+        if estimate is None:
             return
+        new = BestModel(self.step, next(iter(found)), self.figure, estimate.value)
+        if best and (new == best or (new.step != best.step and new.value <= best.value)):
+            return
+        is_known = best is not None and best.step <= (self.checkpoints.newest_step or 0)
         try:
-            self.context.save_model(self.folder / BEST, new.files())
+            aside = self.folder / BEFORE if is_known else None
+            self.context.save_model(self.folder / BEST, new.files(), aside)
         except OSError as error:
             logger.warning(f"the best model so far, of step {self.step}, could not be written: {error}")
         else:
@@ -319,14 +340,16 @@ class TrainingSession(RunSession[LoopState]):
         return {
             "env": self.config.env.env,
             "seed": self.config.seed,
-            "accuracy_before": {name: e.accuracy.value for name, e in self.before.items()},
-            "accuracy_after": {name: e.accuracy.value for name, e in self.after.items()},
-            "interval_before": {name: [e.accuracy.low, e.accuracy.high] for name, e in self.before.items()},
-            "interval_after": {name: [e.accuracy.low, e.accuracy.high] for name, e in self.after.items()},
+            "accuracy_before": values(self.before, "accuracy"),
+            "accuracy_after": values(self.after, "accuracy"),
+            "mean_reward_before": values(self.before, "mean_reward"),
+            "mean_reward_after": values(self.after, "mean_reward"),
+            "interval_before": intervals(self.before),
+            "interval_after": intervals(self.after),
             "evaluation_before": {name: asdict(e) for name, e in self.before.items()},
             "evaluation_after": {name: asdict(e) for name, e in self.after.items()},
             "evaluations": curve_summary(self.curve),
-            "best": asdict(self.best) if self.best else None,
+            "best": self.best.record() if self.best else None,
             "num_updates": int(sum(row.get("num_updates", 0) for row in rows)),
             "max_rollout_train_kl": max((row[KL] for row in rows if KL in row), default=None),
             "end_reasons": dict(self.ends),
@@ -340,16 +363,18 @@ class TrainingSession(RunSession[LoopState]):
 
     def draw(self) -> None:
         """Draw reward and KL over the steps."""
-        estimates = {step: trained_accuracy(ways) for step, ways in self.curve.items()}
-        points = {step: (found.value, found.low, found.high) for step, found in estimates.items()}
-        title = f"{self.config.env.env}, seed {self.config.seed}"
-        draw_rewards(self.log.rows, points, self.folder / REWARD_CURVE, title)
+        estimates = {step: trained(ways, self.figure) for step, ways in self.curve.items()}
+        points = {step: (found.value, found.low, found.high) for step, found in estimates.items() if found}
+        name = f"{self.config.env.env}, seed {self.config.seed}"
+        draw_rewards(self.log.rows, points, self.folder / REWARD_CURVE, name, f"held-out {title(self.figure)}, 95 %")
 
     def save_model(self) -> None:
         """Write the weights as a Hugging Face folder, where the run has trained them, and the cards of its models."""
         if not self.config.trains:
             return
         self.context.save_model(self.folder / MODEL)
+        if self.best and self.best.step <= (self.checkpoints.newest_step or 0):
+            shutil.rmtree(self.folder / BEFORE, ignore_errors=True)
         rows, sees_images = self.log.rows, self.context.renderer.images is not None
         ending = ending_of(len(rows), self.num_steps, self.stopped_by, self.is_interrupted)
         for name, step in {MODEL: len(rows), **({BEST: self.best.step} if self.best else {})}.items():

@@ -73,9 +73,9 @@ class RunContext:
         """Return the messages to print at the end, given the metrics of all steps."""
         return []
 
-    def save_model(self, folder: Path, notes: Mapping[str, str] = {}) -> None:
+    def save_model(self, folder: Path, notes: Mapping[str, str] = {}, aside: Path | None = None) -> None:
         """Write weights, tokenizer, template and image processor as a Hugging Face folder, with `notes` as files."""
-        save_model(self.learner, self.renderer, folder, notes)
+        save_model(self.learner, self.renderer, folder, notes, aside)
 
     def close(self) -> None:
         """Stop the processes of learner and servers."""
@@ -88,8 +88,13 @@ class RunContext:
             remove_run(self.folder)
 
 
-def save_model(learner: Learner, renderer: Renderer, folder: Path, notes: Mapping[str, str] = {}) -> None:
-    """Replace a model folder by `write_model`'s, with `notes` as further files; it is always complete or absent."""
+def save_model(
+    learner: Learner, renderer: Renderer, folder: Path, notes: Mapping[str, str] = {}, aside: Path | None = None
+) -> None:
+    """Replace a model folder by `write_model`'s, with `notes` as further files; it is always complete or absent.
+
+    The old one is deleted, or kept as `aside`.
+    """
     part = folder.with_name(f"{folder.name}.writing")  # a killed process leaves no partial model under the final name
     old = folder.with_name(f"{folder.name}.old")
     for left in (part, old):
@@ -97,7 +102,10 @@ def save_model(learner: Learner, renderer: Renderer, folder: Path, notes: Mappin
     write_model(learner, renderer, part)
     for name, text in notes.items():
         (part / name).write_text(text, encoding="utf-8")
-    if folder.exists():  # moved away first: to delete it takes time
+    if folder.exists() and aside:
+        shutil.rmtree(aside, ignore_errors=True)
+        folder.rename(aside)
+    elif folder.exists():  # moved away first: to delete it takes time
         folder.rename(old)
     part.rename(folder)
     shutil.rmtree(old, ignore_errors=True)

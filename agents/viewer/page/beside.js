@@ -61,7 +61,7 @@ function besideColumn(column, others, color, isReference, onPick) {
       ".beside-figures",
       make("span.reward-chip", {
         text: reward(columns.reward[place]),
-        data: { tone: rewardTone(columns.reward[place]) },
+        data: { tone: rewardTone(columns.reward[place], columns, [place]) },
         title: "reward",
       }),
       isNumber(columns.advantage[place]) &&

@@ -129,8 +129,8 @@ function compareHead() {
     ["episodes", (run) => count(run.size)],
     ["steps", (run) => count(run.metrics.length)],
   ];
-  for (const way of new Set(app.runs.flatMap((run) => accuracies(run.summary || {}).map(([name]) => name)))) {
-    rows.unshift([way, (run) => (accuracies(run.summary || {}).find(([name]) => name === way) || [])[1] || NONE]);
+  for (const way of new Set(app.runs.flatMap((run) => heldOut(run.summary || {}).map(([name]) => name)))) {
+    rows.unshift([way, (run) => (heldOut(run.summary || {}).find(([name]) => name === way) || [])[1] || NONE]);
   }
   const figures = rows.map(([name, say]) =>
     make(
@@ -157,7 +157,7 @@ function problemColumns(problems) {
     const found = number ? problem.second : problem.first,
       times = problem.places[number].length;
     cell.textContent = times ? `${reward(found)}${times > 1 ? ` (${times})` : ""}` : NONE;
-    cell.dataset.tone = rewardTone(found);
+    cell.dataset.tone = rewardTone(found, app.runs[number].columns, problem.places[number]);
   };
   const sample = (problem) => {
     const k = problem.places[0].length ? 0 : 1;

@@ -104,7 +104,7 @@ function listHref(run) {
 function verdict(run, place) {
   const { columns } = run;
   return [
-    ["reward", reward(columns.reward[place]), rewardTone(columns.reward[place])],
+    ["reward", reward(columns.reward[place]), rewardTone(columns.reward[place], columns, [place])],
     ["advantage", signed(columns.advantage[place])],
     ["end", spaced(columns.end_reason[place]), endTone(columns.end_reason[place])],
     columns.fate[place] && ["fate", visible(columns.fate[place])],

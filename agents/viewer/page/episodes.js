@@ -175,7 +175,7 @@ function episodeColumns(run) {
   return [
     { name: "image", title: "", kind: "thumb", fill: (cell, place, row) => thumbnail(run, cell, place, row) },
     { name: "id", title: "episode", kind: "id", fill: (cell, place) => fillId(run, cell, place) },
-    { ...figureColumn(columns, "reward", "reward", reward), toneOf: (place) => rewardTone(columns.reward[place]) },
+    { ...figureColumn(columns, "reward", "reward", reward), toneOf: (place) => rewardTone(columns.reward[place], columns, [place]) },
     {
       ...figureColumn(columns, "end_reason", "end", (value) => spaced(value || NONE)),
       kind: "end",
@@ -209,8 +209,11 @@ function textColumn(columns, name, title) {
   return { name, title, kind: "long", fill };
 }
 
-function rewardTone(value) {
-  return !isNumber(value) ? "none" : value <= 0 ? "low" : value >= 1 ? "high" : "mid";
+/* The tone of a reward, or of the mean reward of several episodes: high where all are a success. */
+function rewardTone(value, { success }, places) {
+  if (!isNumber(value)) return "none";
+  if (places.length && places.every((place) => success[place])) return "high";
+  return value <= 0 ? "low" : "mid";
 }
 
 function thumbnail(run, cell, place, row) {

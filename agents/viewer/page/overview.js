@@ -1,9 +1,10 @@
 /* The overview of a run: key figures, curves, distributions, and episodes worth a look. */
 
+/* Of several names the first that the run has. */
 const FIRST_METRICS = [
   "reward",
-  "eval/with_tool/accuracy",
-  "eval/no_tools/accuracy",
+  ["eval/with_tool/accuracy", "eval/with_tool/reward"],
+  ["eval/no_tools/accuracy", "eval/no_tools/reward"],
   "turns",
   "rollout_train_kl",
   "entropy",
@@ -74,10 +75,14 @@ function overviewHead(run) {
 
 /* [[name, value, note, change], ...] */
 function keyFigures(run) {
-  const found = accuracies(run.summary || {});
-  const { accuracy: highest, step: bestStep } = (run.summary && run.summary.best) || {};
-  if (isNumber(highest) && isNumber(bestStep))
-    found.push(["best accuracy", percent(highest), `held out, after step ${count(bestStep)}`]);
+  const found = heldOut(run.summary || {});
+  const best = (run.summary && run.summary.best) || {};
+  if (isNumber(best.step)) {
+    const [name, value] = isNumber(best.accuracy)
+      ? ["best accuracy", percent(best.accuracy)]
+      : ["best mean reward", reward(best.mean_reward)];
+    found.push([name, value, `held out, after step ${count(best.step)}`]);
+  }
   const rewards = metricPoints(run, "reward");
   if (rewards.length > 1)
     found.push([
@@ -106,19 +111,24 @@ function keyFigures(run) {
   return found;
 }
 
-/* Accuracy before and after training for each way of the summary: [[name, value, note, change], ...] */
-function accuracies({ accuracy_before: before, accuracy_after: after, interval_after: interval }) {
+/* Accuracy before and after training for each way of the summary, or mean reward where the environment knows no
+   success: [[name, value, note, change], ...] */
+function heldOut(summary) {
   const isTable = (value) => value && typeof value === "object";
+  const has = (name) => isTable(summary[name]) && Object.keys(summary[name]).length > 0;
+  const hasSuccess = has("accuracy_before") || has("accuracy_after");
+  const [name, title, say] = hasSuccess ? ["accuracy", "accuracy", percent] : ["mean_reward", "mean reward", reward];
+  const [before, after, interval] = [summary[`${name}_before`], summary[`${name}_after`], summary.interval_after];
   const ways = isTable(after) ? Object.keys(after) : isTable(before) ? Object.keys(before) : [];
   return ways.map((way) => {
     const [from, to] = [isTable(before) ? before[way] : null, isTable(after) ? after[way] : null];
     const [low, high] = (isTable(interval) && interval[way]) || [];
     const text =
-      isNumber(from) && isNumber(to) ? `${percent(from)} → ${percent(to)}` : percent(isNumber(to) ? to : from);
+      isNumber(from) && isNumber(to) ? `${say(from)} → ${say(to)}` : say(isNumber(to) ? to : from);
     return [
-      `accuracy ${way.replaceAll("_", " ")}`,
+      `${title} ${way.replaceAll("_", " ")}`,
       text,
-      isNumber(low) ? `95%: ${percent(low)} to ${percent(high)}` : "",
+      isNumber(low) ? `95%: ${say(low)} to ${say(high)}` : "",
       isNumber(from) && isNumber(to) ? Math.sign(to - from) : 0,
     ];
   });
@@ -146,7 +156,8 @@ function mean(values) {
 function overviewCurves(run, state, changed) {
   const names = metricNames([run]);
   if (!names.length) return [];
-  const shown = (state.metrics || FIRST_METRICS).filter((name) => names.includes(name));
+  const has = (name) => names.includes(name);
+  const shown = (state.metrics || FIRST_METRICS.map((choice) => [choice].flat().find(has))).filter(has);
   const pick = (metrics) => {
     state.metrics = metrics;
     changed();

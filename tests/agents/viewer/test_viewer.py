@@ -114,6 +114,7 @@ def test_every_figure_of_the_overview_is_that_of_the_recording(tmp_path: Path) -
         "sample_id": ["sample", "sum-3"],
         "label": ["", "5"],
         "reward": [0.0, 0.25],
+        "success": [False, False],
         "advantage": [None, -0.5],
         "fate": ["", "train"],
         "end_reason": ["env_error", "completed"],

@@ -228,6 +228,47 @@ def test_rewards_are_held_against_the_range_of_the_entry() -> None:
     assert failed(Graded, reward_max_val=2.0, reward_min_val=-1.0) == {}
 
 
+class ShapedShop(Shop):
+    """Wins with 0.88, as a game that counts moves does."""
+
+    def reward(self, final_text: str) -> float:
+        return 0.88 * super().reward(final_text)
+
+    def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
+        observation, done, info = super().step(response_text)
+        return observation, done, {**info, "is_success": done and super().reward(response_text) == 1.0}
+
+
+@pytest.mark.parametrize("success", [0.88, 0.5, "is_success"])
+def test_a_solution_of_a_shaped_reward_passes_where_the_entry_says_what_success_is(success: Any) -> None:
+    assert failed(ShapedShop, success=success) == {}
+
+
+def test_a_solution_that_is_no_success_fails_and_says_what_to_write() -> None:
+    assert "solution() 0.88; best is 1; if that is a success, write success: 0.88" in failed(ShapedShop)["gold answer"]
+    assert "success is a reward of at least 0.9" in failed(ShapedShop, success=0.9)["gold answer"]
+    misspelt = failed(ShapedShop, success="is_sucess")["gold answer"]
+    assert "success is a true 'is_sucess' in the episode's info, which has tool_calls; is_success" in misspelt
+
+
+def test_without_a_success_no_answer_is_right_or_wrong() -> None:
+    findings = check_env(spec_of(ShapedShop, success="none"), num_samples=2)
+    assert [finding for finding in findings if finding.passed is False] == []
+    detail = "the entry says success: none; rewards: 0.88"
+    assert found(findings, "gold answer") == Finding("gold answer", None, detail)
+
+
+class Summed(Shop):
+    def reward(self, final_text: str) -> float:
+        return 20.0 * super().reward(final_text) - 5.0
+
+
+def test_an_entry_that_says_what_success_is_declares_only_the_bounds_that_it_names() -> None:
+    assert failed(Summed, success=15) == {}
+    assert "above the reward_max_val 10" in failed(Summed, success=15, reward_max_val=10.0)["wrong answers"]
+    assert "below the reward_min_val -1" in failed(Summed, success="none", reward_min_val=-1.0)["wrong answers"]
+
+
 class Pictures(Shop):
     @tool
     def price(self, fruit: str) -> Any:

@@ -40,6 +40,7 @@ NEEDED = {
     "lora_alpha": {("learner", "lora_rank"): 4},
     "lora_targets": {("learner", "lora_rank"): 4},
     "loss_constant": {("algorithm", "aggregation"): "constant"},
+    "best_by": {("evaluation", "eval_every"): 2},
     "stop_at_accuracy": {("evaluation", "eval_every"): 2},
     "patience": {("evaluation", "eval_every"): 2},
     "keep_kv_cache": {("rollout", "max_staleness"): 1},
@@ -159,7 +160,7 @@ def test_a_resumed_run_stays_the_run_that_it_was(path: FieldPath) -> None:
     other = RunConfig.model_validate(nested(given(path)))
     base = RunConfig.model_validate(nested(MEGATRON if NEEDED.get(path[-1], {}).keys() & MEGATRON else {}))
     adapters = {"lora_rank", "lora_alpha", "lora_targets"}
-    fixed = {"seed", "problems_per_step", "group_size", "freeze_vision", "out", "name", "backend"} | adapters
+    fixed = {"tools", "seed", "problems_per_step", "group_size", "freeze_vision", "out", "name", "backend"} | adapters
     if path[0] in ("env", "data", "model") or path[-1] in fixed:
         with pytest.raises(UserError, match="must stay as in the run, which has"):
             check_resumable(other, base)

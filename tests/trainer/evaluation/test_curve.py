@@ -10,6 +10,8 @@ from trainer.evaluation.curve import Curve, best_step, curve_summary, evaluation
 from trainer.evaluation.results import EpisodeResult, Evaluation, ProblemResult, summarise
 from trainer.evaluation.statistics import Intervals
 
+HOW = Intervals(resamples=200)
+
 
 def evaluation(num_right: int) -> Evaluation:
     """Return the evaluation of ten problems of which some are right, in two turns each."""
@@ -52,6 +54,32 @@ def test_a_run_stops_at_an_accuracy_or_when_its_patience_is_over(
     right: dict[str, int], config: dict[str, float], reason: str
 ) -> None:
     assert why_stop(curve(**right), EvaluationConfig.model_validate({"eval_every": 10, **config})) == reason
+
+
+def test_without_a_success_best_step_and_patience_go_by_the_mean_reward() -> None:
+    def rewarded(reward: float) -> Evaluation:
+        return summarise(
+            [ProblemResult(0, "p", {}, (EpisodeResult(reward, None, EndReason.COMPLETED, 1, 9),))], (1,), HOW
+        )
+
+    found = {step: {"with_tool": rewarded(reward)} for step, reward in {0: -9.0, 10: -4.0, 20: -5.0}.items()}
+    assert best_step(found, "mean_reward") == 10 and best_step(found, "accuracy") is None
+    config = EvaluationConfig(eval_every=10, patience=1)
+    reason = "--patience 1 evaluations without a held-out mean reward above the -4.000 of step 10"
+    assert why_stop(found, config, "mean_reward") == reason
+    metrics = evaluation_metrics(found[10])
+    assert metrics["eval/with_tool/reward"] == -4 and "eval/with_tool/accuracy" not in metrics
+    assert metrics["eval/with_tool/reward_low"] <= -4 <= metrics["eval/with_tool/reward_high"]
+    (first, *_) = curve_summary(found)
+    assert first["accuracy"] == {} and first["mean_reward"] == {"with_tool": -9.0} and first["interval"]["with_tool"]
+
+
+def test_a_step_whose_episodes_all_broke_is_never_the_best() -> None:
+    broken = ProblemResult(0, "p", {}, (EpisodeResult(0.0, None, EndReason.ENV_ERROR, 1, 9),))
+    ways = {"with_tool": summarise([broken], (1,), HOW)}
+    assert best_step({0: ways}, "mean_reward") is None
+    assert why_stop({0: ways}, EvaluationConfig(eval_every=1, patience=1), "mean_reward") == ""
+    assert curve_summary({0: ways})[0]["interval"] == {}
 
 
 def test_nothing_stops_a_run_that_does_not_evaluate_between_steps() -> None:

@@ -13,8 +13,10 @@ from agents.rendering.renderer import Renderer
 from agents.rollout.episode import Episode, Limits
 from agents.types import Completion, GenerateRequest
 from envs.env import Env, EnvArgs
+from envs.errors import UserError
 from envs.geo3k.env import build_env
-from envs.spec import EnvLimits
+from envs.spec import EnvLimits, EnvSpec
+from envs.success import Success
 from envs.tool_calls.thinking import Thinking
 from envs.types import Sample
 from tests.builders import sampling
@@ -279,3 +281,95 @@ def test_an_environment_without_tools_is_evaluated_in_one_way() -> None:
         ("without_tool", 1, False),
     ]
     assert [(w.name, w.max_turns) for w in ways(6, False)] == [("no_tools", 6)]
+
+
+def test_where_tools_are_required_nothing_is_played_without_them() -> None:
+    for tools in ("both", "on"):
+        assert [w.name for w in ways(3, True, tools, required=True)] == ["with_tool"]
+    with pytest.raises(UserError, match="--tools: cannot be off where the environment's entry says tools: required"):
+        ways(3, True, "off", required=True)
+    assert [w.name for w in ways(3, True, "off")] == ["without_tool"]
+    assert [w.name for w in ways(3, False, "off", required=True)] == ["no_tools"]  # text is all there is
+
+
+class Shaped(Env):
+    """Rewards 0.955 for "good" and 0.1 for all else; its last info says which."""
+
+    def reset(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        return {}, {}
+
+    def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
+        self.is_good = response_text == "good"
+        return {}, True, {"is_success": self.is_good}
+
+    def format_observation(self, observation: dict[str, Any]) -> dict[str, Any]:
+        return {"role": "user", "content": ""}
+
+    def reward(self, final_text: str) -> float:
+        return 0.955 if self.is_good else 0.1
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("success", "right"),
+    [
+        (Success(1.0), [False, False]),
+        (Success(0.9), [True, False]),
+        (Success(key="is_success"), [True, False]),
+        (None, [None, None]),
+    ],
+)
+def test_the_environments_success_decides_what_is_right(
+    renderer: Renderer, success: Success | None, right: list[bool | None]
+) -> None:
+    options = EvaluationOptions(success=success, grades_first_turn=True)
+    write = lambda number, turn: "good" if number == 0 else "bad"  # noqa: E731
+    play = play_of(renderer, write, problems(2), options, lambda sample, args: Shaped(), max_turns=1)
+    asyncio.run(play.run())
+    episodes = [episode for result in play.results for episode in result.episodes]
+    assert [e.is_right for e in episodes] == right
+    found = summarise(play.results, (1,), Intervals())
+    assert found.mean_reward is not None and found.mean_reward.value == pytest.approx(0.5275)
+    assert found.main == ("accuracy" if success else "mean_reward")
+    if success is None:
+        assert (found.accuracy, found.first_turn, found.second_attempts, found.pass_at) == (None, None, None, {})
+        assert found.by_tag["level"]["1"].value == 0.1 and found.ends["completed"].accuracy is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "doubt"),
+    [
+        ({}, "the mean reward is 0.1, and a success is a reward of at least 1"),
+        ({"reward_max_val": 0.05}, "the mean reward is 0.1, and a success is a reward of at least 0.05"),
+        ({"success": "is_sucess"}, "'is_sucess', a key that no episode's info has; did you mean 'is_success'?"),
+        ({"success": "is_success"}, ""),
+        ({"success": 1.0}, ""),
+        ({"success": "none"}, ""),
+    ],
+)
+def test_a_success_that_the_rewards_do_not_fit_is_doubted(renderer: Renderer, keys: dict[str, Any], doubt: str) -> None:
+    entry = {"id": "x", "entry_point": "a:b", "description": "x", "max_turns": 1, "reward_min_val": 0.0, **keys}
+    spec = EnvSpec.model_validate(entry)
+    options = EvaluationOptions(success=spec.success_rule)
+    play = play_of(renderer, lambda *_: "bad", problems(2), options, lambda sample, args: Shaped(), max_turns=1)
+    asyncio.run(play.run())
+    said = play.doubt(spec, summarise(play.results, (1,), Intervals()))
+    assert doubt in said and bool(doubt) is bool(said)
+
+
+@pytest.mark.parametrize(("score", "first"), [(0.95, True), (0.5, False), (10**400, True), (float("nan"), False)])
+def test_an_answer_that_a_step_scored_is_right_by_the_same_rule(renderer: Renderer, score: Any, first: bool) -> None:
+    class Scored(Shaped):
+        def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
+            return {}, self.is_done(response_text), {"tool_score": score}
+
+        def is_done(self, text: str) -> bool:
+            self.is_good = text == "good"
+            return self.is_good
+
+    options = EvaluationOptions(success=Success(0.9), grades_first_turn=True)
+    write = lambda number, turn: "bad" if turn == 0 else "good"  # noqa: E731
+    (e,) = played(renderer, write, problems(1), options=options, make=lambda sample, args: Scored())
+    assert (e.is_right, e.is_first_turn_right, e.attempts[0]) == (True, first, first)

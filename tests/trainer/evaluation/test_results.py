@@ -142,6 +142,18 @@ def test_the_difference_is_paired_by_problem() -> None:
     assert d.accuracy.low < 0 < d.accuracy.high
 
 
+def test_without_a_success_the_difference_is_of_mean_rewards_of_the_problems_that_both_know() -> None:
+    def rewarded(*rewards: float | None) -> list[ProblemResult]:
+        ends = {True: EndReason.ENV_ERROR, False: EndReason.COMPLETED}
+        every = [EpisodeResult(reward or 0.0, None, ends[reward is None], 1, 9) for reward in rewards]
+        return [problem(number, each) for number, each in enumerate(every)]
+
+    d = compare(rewarded(3.0, 1.0, None), rewarded(1.0, 2.0, 5.0), HOW)
+    assert d is not None and (d.accuracy, d.p_value) == (None, None)
+    assert d.mean_reward is not None and (d.mean_reward.value, d.mean_reward.num_problems) == (0.5, 2)
+    assert compare(rewarded(None), rewarded(1.0), HOW) is None
+
+
 def test_pairing_makes_the_difference_surer_than_its_parts() -> None:
     first = singles(*[n % 2 == 0 for n in range(100)])
     second = singles(*[n % 2 == 0 and n != 0 for n in range(100)])

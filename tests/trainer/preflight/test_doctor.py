@@ -24,6 +24,7 @@ from agents.model import STARTER_PATH
 from envs.config.cli import parse
 from envs.config.settings import leaves
 from envs.errors import UserError
+from envs.success import Success
 from tests.agents.rendering.template_cases import OWN_TEMPLATES, QWEN_TEMPLATES, renderer_for
 from tests.builders import trajectory
 from tests.paths import ROOT
@@ -443,19 +444,19 @@ def test_an_engine_that_keeps_anything_of_older_weights_is_stale() -> None:
 
 
 def test_gold_answers_fail_as_a_whole_when_more_than_half_do() -> None:
-    right, wrong = AnswerRewards("a", "1", 1.0, 0.0), AnswerRewards("b", "2", 0.0, 0.0)
-    assert check_answers([right] * 3, best=1.0).status == "ok"
-    assert check_answers([right, right, wrong, wrong], best=1.0).status == "warning"
-    assert check_answers([right, wrong, wrong], best=1.0).status == "fault"
-    assert "sample b (label '2') gets 0" in check_answers([right, wrong], best=1.0).found
-    assert check_answers([replace(right, wrong=1.0)], best=1.0).status == "fault"
+    best = Success(1.0)
+    right, wrong = AnswerRewards("a", "1", 1.0, 0.0, is_solved=True), AnswerRewards("b", "2", 0.0, 0.0)
+    assert check_answers([right] * 3, best).status == "ok"
+    assert check_answers([right, right, wrong, wrong], best).status == "warning"
+    assert check_answers([right, wrong, wrong], best).status == "fault"
+    assert "sample b (label '2') gets 0" in check_answers([right, wrong], best).found
+    assert check_answers([replace(right, wrong=1.0, is_fooled=True)], best).status == "fault"
     # A reward with a cost is doubted, one with a bonus is sound.
-    assert check_answers([replace(right, gold=0.99)] * 3, best=1.0).status == "warning"
-    assert check_answers([replace(right, gold=1.1)] * 3, best=1.0).status == "ok"
-    assert check_answers([AnswerRewards("c", None, None, None)], best=1.0).status == "skipped"
+    assert check_answers([replace(right, gold=0.99, is_solved=False)] * 3, best).status == "warning"
+    assert check_answers([replace(right, gold=1.1)] * 3, best).status == "ok"
+    assert check_answers([AnswerRewards("c", None, None, None)], best).status == "skipped"
     assert (
-        check_answers([AnswerRewards("d", "4", None, None, error="KeyError: 2 (shop.py:12)")], best=1.0).status
-        == "fault"
+        check_answers([AnswerRewards("d", "4", None, None, error="KeyError: 2 (shop.py:12)")], best).status == "fault"
     )
 
 

@@ -24,8 +24,8 @@ from tests.processes import Command
 from tests.recordings import lines_of
 from tests.trainer.runs import drawing, episodes_of, metrics_of, state_of
 from tests.trainer.test_run import SMALL, train
-from trainer.checkpoint.best_model import RECORD
 from trainer.evaluate import run as evaluate
+from trainer.evaluation.best_model import RECORD
 from trainer.run import run
 
 STEPS = 4
@@ -261,6 +261,32 @@ def test_a_run_stops_at_an_accuracy(checkpoint: Path, lucky: list[str], tmp_path
     summary = train(checkpoint, tmp_path / "run", *lucky, "--eval-every", "1", "--stop-at-accuracy", "0.3", steps=3)
     reached = [point["step"] for point in summary["evaluations"] if point["accuracy"]["with_tool"] >= 0.3]
     assert reached == [summary["steps_done"]] and "has reached --stop-at-accuracy 0.3" in summary["stop_reason"]
+
+
+def test_a_run_without_a_success_goes_by_the_mean_reward(
+    checkpoint: Path, lucky: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    none = [*lucky, "--success", "none", "--eval-every", "1", "--tools", "on"]
+    with pytest.raises(
+        UserError, match=r"--stop-at-accuracy: needs an environment that says what a success is.*--success"
+    ):
+        run(["--model", str(checkpoint), *none, "--stop-at-accuracy", "0.5"])
+    summary = train(checkpoint, tmp_path / "run", *none)
+    assert summary["accuracy_after"] == {} and set(summary["mean_reward_after"]) == {"with_tool"}
+    reached = {point["step"]: point["mean_reward"]["with_tool"] for point in summary["evaluations"]}
+    highest = max(reached.values())
+    step = min(step for step, reward in reached.items() if reward == highest)
+    assert summary["best"] == {"step": step, "way": "with_tool", "mean_reward": highest}
+    assert "Held-out mean reward, 3 problems" in capsys.readouterr().out
+    assert "| with tool |" in (tmp_path / "run" / "model" / "README.md").read_text()
+
+
+def test_the_best_model_can_be_chosen_by_the_reward_where_there_is_a_success(
+    checkpoint: Path, lucky: list[str], tmp_path: Path
+) -> None:
+    summary = train(checkpoint, tmp_path / "run", *lucky, "--eval-every", "1", "--best-by", "reward")
+    reached = [point["mean_reward"]["with_tool"] for point in summary["evaluations"]]
+    assert summary["best"]["mean_reward"] == max(reached) and summary["accuracy_after"].keys() == WAYS
 
 
 @pytest.mark.parametrize(

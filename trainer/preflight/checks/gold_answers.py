@@ -1,4 +1,4 @@
-"""Checks the grader on the run's own problems: a right answer must get the best reward, and a wrong one must not.
+"""Checks the grader on the run's own problems: a right answer must be a success, and a wrong one must not.
 
 It plays the same scripts as `python -m envs.check`, but on the problems of the run.
 """
@@ -12,43 +12,58 @@ from envs.checking.answers import answer_scripts
 from envs.checking.episodes import Kind, PlayedEpisode, PlayOptions, Script, checked_prompt, play_episode
 from envs.env import EnvArgs
 from envs.spec import BuildEnv, EnvLimits
+from envs.success import Success
 from envs.types import Sample, SampleSource
 from trainer.preflight.finding import Verdict, fault, ok, skipped, warning
 
 #: The names of the wrong scripts that are played on each problem.
 WRONG = ("no answer", "a wrong answer")
-#: How far below the best reward a sum of floats may end.
-SLACK = 1e-6
 
 
 @dataclass(frozen=True)
 class AnswerRewards:
     """The best rewards that the right and the wrong answers of a problem got; None if unknown or not tried.
 
-    `error` says what broke the environment. Example: `AnswerRewards("geo3k-1", "68", gold=1.0, wrong=0.0)`.
+    `is_solved`: a right answer was a success; `is_fooled`: a wrong one was. `error` says what broke the environment.
+
+    Example: `AnswerRewards("geo3k-1", "68", gold=1.0, wrong=0.0, is_solved=True)`.
     """
 
     sample_id: str
     label: str | None
     gold: float | None
     wrong: float | None
+    is_solved: bool = False
+    is_fooled: bool = False
     error: str = ""
 
 
 async def grade_answers(
-    samples: SampleSource, build_env: BuildEnv, args: EnvArgs, limits: EnvLimits, count: int, with_wrong: bool
+    samples: SampleSource,
+    build_env: BuildEnv,
+    args: EnvArgs,
+    limits: EnvLimits,
+    success: Success,
+    count: int,
+    with_wrong: bool,
 ) -> list[AnswerRewards]:
     """Play right and, if wanted, wrong answers on the first problems.
 
-    The forms of a right answer are played until one gets the best reward.
+    The forms of a right answer are played until one is a success.
     """
     chosen = [samples[index] for index in range(min(count, len(samples)))]
     labels = [sample.label for sample in chosen if sample.label is not None]
-    return [await _grade(sample, labels, build_env, args, limits, with_wrong) for sample in chosen]
+    return [await _grade(sample, labels, build_env, args, limits, success, with_wrong) for sample in chosen]
 
 
 async def _grade(
-    sample: Sample, labels: Sequence[str], build_env: BuildEnv, args: EnvArgs, limits: EnvLimits, with_wrong: bool
+    sample: Sample,
+    labels: Sequence[str],
+    build_env: BuildEnv,
+    args: EnvArgs,
+    limits: EnvLimits,
+    success: Success,
+    with_wrong: bool,
 ) -> AnswerRewards:
     prompt = checked_prompt(sample)
 
@@ -58,7 +73,8 @@ async def _grade(
         )
 
     survey = await played(Script("survey", "no turn at all"), PlayOptions(read_solution=True))
-    rewards = AnswerRewards(sample.id, sample.label, None, None, survey.fault.summary if survey.fault else "")
+    error = survey.fault.summary if survey.fault else ""
+    rewards = AnswerRewards(sample.id, sample.label, None, None, error=error)
     if survey.fault:
         return rewards
     scripts = answer_scripts(survey, labels, args)
@@ -72,17 +88,19 @@ async def _grade(
             rewards = replace(rewards, error=found.fault.summary if found.fault else "no reward")
         elif rewards.gold is None or found.reward > rewards.gold:
             rewards = replace(rewards, gold=found.reward)
-        if found.reward is not None and found.reward >= args.reward_max_val - SLACK:
+        if found.is_success(success):
+            rewards = replace(rewards, is_solved=True)
             break
     for script in of("wrong") if with_wrong else ():
         found = await played(script) if script.name in WRONG else None
         if found is not None and found.reward is not None:
-            rewards = replace(rewards, wrong=max(found.reward, rewards.wrong or found.reward))
+            wrong = found.reward if rewards.wrong is None else max(found.reward, rewards.wrong)
+            rewards = replace(rewards, wrong=wrong, is_fooled=rewards.is_fooled or found.is_success(success))
     return rewards
 
 
-def check_answers(rewards: Sequence[AnswerRewards], best: float, worst: float = 0.0) -> Verdict:
-    """Return whether right answers get the best reward or more, and wrong answers less.
+def check_answers(rewards: Sequence[AnswerRewards], success: Success, worst: float = 0.0) -> Verdict:
+    """Return whether right answers are a success, and wrong answers not.
 
     If a few right answers fail, their labels cannot be graded: a warning. If half of them fail, the grader does not
     work: a fault.
@@ -90,25 +108,27 @@ def check_answers(rewards: Sequence[AnswerRewards], best: float, worst: float = 
     known = [each for each in rewards if each.gold is not None or each.error]
     if not known:
         return skipped("no solution() and no label that is an answer, so no right answer is known")
-    right = [each for each in known if each.gold is not None and each.gold >= best - SLACK]
+    right = [each for each in known if each.is_solved]
     wrong = [each for each in known if each not in right]
     # A shaped reward, for instance with a cost for length, may never reach the best; but it is above the worst.
     worthless = [each for each in wrong if each.gold is None or each.gold <= worst]
-    found = f"{len(right)} of {len(known)} gold answers get {best:g}"
+    needed = f"a true '{success.key}'" if success.key else f"{success.reward:g}"
+    found = f"{len(right)} of {len(known)} gold answers get {needed}"
     if wrong:
         first = wrong[0]
         got = first.error if first.gold is None else f"gets {first.gold:g}"
         found += f"; the first that does not: sample {first.sample_id} (label {first.label!r:.60}) {got}"
         fix = (
             "fix the grader, --grader or the rows: python -m envs.check shows each episode; "
-            "where the label is no answer, as in a game, write grader: none in the entry"
+            "where the label is no answer, as in a game, write grader: none in the entry; where another reward is a "
+            "success, success: 0.9, a key of the info, or none"
         )
         return fault(found, fix) if 2 * len(worthless) > len(known) else warning(found, fix)
     tried = [each for each in known if each.wrong is not None]
-    fooled = [each for each in tried if each.wrong is not None and each.wrong >= best]
+    fooled = [each for each in tried if each.is_fooled]
     if fooled:
         count = f"{len(fooled)} of {len(tried)} problems"
-        found = f"wrong answers get {best:g} on {count}, the first is sample {fooled[0].sample_id}"
+        found = f"wrong answers get {needed} on {count}, the first is sample {fooled[0].sample_id}"
         fix = "fix the grader: it must not reward every text"
         return fault(found, fix) if len(fooled) == len(tried) else warning(found, fix)
     return ok(f"{found}{f', wrong ones less on all {len(tried)}' if tried else ''}")

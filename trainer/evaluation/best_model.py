@@ -1,0 +1,101 @@
+"""The model folder `best` of a run: the weights with the best held-out figure so far, and what they reached.
+
+The folder itself says which step it is of. A resumed run takes the steps after its checkpoint again, so it keeps only
+a model that the checkpoint's evaluations know: `best`, or else the one before it, which stays as `best.before` until a
+checkpoint knows of the new one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from agents.cli.text import path_text
+from agents.recording.append_log import ABANDONED
+from trainer.checkpoint.run_dir import BEST
+from trainer.evaluation.curve import Curve, trained
+from trainer.evaluation.results import Figure
+
+logger = logging.getLogger(__name__)
+
+#: The file of the folder that says so.
+RECORD = "best.json"
+#: The folder of the best model before this one.
+BEFORE = "best.before"
+
+
+@dataclass(frozen=True)
+class BestModel:
+    """The step of the best weights, and their figure in the way of playing that is trained.
+
+    Example: `BestModel(step=30, way="with_tool", figure="accuracy", value=0.61)`.
+    """
+
+    step: int
+    way: str
+    figure: Figure
+    value: float
+
+    @classmethod
+    def found(cls, folder: Path) -> BestModel | None:
+        """Return what a model folder says; None where there is no such folder, or a killed process left half of one."""
+        try:
+            record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+            figure: Figure = "accuracy" if "accuracy" in record else "mean_reward"
+            return cls(record["step"], record["way"], figure, record[figure])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def record(self) -> dict[str, object]:
+        """Return what the folder's file and the run's summary say."""
+        return {"step": self.step, "way": self.way, self.figure: self.value}
+
+    def files(self) -> dict[str, str]:
+        """Return the file for the model folder, by name."""
+        return {RECORD: json.dumps(self.record()) + "\n"}
+
+    def is_of(self, evaluations: Curve, step: int) -> bool:
+        """Return whether a run with these evaluations by `step` has reached this figure.
+
+        The evaluation at a run's start or end is in no checkpoint, but the weights of `step` are the run's own.
+        """
+        if self.step not in evaluations:
+            return self.step == step
+        estimate = trained(evaluations[self.step], self.figure)
+        return estimate is not None and estimate.value == self.value
+
+    def by(self, figure: Figure, evaluations: Curve) -> BestModel | None:
+        """Return the same model with another figure, where that is known."""
+        if figure == self.figure:
+            return self
+        estimate = trained(evaluations[self.step], figure) if self.step in evaluations else None
+        return BestModel(self.step, self.way, figure, estimate.value) if estimate else None
+
+
+def resume_best(folder: Path, evaluations: Curve, step: int) -> BestModel | None:
+    """Return the best model of a run folder that resumes after `step`; None where it has none.
+
+    A model of steps that the run takes again is moved to `abandoned/`.
+    """
+    for path in (folder / BEST, folder / BEFORE):
+        if not path.is_dir():
+            continue
+        best = BestModel.found(path)
+        if best and best.is_of(evaluations, step):
+            if path.name != BEST:
+                path.rename(folder / BEST)
+            return best
+        _abandon(path, best)
+    return None
+
+
+def _abandon(path: Path, best: BestModel | None) -> None:
+    step = f"step-{best.step}" if best else "unknown"
+    numbers = (f"{BEST}-{step}{f'-{number}' if number else ''}" for number in itertools.count())
+    aside = next(each for name in numbers if not (each := path.parent / ABANDONED / name).exists())
+    aside.parent.mkdir(exist_ok=True)
+    path.rename(aside)
+    logger.warning(f"{path.name} is of a step that the run takes again or never took: it is now {path_text(aside)}")
