@@ -210,7 +210,7 @@ function textColumn(columns, name, title) {
 }
 
 /* The tone of a reward, or of the mean reward of several episodes: high where all are a success. */
-function rewardTone(value, { success }, places) {
+function rewardTone(value, { success } = {}, places = []) {
   if (!isNumber(value)) return "none";
   if (places.length && places.every((place) => success[place])) return "high";
   return value <= 0 ? "low" : "mid";
