@@ -30,7 +30,8 @@ MAX_CHARS = 10_000
 MAX_VALUES = 200_000
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 #: Packages whose objects are copied as they are, because their methods end.
-_KNOWN = ("numpy", "PIL", "torch", "datetime", "decimal", "fractions", "pathlib", "uuid")
+_KNOWN = ("PIL", "datetime", "zoneinfo", "decimal", "fractions", "pathlib", "uuid")
+_ARRAYS = ("numpy", "torch")
 
 
 class EpisodeEnv(Protocol):
@@ -117,7 +118,7 @@ def checked_number(value: object, rule: str) -> float:
 def _message(value: object) -> Message:
     if isinstance(value, dict) and isinstance(value.get("role"), str):
         content = value.get("content")
-        rest = {name: plain(part) for name, part in value.items() if name != "content"}
+        rest = plain_dict({name: part for name, part in value.items() if name != "content"})
         if isinstance(content, str):
             return {**rest, "content": plain(content)}
         if isinstance(content, list):
@@ -132,7 +133,7 @@ def _part(part: object) -> dict[str, Any]:
             return plain(part)
         if part.get("type") == "image":
             picture = load_image(part.get("image"), "observation image", None, max_pixels=MAX_IMAGE_PIXELS)
-            return {**{name: plain(each) for name, each in part.items() if name != "image"}, "image": picture}
+            return {**plain_dict({name: each for name, each in part.items() if name != "image"}), "image": picture}
     raise EnvFault(
         f'a part must be {{"type": "text", "text": str}} or {{"type": "image", "image": picture}}, got {part!r:.200}'
     )
@@ -154,6 +155,20 @@ def plain(value: Any) -> Any:
         return _plain(value, MAX_DEPTH, iter(range(MAX_VALUES)))
     except _TooManyValues:
         return f"(more than {MAX_VALUES} values)"
+
+
+def plain_dict(value: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return a plain copy of each entry, bounded by itself: one that is too large leaves the others as they are."""
+    return {_key(key): plain(item) for key, item in value.items()}
+
+
+def plain_fault(fault: EnvFault) -> EnvFault:
+    """Return a fault that holds nothing of what raised it: an author's class, its arguments, the frames it passed."""
+    detail = str(fault)
+    if isinstance(fault, ToolFault):
+        return ToolFault(detail, plain_dict(fault.info), fault.timed_out)
+    kind = HostLost if isinstance(fault, HostLost) else EnvFault
+    return kind(detail, fault.timed_out, fault.process_ended)
 
 
 class _TooManyValues(Exception):
@@ -186,12 +201,21 @@ def _plain(value: Any, depth: int, counter: Iterator[int]) -> Any:
         return tuple(parts) if isinstance(value, tuple) else parts
     if kind in (set, frozenset) and all(type(item) in _SCALARS for item in value):
         return kind(value)
-    if kind.__module__.partition(".")[0] in _KNOWN and not getattr(getattr(value, "dtype", None), "hasobject", False):
+    if _is_known(value):
         try:
             return copy.deepcopy(value)
         except Exception:  # such as a picture whose file was closed
             return shown(value)
     return shown(value)
+
+
+def _is_known(value: Any) -> bool:
+    """Return whether a value is of a known package and holds no object of others, as a module of torch may."""
+    package = type(value).__module__.partition(".")[0]
+    if package in _ARRAYS:
+        return hasattr(value, "dtype") and not getattr(value.dtype, "hasobject", False)
+    zone = getattr(value, "tzinfo", None)
+    return package in _KNOWN and (zone is None or _is_known(zone))
 
 
 def _key(key: Any) -> Any:

@@ -3,6 +3,9 @@
 Every fault of an environment (it raises, hangs, returns a wrong value or ends its process) becomes an `EnvFault`; one
 that the model's action caused becomes a `ToolFault`, as the entry's `on_tool_fault` says.
 `close` always runs: after a fault, after a call that never returned, and for an environment that was built too late.
+
+No object of the environment reaches the event loop, where its methods, or its end, would hold up all episodes: what a
+call returns or raises is made plain within the call, and the environment itself stays in a `_Slot`.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ from envs.contract import (
     checked_opening,
     checked_tools,
     plain,
+    plain_dict,
+    plain_fault,
 )
 from envs.env import Env
 from envs.execution.threads import CallTimeout, call_on_thread
@@ -82,6 +87,8 @@ class EnvRunner:
         self._make_env, self.limits, self._sample_id, self._thinking = make_env, limits, sample_id, thinking
         self._watcher = watcher
         self.tools: Sequence[dict[str, Any]] = ()
+        #: Whether the environment's steps are made of tool calls, as those of a `ToolEnv`; known once it is open.
+        self.runs_tools = False
         #: Duration of all calls so far, with the time spent waiting for a thread.
         self.seconds = 0.0
         self._slot = _Slot()
@@ -90,7 +97,8 @@ class EnvRunner:
         """Build and reset; return the first observation's messages."""
         for attempt in range(self.limits.retries + 1):
             try:
-                self.tools, messages = await self._call(self.limits.reset_timeout_s, self._open, self._slot)
+                opened = await self._call(self.limits.reset_timeout_s, self._open, self._slot)
+                self.tools, self.runs_tools, messages = opened
                 return messages
             except EnvFault:
                 if attempt == self.limits.retries:
@@ -109,23 +117,14 @@ class EnvRunner:
         """
         progress, said = _StepProgress(), self._said(response_text)
         try:
-            return await self._call(self.limits.step_timeout_s, self._step, self._slot.env, said, progress)
+            return await self._call(self.limits.step_timeout_s, self._step, self._slot, said, progress)
         except ToolFault:
             raise
         except EnvFault as fault:
             if not (progress.is_stepping and self._is_of_action(fault)):
                 raise
-            info = {"tool_calls": [self._lost_call(said, fault)]}
+            info = {"tool_calls": [await self._lost_call(said, fault)]}
             raise ToolFault(str(fault), info, fault.timed_out) from fault
-
-    @property
-    def runs_tools(self) -> bool:
-        """Whether the environment's steps are made of tool calls, as those of a `ToolEnv`."""
-        return self._called_tools("") is not None
-
-    def _called_tools(self, response_text: str) -> Sequence[str] | None:
-        env = self._slot.env
-        return env.called_tools(response_text) if isinstance(env, Env) else None
 
     def _is_of_action(self, fault: EnvFault) -> bool:
         """Return whether a fault in `step` counts against the model.
@@ -139,35 +138,37 @@ class EnvRunner:
             return self.runs_tools and (fault.timed_out or fault.process_ended)
         return self.limits.on_tool_fault == "reward_min"
 
-    def _lost_call(self, response_text: str, fault: EnvFault) -> dict[str, Any]:
+    async def _lost_call(self, response_text: str, fault: EnvFault) -> dict[str, Any]:
         """Return the record of a call that never returned; which one is known if all calls are of one tool."""
-        names = set(self._called_tools(response_text) or ())
-        name = names.pop() if len(names) == 1 else None
+        try:
+            names = await self._call(self.limits.step_timeout_s, _called_tools, self._slot, response_text)
+        except EnvFault:
+            names = None
+        name = names[0] if names and len(set(names)) == 1 else None
         return {"name": name, "arguments": None, "outcome": TOOL_FAULT, "reason": last_line(str(fault))}
 
     async def reward(self, final_text: str) -> float:
         """Return the episode's reward."""
-        return await self._call(self.limits.step_timeout_s, self._reward, self._slot.env, self._said(final_text))
+        return await self._call(self.limits.step_timeout_s, self._reward, self._slot, self._said(final_text))
 
     def _said(self, text: str) -> str:
         return self._thinking.said(text) if self._thinking else text
 
     async def close(self) -> str | None:
         """Close the environment, now or as soon as it is built; return the fault of closing, if any."""
-        env = self._slot.abandon()
-        if env is None:
+        if not self._slot.abandon():
             return None
         try:
-            await self._call(self.limits.step_timeout_s, _close, env)
+            await self._call(self.limits.step_timeout_s, _close, self._slot)
         except EnvFault as fault:
             return str(fault)
         return None
 
-    def _open(self, slot: _Slot) -> tuple[Sequence[dict[str, Any]], tuple[Message, ...]]:
+    def _open(self, slot: _Slot) -> tuple[Sequence[dict[str, Any]], bool, tuple[Message, ...]]:
         env = self._make_env()
         if not slot.fill(env):  # the caller gave up while this thread was building
-            _close(env)
-            return (), ()
+            _close(slot)
+            return (), False, ()
         if missing := {name: error for name in _METHODS if (error := _missing(env, name))}:
             fix = (
                 " (an environment written for slime: add `compat: slime` to its entry)"
@@ -179,29 +180,30 @@ class EnvRunner:
             raise EnvFault(f"{rule}, got {type(env).__name__}: {reasons}{fix}")
         observation = _checked_reset(env.reset())
         messages = checked_opening(env.format_observation(observation)) if observation else ()
-        return checked_tools(env.tools), messages
+        return checked_tools(env.tools), _called_tools(slot, "") is not None, messages
 
     @staticmethod
-    def _step(env: EpisodeEnv, response_text: str, progress: _StepProgress) -> StepResult:
+    def _step(slot: _Slot, response_text: str, progress: _StepProgress) -> StepResult:
+        env = slot.env
         progress.is_stepping = True
         result = env.step(response_text)
         progress.is_stepping = False
         observation, done, info = _checked_step(result)
         messages = checked_answer(env.format_observation(observation)) if observation else ()
-        return StepResult(messages, done, {key: plain(value) for key, value in info.items()})
+        return StepResult(messages, done, plain_dict(info))
 
     @staticmethod
-    def _reward(env: EpisodeEnv, final_text: str) -> float:
-        return checked_number(env.reward(final_text), "reward must be")
+    def _reward(slot: _Slot, final_text: str) -> float:
+        return checked_number(slot.env.reward(final_text), "reward must be")
 
-    async def _call(self, limit_s: float, function: Callable[..., R], *args: object) -> R:
+    async def _call(self, limit_s: float, function: Callable[..., R], slot: _Slot, *args: object) -> R:
         """Call within the time limit; every exception becomes an `EnvFault`."""
         started = time.perf_counter()
         name = function.__name__.strip("_")
-        label = f"{name} of {_kind(args[0])}, sample {self._sample_id or 'unknown'}"
+        label = f"{name} of {slot.kind}, sample {self._sample_id or 'unknown'}"
         names = CallNames(label, "the environment", name)
         try:
-            return await call_within(limit_s, self.limits.inline, names, function, *args, watcher=self._watcher)
+            return await call_within(limit_s, self.limits.inline, names, function, slot, *args, watcher=self._watcher)
         finally:
             self.seconds += time.perf_counter() - started
 
@@ -238,12 +240,16 @@ async def call_within(
 
 
 class _Slot:
-    """Holds the environment, which a thread may still build after the caller has given up."""
+    """Holds the environment, which a thread may still build after the caller has given up.
+
+    `kind` is the name of the environment's class, for messages; before it is built there is none.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._abandoned = False
         self._env: EpisodeEnv | None = None
+        self.kind = "an environment"
 
     @property
     def env(self) -> EpisodeEnv:
@@ -252,16 +258,21 @@ class _Slot:
 
     def fill(self, env: EpisodeEnv) -> bool:
         """Store the environment; return False if the slot was abandoned, so that the builder must close it."""
+        self.kind = type(unwrapped(env)).__qualname__
         with self._lock:
-            if not self._abandoned:
-                self._env = env
+            self._env = env
             return not self._abandoned
 
-    def abandon(self) -> EpisodeEnv | None:
-        """Remove and return the environment, if any, so that the caller can close it."""
+    def abandon(self) -> bool:
+        """Return whether there is an environment, which the caller must close; one that comes later its builder."""
         with self._lock:
-            env, self._env, self._abandoned = self._env, None, True
-            return env
+            is_first, self._abandoned = not self._abandoned, True
+            return is_first and self._env is not None
+
+    def take(self) -> EpisodeEnv:
+        """Remove and return the environment."""
+        env, self._env = self.env, None
+        return env
 
 
 async def _on_thread(limit_s: float, call: Watched, names: CallNames, function: Callable[..., R], *args: object) -> R:
@@ -292,19 +303,20 @@ def _stack(threads: Sequence[int]) -> str:
 
 
 def _called(who: str, function: Callable[..., R], *args: object) -> R:
-    """Call; every exception becomes an `EnvFault`, whose text is made here: a foreign `__str__` may never return."""
+    """Call; every exception becomes an `EnvFault`, which is made here: a foreign `__str__` may never return."""
     process = os.getpid()
     try:
         return function(*args)
-    except EnvFault:
-        raise
+    except EnvFault as error:
+        fault = plain_fault(error)
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
             raise
-        raise EnvFault(f"{who} raised: {trace_of(error)}") from None
+        fault = EnvFault(f"{who} raised: {trace_of(error)}")
     finally:
         if os.getpid() != process:  # the call forked, and this is the copy: the program must not go on in both
             os._exit(1)
+    raise fault  # here, where it has no link to the author's exception
 
 
 def trace_of(error: BaseException) -> str:
@@ -331,12 +343,14 @@ def _missing(env: object, name: str) -> AttributeError | None:
     return None
 
 
-def _kind(env: object) -> str:
-    """Return the name of an environment's class, for messages; before it is built there is none."""
-    return "an environment" if isinstance(env, _Slot) else type(unwrapped(env)).__qualname__
+def _called_tools(slot: _Slot, response_text: str) -> list[str] | None:
+    env = slot.env
+    names = env.called_tools(response_text) if isinstance(env, Env) else None
+    return None if names is None else plain([*names])
 
 
-def _close(env: EpisodeEnv) -> None:
+def _close(slot: _Slot) -> None:
+    env = slot.take()
     if hasattr(env, "close"):
         env.close()
 
