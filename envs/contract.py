@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any, Protocol
 
@@ -142,24 +142,24 @@ def _part(part: object) -> dict[str, Any]:
 # Plain copies ---------------------------------------------------------------------------------------------------------
 
 
-def plain(value: Any) -> Any:
+def plain(value: Any, copy_known: Callable[[Any], Any] = copy.deepcopy) -> Any:
     """Return a copy in plain types, which later changes do not reach; a foreign object becomes its text.
 
-    A value that holds more than `MAX_VALUES` others becomes a text that says so: it may have no end, or a few lists
+    `copy_known` copies arrays, pictures, dates and paths. A value that holds more than `MAX_VALUES` others becomes a text that says so: it may have no end, or a few lists
     that hold each other may stand for billions.
 
     >>> plain({"score": 0.5, "parts": (1, [Path])})
     {'score': 0.5, 'parts': (1, ["<class 'pathlib.Path'>"])}
     """
     try:
-        return _plain(value, MAX_DEPTH, iter(range(MAX_VALUES)))
+        return _plain(value, MAX_DEPTH, iter(range(MAX_VALUES)), copy_known)
     except _TooManyValues:
         return f"(more than {MAX_VALUES} values)"
 
 
-def plain_dict(value: Mapping[Any, Any]) -> dict[Any, Any]:
+def plain_dict(value: Mapping[Any, Any], copy_known: Callable[[Any], Any] = copy.deepcopy) -> dict[Any, Any]:
     """Return a plain copy of each entry, bounded by itself: one that is too large leaves the others as they are."""
-    return {_key(key): plain(item) for key, item in value.items()}
+    return {_key(key): plain(item, copy_known) for key, item in value.items()}
 
 
 def plain_fault(fault: EnvFault) -> EnvFault:
@@ -188,22 +188,22 @@ def shown(value: Any) -> str:
         return f"<{type(value).__name__} that cannot be shown>"
 
 
-def _plain(value: Any, depth: int, counter: Iterator[int]) -> Any:
+def _plain(value: Any, depth: int, counter: Iterator[int], copy_known: Callable[[Any], Any]) -> Any:
     if next(counter, None) is None:
         raise _TooManyValues
     kind = type(value)
     if kind in _SCALARS:
         return value
     if depth and isinstance(value, Mapping):
-        return {_key(key): _plain(item, depth - 1, counter) for key, item in value.items()}
+        return {_key(key): _plain(item, depth - 1, counter, copy_known) for key, item in value.items()}
     if depth and isinstance(value, list | tuple):
-        parts = [_plain(item, depth - 1, counter) for item in value]
+        parts = [_plain(item, depth - 1, counter, copy_known) for item in value]
         return tuple(parts) if isinstance(value, tuple) else parts
     if kind in (set, frozenset) and all(type(item) in _SCALARS for item in value):
         return kind(value)
     if _is_known(value):
         try:
-            return copy.deepcopy(value)
+            return copy_known(value)
         except Exception:  # such as a picture whose file was closed
             return shown(value)
     return shown(value)

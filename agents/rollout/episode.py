@@ -17,13 +17,14 @@ from itertools import count
 from typing import Any
 
 from agents.engines.base import Engine, Session
+from agents.recording.json_values import is_json
 from agents.rendering.renderer import Renderer
 from agents.rollout.invariants import Vocabulary, broken_invariant, broken_turn, check_types
 from agents.rollout.rewards import RewardSum
 from agents.rollout.stream import Stream
 from agents.rollout.template_check import template_mismatch
 from agents.types import Completion, EndReason, GenerateRequest, SamplingParams, Timing, Trajectory, Turn
-from envs.contract import EnvFault, EpisodeEnv, ToolFault
+from envs.contract import EnvFault, EpisodeEnv, ToolFault, plain_dict
 from envs.execution.runner import EnvRunner, StepResult
 from envs.spec import EnvLimits
 from envs.tool_calls.thinking import Thinking
@@ -69,6 +70,8 @@ class _EpisodeState:
     stream: Stream = field(default_factory=Stream)
     turns: list[Turn] = field(default_factory=list)
     tools: Sequence[Mapping[str, Any]] = ()
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    is_exact: bool = True
     check_s: float = 0.0
 
 
@@ -121,7 +124,13 @@ class Episode:
         started = time.perf_counter()
         every = self.limits.check_template_every
         checks_template = every > 0 and next(self._numbers) % every == 0
-        env = EnvRunner(make_env, self.limits.env, sample.id, self.thinking)
+
+        def build() -> EpisodeEnv:
+            state.is_exact = is_json(sample.metadata)  # here, because it may be objects of an author
+            state.metadata = plain_dict(sample.metadata, copy_known=lambda value: value)  # the environment has its own
+            return make_env()
+
+        env = EnvRunner(build, self.limits.env, sample.id, self.thinking)
         state = _EpisodeState(env, seed, list(sample.prompt), on_completion, checks_template)
         reward, end_reason, error = await self._play(state)
         stream = state.stream
@@ -181,7 +190,7 @@ class Episode:
         return reward, end_reason, error
 
     def _checked(self, trajectory: Trajectory, state: _EpisodeState, started: float) -> Trajectory:
-        """Return the trajectory with its timing; it ends as `invalid_stream` where its stream breaks a rule."""
+        """Return the trajectory with its timing and plain metadata; it ends as `invalid_stream` where its stream breaks a rule."""
         check_started = time.perf_counter()
         end_reason, error, rule = trajectory.end_reason, trajectory.error, None
         if end_reason is not EndReason.INVALID_STREAM:
@@ -194,7 +203,8 @@ class Episode:
         total_s, check_s = now - started, state.check_s + now - check_started
         engine_s = sum([turn.engine_s for turn in trajectory.turns])
         timing = Timing(time.time() - total_s, total_s, engine_s, state.env.seconds, check_s)
-        return replace(trajectory, end_reason=end_reason, error=error, timing=timing)
+        facts = {"metadata": state.metadata, "is_exact": state.is_exact}
+        return replace(trajectory, end_reason=end_reason, error=error, timing=timing, **facts)
 
     def _read_prompt(self, state: _EpisodeState) -> None:
         if self.use_tools:

@@ -13,6 +13,7 @@ from typing import Any
 
 from agents.rollout.stream import Stream
 from agents.types import EndReason, Timing, Trajectory, TrajectoryGroup
+from envs.contract import plain_dict
 from envs.types import Sample
 
 
@@ -159,7 +160,7 @@ class RunningGroup:
     @classmethod
     def restore(cls, saved: GroupInFlight, problem: Problem) -> RunningGroup:
         """Return the group that `save` was called on."""
-        played, discarded = _with_metadata(saved.played, saved.discarded, problem.sample.metadata)
+        played, discarded = _with_metadata(saved.played, saved.discarded, plain_dict(problem.sample.metadata, lambda value: value))
         group = cls(saved.number, problem, saved.attempt, played, discarded)
         group.result = group.so_far() if saved.is_complete else None
         return group
@@ -203,7 +204,6 @@ class RunningGroup:
             prompt_length=0,
             messages=sample.prompt,
             error="".join(traceback.format_exception(error)).strip() if error else None,
-            metadata=sample.metadata,
             timing=Timing(began=time.time()),
             label=sample.label,
             num_prompt_messages=len(sample.prompt),

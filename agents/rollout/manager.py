@@ -206,9 +206,10 @@ class RolloutManager:
             if not self._jobs:
                 if not self._num_to_begin:
                     return
-                number, self.num_begun = self.num_begun, self.num_begun + 1
+                group = RunningGroup(self.num_begun, self._problem_at(self.num_begun))
+                self._groups[group.number] = group
+                self.num_begun += 1
                 self._num_to_begin -= 1
-                group = self._groups[number] = RunningGroup(number, self._problem_at(number))
                 self._queue_missing(group)
             number, _, copy = heapq.heappop(self._jobs)
             task = asyncio.get_running_loop().create_task(self._run_episode(self._groups[number], copy))
@@ -229,12 +230,12 @@ class RolloutManager:
 
     def _on_end(self, task: asyncio.Task[Trajectory]) -> None:
         """Add an episode to its group. An error of the episode, or in here, ends `collect`."""
-        begun = self._running.pop(task)
-        group, copy = self._groups[begun.number], begun.copy
-        error = None if task.cancelled() else task.exception()
-        has_failed = task.cancelled() or error
-        group.played[copy] = group.empty_trajectory(copy, error) if has_failed else task.result()
         try:
+            begun = self._running.pop(task)
+            group, copy = self._groups[begun.number], begun.copy
+            error = None if task.cancelled() else task.exception()
+            has_failed = task.cancelled() or error
+            group.played[copy] = group.empty_trajectory(copy, error) if has_failed else task.result()
             self._on_episode(group.played[copy])
             if error:
                 raise error

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from envs.contract import EnvFault, HostLost, ToolFault, checked_messages
+from envs.contract import EnvFault, HostLost, checked_messages, checked_number, plain, plain_dict, plain_fault
 from envs.env import Env, EnvArgs
 from envs.errors import UserError
 from envs.spec import EnvSpec
@@ -55,7 +55,8 @@ class ProcessEnv(Env):
     """Runs the environment of an entry in a worker. A clean close returns the worker to the pool; else it is killed.
 
     If the environment crashes, ends the process or exceeds its memory limit, the call raises `EnvFault`. If it hangs,
-    `close` kills the process.
+    `close` kills the process. What comes back is plain (`envs.contract.plain`): to unpickle an object of the author's
+    would run the author's code in this process. The observation itself stays in the worker, which formats it.
 
     Example::
 
@@ -69,6 +70,7 @@ class ProcessEnv(Env):
         self._pool = pool_of(spec)
         self._worker = self._pool.acquire()
         self._is_built = self._is_closed = self._runs_tools = False
+        self._observation: object = None  # the plain copy of the one that the worker keeps
         self._lock, self._num_running = threading.Lock(), 0
 
     @staticmethod
@@ -90,15 +92,20 @@ class ProcessEnv(Env):
 
     def reset(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Build the environment if needed, and reset it."""
-        return self._call("reset")
+        return self._observed(self._call("reset"))
 
     def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
         """Step."""
-        return self._call("step", response_text)
+        return self._observed(self._call("step", response_text))
+
+    def _observed(self, value: Any) -> Any:
+        self._observation = value[0] if isinstance(value, tuple) and value else None
+        return value
 
     def format_observation(self, observation: dict[str, Any]) -> Message | Sequence[Message]:
         """Format the observation."""
-        return self._call("format_observation", observation)
+        is_kept = observation is self._observation
+        return self._call("format_observation", *(() if is_kept else (observation,)))
 
     def reward(self, final_text: str) -> float:
         """Return the reward."""
@@ -152,7 +159,7 @@ class ProcessEnv(Env):
         finally:
             with self._lock:
                 self._num_running -= 1
-        if isinstance(value, ToolFault):
+        if isinstance(value, EnvFault):
             raise value
         return value
 
@@ -160,6 +167,7 @@ class ProcessEnv(Env):
 # In the worker --------------------------------------------------------------------------------------------------------
 
 _env: Env | None = None
+_observation: Any = None
 _state_before: tuple[object, ...] = ()
 _files_at_start = 0
 
@@ -193,13 +201,22 @@ def _process_state() -> tuple[object, ...]:
 
 
 def _use(name: str, args: Sequence[object]) -> Any:
-    attribute = getattr(_env, name)
+    global _observation
+    if name == "format_observation" and not args:
+        args = (_observation,)
     try:
+        attribute = getattr(_env, name)
         value = attribute(*args) if callable(attribute) else attribute
-    except ToolFault as fault:  # as a value, because an exception arrives as text only
-        return fault
-    # Check pictures before they are sent: a header may claim more pixels than memory can hold.
-    return checked_messages(value) if name == "format_observation" else value
+        if name == "format_observation":  # a header of a picture may claim more pixels than memory can hold
+            return checked_messages(value)
+        if name == "reward":
+            return checked_number(value, "reward must be")
+    except EnvFault as fault:  # as a value, because an exception arrives as text only
+        return plain_fault(fault)
+    if not isinstance(value, tuple):
+        return plain(value)
+    _observation = value[0] if value else None
+    return tuple(plain_dict(part) if isinstance(part, dict) else plain(part) for part in value)
 
 
 def _close() -> bool:
@@ -207,8 +224,8 @@ def _close() -> bool:
 
     A few more open files are no reason to end the worker: a module may keep a connection or a log.
     """
-    global _env
-    env, _env = _env, None
+    global _env, _observation
+    env, _env, _observation = _env, None, None
     if env is not None:
         env.close()
     return _process_state() == _state_before and num_files() <= _files_at_start + MAX_MORE_FILES

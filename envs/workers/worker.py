@@ -28,6 +28,10 @@ R = TypeVar("R")
 PRELOADED = ("envs.execution.process_env", "envs.checking.worker_player")
 
 
+#: How long the fork server may take to answer, also as it starts on a busy host. A stopped one never does.
+ANSWER_LIMIT_S = 60.0
+
+
 class WorkerError(Exception):
     """The call raised an exception; the message is its traceback."""
 
@@ -72,11 +76,14 @@ class _ForkServer:
             channel = self._start() if self._socket is None or self._owner != os.getpid() else self._socket
             try:
                 return self._send(channel, request, descriptors)
-            except OSError:  # the fork server was killed, for example for memory; start another
+            except OSError:  # the fork server was killed, for example for memory, or is stopped; start another
+                if self._process is not None:
+                    self._process.kill()
                 return self._send(self._start(), request, descriptors)
 
     @staticmethod
     def _send(channel: socket.socket, request: dict[str, Any], descriptors: list[int]) -> int:
+        channel.settimeout(ANSWER_LIMIT_S)
         socket.send_fds(channel, [json.dumps(request).encode()], descriptors)
         answer = channel.recv(8, socket.MSG_WAITALL)
         if len(answer) < 8:
@@ -214,14 +221,19 @@ class WorkerPool:
             self._reset()
         if self._free_slots is not None:
             self._free_slots.acquire()
-        while True:
-            try:
-                worker = self._idle.pop()
-            except IndexError:
-                return self._make()
-            if worker.is_idle:
-                return worker
-            worker.kill()
+        try:
+            while True:
+                try:
+                    worker = self._idle.pop()
+                except IndexError:
+                    return self._make()
+                if worker.is_idle:
+                    return worker
+                worker.kill()
+        except BaseException:  # such as no more processes: the slot is for the next user
+            if self._free_slots is not None:
+                self._free_slots.release()
+            raise
 
     def release(self, worker: AnyWorker) -> None:
         """Return a worker to the pool; a killed one is dropped."""

@@ -19,14 +19,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from envs.errors import UserError
 from envs.execution.threads import DaemonThread
 from trainer.config.run import TRACKER
 
-#: The longest wait for a tracker that writes a row, or sends what is left.
+R = TypeVar("R")
+#: The longest wait for a tracker that opens, writes a row, or sends what is left.
 TRACKER_S = 120.0
 
 
@@ -145,7 +146,7 @@ class OwnThread:
     def __init__(self, opener: Callable[[], Tracker]) -> None:
         """Open the tracker; raises what `opener` raises."""
         self._thread = DaemonThread("tracker")
-        self._tracker = self._thread.begin(opener).result()
+        self._tracker = self._wait_for(opener)
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
         """Add the row of a step."""
@@ -156,11 +157,11 @@ class OwnThread:
         self._wait_for(self._tracker.close)
         self._thread.end()
 
-    def _wait_for(self, work: Callable[[], None]) -> None:
-        done = self._thread.begin(work)
-        if not wait([done], TRACKER_S).done:
+    def _wait_for(self, work: Callable[[], R]) -> R:
+        answer = self._thread.begin(work)
+        if not wait([answer], TRACKER_S).done:
             raise TimeoutError(f"no answer for {TRACKER_S:g} s")
-        done.result()
+        return answer.result()
 
 
 OPENERS: dict[str, Callable[[TrackedRun], Tracker]] = {
