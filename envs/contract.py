@@ -145,8 +145,8 @@ def _part(part: object) -> dict[str, Any]:
 def plain(value: Any, copy_known: Callable[[Any], Any] = copy.deepcopy) -> Any:
     """Return a copy in plain types, which later changes do not reach; a foreign object becomes its text.
 
-    `copy_known` copies arrays, pictures, dates and paths. A value that holds more than `MAX_VALUES` others becomes a text that says so: it may have no end, or a few lists
-    that hold each other may stand for billions.
+    `copy_known` copies arrays, pictures, dates and paths. A value that holds more than `MAX_VALUES` others becomes a
+    text that says so: it may have no end, or a few lists that hold each other may stand for billions.
 
     >>> plain({"score": 0.5, "parts": (1, [Path])})
     {'score': 0.5, 'parts': (1, ["<class 'pathlib.Path'>"])}

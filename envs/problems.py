@@ -10,9 +10,11 @@ from pydantic import Field
 
 from envs.checking.error_location import author_location
 from envs.config.settings import Section
+from envs.contract import plain
 from envs.datasets.prompts import DataKeys, add_system_prompt
 from envs.datasets.samples import load_samples
 from envs.errors import UserError
+from envs.execution.watchdog import watched
 from envs.spec import EnvSpec
 from envs.types import Sample, SampleSource
 
@@ -90,7 +92,10 @@ class CheckedSamples:
 
     def __getitem__(self, index: int) -> Sample:
         """Return a sample. Raises `UserError` if the author's code raises or returns something else."""
-        index = range(len(self))[index]
+        with watched(f"sample {index} of environment '{self.env_id}'"):
+            return self._checked(range(len(self))[index])
+
+    def _checked(self, index: int) -> Sample:
         try:
             sample = self.source[index]
         except UserError:
@@ -103,7 +108,7 @@ class CheckedSamples:
             if not holds(value := getattr(sample, name)):
                 got = f"{type(value).__name__} {value!r:.80}"
                 raise self._error(f"the {name} of sample {index} must be {rule}", got, fix)
-        return sample
+        return Sample(plain(sample.id), tuple(sample.prompt), plain(sample.label), sample.metadata)
 
     def _error(self, rule: str, got: object, fix: str) -> UserError:
         return UserError(f"environment '{self.env_id}' data", rule, got, fix)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import Any
 
 from envs.config.plugins import import_cause
 from envs.errors import UserError, did_you_mean
+from envs.execution.watchdog import watched
 from trainer.config.run import CALLBACK
 
 logger = logging.getLogger(__name__)
@@ -158,7 +160,8 @@ def _watched(reference: str, method: str) -> Iterator[None]:
     timer.daemon = True
     timer.start()
     try:
-        yield
+        with watched(f"{FLAG} {name}", math.inf):
+            yield
     except Exception as error:
         raise UserError(FLAG, f"{name} must not raise", import_cause(error), "fix it and resume the run") from error
     finally:

@@ -200,7 +200,7 @@ class Recorder:
             "sample_id": to_json(str(t.sample_id)),
             "label": t.label if t.label is None else to_json(str(t.label)),
             "metadata": to_json(t.metadata),
-            "is_exact": t.is_exact and is_json(t.metadata) and (t.label is None or (type(t.label) is str and is_json(t.label))),
+            "is_exact": t.is_exact and is_json(t.metadata) and is_json(t.label),
             "num_prompt_messages": t.num_prompt_messages,
             "seed": t.seed,
             "reward": float(t.reward) if math.isfinite(t.reward) else 0.0,

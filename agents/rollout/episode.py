@@ -190,7 +190,7 @@ class Episode:
         return reward, end_reason, error
 
     def _checked(self, trajectory: Trajectory, state: _EpisodeState, started: float) -> Trajectory:
-        """Return the trajectory with its timing and plain metadata; it ends as `invalid_stream` where its stream breaks a rule."""
+        """Return the trajectory, plain and with its timing; an `invalid_stream` where its stream breaks a rule."""
         check_started = time.perf_counter()
         end_reason, error, rule = trajectory.end_reason, trajectory.error, None
         if end_reason is not EndReason.INVALID_STREAM:

@@ -160,7 +160,8 @@ class RunningGroup:
     @classmethod
     def restore(cls, saved: GroupInFlight, problem: Problem) -> RunningGroup:
         """Return the group that `save` was called on."""
-        played, discarded = _with_metadata(saved.played, saved.discarded, plain_dict(problem.sample.metadata, lambda value: value))
+        metadata = plain_dict(problem.sample.metadata, lambda value: value)
+        played, discarded = _with_metadata(saved.played, saved.discarded, metadata)
         group = cls(saved.number, problem, saved.attempt, played, discarded)
         group.result = group.so_far() if saved.is_complete else None
         return group

@@ -307,12 +307,13 @@ def _called(who: str, function: Callable[..., R], *args: object) -> R:
     process = os.getpid()
     try:
         return function(*args)
-    except EnvFault as error:
-        fault = plain_fault(error)
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
-            raise
-        fault = EnvFault(f"{who} raised: {trace_of(error)}")
+        if isinstance(error, KeyboardInterrupt):
+            if threading.current_thread() is threading.main_thread():
+                raise
+            exec("")  # an author's `exec` that raised it lets Python end with the status of Ctrl-C; this takes it back
+        fault = plain_fault(error) if isinstance(error, EnvFault) else EnvFault(f"{who} raised: {trace_of(error)}")
+        traceback.clear_frames(error.__traceback__)  # they may hold the error, and end with it on any thread
     finally:
         if os.getpid() != process:  # the call forked, and this is the copy: the program must not go on in both
             os._exit(1)

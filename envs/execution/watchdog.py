@@ -4,10 +4,13 @@ longer than its time limit.
 A catastrophic regular expression, or C code that never releases the interpreter's lock, stops all threads and the event
 loop. No time limit can act then, and nothing can be printed. So a small process watches (`watchdog_process`). It shares
 memory with this one: a number that a thread here counts up as long as it gets the interpreter, and the calls under way.
+It also names these calls where one of them has ended this process, by `os._exit` or a crash.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import faulthandler
 import mmap
 import os
@@ -18,11 +21,25 @@ import tempfile
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Protocol
 
-from envs.execution.watchdog_process import BEAT, BEAT_S, CALL, COUNT, INLINE, LABEL_SIZE, NUM_CALLS, SIZE, SLOT_SIZE
+from envs.execution.watchdog_process import (
+    BEAT,
+    BEAT_S,
+    CALL,
+    COUNT,
+    ENDING,
+    ENDING_AT,
+    INLINE,
+    LABEL_SIZE,
+    LONGEST_S,
+    NUM_CALLS,
+    SIZE,
+    SLOT_SIZE,
+)
 
 #: Where the traceback of all threads is asked for: no code of ours or of a library listens to it.
 SIGNAL: int = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
@@ -57,17 +74,31 @@ class Watchdog:
         self._memory: mmap.mmap | None = None
         self._free: deque[int] = deque()
         self._num_inline = 0
+        self._advice = ""
         os.register_at_fork(after_in_child=self._forget)
 
-    def call(self, label: str, limit_s: float, inline: bool = False) -> WatchedCall:
-        """Return a call to be watched. The program ends if it keeps the interpreter, or inline runs, for `limit_s`."""
+    def advise(self, advice: str) -> None:
+        """Set what is said, besides the call, where the program is ended: the command that resumes it."""
+        self._advice = advice
+        self._write_ending(is_over=False)
+
+    def _write_ending(self, is_over: bool = True) -> None:
+        if self._memory is not None:
+            ENDING.pack_into(self._memory, ENDING_AT, is_over, self._advice.encode("utf-8", "replace"))
+
+    def call(self, label: str, limit_s: float, inline: bool = False, is_isolated: bool = True) -> WatchedCall:
+        """Return a call to be watched. The program ends if it keeps the interpreter, or inline runs, for `limit_s`.
+
+        `is_isolated` says that the `isolation` of an entry decides where it runs.
+        """
         if self._memory is None:
             with self._lock:
                 if self._memory is None:
                     self._start()
         assert self._memory is not None
         self._num_inline += inline
-        return WatchedCall(self._memory, self._free, label, limit_s, self._num_inline if inline else 0)
+        number = self._num_inline if inline else 0
+        return WatchedCall(self._memory, self._free, label, limit_s, number, is_isolated)
 
     def _start(self) -> None:
         with tempfile.TemporaryFile() as shared:
@@ -77,12 +108,16 @@ class Watchdog:
             if hasattr(faulthandler, "register"):
                 self._traces = tempfile.TemporaryFile()  # noqa: SIM115 - open to the end
                 faulthandler.register(SIGNAL, file=self._traces, all_threads=True)
+                if not faulthandler.is_enabled():
+                    faulthandler.enable(self._traces)
                 program = Path(__file__).with_name("watchdog_process.py")
                 files = [shared.fileno(), self._traces.fileno()]
                 command = [sys.executable, "-I", "-S", str(program), *map(str, (os.getpid(), int(SIGNAL), *files))]
                 self._process = subprocess.Popen(command, pass_fds=files, stdin=subprocess.DEVNULL)
         threading.Thread(target=_beat, args=(memory,), daemon=True, name="watchdog").start()
         self._memory = memory
+        self._write_ending(is_over=False)
+        atexit.register(self._write_ending)
 
     def _forget(self) -> None:
         """Start anew in a forked process: it has neither the thread nor a watching process of its own."""
@@ -92,10 +127,13 @@ class Watchdog:
 class WatchedCall:
     """A call under way; `begin` and `end` run on one thread, `abandon` on that of the event loop."""
 
-    __slots__ = ("_free", "_inline", "_is_over", "_label", "_limit_s", "_memory", "_slots")
+    __slots__ = ("_free", "_inline", "_is_isolated", "_is_over", "_label", "_limit_s", "_memory", "_slots")
 
-    def __init__(self, memory: mmap.mmap, free: deque[int], label: str, limit_s: float, inline: int) -> None:
+    def __init__(
+        self, memory: mmap.mmap, free: deque[int], label: str, limit_s: float, inline: int, is_isolated: bool
+    ) -> None:
         self._memory, self._free, self._label, self._limit_s = memory, free, label, limit_s
+        self._is_isolated = is_isolated
         self._inline = inline  # its number among the calls on the event loop, 0 on a thread
         self._slots: list[int] = []  # none or one
         self._is_over = False
@@ -110,7 +148,7 @@ class WatchedCall:
             return
         label = self._label.encode("utf-8", "replace")[:LABEL_SIZE]
         ids = threading.get_native_id(), threading.get_ident()
-        CALL.pack_into(self._memory, slot * SLOT_SIZE + BEAT.size, self._limit_s, *ids, label)
+        CALL.pack_into(self._memory, slot * SLOT_SIZE + BEAT.size, self._limit_s, *ids, self._is_isolated, label)
         self._slots.append(slot)
         if self._inline:
             INLINE.pack_into(self._memory, COUNT.size, self._inline, slot + 1)
@@ -124,7 +162,7 @@ class WatchedCall:
         if self._inline:
             INLINE.pack_into(self._memory, COUNT.size, 0, 0)
         for slot in self._slots:
-            CALL.pack_into(self._memory, slot * SLOT_SIZE + BEAT.size, 0.0, 0, 0, b"")
+            CALL.pack_into(self._memory, slot * SLOT_SIZE + BEAT.size, 0.0, 0, 0, False, b"")
             self._free.append(slot)
 
 
@@ -136,3 +174,17 @@ def _beat(memory: mmap.mmap) -> None:
 
 
 WATCHDOG = Watchdog()
+
+
+@contextlib.contextmanager
+def watched(label: str, limit_s: float = LONGEST_S) -> Iterator[None]:
+    """Watch code of a user that the whole program waits for: `with watched("--sampler my.py:Hard"): ...`.
+
+    The program ends, with a message that names it, if it takes longer than `limit_s` (`math.inf`: it may).
+    """
+    call = WATCHDOG.call(label, limit_s, inline=True, is_isolated=False)
+    call.begin()
+    try:
+        yield
+    finally:
+        call.end()

@@ -3,10 +3,14 @@
 If the watched process stops counting for as long as a call under way may take, or an inline call does not return, it is
 asked for the traceback of its threads, which needs no interpreter. The message names the call and where it stands, then
 the process is killed. What it had recorded until then is on disk.
+
+If the watched process ends during a call and has not said that it will, as after `os._exit`, a crash in C or SIGKILL,
+the message names the call.
 """
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import re
@@ -27,10 +31,16 @@ LABEL_SIZE, NUM_CALLS = 400, 1024
 #: What a thread counts up; then the inline call under way (0: none), as its number and the place of its entry plus 1.
 BEAT = struct.Struct("<QQQ")
 COUNT, INLINE = struct.Struct("<Q"), struct.Struct("<QQ")
-#: Limit in seconds (0: no call), the thread's number in the system and in Python, and what is called.
-CALL = struct.Struct(f"<dQQ{LABEL_SIZE}s")
+#: Limit in seconds (0: no call), the thread's number in the system and in Python, whether an entry's `isolation` says
+#: where it runs, and what is called.
+CALL = struct.Struct(f"<dQQ?{LABEL_SIZE}s")
 SLOT_SIZE = CALL.size
-SIZE = BEAT.size + NUM_CALLS * SLOT_SIZE
+#: Behind the calls: whether the program is about to end by itself, and what to do where it does not.
+ENDING = struct.Struct("<?1000s")
+ENDING_AT = BEAT.size + NUM_CALLS * SLOT_SIZE
+SIZE = ENDING_AT + ENDING.size
+#: The number of calls that a message names.
+NUM_NAMED = 3
 #: Ticks of a second, of which a busy thread uses up more than a few.
 _BUSY = 20
 _DEBUGGERS = ("/bdb.py", "/pdb.py", "/pydevd", "/debugpy/")
@@ -42,12 +52,13 @@ class Call(NamedTuple):
     limit_s: float
     thread: int
     ident: int
+    is_isolated: bool
     label: bytes
 
     @property
     def name(self) -> str:
         """What is called, as text."""
-        return self.label.rstrip(bytes(1)).decode(errors="replace")
+        return text_of(self.label)
 
 
 def main(pid: int, number: int, memory: mmap.mmap, traces: int) -> None:
@@ -71,13 +82,13 @@ def main(pid: int, number: int, memory: mmap.mmap, traces: int) -> None:
         if max(silent_s, inline_s) < SHORTEST_S:
             is_told = False
             continue
-        calls = [call for slot in range(NUM_CALLS) if (call := read(memory, slot)).limit_s]
+        calls = [call for call in under_way(memory) if call.limit_s < math.inf]
         hung = read(memory, inline[1] - 1) if inline[1] else None
         if hung and inline_s >= max(SHORTEST_S, hung.limit_s):
             stacks = ask(pid, number, traces)
             if BEAT.unpack_from(memory)[1:] == inline and not any(name in stacks for name in _DEBUGGERS):
                 rule = "must return within its limit of {0:g} s, got no answer for {1:g} s, and nothing else can run"
-                end(pid, hung, inline_s, rule, "thread", stack_of(stacks, hung.ident))
+                end(pid, hung, inline_s, rule, "thread", stack_of(stacks, hung.ident), advice(memory))
         elif silent_s >= max(SHORTEST_S, min((call.limit_s for call in calls), default=NO_CALL_S)) and not is_told:
             before = {thread: used(pid, thread) for thread in threads(pid)}
             stacks = ask(pid, number, traces)
@@ -88,18 +99,37 @@ def main(pid: int, number: int, memory: mmap.mmap, traces: int) -> None:
             found = [call for call in calls if call.thread == busiest] if took.get(busiest, 0) >= _BUSY else calls
             if found:
                 rule = "must let other code run within its limit of {0:g} s, got nothing of the interpreter for {1:g} s"
-                end(pid, found[0], silent_s, rule, "process", stack_of(stacks, found[0].ident))
+                end(pid, found[0], silent_s, rule, "process", stack_of(stacks, found[0].ident), advice(memory))
             say(f"note: code outside of environments has kept the interpreter for {silent_s:g} s", *stacks.splitlines())
             is_told = True
         if silent_s >= LONGEST_S:
             os.kill(pid, signal.SIGKILL)
+    report_end(memory, traces)
 
 
-def end(pid: int, call: Call, late_s: float, rule: str, isolation: str, stack: list[str]) -> None:
+def report_end(memory: mmap.mmap, traces: int) -> None:
+    """Say during which calls a process has ended, unless it has said that it ends by itself."""
+    calls = under_way(memory)
+    if ENDING.unpack_from(memory, ENDING_AT)[0] or not calls:
+        return
+    _, crashed, crash = os.pread(traces, 1 << 20, 0).decode(errors="replace").rpartition("Fatal Python error: ")
+    cause = crash.partition("\n")[0] if crashed else "by os._exit, or by a signal such as SIGKILL where memory is short"
+    current = re.search(r"^Current thread 0x([0-9a-f]+)", crash, flags=re.MULTILINE)
+    ident = int(current[1], 16) if current else 0
+    calls = [call for call in calls if call.ident == ident] or calls
+    named = ", ".join(call.name for call in calls[:NUM_NAMED])
+    more = f" and {len(calls) - NUM_NAMED} more calls" if len(calls) > NUM_NAMED else ""
+    fix = "write `isolation: process` in the registry entry, which then ends its episode alone"
+    said = f"everything recorded until now is on disk; {fix if calls[0].is_isolated else 'fix it'}{advice(memory)}"
+    say(f"error: the program has ended during {named}{more} ({cause}); {said}", *stack_of(crash, ident))
+
+
+def end(pid: int, call: Call, late_s: float, rule: str, isolation: str, stack: list[str], advice: str = "") -> None:
     """Say which call it was and where it stands, then kill the process."""
     try:
         fix = f"write `isolation: {isolation}` in the registry entry, which ends such a call alone"
-        said = f"so the program is ended; everything recorded until now is on disk; {fix}"
+        fix = fix if call.is_isolated else "fix it"
+        said = f"so the program is ended; everything recorded until now is on disk; {fix}{advice}"
         say(f"error: {call.name}: {rule.format(call.limit_s, max(SHORTEST_S, late_s))}, {said}", *stack)
     finally:
         os.kill(pid, signal.SIGKILL)
@@ -122,6 +152,22 @@ def say(*lines: str) -> None:
         signal.alarm(0)
 
 
+def under_way(memory: mmap.mmap) -> list[Call]:
+    """Return the calls that have begun and are not over."""
+    return [call for slot in range(NUM_CALLS) if (call := read(memory, slot)).limit_s]
+
+
+def advice(memory: mmap.mmap) -> str:
+    """Return what the program has written down to be said where it is ended, such as how to resume it."""
+    text = text_of(ENDING.unpack_from(memory, ENDING_AT)[1])
+    return f"; {text}" if text else ""
+
+
+def text_of(field: bytes) -> str:
+    """Return a text that is filled up with zeros."""
+    return field.rstrip(bytes(1)).decode(errors="replace")
+
+
 def read(memory: mmap.mmap, slot: int) -> Call:
     """Return an entry; one that was freed, or is being written, has no limit."""
     return Call(*CALL.unpack_from(memory, BEAT.size + slot * SLOT_SIZE))
@@ -139,7 +185,7 @@ def stack_of(stacks: str, ident: int) -> list[str]:
     """Return where a thread stands, the innermost call first, without the frames that run every call."""
     blocks = re.split(r"^(?:Current thread|Thread) 0x([0-9a-f]+).*$", stacks, flags=re.MULTILINE)
     found = {int(number, 16): block for number, block in zip(blocks[1::2], blocks[2::2], strict=True)}
-    ours = ("envs/execution/", "envs/plain.py", "/threading.py")
+    ours = ("envs/execution/", "envs/contract.py", "/threading.py")
     return [line for line in found.get(ident, "").splitlines() if line and not any(name in line for name in ours)][:12]
 
 

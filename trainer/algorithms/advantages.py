@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from agents.types import Trajectory, TrajectoryGroup
 from envs.contract import MAX_REWARD
+from envs.execution.watchdog import watched
 from trainer.config.algorithm import ADVANTAGE, AdvantageName, AlgorithmConfig
 from trainer.types import Advantage
 
@@ -117,7 +118,8 @@ def own_advantages(groups: Sequence[TrajectoryGroup], config: AlgorithmConfig) -
     """Return the advantages by a user's function, checked."""
     reference = config.advantage
     function: OwnAdvantage = ADVANTAGE.load("--advantage", reference)
-    found = ADVANTAGE.call("--advantage", reference, function, groups, config)
+    with watched(f"--advantage '{reference}'"):
+        found = ADVANTAGE.call("--advantage", reference, function, groups, config)
     with ADVANTAGE.result_of("--advantage", reference, found):
         return [
             [_checked(t, value) for t, value in zip(group.valid, values_G, strict=True)]

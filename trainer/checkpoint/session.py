@@ -20,6 +20,7 @@ from agents.cli.text import counted
 from agents.engines.sglang.servers import EngineDown
 from agents.recording.append_log import rewind
 from agents.recording.run_files import CONFIG, METRICS, SUMMARY
+from envs.execution.watchdog import WATCHDOG
 from trainer.callbacks import Callbacks, RunStart
 from trainer.checkpoint.cancel import cancel_on_request
 from trainer.checkpoint.checkpointer import Checkpoints
@@ -253,6 +254,7 @@ class RunFailed(RuntimeError):
 
 def run_to_end(training: Coroutine[Any, Any, T], resume: str) -> T:
     """Run a training. Raises `RunFailed`, with the command `resume`, if what it cannot do without fails."""
+    WATCHDOG.advise(f"resume with: {resume}" if resume else "")
     try:
         return asyncio.run(training)
     except (RunFault, EngineDown, OSError) as error:

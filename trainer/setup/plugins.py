@@ -13,6 +13,7 @@ import numpy as np
 from agents.rollout.rewards import RewardSum
 from agents.types import TrajectoryGroup
 from envs.datasets.samples import epoch_order
+from envs.execution.watchdog import watched
 from envs.spec import EnvSpec
 from envs.types import SampleSource
 from trainer.algorithms.advantages import ADVANTAGES
@@ -48,7 +49,9 @@ def problem_order(samples: SampleSource, sampler: str, seed: int, epoch: int) ->
     """
     if not sampler:
         return epoch_order(len(samples), seed, epoch)
-    found = SAMPLER.call("--sampler", sampler, SAMPLER.load("--sampler", sampler), samples, seed, epoch)
+    function = SAMPLER.load("--sampler", sampler)
+    with watched(f"--sampler '{sampler}'"):
+        found = SAMPLER.call("--sampler", sampler, function, samples, seed, epoch)
     with SAMPLER.result_of("--sampler", sampler, found):
         order = [operator.index(index) for index in found]
         if len(order) != len(samples) or not set(order) <= set(range(len(samples))):
@@ -67,7 +70,8 @@ def own_filter(reference: str) -> Callable[[TrajectoryGroup], bool] | None:
     function: Callable[[TrajectoryGroup], bool] = GROUP_FILTER.load("--group-filter", reference)
 
     def keeps(group: TrajectoryGroup) -> bool:
-        found = GROUP_FILTER.call("--group-filter", reference, function, group)
+        with watched(f"--group-filter '{reference}'"):
+            found = GROUP_FILTER.call("--group-filter", reference, function, group)
         with GROUP_FILTER.result_of("--group-filter", reference, found):
             if not isinstance(found, bool | np.bool_):
                 raise TypeError("it must be True or False")

@@ -23,10 +23,10 @@ from agents.engines.scripted import ScriptedEngine
 from agents.model.policy import PolicyModel
 from agents.rendering.renderer import Renderer
 from agents.rollout.episode import Episode, Limits
-from agents.rollout.groups import ManagerState, Problem, Queue, RolloutOptions, StepRollout, derive_seed
+from agents.rollout.groups import ManagerState, Problem, Queue, RolloutOptions, RunningGroup, StepRollout, derive_seed
 from agents.rollout.manager import RolloutManager
 from agents.rollout.rewards import RewardSum, WeightedReward
-from agents.types import Completion, EndReason, GenerateRequest, SamplingParams, TrajectoryGroup
+from agents.types import Completion, EndReason, GenerateRequest, SamplingParams, Trajectory, TrajectoryGroup
 from envs.env import Env
 from envs.types import Sample
 from tests.budget import examples
@@ -620,6 +620,46 @@ def test_a_failing_engine_ends_the_step_and_every_other_episode_is_kept(renderer
     assert ends[EndReason.ABORTED] >= 3 * COPIES and sum(ends.values()) == 4 * COPIES
     (failed,) = (t for group in left for t in group.trajectories if t.error)
     assert "ConnectionError: no server answers" in str(failed.error) and failed.sample_index == 1
+
+
+def test_an_error_in_the_record_of_a_failed_episode_ends_the_step(
+    renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails(number: int, copy: int) -> None:
+        raise ConnectionError("no server answers")
+
+    def broken(*_: object) -> None:
+        raise RecursionError("a record that cannot be made")
+
+    monkeypatch.setattr(RunningGroup, "empty_trajectory", broken)
+    manager = manager_of(renderer, PacedEngine(renderer, wait=fails))
+    with pytest.raises(RecursionError, match="cannot be made"):
+        finish(manager.collect(1))
+
+
+def test_metadata_of_an_author_is_made_plain_on_a_thread_of_the_episode(renderer: Renderer) -> None:
+    class Level:
+        threads: ClassVar[set[str]] = set()
+
+        def __repr__(self) -> str:
+            self.threads.add(threading.current_thread().name)
+            return "hard"
+
+    seen = []
+
+    def asks(trajectory: Trajectory) -> float:
+        seen.append(type(trajectory.metadata["level"]))
+        return 0.0
+
+    rewards = RewardSum((WeightedReward("asks", 1.0, asks),))
+    engine: Any = PacedEngine(renderer)
+    episode = Episode(engine, renderer, Limits(max_turns=1, max_new_tokens=400), sampling(renderer), rewards=rewards)
+    hard = Problem(replace(problem(0).sample, metadata={"level": Level(), "tags": ("a",)}), SEED, 0)
+    manager = RolloutManager(episode, Judge, None, lambda number: hard, RolloutOptions(COPIES))
+    (group,) = finish(manager.collect(1)).groups
+    assert {str(t.metadata) for t in group.trajectories} == {"{'level': 'hard', 'tags': ('a',)}"}
+    assert not any(t.is_exact for t in group.trajectories)  # replay has a text in the place of the object
+    assert Level.threads == {"environment"} and set(seen) == {Level}
 
 
 def test_a_problem_that_cannot_be_read_ends_the_step(renderer: Renderer) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import datetime
 import itertools
 import os
 import subprocess
@@ -16,9 +18,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
-from envs.contract import EnvFault
+from envs.contract import EnvFault, ToolFault
 from envs.env import Env, EnvArgs
 from envs.errors import UserError
 from envs.execution.load import load_env
@@ -28,10 +31,16 @@ from envs.spec import EnvLimits, EnvSpec
 from envs.types import Sample
 
 MODULE = '''
-import os, time, ctypes
+import os, sys, time, ctypes
 from pathlib import Path
 from tests.faulty_env import png_header
 from envs.env import Env
+
+class Own:
+    """Notes where it is unpickled."""
+    def __init__(self, options): self.options = options
+    def __repr__(self): return "own"
+    def __setstate__(self, state): Path(state["options"]["closed"]).with_name("opened").write_text("")
 
 class Odd(Env):
     """Does what its label says, in the method that its label names: "step:sleep"."""
@@ -50,6 +59,7 @@ class Odd(Env):
         if self.deed == "sleep": time.sleep(60)
         if self.deed == "exit": os._exit(3)
         if self.deed == "crash": ctypes.string_at(0)
+        if self.deed.startswith("run "): exec(self.deed[4:])
         if self.deed == "allocate": self.hog = bytearray(4 * 2**30)
         if self.deed == "count":
             path = Path(self.options["counter"])
@@ -63,9 +73,17 @@ class Odd(Env):
 
     def step(self, text):
         self.do("step")
+        if self.deed == "object":
+            own = Own(self.options)
+            return {"own": own}, False, {"own": own, "key": {own: 1}}
         if self.deed == "header":
             return {"obs_str": "big", "multi_modal_data": {"image": [HEADER]}}, False, {}
         return {"obs_str": f"{text} {os.getpid()}"}, False, {"n": 1}
+
+    def format_observation(self, observation):
+        if "own" in observation:
+            return {"role": "user", "content": repr(observation["own"]) * isinstance(observation["own"], Own)}
+        return super().format_observation(observation)
 
     def reward(self, text):
         self.do("reward")
@@ -555,14 +573,41 @@ class Object:
     __repr__ = Slow.__repr__
 
 
-def _raises() -> Any:
-    raise SlowToTell
+class SlowZone(datetime.tzinfo):
+    __repr__ = Slow.__repr__
+
+
+class SlowModule(torch.nn.Module):
+    def __repr__(self) -> str:
+        return repr(Slow())
+
+
+class SlowFault(EnvFault):
+    __str__ = SlowToTell.__str__
+
+
+class SlowToEnd(Exception):
+    def __del__(self) -> None:
+        time.sleep(60)
+
+
+def _raises(error: Exception) -> Any:
+    raise error
 
 
 @pytest.mark.parametrize(
     "give",
-    [lambda: ({}, True, {"x": Object()}), _raises],
-    ids=["an info that is slow to tell", "an error that is slow to tell"],
+    [
+        lambda: ({}, True, {"x": Object()}),
+        lambda: ({}, True, {Object(): 1}),
+        lambda: ({}, True, {"x": datetime.datetime(2020, 1, 1, tzinfo=SlowZone())}),
+        lambda: ({}, True, {"x": torch.nn.Sequential(torch.nn.Identity(), SlowModule())}),
+        lambda: _raises(SlowToTell()),
+        lambda: _raises(SlowFault("")),
+        lambda: _raises(SlowToEnd()),
+        lambda: _raises(ToolFault("", {"x": Object()})),
+    ],
+    ids=["info", "key of an info", "time zone", "module", "error", "own fault", "end of an error", "info of a fault"],
 )
 def test_code_behind_a_value_counts_as_the_call_that_gave_it(give: Callable[[], Any]) -> None:
     class Gives(Notes):
@@ -580,11 +625,75 @@ def test_code_behind_a_value_counts_as_the_call_that_gave_it(give: Callable[[], 
     assert time.monotonic() - started < 5
 
 
+@pytest.mark.parametrize("method", ["__del__", "called_tools"])
+def test_no_method_of_an_environment_holds_up_the_event_loop(method: str) -> None:
+    class Raises(Notes):
+        def step(self, response_text: str) -> Any:
+            raise ValueError
+
+    setattr(Raises, method, lambda *_: time.sleep(2))
+    gaps = [0.0]
+
+    async def beat() -> None:
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(0.02)
+            gaps.append(time.monotonic() - before)
+
+    async def main() -> None:
+        beating = asyncio.create_task(beat())
+        runner = EnvRunner(Raises, EnvLimits(reset_timeout_s=0.3, step_timeout_s=0.3))
+        with contextlib.suppress(EnvFault):
+            await runner.open()
+            await runner.step("x")
+        await runner.close()
+        beating.cancel()
+
+    asyncio.run(main())
+    assert max(gaps) < 1.5
+
+
+def test_an_interrupt_that_executed_code_raises_does_not_end_the_program_as_ctrl_c_does() -> None:
+    code = """
+        import asyncio
+        from envs.execution.runner import EnvRunner
+        from envs.spec import EnvLimits
+        runner = EnvRunner(lambda: exec("raise KeyboardInterrupt"), EnvLimits())
+        try:
+            asyncio.run(runner.open())
+        except Exception as fault:
+            print(str(fault).splitlines()[-1])
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "KeyboardInterrupt\n", "")
+
+
+@pytest.mark.parametrize(
+    ("isolation", "deed"),
+    [
+        *itertools.product(("thread", "process"), ("sys.exit(3)", "raise KeyboardInterrupt")),
+        *itertools.product(("process",), ("os.abort()", "os._exit(3)")),  # on a thread: see `test_watchdog`
+    ],
+)
+def test_whatever_ends_a_program_ends_the_episode_alone(odd: Any, isolation: str, deed: str) -> None:
+    with pytest.raises(EnvFault):
+        asyncio.run(play(odd(f"step:run {deed}", isolation)))
+
+
+def test_no_object_of_an_author_leaves_its_worker(odd: Any, tmp_path: Path) -> None:
+    runner = odd("step:object", "process")
+    _, result, reward = asyncio.run(play(runner))
+    assert (result.messages[0]["content"], reward) == ("own", 0.5)  # formatted in the worker, from the object
+    assert result.info == {"own": "own", "key": {"own": 1}}
+    assert not (tmp_path / "opened").exists()
+
+
 def test_what_an_environment_shows_runs_no_code_of_it_later() -> None:
-    message = {"role": "user", "content": Slow("again"), "name": Slow("me"), "extra": [Slow("a")]}
+    message = {"role": "user", "content": Slow("again"), Slow("name"): Slow("me"), "extra": [Slow("a")]}
     (result,) = open_and_step(Notes(shown=message), num_steps=1)
     assert result.messages == ({"role": "user", "content": "again", "name": "me", "extra": ["a"]},)
     assert {type(value) for value in result.messages[0].values()} == {str, list}
+    assert {type(key) for key in result.messages[0]} == {str}
 
 
 @pytest.mark.parametrize("inline", [False, True])

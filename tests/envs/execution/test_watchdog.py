@@ -162,7 +162,7 @@ def test_the_program_ends_also_where_nobody_reads_the_message(place: str, tmp_pa
             while True:
                 os.write(writes, bytes(1 << 16))
         os.set_blocking(writes, True)
-    ends = "end(int(sys.argv[1]), Call(1, 0, 0, b'x'), 10, '', '', [])"
+    ends = "end(int(sys.argv[1]), Call(1, 0, 0, True, b'x'), 10, '', '', [])"
     program = f"import sys; from envs.execution.watchdog_process import Call, end; {ends}"
     subprocess.run([sys.executable, "-c", program, str(watched.pid)], stderr=writes, timeout=60, cwd=ROOT, check=False)
     assert watched.wait(10) == -signal.SIGKILL
@@ -185,6 +185,44 @@ def test_a_call_that_lets_others_run_costs_its_own_episode_alone(deed: str, tmp_
     done, _ = run_program(deed, tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert sorted(done.stdout.split()) == sorted(["played", "0", "played", "2", "over"])
+
+
+@pytest.mark.parametrize(
+    ("deed", "cause"),
+    [
+        ("import os; time.sleep(0.3); os._exit(3)", "by os._exit"),
+        ("import os; time.sleep(0.3); os.abort()", "Aborted"),
+        ("time.sleep(0.3); ctypes.string_at(0)", "Segmentation fault"),
+        ("import os; time.sleep(0.3); os.kill(os.getpid(), 9)", "or by a signal such as SIGKILL"),
+    ],
+)
+def test_a_call_that_ends_the_program_is_named_with_what_to_do(deed: str, cause: str, tmp_path: Path) -> None:
+    advise = "from envs.execution.watchdog import WATCHDOG; WATCHDOG.advise('resume with: trueturn'); "
+    done, _ = run_program(advise + deed, tmp_path)
+    assert done.returncode and "over" not in done.stdout
+    assert done.stderr.startswith("error: the program has ended during step of Odd, sample 1 (")
+    assert cause in done.stderr and "; resume with: trueturn\n" in done.stderr
+    if "(by" not in done.stderr:
+        assert f'{tmp_path}/program.py", line 16 in step' in done.stderr
+
+
+def test_a_program_that_ends_by_itself_beside_a_call_that_hangs_says_nothing_of_it(tmp_path: Path) -> None:
+    done, _ = run_program("time.sleep(1000)", tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.slow
+def test_code_that_the_whole_program_waits_for_ends_it_at_its_limit_and_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "program.py"
+    path.write_text(
+        "import time\nfrom envs.execution.watchdog import watched\nwith watched('sample 7', 1):\n    time.sleep(1000)\n"
+    )
+    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=variables, timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    assert done.stderr.startswith("error: sample 7: must return within its limit of 1 s")
+    assert "isolation" not in done.stderr and f'{path}", line 4' in done.stderr
 
 
 def test_no_call_is_watched_once_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -226,6 +226,36 @@ def test_a_fork_server_that_was_killed_is_replaced() -> None:
     assert done.stdout.split() == ["3.0", "4.0"], done.stderr
 
 
+def test_a_fork_server_that_is_stopped_is_replaced() -> None:
+    code = """
+        import math, os, signal
+        from envs.workers import worker
+        worker.ANSWER_LIMIT_S = 3.0
+        first = worker.Worker()
+        os.kill(worker._FORK_SERVER._process.pid, signal.SIGSTOP)
+        try:
+            first.call(os._exit, 3)
+        except worker.WorkerDied:
+            print(worker.Worker().call(math.sqrt, 9.0))
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["3.0"], done.stderr
+
+
+def test_a_worker_that_cannot_start_leaves_its_slot_to_the_next() -> None:
+    faults = iter([OSError("no more processes")])
+
+    def make() -> Worker:
+        for fault in faults:
+            raise fault
+        return Worker()
+
+    pool = WorkerPool(size=1, make=make)
+    with pytest.raises(OSError, match="no more"):
+        pool.acquire()
+    assert pool._free_slots is not None and pool._free_slots.acquire(blocking=False)
+
+
 def close_everything() -> None:
     os.closerange(3, 256)
 
