@@ -26,7 +26,7 @@ from agents.rollout.episode import Episode, Limits
 from agents.rollout.groups import ManagerState, Problem, Queue, RolloutOptions, RunningGroup, StepRollout, derive_seed
 from agents.rollout.manager import RolloutManager
 from agents.rollout.rewards import RewardSum, WeightedReward
-from agents.types import Completion, EndReason, GenerateRequest, SamplingParams, Trajectory, TrajectoryGroup
+from agents.types import Completion, EndReason, GenerateRequest, SamplingParams, Trajectory, TrajectoryGroup, Turn
 from envs.env import Env
 from envs.types import Sample
 from tests.budget import examples
@@ -877,3 +877,45 @@ def test_episodes_of_many_threads_do_not_wait_for_one_another(renderer: Renderer
 
     rollout = finish(story())
     assert len(rollout.groups) == 3 and 1 not in numbers(rollout.groups)
+
+
+def ended(copy: int, *versions: tuple[int, int]) -> Trajectory:
+    """Return an episode whose turns have tokens of these (oldest, newest) versions."""
+    turn = Turn(0, 2, "1", "stop", (), 0, (), {}, 0.0, 0.0, True)
+    turns = tuple(replace(turn, versions=((old, 1), (new, 1))) for old, new in versions)
+    empty = RunningGroup(0, problem(0)).empty_trajectory(copy, None)
+    return replace(empty, turns=turns, end_reason=EndReason.COMPLETED)
+
+
+def test_the_oldest_token_of_a_group_may_be_in_any_turn_and_episode() -> None:
+    for versions in (((3, 5), (6, 7)), ((6, 7), (3, 5)), ((5, 3), (6, 7))):
+        group = RunningGroup(0, problem(0), played={0: ended(0, (6, 7)), 1: ended(1, *versions)})
+        assert group.oldest_version == 3
+    broken = replace(ended(1, (1, 1)), end_reason=EndReason.ENV_ERROR)
+    assert RunningGroup(0, problem(0), played={0: ended(0, (6, 7)), 1: broken}).oldest_version == 6
+
+
+def test_an_episode_that_runs_is_as_old_as_its_begin_and_is_aborted_with_its_group(renderer: Renderer) -> None:
+    engine = PacedEngine(renderer, wait=hang(2))
+
+    async def story() -> tuple[StepRollout, list[int]]:
+        manager = manager_of(renderer, engine, max_staleness=1)
+        await manager.collect(2)
+        while len(manager._running) > 1:  # of group 2 the last copy alone, the other groups are complete
+            await asyncio.sleep(0.01)
+        manager._groups[2].played.clear()  # so that only the running episode tells how old the group is
+        engine.weight_version = 2
+        old = [group.number for group in manager._too_old()]
+        return StepRollout((), aborted=await manager.close()), old
+
+    _, old = finish(story())
+    assert 2 in old
+
+
+def test_a_group_comes_back_from_a_checkpoint_with_what_was_discarded() -> None:
+    played, discarded = {1: ended(1, (6, 7))}, (ended(0, (1, 1)), ended(1, (1, 1)))
+    group = RunningGroup(4, problem(4), 1, played, discarded)
+    again = RunningGroup.restore(pickle.loads(pickle.dumps(group.save())), problem(4))
+    assert (again.number, again.attempt, again.result) == (4, 1, None)
+    assert [t.sample_index for t in again.discarded] == [0, 1] and [*again.played] == [1]
+    assert len(again.so_far().discarded) == 2
