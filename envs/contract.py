@@ -26,6 +26,8 @@ TOOL_FAULT = "tool_fault"
 #: Bounds of a plain copy.
 MAX_DEPTH = 32
 MAX_CHARS = 10_000
+#: Of a whole number that JSON readers hold exactly.
+MAX_BITS = 63
 #: The most values in one entry of an info, a message or the schemas of tools.
 MAX_VALUES = 200_000
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
@@ -169,6 +171,23 @@ def plain_fault(fault: EnvFault) -> EnvFault:
         return ToolFault(detail, plain_dict(fault.info), fault.timed_out)
     kind = HostLost if isinstance(fault, HostLost) else EnvFault
     return kind(detail, fault.timed_out, fault.process_ended)
+
+
+def is_json(value: Any, depth: int = MAX_DEPTH) -> bool:
+    """Return whether JSON can hold the value unchanged; a tuple counts as a list."""
+    if isinstance(value, Mapping):
+        return bool(depth) and all(
+            type(key) is str and is_json(key) and is_json(item, depth - 1) for key, item in value.items()
+        )
+    if isinstance(value, list | tuple):
+        return bool(depth) and all(is_json(item, depth - 1) for item in value)
+    if type(value) is int:
+        return value.bit_length() <= MAX_BITS
+    if type(value) is float:
+        return math.isfinite(value)
+    if type(value) is str:
+        return well_formed(value) == value
+    return value is None or type(value) is bool
 
 
 class _TooManyValues(Exception):

@@ -8,11 +8,7 @@ from typing import Any
 
 from PIL import Image
 
-from envs.contract import shown
-from envs.types import well_formed
-
-MAX_DEPTH = 32
-MAX_BITS = 63
+from envs.contract import MAX_BITS, MAX_DEPTH, shown
 
 
 def to_json(value: Any, depth: int = MAX_DEPTH) -> Any:
@@ -50,20 +46,3 @@ def message_to_json(message: Mapping[str, Any], name_picture: Callable[[Image.Im
     if isinstance(content, list | tuple):
         content = [part(each) for each in content]
     return to_json({**message, "content": content})
-
-
-def is_json(value: Any, depth: int = MAX_DEPTH) -> bool:
-    """Return whether JSON can hold the value unchanged; a tuple counts as a list."""
-    if isinstance(value, Mapping):
-        return bool(depth) and all(
-            type(key) is str and is_json(key) and is_json(item, depth - 1) for key, item in value.items()
-        )
-    if isinstance(value, list | tuple):
-        return bool(depth) and all(is_json(item, depth - 1) for item in value)
-    if type(value) is int:
-        return value.bit_length() <= MAX_BITS
-    if type(value) is float:
-        return math.isfinite(value)
-    if type(value) is str:
-        return well_formed(value) == value
-    return value is None or type(value) is bool

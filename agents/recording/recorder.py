@@ -25,7 +25,7 @@ from PIL import Image
 
 from agents.recording.append_log import rewind
 from agents.recording.gzip_lines import GzipLines
-from agents.recording.json_values import is_json, message_to_json, to_json
+from agents.recording.json_values import message_to_json, to_json
 from agents.recording.safe_files import check_real_folder, read_lines, read_regular
 from agents.recording.schema import (
     EPISODES,
@@ -41,6 +41,7 @@ from agents.recording.schema import (
     read_token,
 )
 from agents.types import Trajectory, Turn
+from envs.contract import is_json
 from envs.errors import UserError
 from envs.images import image_digest
 

@@ -17,14 +17,13 @@ from itertools import count
 from typing import Any
 
 from agents.engines.base import Engine, Session
-from agents.recording.json_values import is_json
 from agents.rendering.renderer import Renderer
 from agents.rollout.invariants import Vocabulary, broken_invariant, broken_turn, check_types
 from agents.rollout.rewards import RewardSum
 from agents.rollout.stream import Stream
 from agents.rollout.template_check import template_mismatch
 from agents.types import Completion, EndReason, GenerateRequest, SamplingParams, Timing, Trajectory, Turn
-from envs.contract import EnvFault, EpisodeEnv, ToolFault, plain_dict
+from envs.contract import EnvFault, EpisodeEnv, ToolFault, is_json, plain_dict
 from envs.execution.runner import EnvRunner, StepResult
 from envs.spec import EnvLimits
 from envs.tool_calls.thinking import Thinking
