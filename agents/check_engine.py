@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
-from rich.console import Console
+from rich.text import Text
 
 from agents.engines.own import ENGINE, find_engine
 from envs.checking.findings import print_findings
 from envs.config.cli import exit_code, parse
 from envs.config.settings import Section
+from envs.console import Console
 from envs.errors import UserError, did_you_mean
 
 
@@ -55,7 +56,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     if unknown := [name for name in config.only if name not in CHECKS]:
         raise UserError("--only", "must be a check", unknown[0], did_you_mean(unknown[0], CHECKS))
     make = make_scripted if config.engine == "scripted" else find_engine(config.engine, "ENGINE")
-    console = Console(highlight=False)
+    console = Console()
     with tempfile.TemporaryDirectory(prefix="engine-") as folder, console.status("") as status:
         setup = setup_of(
             config.model, Path(folder), config.dtype, config.device, config.context_length, config.max_batch
@@ -67,7 +68,7 @@ def run(argv: Sequence[str] | None = None) -> int:
             config.check_timeout_s,
             config.max_seconds,
             config.only,
-            on_check=lambda name: status.update(f"{config.engine}: {name}"),
+            on_check=lambda name: status.update(Text(f"{config.engine}: {name}")),
         )
     code = print_findings(
         config.engine.rpartition("/")[2], f"on {config.model}, {config.dtype}, {config.device}", findings, console

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import Field
-from rich.console import Console
+from rich.text import Text
 
 from agents.recording import Recording
 from agents.recording.selection import SelectionConfig, select_episodes
@@ -41,6 +41,7 @@ from agents.replaying.slime_dump import dump_files
 from agents.replaying.stream_replayer import StreamReplayer, token_texts
 from envs.config.cli import exit_code, parse
 from envs.config.settings import Section, with_absolute_paths
+from envs.console import Console
 from envs.errors import UserError
 from envs.grading import GraderReference
 from envs.registry import get_spec
@@ -231,7 +232,7 @@ def counting(console: Console, name: str) -> Iterator[Callable[[], None]]:
             nonlocal played
             played += 1
             if played % 64 == 0:
-                status.update(f"{name}: {played} episodes", spinner_style="")
+                status.update(Text(f"{name}: {played} episodes"), spinner_style="")
 
         yield count
 
@@ -257,7 +258,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         raise UserError("--rescore", f"must be given without {flag}", config.rescore, f"leave {flag} out")
     if config.fork.fork is not None:
         return fork(config)
-    console, inputs = Console(highlight=False), open_all(config)
+    console, inputs = Console(), open_all(config)
     config = with_absolute_paths(config)
     if config.rescore is not None:
         return regrade(config, inputs, config.rescore, console)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
-from rich.console import Console
 from rich.text import Text
 
 from agents.recording.selection import SelectionConfig
@@ -17,6 +16,7 @@ from agents.viewer.source import Source
 from agents.viewer.tables import overview_table, title
 from agents.viewer.token_stream import Colouring, legend, stream_text
 from envs.config.cli import exit_code, parse
+from envs.console import Console
 
 #: Wide enough that a pipe gets every table row on one line.
 PIPED_WIDTH = 1000
@@ -113,9 +113,9 @@ def run(argv: Sequence[str] | None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     selection = config.selection
     source = Source(config.run, keep=selection.matches, limit=selection.limit or None)
-    console = Console(highlight=False, width=config.width or None)
+    console = Console(width=config.width or None)
     if not console.is_terminal and not config.width:
-        console = Console(highlight=False, width=PIPED_WIDTH)
+        console = Console(width=PIPED_WIDTH)
     print_run(Printer(console, console.is_terminal or config.width > 0), source, config)
     return 0
 

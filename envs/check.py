@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pydantic import Field
-from rich.console import Console
+from rich.text import Text
 
 from envs.checking.answers import answer_scripts, check_gold, check_reward_source, check_wrong
 from envs.checking.behaviour import (
@@ -37,6 +37,7 @@ from envs.checking.players import Player
 from envs.checking.worker_player import longest_episode_s, open_player
 from envs.config.cli import exit_code, parse
 from envs.config.settings import Section
+from envs.console import Console
 from envs.env import EnvArgs
 from envs.errors import UserError
 from envs.execution.load import load_env
@@ -207,7 +208,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     config = parse(CheckConfig, argv, "python -m envs.check", "Check an environment without a model.")
     spec = get_spec(config.id, *config.registry)
     template = ChatTemplate.open(config.chat_template, config.model)
-    console = Console(highlight=False)
+    console = Console()
     bound = f" (at most {longest_s(spec, config.max_seconds):.0f} s)"
     with console.status("") as status:
         findings = check_env(
@@ -215,7 +216,7 @@ def run(argv: Sequence[str] | None = None) -> int:
             config.problems,
             config.samples,
             template,
-            on_script=lambda script: status.update(f"{spec.id}{bound}: playing {script.kind}, {script.name}"),
+            on_script=lambda script: status.update(Text(f"{spec.id}{bound}: playing {script.kind}, {script.name}")),
             max_seconds=config.max_seconds,
         )
     return print_findings(spec.id, spec.description, findings, console)

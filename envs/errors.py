@@ -7,6 +7,8 @@ import reprlib
 from collections.abc import Callable, Iterable
 from pathlib import PurePath
 
+from envs.safe_text import escape_controls
+
 #: Writes out values whose whole text could be endless, such as lists that hold each other.
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxtuple, _SHORT.maxdict, _SHORT.maxset = 4, 20, 20, 20, 20
@@ -25,7 +27,7 @@ class UserError(Exception):
     def __init__(self, field: str, rule: str, got: object, fix: str) -> None:
         self.field, self.rule, self.got, self.fix = field, rule, got, fix
         text = f"{shortened(field, 200)}: {shortened(rule, 400)}, got {quoted(got, str)}; {shortened(fix, 1000)}"
-        super().__init__(_printable(" ".join(text.split())))
+        super().__init__(escape_controls(" ".join(text.split())))
 
     def __reduce__(self) -> tuple[type[UserError], tuple[str, str, object, str]]:
         """Keep all fields when pickled; by default an exception keeps only its message."""
@@ -42,11 +44,6 @@ def quoted(value: object, scalar: Callable[[object], str] = repr) -> str:
         return shortened(text, 200)
     except Exception:
         return f"a value of type {type(value).__name__}"
-
-
-def _printable(text: str) -> str:
-    """Return the text with escapes for characters that could control a terminal: it may quote a stranger's file."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def shortened(text: str, limit: int) -> str:

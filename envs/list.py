@@ -8,12 +8,12 @@ from pathlib import Path
 
 from pydantic import Field
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from envs.config.cli import exit_code, parse
 from envs.config.settings import Section
+from envs.console import Console
 from envs.registry import PACKAGED, load_registry, plugin_files
 from envs.spec import EnvSpec
 
@@ -54,11 +54,11 @@ def run(argv: Sequence[str] | None = None) -> int:
     """Parse and print."""
     config = parse(ListConfig, argv, "python -m envs.list", "List the environments of the registry.")
     registry = load_registry(*config.registry)
-    console = Console(highlight=False)
-    console = console if console.is_terminal else Console(highlight=False, width=PIPED_WIDTH)
+    console = Console()
+    console = console if console.is_terminal else Console(width=PIPED_WIDTH)
     console.print(list_table(registry))
     for error in registry.faults.values():
-        console.print(f"broken: {error}", markup=False, soft_wrap=True)
+        console.print(f"broken: {error}", soft_wrap=True)
     return 0
 
 

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import Field
-from rich.console import Console
 
 from envs.config.cli import exit_code, parse
 from envs.config.settings import Section
+from envs.console import Console
 from envs.errors import UserError
 from envs.registry import load_registry
 
@@ -86,7 +86,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     """Parse, write the files, print the next commands."""
     config = parse(NewConfig, argv, "python -m envs.new", "Start a new environment.")
     paths, entry = write_scaffold(config.name, config.folder)
-    console = Console(highlight=False, soft_wrap=True, markup=False)
+    console = Console(soft_wrap=True)
     console.print("\n".join(f"wrote {path}" for path in paths))
     if entry is not None:
         console.print(f"add to {config.folder / REGISTRY}:\n\n{entry}")

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from envs.config.cli import exit_code, parse
 from envs.config.settings import with_absolute_paths
+from envs.console import Console
 from trainer.config.sources import SOURCES
 from trainer.metrics.console import open_console
 from trainer.preflight.finding import Finding
@@ -52,12 +52,12 @@ def run(argv: Sequence[str] | None = None) -> int:
     from trainer.preflight.diagnosis import diagnose
 
     console = open_console()
-    console = console if console.is_terminal else Console(highlight=False, width=120)
+    console = console if console.is_terminal else Console(width=120)
     started = time.perf_counter()
     with console.status("") as status:
-        findings = diagnose(config, lambda check: status.update(f"checking: {check}"))
+        findings = diagnose(config, lambda check: status.update(Text(f"checking: {check}")))
     console.print(table(findings))
-    console.print(summary_line(findings, time.perf_counter() - started), markup=False)
+    console.print(summary_line(findings, time.perf_counter() - started))
     if config.checkup.report:
         text = json.dumps({"findings": [asdict(finding) for finding in findings]}, indent=1)
         config.checkup.report.write_text(text + "\n", encoding="utf-8")

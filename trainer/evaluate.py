@@ -11,12 +11,11 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from agents.cli.text import path_text
 from agents.types import Trajectory
 from envs.config.cli import exit_code, parse
 from envs.config.settings import with_absolute_paths
+from envs.console import Console
 from trainer.config.evaluation import SOURCES, EvaluateConfig
 from trainer.metrics.console import Display, open_console
 

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from agents.cli.text import path_text
 from agents.recording.run_files import CONFIG, METRICS
 from envs.config.cli import exit_code, parse
+from envs.console import Console
 from envs.errors import UserError
 from trainer.config.run import RunConfig
 from trainer.config.sources import FIXED, SOURCES, STAGES, check_resumable, read_config, with_whole_paths
@@ -117,7 +116,7 @@ def run_prepared(context: RunContext, rollouts: Rollouts, console: Console) -> F
     config = context.config
     *notes, last = context.notes()
     for note in (*notes, f"{last}; run folder {path_text(context.folder)}"):
-        console.print(note, soft_wrap=True, markup=False)
+        console.print(note, soft_wrap=True)
     with Display(console) as display:
         again = f"python -m trainer.run --resume {path_text(context.folder)}" if config.trains else ""
         session, summary = run_to_end(restarting(context, rollouts, display), again)
@@ -137,7 +136,7 @@ def run_prepared(context: RunContext, rollouts: Rollouts, console: Console) -> F
     largest = f", largest rollout_train_kl {summary['max_rollout_train_kl'] or 0.0:.1e}" if config.trains else ""
     console.print(f"{summary['seconds']:.0f} s, peak memory {summary['peak_memory_gib']:.2f} GiB{largest}")
     for note in context.closing_notes(session.log.rows):
-        console.print(note, soft_wrap=True, markup=False)
+        console.print(note, soft_wrap=True)
     console.print(f"everything is in {path_text(context.folder)}", soft_wrap=True)
     check_finite(session.log.rows)
     return FinishedRun(context.folder, summary["interrupted"])

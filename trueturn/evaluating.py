@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from rich.console import Console
-
 from agents.types import Trajectory
+from envs.console import Console
 from trainer.config.evaluation import SOURCES, EvaluateConfig
 from trueturn.background import run_beside, run_blocking
 from trueturn.environment import Environment

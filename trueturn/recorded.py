@@ -21,6 +21,7 @@ from agents.types import Trajectory
 from agents.view import open_source
 from agents.viewer.export import export
 from envs.errors import UserError
+from envs.safe_text import escape_lines
 from trueturn.background import run_blocking
 from trueturn.settings import config_of
 
@@ -99,7 +100,11 @@ def fork(
         spec = find_spec(recording.manifest, "", ())
         folder = model_folder(named_model(ReplayConfig(run=folder_of(recorded), model=folder_of(model)), recording))
         selected = only_episode(recording, SelectionConfig(id=(episode,)))
-        forked = open_fork(recording, selected, spec, folder, config, lambda text: print(f"not as recorded: {text}"))
+
+        def say(text: str) -> None:
+            print(escape_lines(f"not as recorded: {text}"))
+
+        forked = open_fork(recording, selected, spec, folder, config, say)
         return fork_by_model(forked, folder, config)[1]
 
     return run_blocking(work)

@@ -1,1 +1,1 @@
-"""The terminal: what a person reads and types, and escaping of text that is printed."""
+"""The terminal: what a person reads and types, and shortening of text that is printed."""

@@ -25,6 +25,7 @@ from envs.checking.hostile import write_call
 from envs.contract import EpisodeEnv, checked_messages
 from envs.env import ToolFormat
 from envs.errors import UserError
+from envs.safe_text import escape_lines
 from envs.tool_calls.thinking import Thinking
 from envs.types import Message, content_parts, message_images
 from envs.wrapper import Wrapper, can_be_wrapped
@@ -63,8 +64,8 @@ class Terminal:
         return cls(sys.stdin, sys.stdout)
 
     def say(self, text: str) -> None:
-        """Print text; escape codes are shown and have no effect."""
-        print(text.replace("\x1b", "\\x1b"), file=self.target, flush=True)
+        """Print text; control characters are shown and have no effect."""
+        print(escape_lines(text), file=self.target, flush=True)
 
     def ask(self, tool_format: ToolFormat) -> str:
         """Return a turn that the person wrote.

@@ -1,42 +1,18 @@
-"""Makes text of models and environments safe to print (it cannot control a terminal), and shortens it."""
+"""Shortens text of models and environments for the terminal, and writes values as people read them."""
 
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 from agents.rollout.stream import first_difference
+from envs.safe_text import escape_controls, escape_lines
 
-# Control characters, marks and overrides of writing direction, characters without width, halves of surrogate pairs.
-_UNSAFE = re.compile(
-    "[\x00-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
-    "\ud800-\udfff\U000e0000-\U000e007f]"
-)
-_LINE = re.compile(r"[^\n\t]+")
 #: A longer text is cut in the middle; `MAX_END` characters of its end stay.
 MAX_SHOWN, MAX_END = 4000, 1000
 #: Code of an environment may change the working directory later.
 _BEGUN_IN = Path.cwd()
-
-
-def escape_controls(text: str) -> str:
-    """Return the text on one line, with escapes for characters that are invisible or change the line.
-
-    >>> escape_controls("red: \\x1b[31m")
-    'red: \\\\x1b[31m'
-    """
-    return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
-
-
-def escape_lines(text: str) -> str:
-    r"""Return the text with the escapes of `escape_controls`, but with its line breaks and tabs.
-
-    >>> escape_lines("\x1b]0;title\x07\n\u202egnp.exe caf\xe9")
-    '\\x1b]0;title\\x07\n\\u202egnp.exe café'
-    """
-    return _LINE.sub(lambda found: escape_controls(found[0]), text)
 
 
 def one_line(text: str, length: int) -> str:

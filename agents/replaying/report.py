@@ -13,15 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from agents.cli.text import counted, escape_controls, excerpt, excerpt_pair
+from agents.cli.text import counted, excerpt, excerpt_pair
 from agents.replaying.difference import KINDS, TOKENS, Difference
 from agents.replaying.rescore import Rescoring
 from agents.replaying.runner import EpisodeDifferences, ReplaySummary
+from envs.console import Console
 from envs.errors import UserError
+from envs.safe_text import escape_controls
 
 MAX_PAIRS = 12
 EMPTY = "(empty)"

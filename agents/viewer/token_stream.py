@@ -14,8 +14,8 @@ from typing import Literal
 
 from rich.text import Text
 
-from agents.cli.text import escape_lines
 from agents.recording import EpisodeRecord, ScoreRecord
+from envs.safe_text import escape_lines
 
 Colouring = Literal["mask", "probability", "gap"]
 

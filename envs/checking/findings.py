@@ -10,13 +10,13 @@ from typing import Any
 
 from PIL import Image
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from envs.checking.chat_template import ChatTemplate
 from envs.checking.episodes import Fault, Kind, PlayedEpisode
 from envs.checking.leftovers import ProcessState
+from envs.console import Console
 from envs.env import EnvArgs
 from envs.execution.runner import StepResult
 from envs.images import image_digest
@@ -51,11 +51,10 @@ def print_findings(name: str, what: str, findings: Sequence[Finding], console: C
     words = {True: ("passed", "green"), False: ("FAILED", "bold red"), None: ("n/a", "dim")}
     for finding in findings:
         word, style = words[finding.passed]
-        shown = finding.detail.encode("utf-8", "backslashreplace").decode()
-        table.add_row(finding.check, Text(word, style), Text(shown, "dim" if finding.passed is None else ""))
+        table.add_row(finding.check, Text(word, style), Text(finding.detail, "dim" if finding.passed is None else ""))
     console.print(table)
     count = {result: sum(finding.passed is result for finding in findings) for result in words}
-    console.print(f"{name}: {count[True]} passed, {count[False]} failed, {count[None]} not applicable", markup=False)
+    console.print(f"{name}: {count[True]} passed, {count[False]} failed, {count[None]} not applicable")
     return 1 if count[False] else 0
 
 

@@ -33,6 +33,7 @@ from envs.config.settings import (
 )
 from envs.config.sources import PREFIX, Sources
 from envs.errors import UserError, did_you_mean
+from envs.safe_text import guard_streams
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -171,7 +172,11 @@ def _add(group: argparse._ActionsContainer, flag: str, field: FieldInfo) -> None
 
 
 def exit_code(main: Callable[[], int]) -> int:
-    """Run a command and return its exit code: 2 after a user's error, printed as one line, and 130 after Ctrl-C."""
+    """Run a command and return its exit code: 2 after a user's error, printed as one line, and 130 after Ctrl-C.
+
+    Whatever the command prints is escaped, to the end of the process.
+    """
+    guard_streams()
     try:
         return main()
     except UserError as error:

@@ -40,6 +40,7 @@ from envs.execution.watchdog_process import (
     SIZE,
     SLOT_SIZE,
 )
+from envs.safe_text import escape_controls
 
 #: Where the traceback of all threads is asked for: no code of ours or of a library listens to it.
 SIGNAL: int = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
@@ -146,7 +147,7 @@ class WatchedCall:
             slot = self._free.popleft()
         except IndexError:
             return
-        label = self._label.encode("utf-8", "replace")[:LABEL_SIZE]
+        label = escape_controls(self._label).encode()[:LABEL_SIZE]
         ids = threading.get_native_id(), threading.get_ident()
         CALL.pack_into(self._memory, slot * SLOT_SIZE + BEAT.size, self._limit_s, *ids, self._is_isolated, label)
         self._slots.append(slot)

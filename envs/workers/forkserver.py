@@ -25,6 +25,7 @@ import traceback
 from collections.abc import Collection, Sequence
 from multiprocessing.connection import Connection
 
+from envs.safe_text import guard_streams
 from envs.workers.process_info import children, descendants
 
 GRACE_S = 0.5
@@ -36,6 +37,7 @@ def main(descriptor: int, preloaded: Sequence[str] = ()) -> None:
     """Import the modules that workers share; answer `fork` and `wait` requests until the program closes the socket."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the program alone reacts
     _adopt_orphans()
+    guard_streams()  # of the workers too: what environments print reaches the terminal of the program
     for name in preloaded:
         importlib.import_module(name)
     requests = socket.socket(fileno=descriptor)

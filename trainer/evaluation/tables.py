@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from rich.box import SIMPLE
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
+from envs.console import Console
 from envs.success import Success
 from trainer.evaluation.curve import title
 from trainer.evaluation.evaluator import Report
@@ -21,13 +20,13 @@ MAX_VALUES_SHOWN = 24
 def print_report(console: Console, report: Report) -> None:
     """Print the ways side by side, their difference, how episodes ended, tool calls, and the figure by metadata."""
     if report.partial:
-        console.print(f"partial: {report.partial}", soft_wrap=True, markup=False)
+        console.print(f"partial: {report.partial}", soft_wrap=True)
     if not report.ways:
         return
-    console.print(f"{report.model} on {report.env}, {report.num_problems} problems", soft_wrap=True, markup=False)
+    console.print(f"{report.model} on {report.env}, {report.num_problems} problems", soft_wrap=True)
     console.print(_main_table(report))
     if report.difference:
-        console.print(_difference_line(report, report.difference), soft_wrap=True, markup=False)
+        console.print(_difference_line(report, report.difference), soft_wrap=True)
     for table in (_ends(report), _outcomes(report), *_tags(report)):
         if table.row_count:
             console.print(table)
@@ -129,7 +128,7 @@ def _tags(report: Report) -> Iterator[Table]:
         for value in values[:MAX_VALUES_SHOWN]:
             found = [column.get(value) for column in columns]
             num = max(estimate.num_problems for estimate in found if estimate)
-            table.add_row(escape(value), str(num), *("" if estimate is None else str(estimate) for estimate in found))
+            table.add_row(value, str(num), *("" if estimate is None else str(estimate) for estimate in found))
         if len(values) > MAX_VALUES_SHOWN:
             table.caption = f"and {len(values) - MAX_VALUES_SHOWN} more in evaluation.json"
         yield table

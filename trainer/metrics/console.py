@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -24,6 +23,7 @@ from rich.progress import (
 
 from agents.types import EndReason, Trajectory
 from envs.checking.error_location import with_location
+from envs.console import Console
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +44,10 @@ class Display:
     """
 
     def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console(highlight=False)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        left = (TextColumn("ETA"), TimeRemainingColumn())
-        self._progress = Progress(*columns, *left, console=self.console, transient=True)
+        self.console = console or Console()
+        name, left = TextColumn("{task.description}", markup=False), (TextColumn("ETA"), TimeRemainingColumn())
+        counts = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._progress = Progress(name, *counts, *left, console=self.console, transient=True)
         self._task: TaskID | None = None
         self._begun = time.monotonic()
         self._num_events = 0
@@ -122,7 +122,6 @@ class Display:
             f"{stale}{''.join(training)}{row['tokens_per_s']:.0f} tokens/s  "
             f"rollout {row['rollout_s']:.1f}s{train}  ETA {left_s:.0f}s",
             soft_wrap=True,
-            markup=False,
         )
 
 
@@ -136,7 +135,7 @@ class ConsoleHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Print one record. A console that cannot be written to, as on a full disk, must not end a run."""
         try:
-            self._console.print(self.format(record), soft_wrap=True, markup=False)
+            self._console.print(self.format(record), soft_wrap=True)
         except OSError:
             self.handleError(record)
 
@@ -151,7 +150,7 @@ def open_console() -> Console:
     transformers_logging.disable_progress_bar()
     # A notebook calls itself a terminal and cannot move a progress bar: it gets the lines of the steps alone.
     is_notebook = "ipykernel" in sys.modules
-    console = Console(highlight=False, force_jupyter=False, force_terminal=False if is_notebook else None)
+    console = Console(force_jupyter=False, force_terminal=False if is_notebook else None)
     for package in ("envs", "agents", "trainer"):
         logging.getLogger(package).setLevel(logging.INFO)
         logging.getLogger(package).handlers = [ConsoleHandler(console)]

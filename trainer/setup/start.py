@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import FrameType
 
-from rich.console import Console
 from rich.text import Text
 
 from agents.engines.sglang import SGLangEngine
+from envs.console import Console
 from envs.errors import UserError
 from trainer.metrics.clock import StartClock
 

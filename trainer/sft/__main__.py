@@ -61,7 +61,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         raise UserError("--epochs", rule, config.epochs, fix)
     for found in (train, held_out):
         if found is not None and found.left_out.count:
-            console.print(str(found.left_out), soft_wrap=True, markup=False)
+            console.print(str(found.left_out), soft_wrap=True)
     if config.show:
         for stream in train.streams(range(min(config.show, len(train)))):
             console.print(

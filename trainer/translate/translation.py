@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from envs.config.files import text_of
 from envs.config.settings import FieldPath, Setting, Settings, changed, flag_of, is_tuple, leaves, validate
 from envs.errors import UserError, first_line, shortened
+from envs.safe_text import escape_controls
 from trainer.config.other_trainers import OTHER_TRAINERS
 from trainer.config.run import RunConfig
 from trainer.translate.dialect import Dialect, Given, NoCounterpart, Result, SameHere, Value
@@ -172,9 +173,4 @@ def _argument(flag: str, value: object) -> str:
 def _shown(name: str, value: Value) -> str:
     """Return a setting as a line shows it: short, and without secrets."""
     text = "..." if _SECRET.search(name) else " ".join(value) if isinstance(value, list) else value
-    return _printable(shortened(f"{name} {text}", _SHOWN))
-
-
-def _printable(text: str) -> str:
-    """Return a text in one line, which cannot leave a comment of the shell."""
-    return "".join(c if c.isprintable() else " " for c in text)
+    return escape_controls(shortened(f"{name} {text}", _SHOWN))  # on one line it cannot leave a comment of the shell

@@ -18,6 +18,7 @@ import pytest
 
 from envs.execution.threads import DaemonThreads
 from envs.workers.worker import Worker, WorkerDied, WorkerError, WorkerPool, WorkerTimeout
+from tests.paths import ROOT
 
 
 def spin() -> None:
@@ -366,3 +367,10 @@ def test_a_daemon_ends_with_a_worker_that_ends_by_itself(tmp_path: Path) -> None
     with pytest.raises(WorkerDied, match="exit code 3"):
         Worker().call(end_with_a_daemon, str(tmp_path / "pid"), timeout_s=20)
     assert ends(int((tmp_path / "pid").read_text()), within_s=5)
+
+
+def test_what_an_environment_prints_in_a_worker_cannot_control_the_terminal() -> None:
+    printing = r"print('\x1b[2J said', flush=True)"
+    code = f"from envs.workers.worker import Worker; Worker().call(eval, {printing!r}, timeout_s=20)"
+    done = subprocess.run([sys.executable, "-u", "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "\\x1b[2J said\n"
