@@ -1,7 +1,7 @@
 """Downloads the pictures that rows name by URL into a cache on disk, which later runs use again.
 
-A URL in a data set is a stranger's text. Only http and https are asked, without proxies. A host is resolved once, and
-the connection goes to that address, which must be public; so is every host that a redirect names. Bytes, time and
+A URL in a data set is a stranger's text. Only http and https are asked, without proxies. However a URL or a redirect
+spells its host, a socket is opened only for an address that is public, and connects to that address. Bytes, time and
 redirects are bounded, and only a picture that decodes is kept.
 """
 
@@ -13,6 +13,7 @@ import hashlib
 import ipaddress
 import logging
 import os
+import re
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +25,7 @@ from envs.errors import UserError, first_line
 
 if TYPE_CHECKING:
     import aiohttp
-    from aiohttp.abc import AbstractResolver, ResolveResult
+    from aiohttp.connector import AddrInfoType
     from yarl import URL
 
 #: The longest wait for one picture in seconds, redirects and repeats included.
@@ -37,7 +38,12 @@ MAX_CACHE_BYTES = 16 * 2**30
 
 _CHUNK = 2**16
 _REDIRECTS = (301, 302, 303, 307, 308)
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+#: Ports of other services begin below this one.
+_FIRST_FREE_PORT = 1024
+#: The only IPv6 addresses that the internet routes, and those that carry an IPv4 address in their last four bytes.
+_UNICAST, _NAT64 = ipaddress.IPv6Network("2000::/3"), ipaddress.IPv6Network("64:ff9b::/96")
+#: Not for the internet, which older versions of Python do not know: IETF protocols, relays of 6to4, documentation.
+_RESERVED = tuple(map(ipaddress.ip_network, ("192.0.0.0/24", "192.88.99.0/24", "3fff::/20")))
 
 logger = logging.getLogger(__name__)
 
@@ -47,17 +53,21 @@ def is_public(address: str) -> bool:
 
     This is the seam for tests, which replace it to reach a server of their own.
 
-    >>> is_public("1.1.1.1"), is_public("169.254.169.254"), is_public("::ffff:10.0.0.1")
-    (True, False, False)
+    >>> is_public("1.1.1.1"), is_public("169.254.169.254"), is_public("::ffff:10.0.0.1"), is_public("127.1")
+    (True, False, False, False)
     """
-    ip = ipaddress.ip_address(address)
+    try:
+        ip = ipaddress.ip_address(address)
+    except ValueError:  # another spelling, which the system might understand
+        return False
     if isinstance(ip, ipaddress.IPv6Address):
-        inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo and ip.teredo[1])
-        if ip in _NAT64:
-            inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
+        last = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
+        inner = ip.ipv4_mapped or ip.sixtofour or (last if ip in _NAT64 else None)
         if inner:
             return is_public(str(inner))
-    return ip.is_global and not ip.is_multicast
+        if ip not in _UNICAST or ip.scope_id:
+            return False
+    return ip.is_global and not ip.is_multicast and not any(ip in network for network in _RESERVED)
 
 
 class _Busy(Exception):
@@ -173,7 +183,16 @@ async def _get(url: str, field: str) -> bytes:
     import aiohttp
     from yarl import URL
 
-    connector = aiohttp.TCPConnector(resolver=_public_resolver(url, field), use_dns_cache=False, force_close=True)
+    def open_socket(info: AddrInfoType) -> socket.socket:
+        """Open a socket for an address, which is the one that aiohttp connects it to."""
+        kind, address = info[:3], str(info[4][0])
+        if not is_public(address):
+            raise _refusal(url, field, f"{target.host} is {address}, no public address")
+        return socket.socket(*kind)
+
+    connector = aiohttp.TCPConnector(
+        socket_factory=open_socket, happy_eyeballs_delay=None, use_dns_cache=False, force_close=True
+    )
     headers = {"Accept": "image/*", "Accept-Encoding": "identity"}
     async with aiohttp.ClientSession(
         connector=connector, headers=headers, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar()
@@ -203,34 +222,27 @@ async def _body(answer: aiohttp.ClientResponse, url: str, field: str) -> bytes:
 
 
 def _check(target: URL, url: str, field: str) -> None:
-    """Refuse what is no http address, holds a password, or names a private address as a number."""
-    if target.scheme not in ("http", "https") or not target.host:
+    """Refuse what is no http address, holds a password, or has a host or port that no server of pictures has."""
+    if target.scheme not in ("http", "https") or not target.raw_host:
         raise _refusal(url, field, f"a redirect to {target.scheme or 'nothing'}" if str(target) != url else "no host")
     if target.user is not None or target.password is not None:
         raise _refusal(url, field, "a user or password in it")
-    try:
-        ipaddress.ip_address(target.host)
-    except ValueError:
-        return  # a name, which the resolver checks
-    if not is_public(target.host):
+    if target.port not in (80, 443) and (target.port or 0) < _FIRST_FREE_PORT:
+        raise _refusal(url, field, f"port {target.port} belongs to another service")
+    if _is_number(target.raw_host) and not is_public(target.raw_host):
         raise _refusal(url, field, f"{target.host} is no public address")
 
 
-def _public_resolver(url: str, field: str) -> AbstractResolver:
-    """Return a resolver that refuses hosts with any address that is not public. What it returns is connected to."""
-    import aiohttp
+def _is_number(host: str) -> bool:
+    """Return whether a host stands for an address: in IPv6, or its last part is a number, as browsers decide it.
 
-    class PublicResolver(aiohttp.ThreadedResolver):
-        async def resolve(
-            self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
-        ) -> list[ResolveResult]:
-            found = await super().resolve(host, port, family)
-            for each in found:
-                if not is_public(each["host"]):
-                    raise _refusal(url, field, f"{host} is {each['host']}, no public address")
-            return found
+    https://url.spec.whatwg.org/#ends-in-a-number-checker
 
-    return PublicResolver()
+    >>> [_is_number(host) for host in ("127.1", "0x7f.0.0.0x1.", "::1", "example.com.", "1.example")]
+    [True, True, True, False, False]
+    """
+    last = host.removesuffix(".").rpartition(".")[2]
+    return ":" in host or last.isdigit() or re.fullmatch("0[xX][0-9a-fA-F]*", last) is not None
 
 
 def _refusal(url: str, field: str, reason: str) -> UserError:

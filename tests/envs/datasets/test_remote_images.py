@@ -50,7 +50,10 @@ def refusal(cache: RemoteImages, url: str) -> str:
     [
         "127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0", "224.0.0.1",
         "255.255.255.255", "::1", "::", "fe80::1", "fe80::1%eth0", "fd00::1", "ff02::1", "::ffff:127.0.0.1",
-        "64:ff9b::7f00:1", "2002:7f00:1::", "2002:a9fe:a9fe::",
+        "64:ff9b::7f00:1", "2002:7f00:1::", "2002:a9fe:a9fe::", "::127.0.0.1", "::ffff:0:127.0.0.1",
+        "64:ff9b:1::7f00:1", "64:ff9b:1::1.1.1.1", "2001:0:4136:e378:8000:63bf:80ff:fffe", "2001:db8::1",
+        "3fff::1", "fec0::1", "5f00::1", "2606:4700::1111%eth0", "192.0.0.8", "192.88.99.1", "127.1", "0177.0.0.1",
+        "1.1.1.1.", "0", "localhost",
     ],
 )  # fmt: skip
 def test_an_address_that_is_not_public_is_known_as_such_also_inside_another(address: str) -> None:
@@ -84,8 +87,12 @@ def test_a_damaged_file_of_the_cache_is_downloaded_again(
 
 
 @pytest.mark.parametrize(
-    "host", ["127.0.0.1", "localhost", "2130706433", "0x7f.1", "127.1", "[::1]", "[::ffff:127.0.0.1]", "0"]
-)
+    "host",
+    [
+        "127.0.0.1", "localhost", "2130706433", "0x7f.1", "127.1", "[::1]", "[::ffff:127.0.0.1]", "0", "127.0.0.1.",
+        "0177.0.0.1", "0x7f000001", "[::127.0.0.1]", "１２７.0.0.1", "127。0。0。1", "①②⑦.1", "[::1%25lo]", "ⓛocalhost",
+    ],
+)  # fmt: skip
 def test_no_spelling_of_a_private_host_is_asked(host: str, cache: RemoteImages) -> None:
     with serving_images() as running:
         message = refusal(cache, f"http://{host}:{running.server_port}/red.png")
@@ -93,7 +100,13 @@ def test_no_spelling_of_a_private_host_is_asked(host: str, cache: RemoteImages) 
     assert "must be a URL of a picture that downloads" in message
 
 
-@pytest.mark.parametrize("target", ["http://169.254.169.254/latest", "http://[::1]/", "http://10.0.0.1:8265/"])
+@pytest.mark.parametrize(
+    "target",
+    [
+        "http://169.254.169.254/latest", "http://[::1]/", "http://10.0.0.1:8265/", "http://127.1:8265/", "//0:8265/",
+        "http://2130706433/", "http://[::127.0.0.1]/", "http://[64:ff9b:1::7f00:1]/",
+    ],
+)  # fmt: skip
 def test_a_redirect_to_a_private_address_is_refused(target: str, server: ImageServer, cache: RemoteImages) -> None:
     server.answers["/away"] = Answer(status=302, headers={"Location": target})
     assert "no public address" in refusal(cache, f"{server.root}/away")
@@ -130,15 +143,34 @@ def test_a_name_is_resolved_once_and_the_checked_address_is_connected_to(
     assert "pictures.test is 10.0.0.1, no public address" in refusal(cache, "http://pictures.test/other.png")
 
 
-def test_a_name_with_one_private_address_among_public_ones_is_refused(
+def test_a_private_address_of_a_name_with_public_ones_too_is_not_connected_to(
     cache: RemoteImages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def mixed(self: Any, host: str, port: int = 0, family: int = socket.AF_INET) -> list[dict[str, Any]]:
         shared = {"hostname": host, "port": port, "family": socket.AF_INET, "proto": 0, "flags": 0}
-        return [{**shared, "host": "1.1.1.1"}, {**shared, "host": "192.168.0.1"}]
+        return [{**shared, "host": "192.168.0.1"}, {**shared, "host": "1.1.1.1"}]
 
     monkeypatch.setattr(aiohttp.ThreadedResolver, "resolve", mixed)
     assert "pictures.test is 192.168.0.1" in refusal(cache, "http://pictures.test/red.png")
+
+
+def test_an_address_that_the_client_takes_for_itself_is_checked_when_the_socket_is_opened(
+    cache: RemoteImages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_images, "_is_number", lambda host: False)  # as if aiohttp knew a spelling that we do not
+    with serving_images() as running:
+        assert "127.0.0.1, no public address" in refusal(cache, f"http://127.0.0.1:{running.server_port}/red.png")
+    assert running.asked == {}
+
+
+@pytest.mark.parametrize("url", ["http://1.1.1.1:22/", "http://example.com:25/", "https://example.com:0/"])
+def test_a_port_of_another_service_is_refused(url: str, cache: RemoteImages) -> None:
+    assert "belongs to another service" in refusal(cache, url)
+
+
+@pytest.mark.parametrize("host", ["1.1", "0x01010101", "16843009", "1.1.1.1.", "01.1.1.1"])
+def test_an_odd_spelling_of_a_public_address_is_refused_too(host: str, cache: RemoteImages) -> None:
+    assert "no public address" in refusal(cache, f"http://{host}/red.png")
 
 
 @pytest.mark.parametrize(
