@@ -7,7 +7,6 @@ import json
 import os
 import shlex
 import urllib.error
-import urllib.request
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from agents.engines.sglang import SGLangSettings
-from agents.engines.sglang.client import authorization, uses_proxy
+from agents.engines.sglang.client import ask
 from agents.engines.sglang.releases import OLDEST, UNKNOWN, Release, dotted
 from agents.engines.sglang.server_arguments import server_gpus
 from agents.model.architectures import NO_IMAGE_TOKEN, ModelFacts
@@ -83,10 +82,7 @@ def read_release(url: str, api_key: str) -> Release:
 
 def ask_server(url: str, path: str, api_key: str) -> dict[str, Any]:
     """Return what a server answers to a question."""
-    handlers = () if uses_proxy(url) else (urllib.request.ProxyHandler({}),)
-    request = urllib.request.Request(f"{url.rstrip('/')}/{path}", headers=authorization(api_key))
-    with urllib.request.build_opener(*handlers).open(request, timeout=10) as answer:
-        return dict(json.load(answer))
+    return dict(json.loads(ask(url, path, api_key)))
 
 
 def place_servers(config: ServersConfig, learner_gpus: Sequence[int] = (), placement: Placement = "auto") -> int:

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
+from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
 
 import aiohttp
 
@@ -41,6 +42,30 @@ def authorization(api_key: str) -> dict[str, str]:
 def uses_proxy(url: str) -> bool:
     """Return whether `http_proxy` and its like count for a server; they never do for one on this host."""
     return urlsplit(url).hostname not in LOCAL_HOSTS
+
+
+class _NoRedirects(HTTPRedirectHandler):
+    """Makes a redirect an `HTTPError`: urllib would send the key on to whatever host it names."""
+
+    def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: Any) -> None:
+        """Return no request to go on with."""
+
+
+def ask(url: str, path: str, api_key: str, body: bytes | None = None, timeout_s: float = 10.0) -> bytes:
+    """Return what a server answers, without an event loop.
+
+    Raises:
+        OSError: no answer, or one of another status than 200.
+        ValueError: the answer is longer than `MAX_ANSWER`.
+    """
+    proxies = () if uses_proxy(url) else (ProxyHandler({}),)
+    headers = authorization(api_key) | {"Content-Type": "application/json"}
+    request = Request(f"{url.rstrip('/')}/{path}", body, headers)
+    with build_opener(_NoRedirects(), *proxies).open(request, timeout=timeout_s) as answer:
+        content = answer.read(MAX_ANSWER + 1)
+    if len(content) > MAX_ANSWER:
+        raise ValueError(f"the answer has more than {MAX_ANSWER} bytes")
+    return content
 
 
 async def _text(response: aiohttp.ClientResponse) -> str:

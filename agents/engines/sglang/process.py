@@ -6,15 +6,17 @@ import contextlib
 import json
 import os
 import random
+import secrets
 import shlex
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Protocol
 
 from agents.engines.sglang.server_arguments import choose_variables
 from agents.engines.sglang.server_facts import Host
@@ -22,6 +24,8 @@ from agents.engines.sglang.settings import ServerPlace, SGLangSettings
 from agents.model.kernel_cache import keep_kernels
 
 STOP_S = 10.0
+#: Longest wait for the end of a log once its server has ended, and the longest line that is read as one.
+LOG_S, LONGEST_LINE = 2.0, 2**20
 
 
 class ServerProcess(Protocol):
@@ -96,23 +100,32 @@ class LocalProcess:
         chosen = settings.chosen_arguments(place, Host.here())
         settings.log_folder.mkdir(parents=True, exist_ok=True)
         self.log_path = settings.log_folder / f"sglang-{number}.log"
-        self.key_file = _write_key(settings.api_key) if settings.gives_key else None
-        command = settings.launch_command(chosen)
-        command += ["--config", str(self.key_file)] if self.key_file else []
+        command, inherited = settings.launch_command(chosen), []
+        self.key_file = None
+        if settings.gives_key:
+            self.key_file, key = _pipe_with(settings.api_key)
+            command += ["--config", str(self.key_file)]
+            inherited.append(key)
         variables = choose_variables(settings.dtype)
         reasons = [f"{shlex.join(argument.words)}: {argument.reason}" for argument in chosen if argument.reason]
         reasons += [f"{name}={value}: {why}" for name, (value, why) in variables.items() if name not in os.environ]
-        with self.log_path.open("ab") as log:
-            log.write("".join([f"$ {shlex.join(command)}\n", *(f"# {reason}\n" for reason in reasons)]).encode())
-            log.flush()
-            self.popen = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env={**{name: value for name, (value, _) in variables.items()}, **os.environ},
-            )
+        log = self.log_path.open("ab", buffering=0)
+        head = "".join([f"$ {shlex.join(command)}\n", *(f"# {reason}\n" for reason in reasons)])
+        log.write(_without_key(head.encode(), settings.api_key))
+        self.popen = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**{name: value for name, (value, _) in variables.items()}, **os.environ},
+            pass_fds=inherited,
+        )
+        for key in inherited:
+            os.close(key)
+        given = (self.popen.stdout, log, settings.api_key)
+        self._log = threading.Thread(target=_write_log, args=given, name="sglang log", daemon=True)
+        self._log.start()
 
     @property
     def pid(self) -> int:
@@ -126,11 +139,13 @@ class LocalProcess:
 
     def log(self) -> str:
         """Return the log's path and its end."""
+        if self.popen.poll() is not None:
+            self._log.join(LOG_S)
         tail = self.log_path.read_text(encoding="utf-8", errors="replace")[-600:].strip()
         return f"see {self.log_path}; its end: {tail}"
 
     def stop(self) -> None:
-        """End the process group, and delete the file of its key."""
+        """End the process group."""
         for signal_number, wait_s in ((signal.SIGTERM, STOP_S), (signal.SIGKILL, STOP_S)):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal_number)
@@ -142,11 +157,31 @@ class LocalProcess:
             self.key_file.unlink(missing_ok=True)
 
 
-def _write_key(api_key: str) -> Path:
-    """Write the key to a file of this user alone, from which a server reads it: all users see arguments."""
-    with tempfile.NamedTemporaryFile("w", prefix="sglang-", suffix=".yaml", delete=False) as file:  # of mode 600
-        json.dump({"api-key": api_key}, file)
-    return Path(file.name)
+def _pipe_with(api_key: str) -> tuple[Path, int]:
+    """Return the reading end of a pipe that holds the key, and a link that leads to it in a process that inherits it.
+
+    All users see arguments, and a file with the key would stay where this process is killed. The link is there because
+    SGLang takes only files of this ending.
+    """
+    reading, writing = os.pipe()
+    os.write(writing, json.dumps({"api-key": api_key}).encode())
+    os.close(writing)
+    link = Path(tempfile.gettempdir()) / f"sglang-{secrets.token_hex(8)}.yaml"
+    link.symlink_to(f"/dev/fd/{reading}")
+    return link, reading
+
+
+def _write_log(source: IO[bytes], log: IO[bytes], api_key: str) -> None:
+    """Write what a server prints into its log, to its end."""
+    with source, log:
+        while line := source.readline(LONGEST_LINE):
+            with contextlib.suppress(OSError):  # a full disk must not stop the server
+                log.write(_without_key(line, api_key))
+
+
+def _without_key(text: bytes, api_key: str) -> bytes:
+    """Return what a server prints without its key: SGLang logs all its arguments."""
+    return text.replace(api_key.encode(), b"(key)") if api_key else text
 
 
 def listens(url: str) -> bool:

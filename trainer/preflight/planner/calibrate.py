@@ -16,7 +16,6 @@ import platform
 import socket
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +27,7 @@ import torch.multiprocessing as mp
 
 from agents.engines.hf import HFEngine
 from agents.engines.hf_batch import CachedPrefix, PendingTurn
-from agents.engines.sglang.client import authorization
+from agents.engines.sglang.client import ask
 from agents.model.mrope import mrope_positions
 from agents.model.policy import PolicyModel
 from agents.types import GenerateRequest, SamplingParams
@@ -162,7 +161,7 @@ class _Server:
     """A running SGLang server, asked over HTTP."""
 
     def __init__(self, url: str) -> None:
-        self.url, self._headers = url.rstrip("/"), authorization(os.environ.get(API_KEY_VARIABLE, "").strip())
+        self.url, self._api_key = url, os.environ.get(API_KEY_VARIABLE, "").strip()
 
     def write(self, rows: int, prompt: int, tokens: int) -> None:
         """Write so many tokens in each of some streams, sent as one request."""
@@ -171,9 +170,7 @@ class _Server:
             "input_ids": rng.integers(0, 200, (rows, prompt)).tolist(),
             "sampling_params": {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 1.0},
         }
-        headers = {**self._headers, "Content-Type": "application/json"}
-        request = urllib.request.Request(f"{self.url}/generate", json.dumps(body).encode(), headers)
-        urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=600).read()
+        ask(self.url, "generate", self._api_key, json.dumps(body).encode(), timeout_s=600.0)
 
 
 def _decoding(costs: Costs, writer: _Embedded | _Server, engine: str, model: str) -> Costs:
