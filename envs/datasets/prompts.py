@@ -8,6 +8,7 @@ from typing import Any
 
 from PIL import Image
 
+from envs.datasets.rows import readable_items
 from envs.errors import UserError, did_you_mean
 from envs.images import ImageAccess, ImageSource, find_image, held_image
 from envs.types import Message, content_parts
@@ -101,7 +102,7 @@ def _image_values(row: Mapping[str, Any], keys: DataKeys, where: str) -> list[An
     if keys.images not in row:
         # Without this check, pictures in a column of another name would silently be ignored.
         names = ("image", "images")
-        others = [name for name, value in row.items() if (value and name in names) or _is_stored_image(value)]
+        others = [name for name, value in readable_items(row) if (value and name in names) or _is_stored_image(value)]
         if others:
             fix = f"set the images key to '{others[0]}'"
             raise UserError(where, f"must hold its pictures under the images key '{keys.images}'", ", ".join(row), fix)

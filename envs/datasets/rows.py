@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -66,22 +69,64 @@ class RowSource:
 
 @dataclass(frozen=True)
 class ArrowRows:
-    """Rows of an Arrow table; `read` returns the one-row table at an index.
+    """Rows of Arrow tables; `find` returns the table that holds the row at an index, and its place there."""
 
-    A float of less than 64 bits is read as the shortest decimal that its own type rounds to the same value: 18.8, where
-    Arrow gives 18.799999237060547.
-    """
-
-    read: Callable[[int], pyarrow.Table]
+    name: str
+    find: Callable[[int], tuple[pyarrow.Table, int]]
     size: int
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, index: int, /) -> Mapping[str, Any]:
-        table = self.read(index)
-        row = table.to_pylist()[0]
-        return {field.name: _with_short_floats(row[field.name], field.type) for field in table.schema}
+        table, place = self.find(index)
+        return ArrowRow(f"{self.name} row {index}", table, place)
+
+
+@dataclass(frozen=True, eq=False)
+class ArrowRow(Mapping[str, Any]):
+    """One row of an Arrow table. A value becomes a Python value when it is read, so unused columns may hold anything.
+
+    A float of less than 64 bits is read as the shortest decimal that its own type rounds to the same value: 18.8, where
+    Arrow gives 18.799999237060547.
+    """
+
+    where: str
+    table: pyarrow.Table
+    place: int
+
+    def __len__(self) -> int:
+        return len(self.table.column_names)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.table.column_names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.table.column_names
+
+    def __getitem__(self, name: str, /) -> Any:
+        """Return the value of a column. Raises `UserError` if Python cannot hold it, or two columns have the name."""
+        if name not in self:
+            raise KeyError(name)
+        kind = "two columns of this name"
+        try:
+            column = self.table.column(name)
+            kind = str(column.type)
+            return _with_short_floats(column[self.place].as_py(), column.type)
+        except Exception as error:  # Arrow raises what the conversion of each type raises
+            got = f"{kind} ({first_line(error)})"
+            fix = "write the column as text or numbers, or name another column"
+            raise UserError(f"{self.where} {name}", "must be a value that Python can hold", got, fix) from error
+
+
+def readable_items(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the columns of a row with their values, without those whose values Python cannot hold."""
+    for name in row:
+        try:
+            value = row[name]
+        except UserError:
+            continue
+        yield name, value
 
 
 _NARROW_FLOATS = {"halffloat": np.float16, "float": np.float32}
@@ -91,15 +136,15 @@ def _with_short_floats(value: Any, kind: pyarrow.DataType) -> Any:
     """Return the Python form of an Arrow value with the short form of every narrow float in it."""
     import pyarrow.types
 
-    if value is None:
-        return None
+    if value is None or pyarrow.types.is_union(kind):
+        return value
     if narrow := _NARROW_FLOATS.get(str(kind)):
         return float(str(narrow(value)))
     if pyarrow.types.is_struct(kind):
         return {field.name: _with_short_floats(value[field.name], field.type) for field in kind}
     if isinstance(kind, pyarrow.BaseExtensionType):
         return _with_short_floats(value, kind.storage_type)
-    if pyarrow.types.is_dictionary(kind):
+    if pyarrow.types.is_dictionary(kind) or pyarrow.types.is_run_end_encoded(kind):
         return _with_short_floats(value, kind.value_type)
     if pyarrow.types.is_map(kind):
         return [(key, _with_short_floats(item, kind.item_type)) for key, item in value]
@@ -166,7 +211,7 @@ def open_rows(source: str, split: str) -> RowSource:
     if source.startswith(f"{given.__name__}:"):  # rows of Python code
         found = RowSource(_plain_rows(import_object("data", source)), "data", "data", Path.cwd())
     elif path.is_file():
-        found = RowSource(_read_files([path]), path.name, path.stem, path.parent)
+        found = RowSource(_read_files([path], path.name), path.name, path.stem, path.parent)
     elif path.is_dir():
         found = _open_folder(path, split)
     elif _HUB_ID.fullmatch(source) and path.suffix not in SUFFIXES:
@@ -180,6 +225,8 @@ def open_rows(source: str, split: str) -> RowSource:
 
 def _plain_rows(rows: Any) -> Rows:
     """Return the rows that Python code gave: a list of dicts, or a data set. Raises `UserError` if they are none."""
+    if "datasets" in sys.modules and isinstance(rows, sys.modules["datasets"].Dataset):
+        return _arrow_rows(rows, "data")
     if hasattr(rows, "__len__") and hasattr(rows, "__getitem__") and not isinstance(rows, str | bytes | Mapping):
         wrong = next((row for row in (rows[i] for i in range(len(rows))) if not isinstance(row, Mapping)), None)
         if wrong is None:
@@ -191,10 +238,10 @@ def _plain_rows(rows: Any) -> Rows:
 def _open_folder(folder: Path, split: str) -> RowSource:
     name, stem = folder.resolve().name, f"{folder.resolve().name}-{split}"
     if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
-        return RowSource(_load_saved(folder, split), name, stem, folder)
+        return RowSource(_load_saved(folder, split, name), name, stem, folder)
     if any(file.name in _IMAGE_FOLDER_FILES for depth in ("metadata.*", "*/metadata.*") for file in folder.glob(depth)):
-        rows = _load_hugging_face("imagefolder", split, str(folder), folder)
-        return RowSource(rows, name, stem, folder)
+        loaded = _load_hugging_face("imagefolder", split, str(folder), folder)
+        return RowSource(_arrow_rows(loaded, name), name, stem, folder)
     files = _data_files(folder) or _data_files(folder / "data")
     if not files:
         raise UserError(str(folder), "must hold a data set", "a folder without one", _SOURCES_FIX)
@@ -203,8 +250,8 @@ def _open_folder(folder: Path, split: str) -> RowSource:
         names = ", ".join(file.name for file in files)
         raise UserError(str(folder), f"must hold the split '{split}' in one format", names, "give one of the files")
     if len(files) == 1:
-        return RowSource(_read_files(files), files[0].name, files[0].stem, files[0].parent)
-    return RowSource(_read_files(files), name, stem, files[0].parent)
+        name, stem = files[0].name, files[0].stem
+    return RowSource(_read_files(files, name), name, stem, files[0].parent)
 
 
 def _data_files(folder: Path) -> list[Path]:
@@ -224,28 +271,34 @@ def _of_split(files: Sequence[Path], split: str, folder: Path) -> list[Path]:
     return chosen or list(files)
 
 
-def _read_files(files: Sequence[Path]) -> Rows:
-    """Return the rows of files of one format, in order."""
+def _read_files(files: Sequence[Path], name: str) -> Rows:
+    """Return the rows of files of one format, in order; `name` is the set's in errors."""
     suffix = files[0].suffix
     if suffix == ".parquet":
-        return _read_parquet(files)
+        return _read_parquet(files, name)
     if suffix not in SUFFIXES:
         raise UserError(files[0].name, f"must end in {', '.join(SUFFIXES)}", suffix, "convert or rename it")
     read = _read_jsonl if suffix == ".jsonl" else _read_json
     return [row for file in files for row in read(file)]
 
 
-def _read_parquet(files: Sequence[Path]) -> Rows:
+def _read_parquet(files: Sequence[Path], name: str) -> Rows:
     import pyarrow
     import pyarrow.parquet
 
     try:
-        tables = [pyarrow.parquet.read_table(file, memory_map=True) for file in files]
-        table = pyarrow.concat_tables(tables, promote_options="default")
+        # Unlike `read_table`, this adds no columns from the names of folders and takes two columns of one name.
+        tables = [pyarrow.parquet.ParquetFile(file, memory_map=True).read() for file in files]
     except (OSError, pyarrow.ArrowException) as error:
         names = ", ".join(file.name for file in files)
         raise UserError(names, "must be readable parquet", first_line(error), "write the file again") from error
-    return ArrowRows(lambda index: table.slice(index, 1), table.num_rows)
+    ends = [*accumulate(table.num_rows for table in tables)]
+
+    def find(index: int) -> tuple[pyarrow.Table, int]:
+        number = bisect_right(ends, index)
+        return tables[number], index - ends[number] + tables[number].num_rows
+
+    return ArrowRows(name, find, ends[-1])
 
 
 def _read_jsonl(file: Path) -> list[Mapping[str, Any]]:
@@ -299,7 +352,7 @@ def _read_text(file: Path) -> str:
         ) from error
 
 
-def _load_saved(folder: Path, split: str) -> Rows:
+def _load_saved(folder: Path, split: str, name: str) -> Rows:
     """Return the rows of a folder that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote."""
     import datasets
 
@@ -308,10 +361,10 @@ def _load_saved(folder: Path, split: str) -> Rows:
     except (OSError, ValueError, KeyError) as error:
         raise UserError(str(folder), "must be a saved data set", first_line(error), "save it again") from error
     if not isinstance(loaded, datasets.DatasetDict):
-        return _arrow_rows(loaded)
+        return _arrow_rows(loaded, name)
     if split not in loaded:
         raise UserError(str(folder), "must hold the requested split", split, did_you_mean(split, map(str, loaded)))
-    return _arrow_rows(loaded[split])
+    return _arrow_rows(loaded[split], name)
 
 
 def _open_hub(name: str, split: str) -> RowSource:
@@ -319,12 +372,13 @@ def _open_hub(name: str, split: str) -> RowSource:
 
     if problem := hub_problem(name, "dataset"):
         raise UserError(name, "must be a data set of the hub, or a file or folder here", name, problem)
-    rows = _load_hugging_face(name, split, name)
+    shown = f"{name}[{split}]"
+    rows = _arrow_rows(_load_hugging_face(name, split, name), shown)
     # The library's own paths point into its cache; a row must not name any other file.
-    return RowSource(rows, f"{name}[{split}]", f"{name.split('/')[-1]}-{split}", Path(config.HF_CACHE_HOME))
+    return RowSource(rows, shown, f"{name.split('/')[-1]}-{split}", Path(config.HF_CACHE_HOME))
 
 
-def _load_hugging_face(name: str, split: str, shown: str, folder: Path | None = None) -> Rows:
+def _load_hugging_face(name: str, split: str, shown: str, folder: Path | None = None) -> datasets.Dataset:
     import datasets
 
     try:
@@ -334,10 +388,10 @@ def _load_hugging_face(name: str, split: str, shown: str, folder: Path | None = 
         fix = "check the name, the split and the network, or give a local file"
         raise UserError(shown, f"must load with the split '{split}'", first_line(error), fix) from error
     assert isinstance(loaded, datasets.Dataset), f"split='{split}' gave {type(loaded).__name__}, not one data set"
-    return _arrow_rows(loaded)
+    return loaded
 
 
-def _arrow_rows(dataset: datasets.Dataset) -> Rows:
+def _arrow_rows(dataset: datasets.Dataset, name: str) -> Rows:
     # The arrow format returns images as stored ({bytes, path}); the default format would decode each one.
     table = dataset.with_format("arrow")
-    return ArrowRows(table.__getitem__, len(dataset))
+    return ArrowRows(name, lambda index: (table[index], 0), len(dataset))

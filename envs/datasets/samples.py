@@ -22,7 +22,7 @@ from PIL import Image
 
 from envs.datasets.prompts import DEFAULT_KEYS, DataKeys, add_system_prompt, read_messages, value_at, with_images
 from envs.datasets.remote_images import remote_images
-from envs.datasets.rows import RowSource, are_tools, open_rows, read_tools
+from envs.datasets.rows import RowSource, are_tools, open_rows, read_tools, readable_items
 from envs.errors import UserError, did_you_mean, first_line
 from envs.grading.extraction import extract_boxed
 from envs.images import ImageAccess, ImageSource, decode_image
@@ -239,7 +239,7 @@ def unboxed(label: str) -> str:
 def _metadata(row: Mapping[str, Any], keys: DataKeys, source: RowSource, where: str) -> dict[str, Any]:
     """Return the other columns with plain values, the entries of a column `metadata`, and the row's tools."""
     used = (keys.prompt, keys.answer, keys.images, "id")
-    found = {name: value for name, value in row.items() if name not in used and _is_plain(value)}
+    found = {name: value for name, value in readable_items(row) if name not in used and _is_plain(value)}
     own = row.get("metadata")
     if isinstance(own, str) and own.lstrip().startswith("{"):
         own = _json_object(found.pop("metadata"), f"{where} metadata")

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from envs.config.given import keep
 from envs.datasets.prompts import DataKeys
 from envs.datasets.rows import ArrowRows
 from envs.datasets.samples import RowSamples, Subset, epoch_order, filter_overlong, load_samples
@@ -233,7 +234,79 @@ def test_every_nested_column_is_read_with_short_floats() -> None:
         "null": (pa.array([None], single), None),
     }
     table = pa.table({name: array for name, (array, _) in columns.items()})
-    assert ArrowRows(lambda index: table.slice(index, 1), 1)[0] == {name: read for name, (_, read) in columns.items()}
+    rows = ArrowRows("rows.parquet", lambda index: (table, index), 1)
+    assert rows[0] == {name: read for name, (_, read) in columns.items()}
+
+
+def unreadable_columns() -> dict[str, Any]:
+    """Columns of parquet whose values Python cannot hold."""
+    import pyarrow as pa
+
+    far = pa.array([2**62], pa.timestamp("us"))
+    invalid = pa.Array.from_buffers(pa.string(), 1, [None, *pa.array([b"\xff"]).buffers()[1:]])
+    return {
+        "far timestamp": far,
+        "odd time zone": pa.array([0], pa.timestamp("us", "GMT+08:00")),
+        "unknown time zone": pa.array([0], pa.timestamp("ns", "Mars/Base")),
+        "far date": pa.array([2**31 - 1], pa.int32()).cast(pa.date32()),
+        "long duration": pa.array([2**62], pa.duration("s")),
+        "nested": pa.StructArray.from_arrays([far], ["a"]),
+        "dictionary": pa.DictionaryArray.from_arrays(pa.array([0], pa.int8()), far),
+        "two fields of one name": pa.StructArray.from_arrays([far, far], fields=[pa.field("a", far.type)] * 2),
+        "invalid UTF-8": invalid,
+    }
+
+
+@pytest.mark.parametrize("kind", unreadable_columns())
+def test_a_column_that_python_cannot_hold_stops_only_those_who_use_it(kind: str, folder: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    table = {"problem": ["2 + 2?"], "answer": ["4"], "expires": unreadable_columns()[kind]}
+    pyarrow.parquet.write_table(pyarrow.table(table), folder / "rows.parquet")
+    source = str(folder / "rows.parquet")
+    assert load_samples(source)[0].metadata == {}
+    for keys in (DataKeys(answer="expires"), DataKeys(prompt="expires"), DataKeys(images="expires")):
+        error = error_of(source, keys=keys)
+        assert error.startswith("rows.parquet row 0 expires: must be a value that Python can hold, got ")
+        assert error.endswith("; write the column as text or numbers, or name another column")
+
+
+def test_unions_and_runs_are_read_and_two_columns_of_one_name_stop_only_those_who_use_them(folder: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    lists = pa.array([[1.5]], pa.list_(pa.float32()))
+    union = pa.UnionArray.from_dense(pa.array([0], pa.int8()), pa.array([0], pa.int32()), [lists])
+    runs = pa.RunEndEncodedArray.from_arrays(pa.array([1], pa.int32()), pa.array([18.8], pa.float32()))
+    rows = ArrowRows("rows.parquet", lambda index: (pa.table({"union": union, "runs": runs}), index), 1)
+    assert rows[0] == {"union": [1.5], "runs": 18.8}
+    names = ["problem", "answer", "x", "x"]
+    pyarrow.parquet.write_table(pa.table([pa.array(["2"])] * 4, names=names), folder / "rows.parquet")
+    assert load_samples(str(folder / "rows.parquet"))[0].metadata == {}
+    assert "got two columns of this name" in error_of(str(folder / "rows.parquet"), keys=DataKeys(answer="x"))
+
+
+def test_shards_may_differ_in_columns_and_their_types(folder: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    for shard, level in enumerate([{"level": [1]}, {"level": ["hard"]}, {}]):
+        table = pyarrow.table({"problem": ["p"], "answer": [str(shard)], **level})
+        pyarrow.parquet.write_table(table, folder / f"train-0000{shard}-of-00003.parquet")
+    samples = load_samples(str(folder))
+    assert [sample.label for sample in samples] == ["0", "1", "2"]
+    assert [sample.metadata for sample in samples] == [{"level": 1}, {"level": "hard"}, {}]
+
+
+def test_a_data_set_of_python_code_is_read_as_one_of_a_file() -> None:
+    import datasets
+    import pyarrow
+
+    far = pyarrow.array([2**62], pyarrow.timestamp("us"))
+    table = pyarrow.table({"problem": ["p"], "answer": ["1"], "expires": far})
+    name = keep(datasets.Dataset(table))
+    assert load_samples(f"{keep.__module__}:{name}")[0].metadata == {}
 
 
 def test_every_file_format_gives_the_same_samples(folder: Path) -> None:
