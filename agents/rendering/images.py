@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ import numpy as np
 from PIL import Image
 
 from agents.types import ProcessedImage
-from envs.errors import UserError
-from envs.images import MAX_RATIO, image_digest
+from envs.errors import UserError, first_line
+from envs.images import MAX_PIXELS, MAX_RATIO, image_digest
 
 MAX_BYTES = 2 * 2**30
+_LIMITS = ("min_pixels", "max_pixels")
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class ImageStore:
         """Read the image processor settings of a model folder; None where it has none, as a language model.
 
         Raises:
-            UserError: the settings are not those of a Qwen vision-language model.
+            UserError: the settings are not those of a Qwen vision-language model, or cannot process a picture.
         """
         from transformers import ImageProcessingMixin
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -85,11 +87,22 @@ class ImageStore:
             settings, _ = ImageProcessingMixin.get_image_processor_dict(path)
         except OSError:  # there is no such file
             return None
-        kind = str(settings.get("image_processor_type", ""))
+        kind = str(settings.get("image_processor_type", "")) if isinstance(settings, dict) else ""
         if not kind.startswith(("Qwen2VL", "Qwen2_5_VL", "Qwen3VL")):
             rule = "must have the image processor of a Qwen vision-language model"
             raise UserError("--model", rule, kind or "none", "take a Qwen2.5-VL or Qwen3-VL checkpoint")
-        processor = Qwen2VLImageProcessorPil.from_pretrained(path)
+        try:
+            processor: Any = Qwen2VLImageProcessorPil.from_dict(_with_limits(settings))
+            edges = (processor.size["shortest_edge"], processor.size["longest_edge"])
+            if None in edges or not 0 < edges[0] <= min(edges[1], MAX_PIXELS):
+                raise ValueError(f"the smallest and largest numbers of pixels are {edges[0]} and {edges[1]}")
+            side = processor.patch_size * processor.merge_size
+            patch = {"shortest_edge": side**2, "longest_edge": side**2}
+            processor(images=[Image.new("RGB", (side, side))], size=patch, return_tensors="np")
+        except Exception as error:  # the processor raises what its settings lead to
+            rule = "must have a preprocessor_config.json that can process a picture"
+            fix = 'take the model\'s own; limits are {"size": {"shortest_edge": 3136, "longest_edge": ...}}'
+            raise UserError("--model", rule, first_line(error), fix) from error
         return cls(processor, int(processor.merge_size))
 
     def save(self, folder: str | Path) -> None:
@@ -178,6 +191,23 @@ class ImageStore:
             num_tokens=time_ * rows * columns // self.merge_size**2,
             picture=picture,
         )
+
+
+def _with_limits(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return image processor settings whose `min_pixels` and `max_pixels` stand beside `size`.
+
+    There the processor reads them; older versions wrote them into `size`.
+
+    >>> _with_limits({"size": {"min_pixels": 3136, "max_pixels": 100352}})
+    {'min_pixels': 3136, 'max_pixels': 100352, 'size': None}
+    """
+    size = settings.get("size")
+    if not isinstance(size, Mapping):
+        return dict(settings)
+    limits = {name: value for name, value in size.items() if name in _LIMITS}
+    edges = {name: value for name, value in size.items() if name not in _LIMITS}
+    given = {name: value for name, value in settings.items() if value is not None}
+    return {**limits, **given, "size": edges if edges or not limits else None}
 
 
 def stable_size(processor: Any, height: int, width: int) -> tuple[int, int]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import io
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from PIL import Image, ImageDraw
 from agents.rendering.images import ImageStore, stable_size
 from agents.rendering.renderer import Renderer
 from agents.types import ProcessedImage
+from envs.errors import UserError
 from envs.images import MAX_RATIO, image_digest
 from tests.agents.rendering.template_cases import renderer_for
 from tests.budget import examples
@@ -69,6 +72,80 @@ def test_patches_are_those_that_the_models_own_processor_cuts(name: str, width: 
     assert (
         image.num_tokens * 4 == PROCESSORS[name].get_number_of_image_patches(height, width, {}) == len(image.pixels_PD)
     )
+
+
+def processor_folder(folder: Path, **settings: Any) -> Path:
+    """Write the settings of an image processor and return the folder."""
+    kind = {"image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": 16, "merge_size": 2}
+    (folder / "preprocessor_config.json").write_text(json.dumps({**kind, **settings}))
+    return folder
+
+
+EDGES = {"shortest_edge": 3136, "longest_edge": 100352}
+PIXELS = {"min_pixels": 3136, "max_pixels": 100352}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"size": None},
+        {"size": EDGES},
+        PIXELS,
+        {**PIXELS, "size": None},
+        {**PIXELS, "size": {"min_pixels": 4, "max_pixels": 5}},
+        {"max_pixels": 50176, "size": EDGES},
+        {"min_pixels": None, "max_pixels": None, "size": EDGES},
+    ],
+)
+def test_limits_of_pixels_are_those_that_transformers_reads(settings: dict[str, Any], tmp_path: Path) -> None:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    folder = processor_folder(tmp_path, **settings)
+    expected = Qwen2VLImageProcessorPil.from_pretrained(folder)(images=[noise(1000, 700)], return_tensors="np")
+    found = ImageStore.find(folder)
+    assert found is not None
+    assert found.process(noise(1000, 700)).grid_thw == tuple(expected["image_grid_thw"][0].tolist())
+
+
+@pytest.mark.parametrize(
+    ("size", "same"),
+    [
+        (PIXELS, EDGES),
+        ({**PIXELS, **EDGES}, EDGES),
+        ({**PIXELS, "shortest_edge": None, "longest_edge": None}, EDGES),
+        ({"max_pixels": 50176}, {"shortest_edge": 56 * 56, "longest_edge": 50176}),
+        ({"shortest_edge": 3136, "max_pixels": 50176}, {"shortest_edge": 3136, "longest_edge": 50176}),
+    ],
+)
+def test_limits_of_pixels_inside_size_are_the_limits(
+    size: dict[str, Any], same: dict[str, Any], tmp_path: Path
+) -> None:
+    found = [ImageStore.find(processor_folder(tmp_path, size=given)) for given in (size, same)]
+    grids = [None if store is None else store.process(noise(1000, 700)).grid_thw for store in found]
+    assert grids[0] is not None
+    assert grids[0] == grids[1]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"size": 448},
+        {"size": [448, 448]},
+        {"size": {"height": 448, "width": 448}},
+        {"size": {"shortest_edge": 3136}},
+        {"size": {}},
+        {"size": {"shortest_edge": "3136", "longest_edge": "100352"}},
+        {"size": {"shortest_edge": 100352, "longest_edge": 3136}},
+        {"size": {"shortest_edge": 10**12, "longest_edge": 10**12}},
+        {"patch_size": 0},
+        {"merge_size": None},
+        {"image_mean": [0.5, 0.5]},
+    ],
+)
+def test_settings_that_cannot_process_a_picture_are_a_user_error(settings: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"must have a preprocessor_config\.json that can process a picture, got"):
+        ImageStore.find(processor_folder(tmp_path, **settings))
 
 
 @EVERY
