@@ -69,7 +69,7 @@ class TurnWriter:
                 rule = "must hold no control token where the assistant speaks"
                 raise UserError(where, rule, text[:80], "leave it out: the template writes what closes a turn")
         content = "".join(part["text"] for part in content_parts(message))
-        plain = {name: value for name, value in message.items() if name not in ("train", "tool_calls")}
+        plain = {name: value for name, value in message.items() if name != "tool_calls"}
         plain["content"] = content
         if not calls:
             text = self._model_part(plain, where)

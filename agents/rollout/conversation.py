@@ -29,6 +29,10 @@ from envs.tool_calls.thinking import ThinkingSetting
 from envs.types import Message
 
 _ROLES = ("system", "user", "assistant", "tool")
+#: The fields of a message that leave it out of the loss: ours, those of ms-swift, and that of OpenAI.
+_FLAGS = ("train", "loss")
+_WEIGHTS = ("loss_scale", "weight")
+LOSS_MARKS = (*_FLAGS, *_WEIGHTS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,13 +99,20 @@ class ConversationRenderer:
                 write a message, or there are more tokens than the model may read. Names the conversation and the rule.
         """
         where, tools = conversation.where, conversation.tools
-        messages = tuple({k: v for k, v in message.items() if v is not None} for message in conversation.messages)
+        given = [{k: v for k, v in message.items() if v is not None} for message in conversation.messages]
+        learnt = [_is_learnt(message, f"{where} messages[{place}]") for place, message in enumerate(given)]
+        messages = tuple({k: v for k, v in message.items() if k not in LOSS_MARKS} for message in given)
         _check_order(messages, where, self._writer.tool_format)
+        if not any(learnt):
+            raise UserError(where, "must have a turn to learn from", '"train": false in all', "leave the row out")
         texts = [
             self._writer.text(message, f"{where} messages[{place}]") if message["role"] == "assistant" else ""
             for place, message in enumerate(messages)
         ]
-        messages = tuple(_as_played(message, text) for message, text in zip(messages, texts, strict=True))
+        messages = tuple(
+            {"role": "assistant", "content": text} if message["role"] == "assistant" else message
+            for message, text in zip(messages, texts, strict=True)
+        )
         try:
             trajectory, stream = self._trajectory(conversation, messages)
         except UserError as error:
@@ -118,7 +129,10 @@ class ConversationRenderer:
         self._num_made += 1
         if rule is not None:
             raise UserError(where, "must make a sound stream", rule, "use another chat template, or report this")
-        return _with_mask(trajectory, [m.get("train", True) for m in conversation.messages if m["role"] == "assistant"])
+        turns = [
+            is_learnt for is_learnt, message in zip(learnt, messages, strict=True) if message["role"] == "assistant"
+        ]
+        return _with_mask(trajectory, turns)
 
     def _trajectory(self, conversation: Conversation, messages: tuple[Message, ...]) -> tuple[Trajectory, Stream]:
         """Return the trajectory of an episode with these messages, and its stream."""
@@ -163,11 +177,26 @@ class ConversationRenderer:
             yield bool(stream.mask_T[start]), self.renderer.encoder.decode(kept)
 
 
-def _as_played(message: Message, text: str) -> Message:
-    """Return the message as the agent loop stores it; `text` is the turn's, for an assistant's message."""
-    if message["role"] == "assistant":
-        return {"role": "assistant", "content": text}
-    return {name: value for name, value in message.items() if name != "train"}
+def _is_learnt(message: Message, where: str) -> bool:
+    """Return whether a message counts in the loss: an assistant's does, unless one of `LOSS_MARKS` leaves it out.
+
+    Raises:
+        UserError: a mark has another value, two marks disagree, or a mark wants to teach what someone else says.
+    """
+    marks = {name: message[name] for name in LOSS_MARKS if name in message}
+    is_assistant = message.get("role") == "assistant"
+    fix = 'give "train": false to leave the turn out of the loss'
+    for name, value in marks.items():
+        if name in _FLAGS and not isinstance(value, bool):
+            raise UserError(f"{where} {name}", "must be true or false", value, fix)
+        if name in _WEIGHTS and value not in (0, 1):
+            raise UserError(f"{where} {name}", "must be 0 or 1", value, fix)
+    if len({bool(value) for value in marks.values()}) > 1:
+        raise UserError(where, f"must agree in {' and '.join(marks)}", str(marks), "keep one of them")
+    if marks and all(marks.values()) and not is_assistant:
+        fix = f"remove {' and '.join(marks)}: only the assistant's turns are learnt"
+        raise UserError(where, "must not be learnt unless it is the assistant's", f"role {message.get('role')}", fix)
+    return is_assistant and all(marks.values())
 
 
 def _with_mask(trajectory: Trajectory, learnt: list[bool]) -> ConversationStream:
@@ -181,7 +210,7 @@ def _with_mask(trajectory: Trajectory, learnt: list[bool]) -> ConversationStream
 
 
 def _check_order(messages: tuple[Message, ...], where: str, tool_format: ToolFormat) -> None:
-    """Raise `UserError` where the messages are not in the order of an episode, or no turn is to be learnt."""
+    """Raise `UserError` where the messages are not in the order of an episode."""
     roles = [str(message.get("role")) for message in messages]
     if unknown := [role for role in roles if role not in _ROLES]:
         raise UserError(where, f"must have roles among {', '.join(_ROLES)}", unknown[0], "rename the role")
@@ -196,13 +225,6 @@ def _check_order(messages: tuple[Message, ...], where: str, tool_format: ToolFor
         if before == role == "assistant":
             rule = "must have an answer between two turns of the assistant"
             raise UserError(f"{where} messages[{place}]", rule, "none", "join the turns, or add what was said between")
-    if not any(message.get("train", True) for message in messages if message["role"] == "assistant"):
-        rule = "must have a turn to learn from"
-        raise UserError(where, rule, '"train": false in all', "leave the row out")
-    for place, message in enumerate(messages):
-        if not isinstance(message.get("train", True), bool):
-            rule, fix = "must be true or false", 'give "train": false to leave the turn out of the loss'
-            raise UserError(f"{where} messages[{place}] train", rule, message["train"], fix)
     _check_results(messages, where, tool_format)
 
 

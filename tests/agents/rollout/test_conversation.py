@@ -215,6 +215,22 @@ def test_turns_that_are_not_to_be_learnt_are_context() -> None:
     assert set(partly.turns_T.tolist()) == {0, 2}  # the turn keeps its number
 
 
+@pytest.mark.parametrize("mark", [{"train": False}, {"loss": False}, {"loss_scale": 0}, {"weight": 0}, {"weight": 0.0}])
+def test_the_marks_of_other_trainers_leave_a_turn_out_too_and_never_reach_the_template(mark: dict[str, Any]) -> None:
+    renderer = renderer_for("starter")
+    partly = stream(renderer, {**QUESTION, **mark}, calls(**mark), RESULT, ANSWER)
+    assert set(partly.turns_T.tolist()) == {0, 2}
+    assert partly.ids_T.tolist() == stream(renderer, QUESTION, calls(), RESULT, ANSWER).ids_T.tolist()
+    assert all(set(message) <= {"role", "content", "name"} for message in partly.trajectory.messages)
+
+
+@pytest.mark.parametrize("mark", [{"train": True}, {"loss": True}, {"loss_scale": 1.0}, {"weight": 1}, {"loss": None}])
+def test_a_turn_that_is_marked_as_learnt_is_learnt(mark: dict[str, Any]) -> None:
+    renderer = renderer_for("starter")
+    marked = stream(renderer, QUESTION, calls(**mark), RESULT, ANSWER)
+    assert marked.turns_T.tolist() == stream(renderer, QUESTION, calls(), RESULT, ANSWER).turns_T.tolist()
+
+
 def test_pictures_of_user_and_tool_stand_in_order_as_often_as_they_have_tokens() -> None:
     renderer = renderer_for("starter")
     assert renderer.images is not None
@@ -311,7 +327,13 @@ BAD = {
         "must be text where the assistant speaks",
     ),
     "nothing to learn": ((QUESTION, {**ANSWER, "train": False}), "must have a turn to learn from"),
+    "nothing has weight": ((QUESTION, {**ANSWER, "weight": 0}), "must have a turn to learn from"),
     "train is a word": ((QUESTION, {**ANSWER, "train": "no"}), "must be true or false"),
+    "loss is a number": ((QUESTION, {**ANSWER, "loss": 0}), "must be true or false"),
+    "half a weight": ((QUESTION, {**ANSWER, "weight": 0.5}), "must be 0 or 1"),
+    "weights of tokens": ((QUESTION, {**ANSWER, "loss_scale": [0, 1]}), "must be 0 or 1"),
+    "marks that disagree": ((QUESTION, {**ANSWER, "loss": False, "weight": 1}), "must agree in loss and weight"),
+    "a user to learn from": (({**QUESTION, "loss": True}, ANSWER), "must not be learnt unless it is the assistant's"),
 }
 
 
