@@ -56,8 +56,9 @@ def way_record(episode: Episode) -> WayRecord:
 
 
 def template_digest(renderer: Renderer) -> str:
-    """Return a hash of a model's chat template."""
-    return hashlib.blake2b(renderer.chat_template.encode(), digest_size=8).hexdigest()
+    """Return a hash of a model's chat template, or of both where it has another one for tools."""
+    sources = dict.fromkeys((renderer.template.source, renderer.tool_template.source))
+    return hashlib.blake2b("".join(sources).encode(), digest_size=8).hexdigest()
 
 
 def _version(name: str) -> str:

@@ -23,6 +23,7 @@ from agents.rendering.suffixes import Shape, Suffix, build_suffix, exact_ids
 from agents.rendering.template import MARK, ModelTemplate, control_tokens
 from agents.rendering.tokenizer_files import read_tokenizer_files
 from agents.types import ProcessedImage
+from envs.checking.chat_template import choose_templates
 from envs.errors import UserError, first_line
 from envs.types import Message, content_parts, message_images
 
@@ -50,8 +51,9 @@ class Renderer:
 
     `stop_ids` end a model's turn; the last of them is `closer_id`, the id of the token `closer`, which the template
     itself writes after an assistant's message. `image_token_id` is None where the model reads no images; `images` may
-    be None too. `teaches_tools` says whether the template describes tools; if not, the renderer describes them in the
-    system message, in the Hermes form.
+    be None too. `tool_template` writes conversations with tools and `template` those without; for most tokenizers it is
+    the same one (`envs.checking.chat_template.choose_templates`). `teaches_tools` says whether the template describes
+    tools; if not, the renderer describes them in the system message, in the Hermes form.
     """
 
     def __init__(
@@ -73,8 +75,11 @@ class Renderer:
         """
         self.tokenizer, self.images = tokenizer, images
         self.encoder = Encoder(tokenizer)
-        self.template = ModelTemplate(tokenizer, template_kwargs or {})
         self._name = str(tokenizer.name_or_path)
+        plain, with_tools = choose_templates(tokenizer.chat_template)
+        self.template = ModelTemplate(tokenizer, template_kwargs or {}, plain)
+        is_same = with_tools == plain
+        self.tool_template = self.template if is_same else ModelTemplate(tokenizer, template_kwargs or {}, with_tools)
         vocabulary = tokenizer.get_vocab()
         self.max_token_chars = max(map(len, vocabulary), default=1)
         self.closer = self._find_closer()
@@ -85,11 +90,12 @@ class Renderer:
         #: Ids that the model must never sample: image and video tokens.
         self.suppressed_ids = tuple(sorted(vocabulary[token] for token in _VISION_TOKENS if token in vocabulary))
         self._stops = frozenset(self.stop_ids)
-        self._suffixes: OrderedDict[Shape, Suffix | None] = OrderedDict()
+        self._suffixes: OrderedDict[tuple[ModelTemplate, Shape], Suffix | None] = OrderedDict()
         self._prompts: OrderedDict[tuple[Any, ...], tuple[int, ...]] = OrderedDict()
         self.image_token_id: int | None = self._find_image_token(image_token)
-        for role in ("user", "tool"):
-            self._suffix_of(((self.template.role(role), ("str",)),))
+        for template in dict.fromkeys((self.template, self.tool_template)):
+            for role in ("user", "tool"):
+                self._suffix_of(template, ((template.role(role), ("str",)),))
 
     @classmethod
     def from_checkpoint(cls, path: str | Path, template_kwargs: Mapping[str, Any] | None = None) -> Renderer:
@@ -102,13 +108,17 @@ class Renderer:
 
     @property
     def chat_template(self) -> str:
-        """The text of the model's chat template."""
-        return self.template.source
+        """The text of the chat template that describes tools."""
+        return self.tool_template.source
 
     @property
     def teaches_tools(self) -> bool:
         """Whether the model's template describes tools."""
-        return self.template.teaches_tools
+        return self.tool_template.teaches_tools
+
+    def template_for(self, has_tools: bool) -> ModelTemplate:
+        """Return the template of a conversation with tools, or of one without."""
+        return self.tool_template if has_tools else self.template
 
     @property
     def merge_size(self) -> int:
@@ -127,14 +137,14 @@ class Renderer:
     def _find_closer(self) -> str:
         """Return the token with which the template closes a model's turn: its first added token behind the content."""
         try:
-            last, before_user = self.template.closing()
+            ends = [*self.template.closing(), *self.tool_template.closing()]
         except Exception as error:  # a template raises what it likes
             rule, fix = "must have a chat template that takes a conversation", f"fix it ({first_line(error)})"
             raise self._error(rule, fix) from error
-        if missing := control_tokens(last + before_user) - self.encoder.added.keys():
+        if missing := control_tokens("".join(ends)) - self.encoder.added.keys():
             rule = f"must have a tokenizer with {' and '.join(sorted(missing))}"
             raise self._error(rule, "add the tokenizer.json that belongs to its chat template")
-        closers = {self.encoder.first_added(text) for text in (last, before_user)}
+        closers = {self.encoder.first_added(text) for text in ends}
         closer = closers.pop()
         if closers or closer is None:
             rule = "must have a chat template that closes a model's turn with one special token"
@@ -147,13 +157,16 @@ class Renderer:
             return None
         content = [{"type": "image"}, {"type": "text", "text": MARK}]
         try:
-            text = self.template.render([{"role": "user", "content": content}])
+            texts = [
+                each.render([{"role": "user", "content": content}]) for each in (self.template, self.tool_template)
+            ]
         except Exception:  # a template of a language model
             return None
-        if missing := control_tokens(text) - self.encoder.added.keys():
+        if missing := control_tokens("".join(texts)) - self.encoder.added.keys():
             rule = f"must have a tokenizer with {' and '.join(sorted(missing))}"
             raise self._error(rule, "add the tokenizer.json of the vision-language model")
-        return self.encoder.added[token] if token in self.encoder.added and text.count(token) == 1 else None
+        is_written = token in self.encoder.added and all(text.count(token) == 1 for text in texts)
+        return self.encoder.added[token] if is_written else None
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Rendered:
         """Return the stream that opens an episode, ending where the model begins to write.
@@ -181,8 +194,8 @@ class Renderer:
         ids = self.encoder.encode(self.text(messages, tools, len(messages)))
         return len(ids) + sum(store.num_tokens(picture) - 1 for store, picture in self._pictures(messages))
 
-    def suffix(self, messages: Sequence[Message], last_id: int) -> Rendered:
-        """Return the tokens between a model turn that ends with `last_id` and the next turn.
+    def suffix(self, messages: Sequence[Message], last_id: int, has_tools: bool = False) -> Rendered:
+        """Return the tokens between a model turn that ends with `last_id` and the next turn, in an episode with tools.
 
         These are the closer, if the model did not write it, the environment's messages, and the opening of the turn.
 
@@ -193,7 +206,8 @@ class Renderer:
         images = self._process(messages)
         shape: list[tuple[str, tuple[str, ...]]] = []
         texts: list[str] = []
-        prepared = [self._prepare(message) for message in messages]
+        template = self.template_for(has_tools)
+        prepared = [self._prepare(message, template) for message in messages]
         for message in prepared:
             content = message["content"]
             if isinstance(content, str):
@@ -204,17 +218,18 @@ class Renderer:
                 texts.extend(part["text"] for part in content if part["type"] != "image")
         is_closed = last_id == self.closer_id
         # A message with more than role and content, such as a tool's name, needs a full rendering.
-        known = self._suffix_of(tuple(shape)) if all(len(message) == 2 for message in prepared) else None
+        known = self._suffix_of(template, tuple(shape)) if all(len(message) == 2 for message in prepared) else None
         if known is not None:
             ids = known.ids(self.encoder, texts, is_closed)
         else:
-            ids = exact_ids(self.encoder, self.template.after_turn(prepared), self.closer, is_closed)
+            ids = exact_ids(self.encoder, template.after_turn(prepared), self.closer, is_closed)
         return Rendered(tuple(self.expand(ids, images)), images)
 
-    def _suffix_of(self, shape: Shape) -> Suffix | None:
-        if shape in self._suffixes:
-            return self._suffixes[shape]
-        found = self._suffixes[shape] = build_suffix(self.template, self.encoder, self.closer, shape)
+    def _suffix_of(self, template: ModelTemplate, shape: Shape) -> Suffix | None:
+        key = (template, shape)
+        if key in self._suffixes:
+            return self._suffixes[key]
+        found = self._suffixes[key] = build_suffix(template, self.encoder, self.closer, shape)
         if len(self._suffixes) > MAX_SHAPES:
             self._suffixes.popitem(last=False)
         return found
@@ -232,25 +247,28 @@ class Renderer:
         messages = list(messages)
         if not messages:
             raise UserError("prompt", "must have a message", "none", "give at least one")
+        template = self.template_for(bool(tools))
         prepared = [
-            message if place >= start and message["role"] == "assistant" else self._prepare(message, is_first=not place)
+            message
+            if place >= start and message["role"] == "assistant"
+            else self._prepare(message, template, not place)
             for place, message in enumerate(messages)
         ]
         tools = [_map_texts(tool, self.encoder.break_control_tokens) for tool in tools]
-        if tools and not self.template.teaches_tools:
-            prepared, tools = self.template.with_tools(prepared, tools), []
-        if prepared[0]["role"] == "system" and not self.template.takes_system:
+        if tools and not template.teaches_tools:
+            prepared, tools = template.with_tools(prepared, tools), []
+        if prepared[0]["role"] == "system" and not template.takes_system:
             rule = "must not begin with a system message for this model's template"
             raise UserError("prompt", rule, str(messages[0]["content"]), "put it into the user's message")
-        return self.template.render(prepared, tools, opens_turn=messages[-1]["role"] != "assistant")
+        return template.render(prepared, tools, opens_turn=messages[-1]["role"] != "assistant")
 
-    def _prepare(self, message: Message, is_first: bool = False) -> Message:
+    def _prepare(self, message: Message, template: ModelTemplate, is_first: bool = False) -> Message:
         """Return the message with a role that the template knows, and with every control token in its texts broken.
 
         Neighbouring texts are joined first, because a token may be split over two. The content of a message without
         images becomes a string.
         """
-        role = message["role"] if is_first else self.template.role(message["role"])
+        role = message["role"] if is_first else template.role(message["role"])
         content = message.get("content") or ""
         if isinstance(content, str):
             content = self.encoder.break_control_tokens(content)

@@ -37,19 +37,18 @@ _OPENINGS = ("<think>\nHm.\n</think>\n\n", " \n")
 
 
 class ModelTemplate:
-    """The chat template of one tokenizer.
+    """One chat template of a tokenizer, for conversations with tools or without.
 
     Example::
 
-        template = ModelTemplate(tokenizer, {"enable_thinking": False})
+        template = ModelTemplate(tokenizer, {"enable_thinking": False}, tokenizer.chat_template)
         template.render([{"role": "user", "content": "Hi"}])     # "<|im_start|>user\\nHi<|im_end|>\\n<|im_start|>..."
         template.after_turn([{"role": "tool", "content": "1"}])  # "<|im_end|>\\n<|im_start|>user\\n<tool_response>..."
     """
 
-    def __init__(self, tokenizer: Any, options: Mapping[str, Any]) -> None:
-        """Use the template named "default" where the tokenizer has several; `options` go to every rendering."""
-        found = tokenizer.chat_template
-        self.source: str = found["default"] if isinstance(found, Mapping) else found
+    def __init__(self, tokenizer: Any, options: Mapping[str, Any], source: str) -> None:
+        """`options` go to every rendering of the template's text `source`."""
+        self.source = source
         self._tokenizer, self.options = tokenizer, dict(options)
         self._roles: dict[str, str] = {}
 

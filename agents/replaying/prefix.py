@@ -67,7 +67,7 @@ class PrefixCheck:
         # The model never read the answer to the last turn, so it is rendered now.
         observed = self._recording.messages(turns[-1].observations) or ({"role": "user", "content": ""},)
         try:
-            rendered = self._renderer.suffix(observed, last_id=episode.ids[start - 1])
+            rendered = self._renderer.suffix(observed, last_id=episode.ids[start - 1], has_tools=bool(episode.tools))
         except Exception:  # perhaps the reason why the episode ended
             return (), []
         return rendered.ids, [*self._digests(episode.ids[:start]), *(image.digest for image in rendered.images)]

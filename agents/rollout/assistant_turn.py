@@ -43,7 +43,7 @@ class TurnWriter:
         """`thinking` is the environment's setting: with "keep", it finds calls in thoughts too."""
         self.renderer = renderer
         self.tool_format: ToolFormat = tool_format
-        template = renderer.template
+        template = renderer.tool_template
         self._opening = template.render([_QUESTION])
         marked = template.render([_QUESTION, {"role": "assistant", "content": MARK}], opens_turn=False)
         # A template may open a turn with text that it leaves out later: an empty thought, or the start of one.
@@ -89,7 +89,7 @@ class TurnWriter:
     def _model_part(self, message: Message, where: str) -> str:
         """Return the part of the rendered message that the model would write."""
         try:
-            whole = self.renderer.template.render([_QUESTION, message], opens_turn=False)
+            whole = self.renderer.tool_template.render([_QUESTION, message], opens_turn=False)
         except Exception as error:  # a template raises what it likes
             rule = "must be a message that the model's chat template can write"
             raise UserError(where, rule, first_line(error), "fix the message") from error

@@ -150,7 +150,7 @@ class ConversationRenderer:
                 rule, got = "must not end before its closing token", renderer.decode(sorted(stops))
                 raise UserError(f"messages[{place}]", rule, got, "leave the stop token out")
             if answers:
-                stream.read(renderer.suffix(answers, last_id=renderer.closer_id))
+                stream.read(renderer.suffix(answers, last_id=renderer.closer_id, has_tools=bool(conversation.tools)))
         ids_T, mask_T, logprobs_T = stream.arrays()
         trajectory = Trajectory(
             sample_id=conversation.where,

@@ -301,7 +301,7 @@ class Episode:
         if sum(map(len, texts)) > max(0, room) * self.renderer.max_token_chars:
             return False
         try:
-            suffix = self.renderer.suffix(observed, last_id=state.stream.ids[-1])
+            suffix = self.renderer.suffix(observed, last_id=state.stream.ids[-1], has_tools=bool(state.tools))
         except Exception as error:  # an environment's message may hold anything
             raise _render_fault("observation", error) from error
         if len(suffix.ids) >= room:

@@ -42,20 +42,24 @@ class ChatTemplate:
         template.render([{"role": "user", "content": "Find x."}])            # "<|im_start|>user\\nFind x.<|im_end|>..."
     """
 
-    def __init__(self, source: str, name: str) -> None:
-        """Compile a template. Raises `UserError` if the source is not a template."""
+    def __init__(self, source: str | Mapping[str, str], name: str) -> None:
+        """Compile a template, or those of `choose_templates`. Raises `UserError` if a source is not a template."""
+        plain, with_tools = choose_templates(source)
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
         )
         environment.filters["tojson"] = _to_json
         environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
         try:
-            self._template = environment.from_string(source)
+            self._plain = environment.from_string(plain)
+            self._with_tools = environment.from_string(with_tools)
         except jinja2.TemplateError as error:
             raise UserError(name, "must be a chat template", str(error), "give a Jinja file") from error
-        self.source, self.name = source, name
+        #: The text of the template for conversations with tools.
+        self.source = with_tools
+        self.name = name
         #: The placeholder of a picture in the rendering; None if the template shows no pictures.
-        self.placeholder = next((text for text in PLACEHOLDERS if text in source), None)
+        self.placeholder = next((text for text in PLACEHOLDERS if text in with_tools), None)
 
     @classmethod
     def open(cls, file: str = "", model: str = "") -> ChatTemplate:
@@ -78,22 +82,47 @@ class ChatTemplate:
         Raises:
             jinja2.TemplateError: the template refuses the messages.
         """
-        return self._template.render(messages=list(messages), tools=list(tools) or None, add_generation_prompt=True)
+        template = self._with_tools if tools else self._plain
+        return template.render(messages=list(messages), tools=list(tools) or None, add_generation_prompt=True)
 
 
-def _read_model(folder: Path) -> str:
-    """Return the chat template of a checkpoint folder, from whichever file holds it."""
+def choose_templates(found: str | Mapping[str, str]) -> tuple[str, str]:
+    """Return the templates of conversations without tools and with tools.
+
+    Of several by name these are `default` and `tool_use`, as Transformers' tokenizers choose. Where only one of the two
+    is there, it serves for both.
+
+    >>> choose_templates({"default": "a", "tool_use": "b", "rag": "c"})
+    ('a', 'b')
+
+    Raises:
+        UserError: neither name is there.
+    """
+    if isinstance(found, str):
+        return found, found
+    chosen = [found[name] for name in ("default", "tool_use") if isinstance(found.get(name), str)]
+    if not chosen:
+        fix = "name one of them default"
+        raise UserError("--model", "must have a chat template named default or tool_use", ", ".join(found), fix)
+    return chosen[0], chosen[-1]
+
+
+def _read_model(folder: Path) -> str | Mapping[str, str]:
+    """Return the chat template of a checkpoint folder, or several by name, from whichever files hold them."""
     try:
+        named = {file.stem: file for file in (folder / "additional_chat_templates").glob("*.jinja")}
         if (folder / "chat_template.jinja").is_file():
-            return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+            named["default"] = folder / "chat_template.jinja"
+        if named:
+            return {name: file.read_text(encoding="utf-8") for name, file in named.items()}
         for name in ("chat_template.json", "tokenizer_config.json"):
             if (folder / name).is_file():
                 found = json.loads((folder / name).read_text(encoding="utf-8")).get("chat_template")
                 if isinstance(found, list):  # several by name
-                    found = {each["name"]: each["template"] for each in found}.get("default")
+                    return {each["name"]: each["template"] for each in found}
                 if isinstance(found, str):
                     return found
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError("--model", "must have a readable chat template", str(folder), f"fix it ({error})") from error
     fix = "give a checkpoint folder with chat_template.jinja or tokenizer_config.json"
     raise UserError("--model", "must have a chat template", str(folder), fix)

@@ -102,5 +102,7 @@ class ConfigChecks:
         """Check the chat template: whether the renderer accepts it, and whether it follows its family's conventions."""
         departures = check_conventions(self.renderer, self.network_config.model_type)
         teaches = "teaches tools" if self.renderer.teaches_tools else "knows no tools, which are described for it"
+        if self.renderer.tool_template is not self.renderer.template:
+            teaches += "; the template tool_use is for conversations with tools, default for others"
         found = f"closes a turn with {self.renderer.closer}, {teaches}"
         return combine([Verdict("ok", found), *departures, *check_tokens(self.renderer, self.model_path)])

@@ -19,9 +19,11 @@ from PIL import Image
 from agents.rendering.encoding import Encoder
 from agents.rendering.renderer import MAX_PROMPTS, Renderer
 from agents.rendering.template import MARK, describe_tools
+from agents.rollout.conversation import ConversationRenderer
 from agents.rollout.template_check import template_mismatch
 from agents.types import EndReason, Trajectory, Turn
 from envs.checking.chat_template import ChatTemplate
+from envs.datasets.conversations import Conversation
 from envs.errors import UserError
 from envs.tool_calls import find_tool_calls
 from envs.types import Message, message_images
@@ -566,11 +568,83 @@ def test_the_template_of_the_processor_goes_before_that_of_the_tokenizer(checkpo
     assert "Functions:" in renderer.encoder.decode(renderer.prompt(prompt, TOOLS).ids)
 
 
-def test_of_several_templates_the_default_is_taken() -> None:
-    tokenizer = starter_tokenizer("chatml")
-    tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": "{{ raise_exception('not me') }}"}
+PLAIN_TOOL = {"type": "function", "function": {"name": "look", "description": "Look up.", "parameters": {}}}
+
+
+def tokenizer_with(*names: str) -> Any:
+    """Return a tokenizer with templates by name: "tool_use" describes tools, the others know none."""
+    tokenizer = starter_tokenizer()
+    other = starter_tokenizer("chatml").chat_template
+    tokenizer.chat_template = {name: tokenizer.chat_template if name == "tool_use" else other for name in names}
+    return tokenizer
+
+
+@pytest.mark.parametrize("tools", [[], [PLAIN_TOOL]])
+@pytest.mark.parametrize("names", [("default", "tool_use"), ("default", "rag"), ("tool_use", "rag")])
+def test_of_several_templates_the_one_that_transformers_takes_writes_the_whole_episode(
+    names: tuple[str, ...], tools: list[Any]
+) -> None:
+    tokenizer = tokenizer_with(*names)
+    chosen = "tool_use" if "default" not in names else None  # which Transformers takes with tools only
     renderer = Renderer(tokenizer, None)
-    assert "calc_score" in renderer.encoder.decode(renderer.prompt([{"role": "user", "content": "?"}], TOOLS).ids)
+    messages = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "A"},
+        {"role": "tool", "content": "B"},
+    ]
+    given = tools if renderer.template_for(bool(tools)).teaches_tools else []
+    expected = tokenizer.apply_chat_template(
+        messages, tools=given or None, chat_template=chosen, tokenize=False, add_generation_prompt=True
+    )
+    prompt = renderer.prompt(messages[:1], given).ids
+    answer = renderer.suffix(messages[2:], last_id=renderer.closer_id, has_tools=bool(given)).ids
+    turn = (*renderer.encoder.encode("A"), renderer.closer_id)
+    assert renderer.encoder.decode([*prompt, *turn, *answer]) == expected
+    assert renderer.text(messages, given) == expected
+    assert ("Look up." in expected) == bool(given)
+
+
+def test_a_conversation_is_played_in_the_template_for_its_tools() -> None:
+    conversations = ConversationRenderer(Renderer(tokenizer_with("default", "tool_use"), None), 4096, "hermes", 1)
+    messages = (
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
+        {"role": "tool", "content": "B"},
+        {"role": "assistant", "content": "A"},
+    )
+    texts = [
+        conversations.renderer.decode(conversations.stream(Conversation("row 0", messages, tools)).ids_T.tolist())
+        for tools in ((), (PLAIN_TOOL,))
+    ]
+    assert ["<tool_response>" in text for text in texts] == [False, True]
+
+
+def test_templates_without_the_names_that_are_taken_are_a_user_error() -> None:
+    with pytest.raises(UserError, match="must have a chat template named default or tool_use, got rag, other; name"):
+        Renderer(tokenizer_with("rag", "other"), None)
+
+
+def test_templates_whose_turns_end_in_other_tokens_are_a_user_error() -> None:
+    tokenizer = tokenizer_with("default", "tool_use")
+    tokenizer.chat_template["default"] = tokenizer.chat_template["default"].replace("<|im_end|>", "<|endoftext|>")
+    with pytest.raises(UserError, match="must have a chat template that closes a model's turn with one special token"):
+        Renderer(tokenizer, None)
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_envs_check_reads_the_templates_that_the_renderer_takes(tmp_path: Path, is_file: bool) -> None:
+    if is_file:
+        tokenizer_with("default", "tool_use").save_pretrained(tmp_path)
+    else:
+        named = [{"name": name, "template": name} for name in ("default", "tool_use", "rag")]
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    found = ChatTemplate.open(model=str(tmp_path))
+    texts = [found.render([{"role": "user", "content": "?"}], tools) for tools in ([], [PLAIN_TOOL])]
+    if is_file:
+        renderer = Renderer.from_checkpoint(tmp_path)
+        assert texts == [renderer.text([{"role": "user", "content": "?"}], tools) for tools in ([], [PLAIN_TOOL])]
+    else:
+        assert texts == ["default", "tool_use"]
 
 
 def test_the_samples_of_a_group_share_one_rendering_of_their_prompt(monkeypatch: pytest.MonkeyPatch) -> None:

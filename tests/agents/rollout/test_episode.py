@@ -331,8 +331,8 @@ def spoilt(renderer: Renderer) -> Renderer:
     """Return a renderer that leaves out the first token after a turn, as one without the line break there would."""
     spoilt = copy.copy(renderer)
 
-    def suffix(messages: Sequence[Message], last_id: int) -> Rendered:
-        right = renderer.suffix(messages, last_id)
+    def suffix(messages: Sequence[Message], last_id: int, has_tools: bool = False) -> Rendered:
+        right = renderer.suffix(messages, last_id, has_tools)
         return Rendered(right.ids[1:], right.images)
 
     spoilt.suffix = suffix  # type: ignore[method-assign]
