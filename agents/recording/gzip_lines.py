@@ -25,8 +25,10 @@ LEVEL = 2
 _BLOCK = 1 << 16
 _GZIP = 31  # zlib's number for a gzip header with the largest window
 _HEADER = b"\x1f\x8b\x08"
-#: How many places behind damage to try, in all, for the next line: each may unpack to `MAX_LINE`.
+#: How many places behind damage a reader of a file tries for the next line.
 MAX_TRIES = 1000
+#: How many bytes a reader of a file unpacks of what is no line: broken members, and lines that are too long.
+MAX_WASTED = 2**30
 
 
 class GzipLines:
@@ -73,8 +75,8 @@ class GzipLines:
 def read_gzip_lines(path: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:
     """Yield (place in the file behind it, text) of each whole line, beginning at the place `start`.
 
-    Skips damaged bytes, part of a line at the end, lines over `MAX_LINE`, which are never unpacked as a whole, and
-    lines over `MAX_VALUES`.
+    Skips damaged bytes, part of a line at the end, lines over `MAX_LINE`, which are never held as a whole, and lines
+    over `MAX_VALUES`. Leaves out the rest of a file that wastes `MAX_TRIES` or `MAX_WASTED` on what is skipped.
     """
     return ((line.end, line.text) for line in _scan(path, start) if line.text is not None)
 
@@ -98,19 +100,30 @@ class _Line:
         return self.follows_damage + (self.text is None)
 
 
+@dataclass
+class _Budget:
+    """What a reader of a file may still spend on what is no line: attempts, and bytes unpacked in vain."""
+
+    tries: int = MAX_TRIES
+    num_bytes: int = MAX_WASTED
+
+    @property
+    def is_spent(self) -> bool:
+        return self.tries <= 0 or self.num_bytes <= 0
+
+
 def _scan(path: Path, start: int) -> Iterator[_Line]:
     with contextlib.suppress(FileNotFoundError), open_regular(path) as file:
-        blocks, place, tries = _Blocks(file), start, iter(range(MAX_TRIES))
+        blocks, place, budget = _Blocks(file), start, _Budget()
         while blocks.at(place):
             try:
-                line, is_damaged = _line(blocks, place), False
+                line, is_damaged = _line(blocks, place, budget), False
             except zlib.error:
                 line, is_damaged = None, True
-            if line is None:  # the next line, if there is one, or part of a line at the end
-                headers = (header for header, _ in zip(_headers(blocks, place + 1), tries, strict=False))
-                line = next(filter(None, (_line_after_damage(blocks, header) for header in headers)), None)
+            if line is None and not budget.is_spent:  # the next line, or part of a line at the end
+                line = _next_line(blocks, place + 1, budget)
             if line is None:
-                if is_damaged:
+                if is_damaged or budget.is_spent:
                     yield _Line(place, None, is_only_damage=True)
                 return
             yield line
@@ -130,33 +143,45 @@ class _Blocks:
         return self._block[place - self._start :]
 
 
-def _line(blocks: _Blocks, place: int, most: float = math.inf) -> _Line | None:
+def _line(blocks: _Blocks, place: int, budget: _Budget, most: float = math.inf) -> _Line | None:
     """Return the line that begins at a place; None where the file ends within it, or it is over `most` bytes.
+
+    What is unpacked and is not the text of a line counts against the budget; when that is spent, the line is None.
 
     Raises:
         zlib.error: the bytes are no gzip.
     """
-    reader, pieces, size = zlib.decompressobj(_GZIP), list[bytes](), 0
-    while not reader.eof:
-        block = blocks.at(place)
-        piece = reader.decompress(block, _BLOCK)
-        if (not block and not piece) or size > most:
+    reader, pieces, size, text = zlib.decompressobj(_GZIP), list[bytes](), 0, None
+    try:
+        while not reader.eof:
+            block = blocks.at(place)
+            piece = reader.decompress(block, _BLOCK)
+            if (not block and not piece) or size > most or size > MAX_LINE + budget.num_bytes:
+                return None
+            # At the end of the member, both are set.
+            place += len(block) - len(reader.unused_data if reader.eof else reader.unconsumed_tail)
+            size += len(piece)
+            if size <= MAX_LINE:
+                pieces.append(piece)
+            else:
+                pieces.clear()
+        if size <= MAX_LINE and memory_of(whole := b"".join(pieces)) <= MAX_VALUES:
+            text = whole
+        return _Line(place, text)
+    finally:
+        if text is None:
+            budget.num_bytes -= size
+
+
+def _next_line(blocks: _Blocks, place: int, budget: _Budget) -> _Line | None:
+    """Return the first line that begins at or behind a place, None where there is none or the budget is spent."""
+    for header in _headers(blocks, place):
+        if budget.is_spent:
             return None
-        place += len(block) - len(reader.unused_data if reader.eof else reader.unconsumed_tail)  # at eof, both are set
-        size += len(piece)
-        if size <= MAX_LINE:
-            pieces.append(piece)
-        else:
-            pieces.clear()
-    text = b"".join(pieces)
-    return _Line(place, text if size <= MAX_LINE and memory_of(text) <= MAX_VALUES else None)
-
-
-def _line_after_damage(blocks: _Blocks, place: int) -> _Line | None:
-    """Return the line that begins at a place, None where none does."""
-    with contextlib.suppress(zlib.error):
-        line = _line(blocks, place, most=MAX_LINE)
-        return line and replace(line, follows_damage=True)
+        budget.tries -= 1
+        with contextlib.suppress(zlib.error):
+            if line := _line(blocks, header, budget, most=MAX_LINE):
+                return replace(line, follows_damage=True)
     return None
 
 
