@@ -1,13 +1,13 @@
 """Replays recorded episodes through their environment: `python -m agents.replay runs/x`.
 
 It needs no model: it gives the recorded turns to the environment and compares today's answers with the recorded ones.
-Exit code 0: nothing differs, 1: something differs, 2: the replay could not run.
+Exit code 0: all was replayed and nothing differs, 1: something differs, 2: the replay could not run, 3: nothing is
+known to differ, but some episodes could not be read or compared.
 """
 
 from __future__ import annotations
 
 import asyncio
-import io
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,8 @@ from pathlib import Path
 from pydantic import Field
 from rich.text import Text
 
-from agents.recording import Recording
+from agents.recording import EPISODES, Recording
+from agents.recording.gzip_lines import num_skipped
 from agents.recording.selection import SelectionConfig, select_episodes
 from agents.rendering.renderer import Renderer
 from agents.rendering.tokenizer_files import model_folder
@@ -47,6 +48,8 @@ from envs.grading import GraderReference
 from envs.registry import get_spec
 from envs.spec import EnvSpec
 
+#: The exit code if nothing is known to differ, but some episodes could not be read or compared.
+NOT_ALL = 3
 #: Value of --model that means the model named in the recording.
 RECORDED = "recorded"
 
@@ -93,8 +96,7 @@ def open_source(config: ReplayConfig) -> tuple[Recording, EnvSpec, list[str]]:
         source = Recording.open(config.run)
         spec = find_spec(source.manifest, config.env, config.registry)
         notes = env_notes(source.manifest, spec)
-        if not config.selection.limit:
-            notes += source.damage()
+        notes += source.damage()
     if framework := source.manifest.converted_from:
         notes.insert(0, f"converted from {framework}: observations and infos were not recorded and are not compared")
     return source, spec, notes
@@ -134,6 +136,7 @@ class ReplayInputs:
     context: ReplayContext
     renderer: Renderer | None
     notes: tuple[str, ...]
+    num_damaged: int = 0
 
     @property
     def replayer(self) -> Replayer:
@@ -157,7 +160,8 @@ def open_all(config: ReplayConfig) -> ReplayInputs:
     renderer = None if dump_files(Path(config.run)) else open_renderer(config, source)
     if renderer:
         notes += model_notes(manifest, renderer)
-    return ReplayInputs(source, ReplayContext(source, spec), renderer, tuple(notes))
+    damaged = num_skipped(source.folder / EPISODES)
+    return ReplayInputs(source, ReplayContext(source, spec), renderer, tuple(notes), damaged)
 
 
 def replay_all(
@@ -171,7 +175,7 @@ def replay_all(
         assert replay_all(config, open_all(config)).differing == []
     """
     renderer = inputs.renderer
-    return asyncio.run(
+    summary = asyncio.run(
         replay(
             inputs.replayer,
             select_episodes(inputs.source.episodes(), config.selection),
@@ -181,6 +185,8 @@ def replay_all(
             on_episode,
         )
     )
+    summary.num_damaged = inputs.num_damaged
+    return summary
 
 
 def compare(config: ReplayConfig, inputs: ReplayInputs, console: Console) -> int:
@@ -193,11 +199,13 @@ def compare(config: ReplayConfig, inputs: ReplayInputs, console: Console) -> int
     if config.report:
         write_report(config.report, as_json(header, summary))
     check_any(summary, config)
-    return 1 if summary.differing else 0
+    if summary.differing:
+        return 1
+    return 0 if summary.is_complete else NOT_ALL
 
 
 def regrade(config: ReplayConfig, inputs: ReplayInputs, grader: str, console: Console) -> int:
-    """Replay with another grader, print both rewards, and return exit code 0."""
+    """Replay with another grader, print both rewards, and return the exit code: 0, or 3 if some were left out."""
     began = time.perf_counter()
     with counting(console, inputs.context.spec.id) as count:
         episodes = select_episodes(inputs.source.episodes(), config.selection)
@@ -207,7 +215,8 @@ def regrade(config: ReplayConfig, inputs: ReplayInputs, grader: str, console: Co
     if config.report:
         write_report(config.report, rescoring_as_json(header, rescoring, grader))
     check_any(rescoring.summary, config)
-    return 0
+    rescoring.summary.num_damaged = inputs.num_damaged
+    return 0 if rescoring.summary.is_complete else NOT_ALL
 
 
 def fork(config: ReplayConfig) -> int:
@@ -250,8 +259,6 @@ def run(argv: Sequence[str] | None = None) -> int:
     """Parse the flags, replay, report."""
     description = "Replay recorded episodes through an environment."
     config = parse(ReplayConfig, argv, "python -m agents.replay", description)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
     has_stream = config.model and not dump_files(Path(config.run))
     if config.rescore is not None and (has_stream or config.turn):
         flag = "--model" if has_stream else "--turn"

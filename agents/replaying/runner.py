@@ -23,6 +23,8 @@ from envs.errors import UserError
 
 #: Episodes are reordered within windows of `WINDOW * max_concurrent`, or fewer large ones.
 WINDOW = 4
+#: Why an episode without a turn is skipped: it has nothing to compare.
+NEVER_OPEN = "ended before the first turn"
 #: How many episodes are replayed once more, alone.
 MAX_ALONE = 16
 #: Bytes of the episodes of a window, of those that are played, and of those kept to be replayed alone.
@@ -54,6 +56,7 @@ class ReplaySummary:
 
     `skipped` counts the episodes that could not be replayed, by reason. `num_alone` were replayed once more, alone;
     `unsteady` names those with another result then. `hurried` reached a time limit with others, but not alone.
+    `num_damaged` places of the recording could not be read.
     """
 
     num_episodes: int = 0
@@ -65,6 +68,12 @@ class ReplaySummary:
     num_alone: int = 0
     unsteady: list[str] = field(default_factory=list)
     hurried: list[str] = field(default_factory=list)
+    num_damaged: int = 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every episode that has a turn was compared, so that none can differ unseen."""
+        return not (self.num_damaged or self.doubtful or set(self.skipped) - {NEVER_OPEN})
 
     @property
     def found(self) -> list[EpisodeDifferences]:
@@ -143,7 +152,7 @@ def replayable(episodes: Iterable[EpisodeRecord], summary: ReplaySummary) -> Ite
     for place, episode in enumerate(episodes):
         summary.num_episodes += 1
         if episode.end_reason is EndReason.ABORTED and was_never_open(episode):
-            summary.skip(episode, "ended before the first turn", f"{episode.id}: aborted, or the engine failed")
+            summary.skip(episode, NEVER_OPEN, f"{episode.id}: aborted, or the engine failed")
         else:
             yield place, episode
 

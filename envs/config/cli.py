@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import io
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -176,6 +177,9 @@ def exit_code(main: Callable[[], int]) -> int:
 
     Whatever the command prints is escaped, to the end of the process.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a text of anyone may hold what the terminal cannot encode
+            stream.reconfigure(errors="backslashreplace")
     guard_streams()
     try:
         return main()

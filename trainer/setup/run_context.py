@@ -40,6 +40,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+#: The largest file that is copied from the base model.
+MAX_COPIED = 32 * 2**20
+_NOT_COPIED = ("chat_template.json", "best.json")
+
 
 @dataclass(frozen=True, eq=False)
 class RunContext:
@@ -124,9 +128,29 @@ def write_model(learner: Learner, renderer: Renderer, folder: Path, dtype: torch
             fix = "give a folder that all hosts see; the weights are there, on rank 0's host"
             raise UserError("--out", "must be shared with the host of learner rank 0", str(folder), fix)
         renderer.save(folder)
+        copy_other_files(renderer.path, folder)
     except SafetensorError as error:  # holds the system's error in its text only
         number = re.search(r"os error (\d+)", str(error))
         raise OSError(int(number[1]) if number else errno.EIO, str(error)) from error
+
+
+def copy_other_files(base: Path, folder: Path) -> None:
+    """Copy what a base model's folder has and a saved model lacks, such as `video_preprocessor_config.json`.
+
+    These are regular JSON, text and Jinja files of at most 32 MiB at the top of the folder. Not copied are weights and
+    their indices, links out of the folder, the model card and licence of the base, and `chat_template.json`, whose
+    template is saved as `chat_template.jinja`.
+    """
+    root = base.resolve()
+    for file in sorted(base.glob("*")):
+        target = folder / file.name
+        is_named = file.suffix in (".json", ".txt", ".model", ".jinja") and file.name not in _NOT_COPIED
+        if not is_named or file.name.endswith(".index.json") or target.exists() or not file.is_file():
+            continue
+        # The hub's cache links to its blobs, two folders up.
+        is_inside = file.resolve().is_relative_to(root if root.parent.name != "snapshots" else root.parent.parent)
+        if is_inside and file.stat().st_size <= MAX_COPIED:
+            shutil.copyfile(file, target)
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,7 @@ def test_a_damaged_file_is_told_from_one_that_was_cut_off(tmp_path: Path, capsys
     ):
         path.write_bytes(content)
         assert num_skipped(path) == damaged
-        assert replay([str(tmp_path / "x")]) == 0
+        assert replay([str(tmp_path / "x")]) == (3 if damaged else 0)
         assert ("episodes.jsonl.gz is damaged" in " ".join(capsys.readouterr().out.split())) is damaged
 
 

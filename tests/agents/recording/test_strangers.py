@@ -285,13 +285,13 @@ def test_every_command_says_what_it_left_out(folder: Path, tmp_path: Path, capsy
     path = folder / EPISODES
     whole, ends = path.read_bytes(), [end for end, _ in read_gzip_lines(path)]
     path.write_bytes(whole[: ends[2] + 60] + bytes(8) + whole[ends[2] + 68 :])
-    for command in (
-        lambda: replay([str(folder)]),
-        lambda: show([str(folder)]),
-        lambda: view([str(folder), "--export", str(tmp_path / "page.html")]),
-        lambda: parquet([str(folder), "--out", str(tmp_path / "x.parquet")]),
+    for command, code in (
+        (lambda: replay([str(folder)]), 3),
+        (lambda: show([str(folder)]), 0),
+        (lambda: view([str(folder), "--export", str(tmp_path / "page.html")]), 0),
+        (lambda: parquet([str(folder), "--out", str(tmp_path / "x.parquet")]), 0),
     ):
-        assert command() == 0
+        assert command() == code
         said = " ".join(capsys.readouterr().out.split())
         assert "episodes.jsonl.gz is damaged, or has a line over" in said and "at 1 place" in said
 
@@ -339,6 +339,26 @@ def test_a_line_that_unpacks_to_gigabytes_takes_little_memory_and_is_left_out(fo
     done = subprocess.run([sys.executable, "-c", BOMB, str(folder)], cwd=ROOT, capture_output=True, text=True)
     num_read, num_notes, kib = map(int, done.stdout.split())
     assert (num_read, num_notes) == (num_whole + 1, 1) and kib < 3 * MAX_LINE / 1024
+
+
+@pytest.mark.parametrize("is_whole", [True, False], ids=["too long", "broken"])
+def test_a_file_of_bombs_is_given_up_after_one_budget_of_bytes(
+    is_whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agents.recording.gzip_lines._Budget.num_bytes", 2**20)
+    monkeypatch.setattr("agents.recording.gzip_lines._Budget.__init__", lambda budget: None)
+    monkeypatch.setattr("agents.recording.gzip_lines._Budget.tries", 1000)
+    monkeypatch.setattr("agents.recording.gzip_lines.MAX_LINE", 2**18)
+    unpacked = 2**19 if is_whole else 2**17
+    bomb = gzip.compress(b"[" * unpacked, 9)
+    path = tmp_path / EPISODES
+    path.write_bytes((bomb if is_whole else bomb[:-8] + bytes(8)) * 100)
+    last = path.stat().st_size
+    with path.open("ab") as file:
+        file.write(gzip.compress(b"{}\n"))
+    assert list(read_gzip_lines(path)) == []
+    assert 1 <= num_skipped(path) <= 3
+    assert list(read_gzip_lines(path, last)) == [(path.stat().st_size, b"{}\n")]
 
 
 @pytest.mark.parametrize("part", ["{}", '{"":1}', "[]", "[[]]", "1.5", "99999", '"ab"', '{"%d":{}}', '{"%d":"%d"}'])
