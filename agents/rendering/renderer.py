@@ -76,8 +76,8 @@ class Renderer:
         self.tokenizer, self.images = tokenizer, images
         self.encoder = Encoder(tokenizer)
         self._name = str(tokenizer.name_or_path)
-        #: The model folder; a hub id leads nowhere here.
-        self.path = Path(self._name)
+        #: The folder that the tokenizer was read from; None for one made in memory.
+        self.path = Path(self._name) if self._name else None
         plain, with_tools = choose_templates(tokenizer.chat_template)
         self.template = ModelTemplate(tokenizer, template_kwargs or {}, plain)
         is_same = with_tools == plain

@@ -128,7 +128,8 @@ def write_model(learner: Learner, renderer: Renderer, folder: Path, dtype: torch
             fix = "give a folder that all hosts see; the weights are there, on rank 0's host"
             raise UserError("--out", "must be shared with the host of learner rank 0", str(folder), fix)
         renderer.save(folder)
-        copy_other_files(renderer.path, folder)
+        if renderer.path is not None:
+            copy_other_files(renderer.path, folder)
     except SafetensorError as error:  # holds the system's error in its text only
         number = re.search(r"os error (\d+)", str(error))
         raise OSError(int(number[1]) if number else errno.EIO, str(error)) from error

@@ -1,0 +1,33 @@
+"""Claims about the files of a saved model beside its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trainer.setup.run_context import copy_other_files
+
+
+def test_a_saved_model_has_the_other_files_of_its_base_and_nothing_from_outside(tmp_path: Path) -> None:
+    base, saved = tmp_path / "base", tmp_path / "saved"
+    base.mkdir()
+    saved.mkdir()
+    (base / "video_preprocessor_config.json").write_text("{}")
+    for name in ("model.safetensors", "model.safetensors.index.json", "chat_template.json", "README.md", "model.py"):
+        (base / name).write_text("{}")
+    (tmp_path / "secret.json").write_text("secret")
+    (base / "link.json").symlink_to(tmp_path / "secret.json")
+    (base / "config.json").write_text("base")
+    (saved / "config.json").write_text("saved")
+    copy_other_files(base, saved)
+    assert sorted(file.name for file in saved.iterdir()) == ["config.json", "video_preprocessor_config.json"]
+    assert (saved / "config.json").read_text() == "saved"
+
+
+def test_a_snapshot_of_the_hubs_cache_is_copied_through_its_links(tmp_path: Path) -> None:
+    snapshot, blobs, saved = tmp_path / "m" / "snapshots" / "a1", tmp_path / "m" / "blobs", tmp_path / "saved"
+    for folder in (snapshot, blobs, saved):
+        folder.mkdir(parents=True)
+    (blobs / "b2").write_text("{}")
+    (snapshot / "video_preprocessor_config.json").symlink_to(blobs / "b2")
+    copy_other_files(snapshot, saved)
+    assert [file.name for file in saved.iterdir()] == ["video_preprocessor_config.json"]
