@@ -10,7 +10,7 @@ One line in a registry file is enough if the actions are `Discrete` or `Text`::
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -50,7 +50,10 @@ class GymnasiumOptions(BaseModel):
     id: str = Field(min_length=1, description="id for gymnasium.make; module:id imports the module first")
     kwargs: Mapping[str, Any] = Field(default={}, description="keywords for gymnasium.make")
     actions: Sequence[str] = Field(default=(), description="names of Discrete actions, in order; none: their numbers")
-    prompt: str = Field(default="", description="instructions for the model; empty: derived from the action space")
+    description: str = Field(default="", description="what the model reads about the task; empty: that of the entry")
+    prompt: str = Field(
+        default="", description="instructions for the model; empty: derived from description and action space"
+    )
 
     @classmethod
     def read(cls, options: Mapping[str, Any]) -> GymnasiumOptions:
@@ -113,7 +116,9 @@ class GymnasiumOptions(BaseModel):
             return self.prompt
         space: Any = env.action_space
         colours = " What is coloured stands in brackets, as in [red:S]." if env.render_mode == "ansi" else ""
-        start = f"You are playing {self.id}. Every message shows you its state.{colours}"
+        name = self.id.rpartition(":")[2]  # without the module that registers it
+        about = f"{self.description.strip()} " if self.description else ""
+        start = f"You are playing {name}. {about}Every message shows you its state.{colours}"
         if isinstance(space, gymnasium.spaces.Text):
             return f"{start} Answer with your next action and nothing else."
         first, last = int(space.start), int(space.start + space.n - 1)
@@ -173,7 +178,9 @@ class FromGymnasium(ToolEnv):
         env.reward("")                   # 0.0
 
     The model sees the rendering with `kwargs: {render_mode: rgb_array}` or if there is an `ansi` one, else the
-    observation: text unchanged, uint8 arrays of shape (height, width, 3) as pictures, everything else as JSON.
+    observation: text unchanged, uint8 arrays of shape (height, width, 3) as pictures, everything else as JSON. A
+    rendering does not show the texts of an observation, such as the mission of MiniGrid: they come before it, each in
+    the first observation and whenever it changes.
 
     A step's info holds `tool_calls`, "reward" (of this turn), "terminated" and "truncated" (by the environment's own
     time limit); the last two end the episode. If the entry names a key of Gymnasium's own info as its `success`, it
@@ -187,6 +194,7 @@ class FromGymnasium(ToolEnv):
         self.options = GymnasiumOptions.read(args.options)
         self.inner = self.options.make()
         self._total = 0.0
+        self._shown_texts: Mapping[str, str] = {}
         self._takes_text = isinstance(self.inner.action_space, gymnasium.spaces.Text)
         if not self._takes_text:
             self._offer_actions(self.inner.action_space)
@@ -206,6 +214,7 @@ class FromGymnasium(ToolEnv):
         """Start the environment with the sample's seed; the observation shows its first state."""
         super().reset()
         self._total = 0.0
+        self._shown_texts = {}
         # Samples of other data sets have no seed; derive one from the id, so that a sample always starts alike.
         seed = self.sample.metadata.get("seed", _episode_seed(self.sample.id, SPLITS[0]))
         observation, _ = self.inner.reset(seed=seed)
@@ -261,12 +270,36 @@ class FromGymnasium(ToolEnv):
         return self._show(observation)
 
     def _show(self, observation: Any) -> Any:
-        """Return the visible state: text, a picture, or a value for JSON."""
-        if self.inner.render_mode in ("ansi", "rgb_array"):
-            observation = self.inner.render()
-        if isinstance(observation, str):
-            return name_colours(observation).strip("\n")
-        return Image.fromarray(observation) if _is_picture(observation) else observation
+        """Return the visible state: text, a picture, both, or a value for JSON."""
+        if self.inner.render_mode not in ("ansi", "rgb_array"):
+            return _visible(observation)
+        texts = dict(_texts(observation))
+        new = "".join(f"{name}{text}\n" for name, text in texts.items() if self._shown_texts.get(name) != text)
+        self._shown_texts = texts
+        rendering = _visible(self.inner.render())
+        if not new:
+            return rendering
+        return new + rendering if isinstance(rendering, str) else [new, rendering]
+
+
+def _visible(state: Any) -> Any:
+    """Return a state as the model sees it: text without terminal codes, a picture, or a value for JSON."""
+    if isinstance(state, str):
+        return name_colours(state).strip("\n")
+    return Image.fromarray(state) if _is_picture(state) else state
+
+
+def _texts(observation: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the texts of an observation, each with its name as the model reads it.
+
+    >>> dict(_texts({"mission": "get the key", "direction": 0, "hints": {"left": "a door"}}))
+    {'mission: ': 'get the key', 'hints left: ': 'a door'}
+    """
+    if isinstance(observation, str) and observation.strip():
+        yield name, observation.strip()
+    elif isinstance(observation, Mapping):
+        for key, value in observation.items():
+            yield from _texts(value, f"{name.removesuffix(': ')} {key}: ".lstrip())
 
 
 def name_colours(text: str) -> str:

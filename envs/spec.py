@@ -70,7 +70,9 @@ class EnvSpec(BaseModel):
     version: str = Field(
         default="1", min_length=1, description="change it when episodes would differ; recordings keep it"
     )
-    description: str = Field(description="one line for the list of environments")
+    description: str = Field(
+        description="one line for the list of environments, and for the prompt of a Gymnasium environment"
+    )
     max_turns: int = Field(ge=1, description="model turns an episode may take")
     dataset: str | None = Field(
         default=None, pattern=_REFERENCE, description="module:ATTRIBUTE of the built-in data set"
@@ -147,15 +149,19 @@ class EnvSpec(BaseModel):
         if not isinstance(entry, dict) or "gymnasium" not in entry:
             return entry
         entry = dict(entry)
-        if others := {"entry_point", "dataset"} & entry.keys():
+        if others := {"entry_point", "dataset", "dataset_options"} & entry.keys():
             named = ", ".join(sorted(others))
             raise ValueError(f"gymnasium must stand in place of entry_point and dataset, got {named} too")
-        options = {**entry.get("options", {}), "id": entry.pop("gymnasium")}
         module = "envs.from_gymnasium"
         usual = {"entry_point": f"{module}:FromGymnasium", "dataset": f"{module}:GymnasiumSamples", "tools": "required"}
         if "reward_max_val" not in entry:  # the sum of its rewards has no best value that is known
             usual["success"] = NONE
-        return {**usual, **entry, "dataset_options": options, "options": options}
+        entry = {**usual, **entry}
+        env_id, options = entry.pop("gymnasium"), entry.get("options", {})
+        if isinstance(options, Mapping):  # else the check of the field says so
+            entry["options"] = {**options, "id": env_id}
+            entry["dataset_options"] = {"description": entry.get("description", ""), **entry["options"]}
+        return entry
 
     @model_validator(mode="after")
     def _check_limits(self) -> EnvSpec:

@@ -59,6 +59,37 @@ class Camera(gymnasium.Env):
         return np.full((2, 3, 3), action, np.uint8), 0.5, False, False, {}
 
 
+class Errand(gymnasium.Env):
+    """A numbered state with texts beside it, one of which changes after the second move; rendered in both ways."""
+
+    metadata = {"render_modes": ["rgb_array", "ansi"]}  # noqa: RUF012 - as Gymnasium has it
+
+    def __init__(self, render_mode: str | None = None) -> None:
+        self.render_mode = render_mode
+        self.observation_space = gymnasium.spaces.Dict(
+            place=gymnasium.spaces.Discrete(9),
+            mission=gymnasium.spaces.Text(100),
+            hints=gymnasium.spaces.Dict(near=gymnasium.spaces.Text(100), far=gymnasium.spaces.Text(100, min_length=0)),
+        )
+        self.action_space = gymnasium.spaces.Discrete(2)
+        self.place = 0
+
+    def observation(self) -> dict[str, Any]:
+        mission = "get the key" if self.place < 2 else "open the door"
+        return {"place": self.place, "mission": mission, "hints": {"near": "a wall", "far": ""}}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:
+        self.place = 0
+        return self.observation(), {}
+
+    def step(self, action: int) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
+        self.place += 1
+        return self.observation(), 0.0, False, False, {}
+
+    def render(self) -> Any:
+        return f"at {self.place}" if self.render_mode == "ansi" else np.full((2, 3, 3), self.place, np.uint8)
+
+
 class Steering(Camera):
     def __init__(self) -> None:
         super().__init__()
@@ -70,6 +101,7 @@ def registered() -> Iterator[None]:
     before = dict(gymnasium.registry)
     gymnasium.register("test/Echo-v0", Echo, max_episode_steps=3)
     gymnasium.register("test/Camera-v0", Camera)
+    gymnasium.register("test/Errand-v0", Errand)
     gymnasium.register("test/Steering-v0", Steering)
     yield
     gymnasium.registry.clear()
@@ -110,8 +142,8 @@ def test_one_line_of_a_registry_file_is_a_whole_environment(tmp_path: Path) -> N
     assert env.solution() == () and env.reward("anything") == 0.0
     env.close()
     assert sample.prompt[0]["content"] == (
-        "You are playing FrozenLake-v1. Every message shows you its state. What is coloured stands in brackets, as in "
-        "[red:S]. Act with calls of the tool act. The actions are the numbers from 0 to 3."
+        "You are playing FrozenLake-v1. Cross the ice. Every message shows you its state. What is coloured stands in "
+        "brackets, as in [red:S]. Act with calls of the tool act. The actions are the numbers from 0 to 3."
     )
 
 
@@ -259,6 +291,57 @@ def test_a_sample_without_a_seed_begins_in_the_same_state_every_time() -> None:
     args = EnvArgs(max_turns=1, options={"id": newest("Taxi")})
     first, second = (FromGymnasium(Sample(id="row-7", prompt=()), args).reset() for _ in range(2))
     assert first == second
+
+
+@pytest.mark.parametrize(("mode", "rendering"), [("ansi", "at {}"), ("rgb_array", "<image>")])
+def test_a_rendering_comes_after_the_texts_of_the_observation_that_are_new(mode: str, rendering: str) -> None:
+    env = started({"id": "test/Errand-v0", "kwargs": {"render_mode": mode}})
+    first = "mission: get the key\nhints near: a wall\n" + rendering.format(0)
+    for _ in range(2):
+        shown = [env.reset()[0]["obs_str"], *(env.step(calls(0))[0]["obs_str"] for _ in range(3))]
+        assert shown == [
+            first,
+            rendering.format(1),
+            f"mission: open the door\n{rendering.format(2)}",
+            rendering.format(3),
+        ]
+
+
+def test_a_text_that_is_the_whole_observation_stands_before_its_rendering() -> None:
+    class Described(Errand):
+        def observation(self) -> Any:
+            return f"you are at {self.place}"
+
+    gymnasium.register("test/Described-v0", Described)
+    env = started({"id": "test/Described-v0", "kwargs": {"render_mode": "rgb_array"}})
+    assert [env.reset()[0]["obs_str"], env.step(calls(1))[0]["obs_str"]] == [
+        "you are at 0\n<image>",
+        "you are at 1\n<image>",
+    ]
+
+
+def test_a_name_with_its_module_is_played_under_its_name_alone() -> None:
+    sample = GymnasiumSamples("train", 1, 0, id="tests.envs.test_from_gymnasium:test/Echo-v0", description="Echo.")[0]
+    assert sample.prompt[0]["content"].startswith("You are playing test/Echo-v0. Echo. Every message")
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"options": 3}, "options: must be a valid dictionary, got 3"),
+        ({"options": None}, "options: must be a valid dictionary, got None"),
+        ({"description": 3}, "description: must be a valid string, got 3"),
+        ({"dataset_options": {"id": "x"}}, "gymnasium must stand in place of entry_point and dataset, got dataset_opt"),
+    ],
+)
+def test_a_broken_entry_is_an_error_of_this_entry_alone(keys: dict[str, Any], said: str, tmp_path: Path) -> None:
+    entry = {"gymnasium": "FrozenLake-v1", "description": "Ice.", "max_turns": 3}
+    file = tmp_path / "registry.yaml"
+    file.write_text(json.dumps({"broken": {**entry, **keys}, "sound": entry}))
+    assert get_spec("sound", file).max_turns == 3
+    with pytest.raises(UserError) as caught:
+        get_spec("broken", file)
+    assert said in str(caught.value)
 
 
 def test_a_prompt_of_ones_own_replaces_the_instructions() -> None:
