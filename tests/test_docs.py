@@ -123,16 +123,9 @@ def test_the_calls_on_the_page_are_read_as_calls() -> None:
         assert find_tool_calls(text, tool_format) == [ToolCall("zoom", {"half": "left"})]
 
 
-@pytest.mark.parametrize(("word", "env_id"), [("gymnasium: FrozenLake-v1", "frozen_lake"), ("compat: slime", "theirs")])
-def test_the_one_line_entries_of_the_page_are_valid(word: str, env_id: str, tmp_path: Path) -> None:
-    (tmp_path / "registry.yaml").write_text(code_block(page(), "yaml", word))
-    assert get_spec(env_id, tmp_path / "registry.yaml").max_turns > 1
-
-
-def test_the_gymnasium_example_of_the_page_runs() -> None:
-    names: dict[str, object] = {}
-    exec(code_block(page(), "python", "import gymnasium"), names)
-    assert names["reward"] in (0.0, 1.0) and names["terminated"] and not names["truncated"]
+def test_the_one_line_entry_of_the_page_is_valid(tmp_path: Path) -> None:
+    (tmp_path / "registry.yaml").write_text(code_block(page(), "yaml", "compat: slime"))
+    assert get_spec("theirs", tmp_path / "registry.yaml").max_turns > 1
 
 
 def test_the_plain_environment_of_the_page_plays_by_its_rules() -> None:
