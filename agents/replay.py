@@ -77,16 +77,16 @@ class ReplayConfig(Section):
     dumps: DumpConfig = DumpConfig()
 
 
-def open_source(config: ReplayConfig) -> tuple[Recording, EnvSpec, list[str]]:
-    """Return the recording, its environment, and notes on what has changed since it was made.
+def open_source(config: ReplayConfig, spec: EnvSpec | None = None) -> tuple[Recording, EnvSpec, list[str]]:
+    """Return the recording, its environment (`spec`, or the one of its id), and notes on what has changed since.
 
     Raises:
         UserError: there is no recording or no such environment, or a dump cannot be read.
     """
     if files := dump_files(Path(config.run)):
-        if not config.env:
+        if not config.env and not spec:
             raise UserError("--env", "must name the environment of the dump", "none", "give its id")
-        spec = get_spec(config.env, *config.registry)
+        spec = spec or get_spec(config.env, *config.registry)
         source, notes = open_dumps(files, spec, config.model, config.dumps, config.fork.max_turns)
     else:
         if config.dumps.convert:
@@ -94,7 +94,7 @@ def open_source(config: ReplayConfig) -> tuple[Recording, EnvSpec, list[str]]:
                 "--convert", "must be given with slime dumps", config.run, "give a .pt file, or leave it out"
             )
         source = Recording.open(config.run)
-        spec = find_spec(source.manifest, config.env, config.registry)
+        spec = spec or find_spec(source.manifest, config.env, config.registry)
         notes = env_notes(source.manifest, spec)
         notes += source.damage()
     if framework := source.manifest.converted_from:
@@ -150,9 +150,9 @@ class ReplayInputs:
         return ReportHeader(config.run, self.context.spec.id, model, self.notes, config.turn, seconds)
 
 
-def open_all(config: ReplayConfig) -> ReplayInputs:
-    """Open recording, environment and model. Raises `UserError` if one of them cannot be opened."""
-    source, spec, notes = open_source(config)
+def open_all(config: ReplayConfig, spec: EnvSpec | None = None) -> ReplayInputs:
+    """Open recording, environment (if `spec` is not it) and model. Raises `UserError` if one cannot be opened."""
+    source, spec, notes = open_source(config, spec)
     manifest = source.manifest
     if config.rescore is not None:
         spec = spec.model_copy(update={"grader": config.rescore})

@@ -157,13 +157,14 @@ def _read_file(file: Path) -> dict[str, EnvSpec | UserError]:
 
 def _spec_or_error(file: Path, env_id: object, entry: object) -> EnvSpec | UserError:
     try:
-        return _parse_entry(file, env_id, entry)
+        return parse_entry(str(file), env_id, entry)
     except UserError as error:
         return error
 
 
-def _parse_entry(file: Path, env_id: object, entry: object) -> EnvSpec:
-    where = f"{file} entry '{env_id}'"
+def parse_entry(source: str, env_id: object, entry: object) -> EnvSpec:
+    """Return an entry of a registry file, or of other code, as its `source` says. Raises `UserError` if it is wrong."""
+    where = f"{source} entry '{env_id}'"
     if not isinstance(env_id, str):
         raise UserError(where, "must have a text as its id", type(env_id).__name__, f'write "{env_id}": in quotes')
     known = sorted(set(EnvSpec.model_fields) - {"id", "origin"} | {"gymnasium"})
@@ -173,7 +174,7 @@ def _parse_entry(file: Path, env_id: object, entry: object) -> EnvSpec:
         if key not in known:
             raise UserError(where, "must have known keys only", key, did_you_mean(str(key), known))
     try:
-        return EnvSpec.model_validate({"id": env_id, **entry, "origin": str(file)})
+        return EnvSpec.model_validate({"id": env_id, **entry, "origin": source})
     except ValidationError as error:
         first = error.errors()[0]
         if not first["loc"]:  # a rule over several keys

@@ -18,7 +18,7 @@ from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from envs.contract import MAX_IMAGE_PIXELS
-from envs.errors import did_you_mean, shortened
+from envs.errors import UserError, did_you_mean, shortened
 from envs.images import check_size
 from envs.tool_calls.json_call import MAX_DEPTH, depth
 from envs.types import Content, content_parts
@@ -71,6 +71,9 @@ def tool(method: F | None = None, *, name: str = "", retries: int = 0, backoff_s
                 fruit: the name, in lower case
             '''
     """
+    if method is not None and not (callable(method) or isinstance(method, staticmethod | classmethod)):
+        fix = "write @tool, or @tool(name=..., retries=..., backoff_s=...)"
+        raise UserError("@tool", "must stand over a method", repr(method), fix)
     options = ToolOptions(name, retries, backoff_s)
 
     def mark(method: F) -> F:

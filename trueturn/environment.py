@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-
-from pydantic import ValidationError
+from typing import Any, Unpack
 
 from envs.config.plugins import give
 from envs.datasets.samples import Subset
 from envs.env import Env
 from envs.errors import UserError
 from envs.execution.load import load_env
-from envs.registry import register
+from envs.registry import parse_entry, register
 from envs.spec import EnvSpec
 from envs.types import Message, Sample, SampleSource
 from trainer.config.inputs import EnvConfig
 from trainer.config.run import RunConfig
 from trainer.config.sources import SOURCES
 from trainer.setup.problems import load_problems
+from trueturn.arguments import public
+from trueturn.keywords import EnvKeywords
 from trueturn.settings import config_of
 
 #: Turns of an episode of a class that does not say how many.
 MAX_TURNS = 3
+#: Keys of a registry entry that no setting of a run replaces.
+ENTRY_KEYS = EnvSpec.model_fields.keys() - EnvConfig.model_fields.keys() - {"entry_point", "origin", "system_prompt"}
 
 
-def env(source: str | Callable[..., Any], **settings: Any) -> Environment:
+@public()
+def env(source: str | Callable[..., Any], **settings: Unpack[EnvKeywords]) -> Environment:
     """Return an environment: one of the registry, or one of your own.
 
     Args:
@@ -35,7 +39,8 @@ def env(source: str | Callable[..., Any], **settings: Any) -> Environment:
             `build_env(sample, args)`.
         settings: the settings of environment and data under the names of their flags, such as `max_turns`, `data` and
             `eval_data`, which may be lists of rows, `answer_key`, `registry`. For a class or function also those of a
-            registry entry, such as `dataset`, a function `(split, size, seed) -> samples`, and `isolation`.
+            registry entry: `dataset`, a function `(split, size, seed) -> samples`, `options`, `description`, `version`,
+            `tool_calls`, `on_tool_fault`, `retries`, and so on, and `id`, by default its name.
 
     Raises:
         UserError: there is no such environment or setting.
@@ -49,10 +54,19 @@ def env(source: str | Callable[..., Any], **settings: Any) -> Environment:
 
         shop = tt.env(ShopEnv, data=[{"problem": "What does a pear cost?", "answer": "4"}])
     """
-    if not isinstance(source, str):
-        settings = {**settings, **_registered(source, settings)}
-        source = settings.pop("env")
-    return Environment({"env": source, **settings})
+    if isinstance(source, str):
+        return Environment({"env": source, **settings})
+    own = ENTRY_KEYS & settings.keys()
+    entry = _entry_of(source, {name: value for name, value in settings.items() if name in own | {"isolation"}})
+    given = {name: value for name, value in settings.items() if name not in own}
+    return Environment({"env": entry.id, **given}, entry)
+
+
+def as_environment(given: Environment | str | Callable[..., Any]) -> Environment:
+    """Return the environment that a call is given: what `tt.env` returns or takes. Its id stands for it from now on."""
+    environment = given if isinstance(given, Environment) else env(given)
+    environment.take_its_name()
+    return environment
 
 
 class Environment:
@@ -64,8 +78,10 @@ class Environment:
     Example: `tt.env("geo3k").problems[0].label` is "2".
     """
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
+    def __init__(self, settings: Mapping[str, Any], entry: EnvSpec | None = None) -> None:
         self.settings = dict(settings)
+        self._entry = entry
+        self.take_its_name()
         self._config = config_of(RunConfig, SOURCES, self.settings)
         self.spec = self._config.env.resolve()
         self._episode: Env | None = None
@@ -76,6 +92,11 @@ class Environment:
     def __repr__(self) -> str:
         given = "".join(f", {name}={value!r:.60}" for name, value in self.settings.items() if name != "env")
         return f"tt.env({self.settings['env']!r}{given})"
+
+    def take_its_name(self) -> None:
+        """Register an environment of Python code again: meanwhile another one of its name may have been made."""
+        if self._entry is not None:
+            register(self._entry)
 
     @functools.cached_property
     def problems(self) -> SampleSource:
@@ -88,23 +109,43 @@ class Environment:
         return self._problems[1] or Subset(self.problems, ())
 
     @functools.cached_property
+    @public()
     def _problems(self) -> tuple[SampleSource, SampleSource | None]:
         return load_problems(self.spec, self._config.data, self._config.seed)
 
     @property
     def tools(self) -> Sequence[dict[str, Any]]:
-        """The JSON schemas of the current episode's tools."""
-        return self._current.tools
+        """The JSON schemas of the tools: of the current episode, or else of one of the first problem."""
+        if self._episode is not None:
+            return self._episode.tools
+        with contextlib.closing(self._build(self._problem(0))) as episode:
+            episode.reset()
+            return episode.tools
 
+    @public()
     def reset(self, problem: int | Sample = 0) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Begin an episode of a training problem; return its first observation, which may be empty, and its info."""
+        """Begin an episode of a training problem; return its first observation, which may be empty, and its info.
+
+        Args:
+            problem: the number of a training problem, from 0, or a sample
+        """
+        sample = problem if isinstance(problem, Sample) else self._problem(problem)
         self.close()
-        sample = self.problems[problem] if isinstance(problem, int) else problem
-        self._episode, self._final_text = load_env(self.spec)(sample, self.spec.args()), ""
+        self._episode, self._final_text = self._build(sample), ""
         observation, info = self._episode.reset()
         self.messages = [*sample.prompt, *self._shown(observation)]
         return observation, info
 
+    def _problem(self, number: int) -> Sample:
+        size = len(self.problems)
+        if not -size <= number < size:
+            raise UserError("problem=", f"must be from 0 to {size - 1}", number, "see env.problems")
+        return self.problems[number]
+
+    def _build(self, sample: Sample) -> Env:
+        return load_env(self.spec)(sample, self.spec.args())
+
+    @public()
     def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
         """Give the environment a turn of the model; return its observation, whether the task ended, and its info."""
         observation, done, info = self._current.step(response_text)
@@ -135,22 +176,14 @@ class Environment:
         return self._episode
 
 
-def _registered(source: Callable[..., Any], settings: dict[str, Any]) -> dict[str, Any]:
-    """Register an environment of Python code; return its id, and take the settings of its entry out of `settings`."""
-    own = EnvSpec.model_fields.keys() - EnvConfig.model_fields.keys()
-    entry = {name: settings.pop(name) for name in own & settings.keys()}
-    for name in ("dataset", "system_prompt"):
-        if name in entry and not (isinstance(entry[name], str) and ":" in entry[name]):
-            entry[name] = give(entry[name])
+def _entry_of(source: Callable[..., Any], settings: Mapping[str, Any]) -> EnvSpec:
+    """Return the registry entry of an environment of Python code. Raises `UserError` if one of its keys is wrong."""
     name = getattr(source, "__name__", type(source).__name__)
     about = (inspect.getdoc(source) or name).strip().partition("\n")[0]
     reference = give(source)
-    entry = {"id": reference.rpartition(":")[2], "description": about, "max_turns": MAX_TURNS, **entry}
-    try:
-        register(EnvSpec.model_validate({**entry, "entry_point": reference, "origin": "Python code"}))
-    except ValidationError as error:
-        first = error.errors()[0]
-        rule = first["msg"].replace("Input should be", "must be").removeprefix("Value error, ")
-        field = ".".join(map(str, first["loc"])) or "environment"
-        raise UserError(f"{field}=", rule, first["input"], "see tt.env") from error
-    return {"env": entry["id"]}
+    entry = {"description": about, "max_turns": MAX_TURNS, **settings, "entry_point": reference}
+    if not isinstance(dataset := entry.get("dataset"), str | None):
+        entry["dataset"] = give(dataset)
+    spec = parse_entry("Python code", entry.pop("id", reference.rpartition(":")[2]), entry)
+    spec.load_here()
+    return spec

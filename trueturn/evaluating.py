@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
 from agents.types import Trajectory
 from envs.console import Console
 from trainer.config.evaluation import SOURCES, EvaluateConfig
+from trueturn.arguments import public
 from trueturn.background import run_beside, run_blocking
-from trueturn.environment import Environment
-from trueturn.environment import env as as_environment
-from trueturn.runs import Run
-from trueturn.settings import config_of
+from trueturn.environment import Environment, as_environment
+from trueturn.keywords import EvaluateKeywords, RolloutKeywords
+from trueturn.settings import HasFolder, config_of
 
 if TYPE_CHECKING:
     from trainer.evaluation.evaluator import Evaluator, Report
@@ -26,6 +29,8 @@ _RENAMED = {"eval_data": "data", "eval_size": "size"}
 @dataclass(frozen=True, eq=False)
 class Rollout(Sequence[Trajectory]):
     """The episodes of `tt.rollout`, in order of problem and sample, and the folder with their recording.
+
+    The folder goes when the rollout does, unless `out` or `name` was given.
 
     Example: `rollout[0].reward` is 1.0; `tt.view(rollout)` shows all episodes.
     """
@@ -52,13 +57,14 @@ class Rollout(Sequence[Trajectory]):
         return f"Rollout({len(self)} episodes, {mean}, {self.folder})"
 
 
+@public(size="num_problems", eval_temperature="temperature")
 def rollout(
     env: Environment | str | Callable[..., Any] = "geo3k",
-    model: str | Path | Run = "starter",
+    model: HasFolder | str | Path = "starter",
     num_problems: int = 32,
     samples: int = 1,
     temperature: float = 1.0,
-    **settings: Any,
+    **settings: Unpack[RolloutKeywords],
 ) -> Rollout:
     """Play held-out problems with a model, and return the episodes.
 
@@ -67,8 +73,9 @@ def rollout(
         model: a model folder, a hub id, or a run.
         num_problems: how many problems to play, the first ones.
         samples: episodes for each problem.
-        temperature: of sampling; 0 takes the most likely token.
-        settings: other settings of `python -m trainer.evaluate` under the names of its flags.
+        temperature: temperature of sampling; 0 takes the most likely token.
+        settings: other settings of `python -m trainer.evaluate` under the names of its flags; `out` or `name` keeps the
+            folder with the recording.
 
     Returns:
         The trajectories: token ids, mask and log-probs [T], turns with texts and infos, pictures, reward, end reason.
@@ -85,13 +92,14 @@ def rollout(
     return run_blocking(lambda: _rollout(env, model, num_problems, samples, temperature, settings))
 
 
+@public(size="num_problems", eval_temperature="temperature")
 async def rollout_async(
     env: Environment | str | Callable[..., Any] = "geo3k",
-    model: str | Path | Run = "starter",
+    model: HasFolder | str | Path = "starter",
     num_problems: int = 32,
     samples: int = 1,
     temperature: float = 1.0,
-    **settings: Any,
+    **settings: Unpack[RolloutKeywords],
 ) -> Rollout:
     """Do what `rollout` does while the event loop goes on.
 
@@ -102,11 +110,12 @@ async def rollout_async(
     return await run_beside(lambda: _rollout(env, model, num_problems, samples, temperature, settings))
 
 
+@public()
 def evaluate(
     env: Environment | str | Callable[..., Any] = "geo3k",
-    model: str | Path | Run = "starter",
+    model: HasFolder | str | Path = "starter",
     tools: bool | Literal["both", "on", "off"] = "both",
-    **settings: Any,
+    **settings: Unpack[EvaluateKeywords],
 ) -> Report:
     """Measure how good a model is on held-out problems; print the table, and return the report.
 
@@ -114,7 +123,8 @@ def evaluate(
         env: what `tt.env` returns or takes. With `data` and no `eval_data`, the problems of `data` are played.
         model: a model folder, a hub id, or a run.
         tools: True: all turns, with tools. False: one turn without. "both": one after the other, and their difference.
-        settings: other settings of `python -m trainer.evaluate` under the names of its flags: `size`, `samples`, `ks`.
+        settings: other settings of `python -m trainer.evaluate` under the names of its flags: `size`, `samples`, `ks`;
+            `out` or `name` keeps the folder with the results, which goes when the report does.
 
     Raises:
         UserError: a setting is wrong.
@@ -128,11 +138,12 @@ def evaluate(
     return run_blocking(lambda: _evaluate(env, model, tools, settings))
 
 
+@public()
 async def evaluate_async(
     env: Environment | str | Callable[..., Any] = "geo3k",
-    model: str | Path | Run = "starter",
+    model: HasFolder | str | Path = "starter",
     tools: bool | Literal["both", "on", "off"] = "both",
-    **settings: Any,
+    **settings: Unpack[EvaluateKeywords],
 ) -> Report:
     """Do what `evaluate` does while the event loop goes on.
 
@@ -143,39 +154,76 @@ async def evaluate_async(
     return await run_beside(lambda: _evaluate(env, model, tools, settings))
 
 
-def _rollout(env: Any, model: Any, num_problems: int, samples: int, temperature: float, settings: Any) -> Rollout:
+def _rollout(
+    env: Environment | str | Callable[..., Any],
+    model: HasFolder | str | Path,
+    num_problems: int,
+    samples: int,
+    temperature: float,
+    settings: Mapping[str, Any],
+) -> Rollout:
     played: list[Trajectory] = []
-    own = {"size": num_problems, "samples": samples, "eval_temperature": temperature, "tools": "on", **settings}
+    own = {"size": num_problems, "samples": samples, "eval_temperature": temperature, "tools": "on"}
     from trainer.metrics.console import open_console  # imported late: it loads transformers
 
     open_console()  # libraries print neither progress nor warnings
-    evaluator = _play(env, model, own, Console(quiet=True), played.append)
-    ordered = sorted(played, key=lambda t: (t.group, t.sample_index))
-    return Rollout(evaluator.context.folder, tuple(ordered))
+
+    def play(out: Mapping[str, Any]) -> Rollout:
+        evaluator = _play(env, model, {**own, **settings, **out}, Console(quiet=True), played.append)
+        ordered = sorted(played, key=lambda t: (t.group, t.sample_index))
+        return Rollout(evaluator.context.folder, tuple(ordered))
+
+    return _in_folder(play, settings)
 
 
-def _evaluate(env: Any, model: Any, tools: Any, settings: Any) -> Report:
-    word = {True: "on", False: "off"}.get(tools, tools)
+def _evaluate(
+    env: Environment | str | Callable[..., Any],
+    model: HasFolder | str | Path,
+    tools: bool | Literal["both", "on", "off"],
+    settings: Mapping[str, Any],
+) -> Report:
+    word = tools
+    if not isinstance(tools, str):
+        word = "on" if tools else "off"
     from trainer.metrics.console import open_console
 
-    return _play(env, model, {"tools": word, **settings}, open_console()).report
+    def play(out: Mapping[str, Any]) -> Report:
+        return _play(env, model, {"tools": word, **settings, **out}, open_console()).report
+
+    return _in_folder(play, settings)
+
+
+R = TypeVar("R", bound="Rollout | Report")
+
+
+def _in_folder(play: Callable[[Mapping[str, Any]], R], settings: Mapping[str, Any]) -> R:
+    """Return what `play(settings of the folder)` returns; a folder that nobody named goes when that does."""
+    if settings.keys() & {"out", "name"}:
+        return play({})
+    folder = tempfile.mkdtemp(prefix="trueturn-")
+    try:
+        result = play({"out": folder})
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    weakref.finalize(result, shutil.rmtree, folder, ignore_errors=True)
+    return result
 
 
 def _play(
-    env: Any,
-    model: Any,
-    settings: dict[str, Any],
+    env: Environment | str | Callable[..., Any],
+    model: HasFolder | str | Path,
+    settings: Mapping[str, Any],
     console: Console,
     on_episode: Callable[[Trajectory], None] = lambda trajectory: None,
 ) -> Evaluator:
     from trainer.evaluate import evaluate  # imported late: it loads torch
 
-    environment = env if isinstance(env, Environment) else as_environment(env)
-    config = config_of(EvaluateConfig, SOURCES, {**_held_out(environment), "model": model, **settings})
+    config = config_of(EvaluateConfig, SOURCES, {**_held_out(as_environment(env).settings), "model": model, **settings})
     return evaluate(config, console, on_episode)
 
 
-def _held_out(environment: Environment) -> dict[str, Any]:
+def _held_out(of_training: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of an environment for an evaluation: its held-out problems, if it has a file of them."""
-    settings = {_RENAMED.get(name, name): value for name, value in environment.settings.items() if name != "train_size"}
-    return settings | {"data": environment.settings["eval_data"]} if "eval_data" in environment.settings else settings
+    settings = {_RENAMED.get(name, name): value for name, value in of_training.items() if name != "train_size"}
+    return settings | {"data": of_training["eval_data"]} if "eval_data" in of_training else settings

@@ -5,9 +5,10 @@ from __future__ import annotations
 import base64
 import tempfile
 import webbrowser
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Unpack
 
 from agents.recording import Recording
 from agents.recording.selection import SelectionConfig
@@ -22,32 +23,30 @@ from agents.view import open_source
 from agents.viewer.export import export
 from envs.errors import UserError
 from envs.safe_text import escape_lines
+from trueturn.arguments import NOT_GIVEN, public
 from trueturn.background import run_blocking
-from trueturn.settings import config_of
+from trueturn.environment import Environment, as_environment
+from trueturn.keywords import ForkKeywords, ReplayKeywords, ViewKeywords
+from trueturn.settings import HasFolder, config_of, folder_of
 
 #: The most episodes of a page inside a notebook.
 MAX_SHOWN = 256
 
 
-class HasFolder(Protocol):
-    """What has a folder with recorded episodes: a `Run` or a `Rollout`."""
-
-    @property
-    def folder(self) -> Path: ...
-
-
-def folder_of(recorded: HasFolder | str | Path) -> str:
-    """Return the folder of recorded episodes."""
-    return str(recorded if isinstance(recorded, str | Path) else recorded.folder)
-
-
-def replay(recorded: HasFolder | str | Path, **settings: Any) -> ReplaySummary:
+@public(run="recorded", without=ForkConfig.model_fields.keys() - {"max_turns"} | {"show", "report"})
+def replay(
+    recorded: HasFolder | str | Path,
+    *,
+    env: Environment | str | Callable[..., Any] = NOT_GIVEN,
+    **settings: Unpack[ReplayKeywords],
+) -> ReplaySummary:
     """Give the recorded turns to the environment again, and return what differs from the recording.
 
     Args:
         recorded: a run, a rollout, or the folder of one.
+        env: what `tt.env` returns or takes; by default the recorded id.
         settings: the settings of `python -m agents.replay` under the names of its flags: `model="recorded"` compares
-            the token streams too, `env`, `registry`, `limit`, and so on.
+            the token streams too, `registry`, `limit`, and so on.
 
     Raises:
         UserError: there is no recording, or its environment is not known here.
@@ -60,11 +59,12 @@ def replay(recorded: HasFolder | str | Path, **settings: Any) -> ReplaySummary:
 
     def work() -> ReplaySummary:
         config = config_of(ReplayConfig, None, {"run": folder_of(recorded), **settings})
-        return replay_all(config, open_all(config))
+        return replay_all(config, open_all(config, None if env is NOT_GIVEN else as_environment(env).spec))
 
     return run_blocking(work)
 
 
+@public(run="recorded", fork="turn", id="episode", without=("by", "script", "pictures", "record"))
 def fork(
     recorded: HasFolder | str | Path,
     episode: str,
@@ -72,7 +72,8 @@ def fork(
     model: HasFolder | str | Path,
     *,
     samples: int = 1,
-    **settings: Any,
+    env: Environment | str | Callable[..., Any] = NOT_GIVEN,
+    **settings: Unpack[ForkKeywords],
 ) -> list[Trajectory]:
     """Continue a recorded episode from one of its turns with a model, and return the episodes.
 
@@ -82,6 +83,7 @@ def fork(
         turn: the turn after which the model writes; 0: from the start.
         model: a model folder, a run, or "recorded": the model that the recording names.
         samples: how often the model continues.
+        env: what `tt.env` returns or takes; by default the recorded id.
         settings: `temperature`, `seed`, `device`, `max_turns` and other settings of `python -m agents.replay --fork`.
 
     Raises:
@@ -94,10 +96,9 @@ def fork(
     """
 
     def work() -> list[Trajectory]:
-        own = {"fork": turn, "by": "model", "samples": samples, **settings}
-        config = config_of(ForkConfig, None, own)
+        config = config_of(ForkConfig, None, {"fork": turn, "by": "model", "samples": samples, **settings})
         recording = Recording.open(folder_of(recorded))
-        spec = find_spec(recording.manifest, "", ())
+        spec = find_spec(recording.manifest, "", ()) if env is NOT_GIVEN else as_environment(env).spec
         folder = model_folder(named_model(ReplayConfig(run=folder_of(recorded), model=folder_of(model)), recording))
         selected = only_episode(recording, SelectionConfig(id=(episode,)))
 
@@ -130,8 +131,12 @@ class View:
         return f'<iframe src="data:text/html;base64,{page}" style="{style}"></iframe>'
 
 
+@public(runs="recorded", export="path")
 def view(
-    *recorded: HasFolder | str | Path, path: str | Path | None = None, limit: int = MAX_SHOWN, **selection: Any
+    *recorded: HasFolder | str | Path,
+    path: str | Path | None = None,
+    limit: int = MAX_SHOWN,
+    **selection: Unpack[ViewKeywords],
 ) -> View:
     """Return the viewer's page of one or two runs, which a notebook shows inline.
 
@@ -139,7 +144,8 @@ def view(
         recorded: runs, rollouts, or folders of them; a second one is compared with the first.
         path: the HTML file to write; by default a temporary one.
         limit: the most episodes to show.
-        selection: which episodes: `id`, `step`, `max_reward` and other flags of `python -m agents.view`.
+        selection: which episodes: `id`, `phase`, `way`, `step`, `end_reason`, `min_reward`, `max_reward`, under the
+            names of the flags of `python -m agents.view`.
 
     Raises:
         UserError: there is no recording, or no such episode.
@@ -149,7 +155,7 @@ def view(
         tt.view(run, max_reward=0)                             # every token of its failures
     """
     if not 1 <= len(recorded) <= 2:
-        raise UserError("view", "must have one run, or two to compare", len(recorded), "give a run")
+        raise UserError("recorded=", "must be one run, or two to compare", len(recorded), "give a run")
     chosen = config_of(SelectionConfig, None, {"limit": limit, **selection})
     sources = [open_source(Path(folder_of(each)), False, chosen) for each in recorded]
     for source in sources:

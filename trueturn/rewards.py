@@ -11,8 +11,10 @@ Example::
 from __future__ import annotations
 
 from agents.types import Trajectory
+from trueturn.arguments import public
 
 
+@public()
 def answer(trajectory: Trajectory) -> float:
     """Return the environment's own reward, which says whether the answer is right.
 

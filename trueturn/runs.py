@@ -17,6 +17,7 @@ from agents.recording.run_files import METRICS, SUMMARY
 from agents.types import Trajectory
 from envs.errors import UserError
 from trainer.checkpoint.run_dir import BEST, MODEL
+from trueturn.arguments import public
 
 if TYPE_CHECKING:
     import pandas
@@ -38,6 +39,7 @@ class Run:
 
     folder: Path
 
+    @public()
     def __init__(self, folder: str | Path) -> None:
         object.__setattr__(self, "folder", Path(folder).absolute())
         if not (self.folder / METRICS).is_file():

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from pydantic import BaseModel
@@ -22,10 +22,25 @@ M = TypeVar("M", bound=BaseModel)
 #: A longer list of known names is not shown.
 MAX_FIX = 400
 #: Settings that name a data set, which may be a list of rows.
-_ROWS = ("data", "eval_data")
+ROWS = ("data", "eval_data")
 
 
-def config_of(model: type[M], sources: Sources | None, settings: Mapping[str, Any], base: M | str | None = None) -> M:
+@runtime_checkable
+class HasFolder(Protocol):
+    """What has a folder with recorded episodes or a model: a `Run` or a `Rollout`."""
+
+    @property
+    def folder(self) -> Path: ...
+
+
+def folder_of(recorded: HasFolder | str | Path) -> str:
+    """Return the folder of recorded episodes."""
+    return str(recorded if isinstance(recorded, str | Path) else recorded.folder)
+
+
+def config_of(
+    model: type[M], sources: Sources | None, settings: Mapping[str, Any], base: M | str | Path | None = None
+) -> M:
     """Return the configuration with these settings over those of `base`: a configuration, or what `--config` takes.
 
     A function or class is as good as its name: `advantage=my_function`. Environment variables are not read.
@@ -35,17 +50,17 @@ def config_of(model: type[M], sources: Sources | None, settings: Mapping[str, An
     """
     fields = {path[-1]: (path, field) for path, field in leaves(model)}
     layer: Settings = {}
-    if isinstance(base, str) and sources:
-        layer = sources.read_files(model, [base])
+    if isinstance(base, str | Path) and sources:
+        layer = sources.read_files(model, [str(base)])
     elif isinstance(base, BaseModel):
         layer = {path: Setting(value, "config") for path, (_, value) in changed(base, model()).items()}
     for name, value in settings.items():
         if name not in fields:
             fix = (sources.translated(model, name) if sources else "") or did_you_mean(name, fields)
-            fix = fix if len(fix) <= MAX_FIX else "see --help of the command: its flags are the settings"
+            fix = fix if len(fix) <= MAX_FIX else "see help(trueturn.keywords)"
             raise UserError(f"{name}=", "is no setting of this call", value, fix)
         path, field = fields[name]
-        takes_objects = takes_code(field) or name in _ROWS
+        takes_objects = takes_code(field) or name in ROWS
         layer[path] = Setting(_plain(value, takes_objects, is_tuple(field)), f"{name}=")
     layer = (sources.read_base(model, layer) if sources else {}) | layer
     return with_whole_paths(validate(model, layer))
@@ -56,10 +71,8 @@ def _plain(value: Any, takes_objects: bool, is_list: bool) -> Any:
     if is_list and value is not None:
         items = value if isinstance(value, list | tuple) else [value]
         return [_plain(item, takes_objects, False) for item in items]
-    if (folder := getattr(value, "folder", None)) is not None:  # of a run, as a model or to resume
-        return str(folder)
-    if isinstance(value, Path):
-        return str(value)
+    if isinstance(value, Path) or (isinstance(value, HasFolder) and not takes_objects):
+        return folder_of(value)  # of a run, as a model or to resume
     if isinstance(value, np.generic):
         return value.item()
     if value is None or isinstance(value, str | int | float):
@@ -67,12 +80,13 @@ def _plain(value: Any, takes_objects: bool, is_list: bool) -> Any:
     return give(value) if takes_objects else value
 
 
-def weighted_rewards(functions: Sequence[Any], weights: Sequence[float] | None) -> list[str]:
-    """Return reward functions with their weights as `--reward` names them.
+def weighted_rewards(functions: Sequence[Any] | Callable[..., Any] | str, weights: Sequence[float] | None) -> list[str]:
+    """Return reward functions, or a single one, with their weights as `--reward` names them.
 
     Raises:
         UserError: there are more or fewer weights than functions.
     """
+    functions = [functions] if isinstance(functions, str) or callable(functions) else functions
     given = [1.0] * len(functions) if weights is None else list(weights)
     if len(given) != len(functions):
         rule = f"must have a weight for each of {len(functions)} functions"

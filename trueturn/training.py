@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from agents.types import Trajectory
+from envs.errors import UserError
+from trainer.callbacks import Callback
 from trainer.config.run import RunConfig
 from trainer.config.sources import SOURCES
+from trueturn.arguments import NOT_GIVEN, public
 from trueturn.background import run_beside, run_blocking
-from trueturn.environment import Environment
-from trueturn.environment import env as as_environment
+from trueturn.environment import Environment, as_environment
+from trueturn.keywords import TrainKeywords
 from trueturn.runs import Run
 from trueturn.settings import config_of, weighted_rewards
 
@@ -28,29 +31,31 @@ class TrainConfig(RunConfig):
         tt.train("geo3k", config=config)
     """
 
-    def __init__(self, **settings: Any) -> None:
+    @public()
+    def __init__(self, **settings: Unpack[TrainKeywords]) -> None:
         """Check the settings. Raises `UserError` where there is no such setting, or a value breaks a rule."""
         super().__init__(**dict(config_of(RunConfig, SOURCES, settings)))
 
 
+@public()
 def train(
-    env: Environment | str | Callable[..., Any] | None = None,
+    env: Environment | str | Callable[..., Any] = NOT_GIVEN,
     *,
-    config: RunConfig | str | None = None,
-    reward_funcs: Sequence[RewardFunction | str] = (),
+    config: RunConfig | str | Path | None = None,
+    reward_funcs: Sequence[RewardFunction | str] | RewardFunction | str = (),
     reward_weights: Sequence[float] | None = None,
-    callbacks: Sequence[Any] = (),
-    **settings: Any,
+    callbacks: list[Any] | tuple[Any, ...] | Callback | type[Callback] = (),
+    **settings: Unpack[TrainKeywords],
 ) -> Run:
     """Train a policy by reinforcement; print how it goes, and return the run.
 
     Args:
-        env: what `tt.env` returns or takes; by default `geo3k`.
+        env: what `tt.env` returns or takes; by default that of `config` or `resume`, else `geo3k`.
         config: settings to begin with: `tt.TrainConfig(...)`, a YAML file or the name of a ready configuration.
-        reward_funcs: functions of a finished `Trajectory` whose weighted sum is the reward; `tt.rewards.answer` is the
-            environment's own reward. Without any, that alone counts.
+        reward_funcs: a function of a finished `Trajectory`, or several, whose weighted sum is the reward;
+            `tt.rewards.answer` is the environment's own reward. Without any, that alone counts.
         reward_weights: the weight of each, by default 1.
-        callbacks: objects or classes like `trainer.callbacks.Callback`.
+        callbacks: objects or classes like `tt.Callback`, or a single one.
         settings: the settings of `python -m trainer.run` under the names of its flags: `steps`, `lr`, `group_size`,
             `model`, which may be a `Run`, `resume`, and so on. Where a flag takes module:NAME, an object will do.
 
@@ -69,14 +74,15 @@ def train(
     return run_blocking(lambda: _train(env, config, reward_funcs, reward_weights, callbacks, settings))
 
 
+@public()
 async def train_async(
-    env: Environment | str | Callable[..., Any] | None = None,
+    env: Environment | str | Callable[..., Any] = NOT_GIVEN,
     *,
-    config: RunConfig | str | None = None,
-    reward_funcs: Sequence[RewardFunction | str] = (),
+    config: RunConfig | str | Path | None = None,
+    reward_funcs: Sequence[RewardFunction | str] | RewardFunction | str = (),
     reward_weights: Sequence[float] | None = None,
-    callbacks: Sequence[Any] = (),
-    **settings: Any,
+    callbacks: list[Any] | tuple[Any, ...] | Callback | type[Callback] = (),
+    **settings: Unpack[TrainKeywords],
 ) -> Run:
     """Do what `train` does while the event loop goes on. Cancelling the call ends the run as Ctrl-C does.
 
@@ -88,23 +94,27 @@ async def train_async(
 
 
 def _train(
-    env: Environment | str | Callable[..., Any] | None,
-    config: RunConfig | str | None,
-    reward_funcs: Sequence[RewardFunction | str],
+    env: Environment | str | Callable[..., Any],
+    config: RunConfig | str | Path | None,
+    reward_funcs: Sequence[RewardFunction | str] | RewardFunction | str,
     reward_weights: Sequence[float] | None,
-    callbacks: Sequence[Any],
-    settings: dict[str, Any],
+    callbacks: list[Any] | tuple[Any, ...] | Callback | type[Callback],
+    settings: Mapping[str, Any],
 ) -> Run:
     # Imported late: it loads torch.
     from trainer.metrics.console import open_console
     from trainer.run import check_stages, train
 
-    environment = env if isinstance(env, Environment | None) else as_environment(env)
-    given = {**(environment.settings if environment else {}), **settings}
-    if reward_funcs:
-        given["reward"] = weighted_rewards(reward_funcs, reward_weights)
+    own: dict[str, Any] = {}
+    if reward_funcs or reward_weights is not None:
+        own["reward"] = weighted_rewards(reward_funcs, reward_weights)
     if callbacks:
-        given["callback"] = list(callbacks)
-    checked = config_of(RunConfig, SOURCES, given, config)
+        own["callback"] = callbacks
+    if twice := own.keys() & settings.keys():
+        name = min(twice)
+        rule = "must not be given beside reward_funcs and callbacks, which stand for reward and callback"
+        raise UserError(f"{name}=", rule, settings[name], "leave one out")
+    environment = {} if env is NOT_GIVEN else as_environment(env).settings
+    checked = config_of(RunConfig, SOURCES, {**environment, **settings, **own}, config)
     check_stages(checked)
     return Run(Path(train(checked, open_console()).folder))

@@ -78,7 +78,7 @@ def only_episode(recording: Recording, selection: SelectionConfig) -> EpisodeRec
     found = list(islice(select_episodes(recording.episodes(), selection), 3))
     if len(found) != 1:
         got = f"{', '.join(episode.id for episode in found[:2])}{' and more' * (len(found) > 2)}" or "none"
-        raise UserError("--fork", "must be given with one episode", got, "name it with --id, as train-12-3")
+        raise UserError("--id", "must select one episode to continue", got, "name one, as train-12-3")
     return found[0]
 
 

@@ -32,9 +32,7 @@ class RunRefused(UserError):
         checks = ", ".join(fault.check for fault in faults)
         super().__init__("doctor", "must find the run sound", checks, "give --doctor warn to start it anyway")
         self.faults = tuple(faults)
-
-    def __str__(self) -> str:
-        return "\nerror: ".join(f"{fault.line} (--doctor warn starts it anyway)" for fault in self.faults)
+        self.args = ("\nerror: ".join(f"{fault.line} (--doctor warn starts it anyway)" for fault in faults),)
 
 
 class QuickChecks:
