@@ -230,7 +230,10 @@ def test_the_stop_button_of_a_notebook_ends_the_run_and_the_call_returns_it() ->
         ({"reward_funcs": brevity, "reward": "answer"}, "reward=: must not be given beside reward_funcs"),
         ({"max_turns": 0}, "max_turns=: must be greater than or equal to 1, got 0; see help(tt.train) (maximum"),
         ({"samples": 2}, "samples=: is no setting of this call, got 2"),
-        ({"eval_temperature": 0, "context_length": 40}, "context_length=: must"),
+        (
+            {"context_length": 40},
+            "max_prompt_tokens=: must leave room to answer, got 1024; give less than the context_length",
+        ),
         ({"reward_funcs": [brevity], "reward_weights": [1, 2]}, "reward_weights=: must have a weight for each of 1"),
         ({"config": "no.yaml"}, "config=: must be a YAML file or the name of a ready configuration"),
         ({"data": [3]}, "data: must hold dicts, got int"),
