@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from envs.interrupts import end_quietly
+
 if TYPE_CHECKING:
     from envs.env import Env as Env
     from envs.env import EnvArgs as EnvArgs
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
     from envs.tools import ToolError as ToolError
     from envs.tools import tool as tool
     from envs.types import Sample as Sample
+
+end_quietly(__name__)
 
 _MODULES = {
     "Env": "envs.env",

@@ -109,7 +109,7 @@ def prepared(config: RunConfig, start: Start) -> tuple[RunContext, Rollouts]:
 def run_prepared(context: RunContext, rollouts: Rollouts, console: Console) -> FinishedRun:
     """Run the loop over a prepared run and print how it went."""
     from trainer.checkpoint.run_dir import BEST
-    from trainer.checkpoint.session import check_finite, run_to_end
+    from trainer.checkpoint.session import check_finite, resume_hint, run_to_end
     from trainer.evaluation.curve import title
     from trainer.evaluation.tables import print_training_summary
 
@@ -118,8 +118,7 @@ def run_prepared(context: RunContext, rollouts: Rollouts, console: Console) -> F
     for note in (*notes, f"{last}; run folder {path_text(context.folder)}"):
         console.print(note, soft_wrap=True)
     with Display(console) as display:
-        again = f"python -m trainer.run --resume {path_text(context.folder)}" if config.trains else ""
-        session, summary = run_to_end(restarting(context, rollouts, display), again)
+        session, summary = run_to_end(restarting(context, rollouts, display), "trainer.run", context.folder)
     print_training_summary(console, session.before, session.after, session.ends, context.spec.success_rule)
     if best := session.best:
         where = f"after step {best.step}, in {path_text(context.folder / BEST)}"
@@ -139,7 +138,9 @@ def run_prepared(context: RunContext, rollouts: Rollouts, console: Console) -> F
         console.print(note, soft_wrap=True)
     console.print(f"everything is in {path_text(context.folder)}", soft_wrap=True)
     check_finite(session.log.rows)
-    return FinishedRun(context.folder, summary["interrupted"])
+    if session.is_interrupted:
+        console.print(resume_hint("trainer.run", context.folder), soft_wrap=True)
+    return FinishedRun(context.folder, session.is_interrupted)
 
 
 async def restarting(

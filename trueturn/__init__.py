@@ -18,6 +18,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from envs.interrupts import end_quietly
+
+end_quietly(__name__)
+
 if TYPE_CHECKING:
     from agents.types import Trajectory as Trajectory
     from agents.types import TrajectoryGroup as TrajectoryGroup

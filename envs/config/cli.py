@@ -45,6 +45,9 @@ PROGRAM = "trueturn "
 MAX_LISTED = 20
 
 
+#: What people write after a switch, which takes no value.
+_BOOLEAN_WORDS = frozenset({"true", "false", "yes", "no", "on", "off", "1", "0"})
+
 #: Where the parser notes the flag of `Sources.foreign`.
 _FOREIGN = "foreign variables"
 
@@ -57,6 +60,36 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         flag, _, rule = message.removeprefix("argument ").partition(":")
         raise UserError(flag.strip(), (rule or "is wrong").strip(), " ".join(self.argv), "see --help")
+
+    def check_switches(self) -> None:
+        """Raise `UserError` where a switch has a value: argparse would take it for an argument of the command."""
+        switches = {flag: action for action in self._actions if action.nargs == 0 for flag in action.option_strings}
+        for word, following in zip(self.argv, (*self.argv[1:], ""), strict=True):
+            flag, equals, value = word.partition("=")
+            if flag in switches and (equals or following.lower() in _BOOLEAN_WORDS):
+                fix = f"write {' or '.join(switches[flag].option_strings)} alone"
+                raise UserError(flag, "takes no value", value if equals else following, fix)
+
+
+class _Once(argparse.Action):
+    """Refuses a flag that is given twice, where argparse would take the last value in silence."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
+    ) -> None:
+        before = getattr(namespace, self.dest)
+        if before is not None:
+            got = f"{before}, then {values or option_string}"
+            raise UserError(option_string, "must be given once", got, "leave one of them out")
+        super().__call__(parser, namespace, values, option_string)
+
+
+class _OneValue(_Once, argparse._StoreAction):
+    """The value of a flag."""
+
+
+class _Switch(_Once, argparse.BooleanOptionalAction):
+    """A pair of flags, `--record` and `--no-record`."""
 
 
 def parse(model: type[M], argv: Sequence[str] | None, prog: str, description: str, layers: Sources | None = None) -> M:
@@ -73,6 +106,7 @@ def parse(model: type[M], argv: Sequence[str] | None, prog: str, description: st
     fields = list(leaves(model))
     parser = _parser(model, prog, description, layers)
     parser.argv = sys.argv[1:] if argv is None else argv
+    parser.check_switches()
     takes_several = any(field.is_required() and is_tuple(field) for _, field in fields)
     found, unknown = (parser.parse_known_intermixed_args if takes_several else parser.parse_known_args)(parser.argv)
     known = vars(found)
@@ -166,9 +200,9 @@ def _add(group: argparse._ActionsContainer, flag: str, field: FieldInfo) -> None
         nargs = "*" if is_tuple(field) else "?"
         group.add_argument(flag.lower(), metavar=flag, nargs=nargs, help=text)
     elif field.annotation in (bool, bool | None):
-        group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
+        group.add_argument(flag, action=_Switch, default=None, help=text)
     else:
-        action = "append" if is_tuple(field) else "store"
+        action = "append" if is_tuple(field) else _OneValue
         group.add_argument(flag, action=action, metavar=metavar_of(field.annotation), default=None, help=text)
 
 

@@ -39,7 +39,7 @@ class ForeignVariables:
 
     flag: str
     description: str
-    read: Callable[[Mapping[str, str]], tuple[Mapping[str, Mapping[FieldPath, str]], Sequence[str]]]
+    read: Callable[[Mapping[str, str]], tuple[Mapping[str, Mapping[FieldPath, str | bool]], Sequence[str]]]
 
     def settings(self, environ: Mapping[str, str]) -> tuple[Settings, Sequence[str]]:
         """Return the settings with their sources, and the lines."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import fcntl
 import itertools
 import os
+import shlex
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from agents.recording.run_files import CONFIG
+from envs.config.commands import flag_words
 from envs.errors import UserError
 from trainer.config.run import RunDirConfig
 
@@ -40,7 +42,9 @@ def make_folder(config: RunDirConfig, label: str, can_resume: bool = True) -> Pa
     try:
         folder.mkdir(parents=True, exist_ok=False)
     except FileExistsError:
-        fix = f"choose another name{f', or resume it: --resume {folder}' if can_resume else ''}"
+        fix = "choose another name"
+        if can_resume:
+            fix += f", or resume it: {shlex.join(flag_words('resume', folder))}"
         raise UserError("--name", "must name a new run folder", str(folder), fix) from None
     except OSError as error:
         raise UserError("--out", "must be writable", str(folder), f"give another folder ({error.strerror})") from error

@@ -16,14 +16,15 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, S
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from agents.cli.text import counted
+from agents.cli.text import counted, path_text
 from agents.engines.sglang.servers import EngineDown
 from agents.recording.append_log import rewind
 from agents.recording.run_files import CONFIG, METRICS, SUMMARY
+from envs.config.commands import command_line
 from envs.execution.watchdog import WATCHDOG
 from trainer.callbacks import Callbacks, RunStart
 from trainer.checkpoint.cancel import cancel_on_request
-from trainer.checkpoint.checkpointer import Checkpoints
+from trainer.checkpoint.checkpointer import Checkpoints, found_steps
 from trainer.checkpoint.restarts import RunLost
 from trainer.checkpoint.run_dir import CHECKPOINTS
 from trainer.config.run import CheckpointConfig, RunDirConfig
@@ -252,13 +253,20 @@ class RunFailed(RuntimeError):
         self.is_interrupted = is_interrupted
 
 
-def run_to_end(training: Coroutine[Any, Any, T], resume: str) -> T:
-    """Run a training. Raises `RunFailed`, with the command `resume`, if what it cannot do without fails."""
-    WATCHDOG.advise(f"resume with: {resume}" if resume else "")
+def resume_hint(module: str, folder: Path) -> str:
+    """Return the command that resumes a run of a module, or that there is no checkpoint to resume from."""
+    if not found_steps(folder / CHECKPOINTS):
+        return "there is no checkpoint to resume from"
+    return f"resume with: {command_line(module, ['--resume', path_text(folder)])}"
+
+
+def run_to_end(training: Coroutine[Any, Any, T], module: str, folder: Path) -> T:
+    """Run a training of a module. Raises `RunFailed`, which says how to resume, if what it cannot do without fails."""
+    WATCHDOG.advise(f"if it has a checkpoint, resume with: {command_line(module, ['--resume', path_text(folder)])}")
     try:
         return asyncio.run(training)
     except (RunFault, EngineDown, OSError) as error:
         if isinstance(error, OSError) and error.errno not in _DISK_FAULTS:
             raise
         is_interrupted = isinstance(error, RunLost) and error.is_interrupted
-        raise RunFailed(f"{error}{f'; resume with: {resume}' if resume else ''}", is_interrupted) from error
+        raise RunFailed(f"{error}; {resume_hint(module, folder)}", is_interrupted) from error

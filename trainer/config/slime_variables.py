@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from envs.config.commands import flag_words
 from envs.config.settings import FieldPath
 from envs.config.sources import ForeignVariables
 from envs.errors import UserError
@@ -12,7 +14,7 @@ from envs.errors import UserError
 PREFIX = "SLIME_SCRIPT_"
 
 #: Flags by field, or why there are none.
-Counterpart = Mapping[FieldPath, str] | str
+Counterpart = Mapping[FieldPath, str | bool] | str
 
 
 def _model(name: str) -> Counterpart:
@@ -29,7 +31,7 @@ def _backend(name: str) -> Counterpart:
     if name != "megatron":
         return "the learner is FSDP2, as there"
     # The scripts share matrices and tokens among four GPUs.
-    return {("cluster", "backend"): name, ("cluster", "tp"): "4", ("cluster", "sp"): "true"}
+    return {("cluster", "backend"): name, ("cluster", "tp"): "4", ("cluster", "sp"): True}
 
 
 def _external_ray(flag: str) -> Counterpart:
@@ -45,7 +47,7 @@ _COUNTERPARTS: Mapping[str, Callable[[str], Counterpart]] = {
 }
 
 
-def read_slime_variables(environ: Mapping[str, str]) -> tuple[dict[str, dict[FieldPath, str]], list[str]]:
+def read_slime_variables(environ: Mapping[str, str]) -> tuple[dict[str, dict[FieldPath, str | bool]], list[str]]:
     """Return the settings of each variable, and a line about each: the flags that it stands for, or why there are none.
 
     Example: `SLIME_SCRIPT_NUM_GPUS=4` gives `{("cluster", "num_gpus"): "4", ("engine", "num_servers"): "4"}` and the
@@ -54,7 +56,7 @@ def read_slime_variables(environ: Mapping[str, str]) -> tuple[dict[str, dict[Fie
     Raises:
         UserError: no such variable is set.
     """
-    settings: dict[str, dict[FieldPath, str]] = {}
+    settings: dict[str, dict[FieldPath, str | bool]] = {}
     lines: list[str] = []
     for name, text in sorted(environ.items()):
         if not name.startswith(PREFIX):
@@ -65,8 +67,8 @@ def read_slime_variables(environ: Mapping[str, str]) -> tuple[dict[str, dict[Fie
             lines.append(f"{name}={text}: nothing is set; {found}")
             continue
         settings[name] = dict(found)
-        flags = " ".join(f"--{path[-1].replace('_', '-')} {value}" for path, value in found.items())
-        lines.append(f"{name}={text}: {flags}")
+        words = [word for path, value in found.items() for word in flag_words(path[-1], value)]
+        lines.append(f"{name}={text}: {shlex.join(words)}")
     if not lines:
         known = ", ".join(PREFIX + name for name in _COUNTERPARTS)
         raise UserError("--from-slime", f"needs a {PREFIX}* environment variable", "none", f"export one of {known}")

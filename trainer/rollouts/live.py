@@ -21,6 +21,7 @@ from agents.rollout.episode import Episode
 from agents.rollout.groups import ManagerState, Problem, RolloutOptions, StepRollout, derive_seed
 from agents.rollout.manager import RolloutManager
 from agents.types import TrajectoryGroup
+from envs.config.commands import command_line
 from envs.datasets.samples import filter_overlong
 from envs.env import EnvArgs
 from envs.execution.load import load_env
@@ -111,9 +112,10 @@ class LiveContext(RunContext):
         """Return the messages to print at the end: how to train on what was only rolled out."""
         if self.config.trains or not rows or self.config.log.record < 1:
             return []
-        model = f" --model {self.config.model.model}" if self.config.model.model != "starter" else ""
-        flags = f"--replay-rollouts {path_text(self.folder)} --steps {len(rows)}{model}"
-        return [f"train on them: python -m trainer.run {flags}"]
+        model = self.config.model.model
+        words = ["--replay-rollouts", path_text(self.folder), "--steps", len(rows)]
+        words += ["--model", model] if model != "starter" else []
+        return [f"train on them: {command_line('trainer.run', words)}"]
 
     def close(self) -> None:
         """Stop the processes of learner and servers, and delete the weights written for servers."""

@@ -9,6 +9,7 @@ from typing import Any
 from agents.model import STARTER_PATH
 from agents.model.architectures import ModelFacts
 from agents.recording.run_files import CONFIG
+from envs.config.commands import command_line
 from envs.errors import UserError
 from trainer.checkpoint.run_dir import MODEL
 from trainer.config.inputs import ModelConfig
@@ -32,7 +33,8 @@ def resolve_model(name: str) -> Path | str:
     if (run / CONFIG).is_file() and not (run / "config.json").is_file():
         if (run / MODEL / "config.json").is_file():
             return run / MODEL
-        fix = f"write them with `python -m trainer.export {name}` and give the folder that it prints"
+        export = command_line("trainer.export", [name])
+        fix = f"write them with `{export}` and give the folder that it prints"
         raise UserError("--model", "must hold weights; this run folder has none yet", name, fix)
     if name != "starter":
         return name

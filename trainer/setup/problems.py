@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from envs.checking.error_location import with_location
+from envs.config.commands import command_line, flag_words
 from envs.contract import EnvFault
 from envs.errors import UserError
 from envs.execution.runner import EnvRunner
@@ -83,13 +84,11 @@ def own_problems(spec: EnvSpec, data: PromptsConfig, split: str, size: int, seed
 
 def check_command(env: EnvConfig, data: RowsConfig) -> str:
     """Return the command that checks this environment without a model."""
-    words = [env.env, *(f"--registry {file}" for file in env.registry)]
-    rows = {name: getattr(data, name) for name in RowsConfig.model_fields}
-    given = {name: value for name, value in rows.items() if value != RowsConfig.model_fields[name].default}
-    words += [
-        f"--{name.replace('_', '-')}" + (f" {value}" if value is not True else "") for name, value in given.items()
-    ]
-    return f"python -m envs.check {' '.join(words)}"
+    fields = RowsConfig.model_fields
+    given = {"registry": env.registry} if env.registry else {}
+    given |= {name: getattr(data, name) for name in fields if getattr(data, name) != fields[name].default}
+    words = [word for name, value in given.items() for word in flag_words(name, value)]
+    return command_line("envs.check", [env.env, *words])
 
 
 def probe_tools(

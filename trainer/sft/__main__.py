@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -10,6 +11,7 @@ from rich.text import Text
 from agents.cli.text import path_text
 from agents.recording.run_files import CONFIG
 from envs.config.cli import exit_code, parse
+from envs.config.commands import flag_words
 from envs.config.files import read_file
 from envs.config.settings import validate
 from envs.config.sources import Sources
@@ -45,7 +47,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     # Imported late, so that --help and a mistyped flag answer at once.
     from trainer.callbacks import check_callbacks
     from trainer.checkpoint.restarts import run_restarting
-    from trainer.checkpoint.session import RunFailed, run_to_end
+    from trainer.checkpoint.session import RunFailed, resume_hint, run_to_end
     from trainer.sft.loop import run_sft
     from trainer.sft.setup import load_data, prepare
 
@@ -57,7 +59,8 @@ def run(argv: Sequence[str] | None = None) -> int:
     goes_further = (config.epochs, config.steps) != (base.epochs, base.steps)
     if goes_further and not base.steps and base.epochs * len(train) % base.batch_size:
         rule = "must stay where the run's last step is a short one: the next one would begin too late"
-        fix = f"begin a new run from its model: --model {config.checkpoint.resume}"
+        model = shlex.join(flag_words("model", config.checkpoint.resume))
+        fix = f"begin a new run from its model: {model}"
         raise UserError("--epochs", rule, config.epochs, fix)
     for found in (train, held_out):
         if found is not None and found.left_out.count:
@@ -79,16 +82,18 @@ def run(argv: Sequence[str] | None = None) -> int:
         f"run folder {path_text(context.folder)}",
         soft_wrap=True,
     )
-    again = f"python -m trainer.sft --resume {path_text(context.folder)}"
     try:
         with context.cleanup, Display(console) as display:
             restarts = config.checkpoint.max_restarts
-            summary = run_to_end(run_restarting(context, lambda now: run_sft(now, display), restarts), again)
+            training = run_restarting(context, lambda now: run_sft(now, display), restarts)
+            summary = run_to_end(training, "trainer.sft", context.folder)
     except RunFailed as error:
         print(f"error: {error}", file=sys.stderr)
         return 130 if error.is_interrupted else 1
     console.print(f"{summary['seconds']:.0f} s, peak memory {summary['peak_memory_gib']:.2f} GiB")
     console.print(f"everything is in {path_text(context.folder)}", soft_wrap=True)
+    if summary["interrupted"]:
+        console.print(resume_hint("trainer.sft", context.folder), soft_wrap=True, markup=False)
     return 130 if summary["interrupted"] else 0
 
 

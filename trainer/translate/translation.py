@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from envs.config.commands import flag_words
 from envs.config.files import text_of
 from envs.config.settings import FieldPath, Setting, Settings, changed, flag_of, is_tuple, leaves, validate
 from envs.errors import UserError, first_line, shortened
@@ -152,22 +153,10 @@ def _validated(fields: Mapping[str, tuple[Value, str]], dialect: Dialect) -> Run
 
 def _flags(config: RunConfig) -> Iterator[str]:
     """Yield the flags, quoted for a shell, of what differs from the defaults; the environment is always named."""
-    types = dict(leaves(RunConfig))
     differing: dict[FieldPath, object] = {_PATHS["env"]: config.env.env}
     differing |= {path: value for path, (_, value) in changed(config, RunConfig()).items()}
     for path, value in differing.items():
-        flag = flag_of(path[-1], types[path])
-        if isinstance(value, bool):
-            yield flag if value else f"--no-{flag[2:]}"
-        elif isinstance(value, tuple):
-            yield " ".join(_argument(flag, item) for item in value or ("",))
-        else:
-            yield _argument(flag, "" if value is None else value)
-
-
-def _argument(flag: str, value: object) -> str:
-    text = shlex.quote(str(value))
-    return f"{flag}={text}" if str(value).startswith("-") else f"{flag} {text}"
+        yield shlex.join(flag_words(path[-1], value))
 
 
 def _shown(name: str, value: Value) -> str:

@@ -47,7 +47,7 @@ def test_the_variables_of_the_scripts_become_settings_and_each_is_said_in_one_li
         "SLIME_SCRIPT_EXTERNAL_RAY=1: --ray-address auto",
         "SLIME_SCRIPT_MODEL_NAME=Qwen3-VL-4B-Instruct: --model Qwen/Qwen3-VL-4B-Instruct",
         "SLIME_SCRIPT_NUM_GPUS=4: --num-gpus 4 --num-servers 4",
-        "SLIME_SCRIPT_TRAIN_BACKEND=megatron: --backend megatron --tp 4 --sp true",
+        "SLIME_SCRIPT_TRAIN_BACKEND=megatron: --backend megatron --tp 4 --sp",
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from envs.config.commands import command_line, flag_words
 from trainer.preflight.planner.hardware import Hardware
 from trainer.preflight.planner.layout import Layout
 from trainer.preflight.planner.search import Planned
@@ -14,10 +15,10 @@ NOT_MEASURED = "not measured: all times of --backend megatron; it is taken to co
 
 def command(layout: Layout, settings: Mapping[str, object]) -> str:
     """Return the command of `trainer.run` for a layout, with further settings by field name."""
-    flags = {f"--{name.replace('_', '-')}": value for name, value in {**settings, **layout.flags()}.items()}
-    words = (flag if value is True else f"{flag} {value}" for flag, value in flags.items() if value is not False)
+    given = {name: value for name, value in {**settings, **layout.flags()}.items() if value is not False}
+    words = [word for name, value in given.items() for word in flag_words(name, value)]
     shared = f" {layout.learner.layout.flags()}" if layout.learner.layout else ""
-    return "python -m trainer.run " + " ".join(words) + shared
+    return command_line("trainer.run", words) + shared
 
 
 def speed(forecast: Forecast) -> list[str]:
