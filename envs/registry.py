@@ -136,7 +136,8 @@ def get_spec(env_id: str, *overlays: Path) -> EnvSpec:
     """
     registry = load_registry(*overlays)
     if env_id not in registry:
-        raise UserError("environment", "must be in the registry", env_id, did_you_mean(env_id, registry))
+        rule = " or in ".join(["must be in the registry", *map(str, overlays)])
+        raise UserError("environment", rule, env_id, did_you_mean(env_id, registry))
     return registry[env_id]
 
 
@@ -152,6 +153,9 @@ def _read_file(file: Path) -> dict[str, EnvSpec | UserError]:
         return {}
     if not isinstance(entries, dict):
         raise UserError(str(file), "must map environment ids to entries", type(entries).__name__, "write my_env: {...}")
+    if entries and not any(isinstance(entry, dict) for entry in entries.values()):  # such as a row of a data set
+        name, value = next(iter(entries.items()))
+        raise UserError(str(file), "must map environment ids to entries", f"{name}: {value}", "write my_env: {...}")
     return {str(env_id): _spec_or_error(file, env_id, entry) for env_id, entry in entries.items()}
 
 

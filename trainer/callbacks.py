@@ -74,11 +74,14 @@ class Callback:
         """Take note of the summary, once everything is saved; not called for a run that an error has ended."""
 
 
+#: Callbacks that were made to check them; the next session with their reference takes them.
+_checked: dict[str, Callback] = {}
+
+
 def check_callbacks(references: Sequence[str]) -> None:
-    """Raise `UserError` if a callback cannot be imported or called."""
+    """Make the callbacks of a run that is about to begin. Raises `UserError` if one cannot be made or is none."""
     for reference in references:
-        if not isinstance(found := CALLBACK.find(FLAG, reference), Callback):
-            CALLBACK.check(FLAG, reference, found)
+        _checked[reference] = _open(reference)
 
 
 class Callbacks:
@@ -95,7 +98,7 @@ class Callbacks:
     """
 
     def __init__(self, references: Sequence[str]) -> None:
-        self._callbacks = {reference: _open(reference) for reference in references}
+        self._callbacks = {reference: _checked.pop(reference, None) or _open(reference) for reference in references}
         self.stop_reason = ""
 
     def on_begin(self, run: RunStart) -> None:

@@ -27,6 +27,8 @@ def run(argv: Sequence[str] | None = None) -> int:
     """Parse the flags, check them, play the problems and print the report."""
     description = "Measure how good a policy is in an environment."
     config = with_absolute_paths(parse(EvaluateConfig, argv, "python -m trainer.evaluate", description, SOURCES))
+    config.env.resolve()
+    # Imported late: this imports torch, which takes seconds.
     from agents.engines.sglang.servers import EngineDown
 
     try:

@@ -29,7 +29,8 @@ def run(argv: Sequence[str] | None = None) -> int:
     """Parse the flags and train; return the exit code."""
     description = "Train a policy by reinforcement in an environment."
     config = with_whole_paths(parse(RunConfig, argv, "python -m trainer.run", description, SOURCES))
-    check_stages(config)
+    check_settings(config)
+    # Imported late, so that --help and a wrong setting answer at once.
     from trainer.checkpoint.session import RunFailed
 
     try:
@@ -47,13 +48,24 @@ class FinishedRun:
     is_interrupted: bool
 
 
-def check_stages(config: RunConfig) -> None:
-    """Raise `UserError` if a run to resume has other settings, or did not train."""
+def check_settings(config: RunConfig) -> None:
+    """Check what can be checked without torch, whose import takes seconds.
+
+    Raises:
+        UserError: environment, tracker or callback cannot be used; a run to resume has other settings, or did not train.
+    """
+    from trainer.callbacks import check_callbacks
+    from trainer.metrics.trackers import check_trackers
+
     if config.checkpoint.resume:
         check_resumable(config, read_config(config.checkpoint.resume / CONFIG), (*FIXED, STAGES))
         if not config.trains:
             fix = "begin a new run: nothing was trained, so there is nothing to resume"
             raise UserError("--resume", "must be a run that trains", str(config.checkpoint.resume), fix)
+    if config.plays:
+        config.env.resolve()
+    check_trackers(config.log.tracker)
+    check_callbacks(config.log.callback)
 
 
 def train(config: RunConfig, console: Console, age_s: float = 0.0) -> FinishedRun:
@@ -63,15 +75,10 @@ def train(config: RunConfig, console: Console, age_s: float = 0.0) -> FinishedRu
         UserError: a setting is wrong, or the doctor found a fault.
         RunFailed: learner, servers, disk, weights or token streams failed.
     """
-    # Imported late, so that --help and a mistyped flag answer at once.
     from agents.rollout.garbage_collection import tune_garbage_collection
-    from trainer.callbacks import check_callbacks
-    from trainer.metrics.trackers import check_trackers
     from trainer.preflight.quick import QuickChecks
     from trainer.setup.start import Start
 
-    check_trackers(config.log.tracker)
-    check_callbacks(config.log.callback)
     console.print(f"loading model and {'problems' if config.plays else 'recording'} ...")
     doctor, start = QuickChecks(config), Start(console, age_s)
     context = None

@@ -103,7 +103,7 @@ def _train(
 ) -> Run:
     # Imported late: it loads torch.
     from trainer.metrics.console import open_console
-    from trainer.run import check_stages, train
+    from trainer.run import check_settings, train
 
     own: dict[str, Any] = {}
     if reward_funcs or reward_weights is not None:
@@ -116,5 +116,5 @@ def _train(
         raise UserError(f"{name}=", rule, settings[name], "leave one out")
     environment = {} if env is NOT_GIVEN else as_environment(env).settings
     checked = config_of(RunConfig, SOURCES, {**environment, **settings, **own}, config)
-    check_stages(checked)
+    check_settings(checked)
     return Run(Path(train(checked, open_console()).folder))

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from agents.types import EndReason, Trajectory
-from envs.checking.error_location import with_location
+from envs.checking.error_location import located_line
 from envs.config.plugins import place_of
 from envs.contract import EnvFault, checked_number
 from envs.errors import UserError
@@ -129,7 +129,7 @@ def _unscored(trajectory: Trajectory, values: Mapping[str, float], error: str) -
 def _summary(term: WeightedReward, fault: EnvFault) -> str:
     """Return what failed in one line: "the reward function f failed: KeyError: 'x' (my.py:12)"."""
     who = f"the reward function {term.name}"
-    line = with_location(str(fault), default=place_of(term.function))
+    line = located_line(str(fault), default=place_of(term.function))
     return line if line.startswith(who) else f"{who} failed: {line}"
 
 

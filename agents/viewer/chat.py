@@ -18,8 +18,8 @@ from agents.recording import EpisodeRecord, OutcomeRecord, Recording, ScoreRecor
 from agents.recording.safe_files import check_real_folder, open_regular
 from agents.recording.schema import picture_names
 from agents.viewer.columns import gap_cells, text_of
+from envs.checking.error_location import located_line
 from envs.errors import UserError
-from envs.execution.runner import last_line
 from envs.tool_calls.thinking import Thinking
 
 MAX_LINE = 1000
@@ -52,7 +52,7 @@ def chat_lines(
         yield from _turn_lines(recording, number, turn, way.thinking if way else None, full)
     if episode.error:
         yield ChatLine(Text("error", _BAD))
-        yield ChatLine(Text(shorten_middle(last_line(episode.error), full)), is_data=True)
+        yield ChatLine(Text(shorten_middle(located_line(episode.error), full)), is_data=True)
     yield ChatLine(Text(f"--- {episode.end_reason.value}, reward {episode.reward:g}", _ROLE))
 
 

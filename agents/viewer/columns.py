@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from agents.recording import EpisodeRecord, OutcomeRecord
 from agents.recording.schema import picture_names
 from agents.types import is_success
-from envs.execution.runner import last_line
+from envs.checking.error_location import located_line
 from envs.success import Success
 from envs.tool_calls.thinking import Thinking
 
@@ -52,7 +52,7 @@ def row_of(episode: EpisodeRecord, thinking: Thinking | None = None, success: Su
         "reward": finite(episode.reward),
         "success": is_success(episode, success),
         "end_reason": episode.end_reason.value,
-        "error": last_line(episode.error)[:MAX_ERROR] if episode.error else "",
+        "error": located_line(episode.error)[:MAX_ERROR] if episode.error else "",
         "num_turns": len(episode.turns),
         "num_tokens": len(episode.ids),
         "num_model_tokens": len(episode.logprobs),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from envs.checking.error_location import with_location
+from envs.checking.error_location import located_line
 from envs.contract import EnvFault, EpisodeEnv, checked_messages
 from envs.errors import UserError
 from envs.execution.runner import EnvRunner, StepResult
@@ -54,7 +54,7 @@ class Fault:
     @property
     def summary(self) -> str:
         """The last line, with the line of the environment's code that raised it: "KeyError: 2 (shop.py:12)"."""
-        return with_location(self.text)
+        return located_line(self.text)
 
     @property
     def too_large(self) -> str | None:

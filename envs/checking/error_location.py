@@ -30,12 +30,12 @@ def author_location(frames: Iterable[tuple[str, int | None]]) -> str | None:
     return None
 
 
-def with_location(fault: str, default: str = "") -> str:
+def located_line(fault: str | None, default: str = "") -> str:
     """Return the last line of a fault's text with the place in an author's code that raised it, or `default`.
 
     Example: "KeyError: 2 (shop.py:12)".
     """
-    line, place = last_line(fault), author_location(frames_in(fault)) or default
+    line, place = last_line(fault), author_location(frames_in(fault or "")) or default
     return line if not place or f"({place})" in line else f"{line} ({place})"
 
 

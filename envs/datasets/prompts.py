@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import difflib
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from PIL import Image
 
 from envs.datasets.rows import readable_items
-from envs.errors import UserError, did_you_mean
+from envs.errors import UserError
 from envs.images import ImageAccess, ImageSource, find_image, held_image
 from envs.types import Message, content_parts
 
@@ -35,6 +37,24 @@ class DataKeys:
 
 
 DEFAULT_KEYS = DataKeys()
+
+#: What data sets often call the columns, by the flag that names another one.
+_USUAL_NAMES = {
+    "--prompt-key": ("prompt", "question", "problem", "query", "input", "instruction"),
+    "--answer-key": ("label", "answer", "solution", "ground_truth", "target", "output"),
+    "--image-keys": ("images", "image"),
+}
+
+
+def column_fix(flag: str, key: str, columns: Iterable[str]) -> str:
+    """Return the fix for a column that is not there: the flag with the column that is meant, as far as that is known.
+
+    >>> column_fix("--answer-key", "answer", ["prompt", "label"])
+    'give --answer-key label'
+    """
+    there = [*columns]
+    meant = [name for name in _USUAL_NAMES[flag] if name in there] or difflib.get_close_matches(key, there, n=1)
+    return f"give {shlex.join([flag, meant[0]])}" if meant else f"name the column with {flag}"
 
 
 def read_messages(
@@ -104,7 +124,7 @@ def _image_values(row: Mapping[str, Any], keys: DataKeys, where: str) -> list[An
         names = ("image", "images")
         others = [name for name, value in readable_items(row) if (value and name in names) or _is_stored_image(value)]
         if others:
-            fix = f"set the images key to '{others[0]}'"
+            fix = f"give {shlex.join(['--image-keys', others[0]])}"
             raise UserError(where, f"must hold its pictures under the images key '{keys.images}'", ", ".join(row), fix)
     value = row.get(keys.images)
     return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
@@ -118,7 +138,8 @@ def _is_stored_image(value: object) -> bool:
 def _parse_prompt(prompt: Any, row: Mapping[str, Any], key: str, where: str) -> list[Message]:
     """Return the prompt as messages with placeholders converted to parts of type "image"."""
     if prompt is None and key not in row:
-        raise UserError(where, f"must hold a prompt under '{key}'", f"keys {', '.join(row)}", did_you_mean(key, row))
+        fix = column_fix("--prompt-key", key, row)
+        raise UserError(where, f"must hold a prompt under '{key}'", f"keys {', '.join(row)}", fix)
     if isinstance(prompt, str) and prompt.strip():
         return [{"role": "user", "content": _split_placeholders(prompt)}]
     if not isinstance(prompt, list) or not prompt:

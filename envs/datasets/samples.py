@@ -20,10 +20,18 @@ from typing import Any
 
 from PIL import Image
 
-from envs.datasets.prompts import DEFAULT_KEYS, DataKeys, add_system_prompt, read_messages, value_at, with_images
+from envs.datasets.prompts import (
+    DEFAULT_KEYS,
+    DataKeys,
+    add_system_prompt,
+    column_fix,
+    read_messages,
+    value_at,
+    with_images,
+)
 from envs.datasets.remote_images import remote_images
 from envs.datasets.rows import RowSource, are_tools, open_rows, read_tools, readable_items
-from envs.errors import UserError, did_you_mean, first_line
+from envs.errors import UserError, first_line
 from envs.grading.extraction import extract_boxed
 from envs.images import ImageAccess, ImageSource, decode_image
 from envs.types import Message, Sample, SampleSource
@@ -96,7 +104,7 @@ class RowSamples:
         # A text-only set may lack the default key; a key that the user named must exist.
         if key != DEFAULT_KEYS.images and not any(key in rows[index] for index in range(self._size)):
             rule, got = f"must hold the images key '{key}' in some row", f"keys {', '.join(rows[0])}"
-            raise UserError(self._source.name, rule, got, did_you_mean(key, rows[0]))
+            raise UserError(self._source.name, rule, got, column_fix("--image-keys", key, rows[0]))
         decoded, boxed = set[Path](), list[int]()
 
         def check_row(index: int) -> None:
@@ -216,7 +224,8 @@ def epoch_order(size: int, seed: int, epoch: int) -> list[int]:
 def _parse_answer(row: Mapping[str, Any], key: str, where: str) -> str:
     answer = value_at(row, key)
     if answer is None and key not in row:
-        raise UserError(where, f"must hold an answer under '{key}'", f"keys {', '.join(row)}", did_you_mean(key, row))
+        fix = column_fix("--answer-key", key, row)
+        raise UserError(where, f"must hold an answer under '{key}'", f"keys {', '.join(row)}", fix)
     # A table of floats turns a missing value into NaN.
     is_number = isinstance(answer, int | float | Decimal)
     if answer is None or (isinstance(answer, str) and not answer.strip()) or (is_number and math.isnan(answer)):

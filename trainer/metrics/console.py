@@ -22,7 +22,7 @@ from rich.progress import (
 )
 
 from agents.types import EndReason, Trajectory
-from envs.checking.error_location import with_location
+from envs.checking.error_location import located_line
 from envs.console import Console
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class Display:
         is_faultless = trajectory.end_reason.is_valid and trajectory.end_reason is not EndReason.TOOL_FAULT
         if is_faultless or trajectory.error is None:
             return
-        line = with_location(trajectory.error)
+        line = located_line(trajectory.error)
         if line not in seen and len(seen) < MAX_FAULTS_SHOWN:
             seen.add(line)
             logger.warning(f"{trajectory.end_reason.value} in {trajectory.sample_id}: {line:.300}")

@@ -16,7 +16,7 @@ from agents.recording.recorder import rewind_recording
 from agents.recording.schema import TRAIN
 from agents.rollout.groups import StepRollout, derive_seed
 from agents.types import EndReason, Trajectory, TrajectoryGroup
-from envs.checking.error_location import with_location
+from envs.checking.error_location import located_line
 from trainer.algorithms.advantages import Advantages
 from trainer.checkpoint.model_card import ending_of, write_card
 from trainer.checkpoint.run_dir import BEST, EPISODES, MODEL
@@ -314,7 +314,7 @@ class TrainingSession(RunSession[LoopState]):
         lost = list(takewhile(is_lost, reversed(self.log.rows)))
         if len(lost) < min(self.config.rollout.max_lost_steps, self.num_steps):
             return
-        errors = Counter(with_location(t.error) for t in rollout.played if t.error and not t.end_reason.is_valid)
+        errors = Counter(located_line(t.error) for t in rollout.played if t.error and not t.end_reason.is_valid)
         cause = errors.most_common(1)[0][0] if errors else NOT_FINITE
         which = f"{counted(len(lost), 'step')} in a row" if len(lost) > 1 else f"step {self.step}"
         raise LostSteps(f"nothing was learnt in {which}: {cause}")

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from envs.checking.error_location import with_location
+from envs.checking.error_location import located_line
 from envs.config.commands import command_line, flag_words
 from envs.contract import EnvFault
 from envs.errors import UserError
@@ -121,5 +121,5 @@ def probe_tools(
             fault = fault or error
     if fault is None:
         return ()
-    rule, reason = "must play a turn and give a reward", with_location(str(fault))
+    rule, reason = "must play a turn and give a reward", located_line(str(fault))
     raise UserError(f"environment '{spec.id}'", rule, reason, f"see {check}") from fault

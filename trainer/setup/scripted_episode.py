@@ -9,7 +9,7 @@ from agents.rendering.renderer import Renderer
 from agents.rollout.episode import Episode, Limits
 from agents.rollout.rewards import NONE_APPLIES, RewardSum
 from agents.types import EndReason, GenerateRequest, SamplingParams, Trajectory, TrajectoryGroup
-from envs.checking.error_location import with_location
+from envs.checking.error_location import located_line
 from envs.env import EnvArgs
 from envs.errors import UserError
 from envs.spec import BuildEnv, EnvLimits, EnvSpec
@@ -47,7 +47,7 @@ def try_functions(
         scored = asyncio.run(rewards.score(played, EnvLimits.of(spec)))
         if scored.end_reason is EndReason.REWARD_ERROR and not (scored.error or "").startswith(NONE_APPLIES):
             rule, fix = "must give a scripted episode its reward", "fix the function"
-            raise UserError("--reward", rule, with_location(scored.error or ""), fix)
+            raise UserError("--reward", rule, located_line(scored.error or ""), fix)
         group = TrajectoryGroup(scored.sample_id, (played, played))
         if keeps:
             keeps(group)

@@ -16,6 +16,7 @@ from envs.config.files import read_file
 from envs.config.settings import validate
 from envs.config.sources import Sources
 from envs.errors import UserError
+from envs.registry import get_spec
 from trainer.config.other_trainers import NO_COUNTERPART, OTHER_TRAINERS
 from trainer.config.rollout import API_KEY_VARIABLE
 from trainer.config.run import RunConfig
@@ -46,12 +47,16 @@ def run(argv: Sequence[str] | None = None) -> int:
         check_resumable(config, base, SFT_FIXED)
     # Imported late, so that --help and a mistyped flag answer at once.
     from trainer.callbacks import check_callbacks
+
+    if config.env:
+        get_spec(config.env, *config.registry)
+    check_callbacks(config.log.callback)
+    # These import torch, which takes seconds.
     from trainer.checkpoint.restarts import run_restarting
     from trainer.checkpoint.session import RunFailed, resume_hint, run_to_end
     from trainer.sft.loop import run_sft
     from trainer.sft.setup import load_data, prepare
 
-    check_callbacks(config.log.callback)
     console = open_console()
     console.print("loading model and conversations ...")
     data = load_data(config)

@@ -15,6 +15,7 @@ from agents.engines.scripted import ScriptedEngine
 from agents.rendering.renderer import Renderer
 from agents.rollout.episode import Episode, Limits
 from agents.types import EndReason, GenerateRequest, SamplingParams, Trajectory
+from envs.checking.error_location import located_line
 from envs.checking.hostile import example_arguments, write_call
 from envs.env import EnvArgs
 from envs.execution.runner import last_line
@@ -154,7 +155,7 @@ def check_scripted_episode(trajectory: Trajectory) -> Verdict:
         found = f"a scripted episode breaks the stream: {last_line(trajectory.error):.300}"
         return fault(found, "fix chat_template.jinja, or take the tokenizer that belongs to it")
     if not trajectory.end_reason.is_valid:
-        found = f"a scripted episode ended as {trajectory.end_reason.value}: {last_line(trajectory.error):.200}"
+        found = f"a scripted episode ended as {trajectory.end_reason.value}: {located_line(trajectory.error):.200}"
         return warning(found, "see envs.check")
     count = len(trajectory.turns)
     return ok(f"{count} scripted turn{'s' * (count != 1)}, {len(trajectory.ids_T)} tokens as the template writes them")
