@@ -103,7 +103,7 @@ def _train(
 ) -> Run:
     # Imported late: it loads torch.
     from trainer.metrics.console import open_console
-    from trainer.run import check_settings, train
+    from trainer.run import check_settings, run_parts, train_parts
 
     own: dict[str, Any] = {}
     if reward_funcs or reward_weights is not None:
@@ -115,6 +115,7 @@ def _train(
         rule = "must not be given beside reward_funcs and callbacks, which stand for reward and callback"
         raise UserError(f"{name}=", rule, settings[name], "leave one out")
     environment = {} if env is NOT_GIVEN else as_environment(env).settings
-    checked = config_of(RunConfig, SOURCES, {**environment, **settings, **own}, config)
-    check_settings(checked)
-    return Run(Path(train(checked, open_console()).folder))
+    given = {**environment, **settings, **own}
+    parts = run_parts(lambda sources: config_of(RunConfig, sources, given, config))
+    check_settings(parts[0])
+    return Run(Path(train_parts(parts, open_console()).folder))

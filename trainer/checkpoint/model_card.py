@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from pydantic import BaseModel
 from agents.recording.manifest import software_versions
 from envs.config.files import text_of
 from envs.config.plugins import plugin_name
-from envs.config.settings import changed, flag_of, leaves, takes_references, words_of
+from envs.config.settings import FieldPath, changed, flag_of, leaves, takes_references, words_of
+from trainer.checkpoint.settings_parts import settings_changes
 
 CARD = "README.md"
 #: Settings that the card names elsewhere, and those that say where a run was, not what it was.
@@ -28,7 +30,7 @@ _NOT_LISTED_SECTION = "log"
 
 @dataclass(frozen=True)
 class ModelCard:
-    """What a card says. `step` is the step of the weights, `ending` how the run ended, `tables` are titles and rows.
+    """What a card says. `parts` are the settings by the first step that had them, `step` is the step of the weights, `ending` how the run ended, `tables` are titles and rows.
 
     The first row of a table holds its headings. `results` are figures of the weights by name, for the
     hub, of the kind `metric`, `measured_on` a data set or environment.
@@ -41,7 +43,7 @@ class ModelCard:
     tags: tuple[str, ...]
     base_model: str
     data: tuple[str, ...]
-    config: BaseModel
+    parts: Sequence[tuple[int, BaseModel]]
     step: int
     ending: str
     tables: tuple[tuple[str, Sequence[Sequence[str]]], ...]
@@ -68,6 +70,7 @@ class ModelCard:
             yield f"![the curves of the run]({picture})\n"
         yield "## Settings\n"
         yield from self._settings()
+        yield from self._changes()
         yield "## Software\n"
         yield ", ".join(f"{name} {version}" for name, version in software_versions().items()) + "\n"
 
@@ -91,12 +94,11 @@ class ModelCard:
         }
 
     def _settings(self) -> Iterator[str]:
-        """Yield the settings that differ from their defaults; of free text only the flag."""
-        fields = dict(leaves(type(self.config)))
+        """Yield the settings of the last step that differ from their defaults; of free text only the flag."""
+        _, config = self.parts[-1]
+        fields = dict(leaves(type(config)))
         rows, unnamed = [], []
-        for path, (default, value) in changed(self.config, type(self.config)()).items():
-            if path[-1] in _NOT_LISTED or path[0] == _NOT_LISTED_SECTION:
-                continue
+        for path, (default, value) in _listed(changed(config, type(config)())):
             flag, annotation = flag_of(path[-1], fields[path]), fields[path].annotation
             if shown := _shown(value, annotation):
                 rows.append((f"`{flag}`", shown, _shown(default, annotation) or "empty"))
@@ -105,6 +107,24 @@ class ModelCard:
         yield from markdown_table([("setting", "value", "default"), *rows]) if rows else ["All have their defaults.\n"]
         if unnamed:
             yield f"Also set: {', '.join(unnamed)}.\n"
+
+    def _changes(self) -> Iterator[str]:
+        """Yield the settings that the run changed on its way, where it was resumed."""
+        rows = []
+        for (_, before), (step, after) in pairwise(self.parts):
+            fields = dict(leaves(type(after)))
+            for path, (old, new) in _listed(settings_changes(before, after)):
+                shown = [_shown(value, fields[path].annotation) or "empty or free text" for value in (old, new)]
+                rows.append((f"`{flag_of(path[-1], fields[path])}`", *shown, str(step)))
+        if rows:
+            yield from markdown_table([("changed when resumed", "before", "after", "from step"), *rows])
+
+
+def _listed(found: Mapping[FieldPath, tuple[Any, Any]]) -> list[tuple[FieldPath, tuple[Any, Any]]]:
+    """Return the settings that a card shows."""
+    return [
+        (path, pair) for path, pair in found.items() if path[-1] not in _NOT_LISTED and path[0] != _NOT_LISTED_SECTION
+    ]
 
 
 def write_card(card: ModelCard, folder: Path, picture: Path) -> None:

@@ -21,6 +21,7 @@ from agents.types import TrajectoryGroup
 from envs.config.settings import FieldPath, changed, flag_of, is_under, leaves
 from envs.errors import UserError
 from trainer.checkpoint.run_dir import ENVIRONMENT
+from trainer.checkpoint.settings_parts import parts_until
 from trainer.config.run import RunConfig
 from trainer.config.sources import INHERITED, read_config
 from trainer.evaluation.results import Evaluation
@@ -90,7 +91,7 @@ def prepare_replay(config: RunConfig, start: Start) -> RecordedContext:
     assert run is not None, "--replay-rollouts names a run"
     check_held_out(config, None)
     recording = Recording.open(run)
-    base = recorded_settings(run)
+    base = recorded_settings(run, config.steps)
     check_read(config, base)
     check_updates(config.optim, config.rollout.problems_per_step)
     check_algorithm(config.algorithm)
@@ -129,12 +130,13 @@ def prepare_replay(config: RunConfig, start: Start) -> RecordedContext:
         )
 
 
-def recorded_settings(run: Path) -> RunConfig:
-    """Return the settings of a recorded run. Raises `UserError` where the folder has none."""
+def recorded_settings(run: Path, step: int) -> RunConfig:
+    """Return the settings that a recorded run had in a step. Raises `UserError` where the folder has none."""
     if not (run / CONFIG).is_file():
         rule = f"must be a run folder, with {CONFIG}"
         raise UserError("--replay-rollouts", rule, str(run), "give the folder that the run has printed")
-    return read_config(run / CONFIG)
+    parts = parts_until(run, step)
+    return parts[-1].read(RunConfig) if parts else read_config(run / CONFIG)
 
 
 def check_read(config: RunConfig, base: RunConfig) -> None:

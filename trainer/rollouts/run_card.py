@@ -18,7 +18,7 @@ WINDOW = 10
 
 def run_card(
     name: str,
-    config: RunConfig,
+    parts: Sequence[tuple[int, RunConfig]],
     spec: EnvSpec,
     curve: Curve,
     rows: Sequence[Mapping[str, float]],
@@ -26,7 +26,8 @@ def run_card(
     ending: str,
     sees_images: bool,
 ) -> ModelCard:
-    """Return the card of the weights after a step of a run that has ended."""
+    """Return the card of the weights after a step of a run that has ended; `parts` are its settings until then."""
+    _, config = parts[-1]
     names: Ways = next(iter(curve.values()), {})
     figure = next(iter(names.values())).main if names else "accuracy"
     figures = (f"Held-out {title(figure)} [95 % interval]", figure_table(curve, step, figure))
@@ -37,7 +38,7 @@ def run_card(
         tags=("reinforcement-learning",),
         base_model=config.model.model,
         data=tuple(filter(None, (config.data.data, config.data.eval_data))),
-        config=config,
+        parts=parts,
         step=step,
         ending=ending,
         tables=tuple(table for table in (figures, curves) if len(table[1]) > 1),

@@ -26,6 +26,7 @@ from envs.spec import EnvSpec
 from trainer.checkpoint.checkpointer import Checkpoint
 from trainer.checkpoint.restarts import found_checkpoint
 from trainer.checkpoint.run_dir import found_folder, locked, make_folder
+from trainer.checkpoint.settings_parts import found_parts, part_file
 from trainer.config.learner import LearnerPlan
 from trainer.config.run import RunConfig
 from trainer.config.sources import write_config
@@ -219,6 +220,10 @@ def begin_or_resume(
         learner.learner.restore(checkpoint.learner)
         for line in changed_settings(checkpoint, folder / CONFIG):
             logger.warning(f"{CONFIG} is not as at step {checkpoint.step}: {line} (edited, or damaged?)")
+        if not found_parts(folder) and (checkpoint.folder / CONFIG).exists():  # the run began in an earlier version
+            first = part_file(folder, 1)
+            first.parent.mkdir(exist_ok=True)
+            first.write_bytes(checkpoint.read(CONFIG))
     write_config(config, folder / CONFIG)
     return learner
 

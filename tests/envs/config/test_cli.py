@@ -92,8 +92,33 @@ def test_a_tuple_is_a_flag_given_again() -> None:
     assert parsed("--files", "a.yaml", "--files", "b.yaml").inner.files == (Path("a.yaml"), Path("b.yaml"))
 
 
-def test_the_last_of_a_repeated_flag_counts() -> None:
-    assert parsed("--lr", "1", "--lr", "2").lr == 2.0
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--lr", "1", "--lr", "2"], "--lr: must be given once, got 1, then 2; leave one of them out"),
+        (["--lr=1", "--shuffle", "--lr=1"], "--lr: must be given once, got 1, then 1; leave one of them out"),
+        (["--folder", "", "--folder", "x"], "--folder: must be given once, got , then x; leave one of them out"),
+        (["--record", "--no-record"], "--no-record: must be given once, got True, then --no-record"),
+    ],
+)
+def test_a_flag_that_is_given_twice_is_refused(argv: list[str], message: str) -> None:
+    assert error_of(*argv).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("argv", "flag", "value"),
+    [
+        (["--record", "maybe"], "", ""),
+        (["--record", "false"], "--record", "false"),
+        (["--no-record=true"], "--no-record", "true"),
+        (["--lr", "1", "--record", "0", "--shuffle"], "--record", "0"),
+    ],
+)
+def test_a_switch_with_a_value_is_told_its_two_forms(argv: list[str], flag: str, value: str) -> None:
+    if flag:
+        assert error_of(*argv) == f"{flag}: takes no value, got {value}; write --record or --no-record alone"
+    else:
+        assert error_of(*argv).startswith("maybe: is no flag of this command")
 
 
 @pytest.mark.parametrize(
@@ -121,7 +146,7 @@ def test_the_last_of_a_repeated_flag_counts() -> None:
         (["--max-turns"], "--max-turns: expected one argument, got --max-turns; see --help"),
         (["--lr", "1", "--max-turns"], "--max-turns: expected one argument, got --lr 1 --max-turns; see --help"),
         (["--record", "maybe"], "maybe: is no flag of this command"),
-        (["--record=maybe"], "--record/--no-record: ignored explicit argument 'maybe'"),
+        (["--record=maybe"], "--record: takes no value, got maybe; write --record or --no-record alone"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_the_flag(argv: list[str], message: str) -> None:
