@@ -14,6 +14,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel
@@ -64,7 +65,7 @@ class _Parser(argparse.ArgumentParser):
     def check_switches(self) -> None:
         """Raise `UserError` where a switch has a value: argparse would take it for an argument of the command."""
         switches = {flag: action for action in self._actions if action.nargs == 0 for flag in action.option_strings}
-        for word, following in zip(self.argv, (*self.argv[1:], ""), strict=True):
+        for word, following in zip_longest(self.argv, self.argv[1:], fillvalue=""):
             flag, equals, value = word.partition("=")
             if flag in switches and (equals or following.lower() in _BOOLEAN_WORDS):
                 fix = f"write {' or '.join(switches[flag].option_strings)} alone"
