@@ -75,13 +75,13 @@ class Callback:
 
 
 #: Callbacks that were made to check them; the next session with their reference takes them.
-_checked: dict[str, Callback] = {}
+_made: dict[str, Callback] = {}
 
 
 def check_callbacks(references: Sequence[str]) -> None:
     """Make the callbacks of a run that is about to begin. Raises `UserError` if one cannot be made or is none."""
     for reference in references:
-        _checked[reference] = _open(reference)
+        _made[reference] = _open(reference)
 
 
 class Callbacks:
@@ -98,7 +98,7 @@ class Callbacks:
     """
 
     def __init__(self, references: Sequence[str]) -> None:
-        self._callbacks = {reference: _checked.pop(reference, None) or _open(reference) for reference in references}
+        self._callbacks = {reference: _made.pop(reference, None) or _open(reference) for reference in references}
         self.stop_reason = ""
 
     def on_begin(self, run: RunStart) -> None:

@@ -87,7 +87,7 @@ def check_settings(config: RunConfig) -> None:
     """Check what can be checked without torch, whose import takes seconds.
 
     Raises:
-        UserError: environment, tracker or callback cannot be used; a run to resume has other settings, or did not train.
+        UserError: environment, tracker or callback cannot be used; a run to resume has other settings or did not train.
     """
     from trainer.callbacks import check_callbacks
     from trainer.metrics.trackers import check_trackers

@@ -30,10 +30,11 @@ _NOT_LISTED_SECTION = "log"
 
 @dataclass(frozen=True)
 class ModelCard:
-    """What a card says. `parts` are the settings by the first step that had them, `step` is the step of the weights, `ending` how the run ended, `tables` are titles and rows.
+    """What a card says. `step` is the step of the weights, `ending` how the run ended, `tables` are titles and rows.
 
-    The first row of a table holds its headings. `results` are figures of the weights by name, for the
-    hub, of the kind `metric`, `measured_on` a data set or environment.
+    `parts` are the settings until then, each with the first step that had them. The first row of a table holds its
+    headings. `results` are figures of the weights by name, for the hub, of the kind `metric`, `measured_on` a data set
+    or environment.
 
     Example: `ModelCard(name="first", task="reinforcement learning in `geo3k`", base_model="starter", ...)`.
     """

@@ -74,7 +74,7 @@ def settings_changes(old: BaseModel, new: BaseModel) -> dict[FieldPath, tuple[An
 
 
 def history(run: Path, step: int, config: C) -> Sequence[tuple[int, C]]:
-    """Return the settings of a run by the first step that had them, up to `step`; `config` holds where none are kept."""
+    """Return the settings of a run by the first step that had them, up to `step`; `config` where none are kept."""
     return [(part.first_step, part.read(type(config))) for part in parts_until(run, step)] or [(1, config)]
 
 

@@ -265,7 +265,7 @@ def test_the_printed_configuration_says_what_each_setting_is_and_where_it_comes_
     layers: Sources, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, write
 ) -> None:
     monkeypatch.setenv("TRUETURN_COMPILE", "off")
-    argv = ["--config", "small", "--steps", "3", "--tracker", "a", "--tracker", "b", "--no-record", "--record"]
+    argv = ["--config", "small", "--steps", "3", "--tracker", "a", "--tracker", "b", "--record"]
     with pytest.raises(SystemExit) as caught:
         parsed(layers, *argv, "--print-config")
     assert caught.value.code == 0
