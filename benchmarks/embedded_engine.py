@@ -2,9 +2,9 @@
 
 `python -m benchmarks.embedded_engine --model starter --ways embedded sglang transformers`: streams of a prompt with a
 picture of 20 tokens, eight streams the same, each of which gets 256 new tokens. Transformers' continuous batching takes
-text alone, so it gets a decoder of the same shape and prompts of the same length. `mean_diff` and
-`max_diff` are differences of the embedded engine's log-probs from those of one forward over the stream, in nats. Prints a table and writes
-`embedded_engine_MODEL.json`; needs a GPU.
+text alone, so it gets a decoder of the same shape and prompts of the same length. `mean_diff` and `max_diff` are
+differences of the embedded engine's log-probs from those of one forward over the stream, in nats. Prints a table and
+writes `embedded_engine_MODEL.json`; needs a GPU.
 """
 
 from __future__ import annotations
@@ -66,6 +66,8 @@ async def measure(engine: Engine, workload: Workload, options: argparse.Namespac
         for rows in options.rows:
             await play(engine, make_requests(workload, rows, WARM_UP_TOKENS))
             rates = []
+            requests: list[GenerateRequest] = []
+            completions: list[Completion] = []
             for _ in range(options.repeats):
                 requests = make_requests(workload, rows, options.new_tokens)
                 started = time.perf_counter()

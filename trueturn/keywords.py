@@ -32,6 +32,7 @@ class EnvironmentKeywords(TypedDict, total=False):
     thinking: Literal["auto", "keep", "think", "thinking", "mistral"] | None
     grader: Literal["math", "geo3k_strict", "geo3k_tolerance"] | Code | None
     reward: Code | Sequence[Code]
+    success: float | str | None
     reward_max_val: float | None
     reward_min_val: float | None
     data: Rows | str | Path
@@ -56,6 +57,7 @@ class EnvKeywords(EnvironmentKeywords, total=False):
     dataset: Code | None
     dataset_options: Mapping[str, Any]
     options: Mapping[str, Any]
+    tools: Literal["optional", "required"]
     tool_calls: Literal["last", "first", "sequential", "parallel", "single"]
     on_tool_fault: Literal["observe", "drop", "reward_min"]
     workers: Literal["local", "ray"]
@@ -120,6 +122,7 @@ class TrainKeywords(EnvironmentKeywords, total=False):
     max_staleness: int
     keep_kv_cache: bool
     max_invalid_frac: float
+    max_lost_steps: int
     rollout_only: bool
     replay_rollouts: Place | None
     lr: float
@@ -157,6 +160,8 @@ class TrainKeywords(EnvironmentKeywords, total=False):
     correction_high: float
     mask_truncated: bool
     eval_every: int
+    tools: Literal["both", "on", "off"]
+    best_by: Literal["success", "reward"] | None
     stop_at_accuracy: float | None
     patience: int
     save_every: int
@@ -186,6 +191,7 @@ class PlayKeywords(TypedDict, total=False):
     thinking: Literal["auto", "keep", "think", "thinking", "mistral"] | None
     grader: Literal["math", "geo3k_strict", "geo3k_tolerance"] | Code | None
     reward: Code | Sequence[Code]
+    success: float | str | None
     reward_max_val: float | None
     reward_min_val: float | None
     data: Rows | str | Path
@@ -256,6 +262,7 @@ class ViewKeywords(TypedDict, total=False):
             "parse_error",
             "env_error",
             "env_timeout",
+            "reward_error",
             "aborted",
             "invalid_stream",
         ]
@@ -269,6 +276,7 @@ class ViewKeywords(TypedDict, total=False):
                 "parse_error",
                 "env_error",
                 "env_timeout",
+                "reward_error",
                 "aborted",
                 "invalid_stream",
             ]
