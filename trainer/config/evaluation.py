@@ -56,7 +56,8 @@ class EvaluatedEngineConfig(ServersConfig):
 
     engine: EngineName | Annotated[str, ENGINE] = Field(
         default="auto",
-        description="hf: embedded, in this process; sglang: servers; auto: sglang with --engine-url",
+        description="hf: embedded, in this process; sglang: servers; auto: sglang with --engine-url, and "
+        "with --device cuda where it is installed",
     )
     first_gpu: int | None = Field(default=None, ge=0, description="first GPU of the started servers; empty: GPU 0")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from pathlib import Path
 from typing import Annotated, Literal
@@ -30,7 +31,8 @@ class ServersConfig(Section):
 
     engine: EngineName | Annotated[str, ENGINE] = Field(
         default="auto",
-        description="hf: embedded, in this process; sglang: servers; auto: sglang with --engine-url or --num-gpus",
+        description="hf: embedded, in this process; sglang: servers; auto: sglang with --engine-url or "
+        "--num-gpus, and with --device cuda where it is installed",
     )
     engine_url: tuple[str, ...] = Field(
         default=(),
@@ -77,19 +79,23 @@ class ServersConfig(Section):
         "to the bit as long as no environment takes longer",
     )
 
-    def chosen(self, num_gpus: int = 0) -> str:
-        """Return the engine to use: "hf", "sglang" or a user's; `num_gpus` is the number of learner GPUs."""
-        if self.engine == "auto":
-            return "sglang" if self.engine_url or num_gpus else "hf"
-        return self.engine
+    def choice(self, device: str, num_gpus: int = 0) -> tuple[str, str]:
+        """Return the engine to use, "hf", "sglang" or a user's, and why; `num_gpus` is the number of learner GPUs."""
+        if self.engine != "auto":
+            return self.engine, "--engine"
+        if self.engine_url:
+            return "sglang", "--engine-url"
+        if num_gpus:
+            return "sglang", "--num-gpus"
+        if not device.startswith("cuda"):
+            return "hf", f"the device is {device}"
+        if importlib.util.find_spec("sglang") is None:
+            return "hf", "SGLang, which is faster on a GPU, is not installed"
+        return "sglang", f"it is installed, and the device is {device}"
 
     def memory_share(self, beside_learner: bool) -> float:
         """Return the share of a GPU's memory for the servers on it."""
         return self.mem_fraction or (SHARED_GPU if beside_learner else OWN_GPU)
-
-    def starts_servers(self, num_gpus: int) -> bool:
-        """Whether SGLang servers are started, given the number of GPUs of learner processes."""
-        return self.chosen(num_gpus) == "sglang" and not self.engine_url
 
 
 class EngineConfig(ServersConfig):

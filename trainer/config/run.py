@@ -149,6 +149,21 @@ class RunConfig(Section):
         return self.stages.replay_rollouts is None
 
     @property
+    def engine_choice(self) -> tuple[str, str]:
+        """The engine that plays, "hf", "sglang" or a user's, and why."""
+        return self.engine.choice(self.model.device, self.cluster.num_gpus)
+
+    @property
+    def uses_servers(self) -> bool:
+        """Whether SGLang generates the turns."""
+        return self.plays and self.engine_choice[0] == "sglang"
+
+    @property
+    def starts_servers(self) -> bool:
+        """Whether SGLang servers are started."""
+        return self.engine_choice[0] == "sglang" and not self.engine.engine_url
+
+    @property
     def trains(self) -> bool:
         """Whether weights are trained."""
         return not self.stages.rollout_only

@@ -109,7 +109,8 @@ def prepare(config: EvaluateConfig) -> EvaluationContext:
     facts = ModelFacts.load(model_path)
     check_fit(config.model, data.max_prompt_tokens, facts)
     check_device(config.model.device)
-    chosen = check_engine(config.engine)
+    chosen, _ = config.engine.choice(config.model.device)
+    check_engine(config.engine, chosen)
     check_servers(config.engine, facts)
     renderer = Renderer.from_checkpoint(model_path, template_options(config.model))
     if data.data:

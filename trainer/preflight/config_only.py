@@ -63,7 +63,7 @@ class ConfigChecks:
     @property
     def uses_servers(self) -> bool:
         """Whether SGLang generates the turns."""
-        return self.config.plays and self.config.engine.chosen(self.config.cluster.num_gpus) == "sglang"
+        return self.config.uses_servers
 
     def versions(self) -> Verdict:
         """Check the versions of packages, CUDA and driver."""

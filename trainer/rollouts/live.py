@@ -106,6 +106,8 @@ class LiveContext(RunContext):
             )
         if self.config.trains and self.eval_samples is None and data.eval_size != 0:
             notes.append("no held-out evaluation: give --eval-data")
+        engine, why = self.config.engine_choice
+        notes.append(f"engine: {engine} ({why})")
         return [*notes, f"{len(self.train_samples)} training problems"]
 
     def closing_notes(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -263,7 +265,7 @@ def prepare(config: RunConfig, start: Start | None = None, with_engine: bool = T
         check_fit(config.model, config.data.max_prompt_tokens, facts)
         prepare_backend(config.cluster, config.model, config.learner, model_path)
         if config.rollout.keep_kv_cache:
-            check_kv_cache(config.engine, config.cluster.num_gpus)
+            check_kv_cache(config.engine, config.engine_choice[0])
         check_processes(config.engine, config.cluster, config.model, facts)
         match_servers(config.engine, config.cluster)
         renderer = Renderer.from_checkpoint(model_path, template_options(config.model))

@@ -90,7 +90,9 @@ class StartedLearner:
 def check_processes(engine: ServersConfig, cluster: ClusterConfig, model: ModelConfig, facts: ModelFacts) -> None:
     """Raise `UserError` if the learner or the engine cannot run on this host as configured."""
     check_learner(cluster, model)
-    if check_engine(engine, cluster.num_gpus) != "sglang" and cluster.num_gpus:
+    chosen, _ = engine.choice(model.device, cluster.num_gpus)
+    check_engine(engine, chosen)
+    if chosen != "sglang" and cluster.num_gpus:
         check_device("cuda")
     check_servers(engine, facts)
 
@@ -120,9 +122,8 @@ def check_ray(cluster: ClusterConfig) -> None:
         raise UserError(flag, "needs the package ray", cluster.num_ranks, "pip install 'trueturn[cluster]'")
 
 
-def check_kv_cache(engine: EngineConfig, num_gpus: int) -> None:
-    """Raise `UserError` if the engine cannot keep its cache while new weights come."""
-    chosen = engine.chosen(num_gpus)
+def check_kv_cache(engine: EngineConfig, chosen: str) -> None:
+    """Raise `UserError` if the chosen engine cannot keep its cache while new weights come."""
     if chosen not in ("hf", "sglang"):
         raise UserError("--keep-kv-cache", "is for --engine sglang or hf", chosen, "leave one of the two out")
     if engine.placement == "colocate":
@@ -151,9 +152,8 @@ def check_device(name: str) -> None:
         raise UserError("--device", "must be usable by torch", name, f"give {usable} ({reason})") from error
 
 
-def check_engine(engine: ServersConfig, num_gpus: int = 0) -> str:
-    """Return which engine the configuration chooses; raise `UserError` if it cannot run here."""
-    chosen = engine.chosen(num_gpus)
+def check_engine(engine: ServersConfig, chosen: str) -> None:
+    """Raise `UserError` if the chosen engine cannot run here."""
     if chosen != "sglang":
         if engine.engine_url:
             raise UserError("--engine-url", "is for --engine sglang", chosen, "leave one of the two out")
@@ -161,7 +161,6 @@ def check_engine(engine: ServersConfig, num_gpus: int = 0) -> str:
     elif not engine.engine_url and importlib.util.find_spec("sglang") is None:
         fix = "pip install 'trueturn[sglang]', give the --engine-url of a server that runs elsewhere, or --engine hf"
         raise UserError("--engine", "needs the package sglang to start a server", "sglang", fix)
-    return chosen
 
 
 def start_learner(
@@ -233,7 +232,7 @@ def connect_workers(cluster: ClusterConfig, spec: EnvSpec, cleanup: ExitStack) -
 
 def reserve_room(config: RunConfig, cleanup: ExitStack) -> ClusterRoom | None:
     """Reserve a part of a cluster for learner and servers; None where the run starts no servers on one."""
-    if not (config.cluster.ray_address and config.engine.starts_servers(config.cluster.num_gpus)):
+    if not (config.cluster.ray_address and config.starts_servers):
         return None
     from trainer.setup.cluster import ClusterRoom
 
@@ -253,7 +252,7 @@ def own_servers(
     They take the learner's adapters, if it trains some that servers can take. `cleanup` ends their processes.
     """
     engine, learner, num_gpus = config.engine, config.learner, config.cluster.num_gpus
-    if not engine.starts_servers(num_gpus):
+    if not config.starts_servers:
         return None
     gpus = tuple(range(num_gpus or int(learner_device(config).type == "cuda")))
     first_gpu = 0 if room else place_servers(engine, gpus, engine.placement)
@@ -285,7 +284,7 @@ def build_transport(
 
     The engine is `servers`, if the run starts some, else it is built.
     """
-    chosen = config.engine.chosen(config.cluster.num_gpus)
+    chosen, _ = config.engine_choice
     engine = servers or _other_engine(config, chosen, model_path, renderer, learner, folder)
     if isinstance(engine, HFEngine) and chosen == "hf":
         return InProcessTransport(learner.learner, engine)

@@ -137,7 +137,7 @@ def memory_need(config: RunConfig, networks: MetaNetworks) -> MemoryNeed:
     if config.algorithm.kl_coef and not config.learner.lora_rank:  # the reference network
         learner += parts.weights if layout else size * num_parameters // ranks
     # After a step, rank 0 holds all weights for the servers to copy.
-    if _uses_servers(config) and config.engine.sync != "disk":
+    if config.uses_servers and config.engine.sync != "disk":
         learner = max(learner, parts.between_steps + size * num_parameters + PROCESS_BYTES)
     engine, cache = _engine_bytes(config, networks, model.config, size)
     if not config.trains:  # only the weights, to score a stream with
@@ -161,14 +161,9 @@ def _layout(config: RunConfig) -> Layout | None:
     return Layout.of(config.cluster) if config.cluster.backend == "megatron" else None
 
 
-def _uses_servers(config: RunConfig) -> bool:
-    """Return whether SGLang generates the turns."""
-    return config.plays and config.engine.chosen(config.cluster.num_gpus) == "sglang"
-
-
 def _is_embedded(config: RunConfig) -> bool:
     """Return whether the engine runs in this process."""
-    return config.plays and config.engine.chosen(config.cluster.num_gpus) == "hf"
+    return config.plays and config.engine_choice[0] == "hf"
 
 
 def _engine_bytes(config: RunConfig, networks: MetaNetworks, network: Any, size: int) -> tuple[int, int]:
@@ -263,7 +258,7 @@ def _check_colocated(config: RunConfig, need: MemoryNeed, free: FreeMemory) -> S
 
 def _shared_gpus(config: RunConfig, here: int) -> Counter[int]:
     """Return the number of started servers on each GPU with a learner; `here` is the number of GPUs of this host."""
-    if not _uses_servers(config) or config.engine.engine_url:
+    if not config.uses_servers or config.engine.engine_url:
         return Counter()
     return shared_gpus(config.engine, tuple(range(max(1, config.cluster.num_gpus))), here)
 
