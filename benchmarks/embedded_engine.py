@@ -1,7 +1,7 @@
 """Tokens a second of the embedded engine on one GPU, beside an SGLang server and Transformers' continuous batching.
 
 `python -m benchmarks.embedded_engine --model starter --ways embedded sglang transformers`: streams of a prompt with a
-picture of 20 tokens, eight streams the same, each of which gets 256 new tokens. Transformers' continuous batching takes
+picture of 20 tokens, eight streams the same, each of which gets up to 256 new tokens. Continuous batching takes
 text alone, so it gets a decoder of the same shape and prompts of the same length. `mean_diff` and `max_diff` are
 differences of the embedded engine's log-probs from those of one forward over the stream, in nats. Prints a table and
 writes `embedded_engine_MODEL.json`; needs a GPU.
@@ -73,8 +73,8 @@ async def measure(engine: Engine, workload: Workload, options: argparse.Namespac
                 started = time.perf_counter()
                 completions = await play(engine, requests)
                 seconds = time.perf_counter() - started
-                assert all(len(each.ids) == options.new_tokens for each in completions)
-                rates.append(rows * options.new_tokens / seconds)
+                # A server also ends a turn at the checkpoint's own end of text.
+                rates.append(sum(len(each.ids) for each in completions) / seconds)
             row = {"way": way, "rows": rows, "tokens_per_s": round(statistics.median(rates)), "all": rates}
             if isinstance(engine, HFEngine):
                 row |= logprob_diff(engine, requests[0], completions[0])

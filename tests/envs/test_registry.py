@@ -126,7 +126,9 @@ def test_every_packaged_entry_imports_and_builds(env_id: str) -> None:
 
 
 def test_an_unknown_environment_is_answered_with_the_nearest(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"environment: must be in the registry, got countr; did you mean 'counter'\?"):
+    with pytest.raises(
+        UserError, match=r"environment: must be in the registry or in .*mine.yaml, got countr; did you mean 'counter'\?"
+    ):
         get_spec("countr", overlay(tmp_path, ENTRY.format(module="m")))
 
 

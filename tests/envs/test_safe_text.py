@@ -33,6 +33,7 @@ PRINTS_ITSELF = {
     "agents/cli/terminal.py": "escapes each line: anything with lines is a terminal",
     "envs/checking/worker_player.py": "runs under envs.check",
     "envs/config/cli.py": "guards the streams",
+    "envs/interrupts.py": "a text of its own",
     "envs/execution/watchdog_process.py": "names calls as `watchdog` has escaped them, and places in code",
     "trainer/learner/ray_group.py": "a text of its own",
     "trainer/starter/training.py": "runs under trainer.starter",

@@ -21,6 +21,7 @@ from envs.errors import UserError
 from envs.registry import load_registry
 from tests.agents.engines.test_sglang_engine import misbehave
 from tests.environments import lucky_lengths
+from tests.flags import last_of_each
 from tests.processes import Command
 from tests.recordings import episodes_in, lines_of
 from tests.servers import TAKES_ADAPTERS, serving
@@ -43,7 +44,8 @@ def train(checkpoint: Path, folder: Path, *argv: str, steps: int = 2, eval_size:
     """Run the command in this process, without TensorBoard; return the summary."""
     held_out = [] if "--data" in argv else ["--eval-size", str(eval_size)]
     common = ["--model", str(checkpoint), "--steps", str(steps), *held_out, *SMALL]
-    assert run([*common, "--tracker=", "--out", str(folder.parent), "--name", folder.name, *argv]) == 0
+    own = ["--out", str(folder.parent), "--name", folder.name, *argv]
+    assert run(last_of_each([*common, "--tracker=", *own])) == 0
     return json.loads((folder / "summary.json").read_text())
 
 
@@ -508,7 +510,8 @@ def test_a_run_whose_servers_fail_ends_with_one_line_that_says_how_to_resume_it(
         return pushed
 
     monkeypatch.setattr(WeightSync, "push", push_and_break)
-    argv = ["--model", str(checkpoint), "--steps", "2", "--eval-size", "0", *SMALL, "--group-size", "16", "--tracker="]
+    argv = ["--model", str(checkpoint), "--steps", "2", "--eval-size", "0", "--tracker="]
+    argv += last_of_each([*SMALL, "--group-size", "16"])
     with serving(checkpoint) as url:
         assert run([*argv, "--engine-url", url, "--out", str(tmp_path), "--name", "run"]) == 1
     (error,) = capsys.readouterr().err.strip().splitlines()

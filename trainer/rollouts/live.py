@@ -327,7 +327,8 @@ def _load_problems(config: RunConfig, spec: EnvSpec, build_env: BuildEnv, render
     tools = probe_tools(spec, build_env, detect_format(renderer.chat_template), train, check)
     check_held_out(config, held_out)
     args = spec.args(tool_format=detect_format(renderer.chat_template))
-    try_functions(spec, build_env, args, renderer, train, config.algorithm, config.rollout.group_filter)
+    rollout = config.rollout
+    try_functions(spec, build_env, args, renderer, train, config.algorithm, rollout.group_filter, rollout.group_size)
     problem_order(train, config.rollout.sampler, config.seed, 0)
     played = ways(spec.max_turns, bool(tools), config.evaluation.tools, spec.tools == "required")
     longest = config.data.max_prompt_tokens

@@ -31,6 +31,7 @@ def try_functions(
     samples: SampleSource,
     algorithm: AlgorithmConfig = AlgorithmConfig(),
     group_filter: str = "",
+    group_size: int = 2,
 ) -> None:
     """Call reward functions, group filter and advantage on the first of a few samples whose episode can be scored.
 
@@ -48,7 +49,7 @@ def try_functions(
         if scored.end_reason is EndReason.REWARD_ERROR and not (scored.error or "").startswith(NONE_APPLIES):
             rule, fix = "must give a scripted episode its reward", "fix the function"
             raise UserError("--reward", rule, located_line(scored.error or ""), fix)
-        group = TrajectoryGroup(scored.sample_id, (played, played))
+        group = TrajectoryGroup(scored.sample_id, (scored,) * group_size)
         if keeps:
             keeps(group)
         if algorithm.advantage not in ADVANTAGES:

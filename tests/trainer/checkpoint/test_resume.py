@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from agents.recording.gzip_lines import read_gzip_lines
 from envs.errors import UserError
 from tests.environments import lucky_geometry
+from tests.flags import last_of_each
 from tests.processes import Command, run_command
 from tests.recordings import episodes_in, lines_of
 from tests.trainer.checkpoint.test_checkpointer import largest_file
@@ -70,7 +71,7 @@ def kill_after(checkpoint: Path, often: list[str], folder: Path, step: int) -> N
     """Start a run in a process of its own and kill it once a step is logged."""
     argv = ["--model", str(checkpoint), "--steps", str(STEPS), "--eval-size", "3", *SMALL, *often]
     deadline = time.monotonic() + 120
-    with Command("trainer.run", *argv, "--out", str(folder.parent), "--name", folder.name) as process:
+    with Command("trainer.run", *last_of_each(argv), "--out", str(folder.parent), "--name", folder.name) as process:
         while num_lines(folder / "metrics.jsonl") < step:
             assert process.poll() is None and time.monotonic() < deadline, process.output("stderr")
             time.sleep(0.005)
@@ -203,7 +204,7 @@ def test_a_run_that_is_asked_twice_to_stop_in_an_update_finishes_it_first(
     with monkeypatch.context() as patched:
         patched.setattr(FSDPLearner, "step", slow)
         argv = ["--model", str(checkpoint), "--steps", str(STEPS), "--eval-size", "3", *SMALL, *often]
-        assert run([*argv, "--out", str(folder.parent), "--name", folder.name]) == 130
+        assert run(last_of_each([*argv, "--out", str(folder.parent), "--name", folder.name])) == 130
     assert [found.step for found in found_steps(folder / "checkpoints")] == [3, 2]
     assert int(state_of(folder, 3)["steps_done"]) == len(lines_of(folder / "metrics.jsonl")) == 3
     go_on(folder)

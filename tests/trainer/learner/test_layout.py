@@ -57,8 +57,6 @@ def test_the_flags_are_the_layout() -> None:
         "8",
         "--etp",
         "2",
-        "--cp",
-        "2",
     ]
     argv += ["--cp", "2", "--sp", "--pad-microbatches"]
     assert Layout.of(parsed(*argv)) == Layout(2, 4, 8, 2, 2, True)

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from agents.engines.hf import HFEngine
 from agents.model import STARTER_PATH
 from envs.config.cli import parse
+from tests.flags import last_of_each
 from tests.trainer.preflight.faulty_engines import (
     BlindEngine,
     StalePicturesEngine,
@@ -288,7 +289,7 @@ def examine(planted: PlantedFault, *flags: str) -> list[Finding]:
         place = Path(folder)
         with planted.plant(place) as own:
             out = () if "--out" in own else ("--out", str(place / "out"))
-            findings = diagnose(parse(DoctorConfig, [*FLAGS, *own, *out, *flags], "planted_faults", ""))
+            findings = diagnose(parse(DoctorConfig, last_of_each([*FLAGS, *own, *out, *flags]), "planted_faults", ""))
         return [
             replace(f, found=f.found.replace(folder, "FOLDER"), fix=f.fix.replace(folder, "FOLDER")) for f in findings
         ]

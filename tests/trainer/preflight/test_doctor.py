@@ -138,7 +138,10 @@ def test_a_game_whose_label_is_no_answer_starts_once_its_entry_says_so(tmp_path:
     with zero_grader(tmp_path) as flags:
         flags = [*SMALL, *flags, "--only", "gold answers"]
         (finding,) = odd(diagnose(parse(DoctorConfig, flags, "", "")))
-        assert finding.fix.endswith("where the label is no answer, as in a game, write grader: none in the entry")
+        assert finding.fix.endswith(
+            "where the label is no answer, as in a game, write grader: none in the "
+            "entry; where another reward is a success, success: 0.9, a key of the info, or none"
+        )
         registry = tmp_path / "registry.yaml"
         registry.write_text(registry.read_text() + "  grader: none\n")
         findings = {each.check: each for each in diagnose(parse(DoctorConfig, flags, "", ""))}

@@ -23,6 +23,7 @@ from agents.engines.sglang import SGLangEngine
 from agents.recording import Recording
 from agents.types import Trajectory
 from tests.environments import environment, lucky_geometry
+from tests.flags import last_of_each
 from tests.recordings import episodes_in, lines_of
 from tests.servers import serving
 from tests.trainer.test_run import SMALL, train
@@ -196,7 +197,8 @@ def test_an_interrupt_in_any_phase_ends_the_run_with_every_episode_accounted_for
     monkeypatch.setattr(owner, name, interrupted)
     folder = tmp_path / "run"
     argv = ["--model", str(checkpoint), "--steps", "9", "--eval-size", "3", "--eval-every", "1", *SMALL, *lucky]
-    assert run([*argv, "--max-staleness", "2", "--tracker=", "--out", str(tmp_path), "--name", "run"]) == 130
+    argv += ["--max-staleness", "2", "--tracker=", "--out", str(tmp_path), "--name", "run"]
+    assert run(last_of_each(argv)) == 130
     summary, episodes = json.loads((folder / "summary.json").read_text()), episodes_in(folder)
     rows = lines_of(folder / "metrics.jsonl")
     assert summary["interrupted"] and summary["steps_done"] == len(rows) in (1, 2)
@@ -217,7 +219,8 @@ def test_an_interrupt_of_the_evaluation_that_a_resumed_run_begins_with_accounts_
 
     monkeypatch.setattr(LiveRollouts, "evaluate", interrupted)
     argv = ["--model", str(checkpoint), "--steps", "9", "--eval-size", "3", "--eval-every", "1", *SMALL, *lucky]
-    assert run([*argv, "--max-staleness", "2", "--tracker=", "--out", str(tmp_path), "--name", "run"]) == 130
+    argv += ["--max-staleness", "2", "--tracker=", "--out", str(tmp_path), "--name", "run"]
+    assert run(last_of_each(argv)) == 130
     assert (folder / "checkpoints" / "step-1" / "config.yaml").is_file()
     assert run(["--resume", str(folder)]) == 130
     summary, episodes = json.loads((folder / "summary.json").read_text()), episodes_in(folder)

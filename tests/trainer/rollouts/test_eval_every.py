@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 from envs.errors import UserError
 from tests.environments import lucky_geometry
+from tests.flags import last_of_each
 from tests.processes import Command
 from tests.recordings import lines_of
 from tests.trainer.runs import drawing, episodes_of, metrics_of, state_of
@@ -160,7 +161,7 @@ def test_a_run_that_is_asked_to_stop_before_or_in_an_evaluation_makes_it_when_it
     with monkeypatch.context() as patched:
         patched.setitem(os.environ, *signal_at(state, signal.SIGTERM, folder).popitem())
         patched.delitem(sys.modules, "interrupted", raising=False)  # counts anew
-        assert run([*argv, "--out", str(tmp_path), "--name", "run"]) == 130
+        assert run(last_of_each([*argv, "--out", str(tmp_path), "--name", "run"])) == 130
     rows = metrics_of(folder)
     assert len(rows) == summary_of(folder)["steps_done"] == state[0]
     assert not any(name.startswith("eval/") for row in rows for name in row)
@@ -179,7 +180,7 @@ def test_a_run_killed_before_in_or_after_an_evaluation_goes_on_bit_for_bit(
     folder = tmp_path / "run"
     argv = ["--model", str(checkpoint), "--steps", str(STEPS), "--eval-size", "3", *SMALL, *lucky, *EVERY]
     argv += ["--save-every", "1", "--out", str(tmp_path), "--name", "run"]
-    with Command("trainer.run", *argv, env=signal_at(state, signal.SIGKILL, folder)) as process:
+    with Command("trainer.run", *last_of_each(argv), env=signal_at(state, signal.SIGKILL, folder)) as process:
         assert process.wait(120) == -signal.SIGKILL, process.output("stderr")
     assert not (folder / "summary.json").exists()
     assert run(["--resume", str(folder)]) == 0

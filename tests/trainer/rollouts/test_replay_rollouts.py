@@ -27,11 +27,13 @@ from envs.config.settings import is_under, leaves, takes_code, values_of
 from envs.errors import UserError
 from envs.images import image_digest
 from tests.environments import lucky_geometry
+from tests.flags import last_of_each
 from tests.recordings import episodes_in, lines_of
 from tests.servers import serving
 from tests.tiny_models import write_tiny_model
 from tests.trainer.checkpoint.test_checkpointer import largest_file
 from tests.trainer.runs import metrics_of, state_of
+from trainer.checkpoint.settings_parts import part_file
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.inputs import ModelConfig
 from trainer.config.run import RunConfig, StagesConfig
@@ -71,7 +73,7 @@ def uneven(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 def started(folder: Path, *argv: str, code: int = 0) -> Path:
     """Run the command in this process; return the run folder."""
-    assert run([*argv, "--out", str(folder.parent), "--name", folder.name]) == code
+    assert run(last_of_each([*argv, "--out", str(folder.parent), "--name", folder.name])) == code
     return folder
 
 
@@ -390,7 +392,8 @@ def test_a_strangers_settings_choose_no_place_and_start_nothing(
     tree = yaml.safe_load((run_folder / "config.yaml").read_text())
     for (*sections, name), value in HOSTILE.items():
         functools.reduce(dict.__getitem__, sections, tree)[name] = value
-    (run_folder / "config.yaml").write_text(yaml.safe_dump(tree))
+    for file in (run_folder / "config.yaml", part_file(run_folder, 1)):
+        file.write_text(yaml.safe_dump(tree))
     argv = ("--replay-rollouts", str(run_folder))
     config, mine = parse(RunConfig, argv, "python -m trainer.run", "Train.", SOURCES), values_of(RunConfig())
     taken = {path for path, value in values_of(config).items() if value != mine[path]}

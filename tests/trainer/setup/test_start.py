@@ -19,6 +19,7 @@ from rich.console import Console
 from agents.engines.sglang import SGLangEngine, SGLangSettings
 from agents.model.kernel_cache import FOLDERS
 from envs.errors import UserError
+from tests.flags import last_of_each
 from tests.paths import ROOT
 from tests.processes import Command
 from trainer.metrics.clock import StartClock
@@ -58,7 +59,8 @@ def run(tmp_path: Path, checkpoint: Path) -> Iterator[Callable[..., Command]]:
         paths = f"{tmp_path / 'site'}:{ROOT}"
         unset = dict.fromkeys(FOLDERS, "")  # another test may have set them in the process that starts commands
         variables = {**unset, "PYTHONPATH": paths, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-        return Command("trainer.run", *SMALL, "--model", str(checkpoint), *own, *flags, env=variables)
+        words = last_of_each([*SMALL, "--model", str(checkpoint), *own, *flags])
+        return Command("trainer.run", *words, env=variables)
 
     yield begin
     assert not servers_of(tmp_path), "servers are left behind"
