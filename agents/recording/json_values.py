@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -28,6 +29,21 @@ def to_json(value: Any, depth: int = MAX_DEPTH) -> Any:
     if type(value) is float and not math.isfinite(value):
         return repr(value)
     return value if value is None or type(value) in (bool, int, float) else shown(value)
+
+
+def cut(value: Any, limit: int) -> Any:
+    """Return a JSON value with texts of at most `limit` characters and objects and arrays of at most `limit` items.
+
+    >>> cut({"score": 1.0, "log": "a very long text"}, 6)
+    {'score': 1.0, 'log': 'a very ... 10 more'}
+    """
+    if isinstance(value, str) and len(value) > limit:
+        return f"{value[:limit]} ... {len(value) - limit} more"
+    if isinstance(value, Mapping):
+        return {cut(key, limit): cut(item, limit) for key, item in itertools.islice(value.items(), limit)}
+    if isinstance(value, list):
+        return [cut(item, limit) for item in value[:limit]]
+    return value
 
 
 def message_to_json(message: Mapping[str, Any], name_picture: Callable[[Image.Image], str]) -> dict[str, Any]:

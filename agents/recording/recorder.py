@@ -25,8 +25,8 @@ from PIL import Image
 
 from agents.recording.append_log import rewind
 from agents.recording.gzip_lines import GzipLines
-from agents.recording.json_values import message_to_json, to_json
-from agents.recording.safe_files import check_real_folder, read_lines, read_regular
+from agents.recording.json_values import cut, message_to_json, to_json
+from agents.recording.safe_files import MAX_LINE, MAX_VALUES, check_real_folder, memory_of, read_lines, read_regular
 from agents.recording.schema import (
     EPISODES,
     IMAGES,
@@ -47,6 +47,9 @@ from envs.images import image_digest
 
 #: No tokenizer has larger ids; a broken completion may.
 MAX_ID = 2**24
+
+#: Parts of an episode's line whose size an environment decides.
+_OF_ENVIRONMENT = ("sample_id", "label", "metadata", "error", "messages", "turns")
 
 
 class Recorder:
@@ -172,8 +175,7 @@ class Recorder:
 
     @staticmethod
     def _append(file: GzipLines, line: Mapping[str, Any]) -> None:
-        # Writes a float32 with the fewest digits that identify it, and null where it is not finite.
-        file.append(orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY))
+        file.append(_written(line))
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
@@ -314,3 +316,23 @@ def _known_tokens(path: Path) -> NDArray[np.bool_]:
 
 def _floats(values_N: NDArray[np.float32]) -> NDArray[np.float32]:
     return np.ascontiguousarray(values_N, dtype=np.float32)
+
+
+def _written(line: Mapping[str, Any]) -> bytes:
+    """Return a line as it is written, such that our own reader takes it: what a run records is never lost.
+
+    An environment may give texts of any size. Where the line would be too long, these are cut, from 2**20 characters
+    or items on and then from fewer, and the episode is marked as not exact.
+    """
+    text = _dumped(line)
+    limit = 2**20
+    while (len(text) > MAX_LINE or memory_of(text) > MAX_VALUES) and limit > 1:
+        parts = {key: cut(value, limit) for key, value in line.items() if key in _OF_ENVIRONMENT}
+        text = _dumped({**line, **parts, "is_exact": False})
+        limit //= 4
+    return text
+
+
+def _dumped(line: Mapping[str, Any]) -> bytes:
+    # Writes a float32 with the fewest digits that identify it, and null where it is not finite.
+    return orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY)

@@ -117,7 +117,6 @@ ENTRY = {
     "worker_resources": {"num_cpus": 2},
     "memory_limit_gib": 1.5,
     "compat": None,
-    "success": 0.5,
     "tools": "required",
 }
 

@@ -345,3 +345,13 @@ def test_pictures_of_every_mode_are_recorded(mode: str, tmp_path: Path) -> None:
         recorder.write(replace(trajectory(), messages=(message,)), step=1)
     (saved,) = (tmp_path / "images").iterdir()
     assert Image.open(saved).mode == "RGB"
+
+
+@pytest.mark.parametrize("info", [{"log": "x" * 100 * 2**20}, {"cells": [{}] * 3_000_000}])
+def test_what_is_recorded_can_be_read_however_large_an_info_is(tmp_path: Path, info: dict) -> None:
+    played = replace(trajectory(), turns=(replace(trajectory().turns[0], info=info), *trajectory().turns[1:]))
+    with recorder_in(tmp_path) as recorder:
+        recorder.write(played, step=1)
+        recorder.write(replace(trajectory(), group=1), step=1)
+    cut, whole = Recording.open(tmp_path).episodes()
+    assert cut.ids == whole.ids and (cut.is_exact, whole.is_exact) == (False, True)
