@@ -22,6 +22,7 @@ from envs.registry import get_spec
 from envs.spec import EnvSpec
 from envs.tool_calls import ToolCall, find_tool_calls
 from envs.types import Sample
+from tests.flags import last_of_each
 from tests.pages import code_block, is_shown, session
 from tests.paths import ROOT
 from tests.processes import run_command
@@ -90,7 +91,7 @@ def test_the_example_plays_in_the_terminal_as_shown(example: Path) -> None:
 def test_the_example_trains(example: Path, checkpoint: Path) -> None:
     argv, shown = session(page(), "trainer.run")
     small = ["--model", str(checkpoint), "--group-size", "2", "--max-new-tokens", "30", "--eval-size", "2"]
-    done = command(example, argv, "", *small, "--name", "docs")
+    done = command(example, last_of_each([*argv, *small, "--name", "docs"]), "")
     assert done.returncode == 0, done.stdout + done.stderr
     assert is_shown(shown, done.stdout), done.stdout
     summary = json.loads((example / "runs" / "docs" / "summary.json").read_text())
