@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from envs.datasets.hub import check_is_there
@@ -71,6 +72,11 @@ def _checkpoint_errors(path: Any) -> Iterator[None]:
     except (OSError, ValueError, RecursionError) as error:
         fix = f"give a folder with config.json ({first_line(error)})"
         raise UserError("--model", "must be a model folder or hub id", str(path), fix) from error
+    except RuntimeError as error:  # of Transformers, where shapes differ
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        fix = f"give a whole checkpoint ({first_line(error)})"
+        raise UserError("--model", "must hold weights of the shapes in its config.json", str(path), fix) from error
 
 
 #: By the `model_type` of config.json.

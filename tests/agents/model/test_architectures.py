@@ -8,6 +8,7 @@ Legend: T tokens of one stream, V vocabulary.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -366,3 +367,11 @@ def test_a_folder_without_weights_is_a_user_error(cases: dict[str, Case], tmp_pa
     cases["llama"].model.config.save_pretrained(tmp_path)
     with pytest.raises(UserError, match="--model: must be a model folder"):
         PolicyModel.load(tmp_path)
+
+
+def test_weights_of_other_shapes_than_the_config_names_are_an_error_of_the_model(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "model", "qwen3")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "hidden_size": 128}))
+    with pytest.raises(UserError, match="--model: must hold weights of the shapes in its config"):
+        PolicyModel.load(tmp_path / "model")
