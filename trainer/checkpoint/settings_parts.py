@@ -42,8 +42,9 @@ def found_parts(run: Path) -> list[SettingsPart]:
 
 
 def parts_until(run: Path, step: int) -> list[SettingsPart]:
-    """Return the parts that have begun by a step; a run before its first step has begun the first."""
-    return [part for part in found_parts(run) if part.first_step <= max(step, 1)]
+    """Return the parts that have begun by a step, the first in any case; none where `config.yaml` holds for all."""
+    parts = found_parts(run)
+    return [part for part in parts if part.first_step <= max(step, 1)] if len(parts) > 1 else []
 
 
 def part_file(run: Path, first_step: int) -> Path:
