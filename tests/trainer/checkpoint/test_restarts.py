@@ -111,7 +111,10 @@ def test_an_update_that_fails_twice_in_the_same_way_ends_the_run(
     assert len(set(tries)) == 2
     assert error.startswith("error: step 2 failed twice in the same way: step 2: learner rank ")
     assert error.count("IndexError") == 2
-    assert error.endswith(f"resume with: python -m trainer.run --resume {tmp_path / 'run'}")
+    resume = (
+        f"resume with: python -m trainer.run --resume {tmp_path / 'run'}"  # if step 1's checkpoint is whole by then
+    )
+    assert error.endswith((resume, "there is no checkpoint to resume from"))
 
 
 @pytest.mark.slow
