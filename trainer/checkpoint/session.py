@@ -257,12 +257,16 @@ def resume_hint(module: str, folder: Path) -> str:
     """Return the command that resumes a run of a module, or that there is no checkpoint to resume from."""
     if not found_steps(folder / CHECKPOINTS):
         return "there is no checkpoint to resume from"
+    return _resume_command(module, folder)
+
+
+def _resume_command(module: str, folder: Path) -> str:
     return f"resume with: {command_line(module, ['--resume', path_text(folder)])}"
 
 
 def run_to_end(training: Coroutine[Any, Any, T], module: str, folder: Path) -> T:
     """Run a training of a module. Raises `RunFailed`, which says how to resume, if what it cannot do without fails."""
-    WATCHDOG.advise(f"if it has a checkpoint, resume with: {command_line(module, ['--resume', path_text(folder)])}")
+    WATCHDOG.advise(f"if it has a checkpoint, {_resume_command(module, folder)}")
     try:
         return asyncio.run(training)
     except (RunFault, EngineDown, OSError) as error:
