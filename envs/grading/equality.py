@@ -107,7 +107,7 @@ def _same_number(a: Number, b: Number, has_decimal: bool, is_rounded: bool) -> b
 
 
 def _same_rational(a: Fraction, b: Fraction, has_decimal: bool) -> bool:
-    """Return whether two rationals are equal, or one is a decimal that rounds to the other at 12 significant digits.
+    """Return whether two rationals are equal, or one is a decimal that equals the other to 12 significant digits.
 
     Labels of a float column are decimals such as 3.3000000000000003. Integers must be equal, as must decimals of 13 to
     15 digits among themselves: somebody has written these.
@@ -123,7 +123,8 @@ def _same_rational(a: Fraction, b: Fraction, has_decimal: bool) -> bool:
     if (rounded_a == b and _is_decimal(a)) or (rounded_b == a and _is_decimal(b)):
         return True
     is_float = any(_is_decimal(number) and _rounded(number, EXACT_DIGITS) != number for number in (a, b))
-    return is_float and rounded_a == rounded_b
+    # Two near numbers can round to different sides of a tie, so a float is compared by its distance.
+    return is_float and abs(a - b) * 2 * 10**FLOAT_DIGITS <= max(abs(a), abs(b))
 
 
 def _rounded(number: Fraction, num_digits: int) -> Fraction:
