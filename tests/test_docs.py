@@ -141,8 +141,8 @@ def test_the_plain_environment_of_the_page_plays_by_its_rules() -> None:
     assert (env.reward("q"), env.reward("x")) == (1.0, 0.0)
 
 
-def test_every_flag_of_the_page_on_rollouts_is_one_of_the_command() -> None:
-    text = (ROOT / "docs" / "rollouts.md").read_text(encoding="utf-8")
+def test_every_flag_of_the_pages_on_rollouts_and_engines_is_one_of_the_command() -> None:
+    text = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("rollouts.md", "engines.md"))
     others = {"--enable-fp32-lm-head", "--enable-lora", "--max-lora-rank", "--skip-tokenizer-init"}  # of SGLang
     others |= {"--tokenizers", "--only", "--no-network", "--variant", "--pictures", "--profile"}  # of other commands
     others |= {name for argument in chosen_arguments() for name in argument.names}
@@ -154,7 +154,7 @@ def test_every_flag_of_the_page_on_rollouts_is_one_of_the_command() -> None:
 
 
 def test_the_table_of_started_servers_has_every_argument_and_variable_that_is_chosen() -> None:
-    table = (ROOT / "docs" / "rollouts.md").read_text(encoding="utf-8").split("### Arguments of started servers")[1]
+    table = (ROOT / "docs" / "engines.md").read_text(encoding="utf-8").split("### Arguments of started servers")[1]
     names = {argument.words[0] for argument in chosen_arguments()} | {*choose_variables("float32")}
     assert [name for name in names if f"`{name}`" not in table.split("\n## ")[0]] == []
 

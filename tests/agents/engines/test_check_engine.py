@@ -106,6 +106,6 @@ def test_what_a_user_can_mend_is_one_line(argv: list[str], words: str, capsys: p
 
 
 def test_every_check_is_on_the_page() -> None:
-    page = (DOCS / "rollouts.md").read_text(encoding="utf-8").split("## Engines of your own")[1]
+    page = (DOCS / "engines.md").read_text(encoding="utf-8").split("## Engines of your own")[1]
     named = re.findall(r"^\| ([a-z -]+) \| ", page.split("| check | claim |")[1].split("\n\n")[0], re.MULTILINE)
     assert named == ["building", *CHECKS, "closing"]
