@@ -29,7 +29,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     config = with_absolute_paths(parse(EvaluateConfig, argv, "python -m trainer.evaluate", description, SOURCES))
     config.env.resolve()
     # Imported late: this imports torch, which takes seconds.
-    from agents.engines.sglang.servers import EngineDown
+    from agents.engines.weight_servers import EngineDown
 
     try:
         return 130 if evaluate(config, open_console()).report.is_interrupted else 0

@@ -6,16 +6,20 @@ demonstrations), and those of users (`agents.engines.own`). `python -m agents.ch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from agents.engines.busy import BusyTime
 from agents.types import Completion, GenerateRequest, ProcessedImage
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,23 @@ class EngineSetup:
     max_batch: int
     image_token_id: int | None
     log_folder: Path
+
+
+#: How weights reach an engine: copied in memory, from a folder, as CUDA handles, over a process group, as adapters.
+WeightPath = Literal["memory", "disk", "ipc", "nccl", "adapter"]
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What an engine can do beyond its protocol. One without a property `capabilities` takes weights from disk alone.
+
+    With "memory" it is a `MemoryEngine`. One that `has_servers` is a `ServersEngine` of
+    `agents.engines.weight_servers`; it `frees_memory` if a learner on the GPUs of its servers may have their memory.
+    """
+
+    weights: frozenset[WeightPath] = frozenset({"disk"})
+    has_servers: bool = False
+    frees_memory: bool = False
 
 
 class Session(Protocol):
@@ -115,3 +136,30 @@ class TrainableEngine(Engine, Protocol):
         deleted after the call.
         """
         ...
+
+
+class MemoryEngine(Engine, Protocol):
+    """An engine in this process, which copies new weights in memory."""
+
+    @property
+    def busy(self) -> BusyTime:
+        """The seconds in which it wrote."""
+        ...
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """Return its weights by their names in the network."""
+        ...
+
+    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Copy weights; from then on `version` writes. Called while the engine is paused or idle."""
+        ...
+
+
+def capabilities_of(engine: Engine) -> Capabilities:
+    """Return what an engine can do beyond its protocol."""
+    return getattr(engine, "capabilities", Capabilities())
+
+
+def memory_engine(engine: Engine) -> MemoryEngine | None:
+    """Return an engine that copies weights in memory as one; None for any other engine."""
+    return engine if "memory" in capabilities_of(engine).weights else None  # type: ignore[return-value]

@@ -11,7 +11,7 @@ Legend: B rows of a batch, T new tokens, C cached columns, V vocabulary.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from agents.engines.base import Capabilities
 from agents.engines.busy import BusyTime
 from agents.engines.decode_step import DecodeStep, GraphPool
 from agents.engines.hf_batch import BatchCache, CachedPrefix, PendingTurn, Sampler, unread_images, with_one_prompt
@@ -204,7 +205,16 @@ class HFEngine:
                 turn.future.set_exception(RuntimeError("the engine was closed while the turn was being written"))
         self._waiting = []
 
-    def load_weights(self, weights: dict[str, Tensor], version: int) -> None:
+    @property
+    def capabilities(self) -> Capabilities:
+        """It copies weights in memory, or reads them from disk."""
+        return Capabilities(frozenset({"memory", "disk"}))
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """Return its weights by their names in the network."""
+        return dict(self.model.named_parameters())
+
+    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Copy new weights in place, between rollouts or while paused.
 
         Open sessions read their streams again, or with `keeps_kv_cache` go on from what the older weights have read,
@@ -213,7 +223,7 @@ class HFEngine:
         idle = self._paused and not self._running
         assert idle or not self._open, f"weights change only while paused, {len(self._open)} sessions are open"
         assert not self._num_scoring, "weights must not change while a stream is scored"
-        own = dict(self.model.named_parameters())
+        own = self.weights()
         assert own.keys() == weights.keys(), sorted(own.keys() ^ weights.keys())[:3]
         with torch.no_grad():
             for name, weight in weights.items():

@@ -16,14 +16,19 @@ from tests.trainer.test_run import SMALL, train
 from trainer.evaluate import run as evaluate
 from trainer.run import run
 
-PLAIN = f"{ROOT / 'tests' / 'agents' / 'engines' / 'plain_engine.py'}:make_engine"
+PLAIN, GROUP = (
+    f"{ROOT / 'tests' / 'agents' / 'engines' / name}.py:make_engine" for name in ("plain_engine", "group_engine")
+)
 
 
-@pytest.fixture(scope="module")
-def trained(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(
+    scope="module", params=[(PLAIN, "auto"), (GROUP, "nccl"), (GROUP, "disk")], ids=["plain", "group", "disk"]
+)
+def trained(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """A run that ended after its first step, and was resumed for a second one."""
     folder = tmp_path_factory.mktemp("runs") / "own"
-    flags = ["--engine", PLAIN, "--save-every", "1", "--lr", "1e-3"]
+    engine, sync = request.param
+    flags = ["--engine", engine, "--sync", sync, "--save-every", "1", "--lr", "1e-3"]
     with lucky_geometry(tmp_path_factory.mktemp("lucky"), "lucky_own", "return float(len(text) % 3)") as lucky:
         train(checkpoint, folder, *lucky, *flags, steps=1, eval_size=1)
         assert run(["--resume", str(folder), "--steps", "2"]) == 0
@@ -41,6 +46,8 @@ def test_an_own_engine_writes_with_the_learners_weights_in_every_step(trained: P
     }
     assert versions == {1: {0}, 2: {1}}
     assert not (trained / "sync").exists()
+    went_over_group = "sync: nccl" in (trained / "config.yaml").read_text(encoding="utf-8")
+    assert all(("sync_send_s" in row) == went_over_group for row in rows)
 
 
 def test_an_own_engine_evaluates(trained: Path, tmp_path: Path) -> None:

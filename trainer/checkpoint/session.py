@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from agents.cli.text import counted, path_text
-from agents.engines.sglang.servers import EngineDown
+from agents.engines.weight_servers import EngineDown
 from agents.recording.append_log import rewind
 from agents.recording.run_files import CONFIG, METRICS, SUMMARY
 from envs.config.commands import command_line

@@ -16,7 +16,7 @@ from typing import Any
 from transformers.utils.hub import cached_file
 
 from agents.engines.base import Engine
-from agents.engines.sglang import SGLangEngine
+from agents.engines.weight_servers import servers_of
 from agents.model.architectures import ModelFacts
 from agents.recording import Recorder
 from agents.recording.manifest import build_manifest
@@ -41,7 +41,8 @@ from trainer.evaluation.episodes import EvaluationOptions, ProblemPlayer, Way, w
 from trainer.evaluation.results import Difference, Evaluation, ProblemResult, compare, summarise
 from trainer.evaluation.statistics import Intervals
 from trainer.metrics.console import Display
-from trainer.setup.components import build_engine, build_episode, check_device, check_engine
+from trainer.setup.components import build_episode, check_device, check_engine
+from trainer.setup.engines import build_engine
 from trainer.setup.model_source import check_fit, resolve_model, template_options
 from trainer.setup.problems import check_command, load_rows, own_problems, probe_tools
 from trainer.setup.scripted_episode import try_functions
@@ -261,8 +262,8 @@ class Evaluator:
         try:
             await player.run()
         finally:
-            if isinstance(context.engine, SGLangEngine):
-                self.display.events(context.engine.servers.events)
+            if servers := servers_of(context.engine):
+                self.display.events(servers.servers.events)
 
     def _make_report(self, partial: str) -> Report:
         context, own = self.context, self.config.measurement
@@ -326,13 +327,14 @@ async def start_engine(engine: Engine, model_path: Path | str) -> None:
     Raises:
         UserError: a server cannot be started or found.
     """
-    if not isinstance(engine, SGLangEngine):
-        return await engine.start()
+    servers = servers_of(engine)
+    if servers is None:
+        await engine.start()
+        return
     folder = Path(model_path)
     if not folder.is_dir():  # a hub id; its configuration is in the cache already
         folder = Path(str(cached_file(str(model_path), "config.json"))).parent
-    engine.current_weights = lambda: folder
-    await engine.start()
-    if engine.settings.urls:
-        await engine.update_from_disk(folder, version=0)
-    return None
+    servers.current_weights = lambda: folder
+    await servers.start()
+    if not servers.are_started_here:
+        await servers.update_from_disk(folder, version=0)

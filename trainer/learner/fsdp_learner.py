@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from agents.engines.sglang.adapters import Adapter
+from agents.engines.weight_servers import Adapter
 from agents.model.cpu import keep_freed_memory
 from agents.model.policy import PolicyModel
 from agents.model.stream_logprobs import stream_logprobs

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from agents.engines.sglang.adapters import Adapter, kinds_of
+from agents.engines.weight_servers import Adapter, kinds_of
 from agents.model.policy import PolicyModel
 from envs.errors import UserError, did_you_mean
 from trainer.config.learner import LearnerConfig

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agents.engines.sglang.adapters import Adapter
+from agents.engines.weight_servers import Adapter
 from agents.types import ProcessedImage
 from trainer.types import RunFault, StepStats, TrainingSample
 

@@ -25,8 +25,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import Tensor
 
-from agents.engines.sglang.adapters import Adapter
-from agents.engines.sglang.client import LOCAL_HOSTS, GroupAddress, Message
+from agents.engines.weight_servers import LOCAL_HOSTS, Adapter, GroupAddress, WeightMessage
 from agents.types import ProcessedImage, SamplingParams
 from envs.errors import UserError, first_line
 from trainer.config.learner import ClusterConfig, LearnerPlan
@@ -274,7 +273,7 @@ class LearnerGroup:
         """The id of the process of rank 0, which sends weights."""
         return self.places[0].pid
 
-    def messages(self) -> Sequence[Message]:
+    def messages(self) -> Sequence[WeightMessage]:
         """Return what `send_weights` sends, in order."""
         return self._call("messages")[0]
 

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from agents.engines.sglang.adapters import Adapter
-from agents.engines.sglang.client import GroupAddress, Message
+from agents.engines.weight_servers import Adapter, GroupAddress, WeightMessage
 from agents.types import ProcessedImage, SamplingParams
 from trainer.config.learner import LearnerPlan
 from trainer.learner.build import build_learner
@@ -185,7 +184,7 @@ class LearnerWorker:
         assert self._sender is not None, "a rank joins first"
         return self._sender
 
-    def messages(self) -> Sequence[Message]:
+    def messages(self) -> Sequence[WeightMessage]:
         """Return what `send_weights` sends."""
         return self.sender.messages()
 

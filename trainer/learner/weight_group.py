@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from agents.engines.sglang.client import LOCAL_HOSTS
+from agents.engines.weight_servers import LOCAL_HOSTS
 from envs.errors import first_line
 from envs.execution.threads import DaemonThread
 

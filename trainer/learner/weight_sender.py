@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from agents.engines.sglang.client import GroupAddress, Message
+from agents.engines.weight_servers import GroupAddress, WeightMessage
 from trainer.learner.buckets import Bucket, buckets
 from trainer.learner.checksums import Cut, checksums
 from trainer.learner.protocol import WeightSource
@@ -48,7 +48,7 @@ class WeightSender(Protocol):
         """The id of the process that sends: another one once the learner was started again."""
         ...
 
-    def messages(self) -> Sequence[Message]:
+    def messages(self) -> Sequence[WeightMessage]:
         """Return what `send_weights` sends, in order."""
         ...
 
@@ -81,7 +81,7 @@ class RankSender:
         self._group: WeightGroup | None = None
         self.process = os.getpid()
 
-    def messages(self) -> Sequence[Message]:
+    def messages(self) -> Sequence[WeightMessage]:
         """Return what is sent, in order."""
         dtype = self.learner.dtype
         empty = ((name, torch.empty(shape, dtype=dtype, device="meta")) for name, shape in self.learner.shapes())
@@ -139,6 +139,6 @@ class RankSender:
             group.close()
 
 
-def _message(bucket: Bucket) -> Message:
+def _message(bucket: Bucket) -> WeightMessage:
     names, tensors = zip(*bucket.named, strict=True)
-    return Message(names, str(bucket.flat.dtype).removeprefix("torch."), tuple(tuple(t.shape) for t in tensors))
+    return WeightMessage(names, str(bucket.flat.dtype).removeprefix("torch."), tuple(tuple(t.shape) for t in tensors))

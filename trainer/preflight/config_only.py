@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from agents.engines.sglang.client import LOCAL_HOSTS
+from agents.engines.weight_servers import LOCAL_HOSTS
 from agents.model.architectures import architecture_of, read_config
 from agents.model.policy import PolicyModel
 from agents.rendering.renderer import Renderer

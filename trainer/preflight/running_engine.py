@@ -8,9 +8,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.engines.base import Session
-from agents.engines.hf import HFEngine
-from agents.engines.sglang import SGLangEngine
+from agents.engines.base import Session, memory_engine
+from agents.engines.weight_servers import servers_of
 from agents.model.cpu import compute
 from agents.model.mrope import num_images_within
 from agents.rendering.renderer import Rendered
@@ -51,18 +50,19 @@ class EngineChecks:
     def describe(self) -> Verdict:
         """Return which engine runs, and what is not known of the releases of its servers."""
         engine = self.prepared.context.engine
-        servers = engine.servers.up if isinstance(engine, SGLangEngine) else []
-        releases = [server.client.release for server in servers]
-        shown = ", ".join(sorted({release.version for release in releases if release.version}))
-        return combine([ok(f"{type(engine).__name__} runs {shown}".strip()), *check_releases(releases)])
+        servers = servers_of(engine)
+        clients = [server.client for server in servers.servers.up] if servers else []
+        shown = ", ".join(sorted({client.release_name for client in clients if client.release_name}))
+        doubts = check_releases(client.doubt for client in clients)
+        return combine([ok(f"{type(engine).__name__} runs {shown}".strip()), *doubts])
 
     async def weights(self) -> Verdict:
         """Compare the engine's weights with the learner's: by name if it is embedded, else by log-probs of streams."""
         context = self.prepared.context
-        if isinstance(context.engine, HFEngine):
+        if engine := memory_engine(context.engine):
             weights = await asyncio.to_thread(self.prepared.learner_weights)
             if not isinstance(weights, str):
-                own = dict(context.engine.model.named_parameters())
+                own = dict(engine.weights())
                 return await asyncio.to_thread(check_same, own, rows_of(weights), "the engine", "the learner")
         verdicts = [await self._same_scores(name, index) for name, index in (("text", -1), ("pictures", 0))]
         return combine(verdict for verdict in verdicts if verdict is not None)

@@ -37,17 +37,15 @@ from trainer.rollouts.protocol import OnEpisode, OnEvaluated
 from trainer.setup.backend import prepare_backend
 from trainer.setup.components import (
     build_episode,
-    build_transport,
     check_kv_cache,
     check_processes,
     check_updates,
     connect_workers,
-    match_servers,
-    own_servers,
     reserve_room,
     sampling_params,
     with_compile_chosen,
 )
+from trainer.setup.engines import build_transport, match_servers, own_servers
 from trainer.setup.model_source import check_fit, resolve_model, template_options
 from trainer.setup.plugins import check_algorithm, check_rollout, own_filter, problem_order
 from trainer.setup.problems import check_command, check_held_out, check_success, load_problems, probe_tools

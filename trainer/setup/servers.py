@@ -16,12 +16,21 @@ import torch
 
 from agents.engines.sglang import SGLangSettings
 from agents.engines.sglang.client import ask
-from agents.engines.sglang.releases import OLDEST, UNKNOWN, Release, dotted
+from agents.engines.sglang.releases import KEEPS_IDS, NEWEST, OLDEST, UNKNOWN, Release, dotted
 from agents.engines.sglang.server_arguments import server_gpus
 from agents.model.architectures import NO_IMAGE_TOKEN, ModelFacts
 from envs.errors import UserError, first_line
 from trainer.config.inputs import ModelConfig
 from trainer.config.rollout import API_KEY_VARIABLE, EngineConfig, Placement, ServersConfig
+
+#: The releases of SGLang that a run supports, and the first one that keeps the ids of requests with images.
+SUPPORTED = f"{dotted(OLDEST)} to {dotted(NEWEST)}"
+FIRST_EXACT = dotted(KEEPS_IDS)
+
+
+def release_doubt(version: str) -> str:
+    """Return what is not known of a release of SGLang; "" for a supported one."""
+    return Release.of({"version": version}).doubt
 
 
 def engine_api_key(engine: ServersConfig) -> str:

@@ -12,7 +12,7 @@ from types import FrameType
 
 from rich.text import Text
 
-from agents.engines.sglang import SGLangEngine
+from agents.engines.weight_servers import ServersEngine
 from envs.console import Console
 from envs.errors import UserError
 from trainer.metrics.clock import StartClock
@@ -39,9 +39,9 @@ class Start:
         self.failure: UserError | None = None
         self._events: Sequence[str] = ()
         self._console = console
-        self._engine: SGLangEngine | None = None
+        self._engine: ServersEngine | None = None
 
-    def launch(self, engine: SGLangEngine) -> None:
+    def launch(self, engine: ServersEngine) -> None:
         """Start the processes of an engine's servers and return at once."""
         engine.launch()
         for server in engine.servers.all:
@@ -120,7 +120,7 @@ class Start:
             with suppress(UserError):  # the block has ended, so a death is not its end
                 self._end_stages(self._engine)
 
-    def _end_stages(self, engine: SGLangEngine) -> None:
+    def _end_stages(self, engine: ServersEngine) -> None:
         waiting = engine.servers.starting()
         for server in tuple(engine.servers.all):
             if server.number not in waiting:

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from agents.engines.sglang import SGLangEngine
-from agents.engines.sglang.client import (
+from agents.engines.weight_servers import (
     GroupAddress,
-    Message,
     ServerLost,
     ServerRefused,
+    ServersEngine,
     ServerStuck,
-    SGLangClient,
+    WeightClient,
+    WeightMessage,
+    WeightServer,
 )
-from agents.engines.sglang.servers import Server
 from envs.errors import UserError
 from trainer.learner.protocol import Learner
 from trainer.learner.weight_group import GroupBroken, cancel
@@ -48,11 +48,11 @@ class GroupTransport(ServersTransport):
     """
 
     def __init__(
-        self, learner: Learner, engine: SGLangEngine, folder: Path, sender: WeightSender, is_required: bool = False
+        self, learner: Learner, engine: ServersEngine, folder: Path, sender: WeightSender, is_required: bool = False
     ) -> None:
         super().__init__(learner, engine, folder)
         self._sender, self._is_required = sender, is_required
-        self._messages: Sequence[Message] = ()
+        self._messages: Sequence[WeightMessage] = ()
         self._group: _Joined | None = None
         self._num_failed = 0
         self._has_sent = self._is_over_disk = False
@@ -65,7 +65,7 @@ class GroupTransport(ServersTransport):
             UserError: a server cannot be started or found, or no group can be formed although it is required.
         """
         await self.engine.start()
-        if not self.engine.settings.urls:
+        if self.engine.are_started_here:
             await self._check_loaded()
         await self.push(0)
 
@@ -126,7 +126,7 @@ class GroupTransport(ServersTransport):
             if not fault:
                 self._group = _Joined(address, members)
 
-    def _members(self, servers: Sequence[Server]) -> object:
+    def _members(self, servers: Sequence[WeightServer]) -> object:
         """Return what changes when the learner is restarted, or a server, by us or, if it is not ours, by others."""
         numbers = [(server.url, server.num_restarts) for server in servers]
         return self._sender.process, numbers, self.engine.num_loaded
@@ -134,7 +134,7 @@ class GroupTransport(ServersTransport):
     async def _drop_dead(self) -> None:
         """Report the servers that have died since the last push: the others would wait for them."""
 
-        async def one(server: Server) -> None:
+        async def one(server: WeightServer) -> None:
             try:
                 name = await server.client.weight_version()
                 if self._group and not self.engine.is_current(name):
@@ -144,7 +144,7 @@ class GroupTransport(ServersTransport):
 
         await asyncio.gather(*map(one, self.engine.servers.up))
 
-    async def _join(self, servers: Sequence[Server]) -> tuple[GroupAddress, str]:
+    async def _join(self, servers: Sequence[WeightServer]) -> tuple[GroupAddress, str]:
         """Let servers and learner join a new group; return where, and why it failed.
 
         Raises:
@@ -155,7 +155,7 @@ class GroupTransport(ServersTransport):
         name = f"trueturn-{secrets.token_hex(4)}"
         address = await asyncio.to_thread(self._sender.open_group, name, hosts, sum(counts))
 
-        async def one(server: Server, first_rank: int) -> str:
+        async def one(server: WeightServer, first_rank: int) -> str:
             try:
                 await server.client.join_group(address, first_rank)
             except (ServerLost, ServerRefused) as error:
@@ -169,7 +169,7 @@ class GroupTransport(ServersTransport):
         faults = await asyncio.gather(*map(one, servers, ranks), asyncio.to_thread(self._sender.join_group))
         return address, "; ".join(filter(None, faults))
 
-    async def _num_gpus(self, server: Server) -> int:
+    async def _num_gpus(self, server: WeightServer) -> int:
         """Return the GPUs of a server; report one that gives no answer. Raises `GroupBroken` if it does not say."""
         try:
             return await server.client.num_gpus()
@@ -188,7 +188,7 @@ class GroupTransport(ServersTransport):
             is_broken.set()
             await asyncio.to_thread(cancel, group.address.host, group.address.port)
 
-        async def receive(client: SGLangClient) -> None:
+        async def receive(client: WeightClient) -> None:
             try:
                 await _unless(is_broken, client.update_from_group(self._messages, group.address.name, version))
             except (ServerLost, ServerRefused) as error:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.engines.base import Engine
-from agents.engines.sglang import SGLangEngine
+from agents.engines.base import Engine, capabilities_of
+from agents.engines.weight_servers import servers_of
 from agents.model.cpu import compute
 from agents.types import ProcessedImage
 from trainer.learner.protocol import Learner
@@ -107,12 +107,13 @@ class WeightSync:
     @property
     def pauses_to_train(self) -> bool:
         """Whether servers share the learner's GPUs, free their memory while it trains, and write nothing meanwhile."""
-        return isinstance(self.engine, SGLangEngine) and self.engine.settings.frees_memory
+        return capabilities_of(self.engine).frees_memory
 
     async def begin_training(self) -> None:
         """Give the learner the memory of servers on its GPUs, if they free it, until the next push."""
-        if isinstance(self.engine, SGLangEngine) and self.pauses_to_train:
-            await self.engine.free_memory()
+        servers = servers_of(self.engine)
+        if servers and self.pauses_to_train:
+            await servers.free_memory()
 
     async def push(self, version: int) -> WeightPush:
         """Bring the learner's weights to the engine as `version`.

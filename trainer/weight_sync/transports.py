@@ -23,10 +23,8 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.engines.base import Engine, TrainableEngine
-from agents.engines.hf import HFEngine
-from agents.engines.sglang import SGLangEngine
-from agents.engines.sglang.client import SGLangClient
+from agents.engines.base import Engine, MemoryEngine, TrainableEngine
+from agents.engines.weight_servers import ServersEngine, WeightClient
 from agents.model.cpu import compute
 from agents.types import ProcessedImage
 from envs.errors import UserError
@@ -98,7 +96,7 @@ class InProcessTransport:
 
     events: Sequence[str] = ()
 
-    def __init__(self, learner: Learner, engine: HFEngine) -> None:
+    def __init__(self, learner: Learner, engine: MemoryEngine) -> None:
         self.learner, self.engine = learner, engine
 
     @property
@@ -182,10 +180,10 @@ class DiskTransport(Generic[E]):
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-class ServersTransport(DiskTransport[SGLangEngine]):
+class ServersTransport(DiskTransport[ServersEngine]):
     """Writes weights to a checkpoint folder that servers read. The newest one stays for servers that restart."""
 
-    def __init__(self, learner: Learner, engine: SGLangEngine, folder: Path) -> None:
+    def __init__(self, learner: Learner, engine: ServersEngine, folder: Path) -> None:
         super().__init__(learner, engine, folder)
         engine.current_weights = self.save
         #: Compares what servers hold after every push with the learner's weights.
@@ -204,7 +202,7 @@ class ServersTransport(DiskTransport[SGLangEngine]):
     async def start(self) -> None:
         """Start the servers. External servers may hold any weights, so they get the learner's at once."""
         await super().start()
-        if self.engine.settings.urls:
+        if not self.engine.are_started_here:
             await self.push(0)
         else:
             await self._check_loaded()
@@ -239,7 +237,7 @@ class IpcTransport(ServersTransport):
     """
 
     def __init__(
-        self, learner: Learner, engine: SGLangEngine, folder: Path, lend: Lend, node: Callable[[], str] = str
+        self, learner: Learner, engine: ServersEngine, folder: Path, lend: Lend, node: Callable[[], str] = str
     ) -> None:
         """Lend by `lend`, on a node as servers name it, which may change with a restart; "" if all are on this host."""
         super().__init__(learner, engine, folder)
@@ -254,14 +252,15 @@ class IpcTransport(ServersTransport):
             self.engine.servers.events.append(f"servers {', '.join(far)}, {how}")
 
     async def _push(self, version: int) -> Transfer:
-        num_gpus, clients = self.engine.settings.tensor_parallel, [s.client for s in self.engine.servers.up]
+        num_gpus = self.engine.gpus_per_server
+        clients = [server.client for server in self.engine.servers.up]
         here = self._node()
         if not any(client.node == here for client in clients):
             return await super()._push(version)
         if any(client.node != here for client in clients):
             await asyncio.to_thread(self.save)
 
-        async def push(client: SGLangClient) -> None:
+        async def push(client: WeightClient) -> None:
             if client.node == here:
                 await client.update_from_tensors(loan.payloads, version, num_gpus)
             else:
@@ -340,6 +339,6 @@ def refused(reason: str) -> UserError:
     return UserError("--sync adapter", "needs servers that take the adapter", reason, f"{fix}--lora-target-modules")
 
 
-def note_merged(engine: SGLangEngine, reason: str) -> None:
+def note_merged(engine: ServersEngine, reason: str) -> None:
     """Report that servers get merged weights although adapters are trained."""
     engine.servers.events.append(f"servers get merged weights, not the adapter alone: {reason}")

@@ -11,9 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from agents.engines.sglang import SGLangEngine
-from agents.engines.sglang.client import ServerLost, ServerRefused
-from agents.engines.sglang.servers import Server
+from agents.engines.weight_servers import ServerLost, ServerRefused, ServersEngine, WeightServer
 from trainer.learner.checksums import Cut
 from trainer.learner.weight_sender import WeightSender
 
@@ -45,7 +43,7 @@ class WeightChecks:
         await checks.check()      # after a push; raises `WeightsDiffer`
     """
 
-    def __init__(self, engine: SGLangEngine, sender: WeightSender) -> None:
+    def __init__(self, engine: ServersEngine, sender: WeightSender) -> None:
         self._engine, self._sender = engine, sender
         #: By the number of a server's GPUs: what each of its tensors is.
         self._cuts: dict[int, list[tuple[_Place, Cut]]] = {}
@@ -78,10 +76,10 @@ class WeightChecks:
         """Return the cuts to compare now: all the first time, then another share of them each time."""
         return cuts[self._num_checks % SHARES :: SHARES] if self._num_checks else cuts
 
-    async def _held(self) -> Mapping[Server, Mapping[_Place, str]]:
+    async def _held(self) -> Mapping[WeightServer, Mapping[_Place, str]]:
         """Return the checksums of every server that gives some; one that does not is asked no more."""
 
-        async def one(server: Server) -> Mapping[_Place, str]:
+        async def one(server: WeightServer) -> Mapping[_Place, str]:
             try:
                 gpus = await server.client.checksums()
             except (ServerLost, ServerRefused):

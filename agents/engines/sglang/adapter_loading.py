@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from agents.engines.sglang.adapters import Adapter
-from agents.engines.sglang.client import ServerLost, ServerRefused, SGLangClient
+from agents.engines.sglang.client import SGLangClient
+from agents.engines.weight_servers import Adapter, ServerLost, ServerRefused
 
 #: The version of a checkpoint whose adapter is not loaded yet: no engine's current one.
 NO_VERSION = -1

@@ -1,51 +1,13 @@
-"""Low-rank adapters as SGLang servers take them: over HTTP, apart from the checkpoint that they adapt."""
+"""Which low-rank adapters SGLang servers take."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 #: The linear layers of a decoder that a server adapts. Vision towers, experts and the output layer are no such layers.
 _LAYER = re.compile(r"(.*\blayers\.\d+\.(?:self_attn|mlp))\.((?:q|k|v|o|gate|up|down)_proj)")
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """The low-rank updates of some linear layers, W + (alpha / rank) B A, in the format of peft.
-
-    `config` is the content of peft's `adapter_config.json`. `tensors` is a base64 pickle of A and B by peft's names, as
-    tensors on the CPU: the pickle holds their values. `num_bytes` counts these values alone. `layers` are the adapted
-    layers' names.
-
-    Example: rank 8 on all decoder layers of a 2B Qwen3-VL is 17,432,576 bytes in bfloat16; its weights are 4.3 GB.
-    """
-
-    config: Mapping[str, Any]
-    tensors: str
-    num_bytes: int
-    layers: tuple[str, ...]
-
-    @property
-    def rank(self) -> int:
-        """The number of rows of A and of columns of B."""
-        return int(self.config["r"])
-
-    @property
-    def targets(self) -> tuple[str, ...]:
-        """The last parts of the layers' names, such as `q_proj`."""
-        return tuple(self.config["target_modules"])
-
-
-def kinds_of(layers: Sequence[str]) -> tuple[str, ...]:
-    """Return the last parts of layers' names, each once: what servers call the targets of an adapter.
-
-    >>> kinds_of(["model.layers.0.self_attn.v_proj", "model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj"])
-    ('up_proj', 'v_proj')
-    """
-    return tuple(sorted({layer.rpartition(".")[2] for layer in layers}))
 
 
 def why_unsupported(layers: Sequence[str]) -> str:

@@ -6,16 +6,22 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
 
 import aiohttp
 
-from agents.engines.sglang.adapters import Adapter
 from agents.engines.sglang.pictures import HELLO, PROTOCOL
 from agents.engines.sglang.releases import UNKNOWN, Release
+from agents.engines.weight_servers import (
+    LOCAL_HOSTS,
+    Adapter,
+    GroupAddress,
+    ServerLost,
+    ServerRefused,
+    WeightMessage,
+)
 
 #: Time limits: to answer `model_info` or `server_info`, which a busy server does late, to say how it takes pictures, to
 #: load weights, to load an adapter, and to free or take memory.
@@ -30,8 +36,6 @@ RELEASE_TRIES = 3
 
 #: Bytes of an answer; the log-probs of a million tokens take about 30 MiB.
 MAX_ANSWER = 2**26
-
-LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
 def authorization(api_key: str) -> dict[str, str]:
@@ -78,41 +82,6 @@ async def _text(response: aiohttp.ClientResponse) -> str:
     return content.decode("utf-8")
 
 
-class ServerLost(Exception):
-    """The server gave no answer, or a malformed one: it is gone, broken or too slow. Another server may answer."""
-
-
-class ServerRefused(Exception):
-    """The server answered that it will not do this; another try would not help."""
-
-
-class ServerStuck(ServerLost):
-    """The server waits for another process that is gone. Only a restart ends that."""
-
-
-@dataclass(frozen=True)
-class GroupAddress:
-    """Where the members of a process group meet: the store of its rank 0, and how many they are."""
-
-    name: str
-    host: str
-    port: int
-    num_members: int
-    backend: str
-
-
-@dataclass(frozen=True)
-class Message:
-    """Weights that are sent as one tensor of bytes: their names in a checkpoint, their dtype and shapes.
-
-    Example: `Message(("model.norm.weight", "lm_head.weight"), "bfloat16", ((128,), (4096, 128)))`.
-    """
-
-    names: tuple[str, ...]
-    dtype: str
-    shapes: tuple[tuple[int, ...], ...]
-
-
 class SGLangClient:
     """Calls to one server.
 
@@ -135,6 +104,16 @@ class SGLangClient:
         self.frees_memory = False
         self._model_type = ""
         self._waits: set[asyncio.Timeout] = set()
+
+    @property
+    def release_name(self) -> str:
+        """The release of SGLang that the server runs; "" where it does not say."""
+        return self.release.version
+
+    @property
+    def doubt(self) -> str:
+        """What is not known of that release; "" if nothing."""
+        return self.release.doubt
 
     async def call(
         self, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None, key: str = ""
@@ -277,7 +256,7 @@ class SGLangClient:
         }
         await self._update("init_weights_update_group", body, JOIN_S)
 
-    async def update_from_group(self, messages: Sequence[Message], group: str, version: int) -> None:
+    async def update_from_group(self, messages: Sequence[WeightMessage], group: str, version: int) -> None:
         """Receive and load weights over a process group; only the last message sets the version, as above.
 
         Ask for a group only if the server is in it: SGLang's scheduler ends at a name that it does not know.

@@ -21,15 +21,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from agents.engines.base import Capabilities, WeightPath
 from agents.engines.sglang.adapter_loading import AdapterLoader
-from agents.engines.sglang.adapters import Adapter
-from agents.engines.sglang.client import ServerLost, ServerRefused, ServerStuck, SGLangClient
+from agents.engines.sglang.adapters import why_unsupported
+from agents.engines.sglang.client import SGLangClient
 from agents.engines.sglang.payloads import parse_scores, score_body
 from agents.engines.sglang.process import Launcher
 from agents.engines.sglang.prompt_reads import PromptReads
-from agents.engines.sglang.servers import POLL_S, EngineDown, Server, ServerPool
+from agents.engines.sglang.servers import POLL_S, Server, ServerPool
 from agents.engines.sglang.session import MAX_TRIES, SGLangSession, pause_s
 from agents.engines.sglang.settings import SGLangSettings
+from agents.engines.weight_servers import Adapter, EngineDown, ServerLost, ServerRefused, ServerStuck
 from agents.types import ProcessedImage
 
 #: How long a server that is back waits for a learner that is being started again.
@@ -96,6 +98,28 @@ class SGLangEngine:
     def settings(self) -> SGLangSettings:
         """How servers are started and asked, with their key once they are launched."""
         return self.servers.settings
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the servers can do; those that others started share no GPU with the learner."""
+        weights: set[WeightPath] = {"disk", "nccl", "adapter"}
+        if self.are_started_here:
+            weights.add("ipc")
+        return Capabilities(frozenset(weights), has_servers=True, frees_memory=self.settings.frees_memory)
+
+    @property
+    def are_started_here(self) -> bool:
+        """Whether the run starts the servers; others may hold any weights."""
+        return not self.settings.urls
+
+    @property
+    def gpus_per_server(self) -> int:
+        """The GPUs of each server that is started here."""
+        return self.settings.tensor_parallel
+
+    def why_no_adapter(self, layers: Sequence[str]) -> str:
+        """Return why SGLang cannot serve an adapter of these layers; "" if it can."""
+        return why_unsupported(layers)
 
     def launch(self) -> None:
         """Start the processes of servers and return at once; `start` waits for them."""

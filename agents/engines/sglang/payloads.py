@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.engines.sglang.client import ServerLost
+from agents.engines.weight_servers import ServerLost
 from agents.types import GenerateRequest, ProcessedImage
 
 #: Added to the logit of a token that must never be drawn. Finite, because JSON has no infinity; its exponential is 0.

@@ -17,11 +17,12 @@ from typing import Any
 import aiohttp
 
 from agents.engines.busy import BusyTime
-from agents.engines.sglang.client import ServerLost, ServerRefused, SGLangClient, authorization, uses_proxy
+from agents.engines.sglang.client import SGLangClient, authorization, uses_proxy
 from agents.engines.sglang.pictures import SentPictures, image_fields, missed_pictures
 from agents.engines.sglang.process import Launcher, LocalLauncher, ReservedPorts, ServerProcess, listens
 from agents.engines.sglang.routing import PromptRouter
 from agents.engines.sglang.settings import SGLangSettings
+from agents.engines.weight_servers import EngineDown, ServerLost, ServerRefused
 from agents.types import ProcessedImage
 from envs.errors import UserError
 
@@ -351,7 +352,3 @@ class ServerPool:
 def _is_proxied(server: Server) -> bool:
     """Whether proxies count for a server: for those elsewhere that we did not start."""
     return server.process is None and uses_proxy(server.url)
-
-
-class EngineDown(Exception):
-    """No server is left that can write."""

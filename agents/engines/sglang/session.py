@@ -6,10 +6,10 @@ import asyncio
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from agents.engines.sglang.client import ServerLost, ServerRefused
 from agents.engines.sglang.payloads import GenerateAnswer, generate_body, parse_answer
 from agents.engines.sglang.routing import prompt_key
 from agents.engines.sglang.servers import Server
+from agents.engines.weight_servers import ServerLost, ServerRefused
 from agents.types import Completion, GenerateRequest, add_run
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ import pytest
 from aiohttp import web
 
 from agents.engines.sglang import SGLangEngine, SGLangSettings
-from agents.engines.sglang.client import ServerLost
 from agents.engines.sglang.prompt_reads import MIN_TOKENS, PromptReads
 from agents.engines.sglang.routing import SLACK, PromptRouter, most_sessions, prompt_key
 from agents.engines.sglang.servers import Server
+from agents.engines.weight_servers import ServerLost
 from agents.types import Completion, GenerateRequest, ProcessedImage, SamplingParams
 
 PROMPT = 50

@@ -31,12 +31,12 @@ import pytest
 import torch
 
 from agents.engines.sglang import SGLangEngine, SGLangSettings, servers
-from agents.engines.sglang.client import ServerRefused, SGLangClient
+from agents.engines.sglang.client import SGLangClient
 from agents.engines.sglang.payloads import collapse
 from agents.engines.sglang.pictures import salted_hash
 from agents.engines.sglang.process import LocalProcess, ReservedPorts
 from agents.engines.sglang.prompt_reads import MIN_TOKENS
-from agents.engines.sglang.servers import EngineDown
+from agents.engines.weight_servers import EngineDown, ServerRefused
 from agents.model.architectures import ModelFacts
 from agents.model.policy import PolicyModel
 from agents.model.stream_logprobs import stream_logprobs

@@ -21,15 +21,7 @@ from aiohttp import web
 from PIL import Image
 
 from agents.engines.sglang import SGLangEngine, SGLangSettings
-from agents.engines.sglang.adapters import Adapter
-from agents.engines.sglang.client import (
-    MAX_ANSWER,
-    RELEASE_TRIES,
-    ServerLost,
-    ServerRefused,
-    SGLangClient,
-    authorization,
-)
+from agents.engines.sglang.client import MAX_ANSWER, RELEASE_TRIES, SGLangClient, authorization
 from agents.engines.sglang.engine import MAX_GIVEN_UP
 from agents.engines.sglang.payloads import (
     collapse,
@@ -40,8 +32,8 @@ from agents.engines.sglang.payloads import (
 )
 from agents.engines.sglang.pictures import HELLO, data_uri, image_fields, salted_hash
 from agents.engines.sglang.releases import UNKNOWN, Release
-from agents.engines.sglang.servers import EngineDown
 from agents.engines.sglang.session import MAX_TRIES, pause_s
+from agents.engines.weight_servers import Adapter, EngineDown, ServerLost, ServerRefused
 from agents.model.architectures import NO_IMAGE_TOKEN, ModelFacts
 from agents.types import Completion, GenerateRequest, ProcessedImage, SamplingParams
 from envs.errors import UserError

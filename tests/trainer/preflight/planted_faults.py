@@ -64,7 +64,7 @@ def engine(kind: type[HFEngine]) -> Plant:
 
     @contextmanager
     def plant(_: Path) -> Iterator[Sequence[str]]:
-        with patch("trainer.setup.components.HFEngine", kind):
+        with patch("trainer.setup.engines.HFEngine", kind):
             yield ()
 
     return plant

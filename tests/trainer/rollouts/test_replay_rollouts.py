@@ -97,7 +97,7 @@ def nothing_plays(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("nothing is to be played")
 
     for place in (
-        "trainer.setup.components.build_engine",
+        "trainer.setup.engines.build_engine",
         "trainer.rollouts.live.load_problems",
         "trainer.rollouts.live.load_env",
         "trainer.config.inputs.get_spec",

@@ -13,7 +13,7 @@ from trainer.config.inputs import ModelConfig
 from trainer.config.learner import ClusterConfig
 from trainer.config.rollout import EngineConfig, RolloutConfig, ServersConfig
 from trainer.config.run import RunConfig
-from trainer.setup.components import own_servers
+from trainer.setup.engines import own_servers
 from trainer.setup.servers import server_settings
 
 

@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from agents.engines.sglang import SGLangEngine, SGLangSettings
-from agents.engines.sglang.adapters import Adapter
 from agents.engines.sglang.process import LocalProcess
 from agents.engines.sglang.server_facts import Host
+from agents.engines.weight_servers import Adapter
 from agents.model.policy import PolicyModel
 from agents.model.stream_logprobs import stream_logprobs
 from agents.rendering.renderer import Renderer
@@ -36,7 +36,7 @@ from trainer.learner.fsdp_learner import FSDPLearner
 from trainer.learner.lora import is_adapter
 from trainer.learner.protocol import LearnerLost
 from trainer.learner.sharding import reshard
-from trainer.setup.components import adapters_alone
+from trainer.setup.engines import adapters_alone
 from trainer.weight_sync.sync import SyncError, WeightSync
 from trainer.weight_sync.transports import AdapterTransport, ServersTransport, Transport
 

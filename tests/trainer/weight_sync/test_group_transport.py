@@ -18,9 +18,10 @@ import torch
 from safetensors.torch import load_file
 
 from agents.engines.sglang import SGLangEngine, SGLangSettings
-from agents.engines.sglang.client import GroupAddress, Message, ServerLost, ServerRefused, SGLangClient
+from agents.engines.sglang.client import SGLangClient
 from agents.engines.sglang.process import LocalProcess
 from agents.engines.sglang.servers import Server
+from agents.engines.weight_servers import GroupAddress, ServerLost, ServerRefused, WeightMessage
 from agents.rendering.renderer import Renderer
 from envs.errors import UserError
 from tests.agents.engines.sglang_server import digests
@@ -278,7 +279,7 @@ def idle_transport(folder: Path, num_servers: int = 1, is_required: bool = False
     given: dict[str, Any] = {"weight_version": "0"}
     sender: Any = SimpleNamespace(
         process=1,
-        messages=lambda: (Message(("norm.weight",), "float32", ((8,),)),),
+        messages=lambda: (WeightMessage(("norm.weight",), "float32", ((8,),)),),
         open_group=lambda name, hosts, count: GroupAddress(name, "127.0.0.1", 1, count + 1, "gloo"),
         join_group=lambda: "",
         close_group=lambda: None,

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from agents.engines.sglang import SGLangEngine, SGLangSettings
-from agents.engines.sglang.client import ServerRefused
 from agents.engines.sglang.servers import Server
+from agents.engines.weight_servers import ServerRefused
 from agents.rendering.renderer import Renderer
 from tests.agents.engines.sglang_server import held_by
 from tests.trainer.weight_sync.test_sync import learner_of, move

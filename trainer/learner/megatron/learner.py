@@ -23,7 +23,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agents.engines.sglang.adapters import Adapter
+from agents.engines.weight_servers import Adapter
 from agents.model.mrope import mrope_positions
 from agents.types import ProcessedImage, SamplingLaw, SamplingParams
 from envs.errors import UserError

@@ -18,8 +18,8 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from agents.engines.sglang.releases import KEEPS_IDS, NEWEST, OLDEST, Release, dotted
 from trainer.preflight.finding import Status, Verdict, combine, fault, ok, warning
+from trainer.setup.servers import FIRST_EXACT, SUPPORTED, release_doubt
 
 #: The supported versions. A later version is untried; an earlier one lacks something that TrueTurn uses, or of SGLang
 #: is untried too.
@@ -83,7 +83,7 @@ class KnownBad:
 KNOWN_BAD: tuple[KnownBad, ...] = (
     KnownBad(
         "sglang",
-        f"<{dotted(KEEPS_IDS)}",
+        f"<{FIRST_EXACT}",
         "decodes the ids of a request with pictures and tokenises the text again: it may read another stream",
         "install sglang 0.5.15 or later",
         # The setting SGLANG_MM_AVOID_RETOKENIZE is not in the wheel of 0.5.12.post1, and on by default in 0.5.13's.
@@ -173,17 +173,16 @@ def _in_range(name: str, number: str) -> Verdict:
     if _fits(number, wanted):
         return ok("")
     fix = f"pip install '{name}{wanted}'"
-    if doubt := Release.of({"version": number}).doubt if name == "sglang" else "":
+    if doubt := release_doubt(number) if name == "sglang" else "":
         return warning(doubt, fix)
     if _fits(number, next(part for part in wanted.split(",") if part.startswith(">="))):
         return warning(f"{name} {number} is untried: {wanted} is supported", fix)
     return fault(f"{name} {number} is too old: {wanted} is supported", fix)
 
 
-def check_releases(releases: Iterable[Release]) -> list[Verdict]:
+def check_releases(doubts: Iterable[str]) -> list[Verdict]:
     """Return what is not known of the releases of SGLang that servers run."""
-    fix = f"serve with SGLang {dotted(OLDEST)} to {dotted(NEWEST)}"
-    return [warning(doubt, fix) for doubt in dict.fromkeys(release.doubt for release in releases) if doubt]
+    return [warning(doubt, f"serve with SGLang {SUPPORTED}") for doubt in dict.fromkeys(doubts) if doubt]
 
 
 def _built_for(versions: Versions) -> list[Verdict]:
