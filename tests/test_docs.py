@@ -147,7 +147,7 @@ def test_every_flag_of_the_pages_on_rollouts_and_engines_is_one_of_the_command()
     others |= {"--tokenizers", "--only", "--no-network", "--variant", "--pictures", "--profile"}  # of other commands
     others |= {name for argument in chosen_arguments() for name in argument.names}
     named = set(re.findall(r"--[a-z][a-z0-9-]+", text)) - others
-    done = run_command("trainer.run", "--help")
+    done = run_command("trainer.run", "--help-all")
     known = set(re.findall(r"--[a-z][a-z0-9-]+", done.stdout))
     assert len(named) > 20
     assert named <= known, sorted(named - known)

@@ -15,7 +15,7 @@ from envs.config.sources import Sources
 from envs.console import Console
 from envs.errors import UserError
 from trainer.checkpoint.settings_parts import parts_until
-from trainer.config.run import RunConfig
+from trainer.config.run import FIRST_SETTINGS, RunConfig
 from trainer.config.sources import FIXED, SOURCES, STAGES, check_resumable, read_config, with_whole_paths
 from trainer.metrics.clock import process_age_s
 from trainer.metrics.console import Display, open_console
@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 def run(argv: Sequence[str] | None = None) -> int:
     """Parse the flags and train; return the exit code."""
     description = "Train a policy by reinforcement in an environment."
-    parts = run_parts(lambda sources: parse(RunConfig, argv, "python -m trainer.run", description, sources))
+    parts = run_parts(
+        lambda sources: parse(RunConfig, argv, "python -m trainer.run", description, sources, FIRST_SETTINGS)
+    )
     check_settings(parts[0])
     # Imported late, so that --help and a wrong setting answer at once.
     from trainer.checkpoint.session import RunFailed

@@ -49,6 +49,9 @@ MAX_LISTED = 20
 #: What people write after a switch, which takes no value.
 _BOOLEAN_WORDS = frozenset({"true", "false", "yes", "no", "on", "off", "1", "0"})
 
+#: Shows every flag of a command whose --help shows the first ones alone.
+HELP_ALL = "--help-all"
+
 #: Where the parser notes the flag of `Sources.foreign`.
 _FOREIGN = "foreign variables"
 
@@ -93,10 +96,18 @@ class _Switch(_Once, argparse.BooleanOptionalAction):
     """A pair of flags, `--record` and `--no-record`."""
 
 
-def parse(model: type[M], argv: Sequence[str] | None, prog: str, description: str, layers: Sources | None = None) -> M:
+def parse(
+    model: type[M],
+    argv: Sequence[str] | None,
+    prog: str,
+    description: str,
+    layers: Sources | None = None,
+    first: Collection[str] = (),
+) -> M:
     """Return the configuration that the flags give and, with `layers`, the files and environment variables below them.
 
-    `--print-config` prints the resolved configuration and exits. Help calls the command `prog`, or by the name of
+    `--print-config` prints the resolved configuration and exits. With `first`, names of settings, `--help` shows these
+    alone and `--help-all` all. Help calls the command `prog`, or by the name of
     `trueturn`'s sub-command where it runs as that.
 
     Raises:
@@ -105,8 +116,11 @@ def parse(model: type[M], argv: Sequence[str] | None, prog: str, description: st
     if argv is None and sys.argv[0].startswith(PROGRAM):
         prog = sys.argv[0]
     fields = list(leaves(model))
-    parser = _parser(model, prog, description, layers)
-    parser.argv = sys.argv[1:] if argv is None else argv
+    words = sys.argv[1:] if argv is None else argv
+    parser = _parser(model, prog, description, layers, () if HELP_ALL in words else first)
+    if first:
+        parser.add_argument(HELP_ALL, action="help", help="show all flags and exit")
+    parser.argv = words
     parser.check_switches()
     takes_several = any(field.is_required() and is_tuple(field) for _, field in fields)
     found, unknown = (parser.parse_known_intermixed_args if takes_several else parser.parse_known_args)(parser.argv)
@@ -117,6 +131,7 @@ def parse(model: type[M], argv: Sequence[str] | None, prog: str, description: st
         others = ("--config", "--print-config") if layers else ()
         others += (layers.foreign.flag,) if layers and layers.foreign else ()
         fix = layers.translated(model, flag) if layers else ""
+        others += (HELP_ALL,) if first else ()
         fix = fix or _instead(model, flag, (*flags, *others), known)
         raise UserError(flag, "is no flag of this command", unknown[0], fix)
     settings: Settings = {
@@ -142,15 +157,18 @@ def _instead(model: type[BaseModel], word: str, flags: Collection[str], given: M
     fields = [(path[-1], field) for path, field in leaves(model)]
     if (fix := did_you_mean(word, flags)).startswith("did"):
         return fix
-    fix = fix if len(flags) <= MAX_LISTED else "--help lists all flags"
+    help_flag = HELP_ALL if HELP_ALL in flags else "--help"
+    fix = fix if len(flags) <= MAX_LISTED else f"{help_flag} lists all flags"
     if word.startswith("-"):  # argparse may have read the value of an unknown flag as the argument
         value = next((given[name] for name, field in fields if field.is_required()), None)
         return f"write {value} without {word}" if value is not None else fix
     return f"write --env {word}" if "--env" in flags and given["env"] is None else fix
 
 
-def _parser(model: type[BaseModel], prog: str, description: str, layers: Sources | None) -> _Parser:
-    """Return the parser of a command."""
+def _parser(
+    model: type[BaseModel], prog: str, description: str, layers: Sources | None, shown: Collection[str]
+) -> _Parser:
+    """Return the parser of a command, whose help shows these settings, or all if there are none."""
     arguments = [flag_of(path[-1], field) for path, field in leaves(model) if field.is_required()]
     parser = _Parser(
         prog=prog,
@@ -159,7 +177,7 @@ def _parser(model: type[BaseModel], prog: str, description: str, layers: Sources
         allow_abbrev=False,
         formatter_class=Formatter,
     )
-    _add_section(parser, model)
+    _add_section(parser, model, shown or {path[-1] for path, _ in leaves(model)})
     if layers:
         names = ", ".join(file.stem for file in sorted(layers.ready.glob("*.yaml")))
         parser.add_argument(
@@ -185,18 +203,21 @@ def _parser(model: type[BaseModel], prog: str, description: str, layers: Sources
     return parser
 
 
-def _add_section(parser: argparse.ArgumentParser, model: type[BaseModel], path: FieldPath = ()) -> None:
+def _add_section(
+    parser: argparse.ArgumentParser, model: type[BaseModel], shown: Collection[str], path: FieldPath = ()
+) -> None:
     """Add the flags of a section as a group under its docstring, then those of the sections in it."""
-    group = parser.add_argument_group(".".join(path), summary_of(model)) if path else parser
+    has_shown = any(name in shown for name in model.model_fields)
+    group = parser.add_argument_group(".".join(path), summary_of(model) if has_shown else None) if path else parser
     for name, field in model.model_fields.items():
         if section := section_of(field):
-            _add_section(parser, section, (*path, name))
+            _add_section(parser, section, shown, (*path, name))
         else:
-            _add(group, flag_of(name, field), field)
+            _add(group, flag_of(name, field), field, name in shown)
 
 
-def _add(group: argparse._ActionsContainer, flag: str, field: FieldInfo) -> None:
-    text = help_of(field).replace("%", "%%")
+def _add(group: argparse._ActionsContainer, flag: str, field: FieldInfo, is_shown: bool) -> None:
+    text = help_of(field).replace("%", "%%") if is_shown else argparse.SUPPRESS
     if field.is_required():
         nargs = "*" if is_tuple(field) else "?"
         group.add_argument(flag.lower(), metavar=flag, nargs=nargs, help=text)

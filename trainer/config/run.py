@@ -119,6 +119,15 @@ class LogConfig(RunDirConfig):
     )
 
 
+#: What `trainer.run --help` shows; `--help-all` shows every setting.
+FIRST_SETTINGS = (
+    *("steps", "seed", "env", "registry", "data", "prompt_key", "answer_key", "image_keys", "reward", "success"),
+    *("max_turns", "max_new_tokens", "model", "device", "dtype", "engine", "num_gpus", "num_servers"),
+    *("problems_per_step", "group_size", "temperature", "max_staleness", "lr", "lora_rank", "eval_every"),
+    *("save_every", "resume", "out", "name", "tracker"),
+)
+
+
 class RunConfig(Section):
     """A training run."""
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from envs.config.cli import exit_code, parse
 from envs.errors import UserError
-from trainer.config.run import RunConfig
+from trainer.config.run import FIRST_SETTINGS, RunConfig
 
 
 class Inner(BaseModel):
@@ -262,6 +262,19 @@ def test_every_field_of_a_run_is_a_flag_of_its_own_with_a_description(capsys: py
     with pytest.raises(SystemExit):
         parse(RunConfig, ["--help"], "prog", "")
     assert "None (default" not in capsys.readouterr().out
+
+
+def test_help_shows_the_first_settings_and_help_all_every_one(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit):
+            parse(RunConfig, [flag], "prog", "", first=FIRST_SETTINGS)
+    short, full = (re.findall(r"^  (--[a-z0-9-]+)", text, re.M) for text in capsys.readouterr().out.split("usage:")[1:])
+    assert short == [
+        flag for flag in full if flag.removeprefix("--").replace("-", "_") in (*FIRST_SETTINGS, "help_all")
+    ]
+    assert len(short) == len(FIRST_SETTINGS) + 1 <= 31
+    with pytest.raises(UserError, match="--help-all lists all flags"):
+        parse(RunConfig, ["--zzz"], "prog", "", first=FIRST_SETTINGS)
 
 
 def test_a_command_prints_a_users_error_as_one_line_and_returns_two(capsys: pytest.CaptureFixture[str]) -> None:
