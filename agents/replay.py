@@ -37,15 +37,12 @@ from agents.replaying.report import (
 )
 from agents.replaying.rescore import rescore
 from agents.replaying.runner import ReplaySummary, replay
-from agents.replaying.slime import DumpConfig, DumpReplayer, open_dumps
-from agents.replaying.slime_dump import dump_files
 from agents.replaying.stream_replayer import StreamReplayer, token_texts
 from envs.config.cli import exit_code, parse
 from envs.config.settings import Section, with_absolute_paths
 from envs.console import Console
 from envs.errors import UserError
 from envs.grading import GraderReference
-from envs.registry import get_spec
 from envs.spec import EnvSpec
 
 #: The exit code if nothing is known to differ, but some episodes could not be read or compared.
@@ -57,7 +54,7 @@ RECORDED = "recorded"
 class ReplayConfig(Section):
     """The settings of `python -m agents.replay`."""
 
-    run: str = Field(description="run folder, recording folder, or slime's dumps: a .pt file or a folder of them")
+    run: str = Field(description="run folder or recording folder")
     env: str = Field(default="", description="environment to replay through; empty: the recorded one")
     registry: tuple[Path, ...] = Field(default=(), description="more registry files; later ones win")
     model: str = Field(
@@ -74,32 +71,17 @@ class ReplayConfig(Section):
     report: Path | None = Field(default=None, description="JSON file for the full report; empty: none")
     selection: SelectionConfig = SelectionConfig()
     fork: ForkConfig = ForkConfig()
-    dumps: DumpConfig = DumpConfig()
 
 
 def open_source(config: ReplayConfig, spec: EnvSpec | None = None) -> tuple[Recording, EnvSpec, list[str]]:
     """Return the recording, its environment (`spec`, or the one of its id), and notes on what has changed since.
 
     Raises:
-        UserError: there is no recording or no such environment, or a dump cannot be read.
+        UserError: there is no recording or no such environment.
     """
-    if files := dump_files(Path(config.run)):
-        if not config.env and not spec:
-            raise UserError("--env", "must name the environment of the dump", "none", "give its id")
-        spec = spec or get_spec(config.env, *config.registry)
-        source, notes = open_dumps(files, spec, config.model, config.dumps, config.fork.max_turns)
-    else:
-        if config.dumps.convert:
-            raise UserError(
-                "--convert", "must be given with slime dumps", config.run, "give a .pt file, or leave it out"
-            )
-        source = Recording.open(config.run)
-        spec = spec or find_spec(source.manifest, config.env, config.registry)
-        notes = env_notes(source.manifest, spec)
-        notes += source.damage()
-    if framework := source.manifest.converted_from:
-        notes.insert(0, f"converted from {framework}: observations and infos were not recorded and are not compared")
-    return source, spec, notes
+    source = Recording.open(config.run)
+    spec = spec or find_spec(source.manifest, config.env, config.registry)
+    return source, spec, [*env_notes(source.manifest, spec), *source.damage()]
 
 
 def open_renderer(config: ReplayConfig, source: Recording) -> Renderer | None:
@@ -141,8 +123,7 @@ class ReplayInputs:
     @property
     def replayer(self) -> Replayer:
         """What replays an episode."""
-        replayer = StreamReplayer(self.context, self.renderer) if self.renderer else EnvReplayer(self.context)
-        return DumpReplayer(replayer) if self.source.manifest.converted_from else replayer
+        return StreamReplayer(self.context, self.renderer) if self.renderer else EnvReplayer(self.context)
 
     def header(self, config: ReplayConfig, began: float) -> ReportHeader:
         """Return the header of the report on a replay that began at a time of `perf_counter`."""
@@ -156,8 +137,7 @@ def open_all(config: ReplayConfig, spec: EnvSpec | None = None) -> ReplayInputs:
     manifest = source.manifest
     if config.rescore is not None:
         spec = spec.model_copy(update={"grader": config.rescore})
-    # The model of a dump only serves to read it.
-    renderer = None if dump_files(Path(config.run)) else open_renderer(config, source)
+    renderer = open_renderer(config, source)
     if renderer:
         notes += model_notes(manifest, renderer)
     damaged = num_skipped(source.folder / EPISODES)
@@ -259,9 +239,8 @@ def run(argv: Sequence[str] | None = None) -> int:
     """Parse the flags, replay, report."""
     description = "Replay recorded episodes through an environment."
     config = parse(ReplayConfig, argv, "python -m agents.replay", description)
-    has_stream = config.model and not dump_files(Path(config.run))
-    if config.rescore is not None and (has_stream or config.turn):
-        flag = "--model" if has_stream else "--turn"
+    if config.rescore is not None and (config.model or config.turn):
+        flag = "--model" if config.model else "--turn"
         raise UserError("--rescore", f"must be given without {flag}", config.rescore, f"leave {flag} out")
     if config.fork.fork is not None:
         return fork(config)

@@ -96,10 +96,9 @@ class Recording:
         Raises:
             UserError: a line is no episode of this schema, or its token stream breaks a rule.
         """
-        is_converted = bool(self.manifest.converted_from)
         for end, episode in self._records_from(EpisodeRecord, EPISODES, place):
             _check_schema(f"{self.folder / EPISODES} {episode.id}", episode.schema_version)
-            if rule := broken_record(episode, is_converted=is_converted):
+            if rule := broken_record(episode):
                 raise UserError(
                     f"{self.folder / EPISODES} {episode.id}", "must keep the rules of a token stream", rule, _FIX
                 )

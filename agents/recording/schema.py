@@ -22,7 +22,7 @@ from typing import Annotated, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator, model_validator
 
 from agents.recording.safe_files import memory_of
 from agents.types import EndReason, Trajectory, messages_before_turns
@@ -98,9 +98,7 @@ class Manifest(_Record):
 
     `env` is the environment's entry in the registry, `registry` the file of the entry and `env_source` a hash of the
     environment's code. `model` is the folder or name that the run was given, `template` a hash of its chat template and
-    `template_options` the options of every rendering. `ways` are named as in `EpisodeRecord.way`. `converted_from` is
-    the framework whose files the episodes were converted from, if any; observations, infos, seeds and times are unknown
-    then, and are empty or 0.
+    `template_options` the options of every rendering. `ways` are named as in `EpisodeRecord.way`.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -114,7 +112,14 @@ class Manifest(_Record):
     template_options: dict[str, Any] = {}
     ways: dict[str, WayRecord] = {}
     versions: dict[str, str] = {}
-    converted_from: str = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_former_fields(cls, fields: Any) -> Any:
+        """Drop what recordings before version 0.1.0 have too: the framework that episodes were converted from."""
+        if isinstance(fields, dict):
+            fields.pop("converted_from", None)
+        return fields
 
     @field_validator("env")
     @classmethod

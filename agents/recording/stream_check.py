@@ -10,17 +10,15 @@ from agents.rollout.invariants import Vocabulary, broken_invariant, broken_spans
 from agents.types import EndReason
 
 
-def broken_record(
-    episode: EpisodeRecord, vocabulary: Vocabulary | None = None, is_converted: bool = False
-) -> str | None:
+def broken_record(episode: EpisodeRecord, vocabulary: Vocabulary | None = None) -> str | None:
     """Return the first rule of `agents.rollout.invariants` that a recorded stream breaks; None when all hold.
 
-    Without a vocabulary, the rules that need one are left out. An episode that ended as `invalid_stream`, or was
-    converted from another framework, must keep only those that readers rely on.
+    Without a vocabulary, the rules that need one are left out. An episode that ended as `invalid_stream` must keep
+    only those that readers rely on.
     """
     num_written = sum(episode.mask)
     if len(episode.logprobs) != num_written:
         return f"{len(episode.logprobs)} log-probs for {num_written} masked tokens"
-    if is_converted or episode.end_reason is EndReason.INVALID_STREAM:
+    if episode.end_reason is EndReason.INVALID_STREAM:
         return broken_spans(episode)
     return broken_invariant(episode, vocabulary) if vocabulary else broken_stream(episode)

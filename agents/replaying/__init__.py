@@ -6,6 +6,5 @@
 model with today's.
 
 `fork` continues one episode from a turn, after `prefix` has checked the turns before it; `continuation` lets a person,
-a script or a model write the next turns. `slime_dump` reads slime's dumps, `slime_samples` makes trajectories of their
-samples, and `slime` makes a recording of those.
+a script or a model write the next turns.
 """

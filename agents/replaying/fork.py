@@ -53,7 +53,7 @@ class ForkConfig(Section):
     max_turns: int | None = Field(
         default=None,
         ge=1,
-        description="largest number of turns, with --fork or for slime's dumps; empty: as recorded",
+        description="with --fork, largest number of turns; empty: as recorded",
     )
     max_new_tokens: int | None = Field(
         default=None, ge=1, description="with --fork, largest number of tokens after the prompt; empty: as recorded"

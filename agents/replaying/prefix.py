@@ -40,8 +40,6 @@ class PrefixCheck:
         turns = self._episode.turns
         if turn and turns[turn - 1].done:
             return f"turn {turn} ended the episode in the recording, and does not now"
-        if turn == len(turns) and self._recording.manifest.converted_from:
-            return None  # the recording does not have the answer to the last turn
         now = request.ids[self._num_read :]
         recorded, digests = self._recorded(turn)
         what = f"the environment answers turn {turn} differently" if turn else "the prompt differs"

@@ -13,7 +13,6 @@ from agents.recording.selection import SelectionConfig
 from agents.replay import ReplayConfig, run
 from agents.replaying.difference import KINDS
 from agents.replaying.fork import ForkConfig
-from agents.replaying.slime import DumpConfig
 from envs.config.settings import flag_of, leaves
 from envs.grading import GRADERS, score_text
 from tests.pages import code_block, session
@@ -69,15 +68,11 @@ def test_the_rescoring_of_the_page_prints_what_it_shows(
 
 
 def test_every_kind_flag_and_grader_is_on_the_page() -> None:
-    page, _, of_slime = PAGE.partition("\n## slime's dumps\n")  # where slime's own fields and flags are named too
-    assert re.findall(r"^\| `([a-z ]+)` \|", page, re.MULTILINE) == list(KINDS)
+    assert re.findall(r"^\| `([a-z ]+)` \|", PAGE, re.MULTILINE) == list(KINDS)
     flags = {flag_of(path[-1], field) for path, field in leaves(ReplayConfig)} - {"RUN"}
-    named = set(re.findall(r"--[a-z][a-z-]+", page))
+    named = set(re.findall(r"--[a-z][a-z-]+", PAGE))
     both = {**SelectionConfig.model_fields, **ForkConfig.model_fields}
     own = {flag_of(name, field) for name, field in both.items()}
-    assert {flag_of(name, field) for name, field in DumpConfig.model_fields.items()} <= {
-        *re.findall(r"--[a-z-]+", of_slime)
-    }
     assert own | {"--env", "--registry", "--model", "--turn", "--rescore", "--show", "--report"} <= named
     assert named - flags <= {"--size", "--name"}
     for grader in GRADERS:
