@@ -7,7 +7,7 @@ order, variables of another program, environment variables, flags.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -77,8 +77,8 @@ class Sources:
     inherit_file: str = "config.yaml"
     inherited: tuple[FieldPath, ...] = ()
     shared: type[BaseModel] | None = None
-    other_names: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    no_counterpart: Mapping[str, str] = field(default_factory=dict)
+    other_names: Callable[[], Mapping[str, Mapping[str, str]]] = dict
+    no_counterpart: Callable[[], Mapping[str, str]] = dict
     secrets: tuple[str, ...] = ()
     foreign: ForeignVariables | None = None
 
@@ -120,13 +120,15 @@ class Sources:
         Example: "--beta of TRL is --kl-coef here: weight of the KL to the reference network in the loss".
         """
         name, fields = flag.lstrip("-+~").replace("-", "_").lower(), {path[-1]: field for path, field in leaves(model)}
-        for own in dict.fromkeys(names[name] for names in self.other_names.values() if name in names):
+        programs = self.other_names()
+        for own in dict.fromkeys(names[name] for names in programs.values() if name in names):
             if own in fields:
-                users = [user for user, names in self.other_names.items() if names.get(name) == own]
+                users = [user for user, names in programs.items() if names.get(name) == own]
                 described = f"{flag_of(own, fields[own])} here: {fields[own].description}"
                 return f"{flag} of {' and '.join(users)} is {described}"
         short = name.rpartition(".")[2]
-        return f"{flag} has no counterpart here: {self.no_counterpart[short]}" if short in self.no_counterpart else ""
+        reason = self.no_counterpart().get(short)
+        return f"{flag} has no counterpart here: {reason}" if reason else ""
 
     def read_base(self, model: type[BaseModel], above: Settings) -> Settings:
         """Return the settings of the run folder to resume or to inherit from, if the layers above name one."""

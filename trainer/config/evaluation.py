@@ -11,7 +11,7 @@ from agents.engines.own import ENGINE, EngineName
 from envs.config.settings import Section
 from envs.config.sources import Sources
 from trainer.config.inputs import NUM_HELD_OUT, EnvConfig, ModelConfig, PromptsConfig, Tools
-from trainer.config.other_trainers import NO_COUNTERPART, OTHER_TRAINERS
+from trainer.config.other_trainers import no_counterpart, other_names
 from trainer.config.rollout import API_KEY_VARIABLE, ServersConfig
 from trainer.config.run import RunConfig
 from trainer.config.sources import RECIPES
@@ -20,8 +20,8 @@ from trainer.config.sources import RECIPES
 SOURCES = Sources(
     ready=RECIPES / "evaluate",
     shared=RunConfig,
-    other_names=OTHER_TRAINERS,
-    no_counterpart=NO_COUNTERPART,
+    other_names=other_names,
+    no_counterpart=no_counterpart,
     secrets=(API_KEY_VARIABLE,),
 )
 

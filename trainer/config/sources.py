@@ -12,7 +12,7 @@ from envs.config.files import dump, read_file
 from envs.config.settings import FieldPath, changed, flag_of, is_under, leaves, validate, with_absolute_paths
 from envs.config.sources import PREFIX, Sources
 from envs.errors import UserError
-from trainer.config.other_trainers import NO_COUNTERPART, OTHER_TRAINERS
+from trainer.config.other_trainers import no_counterpart, other_names
 from trainer.config.rollout import API_KEY_VARIABLE
 from trainer.config.run import RunConfig
 from trainer.config.slime_variables import SLIME_VARIABLES
@@ -49,8 +49,8 @@ SOURCES = Sources(
     inherit=REPLAY,
     inherited=INHERITED,
     shared=RunConfig,
-    other_names=OTHER_TRAINERS,
-    no_counterpart=NO_COUNTERPART,
+    other_names=other_names,
+    no_counterpart=no_counterpart,
     secrets=(API_KEY_VARIABLE,),
     foreign=SLIME_VARIABLES,
 )

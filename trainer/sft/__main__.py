@@ -17,7 +17,7 @@ from envs.config.settings import validate
 from envs.config.sources import Sources
 from envs.errors import UserError
 from envs.registry import get_spec
-from trainer.config.other_trainers import NO_COUNTERPART, OTHER_TRAINERS
+from trainer.config.other_trainers import no_counterpart, other_names
 from trainer.config.rollout import API_KEY_VARIABLE
 from trainer.config.run import RunConfig
 from trainer.config.sft import SftConfig
@@ -29,8 +29,8 @@ SOURCES = Sources(
     ready=RECIPES / "sft",
     resume=RESUME,
     shared=RunConfig,
-    other_names=OTHER_TRAINERS,
-    no_counterpart=NO_COUNTERPART,
+    other_names=other_names,
+    no_counterpart=no_counterpart,
     secrets=(API_KEY_VARIABLE,),
 )
 #: What stays as it is when a run is resumed; the number of steps decides the learning rate and may change.

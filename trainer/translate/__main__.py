@@ -1,6 +1,6 @@
-"""Translate a command of another trainer: `python -m trainer.translate run.sh`.
+"""Translate a command of another trainer: `python -m trainer.translate "train.py --lr 1e-6"`.
 
-It prints our command for a script, command or YAML of slime, verl, TRL or RLinf, and names what has no counterpart.
+It prints our command for a command or YAML of slime, verl, TRL or RLinf, and names what has no counterpart.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trainer.translate.translation import translate
 class TranslateConfig(Section):
     """The options of `python -m trainer.translate`."""
 
-    source: str = Field(description="script (.sh, .py), YAML, or the command itself in quotes; no code in it runs")
+    source: str = Field(description="the command with its flags in quotes, or a YAML file")
     trainer: Literal["auto", "slime", "verl", "trl", "rlinf"] = Field(
         default="auto", description="whose settings they are; auto: recognized by their names"
     )

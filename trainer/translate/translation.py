@@ -1,4 +1,4 @@
-"""Translates a trainer's settings: their names by `OTHER_TRAINERS`, their values by the trainer's dialect."""
+"""Translates the settings of another trainer into a run's configuration, by the table of `trainer.config`."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ from envs.config.files import text_of
 from envs.config.settings import FieldPath, Setting, Settings, changed, flag_of, is_tuple, leaves, validate
 from envs.errors import UserError, first_line, shortened
 from envs.safe_text import escape_controls
-from trainer.config.other_trainers import OTHER_TRAINERS
+from trainer.config.other_trainers import Trainer, other_trainers
 from trainer.config.run import RunConfig
-from trainer.translate.dialect import Dialect, Given, NoCounterpart, Result, SameHere, Value
-from trainer.translate.rlinf import RLINF
-from trainer.translate.slime import SLIME
-from trainer.translate.trl import TRL
-from trainer.translate.verl import VERL
+from trainer.translate.conversion import Given, NoCounterpart, Result, SameHere, Value, convert
 
-DIALECTS: Mapping[str, Dialect] = {"slime": SLIME, "verl": VERL, "trl": TRL, "rlinf": RLINF}
+#: The trainers whose commands are translated, by the values of --trainer.
+TRAINERS: Mapping[str, str] = {"slime": "slime", "verl": "verl", "trl": "TRL", "rlinf": "RLinf"}
 
 _PATHS: Mapping[str, FieldPath] = {path[-1]: path for path, _ in leaves(RunConfig)}
+_FIELDS = {path[-1]: field for path, field in leaves(RunConfig)}
 _SECRET = re.compile(r"(wandb|api|access|hub|hf)[-_.]?(key|token)|password|secret", re.IGNORECASE)
 #: A variable or a command of the shell, or a reference, that has no value here.
 _UNRESOLVED = re.compile(r"\$[({]|\$[A-Z_]{2}")
@@ -75,50 +73,62 @@ def translate(given: Given, trainer: str = "") -> Translation:
     Raises:
         UserError: no known trainer has such settings, or a value is one that a run here cannot have.
     """
-    dialect = DIALECTS[trainer] if trainer else _recognized(given)
-    table, everything = OTHER_TRAINERS[dialect.trainer], {**dialect.defaults, **given}
-    fields: dict[str, tuple[Value, str]] = {name: (value, "") for name, value in dialect.always.items()}
+    title = TRAINERS[trainer] if trainer else _recognized(given)
+    theirs = other_trainers()[title]
+    everything = {**theirs.defaults, **given}
+    fields: dict[str, tuple[Value, str]] = {name: (value, "") for name, value in theirs.always.items()}
     lost: list[tuple[str, Value, str]] = []
     same: list[tuple[str, Value, str]] = []
     for name, value in everything.items():
-        match _result(dialect, table.get(name), name, value, everything):
+        spelt = theirs.spelt(name)
+        match _result(theirs, name, value, everything):
             case NoCounterpart(reason=reason):
-                lost.append((f"{dialect.spelt(name)}{'' if name in given else ' (its default)'}", value, reason))
+                lost.append((spelt if name in given else f"{spelt} (its default)", value, reason))
             case SameHere(reason=reason) if name in given:
-                same.append((dialect.spelt(name), value, reason))
+                same.append((spelt, value, reason))
             case dict() as found:
                 for field, each in found.items():
                     fields[field] = (_joined(field, fields.get(field), each), name)
-    return Translation(dialect.trainer, _validated(fields, dialect), tuple(lost), tuple(same))
+    return Translation(title, _validated(fields, title), tuple(lost), tuple(same))
 
 
-def _recognized(given: Given) -> Dialect:
+def _recognized(given: Given) -> str:
     """Return the trainer that knows most of the settings."""
-
-    def num_known(dialect: Dialect) -> int:
-        known = OTHER_TRAINERS[dialect.trainer].keys() | dialect.conversions.keys() | dialect.defaults.keys()
-        return len(given.keys() & known)
-
-    best = max(DIALECTS.values(), key=num_known)
-    if not num_known(best):
+    known = {title: given.keys() & other_trainers()[title].settings.keys() for title in TRAINERS.values()}
+    best = max(known, key=lambda title: len(known[title]))
+    if not known[best]:
         names = ", ".join(list(given)[:8])
-        raise UserError("SOURCE", f"must have settings of {', '.join(DIALECTS)}", names, "name it with --trainer")
+        raise UserError("SOURCE", f"must have settings of {', '.join(TRAINERS)}", names, "name it with --trainer")
     return best
 
 
-def _result(dialect: Dialect, own: str | None, name: str, value: Value, given: Given) -> Result:
-    """Return what one setting becomes: values by field, or why there are none."""
+def _result(theirs: Trainer, name: str, value: Value, given: Given) -> Result:
+    """Return what one setting becomes: values of ours by name, or why there are none."""
     try:
-        result = dialect.convert(name, own, value, given)
-    except (KeyError, ValueError, OverflowError, ZeroDivisionError) as error:
-        result = NoCounterpart(f"could not be converted ({first_line(error)})")
-    if isinstance(result, str | list):
-        assert own is not None, f"the conversion of {name} gives a value, but {name} has no name here"
-        result = {own: result}
-    shown = value if isinstance(result, NoCounterpart) else result
-    if not isinstance(result, SameHere) and _UNRESOLVED.search(str(shown)):
+        result = convert(theirs, name, value, given)
+    except (KeyError, TypeError, ValueError, OverflowError, ZeroDivisionError) as error:
+        return NoCounterpart(f"could not be converted ({first_line(error)})")
+    if isinstance(result, SameHere):
+        return result
+    if _UNRESOLVED.search(str(value if isinstance(result, NoCounterpart) else result)):
         return NoCounterpart("only the running script knows the value")
-    return result
+    return result if isinstance(result, NoCounterpart) else _fitting(result)
+
+
+def _fitting(found: Mapping[str, Value]) -> Result:
+    """Return the values, or why our settings cannot have them: a part of a thing, or several things for one."""
+    for name, value in found.items():
+        annotation = _FIELDS[name].annotation
+        if isinstance(value, list) and not is_tuple(_FIELDS[name]) and len(value) != 1:
+            return NoCounterpart("several are one file, folder or column here")
+        if annotation in (int, int | None) and re.fullmatch(r"[\d.]+", str(value)) and "." in value:
+            return NoCounterpart(f"{value} is no whole number of at least 1")
+    return {name: _single(name, value) for name, value in found.items()}
+
+
+def _single(name: str, value: Value) -> Value:
+    """Return the only item of a list where ours is no list."""
+    return value[0] if isinstance(value, list) and not is_tuple(_FIELDS[name]) else value
 
 
 def _joined(field: str, before: tuple[Value, str] | None, value: Value) -> Value:
@@ -132,17 +142,15 @@ def _joined(field: str, before: tuple[Value, str] | None, value: Value) -> Value
     return value
 
 
-def _validated(fields: Mapping[str, tuple[Value, str]], dialect: Dialect) -> RunConfig:
+def _validated(fields: Mapping[str, tuple[Value, str]], title: str) -> RunConfig:
     """Return the configuration; errors name the trainer's own setting."""
     settings: Settings = {}
-    types = dict(leaves(RunConfig))
+    theirs = other_trainers()[title]
     for name, (value, source) in fields.items():
-        path = _PATHS[name]
-        if is_tuple(types[path]) != isinstance(value, list):
-            value = [value] if is_tuple(types[path]) else value
-        settings[path] = Setting(
-            value, f"{dialect.trainer}'s {dialect.spelt(source)}" if source else flag_of(name, types[path])
-        )
+        if is_tuple(_FIELDS[name]) and not isinstance(value, list):
+            value = [value]
+        place = f"{title}'s {theirs.spelt(source)}" if source else flag_of(name, _FIELDS[name])
+        settings[_PATHS[name]] = Setting(value, place)
     if _PATHS["context_length"] not in settings:  # prompt and response
         lengths = (settings.get(_PATHS[name]) for name in ("max_prompt_tokens", "max_new_tokens"))
         known = [int(str(length.value)) for length in lengths if length and str(length.value).isdigit()]

@@ -15,13 +15,13 @@ from envs.config.sources import Sources
 from envs.errors import UserError
 from trainer.config.evaluation import SOURCES as EVALUATE_SOURCES
 from trainer.config.evaluation import EvaluateConfig
-from trainer.config.other_trainers import NO_COUNTERPART, OTHER_TRAINERS
+from trainer.config.other_trainers import no_counterpart, other_names
 from trainer.config.run import RunConfig
 from trainer.config.sft import SftConfig
 from trainer.config.sources import SOURCES
 from trainer.sft.__main__ import SOURCES as SFT_SOURCES
 
-PAIRS = [(trainer, name, own) for trainer, names in OTHER_TRAINERS.items() for name, own in names.items()]
+PAIRS = [(trainer, name, own) for trainer, names in other_names().items() for name, own in names.items()]
 
 
 def error_of(*argv: str, model: type[BaseModel] = RunConfig, sources: Sources = SOURCES) -> str:
@@ -45,7 +45,7 @@ def test_the_names_of_trl_are_names_of_the_installed_trl() -> None:
             pytest.skip(f"needs {package}")
         text += "".join((Path(spec.origin).parent / name).read_text(encoding="utf-8") for name in names)
     known = set(re.findall(r"^    (\w+): ", text, re.MULTILINE))
-    assert OTHER_TRAINERS["TRL"].keys() - known == set()
+    assert other_names()["TRL"].keys() - known == set()
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_a_flag_without_a_counterpart_is_answered_with_what_is_so_instead(argv: 
 
 
 def test_no_name_both_has_a_counterpart_and_has_none() -> None:
-    assert not NO_COUNTERPART.keys() & {name for names in OTHER_TRAINERS.values() for name in names}
+    assert not no_counterpart().keys() & {name for names in other_names().values() for name in names}
 
 
 def test_a_variable_named_as_in_another_trainer_is_answered_too(monkeypatch: pytest.MonkeyPatch) -> None:

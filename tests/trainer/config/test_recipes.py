@@ -271,6 +271,7 @@ def test_the_page_on_configuration_names_what_there_is() -> None:
         "--config",
         "--print-config",
         "--help",
+        "--help-all",
         "--from-slime",
     }
     others = {"--split", "--logdir", "--no-stop-early"}

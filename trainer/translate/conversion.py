@@ -1,0 +1,202 @@
+"""Converts one setting of another trainer, by its row in `trainer/config/other_trainers.yaml`."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from trainer.config.other_trainers import Row, Trainer
+
+Value = str | list[str]
+#: A trainer's settings by their names, spelt with underscores.
+Given = Mapping[str, Value]
+
+
+@dataclass(frozen=True)
+class NoCounterpart:
+    """Nothing here does what the setting says; the reason, and what to do instead if there is something."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class SameHere:
+    """The setting asks for what happens here anyway."""
+
+    reason: str
+
+
+_NOT_SHARED = SameHere("not shared there and here")
+#: Values of ours by their names; none if other settings of theirs already say it.
+Result = Mapping[str, Value] | NoCounterpart | SameHere
+
+
+def convert(trainer: Trainer, name: str, value: Value, given: Given) -> Result:
+    """Return what a setting becomes, beside all settings of the same trainer, its defaults included.
+
+    Raises:
+        KeyError, TypeError, ValueError, ZeroDivisionError: a value that a formula reads is no number, or not there.
+    """
+    row = _row_of(trainer, name)
+    if isinstance(row, str):
+        return {row: value}
+    names = _Names(trainer, given, value)
+    if "only_if" in row and not names.computed(row["only_if"]):
+        return {}
+    if "used" in row:
+        return {}
+    if "server" in row:
+        return {"engine_args": f"--{row['server']} {value}"}
+    if "ranks" in row:
+        return _ranks(row["ranks"], value, names) if _is_megatron(trainer, given) else _NOT_SHARED
+    if "words" in row:
+        return _word(row, value)
+    if "is" in row:
+        found = {own: names.computed(formula) for own, formula in row["is"].items()}
+        fields = {own: _text(result) for own, result in found.items() if result is not None}
+        if fields or not row.keys() & {"same", "lost"}:
+            return fields
+    elif "if" in row:
+        return SameHere(row["same"]) if _is_in(value, row["if"]) else NoCounterpart(row["lost"])
+    return SameHere(row["same"]) if "same" in row else NoCounterpart(row["lost"])
+
+
+def _row_of(trainer: Trainer, name: str) -> Row:
+    rows = trainer.settings
+    patterns = (pattern for pattern in rows if "*" in pattern and fnmatchcase(name, pattern))
+    return rows.get(name) or rows.get(next(patterns, "")) or {"lost": "no setting here does this"}
+
+
+def _word(row: Mapping[str, Any], value: Value) -> Result:
+    """Return what a word becomes: a value of `to`, several of ours, or that it is the same here."""
+    words = {str(word).lower(): result for word, result in row["words"].items()}
+    result = words.get(str(value).lower(), None if not _is_switch(words) else words["false"])
+    if result is None:
+        return NoCounterpart(f"known here: {', '.join(words)}")
+    if not isinstance(result, dict):
+        return {row["to"]: str(result)}
+    if "lost" in result:
+        return NoCounterpart(result["lost"])
+    return SameHere(result["same"]) if "same" in result else result
+
+
+def _is_switch(words: Mapping[str, Any]) -> bool:
+    return words.keys() == {"true", "false"}
+
+
+def _is_megatron(trainer: Trainer, given: Given) -> bool:
+    named = next((value for name, value in given.items() if name.rpartition(".")[2] == trainer.backend), "megatron")
+    return str(named).lower() == "megatron"
+
+
+def _ranks(own: str, value: Value, names: _Names) -> Result:
+    """Return what ranks of Megatron share: a number of them, tokens, or micro-batches that are padded for it."""
+    shares_matrices = names.computed("either('tensor_model_parallel_size', 1) not in (1, 'none', 'null')")
+    switches = {"sp": names["x"] is True and shares_matrices, "pad_microbatches": names["x"] is False}
+    if not switches.get(own, not _is_in(value, "1 none null")):
+        return _NOT_SHARED
+    return {"backend": "megatron", own: "true" if own in switches else value}
+
+
+# Formulas -------------------------------------------------------------------------------------------------------------
+
+
+class _Names(dict[str, Any]):
+    """What a formula of the table may read: the trainer's values by the last parts of their names, and functions."""
+
+    def __init__(self, trainer: Trainer, given: Given, value: Value) -> None:
+        functions = (trackers, image_column, rows, urls, gpus)
+        super().__init__({function.__name__: function for function in functions})
+        self.update(x=_number_of(value), v=self.__getitem__, has=self._has, either=self._either)
+        self.update(max=max, round=round, ceil=math.ceil, isinstance=isinstance, list=list)
+        self._trainer = trainer
+        self._given = given
+
+    def __missing__(self, name: str) -> Any:
+        if name in self._trainer.formulas:
+            return self.computed(self._trainer.formulas[name])
+        return _number_of(next(self._found(name), None) or self._given[name])
+
+    def computed(self, formula: object) -> Any:
+        """Return the value of a formula. It is the table's own: no text of a user is one."""
+        try:
+            return eval(str(formula), {"__builtins__": {}}, self)
+        except NameError as error:  # how Python reports a missing name of its own mapping
+            raise KeyError(error.name) from None
+
+    def _found(self, name: str) -> Iterator[Value]:
+        return (value for own, value in self._given.items() if own == name or own.endswith(f".{name}"))
+
+    def _has(self, name: str) -> bool:
+        return next(self._found(name), None) is not None
+
+    def _either(self, name: str, default: Any) -> Any:
+        return self[name] if self._has(name) else default
+
+
+def _number_of(value: Value) -> Any:
+    """Return a switch as a bool, a number as a float, and anything else as it is."""
+    switches = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+    if isinstance(value, str) and value.lower() in switches:
+        return switches[value.lower()]
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return value
+
+
+def _text(result: Any) -> Value:
+    """Return a result as it is written in a command."""
+    if isinstance(result, list):
+        return [str(item) for item in result]
+    if isinstance(result, bool):
+        return str(result).lower()
+    return f"{result:.10g}" if isinstance(result, int | float) else str(result)
+
+
+def _is_in(value: Value, values: str) -> bool:
+    """Return whether a value is one of those in a text, numbers compared as numbers.
+
+    >>> _is_in("0.00", "0 none"), _is_in("1e-3", "0 none")
+    (True, False)
+    """
+    known = [_number_of(word) for word in values.lower().split()]
+    own = value if isinstance(value, list) else [value]
+    return all(_number_of(each.lower()) in known for each in own)
+
+
+def trackers(value: object) -> list[str]:
+    """Return the trackers that are here too; the console always shows the run."""
+    names = value if isinstance(value, list) else [value]
+    return [name for name in names if name in ("tensorboard", "wandb", "trackio")]
+
+
+def image_column(value: str) -> str | None:
+    """Return the column of `{"image": COLUMN}`; None for other media, or several."""
+    try:
+        columns = json.loads(value)
+    except (TypeError, ValueError):
+        return None
+    return columns.get("image") if isinstance(columns, dict) and len(columns) == 1 else None
+
+
+def rows(value: str) -> tuple[str | None, str | None]:
+    """Return file and number of `path@[0:64]`, which takes the first rows; no file where it takes others."""
+    match = re.fullmatch(r"(.*?)(?:@\[0?:(\d+)\])?", str(value))
+    return (match[1], match[2]) if match and "@[" not in match[1] else (None, None)
+
+
+def urls(value: object) -> list[str]:
+    """Return addresses of servers as URLs."""
+    return [f"http://{each}" for each in (value if isinstance(value, list) else [value])]
+
+
+def gpus(value: object) -> int | None:
+    """Return how many GPUs a range such as 0-7 has; None for `all`, which depends on the cluster."""
+    bounds = re.fullmatch(r"(\d+)-(\d+)", str(value))
+    return int(bounds[2]) - int(bounds[1]) + 1 if bounds else None
