@@ -42,6 +42,9 @@ M = TypeVar("M", bound=BaseModel)
 #: How `trueturn` starts a sub-command: as `sys.argv[0]` of it, such as "trueturn run".
 PROGRAM = "trueturn "
 
+#: What the extra `train` of pyproject.toml installs besides what environments need.
+TRAIN_PACKAGES = frozenset({"accelerate", "matplotlib", "safetensors", "tokenizers", "torch", "transformers"})
+
 #: The most flags that an error lists; with more of them it points to --help.
 MAX_LISTED = 20
 
@@ -241,6 +244,12 @@ def exit_code(main: Callable[[], int]) -> int:
         return main()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        if (package := (error.name or "").partition(".")[0]) not in TRAIN_PACKAGES:
+            raise
+        missing = UserError("installation", f"must have {package} for this", "none", "pip install 'trueturn[train]'")
+        print(f"error: {missing}", file=sys.stderr)
         return 2
     except OSError as error:  # any command, at any place, may be the first to look at a path
         if error.errno != errno.ENAMETOOLONG:

@@ -47,6 +47,21 @@ def test_a_sub_command_is_the_module_that_it_stands_for(
     assert module.removesuffix(".__main__").endswith(f".{name}")
 
 
+@pytest.mark.parametrize("command", ["evaluate --env geo3k", "memory --model 8b", "replay tests/golden/geo3k"])
+def test_without_the_extra_train_a_command_works_or_says_what_to_install(command: str) -> None:
+    program = (
+        "import sys\nfor name in ('torch', 'transformers', 'tokenizers', 'accelerate', 'safetensors', 'matplotlib'):\n"
+        f"    sys.modules[name] = None\nsys.argv = ['trueturn', *{command.split()!r}]\n"
+        "from trueturn.__main__ import main\nsys.exit(main())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT)
+    if command.startswith("replay"):
+        assert done.returncode == 0 and "0 differ" in done.stdout, done.stderr
+    else:
+        assert done.returncode == 2
+        assert done.stderr.startswith("error: installation: must have t") and "trueturn[train]" in done.stderr
+
+
 def test_a_sub_command_returns_its_exit_code_and_reads_its_arguments(
     trueturn, capsys: pytest.CaptureFixture[str]
 ) -> None:
