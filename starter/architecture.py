@@ -1,7 +1,4 @@
-"""Builds the parts of the starter that are not trained: tokenizer, image processor settings and network configuration.
-
-`write_parts` writes them as a checkpoint folder that lacks only the weights.
-"""
+"""Builds what training begins with: tokenizer, image processor settings, network configuration and random weights."""
 
 from __future__ import annotations
 
@@ -9,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from agents.model import STARTER_PATH
 
 SPECIAL_TOKENS = (
     "<|endoftext|>",
@@ -70,7 +69,7 @@ def build_tokenizer(texts: Iterable[str], vocabulary: int) -> Any:
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
-        chat_template=(Path(__file__).parent / "chat_template.jinja").read_text(encoding="utf-8"),
+        chat_template=(STARTER_PATH / "chat_template.jinja").read_text(encoding="utf-8"),
         clean_up_tokenization_spaces=False,
         model_max_length=4096,
     )
@@ -147,3 +146,16 @@ def write_parts(folder: Path, tokenizer: Any, config: Any) -> None:
     tokenizer.save_pretrained(folder)
     config.save_pretrained(folder)
     build_image_processor().save_pretrained(folder)
+
+
+def write_untrained(folder: Path, shape: Shape, texts: Iterable[str], seed: int) -> None:
+    """Write a checkpoint folder with random weights and a tokenizer of these texts."""
+    import torch
+
+    from agents.model.policy import PolicyModel
+
+    tokenizer = build_tokenizer(texts, shape.vocabulary)
+    torch.manual_seed(seed)
+    model = PolicyModel.from_config(build_config(shape, tokenizer))
+    write_parts(folder, tokenizer, model.config)
+    model.save(folder)

@@ -1,15 +1,13 @@
-"""Plans what a demonstration shows: the turns of a made-up policy with some habits, on one problem.
-
-The turns of a plan give texts for the agent loop to play, and messages for a file.
-"""
+"""Plans what a demonstration shows: the turns of a made-up policy with some habits, on one problem."""
 
 from __future__ import annotations
 
 import json
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from envs.geo3k.problem import Problem, misread, read_as
 from envs.types import Message
@@ -55,35 +53,27 @@ class Attempt:
 
 @dataclass(frozen=True)
 class PlannedTurn:
-    r"""One turn: a thought, then the answer, given to `calc_score` or as the final one.
+    """One turn: what is written, and a call after it. A turn that is not taught is context of later ones.
 
-    Example: the text of `PlannedTurn("180 - 112 = 68. ", "68", is_call=False, is_taught=True)` is
-    "180 - 112 = 68. \boxed{68}".
+    Example: `PlannedTurn("180 - 112 = 68. ", score_call("68"))`.
     """
 
-    thought: str
-    answer: str
-    is_call: bool
-    is_taught: bool
+    content: str
+    call: Mapping[str, Any] | None = None
+    is_taught: bool = True
 
     @property
     def text(self) -> str:
         """The text that the model should write."""
-        return self.thought + (tool_call(self.answer) if self.is_call else self._final)
+        return self.content + (written(self.call) if self.call else "")
 
     @property
     def message(self) -> Message:
         """The turn as a message, with `train: False` if it is not taught."""
-        content = self.thought + ("" if self.is_call else self._final)
-        message: Message = {"role": "assistant", "content": content}
-        if self.is_call:
-            call = {"name": "calc_score", "arguments": {"answer": self.answer}}
-            message["tool_calls"] = [{"type": "function", "function": call}]
+        message: Message = {"role": "assistant", "content": self.content}
+        if self.call:
+            message["tool_calls"] = [{"type": "function", "function": self.call}]
         return message if self.is_taught else {**message, "train": False}
-
-    @property
-    def _final(self) -> str:
-        return f"\\boxed{{{self.answer}}}"
 
 
 @dataclass(frozen=True)
@@ -128,14 +118,14 @@ class Plan:
         """Return every model turn in order."""
         last = self.attempts[-1]
         if not self.checks:
-            return [PlannedTurn(last.thought, last.answer, is_call=False, is_taught=True)]
+            return [PlannedTurn(last.thought + boxed(last.answer))]
         calls = [
-            PlannedTurn(a.thought, a.answer, is_call=True, is_taught=a is last and not self.gives_up)
+            PlannedTurn(a.thought, score_call(a.answer), is_taught=a is last and not self.gives_up)
             for a in self.attempts
         ]
         # The last turn cannot call, so a third attempt reasons and answers in one turn.
         thought = last.thought if len(self.attempts) == MAX_TURNS else ""
-        return [*calls[: MAX_TURNS - 1], PlannedTurn(thought, last.answer, is_call=False, is_taught=True)]
+        return [*calls[: MAX_TURNS - 1], PlannedTurn(thought + boxed(last.answer))]
 
 
 def _other_reading(problem: Problem, rng: random.Random) -> Problem | None:
@@ -189,12 +179,21 @@ def _shows(place: tuple[int, int], box: tuple[float, float, float, float]) -> bo
     return x <= box[0] and y <= box[1] and box[2] <= x + 500 and box[3] <= y + 500
 
 
-def zoom_call(left: int, top: int) -> str:
+def zoom_call(left: int, top: int) -> dict[str, Any]:
     """Return the call of `zoom` for a window of half the picture's sides."""
-    arguments = {"left": left, "top": top, "right": left + 500, "bottom": top + 500}
-    return f"<tool_call>{json.dumps({'name': 'zoom', 'arguments': arguments})}</tool_call>"
+    return {"name": "zoom", "arguments": {"left": left, "top": top, "right": left + 500, "bottom": top + 500}}
 
 
-def tool_call(answer: str) -> str:
-    """Return the call of `calc_score` that the model should write."""
-    return f"<tool_call>{json.dumps({'name': 'calc_score', 'arguments': {'answer': answer}})}</tool_call>"
+def score_call(answer: str) -> dict[str, Any]:
+    """Return the call of `calc_score` for an answer."""
+    return {"name": "calc_score", "arguments": {"answer": answer}}
+
+
+def written(call: Mapping[str, Any]) -> str:
+    """Return a call as the model should write it."""
+    return f"<tool_call>{json.dumps(call)}</tool_call>"
+
+
+def boxed(answer: str) -> str:
+    """Return a final answer as the model should write it."""
+    return f"\\boxed{{{answer}}}"
