@@ -55,4 +55,4 @@ mutation: $(STAMP) ## put small faults into the core, one by one, and count thos
 
 clean: ## delete the virtual environment, caches and build products; runs are kept
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
-	find envs agents trainer trueturn tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find envs agents trainer trueturn starter tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -80,8 +80,8 @@ def shape_config(name: str) -> Any:
     from transformers import AutoTokenizer
 
     from agents.model import STARTER_PATH
+    from starter.architecture import SHAPES, build_config
     from tests.tiny_models import tiny_config
-    from trainer.starter.architecture import SHAPES, build_config
 
     tokenizer = AutoTokenizer.from_pretrained(STARTER_PATH)
     if name == "tiny":

@@ -41,8 +41,8 @@ from envs.geo3k.procedural import ProceduralGeo3k
 from envs.images import image_digest
 from envs.registry import get_spec
 from envs.spec import EnvLimits
-from trainer.starter.demonstrations import demonstration_sample
-from trainer.starter.plans import MAX_TURNS, Mixture, Plan
+from starter.demonstrations import demonstration_sample
+from starter.plans import MAX_TURNS, Mixture, Plan
 
 GROUP_SIZE, GROUPS_PER_STEP = 8, 8
 #: Habits that give rewards of both kinds.

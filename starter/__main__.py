@@ -6,11 +6,13 @@ command goes on where it stopped.
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 from pydantic import Field
@@ -70,6 +72,8 @@ def make(recipe: Recipe, out: Path, device: str, num_workers: int = 1) -> int:
             code = _train(recipe, stage, recipe.seed + number, model, folder, device, num_workers)
             if code:
                 return code
+            gc.unfreeze()  # a run excludes from collection what exists at its start: now free what the stage held
+            gc.collect()
         model = folder / "model"
     print(f"done: {model}")
     return 0
@@ -120,11 +124,12 @@ def _train(recipe: Recipe, stage: Stage, seed: int, model: Path, folder: Path, d
 
 def _write(file: Path, lessons: Lessons, count: int, num_workers: int) -> None:
     """Write `count` lessons, one a line."""
-    with (
-        ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn")) as pool,
-        file.open("w", encoding="utf-8") as rows,
-    ):
-        rows.writelines(pool.map(lessons.line, range(count), chunksize=CHUNK))
+    with ExitStack() as stack, file.open("w", encoding="utf-8") as rows:
+        if num_workers == 1:
+            rows.writelines(map(lessons.line, range(count)))
+        else:
+            pool = stack.enter_context(ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn")))
+            rows.writelines(pool.map(lessons.line, range(count), chunksize=CHUNK))
 
 
 if __name__ == "__main__":

@@ -33,8 +33,8 @@ from agents.types import (
     TrajectoryGroup,
     Turn,
 )
-from trainer.starter.architecture import SHAPES, build_config, build_tokenizer, write_parts
-from trainer.starter.demonstrations import corpus
+from starter.architecture import SHAPES, build_config, build_tokenizer, write_parts
+from starter.corpus import corpus
 
 
 def write_tiny_checkpoint(folder: Path) -> None:

@@ -1,5 +1,7 @@
 """Claims about imports: trainer -> agents -> envs, no circles, and `envs` without torch or transformers.
 
+Nothing in the wheel imports `starter`, which is not in it.
+
 An import counts wherever it stands, in functions too, unless it is for types alone. So does a module that is named in a
 string: `find_spec("trainer")`, `import_module("trainer.run")`, an entry point "trainer.run:main".
 """
@@ -26,6 +28,8 @@ FORBIDDEN = {
     "trainer": {"trueturn"},
     "trueturn": set[str](),
 }
+#: Folders of the repository that are not in the wheel.
+OUTSIDE = {"starter", "tests", "benchmarks"}
 LOOK_UPS = {"find_spec", "import_module", "__import__", "run_module", "resolve_name"}
 #: Named like modules, and none: the groups of entry points by which installed packages bring environments and more.
 GROUPS = {f"trueturn.{kind}" for kind in ("envs", "rewards", "graders", "advantages", "policy_losses", "corrections")}
@@ -91,10 +95,15 @@ def test_imports_go_one_way(package: str) -> None:
     for module, path in modules().items():
         if module.partition(".")[0] == package:
             text = path.read_text(encoding="utf-8")
-            above = FORBIDDEN[package] | {"tests", "benchmarks"}
+            above = FORBIDDEN[package] | OUTSIDE
             found = {*imported(text), *named(text)} - GROUPS
             wrong += [f"{module}: {name}" for name in sorted(found) if name.split(".")[0] in above]
     assert wrong == []
+
+
+def test_the_starter_imports_neither_tests_nor_benchmarks() -> None:
+    names = {name for path in (ROOT / "starter").glob("*.py") for name in imported(path.read_text(encoding="utf-8"))}
+    assert {name.split(".")[0] for name in names} & {"tests", "benchmarks", "trueturn"} == set()
 
 
 def test_no_test_imports_a_benchmark() -> None:

@@ -23,7 +23,6 @@ COMMANDS = {
     "plan": ("trainer.plan", "Compute how fast a run is on any number of GPUs, and what limits it."),
     "memory": ("trainer.memory", "Compute how much GPU memory a training step takes."),
     "translate": ("trainer.translate.__main__", "Translate a command of slime, verl, TRL or RLinf into ours."),
-    "starter": ("trainer.starter.__main__", "Make the starter model."),
     "check": ("envs.check", "Check an environment without a model."),
     "check_engine": ("agents.check_engine", "Check an engine without a run."),
     "new": ("envs.new", "Start a new environment."),

@@ -2,5 +2,5 @@
 
 from pathlib import Path
 
-#: The checkpoint folder of the bundled starter model; `trainer.starter` made it.
+#: The checkpoint folder of the bundled starter model; `starter` made it.
 STARTER_PATH = Path(__file__).with_name("starter")

@@ -39,7 +39,7 @@ def resolve_model(name: str) -> Path | str:
     if name != "starter":
         return name
     if not (STARTER_PATH / "model.safetensors").exists():
-        fix = "run `python -m trainer.starter --recipe starter` and give its folder"
+        fix = "run `python -m starter --recipe starter` and give its folder"
         raise UserError("--model", "the bundled starter weights are missing", str(STARTER_PATH), fix)
     return STARTER_PATH
 

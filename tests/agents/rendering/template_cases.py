@@ -14,8 +14,8 @@ from agents.model import STARTER_PATH
 from agents.rendering.images import ImageStore
 from agents.rendering.renderer import Renderer
 from envs.types import Message, message_images
+from starter.architecture import build_image_processor
 from tests.paths import SHARED
-from trainer.starter.architecture import build_image_processor
 
 QWEN = SHARED / "qwen_tokenizer"
 OWN = Path(__file__).parent / "templates"

@@ -19,10 +19,10 @@ from agents.rendering.renderer import Renderer
 from agents.types import ProcessedImage
 from envs.errors import UserError
 from envs.images import MAX_RATIO, image_digest
+from starter.architecture import build_image_processor
 from tests.agents.rendering.template_cases import renderer_for
 from tests.budget import examples
 from tests.prompts import picture, question
-from trainer.starter.architecture import build_image_processor
 
 
 def qwen_processor(patch_size: int, shortest: int, longest: int) -> Any:

@@ -17,10 +17,10 @@ from agents.rendering.images import ImageStore
 from agents.rendering.renderer import Renderer
 from envs.errors import UserError
 from envs.types import Message
+from starter.architecture import build_image_processor
 from tests.budget import examples
 from tests.paths import SHARED
 from tests.prompts import picture, question
-from trainer.starter.architecture import build_image_processor
 
 QWEN = SHARED / "qwen_tokenizer"
 TEMPLATES = ("starter", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_training", "qwen2_5", "qwen3")

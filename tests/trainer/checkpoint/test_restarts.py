@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import trueturn as tt
+from starter.demonstrations import run as write_demonstrations
 from tests.environments import lucky_lengths
 from tests.flags import last_of_each
 from tests.recordings import episodes_in, lines_of
@@ -29,7 +30,6 @@ from trainer.learner.fsdp_learner import FSDPLearner
 from trainer.rollouts.live import LiveRollouts
 from trainer.run import run
 from trainer.sft.__main__ import run as fine_tune
-from trainer.starter.demonstrations import run as write_demonstrations
 from trueturn.runs import Run
 
 ray = pytest.importorskip("ray")

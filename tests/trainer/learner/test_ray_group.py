@@ -32,6 +32,7 @@ from agents.rendering.renderer import Renderer
 from agents.types import ProcessedImage, SamplingParams
 from envs.config.cli import leaves
 from envs.errors import UserError
+from starter.demonstrations import run as write_demonstrations
 from tests.builders import sampling
 from tests.environments import lucky_lengths
 from tests.paths import DOCS
@@ -47,7 +48,6 @@ from trainer.run import run
 from trainer.setup.components import check_learner
 from trainer.setup.servers import first_server_gpu
 from trainer.sft.__main__ import run as fine_tune
-from trainer.starter.demonstrations import run as write_demonstrations
 from trainer.types import Row, TrainingSample
 
 ray = pytest.importorskip("ray")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import random
 import re
 import shutil
 import signal
@@ -10,24 +12,34 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.nn import functional
 
+from agents.engines.scripted import ScriptedEngine
 from agents.model.architectures import ModelFacts
 from agents.model.mrope import mrope_positions
 from agents.model.packed import VisionBatch
 from agents.model.policy import PolicyModel
 from agents.rendering.renderer import Renderer
 from agents.rollout.conversation import ConversationRenderer
-from agents.types import SamplingParams
+from agents.rollout.episode import Episode, Limits
+from agents.types import SamplingParams, Trajectory
 from envs.config.cli import exit_code
 from envs.config.settings import leaves
 from envs.datasets.conversations import Conversation, ConversationOptions, open_conversations
+from envs.env import EnvArgs
 from envs.errors import UserError
+from envs.geo3k.env import build_env
+from envs.geo3k.problem import Problem
+from envs.geo3k.procedural import ProceduralGeo3k
+from envs.spec import EnvLimits
 from envs.types import Message
+from starter.demonstrations import demonstration_sample, solved
+from starter.demonstrations import run as write_demonstrations
+from starter.plans import MAX_TURNS, Mixture, Plan
 from tests.builders import fresh_model
 from tests.paths import DOCS
 from tests.prompts import picture
@@ -42,9 +54,6 @@ from trainer.sft.__main__ import run
 from trainer.sft.data import check_conversations, training_samples
 from trainer.sft.session import SftSession, step_places
 from trainer.sft.setup import load_data
-from trainer.starter.demonstrations import Demonstrator
-from trainer.starter.demonstrations import run as write_demonstrations
-from trainer.starter.plans import Mixture
 from trainer.types import TrainingSample
 
 OPTIM = OptimConfig(lr=1e-3, warmup_steps=0)
@@ -203,19 +212,34 @@ def test_a_set_with_nothing_good_is_refused_whatever_may_be_left_out(
 
 def test_demonstrations_are_one_stream_as_messages_and_as_they_were_played(renderer: Renderer, tmp_path: Path) -> None:
     habits = Mixture(tools_offered=0.8, checks=0.8, first_wrong=0.7, second_wrong=0.5)
-    demonstrator = Demonstrator(renderer.tokenizer, 24, seed=4, mixture=habits)
-    source = open_conversations(
-        str(write(tmp_path / "demos.jsonl", [demonstrator.row(index) for index in range(24)])), ConversationOptions()
-    )
+    problems = ProceduralGeo3k("demonstrations", 24, seed=4)
+    drawn = [problems.item(index) for index in range(24)]
+    plans = [Plan.draw(problem, habits, random.Random(index)) for index, (problem, _) in enumerate(drawn)]
+    rows = [solved(*item, plan) for item, plan in zip(drawn, plans, strict=True)]
+    source = open_conversations(str(write(tmp_path / "demos.jsonl", rows)), ConversationOptions())
     conversations = ConversationRenderer(renderer, 4096)
     num_left_out = 0
-    for index in range(24):
-        stream, expected = conversations.stream(source[index]), demonstrator[index]
-        assert stream.ids_T.tolist() == expected.ids_T.tolist()
-        assert stream.mask_T.tolist() == expected.loss_mask_T.tolist()
-        assert np.array_equal(np.asarray(stream.trajectory.images[0].picture), expected.images[0])
+    for index, (item, plan) in enumerate(zip(drawn, plans, strict=True)):
+        stream, played = conversations.stream(source[index]), played_by_script(renderer, plan, *item)
+        taught_T = played.mask_T.copy()
+        for turn, planned in zip(played.turns, plan.turns(), strict=True):
+            taught_T[turn.start : turn.end] &= planned.is_taught
+        assert stream.ids_T.tolist() == played.ids_T.tolist()
+        assert stream.mask_T.tolist() == taught_T.tolist()
+        assert [image.digest for image in stream.trajectory.images] == [image.digest for image in played.images]
         num_left_out += int(stream.trajectory.mask_T.sum()) > stream.num_taught
     assert 3 < num_left_out < 20
+
+
+def played_by_script(renderer: Renderer, plan: Plan, problem: Problem, image: Image.Image) -> Trajectory:
+    """Return the episode of a plan in the agent loop."""
+    texts = [turn.text for turn in plan.turns()]
+    engine = ScriptedEngine(renderer.tokenizer, lambda turn, _: texts[turn])
+    limits = Limits(MAX_TURNS, 1024, EnvLimits(inline=True))
+    sampling = SamplingParams(stop_ids=renderer.stop_ids)
+    episode = Episode(engine, renderer, limits, sampling, use_tools=plan.use_tools)
+    sample = demonstration_sample(problem, image)
+    return asyncio.run(episode.run(sample, lambda: build_env(sample, EnvArgs(MAX_TURNS)), seed=0))
 
 
 @pytest.fixture(scope="module")
