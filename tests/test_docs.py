@@ -262,7 +262,7 @@ def test_every_file_that_a_page_names_exists() -> None:
 def test_every_command_of_the_pages_is_a_module() -> None:
     for source in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]:
         modules = set(
-            re.findall(rf"python -m ((?:{'|'.join(PACKAGES)}|benchmarks)\.[\w.]*\w)", source.read_text("utf-8"))
+            re.findall(rf"python -m ((?:{'|'.join(PACKAGES)}|starter|benchmarks)\.[\w.]*\w)", source.read_text("utf-8"))
         )
         for module in modules:
             assert importlib.util.find_spec(module) is not None, f"{source.name}: python -m {module}"
