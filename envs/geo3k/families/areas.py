@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from random import Random
 
 from envs.geo3k.canvas import Canvas, Point
-from envs.geo3k.families.arithmetic import divide, multiply
-from envs.geo3k.families.family import Family, Givens, require, require_lengths
+from envs.geo3k.families.arithmetic import calculation, divide, multiply
+from envs.geo3k.families.family import Case, Family, Givens, Solution, require, require_lengths
 from envs.geo3k.families.layout import LABEL_MARGIN, flipped, rotated
 
 LENGTHS = {1: (2, 12), 2: (6, 30), 3: (11, 60)}  # what lengths a level draws from
@@ -34,14 +34,14 @@ class _Figure(Family):
 class _FourSided(_Figure):
     """Two lengths are given, whose product is the area and whose doubled sum is the perimeter."""
 
-    def sample(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def sample(self, rng: Random, level: int) -> Case:
         return _lengths(rng, level), rng.choice(("area", "perimeter"))
 
-    def solve(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def solve(self, givens: Givens, unknown: str) -> Solution:
         require_lengths(givens)
         if unknown == "perimeter":
             half = sum(givens)
-            return f"{givens[0]} + {givens[1]} = {half}. 2 * {half} = {2 * half}.", str(2 * half)
+            return f"{givens[0]} + {givens[1]} = {half}. {calculation(2, '*', half)}", str(2 * half)
         steps, area = multiply(*givens)
         return " ".join(steps), str(area)
 
@@ -96,11 +96,11 @@ class TriangleArea(_Figure):
 
     name = "triangle_area"
 
-    def sample(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def sample(self, rng: Random, level: int) -> Case:
         base, height = _lengths(rng, level)
         return (base + (base * height % 2 if level < 3 else 0), height), "area"
 
-    def solve(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def solve(self, givens: Givens, unknown: str) -> Solution:
         require_lengths(givens)
         steps, product = multiply(*givens)
         last, answer = divide(product, 2)
@@ -127,20 +127,20 @@ class TrapezoidArea(_Figure):
 
     name = "trapezoid_area"
 
-    def sample(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def sample(self, rng: Random, level: int) -> Case:
         long, height = _lengths(rng, level)
         short = rng.randint(max(2, long // 3), max(2, long - 1))
         if level < 3 and (short + long) * height % 2:
             long += 1
         return (short, long if long > short else short + 2, height), "area"
 
-    def solve(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def solve(self, givens: Givens, unknown: str) -> Solution:
         require_lengths(givens)
         short, long, height = givens
         require(short < long, "the second parallel side is the longer one")
         steps, product = multiply(short + long, height)
         last, answer = divide(product, 2)
-        return " ".join([f"{short} + {long} = {short + long}.", *steps, last]), answer
+        return " ".join([calculation(short, "+", long), *steps, last]), answer
 
     def canonical(self, givens: Givens, unknown: str) -> Givens:
         return givens

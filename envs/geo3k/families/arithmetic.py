@@ -27,6 +27,22 @@ def radical(factor: int, radicand: int, denominator: int = 1) -> str:
     return surd if denominator == 1 else f"\\frac {{ {surd} }} {{ {denominator} }}"
 
 
+def calculation(a: int, sign: str, b: int) -> str:
+    """Return one step: calculation(47, "+", 65) is "47 + 65 = 112."."""
+    result = {"+": a + b, "-": a - b, "*": a * b}[sign]
+    return f"{a} {sign} {b} = {result}."
+
+
+def same(value: int) -> tuple[str, str]:
+    """Return the solution of an unknown that equals a given."""
+    return f"x = {value}.", str(value)
+
+
+def twice(value: int) -> tuple[str, str]:
+    """Return the solution of an unknown that is twice a given."""
+    return calculation(2, "*", value), str(2 * value)
+
+
 def add(values: Sequence[int]) -> tuple[list[str], int]:
     """Return the steps of a sum from left to right, and the sum: [47, 65, 10] -> two steps, 122."""
     steps, total = [], values[0]

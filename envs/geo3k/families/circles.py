@@ -7,8 +7,8 @@ import math
 from random import Random
 
 from envs.geo3k.canvas import Canvas, Point
-from envs.geo3k.families.arithmetic import divide, rest
-from envs.geo3k.families.family import Family, Givens, pick_angle, require, require_angles
+from envs.geo3k.families.arithmetic import divide, rest, twice
+from envs.geo3k.families.family import Case, Family, Givens, Solution, pick_angle, require, require_angles
 from envs.geo3k.families.layout import flipped, rotated
 
 
@@ -21,7 +21,7 @@ class CircleAngles(Family):
 
     name = "circle_angles"
 
-    def sample(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def sample(self, rng: Random, level: int) -> Case:
         unknowns = (
             ("inscribed", "central", "semicircle") if level == 1 else ("inscribed", "central", "semicircle", "cyclic")
         )
@@ -32,14 +32,14 @@ class CircleAngles(Family):
         low, high = {"central": (20, 80), "semicircle": (20, 70), "cyclic": (50, 130)}[unknown]
         return (pick_angle(rng, level, low, high),), unknown
 
-    def solve(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def solve(self, givens: Givens, unknown: str) -> Solution:
         require_angles(givens)
         (angle,) = givens
         if unknown == "inscribed":
             return divide(angle, 2)
         if unknown == "central":
             require(angle < 90, "a central angle below 180 degrees is drawn")
-            return f"2 * {angle} = {2 * angle}.", str(2 * angle)
+            return twice(angle)
         return rest(180 if unknown == "cyclic" else 90, givens)
 
     def draw(self, canvas: Canvas, givens: Givens, unknown: str, rng: Random) -> None:

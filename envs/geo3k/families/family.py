@@ -14,6 +14,8 @@ from typing import ClassVar
 from envs.geo3k.canvas import Canvas
 
 Givens = tuple[int, ...]
+Case = tuple[Givens, str]  # givens, and the name of the unknown
+Solution = tuple[str, str]  # reasoning, and the exact answer
 
 #: Angles are multiples of this many degrees at each level.
 ANGLE_STEP = {1: 10, 2: 5, 3: 1}
@@ -33,11 +35,11 @@ class Family(ABC):
     name: ClassVar[str]
 
     @abstractmethod
-    def sample(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def sample(self, rng: Random, level: int) -> Case:
         """Return givens for a level (1, 2 or 3) and the name of the unknown."""
 
     @abstractmethod
-    def solve(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def solve(self, givens: Givens, unknown: str) -> Solution:
         """Return the reasoning and the exact answer; raise ValueError if no such figure exists."""
 
     @abstractmethod

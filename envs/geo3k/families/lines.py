@@ -7,8 +7,8 @@ import math
 from random import Random
 
 from envs.geo3k.canvas import Canvas, Point
-from envs.geo3k.families.arithmetic import rest
-from envs.geo3k.families.family import Family, Givens, pick_angle, require, require_angles
+from envs.geo3k.families.arithmetic import rest, same
+from envs.geo3k.families.family import Case, Family, Givens, Solution, pick_angle, require, require_angles
 from envs.geo3k.families.layout import TURN, arrange, flipped, in_order, mirrored, rotated, soften
 
 LEAST_SHOWN = 38  # degrees; a narrower corner has no room for its label
@@ -26,7 +26,7 @@ class LinearPair(Family):
 
     name = "linear_pair"
 
-    def sample(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def sample(self, rng: Random, level: int) -> Case:
         unknown = rng.choice({1: ("one", "right"), 2: ("one", "two", "right"), 3: ("one", "two", "two")}[level])
         if unknown == "one":
             return (pick_angle(rng, level, 25, 155),), unknown
@@ -35,7 +35,7 @@ class LinearPair(Family):
         first = pick_angle(rng, level, 25, 115)
         return (first, pick_angle(rng, level, 25, 155 - first)), unknown
 
-    def solve(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def solve(self, givens: Givens, unknown: str) -> Solution:
         require_angles(givens)
         return rest(90 if unknown == "right" else 180, givens)
 
@@ -74,16 +74,16 @@ class VerticalAngles(Family):
 
     name = "vertical_angles"
 
-    def sample(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def sample(self, rng: Random, level: int) -> Case:
         unknown = rng.choice(("vertical", "adjacent") if level < 3 else ("vertical", "adjacent", "three_lines"))
         if unknown != "three_lines":
             return (pick_angle(rng, level, 20, 160),), unknown
         first = pick_angle(rng, level, 25, 115)
         return (first, pick_angle(rng, level, 25, 155 - first)), unknown
 
-    def solve(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def solve(self, givens: Givens, unknown: str) -> Solution:
         require_angles(givens)
-        return (f"x = {givens[0]}.", str(givens[0])) if unknown == "vertical" else rest(180, givens)
+        return same(givens[0]) if unknown == "vertical" else rest(180, givens)
 
     def draw(self, canvas: Canvas, givens: Givens, unknown: str, rng: Random) -> None:
         wedges = [*givens, 180 - sum(givens)]
@@ -115,14 +115,14 @@ class AnglesAtPoint(Family):
 
     name = "angles_at_point"
 
-    def sample(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def sample(self, rng: Random, level: int) -> Case:
         first = pick_angle(rng, level, 70, 150)
         if level == 3 and rng.random() < 0.5:
             second = pick_angle(rng, level, 50, 110)
             return (first, second, pick_angle(rng, level, 50, min(110, 310 - first - second))), "of_four"
         return (first, pick_angle(rng, level, max(70, 190 - first), min(160, 310 - first))), "of_three"
 
-    def solve(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def solve(self, givens: Givens, unknown: str) -> Solution:
         require_angles(givens)
         return rest(360, givens)
 
@@ -166,18 +166,18 @@ class ParallelLines(Family):
 
     name = "parallel_lines"
 
-    def sample(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def sample(self, rng: Random, level: int) -> Case:
         unknown = rng.choice((*PAIRS, "bend", "bend") if level == 3 else tuple(PAIRS))
         if unknown == "bend":
             return (pick_angle(rng, level, 25, 75), pick_angle(rng, level, 25, 75)), unknown
         return (pick_angle(rng, level, 30, 150),), unknown
 
-    def solve(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def solve(self, givens: Givens, unknown: str) -> Solution:
         require_angles(givens)
         if unknown == "bend":
             require(sum(givens) < 180, "the corner is below 180 degrees")
             return f"{givens[0]} + {givens[1]} = {sum(givens)}.", str(sum(givens))
-        return rest(180, givens) if unknown == "same_side" else (f"x = {givens[0]}.", str(givens[0]))
+        return rest(180, givens) if unknown == "same_side" else same(givens[0])
 
     def draw(self, canvas: Canvas, givens: Givens, unknown: str, rng: Random) -> None:
         if unknown == "bend":

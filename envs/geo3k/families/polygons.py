@@ -6,7 +6,7 @@ from random import Random
 
 from envs.geo3k.canvas import Canvas, Point
 from envs.geo3k.families.arithmetic import rest
-from envs.geo3k.families.family import Family, Givens, pick_angle, require_angles
+from envs.geo3k.families.family import Case, Family, Givens, Solution, pick_angle, require_angles
 from envs.geo3k.families.layout import TURN, arrange, in_order, polygon, soften
 
 ANGLE_SUM = {"quadrilateral": 360, "pentagon": 540}
@@ -17,7 +17,7 @@ class QuadrilateralAngles(Family):
 
     name = "quadrilateral_angles"
 
-    def sample(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def sample(self, rng: Random, level: int) -> Case:
         if level == 3 and rng.random() < 0.4:
             givens = tuple(pick_angle(rng, level, 90, 125) for _ in range(3))
             total = sum(givens)
@@ -26,7 +26,7 @@ class QuadrilateralAngles(Family):
         total = first + second
         return (first, second, pick_angle(rng, level, max(60, 210 - total), min(125, 310 - total))), "quadrilateral"
 
-    def solve(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def solve(self, givens: Givens, unknown: str) -> Solution:
         require_angles(givens)
         reasoning, answer = rest(ANGLE_SUM[unknown], givens)
         require_angles((int(answer),))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from random import Random
 
 from envs.geo3k.canvas import Canvas
-from envs.geo3k.families.arithmetic import divide, multiply
-from envs.geo3k.families.family import Family, Givens, require, require_lengths
+from envs.geo3k.families.arithmetic import calculation, divide, multiply
+from envs.geo3k.families.family import Case, Family, Givens, Solution, require, require_lengths
 from envs.geo3k.families.layout import flipped, rotated, upright
 
 
@@ -19,7 +19,7 @@ class Midsegment(Family):
 
     name = "midsegment"
 
-    def sample(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def sample(self, rng: Random, level: int) -> Case:
         unknown = rng.choice(("midsegment", "base") if level == 1 else ("midsegment", "base", "trapezoid"))
         high = {1: 20, 2: 40, 3: 60}[level]
         if unknown == "base":
@@ -30,10 +30,10 @@ class Midsegment(Family):
         more = rng.randint(1, high)
         return (short, short + (more if level == 3 else 2 * more)), unknown
 
-    def solve(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def solve(self, givens: Givens, unknown: str) -> Solution:
         require_lengths(givens)
         if unknown == "base":
-            return f"2 * {givens[0]} = {2 * givens[0]}.", str(2 * givens[0])
+            return calculation(2, "*", givens[0]), str(2 * givens[0])
         if unknown == "midsegment":
             return divide(givens[0], 2)
         require(givens[0] < givens[1], "the second parallel side is the longer one")
@@ -74,7 +74,7 @@ class SimilarTriangles(Family):
 
     name = "similar_triangles"
 
-    def sample(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def sample(self, rng: Random, level: int) -> Case:
         unknown = rng.choice(("upper", "lower"))
         if level == 3:
             return (rng.randint(2, 15), rng.randint(2, 15), rng.randint(2, 15)), unknown
@@ -83,7 +83,7 @@ class SimilarTriangles(Family):
         # Parts a*c and b*c of one side, a*d and b*d of the other: x = a*d.
         return (b * d, a * c, b * c), unknown
 
-    def solve(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def solve(self, givens: Givens, unknown: str) -> Solution:
         require_lengths(givens)
         steps, product = multiply(givens[0], givens[1])
         last, answer = divide(product, givens[2])

@@ -7,8 +7,8 @@ from functools import cache
 from random import Random
 
 from envs.geo3k.canvas import Canvas
-from envs.geo3k.families.arithmetic import divide, radical
-from envs.geo3k.families.family import Family, Givens, require
+from envs.geo3k.families.arithmetic import calculation, divide, radical, twice
+from envs.geo3k.families.family import Case, Family, Givens, Solution, require
 from envs.geo3k.families.layout import LABEL_MARGIN, left_to_right, rotated
 
 LONGEST = {1: 30, 2: 65}  # the longest hypotenuse of levels 1 and 2, whose sides are all integers
@@ -32,7 +32,7 @@ class RightTriangle(Family):
 
     name = "right_triangle"
 
-    def sample(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def sample(self, rng: Random, level: int) -> Case:
         if level < 3:
             first, second, hypotenuse = rng.choice(_triples(LONGEST[level]))
             if rng.random() < 0.5:
@@ -43,7 +43,7 @@ class RightTriangle(Family):
             return (first, second), "hypotenuse"
         return (hypotenuse or first + second, second), "leg"
 
-    def solve(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def solve(self, givens: Givens, unknown: str) -> Solution:
         first, second = givens
         require(first > 0 and second > 0, "a side is longer than 0")
         if unknown == "hypotenuse":
@@ -52,7 +52,7 @@ class RightTriangle(Family):
             require(first > second, "the hypotenuse is the longest side")
             sign, square = "-", first * first - second * second
         answer, root = radical(1, square), f"\\sqrt {{ {square} }}"
-        squares = f"{first} * {first} = {first * first}. {second} * {second} = {second * second}."
+        squares = f"{calculation(first, '*', first)} {calculation(second, '*', second)}"
         last = f"{root}." if answer == root else f"{root} = {answer}."
         return f"{squares} {first * first} {sign} {second * second} = {square}. {last}", answer
 
@@ -96,7 +96,7 @@ class SpecialRight(Family):
 
     name = "special_right"
 
-    def sample(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def sample(self, rng: Random, level: int) -> Case:
         unknowns = {
             1: ("30_hypotenuse", "30_short", "60_hypotenuse"),
             2: ("30_hypotenuse", "30_short", "60_hypotenuse", "45_hypotenuse"),
@@ -107,11 +107,11 @@ class SpecialRight(Family):
         even = level < 3 and SPECIAL[unknown][1] == "hypotenuse"
         return (SPECIAL[unknown][0], 2 * side if even else side), unknown
 
-    def solve(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def solve(self, givens: Givens, unknown: str) -> Solution:
         angle, side = givens
         require(angle == SPECIAL[unknown][0] and side > 0, "the angle belongs to the unknown")
         if unknown in ("30_hypotenuse", "60_hypotenuse"):
-            return f"2 * {side} = {2 * side}.", str(2 * side)
+            return twice(side)
         if unknown == "30_short":
             return divide(side, 2)
         if unknown == "30_long":

@@ -5,8 +5,8 @@ from __future__ import annotations
 from random import Random
 
 from envs.geo3k.canvas import Canvas
-from envs.geo3k.families.arithmetic import divide, rest
-from envs.geo3k.families.family import Family, Givens, pick_angle, require, require_angles
+from envs.geo3k.families.arithmetic import calculation, divide, rest
+from envs.geo3k.families.family import Case, Family, Givens, Solution, pick_angle, require, require_angles
 from envs.geo3k.families.layout import left_to_right, polygon, rotated, soften, upright
 
 LEAST_SHOWN = 40  # degrees; a narrower corner has no room for its label
@@ -17,11 +17,11 @@ class TriangleAngles(Family):
 
     name = "triangle_angles"
 
-    def sample(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def sample(self, rng: Random, level: int) -> Case:
         first = pick_angle(rng, level, 25, 115)
         return (first, pick_angle(rng, level, 25, 155 - first)), "x"
 
-    def solve(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def solve(self, givens: Givens, unknown: str) -> Solution:
         require_angles(givens)
         return rest(180, givens)
 
@@ -42,20 +42,20 @@ class Isosceles(Family):
 
     name = "isosceles"
 
-    def sample(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def sample(self, rng: Random, level: int) -> Case:
         if rng.random() < 0.5:
             return (pick_angle(rng, level, 20, 80),), "apex"
         apex = pick_angle(rng, level, 20, 140) if level != 2 else 2 * pick_angle(rng, level, 10, 70)
         return (apex,), "base"
 
-    def solve(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def solve(self, givens: Givens, unknown: str) -> Solution:
         require_angles(givens)
         (angle,) = givens
         if unknown == "base":
             step, answer = divide(180 - angle, 2)
-            return f"180 - {angle} = {180 - angle}. {step}", answer
+            return f"{calculation(180, '-', angle)} {step}", answer
         require(angle < 90, "a base angle is below 90 degrees")
-        return f"2 * {angle} = {2 * angle}. 180 - {2 * angle} = {180 - 2 * angle}.", str(180 - 2 * angle)
+        return f"{calculation(2, '*', angle)} 180 - {2 * angle} = {180 - 2 * angle}.", str(180 - 2 * angle)
 
     def draw(self, canvas: Canvas, givens: Givens, unknown: str, rng: Random) -> None:
         (angle,) = givens
@@ -78,19 +78,19 @@ class ExteriorAngle(Family):
 
     name = "exterior_angle"
 
-    def sample(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def sample(self, rng: Random, level: int) -> Case:
         first = pick_angle(rng, level, 25, 100)
         second = pick_angle(rng, level, 25, 150 - first)
         return ((first, second), "exterior") if rng.random() < 0.5 else ((first + second, second), "remote")
 
-    def solve(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def solve(self, givens: Givens, unknown: str) -> Solution:
         require_angles(givens)
         first, second = givens
         if unknown == "exterior":
             require(first + second < 180, "an exterior angle is below 180 degrees")
-            return f"{first} + {second} = {first + second}.", str(first + second)
+            return calculation(first, "+", second), str(first + second)
         require(first > second, "an exterior angle is above each remote angle")
-        return f"{first} - {second} = {first - second}.", str(first - second)
+        return calculation(first, "-", second), str(first - second)
 
     def draw(self, canvas: Canvas, givens: Givens, unknown: str, rng: Random) -> None:
         if unknown == "exterior":

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import cmath
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from random import Random
+from typing import Literal, cast
 
 Point = complex
 Kind = Literal["length", "angle", "arc", "area", "perimeter", "sector", "arc_length"]
@@ -47,19 +48,11 @@ class Part:
         return prefix + (named[2:] if self.kind == "arc" else named)
 
 
-def length(points: str) -> Part:
-    """Return the segment between two points."""
-    return Part("length", points)
-
-
-def angle(points: str) -> Part:
-    """Return the angle below 180 degrees at the second of three points."""
-    return Part("angle", points)
-
-
-def arc(points: str) -> Part:
-    """Return the arc around the first of three points, anticlockwise from the second to the third."""
-    return Part("arc", points)
+def named_part(name: str) -> Part:
+    """Return a part by its name: "AB" is a segment, "ABC" the angle at B; others have their kind before: "arc OAB"."""
+    kind, _, points = name.rpartition(" ")
+    usual: Kind = "length" if len(points) == 2 else "angle"
+    return Part(cast(Kind, kind) or usual, points)
 
 
 @dataclass(frozen=True)
@@ -79,8 +72,7 @@ class Figure:
 
         figure = Figure(triangle(47, 65))                  # A, B and C; the angles at A and B
         figure.polygon("ABC")
-        figure.give(angle("CAB"), (47, 65), 0)             # the label 47° at A
-        figure.ask(angle("BCA"))                           # the question is about the angle at C
+        figure.label((47,), "CAB", "BCA")                  # 47° at A; the question is about the angle at C
     """
 
     points: dict[str, Point]
@@ -121,39 +113,35 @@ class Figure:
         """Mark segments as parallel; give them in the same direction."""
         self.parallels += [(segment, count) for segment in segments]
 
-    def give(self, part: Part, givens: Sequence[int], place: int) -> None:
-        """Label a part with the given at a place."""
-        self.labels.append(Label(part, with_unit(part, str(givens[place])), (place,)))
+    def label(self, givens: Sequence[int], *names: str, also: Sequence[str] = ()) -> None:
+        """Label parts with the givens in order; the part after them is asked. `also` are further unknown ones."""
+        for place, (name, given) in enumerate(zip(names, givens, strict=False)):
+            part = named_part(name)
+            self.labels.append(Label(part, with_unit(part, str(given)), (place,)))
+        if len(names) > len(givens):
+            part = named_part(names[len(givens)])
+            self.asked = Label(part, "" if part.kind in WHOLES else with_unit(part, "x"))
+        self.others += map(named_part, also)
 
-    def express(self, part: Part, givens: Sequence[int], factor: int, constant: int, sign: str = "+") -> None:
-        """Label a part with an expression in x, whose factor and constant are givens at two places."""
-        text = expression(givens[factor], givens[constant], sign)
-        self.labels.append(Label(part, with_unit(part, text), (factor, constant)))
+    def express(self, name: str, givens: Sequence[int], factor: int, sign: str = "+") -> None:
+        """Label a part with an expression in x, whose factor is the given at a place, and its constant the next."""
+        part = named_part(name)
+        text = expression(givens[factor], givens[factor + 1], sign)
+        self.labels.append(Label(part, with_unit(part, text), (factor, factor + 1)))
 
-    def ask(self, part: Part) -> None:
-        """Make a part the one that the question asks for."""
-        self.asked = Label(part, "" if part.kind in WHOLES else with_unit(part, "x"))
-
-    def lengths(self, givens: Sequence[int], known: Iterable[str], asked: str) -> None:
-        """Label segments with the givens in order, and ask for another segment."""
-        for place, segment in enumerate(known):
-            self.give(length(segment), givens, place)
-        self.ask(length(asked))
-
-    def also(self, *parts: Part) -> None:
-        """Name further parts without a number."""
-        self.others += parts
-
-    def spare_length(self, segment: str, number: int) -> None:
-        """Scale a figure that shows angles alone so that a segment measures a number, which may be printed."""
+    def spare_length(self, rng: Random, segment: str, *others: str) -> None:
+        """Scale a figure that shows angles alone so that one of these segments measures a number to be printed."""
+        if others:
+            segment = rng.choice((segment, *others))
+        number = rng.randint(3, 40)
         a, b = self.ends(segment)
         scale = number / abs(b - a)
         self.points = {name: point * scale for name, point in self.points.items()}
-        self.spare = Label(length(segment), str(number))
+        self.spare = Label(named_part(segment), str(number))
 
     def spare_angle(self, points: str, number: int) -> None:
         """Offer the size of an angle, in whole degrees, as a number that may be printed."""
-        self.spare = Label(angle(points), f"{number}°")
+        self.spare = Label(named_part(points), f"{number}°")
 
     def ends(self, names: str) -> list[Point]:
         """Return the points of a text of names."""

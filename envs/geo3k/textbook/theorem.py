@@ -8,7 +8,7 @@ from random import Random
 from typing import ClassVar
 
 from envs.geo3k.families.arithmetic import divide
-from envs.geo3k.families.family import Givens, require
+from envs.geo3k.families.family import Case, Givens, Solution, require
 from envs.geo3k.textbook.figure import WHOLES, Figure, Label, expression, with_unit
 
 ALPHABET = "ABCDEFGHJKLMNPQRSTUVWXYZ"
@@ -57,13 +57,14 @@ class Theorem(ABC):
     note: ClassVar[str] = ""  # a sentence that the question adds
     takes_algebra: ClassVar[bool] = True
     is_whole: ClassVar[bool] = True  # answers of levels 1 and 2 are integers
+    is_ordered: ClassVar[bool] = False  # the same givens in another order are another problem
 
     @abstractmethod
-    def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def numbers(self, rng: Random, level: int) -> Case:
         """Return givens for a level (1, 2 or 3) and the name of the unknown; `solve` may still reject them."""
 
     @abstractmethod
-    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def work(self, givens: Givens, unknown: str) -> Solution:
         """Return the reasoning and the exact answer; raise ValueError if no such figure exists."""
 
     def remark(self, unknown: str) -> str:
@@ -77,7 +78,7 @@ class Theorem(ABC):
         Raises ValueError if the numbers and `rng` make none.
         """
 
-    def solve(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def solve(self, givens: Givens, unknown: str) -> Solution:
         """Return the reasoning and answer; an unknown that ends in + or - asks for x in "ax + b" or "ax - b"."""
         require(min(givens) > 0, "a number is above 0")
         if unknown[-1] not in "+-":
@@ -112,6 +113,8 @@ class Theorem(ABC):
 
     def canonical(self, givens: Givens, unknown: str) -> Givens:
         """Return the givens in an order that is the same for problems that differ only in the drawing."""
+        if self.is_ordered:
+            return givens
         if unknown[-1] not in "+-":
             return tuple(sorted(givens))
         return (*sorted(givens[:-2]), *givens[-2:])

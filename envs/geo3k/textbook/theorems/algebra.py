@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from random import Random
 
-from envs.geo3k.families.arithmetic import divide
-from envs.geo3k.families.family import Givens, require
-from envs.geo3k.textbook.figure import Figure, angle, length, polar, triangle
+from envs.geo3k.families.arithmetic import calculation, divide
+from envs.geo3k.families.family import Case, Givens, Solution, require
+from envs.geo3k.textbook.figure import Figure, polar, triangle
 from envs.geo3k.textbook.theorem import Theorem
 from envs.geo3k.textbook.theorems.circles import LOOKS_TANGENT, circle
 
@@ -21,8 +21,9 @@ class EqualExpressions(Theorem):
 
     name = "equal_expressions"
     takes_algebra = False
+    is_ordered = True
 
-    def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def numbers(self, rng: Random, level: int) -> Case:
         x = rng.randint(2, {1: 8, 2: 14, 3: 25}[level])
         small = rng.randint(1, {1: 2, 2: 4, 3: 6}[level])
         large = small + rng.randint(1, {1: 2, 2: 3, 3: 5}[level])
@@ -33,7 +34,7 @@ class EqualExpressions(Theorem):
     def remark(self, unknown: str) -> str:
         return LOOKS_TANGENT if unknown == "tangents" else ""
 
-    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def work(self, givens: Givens, unknown: str) -> Solution:
         large, less, small, more = givens
         require(large > small, "the first factor is the larger one")
         total, factor = less + more, large - small
@@ -44,9 +45,6 @@ class EqualExpressions(Theorem):
         require(unknown not in _OF_ANGLES or 25 * factor <= part <= 80 * factor, "the angle has room for its label")
         return f"{start} {step}", answer
 
-    def canonical(self, givens: Givens, unknown: str) -> Givens:
-        return givens
-
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         large, less, small, more = givens
         size = large * (less + more) / (large - small) - less
@@ -54,20 +52,20 @@ class EqualExpressions(Theorem):
             figure = Figure(triangle(base := rng.uniform(40, 70), base, 2 * size * math.cos(math.radians(base))))
             figure.polygon("ABC")
             figure.equal_angles += [("CAB", 1), ("ABC", 1)]
-            parts = length("AC"), length("BC")
+            parts = "AC", "BC"
         elif unknown in ("parallelogram", "diagonal"):
             a, b, d = 0j, complex(size * rng.uniform(0.6, 0.8)), polar(rng.uniform(60, 75), size)
             figure = Figure({"A": a, "B": b, "C": b + d, "D": d})
             figure.polygon("ABCD")
             figure.parallel("AD", "BC")
             figure.parallel("AB", "DC", count=2)
-            parts = length("AD"), length("BC")
+            parts = "AD", "BC"
             if unknown == "diagonal":
                 half = (b + d) / 2
                 points = {name: point * size / abs(half) for name, point in figure.points.items()}
                 figure.points = points | {"E": half * size / abs(half)}
                 figure.line("AC", "BD")
-                parts = length("AE"), length("EC")
+                parts = "AE", "EC"
         elif unknown == "tangents":
             half = rng.uniform(52, 66)
             points = circle(A=-half, B=half) | {"P": complex(1 / math.cos(math.radians(half)))}
@@ -75,7 +73,7 @@ class EqualExpressions(Theorem):
             figure = Figure({name: point * scale for name, point in points.items()})
             figure.circle("OA")
             figure.line("PA", "PB")
-            parts = length("PA"), length("PB")
+            parts = "PA", "PB"
         elif unknown == "kite":
             points = {"A": 1j * 0.6, "B": -1 + 0j, "C": -1j * rng.uniform(1.3, 1.8), "D": 1 + 0j}
             scale = size / abs(points["C"] - points["D"])
@@ -83,22 +81,22 @@ class EqualExpressions(Theorem):
             figure.polygon("ABCD")
             figure.equal("AB", "AD")
             figure.equal("CB", "CD", count=2)
-            parts = length("CB"), length("CD")
+            parts = "CB", "CD"
         elif unknown == "vertical":
             turn = rng.uniform(-30, 30)
             ends = {"A": 0.0, "B": size, "C": 180.0, "D": 180 + size}
             figure = Figure({"O": 0j} | {name: polar(turn + at) for name, at in ends.items()})
             figure.line("AC", "BD", ends="both")
-            parts = angle("AOB"), angle("COD")
+            parts = "AOB", "COD"
         else:
             figure = Figure({"A": 0j, "B": polar(size, 1.1), "C": polar(0), "D": polar(-size, 1.1)})
             figure.line("AB", "AC", "AD", ends="end")
             figure.equal_angles += [("BAC", 1), ("CAD", 1)]
-            parts = angle("BAC"), angle("CAD")
+            parts = "BAC", "CAD"
         if rng.random() < 0.5:
             parts = parts[::-1]
-        figure.express(parts[0], givens, 0, 1, "-")
-        figure.express(parts[1], givens, 2, 3, "+")
+        figure.express(parts[0], givens, 0, "-")
+        figure.express(parts[1], givens, 2)
         return figure
 
 
@@ -108,7 +106,7 @@ class SumOfExpressions(Theorem):
     name = "sum_of_expressions"
     takes_algebra = False
 
-    def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def numbers(self, rng: Random, level: int) -> Case:
         unknown = rng.choice(tuple(_SUMS))
         high = {1: 3, 2: 6, 3: 9}[level]
         a, c = rng.randint(1, high), rng.randint(1, high)
@@ -117,11 +115,11 @@ class SumOfExpressions(Theorem):
         b = rng.randint(1, max(1, left - 1))
         return (a, b, c, left - b), unknown
 
-    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def work(self, givens: Givens, unknown: str) -> Solution:
         a, b, c, d = givens
         whole, left = _SUMS[unknown], _SUMS[unknown] - b - d
         require(left > 0, "x is above 0")
-        start = f"{b} + {d} = {b + d}. {whole} - {b + d} = {left}. {a} + {c} = {a + c}."
+        start = f"{calculation(b, '+', d)} {whole} - {b + d} = {left}. {calculation(a, '+', c)}"
         step, answer = divide(left, a + c)
         return f"{start} {step}", answer
 
@@ -141,7 +139,7 @@ class SumOfExpressions(Theorem):
             else:
                 figure.line("OA", "OC", ends="end")
                 figure.right_angles.append("AOC")
-            parts = angle("AOB"), angle("BOC")
+            parts = "AOB", "BOC"
         elif unknown == "same_side":
             up = polar(first, 1 / math.sin(math.radians(first)))
             points = {"P": -up / 2, "Q": up / 2, "t": up * 1.1, "s": -up * 1.1}
@@ -149,14 +147,14 @@ class SumOfExpressions(Theorem):
             figure = Figure(points)
             figure.line("ab", "cd", "st", ends="both")
             figure.parallel("ab", "cd")
-            parts = angle("bPQ"), angle("dQP")
+            parts = "bPQ", "dQP"
         elif unknown == "parallelogram":
             points = {"A": 0j, "B": complex(rng.uniform(1.4, 1.8)), "D": polar(first)}
             figure = Figure(points | {"C": points["B"] + points["D"]})
             figure.polygon("ABCD")
             figure.parallel("AB", "DC")
             figure.parallel("AD", "BC", count=2)
-            parts = angle("DAB"), angle("ABC")
+            parts = "DAB", "ABC"
         else:
             cut, after = first * rng.uniform(0.85, 1.15), (360 - 2 * first) * rng.uniform(0.42, 0.58)
             end = 360 - after
@@ -164,7 +162,7 @@ class SumOfExpressions(Theorem):
             figure.points["o"] = figure.points.pop("O")
             figure.circles.append("oA")
             figure.polygon("ABCD")
-            parts = angle("DAB"), angle("BCD")
-        figure.express(parts[0], givens, 0, 1)
-        figure.express(parts[1], givens, 2, 3)
+            parts = "DAB", "BCD"
+        figure.express(parts[0], givens, 0)
+        figure.express(parts[1], givens, 2)
         return figure

@@ -5,16 +5,11 @@ from __future__ import annotations
 import math
 from random import Random
 
-from envs.geo3k.families.arithmetic import add, divide, rest
-from envs.geo3k.families.family import Givens, require, require_angles
+from envs.geo3k.families.arithmetic import add, calculation, divide, rest, same
+from envs.geo3k.families.family import Case, Givens, Solution, require, require_angles
 from envs.geo3k.families.triangles import ExteriorAngle, Isosceles
-from envs.geo3k.textbook.figure import Figure, angle, foot, meet, polar, triangle
+from envs.geo3k.textbook.figure import Figure, foot, meet, polar, triangle
 from envs.geo3k.textbook.theorem import Theorem, pick_angle
-
-
-def spare(rng: Random) -> int:
-    """Return a length that a figure of angles may show without need."""
-    return rng.randint(3, 40)
 
 
 class AngleSum(Theorem):
@@ -22,21 +17,19 @@ class AngleSum(Theorem):
 
     name = "angle_sum"
 
-    def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def numbers(self, rng: Random, level: int) -> Case:
         first = pick_angle(rng, level, 25, 110)
         return (first, pick_angle(rng, level, 25, 150 - first)), "angle"
 
-    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def work(self, givens: Givens, unknown: str) -> Solution:
         require_angles(givens)
         return rest(180, givens)
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         figure = Figure(triangle(*givens))
         figure.polygon("ABC")
-        figure.give(angle("CAB"), givens, 0)
-        figure.give(angle("ABC"), givens, 1)
-        figure.ask(angle("BCA"))
-        figure.spare_length(rng.choice(("AB", "BC", "CA")), spare(rng))
+        figure.label(givens, "CAB", "ABC", "BCA")
+        figure.spare_length(rng, "AB", "BC", "CA")
         return figure
 
 
@@ -45,12 +38,12 @@ class ExteriorAngleTheorem(Theorem):
 
     name = "exterior_angle_theorem"
 
-    def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def numbers(self, rng: Random, level: int) -> Case:
         first = pick_angle(rng, level, 25, 100)
         second = pick_angle(rng, level, 25, 145 - first)
         return ((first, second), "exterior") if rng.random() < 0.5 else ((first + second, second), "remote")
 
-    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def work(self, givens: Givens, unknown: str) -> Solution:
         return ExteriorAngle().solve(givens, unknown)
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
@@ -59,13 +52,9 @@ class ExteriorAngleTheorem(Theorem):
         figure = Figure(points | {"D": points["B"] + rng.uniform(0.35, 0.6)})
         figure.polygon("ABC")
         figure.line("BD", ends=rng.choice(("", "end")))
-        parts = (angle("CAB"), angle("BCA"), angle("CBD"))
-        order = (parts[0], parts[1], parts[2]) if unknown == "exterior" else (parts[2], parts[1], parts[0])
-        figure.give(order[0], givens, 0)
-        figure.give(order[1], givens, 1)
-        figure.ask(order[2])
-        figure.also(angle("ABC"))
-        figure.spare_length(rng.choice(("BC", "CA")), spare(rng))
+        parts = ("CAB", "BCA", "CBD") if unknown == "exterior" else ("CBD", "BCA", "CAB")
+        figure.label(givens, *parts, also=("ABC",))
+        figure.spare_length(rng, "BC", "CA")
         return figure
 
 
@@ -74,13 +63,13 @@ class IsoscelesTriangle(Theorem):
 
     name = "isosceles_triangle"
 
-    def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def numbers(self, rng: Random, level: int) -> Case:
         unknown = rng.choice(("apex", "base", "outside"))
         if unknown == "base":
             return (2 * pick_angle(rng, level, 12, 65) - (level == 3 and rng.random() < 0.3),), unknown
         return (pick_angle(rng, level, 27, 77),), unknown
 
-    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def work(self, givens: Givens, unknown: str) -> Solution:
         if unknown != "outside":
             return Isosceles().solve(givens, unknown)
         require_angles(givens)
@@ -97,14 +86,11 @@ class IsoscelesTriangle(Theorem):
         figure.equal("AC", "BC")
         if unknown == "outside":
             figure.line("BD")
-            figure.give(angle("CAB"), givens, 0)
-            figure.ask(angle("CBD"))
+            figure.label(givens, "CAB", "CBD")
         else:
-            parts = (angle("BCA"), angle("CAB"))
-            figure.give(parts[0] if unknown == "base" else parts[1], givens, 0)
-            figure.ask(parts[1] if unknown == "base" else parts[0])
-            figure.also(angle("ABC"))
-        figure.spare_length(rng.choice(("AB", "AC")), spare(rng))
+            parts = ("BCA", "CAB") if unknown == "base" else ("CAB", "BCA")
+            figure.label(givens, *parts, also=("ABC",))
+        figure.spare_length(rng, "AB", "AC")
         return figure
 
 
@@ -113,14 +99,14 @@ class BisectedAngle(Theorem):
 
     name = "bisected_angle"
 
-    def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def numbers(self, rng: Random, level: int) -> Case:
         if rng.random() < 0.5:
             first = pick_angle(rng, level, 30, 80)
             second = pick_angle(rng, level, 30, 125 - first)
             return (first, second), "half"
         return (pick_angle(rng, level, 30, 85), pick_angle(rng, level, 25, 45)), "foot"
 
-    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def work(self, givens: Givens, unknown: str) -> Solution:
         require_angles(givens)
         first, second = givens
         if unknown == "foot":
@@ -140,10 +126,8 @@ class BisectedAngle(Theorem):
         figure.polygon("ABC")
         figure.line("CD")
         figure.equal_angles += [("ACD", 1), ("DCB", 1)]
-        figure.give(angle("CAB"), givens, 0)
-        figure.give(angle("ACD") if unknown == "foot" else angle("ABC"), givens, 1)
-        figure.ask(angle("ADC") if unknown == "foot" else angle("DCB"))
-        figure.spare_length(rng.choice(("AC", "BC")), spare(rng))
+        figure.label(givens, "CAB", "ACD" if unknown == "foot" else "ABC", "ADC" if unknown == "foot" else "DCB")
+        figure.spare_length(rng, "AC", "BC")
         return figure
 
 
@@ -152,17 +136,13 @@ class CrossingLines(Theorem):
 
     name = "crossing_lines"
 
-    def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def numbers(self, rng: Random, level: int) -> Case:
         unknown = rng.choice(("vertical", "adjacent", "right"))
         return (pick_angle(rng, level, *((25, 65) if unknown == "right" else (35, 145))),), unknown
 
-    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def work(self, givens: Givens, unknown: str) -> Solution:
         require_angles(givens)
-        return (
-            (f"x = {givens[0]}.", str(givens[0]))
-            if unknown == "vertical"
-            else rest(90 if unknown == "right" else 180, givens)
-        )
+        return same(givens[0]) if unknown == "vertical" else rest(90 if unknown == "right" else 180, givens)
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         turn, given = rng.uniform(0, 360), givens[0]
@@ -171,14 +151,12 @@ class CrossingLines(Theorem):
             ends = {"A": 0, "B": given, "C": 180, "D": 180 + given, "E": 90}
         figure = Figure({"O": 0j} | {name: polar(turn + at, rng.uniform(0.85, 1.1)) for name, at in ends.items()})
         figure.line("AC", "BD", ends=rng.choice(("", "both")))
-        figure.give(angle("AOB"), givens, 0)
         if unknown == "right":
             figure.line("OE", ends="end")
             figure.right_angles.append("EOC")
-            figure.ask(angle("BOE"))
+            figure.label(givens, "AOB", "BOE")
         else:
-            figure.ask(angle("COD") if unknown == "vertical" else angle("BOC"))
-            figure.also(angle("DOA"))
+            figure.label(givens, "AOB", "COD" if unknown == "vertical" else "BOC", also=("DOA",))
         return figure
 
 
@@ -187,15 +165,15 @@ class Transversal(Theorem):
 
     name = "transversal"
 
-    def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def numbers(self, rng: Random, level: int) -> Case:
         unknown = rng.choice(("corresponding", "alternate", "same_side", "outer"))
         return (pick_angle(rng, level, 40, 140),), unknown
 
-    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def work(self, givens: Givens, unknown: str) -> Solution:
         require_angles(givens)
         if unknown in ("same_side", "outer"):
             return rest(180, givens)
-        return f"x = {givens[0]}.", str(givens[0])
+        return same(givens[0])
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         up = polar(givens[0], 1 / math.sin(math.radians(givens[0])))
@@ -213,8 +191,7 @@ class Transversal(Theorem):
             "outer": (("bPt", "dQs"), ("cQs", "aPt")),
         }
         known, asked = rng.choice(pairs[unknown])
-        figure.give(angle(known), givens, 0)
-        figure.ask(angle(asked))
+        figure.label(givens, known, asked)
         return figure
 
 
@@ -223,15 +200,15 @@ class ParallelInTriangle(Theorem):
 
     name = "parallel_in_triangle"
 
-    def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def numbers(self, rng: Random, level: int) -> Case:
         if rng.random() < 0.4:
             return (pick_angle(rng, level, 35, 100),), "same"
         first = pick_angle(rng, level, 35, 85)
         return (first, pick_angle(rng, level, 35, 145 - first)), "other"
 
-    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def work(self, givens: Givens, unknown: str) -> Solution:
         require_angles(givens)
-        return (f"x = {givens[0]}.", str(givens[0])) if unknown == "same" else rest(180, givens)
+        return same(givens[0]) if unknown == "same" else rest(180, givens)
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         second = givens[1] if unknown == "other" else rng.randint(max(35, 80 - givens[0]), min(85, 145 - givens[0]))
@@ -244,14 +221,11 @@ class ParallelInTriangle(Theorem):
         figure.polygon("ABC")
         figure.line("DE")
         figure.parallel("AB", "DE")
-        figure.give(angle("CDE"), givens, 0)
         if unknown == "other":
-            figure.give(angle("BCA"), givens, 1)
-            figure.ask(angle("ABC"))
-            figure.also(angle("CAB"))
+            figure.label(givens, "CDE", "BCA", "ABC", also=("CAB",))
         else:
-            figure.ask(angle("CAB"))
-        figure.spare_length(rng.choice(("AB", "DE")), spare(rng))
+            figure.label(givens, "CDE", "CAB")
+        figure.spare_length(rng, "AB", "DE")
         return figure
 
 
@@ -260,20 +234,20 @@ class AltitudeAngle(Theorem):
 
     name = "altitude_angles"
 
-    def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def numbers(self, rng: Random, level: int) -> Case:
         if rng.random() < 0.5:
             return (pick_angle(rng, level, 30, 65),), "beside"
         first = pick_angle(rng, level, 40, 75)
         return (first, pick_angle(rng, level, max(40, 105 - first), 75)), "apex"
 
-    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def work(self, givens: Givens, unknown: str) -> Solution:
         require_angles(givens)
         require(max(givens) < 90, "the foot of an altitude lies inside the base")
         if unknown == "beside":
             return rest(90, givens)
         first, second = givens
         steps, total = add((90 - first, 90 - second))
-        return " ".join([f"90 - {first} = {90 - first}. 90 - {second} = {90 - second}.", *steps]), str(total)
+        return " ".join([f"{calculation(90, '-', first)} {calculation(90, '-', second)}", *steps]), str(total)
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         second = givens[1] if unknown == "apex" else rng.randint(40, 65)
@@ -282,12 +256,9 @@ class AltitudeAngle(Theorem):
         figure.polygon("ABC")
         figure.line("CD")
         figure.right_angles.append("CDB")
-        figure.give(angle("CAB"), givens, 0)
         if unknown == "apex":
-            figure.give(angle("ABC"), givens, 1)
-            figure.ask(angle("ACB"))
+            figure.label(givens, "CAB", "ABC", "ACB")
         else:
-            figure.ask(angle("ACD"))
-            figure.also(angle("DCB"))
-        figure.spare_length(rng.choice(("AC", "BC")), spare(rng))
+            figure.label(givens, "CAB", "ACD", also=("DCB",))
+        figure.spare_length(rng, "AC", "BC")
         return figure

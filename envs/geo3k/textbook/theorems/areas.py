@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from random import Random
 
-from envs.geo3k.families.arithmetic import divide, multiply
-from envs.geo3k.families.family import Givens, require
-from envs.geo3k.textbook.figure import Figure, Label, Part, length, polar
+from envs.geo3k.families.arithmetic import calculation, divide, multiply
+from envs.geo3k.families.family import Case, Givens, Solution, require
+from envs.geo3k.textbook.figure import Figure, Label, named_part, polar
 from envs.geo3k.textbook.theorem import Theorem
 
 LENGTHS = {1: (2, 12), 2: (4, 20), 3: (5, 45)}
@@ -22,9 +22,7 @@ def two_lengths(rng: Random, level: int) -> tuple[int, int]:
 
 class _Area(Theorem):
     takes_algebra = False
-
-    def canonical(self, givens: Givens, unknown: str) -> Givens:
-        return givens
+    is_ordered = True
 
 
 class AreaOfTriangle(_Area):
@@ -32,11 +30,11 @@ class AreaOfTriangle(_Area):
 
     name = "area_of_triangle"
 
-    def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def numbers(self, rng: Random, level: int) -> Case:
         base, high = two_lengths(rng, level)
         return (base + (base * high % 2 if level < 3 else 0), high), rng.choice(("inside", "outside"))
 
-    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def work(self, givens: Givens, unknown: str) -> Solution:
         steps, product = multiply(*givens)
         step, answer = divide(product, 2)
         return f"{' '.join(steps)} {step}", answer
@@ -51,9 +49,7 @@ class AreaOfTriangle(_Area):
         figure.right_angles.append("CDB")
         if unknown == "outside":
             figure.dashes.append("DA")
-        figure.give(length("AB"), givens, 0)
-        figure.give(length("CD"), givens, 1)
-        figure.ask(Part("area", "ABC"))
+        figure.label(givens, "AB", "CD", "area ABC")
         return figure
 
 
@@ -62,13 +58,13 @@ class AreaOfParallelogram(_Area):
 
     name = "area_of_parallelogram"
 
-    def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def numbers(self, rng: Random, level: int) -> Case:
         return two_lengths(rng, level), rng.choice(("area", "perimeter"))
 
-    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def work(self, givens: Givens, unknown: str) -> Solution:
         if unknown == "perimeter":
             half = sum(givens)
-            return f"{givens[0]} + {givens[1]} = {half}. 2 * {half} = {2 * half}.", str(2 * half)
+            return f"{givens[0]} + {givens[1]} = {half}. {calculation(2, '*', half)}", str(2 * half)
         steps, area = multiply(*givens)
         return " ".join(steps), str(area)
 
@@ -82,11 +78,10 @@ class AreaOfParallelogram(_Area):
         points = {"A": 0j, "B": complex(base), "C": base + up, "D": up}
         figure = Figure(points, upright=True)
         figure.polygon("ABCD")
-        figure.give(length("AB"), givens, 0)
         if unknown == "perimeter":
             figure.equal("AB", "DC")
             figure.equal("AD", "BC", count=2)
-            figure.give(length("BC"), givens, 1)
+            figure.label(givens, "AB", "BC", "perimeter ABCD")
         else:
             figure.points["e"] = complex(up.real)
             figure.dashes.append("De")
@@ -94,9 +89,8 @@ class AreaOfParallelogram(_Area):
             figure.parallel("AB", "DC")
             figure.parallel("AD", "BC", count=2)
             figure.spans.append("AB")
-            figure.give(length("De"), givens, 1)
-            figure.spare = Label(length("AD"), str(round(abs(up))))
-        figure.ask(Part("perimeter" if unknown == "perimeter" else "area", "ABCD"))
+            figure.label(givens, "AB", "De", "area ABCD")
+            figure.spare = Label(named_part("AD"), str(round(abs(up))))
         return figure
 
 
@@ -105,19 +99,19 @@ class AreaOfTrapezoid(_Area):
 
     name = "area_of_trapezoid"
 
-    def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def numbers(self, rng: Random, level: int) -> Case:
         long, high = two_lengths(rng, level)
         short = rng.randint(max(2, long // 3), max(2, long - 1))
         if level < 3 and (short + long) * high % 2:
             high += 1
         return (short, long, high), "area"
 
-    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def work(self, givens: Givens, unknown: str) -> Solution:
         short, long, high = givens
         require(short < long, "the second parallel side is the longer one")
         steps, product = multiply(short + long, high)
         step, answer = divide(product, 2)
-        return f"{short} + {long} = {short + long}. {' '.join(steps)} {step}", answer
+        return f"{calculation(short, '+', long)} {' '.join(steps)} {step}", answer
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         short, long, high = givens
@@ -133,10 +127,7 @@ class AreaOfTrapezoid(_Area):
             figure.right_angles.append("DeB")
         else:
             figure.right_angles += ["DAB", "CDA"]
-        figure.give(length("DC"), givens, 0)
-        figure.give(length("AB"), givens, 1)
-        figure.give(length("De" if lean else "AD"), givens, 2)
-        figure.ask(Part("area", "ABCD"))
+        figure.label(givens, "DC", "AB", "De" if lean else "AD", "area ABCD")
         return figure
 
 
@@ -145,12 +136,12 @@ class AreaOfRhombus(_Area):
 
     name = "area_of_rhombus"
 
-    def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def numbers(self, rng: Random, level: int) -> Case:
         return two_lengths(rng, level), "area"
 
-    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def work(self, givens: Givens, unknown: str) -> Solution:
         steps, product = multiply(*givens)
-        return f"{' '.join(steps)} 2 * {product} = {2 * product}.", str(2 * product)
+        return f"{' '.join(steps)} {calculation(2, '*', product)}", str(2 * product)
 
     def canonical(self, givens: Givens, unknown: str) -> Givens:
         return tuple(sorted(givens))
@@ -163,9 +154,7 @@ class AreaOfRhombus(_Area):
         figure.polygon("ABCD")
         figure.line("AC", "BD")
         figure.equal("AB", "BC", "CD", "DA")
-        figure.give(length("EC"), givens, 0)
-        figure.give(length("ED"), givens, 1)
-        figure.ask(Part("area", "ABCD"))
+        figure.label(givens, "EC", "ED", "area ABCD")
         return figure
 
 
@@ -178,7 +167,7 @@ class CompositeArea(_Area):
     name = "composite_figure"
     note = "Angles that look right are right."
 
-    def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def numbers(self, rng: Random, level: int) -> Case:
         low, high = {1: (5, 12), 2: (6, 18), 3: (8, 30)}[level]
         wide, tall = rng.randint(low, high), rng.randint(low, high)
         small = (rng.randint(2, max(2, wide * 6 // 10)), rng.randint(2, max(2, tall * 6 // 10)))
@@ -189,12 +178,12 @@ class CompositeArea(_Area):
             return (wide, tall, *small), unknown
         return (wide, tall, *small), unknown
 
-    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def work(self, givens: Givens, unknown: str) -> Solution:
         wide, tall = givens[:2]
         if unknown == "perimeter":
             require(givens[2] < wide and givens[3] < tall, "the corner is smaller than the rectangle")
             half = wide + tall
-            return f"{wide} + {tall} = {half}. 2 * {half} = {2 * half}.", str(2 * half)
+            return f"{wide} + {tall} = {half}. {calculation(2, '*', half)}", str(2 * half)
         steps, area = multiply(wide, tall)
         if unknown == "roof":
             more, product = multiply(wide, givens[2])
@@ -205,7 +194,7 @@ class CompositeArea(_Area):
             )
         require(givens[2] < wide and givens[3] < tall, "the part is smaller than the rectangle")
         more, part = multiply(givens[2], givens[3])
-        return f"{' '.join([*steps, *more])} {area} - {part} = {area - part}.", str(area - part)
+        return f"{' '.join([*steps, *more])} {calculation(area, '-', part)}", str(area - part)
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         wide, tall = givens[:2]
@@ -216,8 +205,7 @@ class CompositeArea(_Area):
             figure.polygon("ABCDE")
             figure.dashes += ["EC", "Df"]
             figure.right_angles += ["EAB", "ABC", "DfC"]
-            parts = ("AB", "BC", "Df")
-            figure.ask(Part("area", "ABCDE"))
+            figure.label(givens, "AB", "BC", "Df", "area ABCDE")
         elif unknown == "frame":
             left, low = (wide - givens[2]) * rng.uniform(0.4, 0.6), (tall - givens[3]) * rng.uniform(0.4, 0.6)
             inner = complex(left, low)
@@ -233,8 +221,7 @@ class CompositeArea(_Area):
             figure.polygon("pqrs")
             figure.shaded.append("ABCD-pqrs")
             figure.right_angles += ["DAB", "spq"]
-            parts = ("AB", "BC", "pq", "qr")
-            figure.ask(Part("area", "ABCD-pqrs"))
+            figure.label(givens, "AB", "BC", "pq", "qr", "area ABCD-pqrs")
         else:
             cut_wide, cut_tall = givens[2:]
             points = {"A": 0j, "B": complex(wide), "C": complex(wide, tall - cut_tall)}
@@ -246,8 +233,6 @@ class CompositeArea(_Area):
             figure = Figure(points, upright=True)
             figure.polygon("ABCDEF")
             figure.right_angles += ["FAB", "ABC", "BCD", "DEF", "EFA"]
-            parts = ("AB", "FA", "CD", "DE")
-            figure.ask(Part("perimeter" if unknown == "perimeter" else "area", "ABCDEF"))
-        for place, part in enumerate(parts):
-            figure.give(length(part), givens, place)
+            asked = "perimeter" if unknown == "perimeter" else "area"
+            figure.label(givens, "AB", "FA", "CD", "DE", f"{asked} ABCDEF")
         return figure

@@ -5,12 +5,12 @@ from __future__ import annotations
 import cmath
 import math
 from random import Random
+from typing import ClassVar
 
-from envs.geo3k.families.arithmetic import divide, fraction, multiply, radical, rest
-from envs.geo3k.families.family import Givens, require, require_angles
-from envs.geo3k.textbook.figure import Figure, Part, angle, arc, length, meet, polar
+from envs.geo3k.families.arithmetic import calculation, divide, fraction, multiply, radical, rest
+from envs.geo3k.families.family import Case, Givens, Solution, require, require_angles
+from envs.geo3k.textbook.figure import Figure, meet, polar
 from envs.geo3k.textbook.theorem import Theorem, pick_angle
-from envs.geo3k.textbook.theorems.angles import spare
 from envs.geo3k.textbook.theorems.circles import LOOKS_TANGENT, circle
 
 
@@ -19,7 +19,7 @@ class TangentRadius(Theorem):
 
     name = "tangent_radius"
 
-    def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def numbers(self, rng: Random, level: int) -> Case:
         unknown = rng.choice(("angle", "tangent", "radius", "distance"))
         if unknown == "angle":
             return (pick_angle(rng, level, 27, 60),), unknown
@@ -31,7 +31,7 @@ class TangentRadius(Theorem):
             c = a + b // 2 + 1
         return {"tangent": (c, a), "radius": (c, b), "distance": (a, b)}[unknown], unknown
 
-    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def work(self, givens: Givens, unknown: str) -> Solution:
         if unknown == "angle":
             require_angles(givens)
             return rest(90, givens)
@@ -40,7 +40,7 @@ class TangentRadius(Theorem):
         square = first * first + second * second if sign == "+" else first * first - second * second
         require(square > 0, "the hypotenuse is the longest side")
         answer, root = radical(1, square), f"\\sqrt {{ {square} }}"
-        squares = f"{first} * {first} = {first * first}. {second} * {second} = {second * second}."
+        squares = f"{calculation(first, '*', first)} {calculation(second, '*', second)}"
         last = f"{root}." if answer == root else f"{root} = {answer}."
         return f"{squares} {first * first} {sign} {second * second} = {square}. {last}", answer
 
@@ -57,12 +57,11 @@ class TangentRadius(Theorem):
         figure.line("OT", "TP", "PO")
         figure.right_angles.append("OTP")
         if unknown == "angle":
-            figure.give(angle("TPO"), givens, 0)
-            figure.ask(angle("POT"))
-            figure.spare_length(rng.choice(("OT", "TP")), spare(rng))
+            figure.label(givens, "TPO", "POT")
+            figure.spare_length(rng, "OT", "TP")
             return figure
         parts = {"tangent": ("OP", "OT", "TP"), "radius": ("OP", "TP", "OT"), "distance": ("OT", "TP", "OP")}[unknown]
-        figure.lengths(givens, parts[:2], parts[2])
+        figure.label(givens, *parts)
         return figure
 
 
@@ -75,7 +74,7 @@ class TwoTangents(Theorem):
     name = "two_tangents"
     note = LOOKS_TANGENT
 
-    def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def numbers(self, rng: Random, level: int) -> Case:
         unknown = rng.choice(("angle", "arc", "perimeter"))
         if unknown == "perimeter":
             high = {1: 9, 2: 20, 3: 40}[level]
@@ -83,13 +82,13 @@ class TwoTangents(Theorem):
             return tuple(rng.randint(low, high) for _ in range(3)), unknown
         return (pick_angle(rng, level, 40, 80) if unknown == "arc" else pick_angle(rng, level, 100, 140),), unknown
 
-    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def work(self, givens: Givens, unknown: str) -> Solution:
         if unknown != "perimeter":
             require_angles(givens)
             return rest(180, givens)
         a, b, c = givens
         total = a + b + c
-        return f"{a} + {b} = {a + b}. {a + b} + {c} = {total}. 2 * {total} = {2 * total}.", str(2 * total)
+        return f"{calculation(a, '+', b)} {a + b} + {c} = {total}. {calculation(2, '*', total)}", str(2 * total)
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         if unknown != "perimeter":
@@ -97,9 +96,8 @@ class TwoTangents(Theorem):
             figure = Figure(circle(A=-half, B=half) | {"P": complex(1 / math.cos(math.radians(half)))})
             figure.circle("OA")
             figure.line("PA", "PB")
-            parts = arc("OAB"), angle("APB")
-            figure.give(parts[unknown == "arc"], givens, 0)
-            figure.ask(parts[unknown == "angle"])
+            parts = ("APB", "arc OAB") if unknown == "arc" else ("arc OAB", "APB")
+            figure.label(givens, *parts)
             return figure
         x, y, z = givens  # tangents from A, B and C
         radius = math.sqrt(x * y * z / (x + y + z))
@@ -111,9 +109,7 @@ class TwoTangents(Theorem):
         figure.circles.append("oD")
         figure.dots += "DEF"
         figure.line("AB", "BC", "CA")
-        for place, part in enumerate(("AD", "BE", "CF")):
-            figure.give(length(part), givens, place)
-        figure.ask(Part("perimeter", "ABC"))
+        figure.label(givens, "AD", "BE", "CF", "perimeter ABC")
         return figure
 
 
@@ -127,7 +123,7 @@ class SecantLengths(Theorem):
     name = "secant_lengths"
     note = LOOKS_TANGENT
 
-    def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def numbers(self, rng: Random, level: int) -> Case:
         high = {1: 8, 2: 14, 3: 20}[level]
         if rng.random() < 0.5:
             root = rng.randint(3, high)
@@ -136,11 +132,11 @@ class SecantLengths(Theorem):
             return (outer, inner), "tangent"
         return (rng.randint(3, high), rng.randint(3, high), rng.randint(3, high)), "secant"
 
-    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def work(self, givens: Givens, unknown: str) -> Solution:
         outer, inner = givens[:2]
         require(inner > 0, "a length is above 0")
         steps, product = multiply(outer + inner, outer)
-        start = " ".join([f"{outer} + {inner} = {outer + inner}.", *steps])
+        start = " ".join([calculation(outer, "+", inner), *steps])
         if unknown == "tangent":
             answer, root = radical(1, product), f"\\sqrt {{ {product} }}"
             return f"{start} {root}." if answer == root else f"{start} {root} = {answer}.", answer
@@ -166,7 +162,7 @@ class SecantLengths(Theorem):
             figure.circles.append("oA")
             figure.line("PB")
             figure.line("PT")
-            figure.lengths(givens, ("PA", "AB"), "PT")
+            figure.label(givens, "PA", "AB", "PT")
             return figure
         other = givens[2]
         turn = polar(rng.uniform(28, 55))
@@ -176,7 +172,7 @@ class SecantLengths(Theorem):
         figure.points |= {"D": turn * power / other, "o": center}
         figure.circles.append("oA")
         figure.line("PB", "PD")
-        figure.lengths(givens, ("PA", "AB", "PC"), "CD")
+        figure.label(givens, "PA", "AB", "PC", "CD")
         return figure
 
 
@@ -185,7 +181,7 @@ class ChordDistance(Theorem):
 
     name = "chord_distance"
 
-    def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def numbers(self, rng: Random, level: int) -> Case:
         unknown = rng.choice(("chord", "distance", "radius"))
         if level < 3:
             k = rng.randint(1, 3 if level == 1 else 9)
@@ -197,7 +193,7 @@ class ChordDistance(Theorem):
             radius = max(far, half) + rng.randint(1, 6)
         return {"chord": (radius, far), "distance": (radius, 2 * half), "radius": (far, 2 * half)}[unknown], unknown
 
-    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def work(self, givens: Givens, unknown: str) -> Solution:
         first, second = givens
         steps = []
         if unknown != "chord":
@@ -206,7 +202,7 @@ class ChordDistance(Theorem):
         sign = "+" if unknown == "radius" else "-"
         square = first * first + (second * second if sign == "+" else -second * second)
         require(square > 0, "the radius is the longest side")
-        steps += [f"{first} * {first} = {first * first}.", f"{second} * {second} = {second * second}."]
+        steps += [calculation(first, "*", first), calculation(second, "*", second)]
         steps += [f"{first * first} {sign} {second * second} = {square}."]
         answer, root = radical(1, square), f"\\sqrt {{ {square} }}"
         if answer != root or unknown != "chord":
@@ -231,23 +227,23 @@ class ChordDistance(Theorem):
         figure.line("AB", "OM", "OA")
         figure.right_angles.append("OMB")
         parts = {"chord": ("OA", "OM", "AB"), "distance": ("OA", "AB", "OM"), "radius": ("OM", "AB", "OA")}[unknown]
-        figure.lengths(givens, parts[:2], parts[2])
+        figure.label(givens, *parts)
         return figure
 
 
 class _Round(Theorem):
     """A central angle and the radius of a circle are given."""
 
+    note = "Write it in terms of \\pi."
     takes_algebra = is_whole = False
+    is_ordered = True
+    asked: ClassVar[str]
 
-    def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def numbers(self, rng: Random, level: int) -> Case:
         opening = rng.choice(
             {1: (60, 90, 120), 2: (30, 45, 60, 90, 120, 135, 150), 3: tuple(range(30, 171, 10))}[level]
         )
         return (opening, rng.randint(2, {1: 12, 2: 24, 3: 40}[level])), "arc"
-
-    def canonical(self, givens: Givens, unknown: str) -> Givens:
-        return givens
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         opening, radius = givens
@@ -255,8 +251,7 @@ class _Round(Theorem):
         figure = Figure({"O": 0j, "A": polar(turn, radius), "B": polar(turn + opening, radius)})
         figure.circle("OA")
         figure.line("OA", "OB")
-        figure.give(angle("AOB"), givens, 0)
-        figure.give(length("OA"), givens, 1)
+        figure.label(givens, "AOB", "OA", f"{self.asked} OAB")
         return figure
 
 
@@ -271,39 +266,32 @@ def pi_times(numerator: int, denominator: int) -> str:
 class ArcLength(_Round):
     """A central angle and the radius are given; the length of the arc is asked in terms of pi."""
 
-    name = "arc_length"
-    note = "Write it in terms of \\pi."
+    name = asked = "arc_length"
 
-    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def work(self, givens: Givens, unknown: str) -> Solution:
         opening, radius = givens
         require(opening < 180, "the arc is below 180 degrees")
         steps, product = multiply(opening, radius)
         step, value = divide(product, 180)
         return f"{' '.join(steps)} {step} {value} * \\pi = {pi_times(product, 180)}.", pi_times(product, 180)
 
-    def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
-        figure = super().build(givens, unknown, rng)
-        figure.ask(Part("arc_length", "OAB"))
-        return figure
-
 
 class SectorArea(_Round):
     """A central angle and the radius are given; the area of the shaded sector is asked in terms of pi."""
 
     name = "sector_area"
-    note = "Write it in terms of \\pi."
+    asked = "sector"
 
-    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def work(self, givens: Givens, unknown: str) -> Solution:
         opening, radius = givens
         require(opening < 180, "the arc is below 180 degrees")
         steps, product = multiply(opening, radius * radius)
         step, value = divide(product, 360)
-        square = f"{radius} * {radius} = {radius * radius}."
+        square = calculation(radius, "*", radius)
         answer = pi_times(product, 360)
         return f"{square} {' '.join(steps)} {step} {value} * \\pi = {answer}.", answer
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         figure = super().build(givens, unknown, rng)
         figure.shaded.append("OAB arc")
-        figure.ask(Part("sector", "OAB"))
         return figure

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from random import Random
 
-from envs.geo3k.families.arithmetic import divide, multiply, rest
-from envs.geo3k.families.family import Givens, require, require_angles
-from envs.geo3k.textbook.figure import Figure, angle, arc, meet, polar
+from envs.geo3k.families.arithmetic import calculation, divide, multiply, rest, twice
+from envs.geo3k.families.family import Case, Givens, Solution, require, require_angles
+from envs.geo3k.textbook.figure import Figure, meet, polar
 from envs.geo3k.textbook.theorem import Theorem, pick_angle
-from envs.geo3k.textbook.theorems.angles import spare
 
 LOOKS_TANGENT = "Assume that segments that appear to be tangent are tangent."
 
 
-def circle(**degrees: float) -> dict[str, complex]:
-    """Return the center O and named points of the unit circle at these directions."""
-    return {"O": 0j} | {name: polar(at) for name, at in degrees.items()}
+def circle(center: str = "O", **degrees: float) -> dict[str, complex]:
+    """Return the center and named points of the unit circle at these directions."""
+    return {center: 0j} | {name: polar(at) for name, at in degrees.items()}
 
 
 class InscribedAngle(Theorem):
@@ -23,19 +22,19 @@ class InscribedAngle(Theorem):
 
     name = "inscribed_angle"
 
-    def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def numbers(self, rng: Random, level: int) -> Case:
         unknown = rng.choice(("from_arc", "arc", "from_central", "central"))
         half = pick_angle(rng, level, 25, 70)
         if unknown in ("arc", "central"):
             return (half,), unknown
         return (2 * half - (level == 3 and rng.random() < 0.25),), unknown
 
-    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def work(self, givens: Givens, unknown: str) -> Solution:
         require_angles(givens)
         (given,) = givens
         if unknown in ("arc", "central"):
             require(given < 90, "the arc is below 180 degrees")
-            return f"2 * {given} = {2 * given}.", str(2 * given)
+            return twice(given)
         return divide(given, 2)
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
@@ -43,15 +42,13 @@ class InscribedAngle(Theorem):
         figure = Figure(circle(A=-half, B=half, C=180 + rng.uniform(-0.5, 0.5) * (140 - half)))
         figure.circle("OA")
         figure.line("CA", "CB")
-        center = arc("OAB") if "arc" in unknown else angle("AOB")
-        if center.kind == "angle":
+        center = "arc OAB" if "arc" in unknown else "AOB"
+        if center == "AOB":
             figure.line("OA", "OB")
         if unknown in ("arc", "central"):
-            figure.give(angle("ACB"), givens, 0)
-            figure.ask(center)
+            figure.label(givens, "ACB", center)
         else:
-            figure.give(center, givens, 0)
-            figure.ask(angle("ACB"))
+            figure.label(givens, center, "ACB")
         return figure
 
 
@@ -60,26 +57,25 @@ class DiameterAngle(Theorem):
 
     name = "diameter_angle"
 
-    def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def numbers(self, rng: Random, level: int) -> Case:
         unknown = rng.choice(("angle", "arc"))
         return (pick_angle(rng, level, 25, 65),), unknown
 
-    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def work(self, givens: Givens, unknown: str) -> Solution:
         require_angles(givens)
         (given,) = givens
         require(given < 90, "the angle is below 90 degrees")
         if unknown == "angle":
             return rest(90, givens)
-        return f"2 * {given} = {2 * given}. 180 - {2 * given} = {180 - 2 * given}.", str(180 - 2 * given)
+        return f"{calculation(2, '*', given)} 180 - {2 * given} = {180 - 2 * given}.", str(180 - 2 * given)
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         figure = Figure(circle(A=180, B=0, C=2 * givens[0]))
         figure.circle("OA")
         figure.line("AB", "BC", "CA")
-        figure.give(angle("CAB"), givens, 0)
-        figure.ask(angle("ABC") if unknown == "angle" else arc("OCA"))
+        figure.label(givens, "CAB", "ABC" if unknown == "angle" else "arc OCA")
         if unknown == "angle":
-            figure.spare_length(rng.choice(("AC", "BC")), spare(rng))
+            figure.spare_length(rng, "AC", "BC")
         return figure
 
 
@@ -88,12 +84,12 @@ class CyclicQuadrilateral(Theorem):
 
     name = "cyclic_quadrilateral"
 
-    def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def numbers(self, rng: Random, level: int) -> Case:
         if rng.random() < 0.5:
             return (pick_angle(rng, level, 55, 125),), "opposite"
         return (pick_angle(rng, level, 60, 115), pick_angle(rng, level, 60, 115)), "both"
 
-    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def work(self, givens: Givens, unknown: str) -> Solution:
         require_angles(givens)
         return rest(180, givens[:1])
 
@@ -103,17 +99,12 @@ class CyclicQuadrilateral(Theorem):
         second = givens[1] if unknown == "both" else rng.randint(75, 105)
         cut = wide * rng.uniform(0.4, 0.6)  # arc BC
         after = 2 * second - (wide - cut)  # arc DA, because the angle at B stands on the arc CDA
-        figure = Figure(circle(A=0, B=360 - wide - after, C=360 - wide - after + cut, D=360 - after))
+        figure = Figure(circle("o", A=0, B=360 - wide - after, C=360 - wide - after + cut, D=360 - after))
         require(40 < after < 360 - wide - 40, "the corners follow each other on the circle")
-        del figure.points["O"]
-        figure.points["o"] = 0j
         figure.circles.append("oA")
         figure.polygon("ABCD")
-        figure.give(angle("DAB"), givens, 0)
-        if unknown == "both":
-            figure.give(angle("ABC"), givens, 1)
-        figure.ask(angle("BCD"))
-        figure.also(angle("CDA"))
+        known = ("DAB", "ABC")[: len(givens)]
+        figure.label(givens, *known, "BCD", also=("CDA",))
         return figure
 
 
@@ -123,17 +114,17 @@ class TangentChord(Theorem):
     name = "tangent_chord"
     note = LOOKS_TANGENT
 
-    def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def numbers(self, rng: Random, level: int) -> Case:
         half = pick_angle(rng, level, 30, 85)
         return ((half,), "arc") if rng.random() < 0.5 else ((2 * half,), "angle")
 
-    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def work(self, givens: Givens, unknown: str) -> Solution:
         require_angles(givens)
         (given,) = givens
         if unknown == "angle":
             return divide(given, 2)
         require(given < 90, "the arc is below 180 degrees")
-        return f"2 * {given} = {2 * given}.", str(2 * given)
+        return twice(given)
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         half = givens[0] if unknown == "arc" else givens[0] / 2
@@ -143,9 +134,8 @@ class TangentChord(Theorem):
         figure.circle("OT")
         figure.line("cA", ends="both")
         figure.line("TB")
-        parts = arc("OTB"), angle("ATB")
-        figure.give(parts[unknown == "arc"], givens, 0)
-        figure.ask(parts[unknown == "angle"])
+        parts = ("ATB", "arc OTB") if unknown == "arc" else ("arc OTB", "ATB")
+        figure.label(givens, *parts)
         return figure
 
 
@@ -154,7 +144,7 @@ class CrossingChords(Theorem):
 
     name = "crossing_chords"
 
-    def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def numbers(self, rng: Random, level: int) -> Case:
         if rng.random() < 0.4:
             first, second = pick_angle(rng, level, 40, 110), pick_angle(rng, level, 40, 110)
             return (first, second), "angle"
@@ -163,12 +153,12 @@ class CrossingChords(Theorem):
         a, b, c, d = (rng.randint(1, 4 if level == 1 else 7) for _ in range(4))
         return (a * b, c * d, a * c), "part"  # the answer is b * d
 
-    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def work(self, givens: Givens, unknown: str) -> Solution:
         if unknown == "angle":
             require_angles(givens)
             first, second = givens
             step, answer = divide(first + second, 2)
-            return f"{first} + {second} = {first + second}. {step}", answer
+            return f"{calculation(first, '+', second)} {step}", answer
         steps, product = multiply(givens[0], givens[1])
         last, answer = divide(product, givens[2])
         return " ".join([*steps, last]), answer
@@ -178,25 +168,18 @@ class CrossingChords(Theorem):
             first, second = givens
             left = 360 - first - second
             gap = left * rng.uniform(0.38, 0.62)
-            points = circle(A=0, B=first, C=first + gap, D=first + gap + second)
-            points["E"] = meet(points["A"], points["C"], points["B"], points["D"])
-            center = points.pop("O")
-            figure = Figure(points | {"o": center})
-            figure.circles.append("oA")
-            figure.give(arc("oAB"), givens, 0)
-            figure.give(arc("oCD"), givens, 1)
-            figure.ask(angle("AEB"))
-            figure.also(angle("BEC"))
+            figure = Figure(circle("o", A=0, B=first, C=first + gap, D=first + gap + second))
+            figure.points["E"] = meet(*figure.ends("ACBD"))
+            figure.label(givens, "arc oAB", "arc oCD", "AEB", also=("BEC",))
         else:
             a, b, c = givens
             turn = polar(rng.uniform(50, 130))
             points = {"E": 0j, "A": complex(a), "C": complex(-b), "B": turn * c, "D": -turn * a * b / c}
-            middle, normal = (points["A"] + points["C"]) / 2, 1j
+            middle = (points["A"] + points["C"]) / 2
             across = (points["B"] + points["D"]) / 2
-            center = meet(middle, middle + normal, across, across + 1j * turn)
-            figure = Figure(points | {"o": center})
-            figure.circles.append("oA")
-            figure.lengths(givens, ("EA", "EC", "EB"), "ED")
+            figure = Figure(points | {"o": meet(middle, middle + 1j, across, across + 1j * turn)})
+            figure.label(givens, "EA", "EC", "EB", "ED")
+        figure.circles.append("oA")
         figure.line("AC", "BD")
         return figure
 
@@ -206,35 +189,32 @@ class SecantAngles(Theorem):
 
     name = "secant_angles"
 
-    def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def numbers(self, rng: Random, level: int) -> Case:
         near = pick_angle(rng, level, 25, 60)
         far = near + 2 * pick_angle(rng, level, 25, 45)
         return ((far, near), "angle") if rng.random() < 0.6 else ((far, (far - near) // 2), "near")
 
-    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def work(self, givens: Givens, unknown: str) -> Solution:
         require_angles(givens)
         first, second = givens
         require(first > second, "the first arc is the larger one")
         if unknown == "angle":
             step, answer = divide(first - second, 2)
-            return f"{first} - {second} = {first - second}. {step}", answer
+            return f"{calculation(first, '-', second)} {step}", answer
         near = first - 2 * second
         require(near > 0, "the smaller arc is above 0 degrees")
-        return f"2 * {second} = {2 * second}. {first} - {2 * second} = {near}.", str(near)
+        return f"{calculation(2, '*', second)} {first} - {2 * second} = {near}.", str(near)
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         far = givens[0]
         near = givens[1] if unknown == "angle" else far - 2 * givens[1]
         lean = rng.uniform(-8, 8)
-        points = circle(A=-near / 2 + lean, C=near / 2 + lean, B=180 + far / 2, D=180 - far / 2)
-        points["P"] = meet(points["A"], points["B"], points["C"], points["D"])
-        center = points.pop("O")
-        figure = Figure(points | {"o": center})
+        figure = Figure(circle("o", A=-near / 2 + lean, C=near / 2 + lean, B=180 + far / 2, D=180 - far / 2))
+        figure.points["P"] = meet(*figure.ends("ABCD"))
         figure.circles.append("oA")
         figure.line("PB", "PD")
-        figure.give(arc("oDB"), givens, 0)
-        figure.give(arc("oAC") if unknown == "angle" else angle("BPD"), givens, 1)
-        figure.ask(angle("BPD") if unknown == "angle" else arc("oAC"))
+        parts = ("arc oAC", "BPD") if unknown == "angle" else ("BPD", "arc oAC")
+        figure.label(givens, "arc oDB", *parts)
         return figure
 
 
@@ -243,13 +223,13 @@ class ArcsOfCircle(Theorem):
 
     name = "arcs_of_circle"
 
-    def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def numbers(self, rng: Random, level: int) -> Case:
         if rng.random() < 0.5:
             return (pick_angle(rng, level, 40, 140),), "across"
         first, second = pick_angle(rng, level, 60, 150), pick_angle(rng, level, 60, 150)
         return (first, second), "last"
 
-    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def work(self, givens: Givens, unknown: str) -> Solution:
         require_angles(givens)
         steps, answer = rest(180 if unknown == "across" else 360, givens)
         require(int(answer) < 180, "the last arc is below 180 degrees")
@@ -260,13 +240,10 @@ class ArcsOfCircle(Theorem):
         if unknown == "across":
             figure = Figure(circle(A=turn, B=turn + givens[0], C=turn + 180))
             figure.line("AC", "OB")
-            figure.give(angle("AOB") if rng.random() < 0.5 else arc("OAB"), givens, 0)
-            figure.ask(arc("OBC"))
+            figure.label(givens, "AOB" if rng.random() < 0.5 else "arc OAB", "arc OBC")
         else:
             figure = Figure(circle(A=turn, B=turn + givens[0], C=turn + sum(givens)))
             figure.line("OA", "OB", "OC")
-            figure.give(arc("OAB"), givens, 0)
-            figure.give(angle("BOC"), givens, 1)
-            figure.ask(arc("OCA"))
+            figure.label(givens, "arc OAB", "BOC", "arc OCA")
         figure.circle("OA")
         return figure

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from random import Random
 
-from envs.geo3k.families.arithmetic import divide, multiply, radical
-from envs.geo3k.families.family import Givens, require
-from envs.geo3k.textbook.figure import Figure, angle, length
+from envs.geo3k.families.arithmetic import calculation, divide, multiply, radical, twice
+from envs.geo3k.families.family import Case, Givens, Solution, require
+from envs.geo3k.textbook.figure import Figure
 from envs.geo3k.textbook.theorem import Theorem
 
 TRIPLES = ((3, 4, 5), (5, 12, 13), (8, 15, 17), (7, 24, 25), (20, 21, 29), (9, 40, 41))
 
 
-def root_of(square: int) -> tuple[str, str]:
+def root_of(square: int) -> Solution:
     r"""Return the step of a square root and its value: 50 -> "\sqrt { 50 } = 5 \sqrt { 2 }.", "5 \sqrt { 2 }"."""
     answer, root = radical(1, square), f"\\sqrt {{ {square} }}"
     return (f"{root}." if answer == root else f"{root} = {answer}."), answer
@@ -29,7 +29,7 @@ class Pythagoras(Theorem):
 
     name = "pythagoras"
 
-    def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def numbers(self, rng: Random, level: int) -> Case:
         if level == 3:
             a, b = rng.randint(3, 20), rng.randint(3, 20)
             return ((a, b), "hypotenuse") if rng.random() < 0.5 else ((a + b // 2 + 1, a), "leg")
@@ -38,13 +38,13 @@ class Pythagoras(Theorem):
         a, b = (a, b) if rng.random() < 0.5 else (b, a)
         return ((a, b), "hypotenuse") if rng.random() < 0.5 else ((c, a), "leg")
 
-    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def work(self, givens: Givens, unknown: str) -> Solution:
         first, second = givens
         sign = "+" if unknown == "hypotenuse" else "-"
         require(sign == "+" or first > second, "the hypotenuse is the longest side")
         square = first * first + (second * second if sign == "+" else -second * second)
         last, answer = root_of(square)
-        squares = f"{first} * {first} = {first * first}. {second} * {second} = {second * second}."
+        squares = f"{calculation(first, '*', first)} {calculation(second, '*', second)}"
         return f"{squares} {first * first} {sign} {second * second} = {square}. {last}", answer
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
@@ -54,7 +54,7 @@ class Pythagoras(Theorem):
         figure.polygon("ABC")
         figure.right_angles.append("ACB")
         parts = ("CA", "CB", "AB") if unknown == "hypotenuse" else ("AB", "CA", "CB")
-        figure.lengths(givens, parts[:2], parts[2])
+        figure.label(givens, *parts)
         return figure
 
 
@@ -77,17 +77,17 @@ class SpecialTriangles(Theorem):
     name = "special_triangles"
     is_whole = False
 
-    def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def numbers(self, rng: Random, level: int) -> Case:
         names = list(_SPECIAL)
         unknown = rng.choice({1: [names[2], names[3], names[5]], 2: names[:1] + names[2:6], 3: names}[level])
         side = rng.randint(2, {1: 20, 2: 40, 3: 40}[level])
         return (_SPECIAL[unknown][0], 2 * side if level < 3 and _SPECIAL[unknown][1] == "AB" else side), unknown
 
-    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def work(self, givens: Givens, unknown: str) -> Solution:
         opening, side = givens
         require(opening == _SPECIAL[unknown][0], "the angle belongs to the unknown")
         if unknown in ("30_hypotenuse", "60_hypotenuse"):
-            return f"2 * {side} = {2 * side}.", str(2 * side)
+            return twice(side)
         if unknown == "30_short":
             return divide(side, 2)
         if unknown in ("45_leg", "60_short"):
@@ -109,10 +109,8 @@ class SpecialTriangles(Theorem):
         figure = Figure(right(long * math.cos(math.radians(opening)), long * math.sin(math.radians(opening))))
         figure.polygon("ABC")
         figure.right_angles.append("ACB")
-        figure.give(angle("CAB"), givens, 0)
-        figure.give(length(given), givens, 1)
-        figure.ask(length(asked))
-        figure.also(*(length(part) for part in ("CA", "CB", "AB") if part not in (given, asked)))
+        others = [side for side in ("CA", "CB", "AB") if side not in (given, asked)]
+        figure.label(givens, "CAB", given, asked, also=others)
         return figure
 
 
@@ -121,7 +119,7 @@ class GeometricMean(Theorem):
 
     name = "geometric_mean"
 
-    def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def numbers(self, rng: Random, level: int) -> Case:
         unknown = rng.choice(("altitude", "leg", "part"))
         if level == 3:
             first, second = rng.randint(2, 15), rng.randint(2, 15)
@@ -135,14 +133,14 @@ class GeometricMean(Theorem):
                 first, second = k * a * b, k * a * a
         return (first, second), unknown
 
-    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def work(self, givens: Givens, unknown: str) -> Solution:
         first, second = givens
         if unknown == "part":
             steps, square = multiply(first, first)
             step, answer = divide(square, second)
             return f"{' '.join(steps)} {step}", answer
         start, factor = (
-            ("", second) if unknown == "altitude" else (f"{first} + {second} = {first + second}. ", first + second)
+            ("", second) if unknown == "altitude" else (f"{calculation(first, '+', second)} ", first + second)
         )
         steps, product = multiply(first, factor)
         last, answer = root_of(product)
@@ -155,8 +153,7 @@ class GeometricMean(Theorem):
         figure.line("CD")
         figure.right_angles += ["ACB", "CDB"]
         parts = {"altitude": ("AD", "DB", "CD"), "leg": ("AD", "DB", "AC"), "part": ("CD", "AD", "DB")}[unknown]
-        figure.lengths(givens, parts[:2], parts[2])
-        figure.also(length("BC"))
+        figure.label(givens, *parts, also=("BC",))
         return figure
 
 
@@ -165,7 +162,7 @@ class RectangleDiagonals(Theorem):
 
     name = "rectangle_diagonals"
 
-    def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def numbers(self, rng: Random, level: int) -> Case:
         if level < 3:
             k = rng.randint(1, 6 if level == 1 else 12)
             a, b, c = (k * side for side in rng.choice(TRIPLES[:3]))
@@ -174,7 +171,7 @@ class RectangleDiagonals(Theorem):
             c = a + b // 2 + 1
         return ((a, b), "diagonal") if rng.random() < 0.5 else ((c, a), "side")
 
-    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def work(self, givens: Givens, unknown: str) -> Solution:
         return Pythagoras().work(givens, "hypotenuse" if unknown == "diagonal" else "leg")
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
@@ -187,7 +184,7 @@ class RectangleDiagonals(Theorem):
         figure.line("AC")
         figure.right_angles += rng.choice((["ABC"], ["ABC", "CDA"], ["ABC", "BCD", "CDA", "DAB"]))
         parts = ("AB", "BC", "AC") if unknown == "diagonal" else ("AC", "AB", "BC")
-        figure.lengths(givens, parts[:2], parts[2])
+        figure.label(givens, *parts)
         return figure
 
 
@@ -196,7 +193,7 @@ class RhombusDiagonals(Theorem):
 
     name = "rhombus_diagonals"
 
-    def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def numbers(self, rng: Random, level: int) -> Case:
         if level < 3:
             k = rng.randint(1, 6 if level == 1 else 12)
             a, b, c = (k * side for side in rng.choice(((3, 4, 5), (4, 3, 5), (8, 15, 17), (20, 21, 29))))
@@ -205,7 +202,7 @@ class RhombusDiagonals(Theorem):
             c = max(a, b) + rng.randint(1, 8)
         return ((a, b), "side") if rng.random() < 0.5 else ((c, a), "half")
 
-    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def work(self, givens: Givens, unknown: str) -> Solution:
         return Pythagoras().work(givens, "hypotenuse" if unknown == "side" else "leg")
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
@@ -218,7 +215,7 @@ class RhombusDiagonals(Theorem):
         figure.line("AC", "BD")
         figure.equal("AB", "BC", "CD", "DA")
         parts = ("EA", "ED", "AD") if unknown == "side" else ("AD", "EA", "ED")
-        figure.lengths(givens, parts[:2], parts[2])
+        figure.label(givens, *parts)
         return figure
 
 
@@ -227,22 +224,22 @@ class SegmentAddition(Theorem):
 
     name = "segment_addition"
 
-    def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def numbers(self, rng: Random, level: int) -> Case:
         high = {1: 12, 2: 40, 3: 80}[level]
         a, b = rng.randint(high // 3, high), rng.randint(high // 3, high)
         return ((a + b, a), "part") if rng.random() < 0.5 else ((a, b), "whole")
 
-    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def work(self, givens: Givens, unknown: str) -> Solution:
         whole, part = givens
         if unknown == "whole":
-            return f"{whole} + {part} = {whole + part}.", str(whole + part)
+            return calculation(whole, "+", part), str(whole + part)
         require(whole > part, "the whole is longer than a part")
-        return f"{whole} - {part} = {whole - part}.", str(whole - part)
+        return calculation(whole, "-", part), str(whole - part)
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         whole, part = givens if unknown == "part" else (sum(givens), givens[0])
         figure = Figure({"A": 0j, "D": complex(part), "B": complex(whole)}, dots=list("ADB"), spans=["AB"])
         figure.line("AB")
         parts = ("AB", "AD", "DB") if unknown == "part" else ("AD", "DB", "AB")
-        figure.lengths(givens, parts[:2], parts[2])
+        figure.label(givens, *parts)
         return figure

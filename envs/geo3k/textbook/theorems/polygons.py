@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from random import Random
 
-from envs.geo3k.families.arithmetic import divide, rest
-from envs.geo3k.families.family import Givens, require, require_angles
-from envs.geo3k.textbook.figure import Figure, angle, meet, polar, triangle
+from envs.geo3k.families.arithmetic import divide, rest, same, twice
+from envs.geo3k.families.family import Case, Givens, Solution, require, require_angles
+from envs.geo3k.textbook.figure import Figure, meet, polar, triangle
 from envs.geo3k.textbook.theorem import Theorem, pick_angle
-from envs.geo3k.textbook.theorems.angles import spare
 
 
 class PolygonAngles(Theorem):
@@ -17,7 +16,7 @@ class PolygonAngles(Theorem):
 
     name = "polygon_angles"
 
-    def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def numbers(self, rng: Random, level: int) -> Case:
         count = {1: 4, 2: rng.choice((4, 5)), 3: rng.choice((4, 5, 5, 6))}[level]
         mean = 180 * (count - 2) / count
         low, high = int(mean - 25), int(mean + 25)
@@ -25,7 +24,7 @@ class PolygonAngles(Theorem):
             count
         ]
 
-    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def work(self, givens: Givens, unknown: str) -> Solution:
         require_angles(givens)
         count = len(givens) + 1
         reasoning, answer = rest(180 * (count - 2), givens)
@@ -50,12 +49,8 @@ class PolygonAngles(Theorem):
         letters = "ABCDEF"[:count]
         figure.polygon(letters)
         # Side k leads from corner k to k + 1, so `angles[k]` is the angle at corner k + 1.
-        for place in range(count):
-            part = angle(letters[place] + letters[(place + 1) % count] + letters[(place + 2) % count])
-            if place < count - 1:
-                figure.give(part, givens, place)
-            else:
-                figure.ask(part)
+        around = letters + letters[:2]
+        figure.label(givens, *(around[place : place + 3] for place in range(count)))
         return figure
 
 
@@ -64,15 +59,15 @@ class ParallelogramAngles(Theorem):
 
     name = "parallelogram_angles"
 
-    def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def numbers(self, rng: Random, level: int) -> Case:
         unknown = rng.choice(("opposite", "next", "diagonal"))
         if unknown != "diagonal":
             return (pick_angle(rng, level, 50, 130),), unknown
         return (pick_angle(rng, level, 60, 110), pick_angle(rng, level, 25, 50)), unknown
 
-    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def work(self, givens: Givens, unknown: str) -> Solution:
         require_angles(givens)
-        return (f"x = {givens[0]}.", str(givens[0])) if unknown == "opposite" else rest(180, givens)
+        return same(givens[0]) if unknown == "opposite" else rest(180, givens)
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         if unknown == "diagonal":  # the corner A, and the angle ABD
@@ -88,15 +83,12 @@ class ParallelogramAngles(Theorem):
         else:
             figure.equal("AB", "DC")
             figure.equal("AD", "BC", count=2)
-        figure.give(angle("DAB"), givens, 0)
         if unknown == "diagonal":
             figure.line("BD")
-            figure.give(angle("ABD"), givens, 1)
-            figure.ask(angle("CBD"))
+            figure.label(givens, "DAB", "ABD", "CBD")
         else:
-            figure.ask(angle("BCD") if unknown == "opposite" else angle("ABC"))
-            figure.also(angle("CDA"))
-        figure.spare_length(rng.choice(("AB", "BC")), spare(rng))
+            figure.label(givens, "DAB", "BCD" if unknown == "opposite" else "ABC", also=("CDA",))
+        figure.spare_length(rng, "AB", "BC")
         return figure
 
 
@@ -105,16 +97,16 @@ class RhombusAngles(Theorem):
 
     name = "rhombus_angles"
 
-    def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def numbers(self, rng: Random, level: int) -> Case:
         return (pick_angle(rng, level, 26, 64),), rng.choice(("beside", "corner"))
 
-    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def work(self, givens: Givens, unknown: str) -> Solution:
         require_angles(givens)
         (given,) = givens
         require(given < 90, "half an angle of a rhombus is below 90 degrees")
         if unknown == "beside":
             return rest(90, givens)
-        return f"2 * {given} = {2 * given}.", str(2 * given)
+        return twice(given)
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         high = math.tan(math.radians(givens[0]))
@@ -122,14 +114,12 @@ class RhombusAngles(Theorem):
         figure.polygon("ABCD")
         figure.equal("AB", "BC", "CD", "DA")
         figure.line("AC")
-        figure.give(angle("CAB"), givens, 0)
+        figure.label(givens, "CAB", "ADB" if unknown == "beside" else "DCB")
         if unknown == "beside":
             figure.line("BD")
-            figure.ask(angle("ADB"))
         else:
             del figure.points["E"]
-            figure.ask(angle("DCB"))
-        figure.spare_length("AB", spare(rng))
+        figure.spare_length(rng, "AB")
         return figure
 
 
@@ -138,11 +128,11 @@ class KiteAngles(Theorem):
 
     name = "kite_angles"
 
-    def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def numbers(self, rng: Random, level: int) -> Case:
         top = 2 * pick_angle(rng, level, 35, 65)
         return (top, 2 * pick_angle(rng, level, 20, top // 2 - 5)), "side"
 
-    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def work(self, givens: Givens, unknown: str) -> Solution:
         require_angles(givens)
         steps, both = rest(360, givens)
         require(givens[0] > givens[1], "the first angle is the wider one")
@@ -155,9 +145,6 @@ class KiteAngles(Theorem):
         figure.polygon("ABCD")
         figure.equal("AB", "AD")
         figure.equal("CB", "CD", count=2)
-        figure.give(angle("BAD"), givens, 0)
-        figure.give(angle("BCD"), givens, 1)
-        figure.ask(angle("ABC"))
-        figure.also(angle("CDA"))
-        figure.spare_length(rng.choice(("AB", "CD")), spare(rng))
+        figure.label(givens, "BAD", "BCD", "ABC", also=("CDA",))
+        figure.spare_length(rng, "AB", "CD")
         return figure

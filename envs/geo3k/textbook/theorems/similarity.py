@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from random import Random
 
-from envs.geo3k.families.arithmetic import divide, multiply
-from envs.geo3k.families.family import Givens, require
-from envs.geo3k.textbook.figure import Figure, length, polar, triangle, triangle_of_sides
+from envs.geo3k.families.arithmetic import calculation, divide, multiply, twice
+from envs.geo3k.families.family import Case, Givens, Solution, require
+from envs.geo3k.textbook.figure import Figure, polar, triangle, triangle_of_sides
 from envs.geo3k.textbook.theorem import Theorem
 
 
@@ -15,15 +15,15 @@ class TriangleMidsegment(Theorem):
 
     name = "triangle_midsegment"
 
-    def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def numbers(self, rng: Random, level: int) -> Case:
         half = rng.randint(2, {1: 30, 2: 60, 3: 90}[level])
         if rng.random() < 0.5:
             return (half,), "base"
         return (2 * half + (level == 3 and rng.random() < 0.4),), "midsegment"
 
-    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def work(self, givens: Givens, unknown: str) -> Solution:
         (given,) = givens
-        return (f"2 * {given} = {2 * given}.", str(2 * given)) if unknown == "base" else divide(given, 2)
+        return twice(given) if unknown == "base" else divide(given, 2)
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         base = 2 * givens[0] if unknown == "base" else givens[0]
@@ -35,9 +35,8 @@ class TriangleMidsegment(Theorem):
         figure.line("DE")
         figure.equal("AD", "DC")
         figure.equal("BE", "EC", count=2)
-        parts = length("DE"), length("AB")
-        figure.give(parts[unknown == "midsegment"], givens, 0)
-        figure.ask(parts[unknown == "base"])
+        parts = ("DE", "AB") if unknown == "base" else ("AB", "DE")
+        figure.label(givens, *parts)
         figure.spare_angle("CAB", first)
         return figure
 
@@ -47,7 +46,7 @@ class TrapezoidMidline(Theorem):
 
     name = "trapezoid_midline"
 
-    def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def numbers(self, rng: Random, level: int) -> Case:
         high = {1: 12, 2: 25, 3: 45}[level]
         short = rng.randint(4, high)
         more = rng.randint(max(1, short // 4), short)
@@ -55,14 +54,14 @@ class TrapezoidMidline(Theorem):
             return (short, short + (more if level == 3 else 2 * more)), "midline"
         return (short + more, short), "base"
 
-    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def work(self, givens: Givens, unknown: str) -> Solution:
         first, second = givens
         if unknown == "midline":
             require(first < second, "the second parallel side is the longer one")
             step, answer = divide(first + second, 2)
-            return f"{first} + {second} = {first + second}. {step}", answer
+            return f"{calculation(first, '+', second)} {step}", answer
         require(first > second, "the midline is longer than the shorter side")
-        return f"2 * {first} = {2 * first}. {2 * first} - {second} = {2 * first - second}.", str(2 * first - second)
+        return f"{calculation(2, '*', first)} {2 * first} - {second} = {2 * first - second}.", str(2 * first - second)
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         short, long = givens if unknown == "midline" else (givens[1], 2 * givens[0] - givens[1])
@@ -77,7 +76,7 @@ class TrapezoidMidline(Theorem):
         figure.equal("AE", "ED")
         figure.equal("BF", "FC", count=2)
         parts = ("DC", "AB", "EF") if unknown == "midline" else ("EF", "DC", "AB")
-        figure.lengths(givens, parts[:2], parts[2])
+        figure.label(givens, *parts)
         return figure
 
 
@@ -93,10 +92,10 @@ def _proportion(rng: Random, level: int) -> Givens:
 class _Proportional(Theorem):
     """Three lengths are given; the asked one is first * second / third."""
 
-    def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def numbers(self, rng: Random, level: int) -> Case:
         return _proportion(rng, level), "part"
 
-    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def work(self, givens: Givens, unknown: str) -> Solution:
         steps, product = multiply(givens[0], givens[1])
         last, answer = divide(product, givens[2])
         return " ".join([*steps, last]), answer
@@ -121,7 +120,7 @@ class SideSplitter(_Proportional):
         figure.parallel("AB", "DE")
         first, second = ("DA", "CD") if upper == asked else ("CD", "DA")
         near, far = ("CE", "EB") if upper == asked else ("EB", "CE")
-        figure.lengths(givens, (first, near, far), second)
+        figure.label(givens, first, near, far, second)
         figure.spare_angle("ACB", opening)
         return figure
 
@@ -131,7 +130,7 @@ class BisectorRatio(_Proportional):
 
     name = "bisector_ratio"
 
-    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def work(self, givens: Givens, unknown: str) -> Solution:
         first, second, third = givens  # AD, BC and AC; DB = AD * BC / AC
         require(abs(second - third) * third < first * (second + third) < (second + third) * third, "a triangle exists")
         return super().work(givens, unknown)
@@ -144,7 +143,7 @@ class BisectorRatio(_Proportional):
         figure.polygon("ABC")
         figure.line("CD")
         figure.equal_angles += [("ACD", 1), ("DCB", 1)]
-        figure.lengths(givens, ("AD", "BC", "AC"), "DB")
+        figure.label(givens, "AD", "BC", "AC", "DB")
         return figure
 
 
@@ -161,7 +160,7 @@ class CrossedTriangles(_Proportional):
         figure = Figure(points)
         figure.line("AB", "CD", "AC", "BD")
         figure.parallel("CA", "BD")
-        figure.lengths(givens, ("EB", "CE", "AE"), "ED")
+        figure.label(givens, "EB", "CE", "AE", "ED")
         return figure
 
 
@@ -181,7 +180,7 @@ class SimilarPair(_Proportional):
         figure.polygon("ABC")
         figure.polygon("DEF")
         figure.equal_angles += [("BAC", 1), ("EDF", 1), ("ABC", 2), ("DEF", 2)]
-        figure.lengths(givens, ("DE", "AC", "AB"), "DF")
+        figure.label(givens, "DE", "AC", "AB", "DF")
         return figure
 
 
@@ -190,15 +189,15 @@ class Centroid(Theorem):
 
     name = "centroid"
 
-    def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def numbers(self, rng: Random, level: int) -> Case:
         part = rng.randint(2, {1: 30, 2: 60, 3: 90}[level])
         if rng.random() < 0.5:
             return (part,), "long"
         return (2 * part - (level == 3 and rng.random() < 0.3),), "short"
 
-    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def work(self, givens: Givens, unknown: str) -> Solution:
         (given,) = givens
-        return (f"2 * {given} = {2 * given}.", str(2 * given)) if unknown == "long" else divide(given, 2)
+        return twice(given) if unknown == "long" else divide(given, 2)
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         points = triangle(rng.uniform(48, 70), rng.uniform(48, 70))
@@ -211,5 +210,5 @@ class Centroid(Theorem):
         figure.line("AD", "BE")
         figure.equal("BD", "DC")
         figure.equal("CE", "EA", count=2)
-        figure.lengths(givens, [known], asked)
+        figure.label(givens, known, asked)
         return figure

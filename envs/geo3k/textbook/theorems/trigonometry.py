@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from random import Random
 
-from envs.geo3k.families.family import Givens, require
-from envs.geo3k.textbook.figure import Figure, angle, length, polar, triangle
+from envs.geo3k.families.arithmetic import calculation
+from envs.geo3k.families.family import Case, Givens, Solution, require
+from envs.geo3k.textbook.figure import Figure, polar, triangle
 from envs.geo3k.textbook.theorem import Theorem, pick_angle
 from envs.geo3k.textbook.theorems.lengths import right
 
@@ -44,13 +45,14 @@ class TrigonometricRatio(Theorem):
     name = "trigonometric_ratio"
     note = TO_TENTH
     takes_algebra = is_whole = False
+    is_ordered = True
 
-    def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def numbers(self, rng: Random, level: int) -> Case:
         return (pick_angle(rng, level, 25, 65), rng.randint(4, {1: 12, 2: 25, 3: 60}[level])), rng.choice(
             ("sin", "cos", "tan")
         )
 
-    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def work(self, givens: Givens, unknown: str) -> Solution:
         opening, side = givens
         require(opening < 90, "the angle of a right triangle is below 90 degrees")
         ratio = {"sin": math.sin, "cos": math.cos, "tan": math.tan}[unknown](math.radians(opening))
@@ -58,18 +60,13 @@ class TrigonometricRatio(Theorem):
         answer = sure_tenth(side * thousandths(ratio) / 1000, side * ratio)
         return f"\\{unknown} {opening} = {short}. {side} * {short} = {answer}.", answer
 
-    def canonical(self, givens: Givens, unknown: str) -> Givens:
-        return givens
-
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         opening, side = math.radians(givens[0]), givens[1]
         long = side / math.cos(opening) if unknown == "tan" else float(side)
         figure = Figure(right(long * math.cos(opening), long * math.sin(opening)))
         figure.polygon("ABC")
         figure.right_angles.append("ACB")
-        figure.give(angle("CAB"), givens, 0)
-        figure.give(length("CA" if unknown == "tan" else "AB"), givens, 1)
-        figure.ask(length("CA" if unknown == "cos" else "CB"))
+        figure.label(givens, "CAB", "CA" if unknown == "tan" else "AB", "CA" if unknown == "cos" else "CB")
         return figure
 
 
@@ -79,12 +76,13 @@ class LawOfSines(Theorem):
     name = "law_of_sines"
     note = TO_TENTH
     takes_algebra = is_whole = False
+    is_ordered = True
 
-    def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def numbers(self, rng: Random, level: int) -> Case:
         first = pick_angle(rng, level, 30, 100)
         return (first, pick_angle(rng, level, 30, 145 - first), rng.randint(4, {1: 12, 2: 25, 3: 50}[level])), "side"
 
-    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def work(self, givens: Givens, unknown: str) -> Solution:
         first, second, side = givens
         require(first + second < 180, "the angles of a triangle add up to 180 degrees")
         sines = [math.sin(math.radians(opening)) for opening in (first, second)]
@@ -97,19 +95,13 @@ class LawOfSines(Theorem):
         )
         return f"{steps} {middle} / {decimal(bottom)} = {answer}.", answer
 
-    def canonical(self, givens: Givens, unknown: str) -> Givens:
-        return givens
-
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         first, second, side = givens
         third = 180 - first - second
         base = side * math.sin(math.radians(third)) / math.sin(math.radians(second))
         figure = Figure(triangle(first, second, base))
         figure.polygon("ABC")
-        figure.give(angle("CAB"), givens, 0)
-        figure.give(angle("ABC"), givens, 1)
-        figure.give(length("AC"), givens, 2)
-        figure.ask(length("BC"))
+        figure.label(givens, "CAB", "ABC", "AC", "BC")
         return figure
 
 
@@ -120,11 +112,11 @@ class LawOfCosines(Theorem):
     note = TO_TENTH
     takes_algebra = is_whole = False
 
-    def numbers(self, rng: Random, level: int) -> tuple[Givens, str]:
+    def numbers(self, rng: Random, level: int) -> Case:
         low, high = {1: (4, 12), 2: (5, 20), 3: (6, 40)}[level]
         return (rng.randint(low, high), rng.randint(low, high), pick_angle(rng, level, 35, 125)), "side"
 
-    def work(self, givens: Givens, unknown: str) -> tuple[str, str]:
+    def work(self, givens: Givens, unknown: str) -> Solution:
         b, c, opening = givens
         require(opening < 180, "an angle is below 180 degrees")
         cosine = math.cos(math.radians(opening))
@@ -135,8 +127,8 @@ class LawOfCosines(Theorem):
         answer = sure_tenth(math.sqrt(square), math.sqrt(squares - twice * cosine))
         product, left = decimal(twice * size), decimal(round(1000 * square))
         steps = (
-            f"{b} * {b} = {b * b}. {c} * {c} = {c * c}. {b * b} + {c * c} = {squares}.",
-            f"2 * {b} = {2 * b}. {2 * b} * {c} = {twice}.",
+            f"{calculation(b, '*', b)} {calculation(c, '*', c)} {b * b} + {c * c} = {squares}.",
+            f"{calculation(2, '*', b)} {2 * b} * {c} = {twice}.",
             f"\\cos {opening} = {'-' if sign == '+' else ''}{decimal(size)}. {twice} * {decimal(size)} = {product}.",
             f"{squares} {sign} {product} = {left}. \\sqrt {{ {left} }} = {answer}.",
         )
@@ -149,8 +141,5 @@ class LawOfCosines(Theorem):
         b, c, opening = givens
         figure = Figure({"A": 0j, "B": complex(c), "C": polar(opening, b)})
         figure.polygon("ABC")
-        figure.give(length("AC"), givens, 0)
-        figure.give(length("AB"), givens, 1)
-        figure.give(angle("CAB"), givens, 2)
-        figure.ask(length("BC"))
+        figure.label(givens, "AC", "AB", "CAB", "BC")
         return figure
