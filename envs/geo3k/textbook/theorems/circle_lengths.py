@@ -12,6 +12,7 @@ from envs.geo3k.families.family import Case, Givens, Solution, require, require_
 from envs.geo3k.textbook.figure import Figure, meet, polar
 from envs.geo3k.textbook.theorem import Theorem, pick_angle
 from envs.geo3k.textbook.theorems.circles import LOOKS_TANGENT, circle
+from envs.geo3k.textbook.theorems.lengths import Pythagoras, leg_of, root_of, scaled_triple
 
 
 class TangentRadius(Theorem):
@@ -24,8 +25,8 @@ class TangentRadius(Theorem):
         if unknown == "angle":
             return (pick_angle(rng, level, 27, 60),), unknown
         if level < 3:
-            k = rng.randint(1, 3 if level == 1 else 9)
-            a, b, c = (k * side for side in rng.choice(((3, 4, 5), (4, 3, 5), (5, 12, 13), (8, 15, 17), (15, 8, 17))))
+            sides = ((3, 4, 5), (4, 3, 5), (5, 12, 13), (8, 15, 17), (15, 8, 17))
+            a, b, c = scaled_triple(rng, 3 if level == 1 else 9, sides)
         else:
             a, b = rng.randint(3, 20), rng.randint(3, 25)
             c = a + b // 2 + 1
@@ -35,14 +36,7 @@ class TangentRadius(Theorem):
         if unknown == "angle":
             require_angles(givens)
             return rest(90, givens)
-        first, second = givens
-        sign = "+" if unknown == "distance" else "-"
-        square = first * first + second * second if sign == "+" else first * first - second * second
-        require(square > 0, "the hypotenuse is the longest side")
-        answer, root = radical(1, square), f"\\sqrt {{ {square} }}"
-        squares = f"{calculation(first, '*', first)} {calculation(second, '*', second)}"
-        last = f"{root}." if answer == root else f"{root} = {answer}."
-        return f"{squares} {first * first} {sign} {second * second} = {square}. {last}", answer
+        return Pythagoras().work(givens, "hypotenuse" if unknown == "distance" else "leg")
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         if unknown == "angle":
@@ -50,7 +44,7 @@ class TangentRadius(Theorem):
         elif unknown == "distance":
             radius, tangent = float(givens[0]), float(givens[1])
         else:
-            other = math.sqrt(givens[0] ** 2 - givens[1] ** 2)
+            other = leg_of(*givens)
             radius, tangent = (givens[1], other) if unknown == "tangent" else (other, givens[1])
         figure = Figure({"O": 0j, "T": complex(radius), "P": complex(radius, tangent)})
         figure.circle("OT")
@@ -138,8 +132,8 @@ class SecantLengths(Theorem):
         steps, product = multiply(outer + inner, outer)
         start = " ".join([calculation(outer, "+", inner), *steps])
         if unknown == "tangent":
-            answer, root = radical(1, product), f"\\sqrt {{ {product} }}"
-            return f"{start} {root}." if answer == root else f"{start} {root} = {answer}.", answer
+            last, answer = root_of(product)
+            return f"{start} {last}", answer
         other = givens[2]
         require(product > other * other, "the whole secant is longer than its outer part")
         step, whole = divide(product, other)
@@ -184,10 +178,8 @@ class ChordDistance(Theorem):
     def numbers(self, rng: Random, level: int) -> Case:
         unknown = rng.choice(("chord", "distance", "radius"))
         if level < 3:
-            k = rng.randint(1, 3 if level == 1 else 9)
-            far, half, radius = (
-                k * s for s in rng.choice(((3, 4, 5), (4, 3, 5), (5, 12, 13), (8, 15, 17), (20, 21, 29)))
-            )
+            sides = ((3, 4, 5), (4, 3, 5), (5, 12, 13), (8, 15, 17), (20, 21, 29))
+            far, half, radius = scaled_triple(rng, 3 if level == 1 else 9, sides)
         else:
             far, half = rng.randint(3, 15), rng.randint(3, 15)
             radius = max(far, half) + rng.randint(1, 6)
@@ -204,9 +196,9 @@ class ChordDistance(Theorem):
         require(square > 0, "the radius is the longest side")
         steps += [calculation(first, "*", first), calculation(second, "*", second)]
         steps += [f"{first * first} {sign} {second * second} = {square}."]
-        answer, root = radical(1, square), f"\\sqrt {{ {square} }}"
-        if answer != root or unknown != "chord":
-            steps += [f"{root}." if answer == root else f"{root} = {answer}."]
+        last, answer = root_of(square)
+        if unknown != "chord" or "=" in last:
+            steps += [last]
         if unknown == "chord":
             half, answer = answer, radical(2, square)
             steps += [f"2 * {half} = {answer}."]
@@ -215,10 +207,10 @@ class ChordDistance(Theorem):
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         if unknown == "chord":
             radius, far = givens
-            half = math.sqrt(radius**2 - far**2)
+            half = leg_of(radius, far)
         else:
             half = givens[1] / 2
-            far = givens[0] if unknown == "radius" else math.sqrt(givens[0] ** 2 - half**2)
+            far = givens[0] if unknown == "radius" else leg_of(givens[0], half)
             radius = math.hypot(far, half)
         figure = Figure(
             {"O": 0j, "A": complex(-half, -far), "B": complex(half, -far), "M": complex(0, -far)}, spans=["AB"]

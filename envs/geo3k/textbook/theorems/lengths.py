@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from random import Random
 
 from envs.geo3k.families.arithmetic import calculation, divide, multiply, radical, twice
@@ -19,6 +20,17 @@ def root_of(square: int) -> Solution:
     return (f"{root}." if answer == root else f"{root} = {answer}."), answer
 
 
+def scaled_triple(rng: Random, most: int, triples: Sequence[tuple[int, int, int]]) -> tuple[int, ...]:
+    """Return the sides of a right triangle, a whole multiple (1 to `most`) of one of these."""
+    factor = rng.randint(1, most)
+    return tuple(factor * side for side in rng.choice(triples))
+
+
+def leg_of(hypotenuse: float, other: float) -> float:
+    """Return a leg of a right triangle."""
+    return math.sqrt(hypotenuse**2 - other**2)
+
+
 def right(leg: float, other: float) -> dict[str, complex]:
     """Return the right triangle A, B, C with the right angle at C, CA = leg and CB = other."""
     return {"C": 0j, "A": complex(leg), "B": complex(0, other)}
@@ -33,8 +45,7 @@ class Pythagoras(Theorem):
         if level == 3:
             a, b = rng.randint(3, 20), rng.randint(3, 20)
             return ((a, b), "hypotenuse") if rng.random() < 0.5 else ((a + b // 2 + 1, a), "leg")
-        k = rng.randint(1, 6 if level == 1 else 9)
-        a, b, c = (k * side for side in rng.choice(TRIPLES[: 3 if level == 1 else 5]))
+        a, b, c = scaled_triple(rng, 6 if level == 1 else 9, TRIPLES[: 3 if level == 1 else 5])
         a, b = (a, b) if rng.random() < 0.5 else (b, a)
         return ((a, b), "hypotenuse") if rng.random() < 0.5 else ((c, a), "leg")
 
@@ -49,7 +60,7 @@ class Pythagoras(Theorem):
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         first, second = givens
-        legs = givens if unknown == "hypotenuse" else (second, math.sqrt(first * first - second * second))
+        legs = givens if unknown == "hypotenuse" else (second, leg_of(first, second))
         figure = Figure(right(*legs))
         figure.polygon("ABC")
         figure.right_angles.append("ACB")
@@ -195,8 +206,8 @@ class RhombusDiagonals(Theorem):
 
     def numbers(self, rng: Random, level: int) -> Case:
         if level < 3:
-            k = rng.randint(1, 6 if level == 1 else 12)
-            a, b, c = (k * side for side in rng.choice(((3, 4, 5), (4, 3, 5), (8, 15, 17), (20, 21, 29))))
+            sides = ((3, 4, 5), (4, 3, 5), (8, 15, 17), (20, 21, 29))
+            a, b, c = scaled_triple(rng, 6 if level == 1 else 12, sides)
         else:
             a, b = rng.randint(3, 20), rng.randint(3, 20)
             c = max(a, b) + rng.randint(1, 8)
@@ -207,7 +218,7 @@ class RhombusDiagonals(Theorem):
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         first, second = givens
-        wide, high = (first, second) if unknown == "side" else (second, math.sqrt(first * first - second * second))
+        wide, high = (first, second) if unknown == "side" else (second, leg_of(first, second))
         figure = Figure(
             {"A": complex(-wide), "B": complex(0, -high), "C": complex(wide), "D": complex(0, high), "E": 0j}
         )
