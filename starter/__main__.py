@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 
 from pydantic import Field
@@ -61,7 +62,16 @@ def run(argv: Sequence[str] | None = None) -> int:
 
 
 def make(recipe: Recipe, out: Path, device: str, num_workers: int = 1) -> int:
-    """Train all stages that are not done; return 0 once they are, or the exit code of the stage that stopped."""
+    """Train all stages that are not done; return 0 once they are, or the exit code of the stage that stopped.
+
+    Raises:
+        UserError: the folder holds a run of another recipe.
+    """
+    settings = json.loads(json.dumps(asdict(recipe)))
+    kept = out / "recipe.json"
+    if kept.exists() and json.loads(kept.read_text(encoding="utf-8")) != settings:
+        raise UserError("--out", "must hold a run of the same recipe", str(out), "give another folder")
+    kept.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
     model = out / "untrained"
     if not (model / "model.safetensors").exists():
         write_untrained(model, SHAPES[recipe.shape], corpus(recipe.corpus_size, recipe.seed), recipe.seed)

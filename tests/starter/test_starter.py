@@ -7,6 +7,7 @@ import json
 import random
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,6 +21,7 @@ from agents.rendering.renderer import Renderer
 from agents.types import Trajectory, Turn
 from envs.check import run as check
 from envs.config.cli import exit_code
+from envs.errors import UserError
 from envs.geo3k.problem import Problem
 from envs.geo3k.procedural import ProceduralGeo3k, split_of
 from starter.__main__ import make, run
@@ -106,6 +108,8 @@ def test_a_recipe_goes_on_with_the_stage_that_was_interrupted(tmp_path: Path, mo
     assert resumed == ["--resume", str(tmp_path / "02-two")]
     assert third[:2] == ["--model", str(tmp_path / "02-two" / "model")]
     assert len((tmp_path / "03-three.jsonl").read_text().splitlines()) == 4
+    with pytest.raises(UserError, match="must hold a run of the same recipe"):
+        make(replace(recipe, seed=18), tmp_path, "cpu")
 
 
 def test_the_weights_that_ship_are_those_of_the_model_card() -> None:
