@@ -11,7 +11,7 @@ from random import Random
 
 from PIL import Image, ImageDraw
 
-from envs.geo3k.textbook.figure import Figure, Label, Point, with_unit
+from envs.geo3k.textbook.figure import Figure, Label, Point, unit, with_unit
 from envs.geo3k.textbook.placement import Placer, along, around, at_distance, beside_arc, reach, within
 from envs.geo3k.textbook.text import DETAIL, FONTS, FontName, text_mask
 from envs.geo3k.textbook.theorem import Wording, names
@@ -132,6 +132,7 @@ class _Layout:
         self.scale = span / max(wide, high)
         self._at = {name: point.conjugate() * self.scale for name, point in figure.points.items()}
         self._extent = [point.conjugate() * self.scale for point in bounds]
+        self._middle = sum(self._extent) / len(self._extent)
         self._marks = list(self._mark_strokes())
         self._heads = list(self._arrow_heads())
         self._thin: list[list[Point]] = []  # dimension lines
@@ -154,7 +155,7 @@ class _Layout:
     def _rays(self, points: str) -> tuple[Point, complex, float]:
         """Return the vertex of an angle, the unit of its first ray, and its signed opening in radians."""
         a, vertex, b = self._ends(points)
-        u = (a - vertex) / abs(a - vertex)
+        u = unit(a - vertex)
         return vertex, u, cmath.phase((b - vertex) / u)
 
     def _mark_strokes(self) -> Iterator[list[Point]]:
@@ -163,11 +164,11 @@ class _Layout:
         for points in figure.right_angles:
             a, vertex, b = self._ends(points)
             side = min(0.6 * size, 0.3 * abs(a - vertex), 0.3 * abs(b - vertex))
-            u, v = (a - vertex) / abs(a - vertex) * side, (b - vertex) / abs(b - vertex) * side
+            u, v = unit(a - vertex) * side, unit(b - vertex) * side
             yield [vertex + u, vertex + u + v, vertex + v]
         for segment, count in figure.ticks:
             a, b = self._ends(segment)
-            along_it = (b - a) / abs(b - a)
+            along_it = unit(b - a)
             for k in range(count):
                 middle = (a + b) / 2 + along_it * 4 * (k - (count - 1) / 2)
                 yield [middle - along_it * 0.34j * size, middle + along_it * 0.34j * size]
@@ -183,10 +184,10 @@ class _Layout:
         for pair, ends in self._figure.strokes:
             a, b = self._ends(pair)
             for tail, tip in ((a, b), (b, a))[: {"": 0, "end": 1, "both": 2}[ends]]:
-                yield _head(tip, (tip - tail) / abs(tip - tail), size), False
+                yield _head(tip, unit(tip - tail), size), False
         for pair, count in self._figure.parallels:
             a, b = self._ends(pair)
-            along_it = (b - a) / abs(b - a)
+            along_it = unit(b - a)
             at = a + (b - a) * (0.8 if any(pair in stroke for stroke, ends in self._figure.strokes if ends) else 0.5)
             for k in range(count):
                 yield _head(at + along_it * size * (k + 0.5), along_it, size * 1.1), True
@@ -206,54 +207,54 @@ class _Layout:
         strokes += [(self._at[dot], self._at[dot]) for dot in figure.dots]
         return strokes  # type: ignore[return-value]
 
+    def _text(self, text: str) -> tuple[Image.Image, tuple[float, float]]:
+        """Return the ink of a text, and half its width and height."""
+        mask = text_mask(text, self._look.font, self._look.font_size)
+        return mask, _half(mask)
+
     def _span(self, label: Label) -> tuple[Point, float, float]:
         """Draw a dimension line outside the figure with its label in the middle; return the label's box."""
         a, b = self._ends(label.part.points)
         size = self._look.font_size
-        mask = text_mask(label.text, self._look.font, size)
-        unit = (b - a) / abs(b - a)
-        middle = sum(self._extent) / len(self._extent)
-        outside = unit * (1j if ((middle - a) / unit).imag <= 0 else -1j)
+        mask, half = self._text(label.text)
+        along_it = unit(b - a)
+        outside = along_it * (1j if ((self._middle - a) / along_it).imag <= 0 else -1j)
         far = max(((point - a) / outside).real for point in self._extent) + 0.55 * size
-        far += reach(outside, mask.width / 2, mask.height / 2)
+        far += reach(outside, *half)
         center = (a + b) / 2 + outside * far
-        gap = reach(unit, mask.width / 2, mask.height / 2) + 3
-        for end, inward in ((a, unit), (b, -unit)):
+        gap = reach(along_it, *half) + 3
+        for end, inward in ((a, along_it), (b, -along_it)):
             tip = end + outside * far
             self._thin += [[end + outside * 4, tip + outside * 3], [tip, center - inward * gap]]
             self._thin_heads.append(_head(tip, -inward, 0.4 * size))
         self._texts.append((label.text, mask, center))
-        return center, mask.width / 2, mask.height / 2
+        return center, *half
 
     def _place_labels(self, labels: Sequence[Label], letters: Mapping[str, str]) -> None:
         for kind in ("angle", "length", "arc"):  # those with the least choice first
             for label in labels:
                 if label.part.kind == kind:
                     self._place(label)
-        middle = sum(self._extent) / len(self._extent)
         for name, letter in letters.items():
-            mask = text_mask(letter, self._look.font, self._look.font_size)
-            half = mask.width / 2, mask.height / 2
-            options = list(
-                around(self._at[name], self._away(name, middle), *half, 3.5 if name in self._figure.dots else 3.0)
-            )
+            mask, half = self._text(letter)
+            clear = 3.5 if name in self._figure.dots else 3.0
+            options = list(around(self._at[name], self._away(name), *half, clear))
             self._put(letter, mask, *self._placer.choose(options, *half))
 
-    def _away(self, name: str, middle: Point) -> complex:
+    def _away(self, name: str) -> complex:
         """Return the direction away from the lines at a point, or from the middle of the figure."""
         point = self._at[name]
         towards = sum(
-            (other - point) / abs(other - point)
+            unit(other - point)
             for pair, _ in self._figure.strokes
             if name in pair
             for other in self._ends(pair.replace(name, ""))
         )
-        away = -towards if abs(towards) > 0.2 else point - middle
-        return away / abs(away) if abs(away) > 1e-6 else -1j
+        away = -towards if abs(towards) > 0.2 else point - self._middle
+        return unit(away) if abs(away) > 1e-6 else -1j
 
     def _place(self, label: Label) -> None:
-        mask = text_mask(label.text, self._look.font, self._look.font_size)
-        half = mask.width / 2, mask.height / 2
+        mask, half = self._text(label.text)
         ends = self._ends(label.part.points)
         rivals: list[Point] = []
         if label.part.kind == "angle":
@@ -266,12 +267,10 @@ class _Layout:
             options = list(within(ends[1], ends[0], ends[2], *half, least))
             rivals = [self._at[name] for name in self._corners if name != label.part.points[1]]
         elif label.part.kind == "length":
-            middle = sum(self._extent) / len(self._extent)
-            options = list(along(*ends, *half, self._look.line_width / 2, middle))  # type: ignore[call-arg]
+            options = list(along(*ends, *half, self._look.line_width / 2, self._middle))  # type: ignore[call-arg]
         else:
             center, a, b = ends
-            # Anticlockwise in the plane is clockwise in pixels with y down.
-            opening = -((-cmath.phase((b - center) / (a - center))) % (2 * math.pi))
+            opening = _arc_opening(center, a, b)
             options = list(beside_arc(center, abs(a - center), cmath.phase(a - center), opening, *half))
         center, conflicts = self._placer.choose(options, *half, rivals)
         if conflicts and label.part.kind == "angle":
@@ -284,14 +283,14 @@ class _Layout:
         size = self._look.font_size
         vertex, u, opening = self._rays(points)
         target = vertex + u * cmath.rect(min(2.4, 0.55 / abs(opening) + 0.7) * size, opening / 2)
-        half = mask.width / 2, mask.height / 2
+        half = _half(mask)
         options = [
             option
             for option in at_distance(target, [size * k for k in (1.6, 2.1, 2.6, 3.2, 4.0, 5.0)])
-            if abs(option[0] - target) - _to_edge((option[0] - target) / abs(option[0] - target), *half) > 0.9 * size
+            if abs(option[0] - target) - _to_edge(unit(option[0] - target), *half) > 0.9 * size
         ]
         center, conflicts = self._placer.choose_led(options, *half)
-        along_it = (target - center) / abs(target - center)
+        along_it = unit(target - center)
         start = center + along_it * (_to_edge(along_it, *half) + 2)
         self._thin.append([start, target])
         self._thin_heads.append(_head(target, along_it, 0.4 * size))
@@ -299,7 +298,7 @@ class _Layout:
         return center, conflicts
 
     def _put(self, text: str, mask: Image.Image, center: Point, conflicts: int) -> None:
-        self._placer.put(center, mask.width / 2, mask.height / 2)
+        self._placer.put(center, *_half(mask))
         self._texts.append((text, mask, center))
         self.conflicts += conflicts
 
@@ -351,7 +350,7 @@ class _Layout:
         """Return the outline of a shaded shape, then its holes."""
         if shape.endswith(" arc"):
             center, a, b = self._ends(shape[:3])
-            opening = -((-cmath.phase((b - center) / (a - center))) % (2 * math.pi))
+            opening = _arc_opening(center, a, b)
             return [[center, *(center + (a - center) * cmath.rect(1, opening * k / 40) for k in range(41))]]
         return [self._ends(part) for part in shape.split("-")]
 
@@ -375,9 +374,18 @@ def _visible_labels(figure: Figure, wording: Wording) -> Iterator[Label]:
         yield figure.spare
 
 
+def _arc_opening(center: Point, a: Point, b: Point) -> float:
+    """Return the radians from a to b: anticlockwise in the plane is clockwise in pixels with y down."""
+    return -((-cmath.phase((b - center) / (a - center))) % (2 * math.pi))
+
+
 def _head(tip: Point, along_it: complex, size: float) -> list[Point]:
     """Return the closed triangle of an arrow head."""
     return [tip, tip - along_it * size * (1 + 0.38j), tip - along_it * size * (1 - 0.38j), tip]
+
+
+def _half(mask: Image.Image) -> tuple[float, float]:
+    return mask.width / 2, mask.height / 2
 
 
 def _to_edge(direction: complex, half_x: float, half_y: float) -> float:
@@ -388,10 +396,9 @@ def _to_edge(direction: complex, half_x: float, half_y: float) -> float:
 def _dashes(start: Point, end: Point) -> list[list[Point]]:
     """Return the pieces of a dashed line: 4 pixels on, 3 off."""
     length = abs(end - start)
-    unit = (end - start) / length
-    return [
-        [start + unit * at, start + unit * min(at + 4, length)] for at in (7.0 * k for k in range(int(length // 7) + 1))
-    ]
+    along_it = unit(end - start)
+    places = [7.0 * k for k in range(int(length // 7) + 1)]
+    return [[start + along_it * at, start + along_it * min(at + 4, length)] for at in places]
 
 
 class _Pen:

@@ -136,7 +136,7 @@ class Figure:
         number = rng.randint(3, 40)
         a, b = self.ends(segment)
         scale = number / abs(b - a)
-        self.points = {name: point * scale for name, point in self.points.items()}
+        self.points = scaled(self.points, scale)
         self.spare = Label(named_part(segment), str(number))
 
     def spare_angle(self, points: str, number: int) -> None:
@@ -151,7 +151,7 @@ class Figure:
         """Return the figure turned, and mirrored first if asked."""
         turn = cmath.rect(1, radians)
         if not mirrored:
-            return replace(self, points={name: point * turn for name, point in self.points.items()})
+            return replace(self, points=scaled(self.points, turn))
         return replace(
             self,
             points={name: -point.conjugate() * turn for name, point in self.points.items()},
@@ -223,6 +223,16 @@ def triangle_of_sides(a: float, b: float, c: float) -> dict[str, Point]:
     return {"A": 0j, "B": complex(c), "C": complex(x, math.sqrt(b * b - x * x))}
 
 
+def unit(vector: complex) -> complex:
+    """Return the vector of length 1 in the same direction."""
+    return vector / abs(vector)
+
+
+def scaled(points: Mapping[str, Point], factor: complex) -> dict[str, Point]:
+    """Return points times a factor."""
+    return {name: point * factor for name, point in points.items()}
+
+
 def meet(p: Point, q: Point, r: Point, s: Point) -> Point:
     """Return where the lines pq and rs meet."""
     u, v, w = q - p, s - r, r - p
@@ -231,5 +241,5 @@ def meet(p: Point, q: Point, r: Point, s: Point) -> Point:
 
 def foot(point: Point, a: Point, b: Point) -> Point:
     """Return the foot of the perpendicular from a point to the line ab."""
-    along = (b - a) / abs(b - a)
+    along = unit(b - a)
     return a + along * ((point - a) * along.conjugate()).real

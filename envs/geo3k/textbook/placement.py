@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-Point = complex
+from envs.geo3k.textbook.figure import Point, unit
+
 Candidate = tuple[Point, float, Point]  # a center, its cost, and a point of what it labels
 
 GAP = 2.0  # pixels between a label and anything else
@@ -120,8 +121,7 @@ def reach(direction: complex, half_x: float, half_y: float) -> float:
 
 def along(start: Point, end: Point, half_x: float, half_y: float, clear: float, inside: Point) -> Iterator[Candidate]:
     """Yield positions beside a segment, `clear` pixels from it; the side away from `inside` comes first."""
-    unit = (end - start) / abs(end - start)
-    normal = unit * 1j
+    normal = unit(end - start) * 1j
     if ((inside - start) * normal.conjugate()).real > 0:
         normal = -normal
     distance = reach(normal, half_x, half_y) + clear + GAP
@@ -134,7 +134,7 @@ def along(start: Point, end: Point, half_x: float, half_y: float, clear: float, 
 
 def within(vertex: Point, start: Point, end: Point, half_x: float, half_y: float, least: float) -> Iterator[Candidate]:
     """Yield positions inside an angle, at least `least` pixels from its vertex."""
-    u, v = (start - vertex) / abs(start - vertex), (end - vertex) / abs(end - vertex)
+    u, v = unit(start - vertex), unit(end - vertex)
     opening = cmath.phase(v / u)
     for share in (0.5, 0.42, 0.58, 0.35, 0.65):
         direction = u * cmath.rect(1, opening * share)

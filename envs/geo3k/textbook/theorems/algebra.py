@@ -7,7 +7,7 @@ from random import Random
 
 from envs.geo3k.families.arithmetic import calculation, divide
 from envs.geo3k.families.family import Case, Givens, Solution, require
-from envs.geo3k.textbook.figure import Figure, polar, triangle
+from envs.geo3k.textbook.figure import Figure, polar, scaled, triangle
 from envs.geo3k.textbook.theorem import Theorem
 from envs.geo3k.textbook.theorems.circles import LOOKS_TANGENT, circle
 
@@ -70,14 +70,14 @@ class EqualExpressions(Theorem):
             half = rng.uniform(52, 66)
             points = circle(A=-half, B=half) | {"P": complex(1 / math.cos(math.radians(half)))}
             scale = size / math.tan(math.radians(half))
-            figure = Figure({name: point * scale for name, point in points.items()})
+            figure = Figure(scaled(points, scale))
             figure.circle("OA")
             figure.line("PA", "PB")
             parts = "PA", "PB"
         elif unknown == "kite":
             points = {"A": 1j * 0.6, "B": -1 + 0j, "C": -1j * rng.uniform(1.3, 1.8), "D": 1 + 0j}
             scale = size / abs(points["C"] - points["D"])
-            figure = Figure({name: point * scale for name, point in points.items()})
+            figure = Figure(scaled(points, scale))
             figure.polygon("ABCD")
             figure.equal("AB", "AD")
             figure.equal("CB", "CD", count=2)

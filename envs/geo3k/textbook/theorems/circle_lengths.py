@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from envs.geo3k.families.arithmetic import calculation, divide, fraction, multiply, radical, rest
 from envs.geo3k.families.family import Case, Givens, Solution, require, require_angles
-from envs.geo3k.textbook.figure import Figure, meet, polar
+from envs.geo3k.textbook.figure import Figure, meet, polar, unit
 from envs.geo3k.textbook.theorem import Theorem, pick_angle
 from envs.geo3k.textbook.theorems.circles import LOOKS_TANGENT, circle
 from envs.geo3k.textbook.theorems.lengths import Pythagoras, leg_of, root_of, scaled_triple
@@ -97,9 +97,9 @@ class TwoTangents(Theorem):
         radius = math.sqrt(x * y * z / (x + y + z))
         a, b = 0j, complex(x + y)
         center = complex(x, radius)
-        c = a + (center / abs(center)) ** 2 * (x + z)
-        figure = Figure({"A": a, "B": b, "C": c, "D": complex(x), "E": b + (c - b) / abs(c - b) * y})
-        figure.points |= {"F": c / abs(c) * x, "o": center}
+        c = a + unit(center) ** 2 * (x + z)
+        figure = Figure({"A": a, "B": b, "C": c, "D": complex(x), "E": b + unit(c - b) * y})
+        figure.points |= {"F": unit(c) * x, "o": center}
         figure.circles.append("oD")
         figure.dots += "DEF"
         figure.line("AB", "BC", "CA")

@@ -6,7 +6,7 @@ from random import Random
 
 from envs.geo3k.families.arithmetic import calculation, divide, multiply, twice
 from envs.geo3k.families.family import Case, Givens, Solution, require
-from envs.geo3k.textbook.figure import Figure, polar, triangle, triangle_of_sides
+from envs.geo3k.textbook.figure import Figure, polar, scaled, triangle, triangle_of_sides
 from envs.geo3k.textbook.theorem import Theorem
 
 
@@ -205,7 +205,7 @@ class Centroid(Theorem):
         points |= {"D": (b + c) / 2, "E": (c + a) / 2, "G": (a + b + c) / 3}
         known, asked = ("GD", "AG") if unknown == "long" else ("AG", "GD")
         scale = givens[0] / abs(complex.__sub__(*(points[name] for name in known)))
-        figure = Figure({name: point * scale for name, point in points.items()}, upright=True)
+        figure = Figure(scaled(points, scale), upright=True)
         figure.polygon("ABC")
         figure.line("AD", "BE")
         figure.equal("BD", "DC")
