@@ -67,11 +67,11 @@ def make(recipe: Recipe, out: Path, device: str, num_workers: int = 1) -> int:
     Raises:
         UserError: the folder holds a run of another recipe.
     """
-    settings = json.loads(json.dumps(asdict(recipe)))
+    settings = json.dumps(asdict(recipe), indent=1) + "\n"
     kept = out / "recipe.json"
-    if kept.exists() and json.loads(kept.read_text(encoding="utf-8")) != settings:
+    if kept.exists() and kept.read_text(encoding="utf-8", errors="replace") != settings:
         raise UserError("--out", "must hold a run of the same recipe", str(out), "give another folder")
-    kept.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+    kept.write_text(settings, encoding="utf-8")
     model = out / "untrained"
     if not (model / "model.safetensors").exists():
         write_untrained(model, SHAPES[recipe.shape], corpus(recipe.corpus_size, recipe.seed), recipe.seed)
