@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.preflight.planner.shape import decoder_weights, triangle, vision_flops
+from trainer.planning.shape import decoder_weights, triangle, vision_flops
 from trainer.types import TrainingSample
 
 #: A forward, and twice that for the gradients of inputs and of weights.

@@ -18,7 +18,7 @@ from torch import nn
 from agents.model.architectures import architecture_of
 from agents.model.mrope import mrope_positions
 from agents.types import ProcessedImage
-from trainer.preflight.qwen3_vl import QWEN3_VL, qwen3_vl_config
+from trainer.planning.qwen3_vl import QWEN3_VL, qwen3_vl_config
 from trainer.types import TrainingSample
 
 MODELS = ("tiny", "starter", *QWEN3_VL)

@@ -20,6 +20,7 @@ from agents.types import ProcessedImage
 from envs.env import EnvArgs
 from envs.spec import EnvLimits
 from envs.types import message_images
+from trainer.planning.memory import GIB, Parameters
 from trainer.preflight.checks.chat_template import check_format, check_scripted_episode, play_scripted
 from trainer.preflight.checks.free_memory import host_free
 from trainer.preflight.checks.gold_answers import check_answers, grade_answers
@@ -41,8 +42,6 @@ from trainer.preflight.checks.positions import (
 from trainer.preflight.checks.prompt_lengths import check_lengths
 from trainer.preflight.checks.weights import check_learner, rows_of, rows_of_checkpoint
 from trainer.preflight.finding import Verdict, combine, skipped
-from trainer.preflight.memory_estimate import Parameters
-from trainer.preflight.memory_terms import GIB
 from trainer.preflight.probe_streams import (
     ImageVariants,
     OpenedProblem,

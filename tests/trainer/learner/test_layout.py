@@ -20,7 +20,7 @@ from trainer.config.run import RunConfig
 from trainer.config.sources import SOURCES, check_resumable
 from trainer.learner.layout import Layout
 from trainer.learner.layout_rules import MODEL_TYPES, check_layout, is_possible
-from trainer.preflight.qwen3_vl import qwen3_vl_config
+from trainer.planning.qwen3_vl import qwen3_vl_config
 from trainer.setup.backend import GONE, INSTALL, check_backend, fallbacks
 
 STARTER = read_config(STARTER_PATH)

@@ -37,9 +37,9 @@ from tests.trainer.preflight.faulty_engines import (
 )
 from trainer.learner.build import build_learner
 from trainer.learner.protocol import RankLearner
+from trainer.planning.qwen3_vl import qwen3_vl_config
 from trainer.preflight.diagnosis import diagnose
 from trainer.preflight.finding import Finding
-from trainer.preflight.qwen3_vl import qwen3_vl_config
 from trainer.preflight.report import DoctorConfig
 
 #: The run that is examined.

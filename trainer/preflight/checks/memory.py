@@ -9,23 +9,19 @@ import importlib.util
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trainer.config.learner import IMAGE_SHARE
 from trainer.config.run import RunConfig
 from trainer.learner.compile_choice import is_compiled
-from trainer.learner.layout import Layout
+from trainer.planning.memory import GIB, MetaNetworks, Parameters, Plan, estimate
 from trainer.preflight.checks.free_memory import FreeMemory
 from trainer.preflight.finding import Verdict, combine, fault, ok, skipped, warning
-from trainer.preflight.memory_estimate import MetaNetworks, Parameters, estimate
-from trainer.preflight.memory_terms import GIB, Plan
 from trainer.setup.servers import first_server_gpu, shared_gpus
 
 #: Memory of a process for torch's libraries, a CUDA context and the allocator's gaps.
 PROCESS_BYTES = GIB
-#: Compiled blocks keep at least this share of the computed activations: 0.47 was measured with Qwen3-VL-2B.
-COMPILED_SHARE = 0.4
 #: A need above this share of the free memory may not fit, because it is only an estimate.
 TIGHT = 0.9
 
@@ -90,6 +86,8 @@ class MemoryNeed:
 
 def check_memory(config: RunConfig, networks: MetaNetworks, free: FreeMemory) -> Verdict:
     """Return whether learner and engine fit: a fault if they surely do not, a warning if they may not."""
+    if config.cluster.backend == "megatron":
+        return skipped("the memory of --backend megatron is not predicted: estimates missed it by 20 to 60 %")
     if on_gpu(config):
         need = memory_need(config, networks)
         verdicts = (_check_gpus(config, networks, need, free), *_check_colocated(config, need, free))
@@ -117,7 +115,7 @@ def check_memory(config: RunConfig, networks: MetaNetworks, free: FreeMemory) ->
 def memory_need(config: RunConfig, networks: MetaNetworks) -> MemoryNeed:
     """Return the memory that a configuration needs."""
     model, size = networks.trained(config.learner), _value_bytes(config)
-    ranks, count, layout = max(1, config.cluster.num_ranks), Parameters.of(model), _layout(config)
+    ranks, count = max(1, config.cluster.num_ranks), Parameters.of(model)
     tokens = max(config.learner.max_tokens_per_microbatch, config.data.max_prompt_tokens + config.env.max_new_tokens)
     num_image_tokens = int(IMAGE_SHARE * tokens) if model.architecture.vision else 0
     plan = Plan(
@@ -129,23 +127,22 @@ def memory_need(config: RunConfig, networks: MetaNetworks) -> MemoryNeed:
         offload=config.learner.offload,
         frozen_bytes=size if config.learner.lora_rank or config.learner.freeze_vision else 4,
         compute_bytes=size,
-        layout=layout,
     )
     num_parameters = count.trained + count.frozen
     parts = estimate(model, plan)
     learner = parts.total + PROCESS_BYTES
     if config.algorithm.kl_coef and not config.learner.lora_rank:  # the reference network
-        learner += parts.weights if layout else size * num_parameters // ranks
+        learner += size * num_parameters // ranks
     # After a step, rank 0 holds all weights for the servers to copy.
     if config.uses_servers and config.engine.sync != "disk":
         learner = max(learner, parts.between_steps + size * num_parameters + PROCESS_BYTES)
     engine, cache = _engine_bytes(config, networks, model.config, size)
     if not config.trains:  # only the weights, to score a stream with
-        learner = (parts.weights if layout else size * num_parameters // ranks) + PROCESS_BYTES
+        learner = (size * num_parameters // ranks) + PROCESS_BYTES
         return MemoryNeed(learner, learner - PROCESS_BYTES // 2, engine, cache, offloaded=0, resident=learner)
     offloaded = {"none": 0, "optimizer": 8 * count.trained, "all": 16 * count.trained + size * count.frozen}
-    compiles = is_compiled(config.learner, on_gpu(config), num_parameters, config.most_tokens_trained) and not layout
-    unsure = int((1 - COMPILED_SHARE) * parts.activations) if compiles else 0
+    compiles = is_compiled(config.learner, on_gpu(config), num_parameters, config.most_tokens_trained)
+    unsure = parts.activations - estimate(model, replace(plan, is_compiled=compiles)).activations
     return MemoryNeed(
         learner=learner,
         least=learner - (unsure if on_gpu(config) else parts.activations + parts.logits + PROCESS_BYTES // 2),
@@ -154,11 +151,6 @@ def memory_need(config: RunConfig, networks: MetaNetworks) -> MemoryNeed:
         offloaded=offloaded[config.learner.offload],
         resident=parts.between_steps + PROCESS_BYTES - (0 if config.learner.offload == "none" else parts.optimizer),
     )
-
-
-def _layout(config: RunConfig) -> Layout | None:
-    """Return how the ranks of Megatron share the network; None with FSDP2."""
-    return Layout.of(config.cluster) if config.cluster.backend == "megatron" else None
 
 
 def _is_embedded(config: RunConfig) -> bool:
@@ -179,9 +171,7 @@ def _value_bytes(config: RunConfig) -> int:
 
 def _least_weights(config: RunConfig, networks: MetaNetworks) -> int:
     """Return the bytes of weights on a rank, however little of them is trained; 0 if they are offloaded."""
-    ranks, layout = max(1, config.cluster.num_ranks), _layout(config)
-    if layout:  # other ranks hold copies
-        ranks = max(layout.tensor * layout.pipeline, layout.expert_parallel)
+    ranks = max(1, config.cluster.num_ranks)
     return 0 if config.learner.offload == "all" else _value_bytes(config) * networks.num_parameters // ranks
 
 
@@ -284,17 +274,9 @@ def _fix(config: RunConfig, changes: Sequence[Change], fits: Callable[[RunConfig
     for change in changes:
         is_more = not change.num_gpus or change.num_gpus > config.cluster.num_gpus
         is_possible = has_peft or "lora_rank" not in change.learner
-        if is_more and is_possible and _keeps_layout(change, config) and (total := fits(change.applied(config))):
+        if is_more and is_possible and (total := fits(change.applied(config))):
             return f"give {change.flags}: about {_gib(total)}"
     return "take a smaller model, or a GPU with more memory (python -m trainer.memory computes what fits)"
-
-
-def _keeps_layout(change: Change, config: RunConfig) -> bool:
-    """Return whether the backend can follow a change: Megatron does not offload, and its groups divide the ranks."""
-    layout, count = _layout(config), change.num_gpus or max(1, config.cluster.num_gpus)
-    if layout is None:
-        return True
-    return "offload" not in change.learner and not (count % layout.model_parallel or count % layout.expert_parallel)
 
 
 def _gib(size: int) -> str:

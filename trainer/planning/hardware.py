@@ -1,4 +1,4 @@
-"""What a machine does in a second: constants with their source, read from and written to a JSON file."""
+"""What a machine does in a second: constants with their source, read from a JSON file."""
 
 from __future__ import annotations
 
@@ -29,10 +29,9 @@ class Hardware:
     - `update_s`, `ranks_s`: a step of the learner without its operations, and what several ranks add.
     - `link_gb_s`, `network_gb_s`: collectives of the learner between GPUs of a host, and between hosts.
     - `offload_gb_s`: the optimizer's state from and to the CPU.
-    - `push_s`, and `ipc_gb_s`, `nccl_gb_s`, `disk_gb_s`, `memory_push_gb_s`: a weight push without its bytes, and the
-      bytes by transport.
+    - `push_s`, and `ipc_gb_s`, `nccl_gb_s`, `disk_gb_s`: a weight push without its bytes, and the bytes by transport.
     - `release_s`: servers give their memory to the learner and take it back, once a step with `colocate`.
-    - `turn_s`, `episode_s`: the agent loop's event loop, for a turn and for an episode's begin and end.
+    - `turn_s`: the agent loop's event loop, for a turn.
 
     Example: `Hardware.read("h100").memory_gb_s` is 3350.0, and `.sources["memory_gb_s"]` begins with "datasheet".
     """
@@ -60,10 +59,8 @@ class Hardware:
     ipc_gb_s: float
     nccl_gb_s: float
     disk_gb_s: float
-    memory_push_gb_s: float
     release_s: float
     turn_s: float
-    episode_s: float
 
     @classmethod
     def read(cls, name: str | Path) -> Hardware:
@@ -77,10 +74,11 @@ class Hardware:
         try:
             return cls.of(json.loads(path.read_text(encoding="utf-8")))
         except OSError as error:
-            fix = did_you_mean(str(name), bundled) or f"give one of {', '.join(bundled)}, or a file of --calibrate"
+            known = f"give one of {', '.join(bundled)}, or a file like trainer/planning/hardware/h100.json"
+            fix = did_you_mean(str(name), bundled) or known
             raise UserError("--hardware", "must be a bundled machine or a file", str(name), fix) from error
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            fix = "measure it anew with python -m trainer.plan --calibrate"
+            fix = "take trainer/planning/hardware/h100.json as an example"
             raise UserError(
                 f"--hardware {name}", f"must hold {len(CONSTANTS)} constants", first_line(error), fix
             ) from error
@@ -97,15 +95,6 @@ class Hardware:
         if wrong := [name for name, value in values.items() if not 0 <= value < float("inf")]:
             raise ValueError(f"must be finite and not below 0: {', '.join(wrong)}")
         return cls(str(data["name"]), {name: str(given[name]["source"]) for name in CONSTANTS}, **values)
-
-    def write(self, path: Path) -> None:
-        """Write a file that `read` reads."""
-        constants = {name: {"value": getattr(self, name), "source": self.sources[name]} for name in CONSTANTS}
-        path.write_text(json.dumps({"name": self.name, "constants": constants}, indent=1) + "\n", encoding="utf-8")
-
-    def is_measured(self, name: str) -> bool:
-        """Whether a constant has a source other than that nobody has measured it."""
-        return not self.sources[name].startswith(NOT_MEASURED)
 
     def notes(self) -> list[str]:
         """Return a line for what was not measured, and one for what is a vendor's figure."""

@@ -30,8 +30,6 @@ class ModelShape:
     head_size: int
     patch_flops: float
     patches_per_token: int
-    hidden: int = 0
-    experts_per_token: int = 0
 
     @classmethod
     def of(cls, config: Any, parameters: int) -> ModelShape:
@@ -53,8 +51,6 @@ class ModelShape:
             head_size=size,
             patch_flops=vision_flops(vision, [(1, 2, 2)])[0] / 4 if vision and hasattr(vision, "depth") else 0.0,
             patches_per_token=patches,
-            hidden=text.hidden_size,
-            experts_per_token=text.num_experts_per_tok if num_experts else 0,
         )
 
     @property
@@ -76,7 +72,7 @@ class ModelShape:
         """Return the operations of the output layer on so many tokens."""
         return 2 * tokens * self.head
 
-    def decode_values(self, rows: int) -> float:
+    def decode_values(self, rows: float) -> float:
         """Return the weights that a decode step of so many rows reads: of the experts those that any row uses.
 
         Example: with 8 of 128 experts a token, 1 row reads 6 % of them, 64 rows 98 %.
@@ -84,9 +80,9 @@ class ModelShape:
         return self.dense + self.head + self.experts * (1 - (1 - self.expert_share) ** rows)
 
 
-def triangle(length: int) -> int:
+def triangle(length: float) -> float:
     """Return how many pairs of a stream's tokens see each other, every token itself too."""
-    return length * (length + 1) // 2
+    return length * (length + 1) / 2
 
 
 def decoder_weights(text: Any, head_size: int) -> int:

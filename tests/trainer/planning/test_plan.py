@@ -1,0 +1,309 @@
+"""Claims about the planner: counts and seconds are the arithmetic by hand, forecasts are near measured runs, what is
+not predicted is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from agents.model import STARTER_PATH
+from envs.config.cli import exit_code, parse
+from envs.errors import UserError
+from trainer.config.run import RunConfig
+from trainer.learner.weights_io import meta_model
+from trainer.plan import run
+from trainer.planning.hardware import BUNDLED, CONSTANTS, Hardware
+from trainer.planning.layouts import Search, Wanted, ladder
+from trainer.planning.memory import GIB, count_values
+from trainer.planning.qwen3_vl import qwen3_vl_config
+from trainer.planning.shape import ModelShape
+from trainer.planning.speed import TURN_WAIT_S, Layout, LearnerLayout, Schedule, Speed, Workload
+
+#: One layer of width 8, one head, 10 words. A machine that computes and reads for nothing unless a test says so.
+TINY = ModelShape(
+    parameters=1000,
+    dense=500,
+    experts=0,
+    expert_share=0.0,
+    head=80,
+    layers=1,
+    attention_width=8,
+    kv_heads=1,
+    head_size=8,
+    patch_flops=0.0,
+    patches_per_token=4,
+)
+EQUAL = Workload(prompt=10, images=0, turns=2, turn_tokens=5, observation=3, tool_s=7.0, spread=0)
+
+FOUR = Schedule(2, 2)
+SMALL = Schedule(8, 4)
+
+
+def machine(**given: float) -> Hardware:
+    values = {name: 1e9 if name.endswith(("_tflops", "gb_s")) else 0.0 for name in CONSTANTS}
+    values |= {"memory_gib": 80.0, "gpus_per_host": 8.0, **given}
+    return Hardware("test", dict.fromkeys(CONSTANTS, "test"), **values)
+
+
+def layout(placement: str = "split", ranks: int = 1, servers: int = 1, cache_tokens: float = 1e9) -> Layout:
+    return Layout(placement, LearnerLayout(ranks), servers, 1, "ipc", cache_tokens)  # type: ignore[arg-type]
+
+
+def speed(schedule: Schedule = FOUR, workload: Workload = EQUAL, **given: float) -> Speed:
+    return Speed(TINY, machine(**given), workload, schedule)
+
+
+def shape_of(name: str) -> ModelShape:
+    network = meta_model(qwen3_vl_config(name))
+    return ModelShape.of(network.config, count_values(network.parameters()))
+
+
+def search(name: str = "2b", schedule: Schedule = SMALL, hardware: str = "h100", **given: float) -> Search:
+    network = meta_model(qwen3_vl_config(name))
+    shape = ModelShape.of(network.config, count_values(network.parameters()))
+    return Search(network, Speed(shape, replace(Hardware.read(hardware), **given), Workload(), schedule))
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    # As the checkpoints' indexes count them.
+    [("2b", 2_127_532_032), ("30b-a3b", 31_070_754_032), ("235b-a22b", 235_670_022_896)],
+)
+def test_a_network_is_counted_as_by_hand(name: str, parameters: int) -> None:
+    shape, text = shape_of(name), qwen3_vl_config(name).text_config
+    assert shape.parameters == parameters
+    hidden, layers = text.hidden_size, text.num_hidden_layers
+    attention = 2 * hidden * 128 * (text.num_attention_heads + text.num_key_value_heads)
+    if name == "2b":
+        assert shape.active == shape.dense == layers * (attention + 3 * hidden * 6144) and shape.experts == 0
+    else:
+        expert = 3 * hidden * text.moe_intermediate_size
+        assert shape.dense == layers * (attention + 128 * hidden) and shape.experts == layers * 128 * expert
+        assert shape.active == shape.dense + layers * 8 * expert
+        assert shape.decode_values(1) == pytest.approx(shape.active + shape.head)
+        assert shape.decode_values(4096) == pytest.approx(shape.dense + shape.experts + shape.head)
+    assert shape.cache_values == 2 * layers * text.num_key_value_heads * 128
+    assert shape.head == 151_936 * hidden
+
+
+def test_a_decode_step_is_what_it_reads_or_computes_whichever_is_longer() -> None:
+    reads = speed(memory_gb_s=1e-6, decode_step_s=0.25, decode_row_s=0.125)
+    assert reads.decode_step_s(2, 100) == pytest.approx((2 * 580 + 2 * 100 * 16) / 1e3 + 0.25 + 0.25)
+    computes = speed(prefill_tflops=1e-9)
+    assert computes.decode_step_s(2, 100) == pytest.approx((2 * 2 * 580 + 4 * 100 * 8) / 1e3)
+    wide = replace(speed(memory_gb_s=1e-6, collective_s=0.5), shape=replace(TINY, kv_heads=2))
+    assert wide.decode_step_s(1, 0, tensor_parallel=4) == pytest.approx(2 * 580 / 4 / 1e3 + 2 * 0.5)
+    assert wide.decode_step_s(0, 100, 4) - wide.decode_step_s(0, 0, 4) == pytest.approx(2 * 100 * 32 / 2 / 1e3)
+
+
+def test_training_reads_a_prompt_once_and_counts_three_forwards() -> None:
+    one = speed(Schedule(1, 2), train_tflops=1e-12)
+    pairs = 55 + 2 * (23 * 24 / 2 - 55)
+    by_hand = 3 * (2 * (10 + 2 * 13) * 500 + 4 * pairs * 8 + 2 * (2 * 10) * 80)
+    assert one.train_s(LearnerLayout()) == pytest.approx(by_hand)
+    three = speed(Schedule(3, 2), train_tflops=1e-12)
+    assert three.train_s(LearnerLayout(2)) == pytest.approx(2 * by_hand, rel=1e-6)
+    assert three.train_s(LearnerLayout(64)) == pytest.approx(by_hand, rel=1e-6)  # more ranks than prompts
+    assert one.train_s(LearnerLayout(recompute=1.0)) == pytest.approx(by_hand * 4 / 3)
+
+
+def test_ranks_that_reshard_gather_for_every_micro_batch() -> None:
+    costs = speed(link_gb_s=1e-6, network_gb_s=1e-7, ranks_s=1.0)
+    assert costs.exchange_s(5, LearnerLayout(1)) == 0
+    assert costs.exchange_s(5, LearnerLayout(4)) == pytest.approx(1 + 6 * 1000 * 0.75 / 1e3)
+    assert costs.exchange_s(5, LearnerLayout(4, reshards=True)) == pytest.approx(1 + 5 * 8 * 1000 * 0.75 / 1e3)
+    assert costs.exchange_s(5, LearnerLayout(16)) == pytest.approx(1 + 6 * 1000 * 15 / 16 / 1e2)
+
+
+def test_a_synchronous_step_is_rollout_plus_training_plus_push_by_hand() -> None:
+    """Two turns of 5 tokens, a tool of 7 s after each, 0.5 s a token, whatever the batch."""
+    found = speed(decode_step_s=0.5, update_s=3.0, push_s=2.0).forecast(layout())
+    assert found.step_s == pytest.approx(10 * 0.5 + TURN_WAIT_S + 14 + 3 + 2, rel=1e-3)
+    assert found.train_s == pytest.approx(3, rel=1e-3) and found.limit == "episode latency"
+    assert found.samples_per_s == pytest.approx(4 / found.step_s)
+    assert found.tokens_per_s == pytest.approx(40 / found.step_s)
+    shared = speed(decode_step_s=0.5, update_s=3.0, push_s=2.0, release_s=1.0).forecast(layout("colocate"))
+    assert shared.step_s == pytest.approx(found.step_s + 1)
+
+
+def test_with_staleness_a_step_waits_for_its_share_of_a_rollout() -> None:
+    ahead = speed(Schedule(2, 2, max_staleness=1), decode_step_s=0.5, update_s=3.0, push_s=2.0).forecast(layout())
+    assert ahead.step_s == pytest.approx((10 * 0.5 + TURN_WAIT_S + 14) / 2 + 3 + 2, rel=1e-3)
+    assert speed(Schedule(2, 2, 1), decode_step_s=0.5, update_s=40.0).forecast(layout()).limit == "learner"
+
+
+def test_what_every_step_must_pass_through_bounds_it() -> None:
+    many = Schedule(64, 8, max_staleness=4)
+    turns = speed(many, request_s=0.25).forecast(layout())
+    assert turns.limit == "tokenizer process" and turns.step_s == pytest.approx(1024 * 0.25, rel=1e-3)
+    assert speed(many, request_s=0.25).forecast(layout(servers=4)).step_s == pytest.approx(turns.step_s / 4, rel=1e-3)
+    driver = speed(many, turn_s=0.5).forecast(layout())
+    assert driver.limit == "driver" and driver.step_s == pytest.approx(1024 * 0.5)
+    servers = speed(many, replace(EQUAL, tool_s=0.0), decode_row_s=0.5).forecast(layout())
+    assert servers.limit == "servers" and servers.step_s == pytest.approx(64 * 8 * 10 * 0.5, rel=1e-3)
+
+
+def test_streams_are_read_again_after_a_push_unless_the_cache_is_kept() -> None:
+    ahead = Schedule(2, 2, max_staleness=2)
+    pays, keeps = (speed(replace(ahead, keep_kv_cache=kept), prefill_tflops=1e-9) for kept in (False, True))
+    half = 23 / 2
+    one = (2 * half * 500 + 4 * half * (half + 1) / 2 * 8) / 1e3
+    assert pays.read_again_s(layout()) == pytest.approx(8 / 2 * one, rel=0.05)
+    assert keeps.read_again_s(layout()) == 0 == speed(prefill_tflops=1e-9).read_again_s(layout())
+    assert pays.forecast(layout()).step_s > keeps.forecast(layout()).step_s
+
+
+def test_each_new_prompt_stops_its_server_for_its_picture() -> None:
+    pictures = replace(EQUAL, images=4)
+    found, without = (speed(workload=work, picture_s=0.25).forecast(layout()).step_s for work in (pictures, EQUAL))
+    assert found - without == pytest.approx(2 * 0.25, rel=1e-3)
+
+
+def test_a_full_cache_makes_streams_wait() -> None:
+    wide = speed(decode_step_s=0.5).latency_s(layout())
+    assert speed(decode_step_s=0.5).latency_s(layout(cache_tokens=23)) == pytest.approx(2 * wide)
+
+
+#: Turns of 240 words with one picture, 512 tokens at most (benchmarks/planner.py compares all runs).
+LONG = Workload(prompt=250, images=110, turns=1.7, turn_tokens=206, observation=30, tool_s=0.0, spread=0.16)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "staleness", "placement", "measured"),
+    # Samples a second of h100-split-0, h100-one-gpu, h200-split-2 and h200-split-4 in asynchrony_2b.json.
+    [
+        ("h100", 0, "split", 21.61),
+        ("h100", 0, "colocate", 20.19),
+        ("h200", 2, "split", 35.93),
+        ("h200", 4, "split", 36.44),
+    ],
+)
+def test_a_forecast_is_within_15_percent_of_the_measured_run(
+    hardware: str, staleness: int, placement: str, measured: float
+) -> None:
+    machine_then = replace(Hardware.read(hardware), picture_s=0.035)
+    planner = Speed(shape_of("2b"), machine_then, LONG, Schedule(16, 8, staleness))
+    assert planner.forecast(layout(placement, cache_tokens=1e6)).samples_per_s == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_more_gpus_are_never_slower(staleness: int) -> None:
+    planner = search(schedule=Schedule(8, 4, staleness))
+    found = [planner.best(number, Wanted()) for number in (2, 3, 4, 6, 8)]
+    rates = [each.forecast.samples_per_s for each in found]
+    assert rates == sorted(rates) and rates[-1] > rates[0]
+    assert found[0].layout.num_gpus <= 2 and found[-1].layout.num_gpus <= 8
+    assert ladder(10) == [1, 2, 3, 4, 6, 8, 10]
+
+
+def test_what_the_user_fixes_is_kept() -> None:
+    found = search().best(4, Wanted("split", num_servers=1, tensor_parallel=2)).layout
+    assert (found.placement, found.num_servers, found.tensor_parallel) == ("split", 1, 2)
+
+
+def test_weights_travel_as_in_a_run() -> None:
+    with pytest.raises(UserError, match="--sync nccl: needs servers on GPUs of their own, got --placement colocate"):
+        Wanted("colocate", transport="nccl")
+    planner = search()
+    assert planner.best(4, Wanted(transport="nccl")).layout.placement == "split"
+    assert planner.best(2, Wanted("colocate")).layout.transport == "ipc"
+    assert planner.best(16, Wanted("colocate", num_servers=16)).layout.transport == "disk"
+    assert planner.best(16, Wanted("split", num_servers=8)).layout.transport == "nccl"
+
+
+def test_memory_is_that_of_the_estimate_and_of_the_cache_by_hand() -> None:
+    planner = search()
+    found = planner.layout("split", 2, 1, 1, "ipc")
+    assert isinstance(found, Layout)
+    estimate = planner.estimate(found.learner)
+    assert found.learner_gib == estimate.total / GIB <= 80
+    weights, token = 2 * planner.speed.shape.parameters, 2 * planner.speed.shape.cache_values
+    assert found.cache_tokens == pytest.approx((0.8 * 80 * GIB - weights) / token)
+    shared = planner.layout("colocate", 2, 2, 1, "ipc")
+    assert isinstance(shared, Layout)
+    assert shared.mem_fraction == pytest.approx(min(0.8, 0.9 - estimate.between_steps / GIB / 80))
+
+
+def test_what_does_not_fit_says_by_how_much_and_what_does(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(lambda: run(["--model", "235b-a22b", "--num-gpus", "8", "--hardware", "h200"])) == 2
+    error = capsys.readouterr().err
+    assert re.search(
+        r"must hold learners and servers, got 8; a learner of 8 needs \d+ of 141 GiB; \d+ learners do", error
+    )
+    tight = search("30b-a3b", memory_gib=70.0).layout("split", 64, 1, 1, "nccl")
+    assert isinstance(tight, str) and re.match("a server of 1 GPUs needs .* --tensor-parallel 2 does", tight)
+    large = search("30b-a3b").layout("split", 2, 1, 2, "nccl")
+    assert isinstance(large, str) and large.startswith("a learner of 2 needs") and large.endswith("learners do")
+    whole = search("235b-a22b").layout("split", 128, 1, 8, "ipc")
+    assert isinstance(whole, str) and "to push weights whole; give --sync nccl" in whole
+
+
+@pytest.mark.parametrize("flags", [(), ("--max-staleness", "1", "--placement", "colocate")])
+def test_a_cache_is_kept_only_where_episodes_run_as_weights_come(flags: tuple[str, ...]) -> None:
+    with pytest.raises(UserError, match="--keep-kv-cache: is for --max-staleness above 0 and --placement split"):
+        run(["--keep-kv-cache", *flags])
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--backend megatron", "--backend: must be fsdp: Megatron took about twice as long as predicted"),
+        ("--turn-tokens 30", "--turn-tokens: must give episodes of 300 model tokens or more: shorter ones were missed"),
+        ("--hardware h300", "--hardware: must be a bundled machine or a file"),
+    ],
+)
+def test_what_is_not_predicted_is_one_line(argv: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(lambda: run(argv.split())) == 2
+    assert f"error: {message}" in capsys.readouterr().err
+
+
+def test_the_command_of_a_plan_is_one_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--model", "8b", "--num-gpus", "8", "--max-staleness", "1", "--keep-kv-cache"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("Computed, not measured: 8b of 8,767 M parameters on H100")
+    assert "samples/s" in text and "limit: " in text and "not measured: collective_s" in text
+    (command,) = re.findall("^python -m trainer.run (.*)$", text, re.MULTILINE)
+    config = parse(RunConfig, command.split(), "", "")
+    assert (config.model.model, config.cluster.num_gpus > 0) == ("Qwen/Qwen3-VL-8B-Instruct", True)
+    assert (config.engine.placement, config.rollout.keep_kv_cache) == ("split", True)
+
+
+@pytest.mark.parametrize("path", sorted(BUNDLED.glob("*.json")), ids=lambda path: path.stem)
+def test_every_bundled_constant_names_its_source(path: Path) -> None:
+    found = Hardware.read(path.stem)
+    assert all(found.sources[name] for name in CONSTANTS) and len(found.notes()) == 2
+    for name, source in found.sources.items():
+        if source.startswith(("benchmarks/", "docs/")):
+            assert (Path(__file__).parents[3] / source.split(",")[0].split(":")[0]).exists(), name
+
+
+def test_a_file_without_a_constant_is_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "mine.json"
+    data = json.loads((BUNDLED / "h100.json").read_text())
+    file.write_text(json.dumps(data))
+    assert Hardware.read(file) == Hardware.read("h100")
+    for wrong in ({**data["constants"], "speed": {"value": 1, "source": ""}}, {}):
+        file.write_text(json.dumps({"name": "x", "constants": wrong}))
+        with pytest.raises(UserError, match="unknown or missing"):
+            Hardware.read(file)
+    data["constants"]["link_gb_s"]["value"] = 0
+    file.write_text(json.dumps(data))
+    with pytest.raises(UserError, match="must be above 0: link_gb_s"):
+        Hardware.read(file)
+
+
+def test_a_recorded_run_has_the_means_that_it_measured(tmp_path: Path) -> None:
+    from trainer.run import run as train
+
+    flags = ["--steps", "1", "--problems-per-step", "2", "--group-size", "2", "--eval-size", "0", "--save-every", "0"]
+    assert train([*flags, "--out", str(tmp_path), "--name", "a", "--tracker=", "--doctor", "off"]) == 0
+    row = json.loads((tmp_path / "a" / "metrics.jsonl").read_text())
+    found = Workload.recorded(tmp_path / "a")
+    assert found.model_tokens == pytest.approx(row["tokens_per_episode"]) and found.turns == row["turns"]
+    assert found.stream == pytest.approx(row["length/stream_mean"], abs=1.5) and found.images > 0
+    with pytest.raises(UserError):
+        Workload.recorded(STARTER_PATH)
