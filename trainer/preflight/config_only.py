@@ -60,14 +60,10 @@ class ConfigChecks:
         """Tokenizer, template and image processor."""
         return Renderer.from_checkpoint(self.model_path, template_options(self.config.model))
 
-    @property
-    def uses_servers(self) -> bool:
-        """Whether SGLang generates the turns."""
-        return self.config.uses_servers
-
     def versions(self) -> Verdict:
         """Check the versions of packages, CUDA and driver."""
-        config, starts_servers = self.config, self.uses_servers and not self.config.engine.engine_url
+        config = self.config
+        starts_servers = config.uses_servers and not config.engine.engine_url
         packages = ["torch", "transformers"]
         packages += ["sglang"] if starts_servers else []
         packages += ["ray"] if config.cluster.num_ranks else []
@@ -85,7 +81,7 @@ class ConfigChecks:
         """Check the permissions and the free space for what a run writes."""
         config = self.config
         num_trained = Parameters.of(self.networks.trained(config.learner)).trained
-        need = DiskNeed.of(config, self.networks.num_parameters, num_trained, self.uses_servers)
+        need = DiskNeed.of(config, self.networks.num_parameters, num_trained, config.uses_servers)
         urls = config.engine.engine_url if config.plays else ()
         others = [urlsplit(url).hostname or url for url in urls]
         others = [host for host in others if host not in LOCAL_HOSTS]
