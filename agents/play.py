@@ -92,7 +92,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     if record:
         check_record_folder(record, manifest)
     terminal.say(f"{spec.id}: {spec.description}\nsample {sample.id}, {counted(args.max_turns, 'turn')}\n{HELP}\n---")
-    gallery.save(list(message_images(sample.prompt)), "prompt")
+    gallery.save(message_images(sample.prompt), "prompt")
     try:
         trajectory = run_interruptible(
             episode.run(

@@ -167,7 +167,7 @@ class Reference:
         text = self.renderer.text(messages, num_prompt=num_prompt)
         if self.processor is None:
             return self.tokenizer(text, add_special_tokens=False)["input_ids"] == list(ids)
-        shown = list(message_images(messages))
+        shown = message_images(messages)
         expected = self.processor(text=[text], images=shown or None, return_tensors="np")
         if list(expected["input_ids"][0]) != list(ids):
             return False

@@ -7,9 +7,10 @@ list of parts, each ``{"type": "text", "text": str}`` or ``{"type": "image", "im
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, overload
 
@@ -123,9 +124,7 @@ def plain_text(message: Message) -> str:
     return "".join("<image>" if part["type"] == "image" else part["text"] for part in content_parts(message))
 
 
-def message_images(messages: Sequence[Message]) -> Iterator[Image.Image]:
-    """Yield the images of the messages in reading order."""
-    for message in messages:
-        for part in content_parts(message):
-            if part.get("type") == "image":
-                yield part["image"]
+def message_images(messages: Sequence[Message]) -> list[Image.Image]:
+    """Return the images of the messages in reading order."""
+    parts = itertools.chain.from_iterable(map(content_parts, messages))
+    return [part["image"] for part in parts if part.get("type") == "image"]

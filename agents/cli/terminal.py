@@ -221,7 +221,7 @@ class TerminalPlayer:
         if turn > 0:
             self.terminal.say(f"--- the environment answers turn {turn}: done False, {format_info(self.env.info)}")
         for where, messages in self.env.unsaved:
-            self.gallery.save(list(message_images(messages)), where)
+            self.gallery.save(message_images(messages), where)
         self.env.unsaved = []
         self.terminal.say(self._new_text(request))
         self.terminal.say(f"--- turn {turn + 1}, {request.max_new_tokens} tokens left")
@@ -262,7 +262,7 @@ def show_messages(shown: Sequence[Mapping[str, Any]], where: str, terminal: Term
     """Show messages of the problem or the environment, and save their pictures under the name of their place."""
     first_new = len(gallery.saved)
     messages = [dict(message) for message in shown]
-    gallery.save(list(message_images(messages)), where)
+    gallery.save(message_images(messages), where)
     for message in messages:
         terminal.say(f"{message['role']}: {''.join(part.get('text', '<image>') for part in content_parts(message))}")
     for picture in gallery.saved[first_new:]:

@@ -256,7 +256,7 @@ class Recording:
         self, episode: EpisodeRecord, messages: Sequence[Message], images: ImageStore
     ) -> tuple[ProcessedImage, ...]:
         # Where the stream has fewer pictures than the messages, the last ones did not fit.
-        pictures = list(message_images(messages))[: len(episode.images)]
+        pictures = message_images(messages)[: len(episode.images)]
         processed = tuple(images.process(picture) for picture in pictures)
         found = [(image.digest, image.grid_thw) for image in processed]
         if found != (recorded := [(image.digest, image.grid) for image in episode.images]):

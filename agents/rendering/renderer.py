@@ -296,7 +296,7 @@ class Renderer:
 
     def _pictures(self, messages: Sequence[Message]) -> list[tuple[ImageStore, Image.Image]]:
         """Return the pictures of messages, each with the store that reads it."""
-        pictures = list(message_images(messages))
+        pictures = message_images(messages)
         if pictures and (self.images is None or self.image_token_id is None):
             fix = "this model reads no images: take a vision-language model"
             raise self._error("must read images for a task with pictures", fix)

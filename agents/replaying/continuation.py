@@ -189,7 +189,7 @@ def _by_hand(fork: Fork, terminal: Terminal, gallery: Gallery, config: ForkConfi
     engine = ScriptedEngine(renderer.tokenizer, lambda turn, request: player.take_turn(fork.turn + turn, request))
     loop = fork.loop(engine, 1, fork.way.temperature)
     terminal.say(f"{HELP}\n---" if config.by == "hand" else "---")
-    gallery.save(list(message_images(fork.recording.sample(fork.episode).prompt)), "prompt")
+    gallery.save(message_images(fork.recording.sample(fork.episode).prompt), "prompt")
     return loop, run_interruptible(fork.play(loop, (fork.episode.seed,), player.watch))
 
 

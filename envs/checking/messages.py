@@ -53,7 +53,7 @@ def check_prompts(evidence: Evidence) -> Finding:
             problems.append(f"sample {sample.id}: the prompt is empty, without text and pictures")
         if any("<image>" in text for text in texts(messages)):
             problems.append(f"sample {sample.id}: a text contains <image>, which stays text; write an image part")
-        counts.append(len(list(message_images(messages))))
+        counts.append(len(message_images(messages)))
     ids = Counter(sample.id for sample in evidence.samples)
     problems += [f"{count} samples have the id {each}" for each, count in ids.items() if count > 1]
     if problems:
@@ -183,7 +183,7 @@ def _render_problems(
     if template.placeholder is None:
         return
     spelled = sum(text.count(template.placeholder) for text in texts(conversation))
-    found, pictures = rendered.count(template.placeholder) - spelled, len(list(message_images(conversation)))
+    found, pictures = rendered.count(template.placeholder) - spelled, len(message_images(conversation))
     if found != pictures:
         yield f"{pictures} pictures, but {found} placeholders {template.placeholder}"
 
@@ -222,7 +222,7 @@ def check_images(evidence: Evidence) -> Finding:
     shown: dict[int, Image.Image] = {}
     most_pixels = 0
     for episode in evidence.episodes:
-        images = list(message_images([*episode.prompt, *episode.observations]))
+        images = message_images([*episode.prompt, *episode.observations])
         if episode.script.kind != "hostile":  # hostile episodes are never trained on
             most_pixels = max(most_pixels, sum(image.width * image.height for image in images))
         shown |= {id(image): image for image in images}

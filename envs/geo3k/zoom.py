@@ -32,7 +32,7 @@ class Geo3kZoomEnv(ToolEnv):
 
     def __init__(self, sample: Sample, args: EnvArgs | None = None) -> None:
         super().__init__(sample, args)
-        pictures = list(message_images(sample.prompt))
+        pictures = message_images(sample.prompt)
         if not pictures:
             raise ValueError(f"sample {sample.id!r} has no picture to zoom into")
         self.picture = pictures[0].convert("RGB")

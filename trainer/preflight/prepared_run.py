@@ -151,7 +151,7 @@ class PreparedChecks:
             return skipped(f"a {self.network.config.model_type} network takes no pictures")
         settings = read_settings(path)
         pictures = [test_picture()]
-        pictures += list(message_images(self.problem_with_image.messages))[:1] if self.problem_with_image else []
+        pictures += message_images(self.problem_with_image.messages)[:1] if self.problem_with_image else []
         verdicts = [check_settings(settings, self.network.config.vision_config, self.network.config.model_type)]
         for picture in pictures:
             theirs_PD, grid = transformers_patches(path, picture.convert("RGB"))

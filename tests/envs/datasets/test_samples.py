@@ -87,7 +87,7 @@ def test_every_real_row_loads_with_its_picture_and_answer(name: str, size: int) 
     assert len(samples) == size
     for sample in samples:
         assert sample.label
-        assert len(list(message_images(sample.prompt))) == 1
+        assert len(message_images(sample.prompt)) == 1
         assert "<image>" not in str(sample.prompt)
     assert len({sample.id for sample in samples}) == size
 
@@ -530,3 +530,9 @@ def test_an_epoch_order_is_a_permutation_and_repeats(size: int, seed: int, epoch
 def test_an_epoch_order_is_the_same_on_every_machine_and_differs_by_epoch_and_seed() -> None:
     assert epoch_order(5, seed=0, epoch=1) == [3, 1, 2, 0, 4]
     assert len({tuple(epoch_order(20, seed, epoch)) for seed in range(3) for epoch in range(3)}) == 9
+
+
+def test_the_pictures_of_a_prompt_are_a_list_from_which_one_can_be_taken() -> None:
+    one, other = Image.new("RGB", (28, 28)), Image.new("RGB", (56, 28))
+    parts = [{"type": "image", "image": one}, {"type": "text", "text": "and"}, {"type": "image", "image": other}]
+    assert message_images([{"role": "user", "content": parts}])[1] is other

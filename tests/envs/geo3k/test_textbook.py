@@ -362,7 +362,7 @@ def test_the_style_decides_families_and_pictures_and_plain_stays_the_default() -
 
 
 def draw_again(source: ProceduralGeo3k, index: int) -> Image.Image:
-    return next(message_images(source[index].prompt))
+    return message_images(source[index].prompt)[0]
 
 
 def test_a_textbook_problem_is_drawn_without_naming_a_style() -> None:
