@@ -15,7 +15,7 @@ from typing import Any, TypeVar, overload
 
 import docstring_parser
 from PIL import Image
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, TypeAdapter, ValidationError, create_model
 
 from envs.contract import MAX_IMAGE_PIXELS
 from envs.errors import UserError, did_you_mean, shortened
@@ -114,7 +114,7 @@ class Tool:
         """Read name, types and docstring of a function or bound method.
 
         Raises:
-            TypeError: a parameter has no type, or is *args, **kwargs or positional-only.
+            TypeError: a parameter has no type or one that JSON cannot hold, or is *args, **kwargs or positional-only.
         """
         chosen: ToolOptions = options or getattr(function, "__tool__", ToolOptions())
         name = chosen.name or function.__name__
@@ -210,6 +210,12 @@ def _read_signature(name: str, function: Callable[..., Any]) -> tuple[type[BaseM
             )
         if parameter.name not in hints:
             raise TypeError(f"tool {name}: parameter '{parameter.name}' needs a type; write {parameter.name}: str")
+        try:
+            TypeAdapter(hints[parameter.name]).json_schema()
+        except PydanticUserError as error:
+            rule = f"parameter '{parameter.name}' has a type that JSON cannot hold"
+            fix = "use str, int, float, bool, Literal, list, dict or a pydantic model"
+            raise TypeError(f"tool {name}: {rule}, got {hints[parameter.name]!r:.80}; {fix}") from error
         default = ... if parameter.default is parameter.empty else parameter.default
         text = " ".join(described.get(parameter.name, "").split())
         field = Field(default, alias=parameter.name)

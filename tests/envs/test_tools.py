@@ -93,6 +93,15 @@ def test_a_parameter_without_a_type_is_the_authors_error() -> None:
         Tool.of(f)
 
 
+@pytest.mark.parametrize("kind", [Callable, np.ndarray, Image.Image])
+def test_a_parameter_of_a_type_that_json_cannot_hold_is_named(kind: object) -> None:
+    def f(x: int, y: str) -> None: ...
+
+    f.__annotations__["y"] = kind
+    with pytest.raises(TypeError, match=r"tool f: parameter 'y' has a type that JSON cannot hold, got .*; use str, int"):
+        Tool.of(f)
+
+
 def test_a_parameter_that_cannot_be_named_is_the_authors_error() -> None:
     def f(*words: str) -> None: ...
 
