@@ -98,7 +98,9 @@ def test_a_parameter_of_a_type_that_json_cannot_hold_is_named(kind: object) -> N
     def f(x: int, y: str) -> None: ...
 
     f.__annotations__["y"] = kind
-    with pytest.raises(TypeError, match=r"tool f: parameter 'y' has a type that JSON cannot hold, got .*; use str, int"):
+    with pytest.raises(
+        TypeError, match=r"tool f: parameter 'y' has a type that JSON cannot hold, got .*; use str, int"
+    ):
         Tool.of(f)
 
 
