@@ -137,7 +137,9 @@ def get_spec(env_id: str, *overlays: Path) -> EnvSpec:
     registry = load_registry(*overlays)
     if env_id not in registry:
         rule = " or in ".join(["must be in the registry", *map(str, overlays)])
-        raise UserError("environment", rule, env_id, did_you_mean(env_id, registry))
+        known = did_you_mean(env_id, registry)
+        fix = known if overlays else f"give the file of an entry of your own with --registry; {known}"
+        raise UserError("environment", rule, env_id, fix)
     return registry[env_id]
 
 

@@ -28,8 +28,9 @@ def find_spec(manifest: Manifest, env_id: str, registry: tuple[Path, ...]) -> En
     if wanted in entries:
         return entries[wanted]
     if env_id:
-        raise UserError("--env", "must be in the registry", wanted, did_you_mean(wanted, entries))
-    source = f", once in {manifest.registry}" * bool(manifest.registry)
+        fix = f"give the file that has it with --registry; {did_you_mean(wanted, entries)}"
+        raise UserError("--env", "must be in the registry", wanted, fix)
+    source = f"; the run had it in {manifest.registry}" * bool(manifest.registry)
     fix = f"give the file that has it with --registry (no code is taken from a recording{source}), or another --env"
     raise UserError("environment", "must be in the registry", wanted, fix)
 

@@ -262,6 +262,9 @@ def _import_fix(error: BaseException, place: str) -> str:
         return "give the path of a Python file"
     if not isinstance(error, ModuleNotFoundError) or error.name is None:
         return "fix the module"
+    module, _, attribute = place.rpartition(".")
+    if place == error.name and f"'{module}' is not a package" in str(error):
+        return f"write a colon before the name: {module}:{attribute}"
     if place == error.name or place.startswith(f"{error.name}."):
         return "check the spelling, install it, or put its folder on PYTHONPATH"
     if error.name.partition(".")[0] == "slime":

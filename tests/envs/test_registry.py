@@ -130,6 +130,8 @@ def test_an_unknown_environment_is_answered_with_the_nearest(tmp_path: Path) -> 
         UserError, match=r"environment: must be in the registry or in .*mine.yaml, got countr; did you mean 'counter'\?"
     ):
         get_spec("countr", overlay(tmp_path, ENTRY.format(module="m")))
+    with pytest.raises(UserError, match=r"give the file of an entry of your own with --registry; known: calculator, "):
+        get_spec("shop")
 
 
 @pytest.mark.parametrize(
@@ -224,6 +226,9 @@ def test_an_import_problem_names_module_and_cause(text: str, message: str, write
 def test_a_module_that_is_not_there_is_told_from_one_that_it_imports() -> None:
     spec = EnvSpec(id="mine", entry_point="no_such_module.env", description="", max_turns=1)
     with pytest.raises(UserError, match=r"'no_such_module\.env' must import, .* put its folder on PYTHONPATH"):
+        load_env(spec)
+    spec = EnvSpec(id="mine", entry_point="envs.guess.GuessEnv", description="", max_turns=1)
+    with pytest.raises(UserError, match=r"write a colon before the name: envs\.guess:GuessEnv"):
         load_env(spec)
 
 
