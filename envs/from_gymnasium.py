@@ -88,6 +88,8 @@ class GymnasiumOptions(BaseModel):
                 env = gymnasium.make(self.id, disable_env_checker=True, render_mode="ansi", **self.kwargs)
         except Exception as error:  # third-party code may raise anything
             fix = "check id and kwargs, and install what it needs"
+            if ":" not in self.id:
+                fix += f"; MODULE:{self.id} imports the module that registers it"
             raise UserError(
                 "gymnasium", f"'{self.id}' must be created", f"{type(error).__name__}: {error}", fix
             ) from error

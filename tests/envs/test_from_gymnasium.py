@@ -353,6 +353,7 @@ def test_a_prompt_of_ones_own_replaces_the_instructions() -> None:
     ("options", "said"),
     [
         ({"id": "FrozenLke-v1"}, "gymnasium: 'FrozenLke-v1' must be created, got NameNotFound"),
+        ({"id": "Mine-v0"}, "install what it needs; MODULE:Mine-v0 imports the module that registers it"),
         ({"id": "FrozenLake-v1", "kwargs": {"size": 3}}, "got TypeError"),
         ({"id": "test/Steering-v0"}, "'test/Steering-v0' must have Discrete or Text actions"),
         ({**LAKE, "actions": ["left"]}, "must name each of the 4 actions of 'FrozenLake-v1'"),
