@@ -165,7 +165,9 @@ def _instead(model: type[BaseModel], word: str, flags: Collection[str], given: M
     if word.startswith("-"):  # argparse may have read the value of an unknown flag as the argument
         value = next((given[name] for name, field in fields if field.is_required()), None)
         return f"write {value} without {word}" if value is not None else fix
-    return f"write --env {word}" if "--env" in flags and given["env"] is None else fix
+    if "--env" in flags and given["env"] is None:
+        return f"write --env {word}"
+    return f"write the flag that it belongs to before it; {fix}"
 
 
 def _parser(

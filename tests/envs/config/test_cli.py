@@ -130,7 +130,10 @@ def test_a_switch_with_a_value_is_told_its_two_forms(argv: list[str], flag: str,
             ["--zzz"],
             "--zzz: is no flag of this command, got --zzz; known: --files, --folder, --isolation, --lr, ",
         ),
-        (["cosine"], "cosine: is no flag of this command, got cosine;"),
+        (
+            ["cosine"],
+            "cosine: is no flag of this command, got cosine; write the flag that it belongs to before it; known",
+        ),
         (
             ["--max-turns", "0"],
             "--max-turns: must be greater than or equal to 1, got 0; see --help (turns of an episode)",
@@ -168,9 +171,17 @@ class Flagged(BaseModel):
         (Named, ["--env", "shop"], "--env: is no flag of this command, got --env; write shop without --env"),
         (Named, ["--sample", "3"], "--sample: is no flag of this command, got --sample; did you mean '--samples'?"),
         (Named, ["--env=shop"], "--env: is no flag of this command, got --env=shop; known: --samples, ID"),
-        (Named, ["shop", "pear"], "pear: is no flag of this command, got pear; known: --samples, ID"),
+        (
+            Named,
+            ["shop", "pear"],
+            "pear: is no flag of this command, got pear; write the flag that it belongs to before it; known: --samples, ID",
+        ),
         (Flagged, ["shop"], "shop: is no flag of this command, got shop; write --env shop"),
-        (Flagged, ["--env", "shop", "pear"], "pear: is no flag of this command, got pear; known: --env"),
+        (
+            Flagged,
+            ["--env", "shop", "pear"],
+            "pear: is no flag of this command, got pear; write the flag that it belongs to before it; known: --env",
+        ),
     ],
 )
 def test_an_environment_that_is_named_as_another_command_takes_it_is_told_the_right_form(
