@@ -174,7 +174,8 @@ class Flagged(BaseModel):
         (
             Named,
             ["shop", "pear"],
-            "pear: is no flag of this command, got pear; write the flag that it belongs to before it; known: --samples, ID",
+            "pear: is no flag of this command, got pear; "
+            "write the flag that it belongs to before it; known: --samples, ID",
         ),
         (Flagged, ["shop"], "shop: is no flag of this command, got shop; write --env shop"),
         (
