@@ -18,7 +18,7 @@ from envs.errors import did_you_mean
 from envs.execution.threads import call_on_thread
 from envs.grading import extract_boxed, score_text
 from envs.tool_calls import ToolCall, ToolCallError, call_example, find_tool_calls, outside_tool_calls
-from envs.tools import BadArgumentsError, Tool, ToolError, ToolOptions, fault_line, marked_methods, to_content
+from envs.tools import BadArgumentsError, Tool, ToolError, ToolOptions, fault_line, marked_methods
 from envs.types import Content, Message, Sample, plain_text
 
 MAX_CALLS_PER_TURN = 16
@@ -245,7 +245,7 @@ class ToolEnv(Env):
         for left in reversed(range(chosen.options.retries + 1)):
             try:
                 value = chosen.function(**arguments)
-                return to_content(await value if chosen.is_async else value)
+                return chosen.content(await value if chosen.is_async else value)
             except ToolError:
                 raise
             except Exception:

@@ -108,6 +108,8 @@ class Tool:
     arguments: type[BaseModel]
     schema: dict[str, Any]
     is_async: bool
+    #: The annotated class of the result, such as `str`; None where the method may return nothing.
+    result: type | None
 
     @classmethod
     def of(cls, function: Callable[..., Any], options: ToolOptions | None = None) -> Tool:
@@ -121,8 +123,17 @@ class Tool:
         # Cache methods of a class, but not functions that were created for one episode.
         method = getattr(function, "__func__", None)
         read = _read_signature if method is not None else _read_signature.__wrapped__
-        arguments, schema, is_async = read(name, method or function)
-        return cls(name, function, chosen, arguments, schema, is_async)
+        return cls(name, function, chosen, *read(name, method or function))
+
+    def content(self, value: object) -> Content:
+        """Convert what the function returned to a message's content.
+
+        Raises:
+            TypeError: no model takes it, or it is None where the method says that it returns something.
+        """
+        if value is None and self.result:
+            raise TypeError(f"tool {self.name} must return {self.result.__name__}, got None; does it return?")
+        return to_content(value)
 
     @property
     def example(self) -> dict[str, Any]:
@@ -196,8 +207,10 @@ def _json_or_text(text: str) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)
-def _read_signature(name: str, function: Callable[..., Any]) -> tuple[type[BaseModel], dict[str, Any], bool]:
-    """Return the pydantic model of the arguments, the tool's schema, and whether the function is async."""
+def _read_signature(
+    name: str, function: Callable[..., Any]
+) -> tuple[type[BaseModel], dict[str, Any], bool, type | None]:
+    """Return the arguments' pydantic model, the schema, whether the function is async, and the class of its result."""
     hints = typing.get_type_hints(function, include_extras=True)
     parsed = docstring_parser.parse(inspect.getdoc(function) or "")
     described = {parameter.arg_name: parameter.description or "" for parameter in parsed.params}
@@ -230,7 +243,11 @@ def _read_signature(name: str, function: Callable[..., Any]) -> tuple[type[BaseM
     parameters_schema.pop("additionalProperties", None)
     parameters_schema.setdefault("properties", {})
     function_schema = {"name": name, "description": " ".join(description.split()), "parameters": parameters_schema}
-    return arguments, {"type": "function", "function": function_schema}, inspect.iscoroutinefunction(function)
+    result = hints.get("return")
+    if not isinstance(result, type) or result in (type(None), object, Any):
+        result = None
+    schema = {"type": "function", "function": function_schema}
+    return arguments, schema, inspect.iscoroutinefunction(function), result
 
 
 #: Schema keys in the order that model cards use.

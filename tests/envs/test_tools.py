@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import gc
+import inspect
 import json
 import weakref
 from collections.abc import Callable
@@ -285,6 +286,33 @@ def test_what_a_tool_returns_becomes_content(value: object, content: object) -> 
 def test_what_cannot_be_shown_is_the_authors_error(value: object) -> None:
     with pytest.raises(TypeError, match="a tool must return text, numbers, images"):
         to_content(value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_fault"),
+    [
+        (str, True),
+        (Image.Image, True),
+        (Point, True),
+        (None, False),
+        (str | None, False),
+        (Any, False),
+        (object, False),
+        (inspect.Parameter.empty, False),
+    ],
+)
+def test_a_tool_that_says_what_it_returns_and_returns_nothing_is_the_authors_error(
+    kind: object, is_fault: bool
+) -> None:
+    def look(): ...  # type: ignore[no-untyped-def]
+
+    if kind is not inspect.Parameter.empty:
+        look.__annotations__["return"] = kind
+    if not is_fault:
+        assert Tool.of(look).content(None) == ""
+        return
+    with pytest.raises(TypeError, match=r"tool look must return \w+, got None; does it return\?"):
+        Tool.of(look).content(None)
 
 
 def test_the_methods_of_a_class_are_read_once_and_functions_of_an_episode_are_not_kept() -> None:
