@@ -91,6 +91,10 @@ class Env(ABC):
         if not {"obs_str", "multi_modal_data"} & observation.keys():
             rule = "an observation must hold obs_str or multi_modal_data, or format_observation be defined"
             raise ValueError(f"{rule}, got the keys {', '.join(map(str, observation))}")
+        if "multi_modal_data" not in observation and (lost := {"image", "images"} & observation.keys()):
+            raise ValueError(
+                f'pictures must stand in multi_modal_data, got {lost.pop()!r}; write {{"image": [picture]}}'
+            )
         groups = observation.get("multi_modal_data") or {}
         if not isinstance(groups, Mapping) or not all(isinstance(group, list | tuple) for group in groups.values()):
             raise ValueError(f'multi_modal_data must be like {{"image": [picture]}}, got {groups!r:.200}')

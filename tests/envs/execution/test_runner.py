@@ -281,6 +281,7 @@ def test_pictures_are_decoded_from_what_an_environment_may_have(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("observation", "said"),
     [
+        ({"obs_str": "hello", "images": []}, "pictures must stand in multi_modal_data, got 'images'; write"),
         ({"text": "hello", "image": 1}, "must hold obs_str or multi_modal_data, or format_observation be defined, got"),
         ({"obs_str": "x", "multi_modal_data": [1]}, 'multi_modal_data must be like {"image": [picture]}, got [1]'),
         ({"obs_str": "x", "multi_modal_data": {"image": 1}}, "must be like {\"image\": [picture]}, got {'image': 1}"),
