@@ -35,6 +35,7 @@ from envs.contract import (
     plain_fault,
 )
 from envs.env import Env
+from envs.errors import shortened
 from envs.execution.threads import CallTimeout, call_on_thread
 from envs.execution.watchdog import WATCHDOG, Watched, Watcher
 from envs.spec import EnvLimits
@@ -43,6 +44,8 @@ from envs.types import Message
 from envs.wrapper import unwrapped
 
 R = TypeVar("R")
+#: The most characters of an error of several lines.
+MAX_ERROR_CHARS = 500
 
 
 @dataclass(frozen=True, eq=False)
@@ -357,8 +360,16 @@ def _close(slot: _Slot) -> None:
 
 
 def last_line(text: str | None) -> str:
-    """Return the last line of a fault's text, which names the error."""
+    """Return the last line of a fault's text, which names the error; of a traceback the whole error, in one line.
+
+    >>> last_line('Traceback:\\n  File "shop.py", line 3\\n    check(x)\\nValidationError: 1 error\\n  For help ...')
+    'ValidationError: 1 error For help ...'
+    """
     lines = (text or "").strip().splitlines()
+    frames = [number for number, line in enumerate(lines) if line.startswith('  File "')]
+    for number in range(frames[-1] + 1 if frames else len(lines), len(lines)):
+        if not lines[number].startswith(" "):  # below the last frame's source code
+            return shortened(" ".join(" ".join(lines[number:]).split()), MAX_ERROR_CHARS)
     return lines[-1] if lines else "it does not say why"
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from PIL import Image
+from pydantic import BaseModel
 
 from envs import Env, Sample, ToolEnv, ToolError, tool
 from envs.check import CHECKS, check_env, run
@@ -301,6 +302,20 @@ def test_a_fault_is_reported_with_its_last_line_and_its_place_in_the_environment
         detail = failed(Raises, isolation=isolation)
         assert list(detail) == ["contract"]
         assert f"step 1: KeyError: 'colour' (test_check.py:{line})" in detail["contract"]
+
+
+class Order(BaseModel):
+    pieces: int
+
+
+class Orders(Shop):
+    def step(self, response_text: str) -> Step:
+        return {"obs_str": str(Order.model_validate({"pieces": "many"}))}, False, {}
+
+
+def test_a_fault_of_several_lines_is_reported_with_its_first() -> None:
+    detail = failed(Orders)["contract"]
+    assert "ValidationError: 1 validation error for Order pieces Input should be a valid integer" in detail
 
 
 class Untyped(Shop):
