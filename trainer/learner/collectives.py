@@ -1,6 +1,9 @@
-"""Collectives over the learner's ranks: the default process group, and sums or maxima over it."""
+"""Collectives over the learner's ranks: the default process group, where it listens, and sums or maxima over it."""
 
 from __future__ import annotations
+
+import os
+import socket
 
 import torch
 import torch.distributed as dist
@@ -9,8 +12,22 @@ import torch.distributed as dist
 def ensure_process_group(device: torch.device) -> None:
     """Make a default process group of this process alone, unless there is one already."""
     if not dist.is_initialized():
+        use_loopback()
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+
+
+def use_loopback() -> None:
+    """Let gloo listen on the loopback interface alone, unless GLOO_SOCKET_IFNAME names another one."""
+    for _, name in socket.if_nameindex():
+        if name.startswith("lo"):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def listen(address: str) -> socket.socket:
+    """Return a socket that listens on a free port of one address, to give to a `TCPStore`: its own listens on all."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, 0), family=family)
 
 
 def reduce_over_ranks(

@@ -28,6 +28,7 @@ from torch import Tensor
 from agents.engines.weight_servers import LOCAL_HOSTS, Adapter, GroupAddress, WeightMessage
 from agents.types import ProcessedImage, SamplingParams
 from envs.errors import UserError, first_line
+from envs.workers.ray_worker import begin_ray
 from trainer.config.learner import ClusterConfig, LearnerPlan
 from trainer.learner.checksums import Cut
 from trainer.learner.cuda_ipc import Loan
@@ -452,22 +453,19 @@ def start_ray(cluster: ClusterConfig, more_cpus: int = 0) -> bool:
     """
     if ray.is_initialized():
         return False
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    quiet: dict[str, Any] = {"include_dashboard": False, "logging_level": "error", "log_to_driver": False}
     if not cluster.ray_address:
         try:
-            ray.init("local", num_cpus=cluster.num_ranks + more_cpus, num_gpus=cluster.num_gpus, **quiet)
+            begin_ray("", num_cpus=cluster.num_ranks + more_cpus, num_gpus=cluster.num_gpus)
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             flag = "--num-gpus" if cluster.num_gpus else "--num-learners"
             fix = f"set RAY_TMPDIR to a short path that can be written to ({first_line(error):.120})"
             raise UserError(flag, "must be able to start Ray on this host", cluster.num_ranks, fix) from error
         return True
-    del quiet["include_dashboard"]
     try:
         host, _, port = cluster.ray_address.rpartition(":")
         if host and port.isdigit():  # Ray itself would retry for minutes
             socket.create_connection((host, int(port)), timeout=ANSWER_S).close()
-        ray.init(cluster.ray_address, **quiet)
+        begin_ray(cluster.ray_address)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         fix = "start one with `ray start --head`; a running cluster may need its token: RAY_AUTH_MODE=token"
         rule = "must be a running Ray cluster"

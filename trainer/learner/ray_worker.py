@@ -8,6 +8,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from ipaddress import ip_address
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +16,14 @@ import ray
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from agents.engines.weight_servers import Adapter, GroupAddress, WeightMessage
 from agents.types import ProcessedImage, SamplingParams
 from trainer.config.learner import LearnerPlan
 from trainer.learner.build import build_learner
 from trainer.learner.checksums import Cut
+from trainer.learner.collectives import listen, use_loopback
 from trainer.learner.cuda_ipc import Loan, lend_weights
 from trainer.learner.protocol import CheckpointFailed, RankLearner
 from trainer.learner.rank_split import Share
@@ -47,11 +50,12 @@ class LearnerWorker:
     Example::
 
         worker = ray.remote(LearnerWorker).options(num_gpus=1).remote()
-        worker.join.remote(config, model_path, sampling, rank=0, num_ranks=2, address="tcp://10.0.0.1:29500")
+        worker.join.remote(config, model_path, sampling, rank=0, num_ranks=2, address=("10.0.0.1", 29500))
     """
 
     def __init__(self) -> None:
         self._rank = 0
+        self._meeting: socket.socket | None = None
         self._learner: RankLearner | None = None
         self._sender: RankSender | None = None
         self._loan = contextlib.ExitStack()
@@ -67,11 +71,11 @@ class LearnerWorker:
         node = ray.get_runtime_context().get_node_id()
         return Place(node, ray.util.get_node_ip_address(), os.getpid(), tuple(str(gpu) for gpu in gpus))
 
-    def address(self) -> str:
-        """Return a free address on this host for the process group of the ranks."""
-        with socket.socket() as free:
-            free.bind(("", 0))
-            return f"tcp://{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"
+    def address(self) -> tuple[str, int]:
+        """Return an address of this host at which the ranks can meet, if this one becomes rank 0."""
+        self._meeting = listen(ray.util.get_node_ip_address())
+        host, port, *_ = self._meeting.getsockname()
+        return host, port
 
     def join(
         self,
@@ -81,7 +85,7 @@ class LearnerWorker:
         rank: int,
         num_ranks: int,
         num_on_node: int,
-        address: str,
+        address: tuple[str, int],
         variables: Mapping[str, str] = {},
     ) -> None:
         """Join the other ranks and load this rank's part of the network; `num_on_node` ranks share the node's cores.
@@ -95,16 +99,29 @@ class LearnerWorker:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_on_node))
         torch.manual_seed(config.seed + rank)  # its own seed differs from process to process
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"  # offloaded tensors are reduced on the CPU
+        host, port = address
+        if ip_address(host).is_loopback:  # all ranks are on this host
+            use_loopback()
+        limit = timedelta(seconds=config.cluster.learner_timeout_s)
         dist.init_process_group(
             backend,
-            init_method=address,
+            store=self._open_store(host, port, rank, num_ranks, limit),
             rank=rank,
             world_size=num_ranks,
-            timeout=timedelta(seconds=config.cluster.learner_timeout_s),
+            timeout=limit,
             device_id=device if on_gpu else None,
         )
         self._rank, self._learner = rank, build_learner(config, model_path, sampling, device)
         self._sender = RankSender(self._learner)
+
+    def _open_store(self, host: str, port: int, rank: int, num_ranks: int, limit: timedelta) -> TCPStore:
+        """Return the store where the ranks meet: rank 0 serves it at the address that it gave."""
+        assert self._meeting is not None, "a rank is asked for its address first"
+        if rank == 0:
+            listening = self._meeting.detach()
+            return TCPStore(host, port, num_ranks, is_master=True, timeout=limit, master_listen_fd=listening)
+        self._meeting.close()
+        return TCPStore(host, port, num_ranks, is_master=False, timeout=limit)
 
     @property
     def learner(self) -> RankLearner:

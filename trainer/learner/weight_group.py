@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from datetime import timedelta
 from threading import Thread
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPri
 from agents.engines.weight_servers import LOCAL_HOSTS
 from envs.errors import first_line
 from envs.execution.threads import DaemonThread
+from trainer.learner.collectives import listen
 
 T = TypeVar("T")
 
@@ -47,28 +48,33 @@ class WeightGroup:
 
     Example::
 
-        group = WeightGroup("run-1", num_receivers=2, device=torch.device("cuda", 0))
-        group.join()              # while the servers join at port `group.port`
+        group = WeightGroup("run-1", num_receivers=2, device=torch.device("cuda", 0), address="10.0.0.1")
+        group.join()              # while the servers join at 10.0.0.1, port `group.port`
         group.send(flat)          # while each server receives as many bytes
         group.close()
     """
 
-    def __init__(self, name: str, num_receivers: int, device: torch.device, limit_s: float = SEND_S) -> None:
-        """Open the store where the members meet; it listens on every address of this host."""
+    def __init__(
+        self,
+        name: str,
+        num_receivers: int,
+        device: torch.device,
+        limit_s: float = SEND_S,
+        address: str = "127.0.0.1",
+    ) -> None:
+        """Open the store where the members meet, at one address of this host."""
         if device.type == "cuda" and device.index is None:  # its threads would not know which one
             device = torch.device("cuda", torch.cuda.current_device())
         self.name, self.device, self._size, self._limit_s = name, device, num_receivers + 1, limit_s
         limit = timedelta(seconds=JOIN_S)
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, timeout=limit, wait_for_workers=False)
+        self._address, listening = address, listen(address)
+        self.port: int = listening.getsockname()[1]
+        options: dict[str, Any] = {"timeout": limit, "wait_for_workers": False}
+        self._store = TCPStore(address, self.port, is_master=True, master_listen_fd=listening.detach(), **options)
         # A connection of its own to look for the end: a store that waits for a key answers nothing else.
-        self._ends = TCPStore("127.0.0.1", self.port, is_master=False, timeout=limit, wait_for_workers=False)
+        self._ends = TCPStore(address, self.port, is_master=False, **options)
         self._members: dist.ProcessGroup | None = None
         self._thread = DaemonThread("weights")
-
-    @property
-    def port(self) -> int:
-        """The port of the store."""
-        return self._store.port
 
     def join(self) -> None:
         """Become rank 0; with gloo, wait until all servers have joined. Raises `GroupBroken` if they do not."""
@@ -80,7 +86,11 @@ class WeightGroup:
         store = PrefixStore(f"{self.name}/", PrefixStore(self.name, self._store))
         store = PrefixStore("cuda/" if is_nccl else "cpu/", store)
         if not is_nccl:
-            return dist.ProcessGroupGloo(store, 0, self._size, timeout=limit)  # pyright: ignore[reportReturnType]
+            gloo: Any = dist.ProcessGroupGloo  # its types leave these options out
+            pairs = gloo._Options()
+            pairs._devices = [gloo.create_device(hostname=self._address)]
+            pairs._timeout = limit
+            return gloo(store, 0, self._size, pairs)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = limit
         with _variables(_UNWATCHED):

@@ -94,8 +94,9 @@ class RankSender:
         backend = "nccl" if device.type == "cuda" else "gloo"
         if dist.get_rank():
             return GroupAddress(name, "", 0, num_receivers + 1, backend)
-        self._group = WeightGroup(name, num_receivers, device)
-        return GroupAddress(name, own_address(hosts), self._group.port, num_receivers + 1, backend)
+        address = own_address(hosts)
+        self._group = WeightGroup(name, num_receivers, device, address=address)
+        return GroupAddress(name, address, self._group.port, num_receivers + 1, backend)
 
     def join_group(self) -> str:
         """Join the group on rank 0; return why it failed."""

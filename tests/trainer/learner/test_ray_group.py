@@ -35,6 +35,7 @@ from envs.errors import UserError
 from starter.demonstrations import run as write_demonstrations
 from tests.builders import sampling
 from tests.environments import lucky_lengths
+from tests.listening import listening, open_to_others
 from tests.paths import DOCS
 from tests.recordings import episodes_in, lines_of
 from trainer.config.learner import ClusterConfig, LearnerConfig
@@ -194,6 +195,24 @@ def test_two_learners_train_as_one_does(
 
 
 @pytest.mark.slow
+def test_no_process_of_a_run_on_one_host_listens_for_other_hosts(flags: list[str], tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "trainer.run", *flags, "--problems-per-step", "2", "--steps", "1", "--doctor", "off"]
+    argv += ["--out", str(tmp_path), "--name", "run", "--num-learners", "2"]
+    free = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "GLOO_"))}
+    paths = os.pathsep.join([str(Path.cwd()), *sys.path])
+    seen, reachable = set[str](), set[tuple[str, str, int]]()
+    with subprocess.Popen(argv, env={**free, "PYTHONPATH": paths}, stdout=subprocess.PIPE, text=True) as process:
+        while process.poll() is None:
+            found = listening(process.pid)
+            seen |= {name for name, _, _ in found}
+            reachable |= open_to_others(found)
+            time.sleep(0.1)
+        assert process.returncode == 0, process.stdout and process.stdout.read()
+    assert {"gcs_server", "raylet"} < seen and any("LearnerWorker" in name for name in seen)
+    assert not reachable
+
+
+@pytest.mark.slow
 def test_a_run_on_two_learners_goes_on_with_one(cluster: str, flags: list[str], tmp_path: Path) -> None:
     argv = [*flags, *BONUS, "--problems-per-step", "3", "--out", str(tmp_path), "--save-every", "1"]
     assert run([*argv, "--steps", "3", "--name", "unbroken"]) == 0
@@ -343,8 +362,11 @@ def test_every_flag_of_the_page_on_clusters_is_one_of_the_command() -> None:
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text))
     known = {"--" + path[-1].replace("_", "-") for path, _ in leaves(RunConfig)}
     of_others = {
+        "--generate",
         "--head",
         "--address",
+        "--node-ip-address",
+        "--nccl-port",
         "--model-path",
         "--host",
         "--port",

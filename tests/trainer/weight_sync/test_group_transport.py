@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from agents.engines.sglang import SGLangEngine, SGLangSettings
 from agents.engines.sglang.client import SGLangClient
@@ -26,6 +28,7 @@ from agents.rendering.renderer import Renderer
 from envs.errors import UserError
 from tests.agents.engines.sglang_server import digests
 from tests.builders import fresh_model, sampling
+from tests.listening import listening, open_to_others
 from tests.prompts import picture, question
 from tests.recordings import episodes_in, lines_of
 from tests.servers import serving
@@ -270,6 +273,25 @@ def test_a_group_waits_no_longer_than_its_limit_and_ends_when_it_is_cancelled() 
         cancelled.join()
     assert time.monotonic() - began < 5
     cancel("127.0.0.1", 1)  # a store that is gone
+
+
+def test_a_group_listens_at_the_one_address_that_its_servers_are_told() -> None:
+    before = listening()
+    group = WeightGroup("one", 1, torch.device("cpu"), address="127.0.0.2")
+    joining = threading.Thread(target=group.join)
+    joining.start()
+    store = TCPStore("127.0.0.2", group.port, is_master=False)
+    keys = PrefixStore("cpu/", PrefixStore("one/", PrefixStore("one", store)))
+    gloo: Any = dist.ProcessGroupGloo  # its types leave these options out
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname="127.0.0.2")]
+    other = gloo(keys, 1, 2, options)
+    joining.join(20)
+    own = listening() - before
+    assert {port for _, address, port in own if address == "127.0.0.2"} > {group.port}  # the store, and gloo's pairs
+    assert not open_to_others(own)
+    group.close()
+    other.abort()
 
 
 def idle_transport(folder: Path, num_servers: int = 1, is_required: bool = False) -> GroupTransport:
