@@ -11,7 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trainer.algorithms.importance_sampling import CORRECTIONS
+from envs.config.plugins import give
+from envs.errors import UserError
+from trainer.algorithms.importance_sampling import CORRECTIONS, find_correction
+from trainer.algorithms.policy_loss import PolicyTerms, find_policy_loss
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.types import ModelTokens
 
@@ -105,3 +108,34 @@ def test_weights_are_numbers_within_the_bounds_whatever_the_gaps(name: str, gaps
     assert ((weight_N >= 0) & (weight_N <= most)).all()
     if name in ("icepop", "mis"):
         assert ((weight_N == 0) == clipped_N).all()
+
+
+def tokens_of(count: int) -> ModelTokens:
+    """Tokens of one sample, whose log-probs have a gradient."""
+    logprobs_N = torch.full((count,), -1.0, requires_grad=True)
+    rest_N = torch.full((count,), -2.0)
+    samples_N = torch.zeros(count, dtype=torch.int64)
+    return ModelTokens(logprobs_N, rest_N, rest_N, rest_N, None, rest_N, rest_N, samples_N, 1)
+
+
+def test_the_weights_of_a_users_correction_are_constants() -> None:
+    def ratio(tokens: ModelTokens, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+        weight_N = (tokens.logprobs_N - tokens.rollout_logprobs_N).exp()
+        return weight_N, weight_N > config.correction_cap
+
+    weight_N, clipped_N = find_correction(give(ratio))(tokens_of(2), AlgorithmConfig())
+    assert weight_N.tolist() == pytest.approx([math.e] * 2) and clipped_N.tolist() == [True, True]
+    assert not weight_N.requires_grad
+
+
+@pytest.mark.parametrize("clipped", [torch.zeros(1), torch.zeros(2, 1), torch.zeros(()), False])
+def test_what_a_users_algorithm_clipped_has_a_value_for_each_token(clipped: object) -> None:
+    def correction(tokens: ModelTokens, _: AlgorithmConfig) -> tuple[Tensor, object]:
+        return torch.ones_like(tokens.logprobs_N), clipped
+
+    def loss(tokens: ModelTokens, _: AlgorithmConfig) -> PolicyTerms:
+        return PolicyTerms(-tokens.logprobs_N, clipped, tokens.logprobs_N.exp())  # type: ignore[arg-type]
+
+    for find, own in ((find_correction, correction), (find_policy_loss, loss)):
+        with pytest.raises(UserError, match="2 tokens need a tensor of that shape"):
+            find(give(own))(tokens_of(2), AlgorithmConfig())

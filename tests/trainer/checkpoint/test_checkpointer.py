@@ -121,3 +121,39 @@ def test_a_checkpoint_of_a_step_that_was_taken_again_replaces_nothing(tmp_path: 
     assert Checkpoints(tmp_path, learner, CheckpointConfig()).newest_step == 2
     written(tmp_path, learner, range(2, 3))
     assert names(tmp_path) == ["step-1", "step-2", "step-2.abandoned"]
+
+
+def no_files() -> dict[str, bytes]:
+    return {}
+
+
+def test_the_last_step_has_one_checkpoint_also_where_none_is_due(tmp_path: Path, learner: FSDPLearner) -> None:
+    checkpoints = Checkpoints(tmp_path, learner, CheckpointConfig(save_every=2, keep_checkpoints=9))
+    for step in (1, 2):
+        checkpoints.on_step_end(step, no_files)
+    checkpoints.on_step_end(3, no_files, is_last=True)
+    assert names(tmp_path) == ["step-2", "step-3.writing"]
+    checkpoints.close()
+    assert names(tmp_path) == ["step-2", "step-3"]
+    checkpoints.close()
+    assert names(tmp_path) == ["step-2", "step-3"]
+
+
+def test_a_checkpoint_is_whole_before_the_next_step_changes_the_weights(tmp_path: Path, learner: FSDPLearner) -> None:
+    checkpoints = Checkpoints(tmp_path, learner, CheckpointConfig(save_every=1))
+    checkpoints.on_step_end(1, no_files)
+    assert learner.is_checkpoint_written(wait=True)  # by the ranks; the manifest and the name are missing
+    assert names(tmp_path) == ["step-1.writing"]
+    checkpoints.mark_dirty()
+    assert names(tmp_path) == ["step-1"]
+
+
+def test_no_checkpoint_has_the_weights_of_an_interrupted_step(tmp_path: Path, learner: FSDPLearner) -> None:
+    checkpoints = Checkpoints(tmp_path, learner, CheckpointConfig(save_every=5))
+    checkpoints.on_step_end(1, no_files)
+    checkpoints.mark_dirty()
+    checkpoints.close()
+    assert names(tmp_path) == []
+    checkpoints.mark_whole(1, no_files)
+    checkpoints.close()
+    assert names(tmp_path) == ["step-1"]

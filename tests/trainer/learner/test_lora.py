@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import importlib.util
+import pickle
 import sys
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from agents.model.policy import PolicyModel
+from agents.types import SamplingParams
 from envs.errors import UserError
 from tests.builders import fresh_model
 from tests.processes import run_ranks
@@ -19,7 +22,8 @@ from tests.tiny_models import MODEL_TYPES, write_tiny_model
 from tests.trainer.networks import assert_same_tensors, logits, parameters, shard
 from trainer.config.learner import LearnerConfig
 from trainer.learner.collectives import ensure_process_group
-from trainer.learner.lora import add_lora, disabled, is_adapter, merged_weights, plain_name
+from trainer.learner.fsdp_learner import FSDPLearner
+from trainer.learner.lora import add_lora, disabled, is_adapter, merged_weights, packed_adapter, plain_name
 from trainer.learner.sharding import trainable_parameters
 from trainer.learner.weights_io import empty_model, load_weights
 
@@ -87,6 +91,32 @@ def test_a_merged_weight_is_the_formula_by_hand(checkpoints: dict[str, Path]) ->
     assert torch.allclose(merged[f"{layer}.weight"].double(), by_hand, rtol=0, atol=1e-6)
     changed = {name for name, tensor in merged.items() if tensor is not tensors.get(name) and "v_proj" in name}
     assert len(changed) == 3
+
+
+def test_a_server_gets_the_scale_of_the_adapters_and_their_values(checkpoints: dict[str, Path]) -> None:
+    model = trained(checkpoints["qwen3"], LearnerConfig(lora_rank=4, lora_alpha=6.0, lora_targets=("v_proj",)))
+    packed = packed_adapter(model, torch.float32)
+    assert packed.config["r"] == 4 and packed.config["lora_alpha"] == 6.0  # peft scales by alpha / r
+    sent, own = pickle.loads(base64.b64decode(packed.tensors)), dict(model.named_parameters())
+    for layer in packed.layers:
+        for side in "AB":
+            name = f"{layer}.lora_{side}"
+            assert torch.equal(sent[f"base_model.model.{name}.weight"], own[f"backbone.{name}.default.weight"])
+
+
+def test_the_first_adapters_are_those_of_the_seed(checkpoints: dict[str, Path]) -> None:
+    def first(seed: int) -> dict[str, Tensor]:
+        made = FSDPLearner(fresh_model(checkpoints["qwen3"]), SamplingParams(), 1, config=SMALL, seed=seed)
+        from_disk = FSDPLearner(
+            empty_model(checkpoints["qwen3"]), SamplingParams(), 1, config=SMALL, seed=seed, path=checkpoints["qwen3"]
+        )
+        adapters = {name: whole(p) for name, p in made.model.named_parameters() if ".lora_A." in name}
+        assert_same_tensors(adapters, {n: whole(p) for n, p in from_disk.model.named_parameters() if n in adapters})
+        return adapters
+
+    one, same, other = first(3), first(3), first(4)
+    assert_same_tensors(one, same)
+    assert not any(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
