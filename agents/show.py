@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -106,11 +105,9 @@ def print_run(printer: Printer, source: Source, config: ShowConfig) -> None:
         printer.console.print()
 
 
-def run(argv: Sequence[str] | None) -> int:
+def run(argv: Sequence[str] | None = None) -> int:
     """Parse the flags and print."""
     config = parse(ShowConfig, argv, "python -m agents.show", "Show a recorded run in the terminal.")
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
     selection = config.selection
     source = Source(config.run, keep=selection.matches, limit=selection.limit or None)
     console = Console(width=config.width or None)
@@ -120,10 +117,5 @@ def run(argv: Sequence[str] | None) -> int:
     return 0
 
 
-def main() -> int:
-    """Run the command line."""
-    return exit_code(lambda: run(None))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(run))

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 
 from envs.errors import quoted
 from envs.images import load_image
-from envs.types import Message, well_formed
+from envs.safe_text import well_formed
+from envs.types import Message
 
 MAX_IMAGE_PIXELS = 16_000_000
 #: The largest number of float32, in which advantages are learnt from.

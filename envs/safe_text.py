@@ -1,4 +1,6 @@
-"""Makes text of models, environments, files and servers safe to print: it cannot control a terminal or hide a part.
+"""Makes text of models, environments, files and servers safe to print and to write.
+
+Printed, it cannot control a terminal or hide a part.
 
 Everything that a command prints passes `escape_lines`: `guard_streams` puts it in front of stdout and stderr, and
 `envs.console.Console` in front of tables, progress bars and log lines, whose own colours a guarded stream would escape.
@@ -9,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from pathlib import Path
 from typing import Any, TextIO
 
 # Control characters, halves of surrogate pairs, overrides of writing direction, and what Unicode calls default
@@ -22,6 +25,8 @@ _UNSAFE = re.compile(
     "\U000e0000-\U000e00ff\U000e01f0-\U000e0fff]"
     f"|(?<!{_FOREIGN})[\u200c\u200d]|[\u200c\u200d](?!{_FOREIGN})|(?<=[{_SELECTORS}])[{_SELECTORS}]"
 )
+
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
 def escape_controls(text: str) -> str:
@@ -40,6 +45,19 @@ def escape_lines(text: str) -> str:
     '\\x1b]0;title\\x07\n\\u202egnp.exe café'
     """
     return _UNSAFE.sub(lambda found: found[0] if found[0] in "\n\t" else escape_controls(found[0]), text)
+
+
+def well_formed(text: str) -> str:
+    """Replace each half of a surrogate pair by U+FFFD, because no tokenizer and no file accepts one.
+
+    A model can write one as the JSON escape of half an emoji.
+    """
+    return _HALF_PAIR.sub("\ufffd", text)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file. Half of a surrogate pair, which UTF-8 cannot hold, becomes U+FFFD."""
+    path.write_text(well_formed(text), encoding="utf-8")
 
 
 class _SafeWrite:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,8 +16,6 @@ from typing import Any, Protocol, overload
 from PIL import Image
 
 from envs.errors import UserError
-
-_HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 Message = dict[str, Any]
 #: Text, or a list of parts.
@@ -103,14 +100,6 @@ class MadeSamples(Sequence[Sample]):
         if isinstance(index, slice):
             return [self.make(place) for place in range(*index.indices(self.size))]
         return self.make(self.place(index))
-
-
-def well_formed(text: str) -> str:
-    """Replace each half of a surrogate pair by U+FFFD, because no tokenizer and no file accepts one.
-
-    A model can write one as the JSON escape of half an emoji.
-    """
-    return _HALF_PAIR.sub("\ufffd", text)
 
 
 def content_parts(message: Message) -> list[dict[str, Any]]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from PIL import Image
+from pydantic import BaseModel
 
 from envs.contract import MAX_BITS, MAX_DEPTH, shown
 
@@ -29,6 +31,11 @@ def to_json(value: Any, depth: int = MAX_DEPTH) -> Any:
     if type(value) is float and not math.isfinite(value):
         return repr(value)
     return value if value is None or type(value) in (bool, int, float) else shown(value)
+
+
+def json_text(model: BaseModel) -> str:
+    """Return a record as indented JSON. pydantic's own `model_dump_json` raises at half of a surrogate pair."""
+    return json.dumps(to_json(model.model_dump(mode="json")), indent=1, ensure_ascii=False) + "\n"
 
 
 def cut(value: Any, limit: int) -> Any:

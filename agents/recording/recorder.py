@@ -25,7 +25,7 @@ from PIL import Image
 
 from agents.recording.append_log import rewind
 from agents.recording.gzip_lines import GzipLines
-from agents.recording.json_values import cut, message_to_json, to_json
+from agents.recording.json_values import cut, json_text, message_to_json, to_json
 from agents.recording.safe_files import MAX_LINE, MAX_VALUES, check_real_folder, memory_of, read_lines, read_regular
 from agents.recording.schema import (
     EPISODES,
@@ -44,6 +44,7 @@ from agents.types import Trajectory, Turn
 from envs.contract import is_json
 from envs.errors import UserError
 from envs.images import image_digest
+from envs.safe_text import write_text
 
 #: No tokenizer has larger ids; a broken completion may.
 MAX_ID = 2**24
@@ -104,8 +105,8 @@ class Recorder:
         manifest = before or self.manifest
         if before and before == (manifest := before.model_copy(update={"ways": before.ways | self.manifest.ways})):
             return
-        text, part = manifest.model_dump_json(indent=1), path.with_suffix(".part")
-        part.write_text(text + "\n", encoding="utf-8")
+        part = path.with_suffix(".part")
+        write_text(part, json_text(manifest))
         part.replace(path)
 
     def _manifest_before(self, path: Path) -> Manifest | None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from envs.types import well_formed
+from envs.safe_text import well_formed
 
 # Texts that clean-up of spaces, normalisation, truncation or a prefix space would change.
 _PROBES = (

@@ -24,8 +24,9 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Protocol
 
+from envs.errors import UserError
 from envs.execution.watchdog_process import (
     BEAT,
     BEAT_S,
@@ -102,8 +103,7 @@ class Watchdog:
         return WatchedCall(self._memory, self._free, label, limit_s, number, is_isolated)
 
     def _start(self) -> None:
-        with tempfile.TemporaryFile() as shared:
-            shared.truncate(SIZE)
+        with _shared_file() as shared:
             memory = mmap.mmap(shared.fileno(), SIZE)
             self._free = deque(range(NUM_CALLS))
             if hasattr(faulthandler, "register"):
@@ -165,6 +165,19 @@ class WatchedCall:
         for slot in self._slots:
             CALL.pack_into(self._memory, slot * SLOT_SIZE + BEAT.size, 0.0, 0, 0, False, b"")
             self._free.append(slot)
+
+
+def _shared_file() -> IO[bytes]:
+    """Return a new file without a name, for the memory that both processes share."""
+    try:
+        file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
+        file.truncate(SIZE)
+    except OSError as error:
+        size, reason = -(-SIZE // 1024), error.strerror
+        rule = f"must be a folder where a file of {size} KiB can be written (see also `ulimit -f`)"
+        folder, fix = os.environ.get("TMPDIR") or "/tmp", f"give another folder ({reason})"
+        raise UserError("TMPDIR", rule, folder, fix) from error
+    return file
 
 
 def _beat(memory: mmap.mmap) -> None:

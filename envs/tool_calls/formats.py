@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from envs.safe_text import well_formed
 from envs.tool_calls.hermes import read_hermes
 from envs.tool_calls.qwen_xml import FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END, read_qwen_xml
 from envs.tool_calls.types import CLOSE, OPEN, ToolCall, ToolCallError, ToolFormat
-from envs.types import well_formed
 
 _READERS = {"hermes": read_hermes, "qwen_xml": read_qwen_xml}
 

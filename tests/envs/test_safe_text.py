@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import io
+import os
 import re
 import subprocess
 import sys
 import unicodedata
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -169,3 +171,19 @@ def test_every_command_guards_its_streams_first():
         if is_program and name not in NO_COMMANDS:
             called = "exit_code(" if "main()" in start else "sys.exit(exit_code("
             assert called in (text if "main()" in start else start), name
+
+
+def test_every_command_prints_to_a_terminal_that_knows_ascii_alone(tmp_path: Path) -> None:
+    def printed(*words: str, answer: str = "") -> str:
+        ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-m", *words]
+        done = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, input=answer.encode(), env=ascii_only, check=False
+        )
+        assert b"Traceback" not in done.stderr, done.stderr.decode()
+        return done.stdout.decode("ascii")
+
+    printed("agents.play", "--env", "calculator", "--record", "played", answer="\u03c0 \\boxed{4}")
+    assert "0 failed" in printed("envs.check", "calculator")
+    for words in (("agents.show",), ("trueturn", "show")):
+        assert r"\ufffd\ufffd \boxed{4}" in printed(*words, "played", "--best", "1")

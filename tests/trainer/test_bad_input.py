@@ -161,6 +161,12 @@ def test_a_name_that_leaves_the_folder_of_runs_is_refused(name: str, tmp_path: P
     assert make_folder(RunDirConfig(out=tmp_path / "runs", name="group/x"), "label") == tmp_path / "runs/group/x"
 
 
+def test_a_run_folder_whose_name_is_not_utf_8_is_refused_before_the_run(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--out: must be a path in UTF-8, got .*udcff/run; tokenizers cannot be saved"):
+        make_folder(RunDirConfig(out=tmp_path / os.fsdecode(b"\xff"), name="run"), "label")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_folder_that_is_no_run_is_named_as_the_export_was_given_it(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"^RUN: must be a run folder, with config.yaml, got {tmp_path};"):
         export([str(tmp_path)])

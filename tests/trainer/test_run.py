@@ -30,6 +30,8 @@ from tests.trainer.runs import drawing
 from trainer.checkpoint.checkpointer import found_steps
 from trainer.config.learner import LearnerConfig
 from trainer.config.sources import read_config
+from trainer.evaluate import run as evaluate
+from trainer.export import run as export
 from trainer.learner.lora import add_lora
 from trainer.learner.sharding import trainable_parameters
 from trainer.learner.weights_io import empty_model
@@ -57,6 +59,23 @@ def finished(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tupl
     with drawing():
         assert run([*argv, "--out", str(folder.parent), "--name", folder.name]) == 0
     return folder, json.loads((folder / "summary.json").read_text())
+
+
+def test_half_of_a_surrogate_pair_in_any_text_of_a_user_ends_no_command(checkpoint: Path, tmp_path: Path) -> None:
+    entry = ["entry_point: envs.calculator:CalculatorEnv", r'description: "half \ud83d"']
+    entry += ["dataset: envs.calculator:samples", "max_turns: 2"]
+    (tmp_path / "registry.yaml").write_text("\n  ".join(["sums:", *entry]))
+    row = {"problem": "1+1? \ud83d", "answer": "2", "family": "\udc00", "id": "\ud83d"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))  # as an escape, which any JSON file may hold
+    own = ["--env", "sums", "--registry", str(tmp_path / "registry.yaml"), "--model", str(checkpoint)]
+    own += ["--data", str(tmp_path / "rows.jsonl"), "--out", str(tmp_path)]
+    argv = [*own, *SMALL, "--steps", "1", "--eval-data", str(tmp_path / "rows.jsonl"), "--tracker=", "--name", "run"]
+    assert run(last_of_each(argv)) == 0
+    assert run(["--resume", str(tmp_path / "run"), "--steps", "2"]) == 0
+    spec = json.loads((tmp_path / "run" / "environment.json").read_text(encoding="utf-8"))
+    assert spec["description"] == "half \ufffd"
+    assert evaluate([*own, "--size", "1", "--name", "evaluation"]) == 0
+    assert export([str(tmp_path / "run"), "--to", str(tmp_path / "exported")]) == 0
 
 
 def test_a_run_leaves_metrics_summary_curve_tensorboard_and_config(finished: tuple[Path, dict[str, Any]]) -> None:

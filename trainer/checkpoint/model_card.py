@@ -20,6 +20,7 @@ from agents.recording.manifest import software_versions
 from envs.config.files import text_of
 from envs.config.plugins import plugin_name
 from envs.config.settings import FieldPath, changed, flag_of, leaves, takes_references, words_of
+from envs.safe_text import write_text
 from trainer.checkpoint.settings_parts import settings_changes
 
 CARD = "README.md"
@@ -133,7 +134,7 @@ def write_card(card: ModelCard, folder: Path, picture: Path) -> None:
     has_picture = picture.is_file()
     if has_picture:
         shutil.copyfile(picture, folder / picture.name)
-    (folder / CARD).write_text(card.text(picture.name if has_picture else ""), encoding="utf-8")
+    write_text(folder / CARD, card.text(picture.name if has_picture else ""))
 
 
 def ending_of(num_steps: int, planned: int, stopped_by: str, is_interrupted: bool) -> str:

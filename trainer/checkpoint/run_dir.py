@@ -14,6 +14,7 @@ from pathlib import Path
 from agents.recording.run_files import CONFIG
 from envs.config.commands import flag_words
 from envs.errors import UserError
+from envs.safe_text import well_formed
 from trainer.config.run import RunDirConfig
 
 #: In it, besides the files of `agents.recording.run_files`: registry entry, episodes, checkpoints, finished model, the
@@ -39,6 +40,9 @@ def make_folder(config: RunDirConfig, label: str, can_resume: bool = True) -> Pa
     if config.out.absolute() not in Path(os.path.normpath(folder)).parents:
         fix = "give a name without '..', and the folder as --out"
         raise UserError("--name", f"must name a folder in --out {config.out}", config.name, fix)
+    if well_formed(str(folder)) != str(folder):
+        fix = "tokenizers cannot be saved there; give another folder"
+        raise UserError("--out", "must be a path in UTF-8", str(folder), fix)
     try:
         folder.mkdir(parents=True, exist_ok=False)
     except FileExistsError:

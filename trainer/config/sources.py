@@ -12,6 +12,7 @@ from envs.config.files import dump, read_file
 from envs.config.settings import FieldPath, changed, flag_of, is_under, leaves, validate, with_absolute_paths
 from envs.config.sources import PREFIX, Sources
 from envs.errors import UserError
+from envs.safe_text import write_text
 from trainer.config.other_trainers import no_counterpart, other_names
 from trainer.config.rollout import API_KEY_VARIABLE
 from trainer.config.run import RunConfig
@@ -98,7 +99,7 @@ def _whole(value: Any) -> Any:
 def write_config(config: BaseModel, path: Path) -> None:
     """Write a run's configuration as `--print-config` shows it, without `--resume`."""
     part = path.with_suffix(".part")  # a process killed while writing leaves the old file
-    part.write_text(dump(config, leave_out={RESUME}), encoding="utf-8")
+    write_text(part, dump(config, leave_out={RESUME}))
     part.replace(path)
 
 

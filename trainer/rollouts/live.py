@@ -14,6 +14,7 @@ from agents.cli.text import path_text
 from agents.engines.base import Engine
 from agents.model.architectures import ModelFacts
 from agents.recording import Recorder
+from agents.recording.json_values import json_text
 from agents.recording.manifest import build_manifest
 from agents.recording.schema import TRAIN
 from agents.rendering.renderer import Renderer
@@ -25,6 +26,7 @@ from envs.config.commands import command_line
 from envs.datasets.samples import filter_overlong
 from envs.env import EnvArgs
 from envs.execution.load import load_env
+from envs.safe_text import write_text
 from envs.spec import BuildEnv, EnvSpec
 from envs.tool_calls import detect_format
 from envs.types import SampleSource
@@ -280,7 +282,7 @@ def prepare(config: RunConfig, start: Start | None = None, with_engine: bool = T
             plan = config if config.trains else plan_to_read(config)
             plan = with_compile_chosen(plan, model_path, plan.most_tokens_trained)
             learner = begin_or_resume(config, plan, opened, model_path, sampling, cleanup, room)
-        (folder / ENVIRONMENT).write_text(spec.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        write_text(folder / ENVIRONMENT, json_text(spec))
         with start.clock.stage("the engine's weights"):
             transport = build_transport(config, model_path, facts, renderer, learner, folder, servers)
         probed = renderer.prompt(problems.train[0].prompt, problems.tools)

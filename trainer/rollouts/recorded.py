@@ -14,12 +14,14 @@ from agents.cli.text import path_text
 from agents.model.architectures import ModelFacts
 from agents.model.architectures import read_config as read_network
 from agents.recording import Recording
+from agents.recording.json_values import json_text
 from agents.recording.run_files import CONFIG
 from agents.rendering.renderer import Renderer
 from agents.rollout.groups import ManagerState, StepRollout
 from agents.types import TrajectoryGroup
 from envs.config.settings import FieldPath, changed, flag_of, is_under, leaves
 from envs.errors import UserError
+from envs.safe_text import write_text
 from trainer.checkpoint.run_dir import ENVIRONMENT
 from trainer.checkpoint.settings_parts import parts_until
 from trainer.config.run import RunConfig
@@ -112,7 +114,7 @@ def prepare_replay(config: RunConfig, start: Start) -> RecordedContext:
         with start.clock.stage("the learner"):
             plan = with_compile_chosen(config, model_path, config.most_tokens_trained)
             learner = begin_or_resume(config, plan, opened, model_path, sampling, cleanup)
-        (folder / ENVIRONMENT).write_text(spec.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        write_text(folder / ENVIRONMENT, json_text(spec))
         return RecordedContext(
             config=config,
             folder=folder,

@@ -22,6 +22,7 @@ from agents.recording.run_files import CONFIG
 from agents.rendering.renderer import Renderer
 from agents.types import SamplingParams
 from envs.errors import UserError
+from envs.safe_text import write_text
 from envs.spec import EnvSpec
 from trainer.checkpoint.checkpointer import Checkpoint
 from trainer.checkpoint.restarts import found_checkpoint
@@ -106,7 +107,7 @@ def save_model(
         shutil.rmtree(left, ignore_errors=True)
     write_model(learner, renderer, part)
     for name, text in notes.items():
-        (part / name).write_text(text, encoding="utf-8")
+        write_text(part / name, text)
     if folder.exists() and aside:
         shutil.rmtree(aside, ignore_errors=True)
         folder.rename(aside)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -37,6 +38,13 @@ class Quiet(Env):
 
     def reward(self, final_text: str) -> float:
         return 0.0
+
+
+def test_a_file_that_cannot_be_as_large_as_the_shared_memory_is_a_users_error() -> None:
+    command = f"ulimit -f 100; exec {shlex.quote(sys.executable)} -m envs.check calculator"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert done.stderr.startswith("error: TMPDIR: must be a folder where a file of 427 KiB can be written")
 
 
 #: Plays three environments at once; that of sample 1 does what `deed` says, the others are over at once.
