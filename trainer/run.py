@@ -181,7 +181,7 @@ def run_prepared(context: RunContext, rollouts: Rollouts, console: Console) -> F
     for note in context.closing_notes(session.log.rows):
         console.print(note, soft_wrap=True)
     console.print(f"everything is in {path_text(context.folder)}", soft_wrap=True)
-    check_finite(session.log.rows)
+    check_finite(summary)
     if session.is_interrupted:
         console.print(resume_hint("trainer.run", context.folder), soft_wrap=True)
     return FinishedRun(context.folder, session.is_interrupted)

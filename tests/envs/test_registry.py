@@ -142,6 +142,11 @@ def test_an_unknown_environment_is_answered_with_the_nearest(tmp_path: Path) -> 
         (("max_turns: 2", "max_turns: true"), "entry 'counter' max_turns: must be a valid integer, got True"),
         (("max_turns: 2", "max_turns: 0"), "max_turns: must be greater than or equal to 1, got 0"),
         (("  max_turns", "  reward_max_val: .inf\n  max_turns"), "reward_max_val: must be a finite number"),
+        (
+            ("  max_turns", "  reward_max_val: 1.0e+39\n  max_turns"),
+            "reward_max_val: must be less than or equal to 34028",
+        ),
+        (("  max_turns", "  reward_min_val: -4.0e+38\n  max_turns"), "must be greater than or equal to -34028"),
         (("  max_turns: 2\n", ""), "entry 'counter' max_turns: is required"),
         (("  max_turns", "  id: x\n  max_turns"), "must have known keys only, got id"),
         (("m:PROMPT", "Count the dots."), "write module:ATTRIBUTE"),

@@ -12,7 +12,7 @@ import json
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -216,6 +216,7 @@ class RunSession(ABC, Generic[S]):
         """Write summary and curve, close all files, write the weights: last, for nothing else is lost if that fails."""
         summary = {
             "steps_done": len(self.log.rows),
+            "steps_skipped": [int(row["step"]) for row in self.log.rows if row.get("num_skipped")],
             "interrupted": self.is_interrupted,
             "stop_reason": self.stopped_by,
             "seconds": round(self.seconds, 1),
@@ -235,11 +236,11 @@ class RunSession(ABC, Generic[S]):
         return summary
 
 
-def check_finite(rows: Sequence[Mapping[str, float]]) -> None:
+def check_finite(summary: Mapping[str, Any], cause: str = NOT_FINITE) -> None:
     """Raise `RunFailed` if a finished run has skipped an update: it must not pass for one that went well."""
-    if steps := [f"{row['step']:.0f}" for row in rows if row.get("num_skipped")]:
-        shown = ", ".join(steps[:MAX_STEPS_SHOWN]) + ", ..." * (len(steps) > MAX_STEPS_SHOWN)
-        raise RunFailed(f"updates were skipped in {counted(len(steps), 'step')} ({shown}): {NOT_FINITE}")
+    if steps := summary["steps_skipped"]:
+        shown = ", ".join(map(str, steps[:MAX_STEPS_SHOWN])) + ", ..." * (len(steps) > MAX_STEPS_SHOWN)
+        raise RunFailed(f"updates were skipped in {counted(len(steps), 'step')} ({shown}): {cause}")
 
 
 class RunFailed(RuntimeError):

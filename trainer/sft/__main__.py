@@ -53,8 +53,9 @@ def run(argv: Sequence[str] | None = None) -> int:
     check_callbacks(config.log.callback)
     # These import torch, which takes seconds.
     from trainer.checkpoint.restarts import run_restarting
-    from trainer.checkpoint.session import RunFailed, resume_hint, run_to_end
+    from trainer.checkpoint.session import RunFailed, check_finite, resume_hint, run_to_end
     from trainer.sft.loop import run_sft
+    from trainer.sft.session import LIKELIHOOD_NOT_FINITE
     from trainer.sft.setup import load_data, prepare
 
     console = open_console()
@@ -92,11 +93,12 @@ def run(argv: Sequence[str] | None = None) -> int:
             restarts = config.checkpoint.max_restarts
             training = run_restarting(context, lambda now: run_sft(now, display), restarts)
             summary = run_to_end(training, "trainer.sft", context.folder)
+        console.print(f"{summary['seconds']:.0f} s, peak memory {summary['peak_memory_gib']:.2f} GiB")
+        console.print(f"everything is in {path_text(context.folder)}", soft_wrap=True)
+        check_finite(summary, LIKELIHOOD_NOT_FINITE)
     except RunFailed as error:
         print(f"error: {error}", file=sys.stderr)
         return 130 if error.is_interrupted else 1
-    console.print(f"{summary['seconds']:.0f} s, peak memory {summary['peak_memory_gib']:.2f} GiB")
-    console.print(f"everything is in {path_text(context.folder)}", soft_wrap=True)
     if summary["interrupted"]:
         console.print(resume_hint("trainer.sft", context.folder), soft_wrap=True, markup=False)
     return 130 if summary["interrupted"] else 0

@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 STATE = "progress.json"
 LOSS_CURVE = "loss_curve.png"
 EVAL_LOSS = "eval_loss"
+#: Why an update is skipped.
+LIKELIHOOD_NOT_FINITE = "loss or gradient was not finite; give a smaller --lr"
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,9 @@ class SftSession(RunSession[SftState]):
             f"grad {row['grad_norm']:.2f}  {row['num_tokens']:.0f} tokens learnt  "
             f"{row['train_tokens_per_s']:.0f} tokens/s  train {row['train_s']:.1f}s  ETA {left_s:.0f}s"
         )
+
+        if stats.num_skipped:
+            logger.warning(f"step {self.step} made no update: {LIKELIHOOD_NOT_FINITE}")
 
     def state_now(self) -> SftState:
         """Return where the run stands now, with all files on disk up to here."""

@@ -28,6 +28,7 @@ from agents.rollout.manager import RolloutManager
 from agents.rollout.rewards import RewardSum, WeightedReward
 from agents.types import Completion, EndReason, GenerateRequest, SamplingParams, Trajectory, TrajectoryGroup, Turn
 from envs.env import Env
+from envs.spec import EnvLimits
 from envs.types import Sample
 from tests.budget import examples
 from tests.builders import sampling, versions_of
@@ -760,6 +761,21 @@ def test_an_episode_that_is_aborted_in_a_reward_function_keeps_the_turn_that_it_
     (group,) = rollout.aborted
     ends = [(t.end_reason, len(t.turns), t.reward) for t in group.trajectories]
     assert ends == [(EndReason.ABORTED, 1, 0.0)] * COPIES
+
+
+@pytest.mark.parametrize(
+    ("values", "error"),
+    [
+        ((3e38, 3e38), "the weighted sum 1 first + 1 second must be a finite number within 3.4e+38, got 6e+38"),
+        ((1.0, -1e39), "the reward function second must return a finite number within 3.4e+38, got -1e+39"),
+        ((3e38, -3e38), None),
+    ],
+)
+def test_no_reward_that_float32_cannot_hold_is_trained_on(values: tuple[float, float], error: str | None) -> None:
+    terms = [WeightedReward(name, 1.0, lambda _, v=v: v) for name, v in zip(("first", "second"), values, strict=True)]
+    scored = asyncio.run(RewardSum(tuple(terms)).score(ended(0), EnvLimits(inline=True)))
+    assert (scored.end_reason is EndReason.REWARD_ERROR) == (error is not None) and scored.reward == 0.0
+    assert error is None or error in (scored.error or "")
 
 
 class Retry(Judge):

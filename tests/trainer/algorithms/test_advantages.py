@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import get_args
 
 import numpy as np
@@ -10,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agents.types import EndReason, TrajectoryGroup
+from envs.config.plugins import give
+from envs.errors import UserError
 from tests.builders import group, trajectory
 from trainer.algorithms.advantages import ADVANTAGES, compute_advantages, group_advantages, step_advantages
 from trainer.config.algorithm import AdvantageName, AlgorithmConfig
@@ -128,3 +131,14 @@ def test_only_ends_that_say_something_about_the_policy_are_trained_on(end_reason
     streams = [trajectory(reward=1.0), trajectory(reward=0.0), trajectory(reward=0.5, end_reason=end_reason)]
     samples = samples_of(group(*streams))
     assert len(samples) == (3 if end_reason in valid else 2)
+
+
+@pytest.mark.parametrize("value", [1e39, math.nan, -math.inf, "much"])
+def test_an_advantage_of_a_users_that_float32_cannot_hold_is_refused(value: object) -> None:
+    def own(groups: list[TrajectoryGroup], _: AlgorithmConfig) -> list[list[object]]:
+        return [[value for _ in group.valid] for group in groups]
+
+    with pytest.raises(UserError, match=r"over float32|not finite|could not convert"):
+        compute_advantages(
+            [group(trajectory(reward=1.0), trajectory(reward=0.0))], AlgorithmConfig(advantage=give(own))
+        )

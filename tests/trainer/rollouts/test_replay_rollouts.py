@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import shutil
 import signal
@@ -443,7 +444,10 @@ def test_streams_are_checked_with_the_models_vocabulary(recorded: Path, tmp_path
         line["ids"][0] = -1
 
     def rich(line: dict[str, Any]) -> None:
-        line["reward"] = 1e200
+        line["reward"] = -1e39
+
+    def unknown(line: dict[str, Any]) -> None:
+        line["reward"] = math.nan
 
     for number, (change, words) in enumerate(
         (
@@ -451,6 +455,7 @@ def test_streams_are_checked_with_the_models_vocabulary(recorded: Path, tmp_path
             (sampled, "sampled suppressed ids"),
             (negative, "must have ids below"),
             (rich, "must have a reward within"),
+            (unknown, "reward: Input should be a finite number"),
         )
     ):
         run_folder = copied(recorded, tmp_path / str(number))

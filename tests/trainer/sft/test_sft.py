@@ -347,6 +347,17 @@ def test_sigterm_ends_the_step_and_saves(checkpoint: Path, demos: Path, tmp_path
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_a_run_that_skipped_an_update_does_not_pass_for_one_that_went_well(
+    checkpoint: Path, demos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    summary = tune(checkpoint, demos, tmp_path / "run", "--steps", "3", "--lr", "1e38", "--save-every", "0", code=1)
+    assert summary["steps_done"] == 3 and summary["steps_skipped"] == [2, 3]
+    assert (
+        "error: updates were skipped in 2 steps (2, 3): loss or gradient was not finite; give"
+        in capsys.readouterr().err
+    )
+
+
 def test_reinforcement_goes_on_from_the_model(tuned: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     small = ["--steps", "1", "--problems-per-step", "2", "--group-size", "2", "--train-size", "4", "--eval-size", "2"]
     argv = ["--model", str(tuned[0] / "model"), *small, "--max-new-tokens", "40", "--tracker", ""]
