@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import re
 import signal
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from PIL import Image
 
 from agents.engines.hf import HFEngine
 from agents.engines.sglang import SGLangEngine
+from envs.config.plugins import give
 from envs.errors import UserError
 from envs.registry import load_registry
 from tests.agents.engines.test_sglang_engine import misbehave
@@ -27,7 +30,9 @@ from tests.recordings import episodes_in, lines_of
 from tests.servers import TAKES_ADAPTERS, serving
 from tests.tiny_models import write_tiny_model
 from tests.trainer.runs import drawing
+from trainer.algorithms.policy_loss import PolicyTerms, ppo
 from trainer.checkpoint.checkpointer import found_steps
+from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.learner import LearnerConfig
 from trainer.config.sources import read_config
 from trainer.evaluate import run as evaluate
@@ -36,6 +41,7 @@ from trainer.learner.lora import add_lora
 from trainer.learner.sharding import trainable_parameters
 from trainer.learner.weights_io import empty_model
 from trainer.run import run
+from trainer.types import ModelTokens
 from trainer.weight_sync.sync import WeightPush, WeightSync
 
 COLOCATE = "--keep-kv-cache: needs servers that keep their memory .* --placement colocate"
@@ -59,6 +65,23 @@ def finished(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tupl
     with drawing():
         assert run([*argv, "--out", str(folder.parent), "--name", folder.name]) == 0
     return folder, json.loads((folder / "summary.json").read_text())
+
+
+def test_a_run_that_skipped_an_update_ends_with_code_1(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = []
+
+    def infinite_at_first(tokens: ModelTokens, config: AlgorithmConfig) -> PolicyTerms:
+        terms = ppo(tokens, config)
+        calls.append(math.inf if not calls else 1.0)
+        return replace(terms, loss_N=terms.loss_N + calls[-1] * tokens.logprobs_N)
+
+    argv = ["--model", str(checkpoint), "--steps", "2", "--eval-size", "0", *SMALL, "--policy-loss"]
+    assert run([*argv, give(infinite_at_first), "--tracker=", "--out", str(tmp_path), "--name", "run"]) == 1
+    assert "error: updates were skipped in 1 step (1): loss or gradient was not finite" in capsys.readouterr().err
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["steps_done"] == 2 and summary["steps_skipped"] == [1]
 
 
 def test_half_of_a_surrogate_pair_in_any_text_of_a_user_ends_no_command(checkpoint: Path, tmp_path: Path) -> None:
