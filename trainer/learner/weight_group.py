@@ -55,12 +55,7 @@ class WeightGroup:
     """
 
     def __init__(
-        self,
-        name: str,
-        num_receivers: int,
-        device: torch.device,
-        limit_s: float = SEND_S,
-        address: str = "127.0.0.1",
+        self, name: str, num_receivers: int, device: torch.device, address: str, limit_s: float = SEND_S
     ) -> None:
         """Open the store where the members meet, at one address of this host."""
         if device.type == "cuda" and device.index is None:  # its threads would not know which one

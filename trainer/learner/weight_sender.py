@@ -95,7 +95,7 @@ class RankSender:
         if dist.get_rank():
             return GroupAddress(name, "", 0, num_receivers + 1, backend)
         address = own_address(hosts)
-        self._group = WeightGroup(name, num_receivers, device, address=address)
+        self._group = WeightGroup(name, num_receivers, device, address)
         return GroupAddress(name, address, self._group.port, num_receivers + 1, backend)
 
     def join_group(self) -> str:

@@ -256,17 +256,17 @@ def test_a_run_sends_merged_adapters_over_a_group_also_when_it_is_resumed(checkp
 
 def test_a_group_on_cuda_keeps_to_the_gpu_of_the_thread_that_made_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    assert WeightGroup("cuda", 1, torch.device("cuda")).device == torch.device("cuda", 3)
-    assert WeightGroup("cuda", 1, torch.device("cuda", 1)).device == torch.device("cuda", 1)
+    assert WeightGroup("cuda", 1, torch.device("cuda"), "127.0.0.1").device == torch.device("cuda", 3)
+    assert WeightGroup("cuda", 1, torch.device("cuda", 1), "127.0.0.1").device == torch.device("cuda", 1)
 
 
 def test_a_group_waits_no_longer_than_its_limit_and_ends_when_it_is_cancelled() -> None:
-    alone = WeightGroup("alone", 1, torch.device("cpu"), limit_s=0.5)
+    alone = WeightGroup("alone", 1, torch.device("cpu"), "127.0.0.1", limit_s=0.5)
     began = time.monotonic()
     with pytest.raises(GroupBroken, match=r"waited (0\.5 s )?for the servers to join"):
         alone.join()
     assert time.monotonic() - began < 5
-    cancelled = WeightGroup("cancelled", 1, torch.device("cpu"), limit_s=20)
+    cancelled = WeightGroup("cancelled", 1, torch.device("cpu"), "127.0.0.1", limit_s=20)
     threading.Timer(0.3, cancel, ("127.0.0.1", cancelled.port)).start()
     began = time.monotonic()
     with pytest.raises(GroupBroken, match="a server is gone"):
@@ -277,7 +277,7 @@ def test_a_group_waits_no_longer_than_its_limit_and_ends_when_it_is_cancelled() 
 
 def test_a_group_listens_at_the_one_address_that_its_servers_are_told() -> None:
     before = listening()
-    group = WeightGroup("one", 1, torch.device("cpu"), address="127.0.0.2")
+    group = WeightGroup("one", 1, torch.device("cpu"), "127.0.0.2")
     joining = threading.Thread(target=group.join)
     joining.start()
     store = TCPStore("127.0.0.2", group.port, is_master=False)
