@@ -6,16 +6,16 @@ process, with those that it has started.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-import secrets
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
 from ray._private import ray_constants
-from ray._raylet import AuthenticationTokenLoader  # pyright: ignore[reportAttributeAccessIssue]
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from envs.workers.worker import Worker, WorkerDied, WorkerError, WorkerLost, WorkerTimeout
@@ -25,8 +25,8 @@ R = TypeVar("R")
 PING_S = 5.0
 #: How long a call with a time limit may wait for a node with room, besides that limit.
 PLACE_S = 30.0
-#: The variables with which a user gives a token.
-TOKENS = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}
+#: Where Ray keeps the token that it makes.
+TOKEN = Path.home() / ".ray" / "auth_token"
 #: The resources that Ray has names for.
 KNOWN = ("num_cpus", "num_gpus", "memory")
 FAULTS = (WorkerError, WorkerDied, WorkerTimeout)
@@ -119,24 +119,18 @@ def connect() -> None:
 def begin_ray(address: str, **options: Any) -> None:
     """Connect to the Ray cluster at an address; without one, start Ray on this host with `options` of `ray.init`.
 
-    What is started listens on the loopback interface alone, and takes no command without a token, which this process
-    makes: Ray's own would be in a file.
+    What is started listens on the loopback interface alone, and takes no command without Ray's token.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
-    tokens = AuthenticationTokenLoader.instance()
-    tokens.reset_cache()  # it may hold that of an earlier cluster
     if address not in ("", "local"):
         ray.init(address, **quiet)
         return
-    has_cluster, given = ray_constants.ENABLE_RAY_CLUSTER, os.environ.keys() & TOKENS
-    # With it, Ray takes the address of the host in place of a loopback one.
-    ray_constants.ENABLE_RAY_CLUSTER = False
-    if not given:
-        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    has_cluster = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False  # else Ray takes the address of the host in place of a loopback one
     try:
         ray.init("local", _node_ip_address="127.0.0.1", include_dashboard=False, **quiet, **options)
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = has_cluster
-        if not given:
-            del os.environ["RAY_AUTH_TOKEN"]
+    with contextlib.suppress(OSError):  # it may come from RAY_AUTH_TOKEN
+        TOKEN.chmod(0o600)  # Ray lets everyone read it

@@ -195,13 +195,17 @@ def test_two_learners_train_as_one_does(
 
 
 @pytest.mark.slow
-def test_no_process_of_a_run_on_one_host_listens_for_other_hosts(flags: list[str], tmp_path: Path) -> None:
+def test_no_process_of_a_run_on_one_host_listens_for_other_hosts_or_obeys_without_a_token(
+    flags: list[str], tmp_path: Path
+) -> None:
     argv = [sys.executable, "-m", "trainer.run", *flags, "--problems-per-step", "2", "--steps", "1", "--doctor", "off"]
     argv += ["--out", str(tmp_path), "--name", "run", "--num-learners", "2"]
     free = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "GLOO_"))}
     paths = os.pathsep.join([str(Path.cwd()), *sys.path])
     seen, reachable = set[str](), set[tuple[str, str, int]]()
-    with subprocess.Popen(argv, env={**free, "PYTHONPATH": paths}, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        argv, env={**free, "PYTHONPATH": paths, "HOME": str(tmp_path)}, stdout=subprocess.PIPE, text=True
+    ) as process:
         while process.poll() is None:
             found = listening(process.pid)
             seen |= {name for name, _, _ in found}
@@ -210,6 +214,8 @@ def test_no_process_of_a_run_on_one_host_listens_for_other_hosts(flags: list[str
         assert process.returncode == 0, process.stdout and process.stdout.read()
     assert {"gcs_server", "raylet"} < seen and any("LearnerWorker" in name for name in seen)
     assert not reachable
+    token = tmp_path / ".ray" / "auth_token"  # Ray makes it where it asks for one
+    assert token.stat().st_size > 0 and token.stat().st_mode & 0o077 == 0
 
 
 @pytest.mark.slow
