@@ -3,16 +3,18 @@
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
+import sglang
 from sglang.srt.layers import logits_processor
-from sglang.srt.managers import prefill_delayer
-from sglang.srt.mem_cache import radix_cache
 from sglang.srt.models import qwen2_5_vl, qwen3_vl
 
-from agents.engines.sglang.in_server.scheduler import eviction, levels, one_rank, output_layer, tower_graphs
+from agents.engines.sglang.in_server.scheduler import levels, output_layer, tower_graphs
+from agents.engines.sglang.releases import Release
+
+# With another release SGLang ignores this module.
+if doubt := Release.of({"version": sglang.__version__}).doubt:
+    raise ImportError(doubt)
 
 for model in (qwen2_5_vl.Qwen2_5_VLForConditionalGeneration, qwen3_vl.Qwen3VLForConditionalGeneration):
     levels.install(model)
 output_layer.install(logits_processor)
 tower_graphs.install(qwen3_vl)
-eviction.install(radix_cache)
-one_rank.install(prefill_delayer)
