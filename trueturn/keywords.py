@@ -296,8 +296,6 @@ class ReplayKeywords(ViewKeywords, total=False):
     max_concurrent: int
     limit: int
     max_turns: int | None
-    convert: Place | None
-    reward_key: str
 
 
 class ForkKeywords(TypedDict, total=False):

@@ -1,6 +1,6 @@
 """Makes the changes, as SGLang imports this module."""
 
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import sglang
