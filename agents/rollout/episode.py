@@ -197,7 +197,7 @@ class Episode:
             if rule is None and state.checks_template:
                 rule = template_mismatch(trajectory, self.renderer, state.tools)
         if rule is not None:
-            end_reason, error = EndReason.INVALID_STREAM, f"{error}\n{rule}" if error else rule
+            end_reason, error = EndReason.INVALID_STREAM, f"{error}\n\n{rule}" if error else rule
         now = time.perf_counter()
         total_s, check_s = now - started, state.check_s + now - check_started
         engine_s = sum([turn.engine_s for turn in trajectory.turns])

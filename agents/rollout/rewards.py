@@ -108,7 +108,7 @@ class RewardSum:
             try:
                 value = await term.value(trajectory, limits)
             except EnvFault as fault:
-                return _unscored(trajectory, values, f"{fault}\n{_summary(term, fault)}")
+                return _unscored(trajectory, values, f"{fault}\n\n{_summary(term, fault)}")
             if value is not None:
                 values[term.name] = value
                 parts.append(term.weight * value)

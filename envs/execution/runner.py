@@ -27,8 +27,8 @@ from envs.contract import (
     HostLost,
     ToolFault,
     checked_answer,
-    checked_number,
     checked_opening,
+    checked_reward,
     checked_tools,
     plain,
     plain_dict,
@@ -197,7 +197,7 @@ class EnvRunner:
 
     @staticmethod
     def _reward(slot: _Slot, final_text: str) -> float:
-        return checked_number(slot.env.reward(final_text), "reward must be")
+        return checked_reward(slot.env.reward(final_text))
 
     async def _call(self, limit_s: float, function: Callable[..., R], slot: _Slot, *args: object) -> R:
         """Call within the time limit; every exception becomes an `EnvFault`."""
@@ -362,10 +362,12 @@ def _close(slot: _Slot) -> None:
 def last_line(text: str | None) -> str:
     """Return the last line of a fault's text, which names the error; of a traceback the whole error, in one line.
 
+    What follows a blank line says more than the traceback before it.
+
     >>> last_line('Traceback:\\n  File "shop.py", line 3\\n    check(x)\\nValidationError: 1 error\\n  For help ...')
     'ValidationError: 1 error For help ...'
     """
-    lines = (text or "").strip().splitlines()
+    lines = (text or "").strip().rpartition("\n\n")[2].splitlines()
     frames = [number for number, line in enumerate(lines) if line.startswith('  File "')]
     for number in range(frames[-1] + 1 if frames else len(lines), len(lines)):
         if not lines[number].startswith(" "):  # below the last frame's source code
