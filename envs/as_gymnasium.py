@@ -35,6 +35,7 @@ from envs.datasets.prompts import add_system_prompt
 from envs.env import Env
 from envs.errors import UserError
 from envs.execution.load import load_env
+from envs.off_loop import awaited
 from envs.registry import get_spec, load_registry
 from envs.types import Message, Sample, SampleSource, message_images, plain_text
 
@@ -216,7 +217,7 @@ class TrueTurnEnv(gymnasium.Env[dict[str, Any], str]):
         shown = self._show(_messages(self._inner, observation))
         self._turn += 1
         at_limit = self._turn >= self._args.max_turns
-        reward = float(self._inner.reward(str(action))) if done or at_limit else 0.0
+        reward = float(awaited(self._inner.reward(str(action)))) if done or at_limit else 0.0
         terminated = bool(done) or self._args.max_turns == 1
         self._playing = not (done or at_limit)
         info: dict[str, Any] = {"sample_id": self._sample_id, "step_info": UserDict(_plain(step_info))}

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from envs.errors import quoted
 from envs.images import load_image
+from envs.off_loop import awaited
 from envs.safe_text import well_formed
 from envs.types import Message
 
@@ -116,6 +117,11 @@ def checked_number(value: object, rule: str) -> float:
         bound = "" if is_endless else f" within {MAX_REWARD:.2g}"
         raise EnvFault(f"{rule} a finite number{bound}, got {quoted(value)}")
     return float(str(value)) if hasattr(value, "dtype") else float(value)
+
+
+def checked_reward(value: object) -> float:
+    """Validate what `Env.reward` returned, awaited where it is a coroutine, and return it."""
+    return checked_number(awaited(value), "reward must be")
 
 
 def _message(value: object) -> Message:

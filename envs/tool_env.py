@@ -7,7 +7,6 @@ import logging
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from envs.env import Env, EnvArgs
 from envs.errors import did_you_mean
 from envs.execution.threads import call_on_thread
 from envs.grading import extract_boxed, score_text
+from envs.off_loop import off_loop
 from envs.tool_calls import ToolCall, ToolCallError, call_example, find_tool_calls, outside_tool_calls
 from envs.tools import BadArgumentsError, Tool, ToolError, ToolOptions, fault_line, marked_methods
 from envs.types import Content, Message, Sample, plain_text
@@ -165,7 +165,7 @@ class ToolEnv(Env):
         if loop.is_running():  # a tool hangs: cancel it on the thread that runs it
             loop.call_soon_threadsafe(lambda: [task.cancel() for task in asyncio.all_tasks(loop)])
         else:
-            _off_loop(runner.close)
+            off_loop(runner.close)
 
     def explain(self, call: ToolCall | ToolCallError, problem: str) -> str:
         """Return the answer to a broken call: the sentence `problem`, and an example of a correct call."""
@@ -283,20 +283,10 @@ class ToolEnv(Env):
         """Run on this environment's own event loop, so that tools can keep connections between turns."""
         runner = self._runner = self._runner or asyncio.Runner()
         try:
-            return _off_loop(runner.run, coroutine)
+            return off_loop(runner.run, coroutine)
         finally:
             if self._runner is not runner:  # closed by another thread
-                _off_loop(runner.close)
-
-
-def _off_loop(function: Callable[..., Any], *args: object) -> Any:
-    """Call outside of any event loop: directly, or on another thread if this thread runs one."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return function(*args)
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(function, *args).result()
+                off_loop(runner.close)
 
 
 def _finish(coroutine: Any) -> Any:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from envs.contract import EnvFault, HostLost, checked_messages, checked_number, plain, plain_dict, plain_fault
+from envs.contract import EnvFault, HostLost, checked_messages, checked_reward, plain, plain_dict, plain_fault
 from envs.env import Env, EnvArgs
 from envs.errors import UserError
 from envs.spec import EnvSpec
@@ -210,7 +210,7 @@ def _use(name: str, args: Sequence[object]) -> Any:
         if name == "format_observation":  # a header of a picture may claim more pixels than memory can hold
             return checked_messages(value)
         if name == "reward":
-            return checked_number(value, "reward must be")
+            return checked_reward(value)
     except EnvFault as fault:  # as a value, because an exception arrives as text only
         return plain_fault(fault)
     if not isinstance(value, tuple):

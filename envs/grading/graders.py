@@ -8,7 +8,7 @@ r"""The graders by name: each scores a model's final text against a label, 1.0 o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from numbers import Real
 from types import MappingProxyType
@@ -19,6 +19,7 @@ from envs.errors import UserError, did_you_mean, quoted
 from envs.grading.equality import same_text_or_rational, same_value, within_5_percent
 from envs.grading.extraction import extract_answer, extract_boxed
 from envs.grading.normal_form import Reading, read
+from envs.off_loop import awaited
 
 GraderName = Literal["math", "geo3k_strict", "geo3k_tolerance"]
 GRADER = Plugin("a grader", "trueturn.graders", ("answer", "label"))
@@ -60,21 +61,21 @@ class Grader:
 
 @dataclass(frozen=True)
 class OwnGrader:
-    """A user's function as a grader: `function(answer, label)` returns a score from 0 to 1.
+    """A user's function as a grader: `function(answer, label)`, which may be async, returns a score from 0 to 1.
 
     The answer is the text of the last `\\boxed{}`, else that after `Answer:`, else the whole text.
     """
 
     name: str
-    function: Callable[[str, str], float]
+    function: Callable[[str, str], float | Awaitable[float]]
 
     def __call__(self, answer: str, label: str) -> float:
         """Return the score. Raises ValueError if the function raises, or returns no number from 0 to 1."""
         try:
-            score = self.function(answer, label)
+            score: object = awaited(self.function(answer, label))
         except Exception as error:
             raise ValueError(f"grader '{self.name}' must not raise, got {import_cause(error)}") from error
-        if not isinstance(score, Real) or not 0 <= score <= 1:
+        if not isinstance(score, Real) or not 0 <= float(score) <= 1:
             rule = f"grader '{self.name}' must return a number from 0 to 1, got {quoted(score)}"
             raise ValueError(f"{rule} ({place_of(self.function)})")
         return float(score)

@@ -30,7 +30,7 @@ from envs.spec import EnvLimits, EnvSpec
 from envs.types import Sample
 
 MODULE = '''
-import os, sys, time, ctypes
+import asyncio, os, sys, time, ctypes
 from pathlib import Path
 from tests.faulty_env import png_header
 from envs.env import Env
@@ -86,7 +86,11 @@ class Odd(Env):
 
     def reward(self, text):
         self.do("reward")
-        return 0.5
+        return self.later() if self.method == "later" else 0.5
+
+    async def later(self):
+        await asyncio.sleep(float(self.deed))
+        return 0.25
 
     def close(self):
         if "closed" in self.options:
@@ -141,6 +145,19 @@ def test_a_good_episode_is_the_same_wherever_it_runs(odd: Any, tmp_path: Path, i
     assert [tool["function"]["name"] for tool in runner.tools] == ["f"]
     assert (pid == os.getpid()) == (isolation != "process")
     assert (tmp_path / "closed").read_text() == str(pid)
+
+
+@pytest.mark.parametrize(("isolation", "inline"), [("thread", False), ("thread", True), ("process", False)])
+def test_an_async_reward_is_awaited_wherever_the_environment_runs(isolation: str, inline: bool, odd: Any) -> None:
+    _, _, reward = asyncio.run(play(odd("later:0.01", isolation, inline=inline)))
+    assert reward == 0.25
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_an_async_reward_that_hangs_is_a_fault_in_time(isolation: str, odd: Any) -> None:
+    with pytest.raises(EnvFault, match="reward took longer than 1 s") as caught:
+        asyncio.run(play(odd("later:60", isolation, step_timeout_s=1.0)))
+    assert caught.value.timed_out
 
 
 @pytest.mark.parametrize("isolation", ["thread", "process"])

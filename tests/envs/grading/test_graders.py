@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from fractions import Fraction
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -282,6 +283,11 @@ def test_math_and_strict_do_not_depend_on_which_side_is_the_label() -> None:
 def test_every_grader_name_has_its_grader() -> None:
     assert set(get_args(GraderName)) == set(GRADERS)
     assert all(get_grader(name) is grader and grader.name == name for name, grader in GRADERS.items())
+
+
+def test_an_async_grader_is_awaited(tmp_path: Path) -> None:
+    (tmp_path / "my.py").write_text("async def same(answer, label):\n    return float(answer == label)\n")
+    assert [score_text(text, "blue", f"{tmp_path / 'my.py'}:same") for text in ("Answer: blue", "red")] == [1.0, 0.0]
 
 
 def test_an_unknown_grader_is_the_users_error_with_the_nearest_name() -> None:
