@@ -32,10 +32,17 @@ def run(argv: Sequence[str] | None = None) -> int:
     from agents.engines.weight_servers import EngineDown
 
     try:
-        return 130 if evaluate(config, open_console()).report.is_interrupted else 0
+        evaluator = evaluate(config, open_console())
     except EngineDown as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    if evaluator.report.is_interrupted:
+        return 130
+    if evaluator.report.has_scores:
+        return 0
+    cause = evaluator.causes.most_common(1)[0][0]
+    print(f"error: no episode could be scored: {cause}", file=sys.stderr)
+    return 1
 
 
 def evaluate(

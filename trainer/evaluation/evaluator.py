@@ -7,6 +7,7 @@ import json
 import logging
 import platform
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -26,6 +27,7 @@ from agents.rollout.episode import Episode
 from agents.rollout.groups import derive_seed
 from agents.rollout.rewards import RewardSum
 from agents.types import Trajectory
+from envs.checking.error_location import located_line
 from envs.datasets.samples import Subset, filter_overlong
 from envs.errors import UserError, did_you_mean
 from envs.execution.load import load_env
@@ -95,6 +97,11 @@ class Report:
     def is_interrupted(self) -> bool:
         """Whether the user stopped the evaluation."""
         return self.partial == INTERRUPTED
+
+    @property
+    def has_scores(self) -> bool:
+        """Whether any episode was scored."""
+        return any(found.mean_reward for found in self.ways.values())
 
 
 def prepare(config: EvaluateConfig) -> EvaluationContext:
@@ -185,6 +192,8 @@ class Evaluator:
         self._players: dict[str, ProblemPlayer] = {}
         self._recorder = self._make_recorder()
         self._faults: set[str] = set()
+        #: How many episodes broke, by the line of the error that says why.
+        self.causes = Counter[str]()
         self._started = time.perf_counter()
         self.report = self._make_report("nothing was played")
 
@@ -252,6 +261,8 @@ class Evaluator:
         def on_episode(trajectory: Trajectory) -> None:
             self.display.advance()
             self.display.fault(trajectory, self._faults)
+            if not trajectory.end_reason.is_valid:
+                self.causes[located_line(trajectory.error or trajectory.end_reason.value)] += 1
             self._on_episode(trajectory)
             if self._recorder:
                 self._recorder.write(trajectory, step=0, phase=EVALUATE, way=way.name)

@@ -240,6 +240,18 @@ def test_an_environment_that_breaks_is_reported_and_stops_nothing(
     assert "env_error in rows-1" in shown and f"{found['num_broken']} of 4" in shown
 
 
+def test_an_evaluation_in_which_nothing_can_be_scored_ends_with_code_1_and_the_cause(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my.py").write_text("def later(t):\n    return 1.0 / (t.seed == 0)\n")
+    data = rows(tmp_path / "rows.jsonl", "Say 0.", "Say 1.")
+    argv = ["--data", data, "--model", str(checkpoint), "--reward", f"{tmp_path / 'my.py'}:later", *QUICK]
+    assert run(["--out", str(tmp_path), "--name", "run", *argv]) == 1
+    told = "error: no episode could be scored: the reward function later failed: ZeroDivisionError"
+    assert told in capsys.readouterr().err
+    assert json.loads((tmp_path / "run" / "evaluation.json").read_text())["partial"] == ""
+
+
 def test_ctrl_c_reports_what_is_done_as_partial(checkpoint: Path, tmp_path: Path) -> None:
     data = rows(tmp_path / "rows.jsonl", *(f"Say {n}." for n in range(200)))
     sampling = ["--samples", "50", "--eval-temperature", "1", *QUICK]
