@@ -17,7 +17,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from envs.config.plugins import import_cause
+from envs.config.plugins import check_not_async, import_cause
 from envs.errors import UserError, did_you_mean
 from envs.execution.watchdog import watched
 from trainer.config.run import CALLBACK
@@ -152,6 +152,8 @@ def _open(reference: str) -> Callback:
     for name in dir(found):
         if name.startswith("on_") and name not in known:
             raise UserError(FLAG, f"'{reference}' has a method that is never called", name, did_you_mean(name, known))
+        if name in known:
+            check_not_async(FLAG, f"{reference}.{name}", getattr(found, name))
     return found
 
 

@@ -31,7 +31,7 @@ from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
 from envs.config import given
-from envs.errors import UserError, did_you_mean
+from envs.errors import UserError, did_you_mean, quoted
 
 R = TypeVar("R")
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
@@ -96,7 +96,8 @@ class Plugin:
         return found
 
     def call(self, field: str, reference: str, function: Callable[..., R], *args: object) -> R:
-        """Return what a user's function returns. Raises `UserError` where it raises."""
+        """Return what a user's function returns. Raises `UserError` where it raises, or is async."""
+        check_not_async(field, reference, function)
         try:
             return function(*args)
         except Exception as error:
@@ -109,7 +110,9 @@ class Plugin:
             yield
         except (TypeError, ValueError) as error:
             rule = f"'{reference}' must return what {self.word} does ({error})"
-            raise UserError(field, rule, result, "see docs/plugins.md") from error
+            place = place_of(self.find(field, reference))
+            got = f"{quoted(result, str)} ({place})" if place else result
+            raise UserError(field, rule, got, "see docs/plugins.md") from error
 
 
 @dataclass(frozen=True)
@@ -154,6 +157,13 @@ def check_parameters(field: str, reference: str, found: Callable[..., Any], para
         raise UserError(field, rule, f"{inspect.signature(found)}: {error}", "change its parameters") from error
     except ValueError:  # code in C, which does not tell its parameters
         pass
+
+
+def check_not_async(field: str, reference: str, function: object) -> None:
+    """Raise `UserError` for an async function where nothing would await it."""
+    call = vars(type(function)).get("__call__")  # of an object that stands for a function
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call):
+        raise UserError(field, f"'{reference}' must not be async", place_of(function), "write `def` without `async`")
 
 
 def plugin_name(reference: str) -> str:

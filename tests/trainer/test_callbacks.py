@@ -115,6 +115,11 @@ class Silent(Callback):
     """Does nothing."""
 
 
+class Async(Callback):
+    async def on_end(self, *args: object) -> None:  # type: ignore[override]
+        """Nothing would await it."""
+
+
 class Misspelt(Callback):
     """Has a method that nothing calls."""
 
@@ -147,10 +152,11 @@ def test_a_callback_is_a_class_an_object_or_what_a_function_returns(found: objec
         (made, "must take no arguments"),
         (7, "must be callable, got int"),
         (dict, "must give a Callback, got dict; derive its class from trainer.callbacks.Callback"),
+        (Async, "on_end' must not be async, got test_callbacks.py:"),
         (Misspelt, "has a method that is never called, got on_step; did you mean 'on_step_end'"),
         (lambda: 1 / 0, "must not raise, got ZeroDivisionError"),
     ],
-    ids=["arguments", "number", "other", "misspelt", "raises"],
+    ids=["arguments", "number", "other", "async", "misspelt", "raises"],
 )
 def test_what_is_no_callback_is_refused(found: object, said: str) -> None:
     with pytest.raises(UserError, match=f"--callback: .*{said}"):

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
+from envs.config.plugins import check_not_async
 from envs.errors import UserError
 from envs.execution.threads import DaemonThread
 from trainer.config.run import TRACKER
@@ -175,7 +176,9 @@ def check_trackers(names: Sequence[str]) -> None:
     """Raise `UserError` if a tracker or its package is missing, or if wandb would ask for a login."""
     for name in names:
         if name not in OPENERS:
-            TRACKER.load("--tracker", name)
+            tracker = TRACKER.load("--tracker", name)
+            for method in ("write", "close"):
+                check_not_async("--tracker", f"{name}.{method}", getattr(tracker, method, None))
         elif importlib.util.find_spec(name) is None:
             raise UserError("--tracker", "needs its package", name, f"pip install {name}")
         if name == "wandb":

@@ -1,4 +1,4 @@
-"""Code of the user that a run names: imported before the run begins, so that what is missing or wrong is found first.
+"""Code of the user that a run names: imported and tried before the run begins, so that what is wrong is found first.
 
 `problem_order` and `own_filter` choose what a step trains on.
 """
@@ -9,26 +9,63 @@ import operator
 from collections.abc import Callable
 
 import numpy as np
+import torch
 
 from agents.rollout.rewards import RewardSum
 from agents.types import TrajectoryGroup
+from envs.config.plugins import place_of
 from envs.datasets.samples import epoch_order
+from envs.errors import UserError, first_line
 from envs.execution.watchdog import watched
 from envs.spec import EnvSpec
 from envs.types import SampleSource
 from trainer.algorithms.advantages import ADVANTAGES
-from trainer.algorithms.importance_sampling import find_correction
-from trainer.algorithms.policy_loss import find_policy_loss
-from trainer.config.algorithm import ADVANTAGE, AlgorithmConfig
+from trainer.algorithms.importance_sampling import CORRECTIONS
+from trainer.algorithms.objective import objective
+from trainer.algorithms.policy_loss import POLICY_LOSSES
+from trainer.config.algorithm import ADVANTAGE, POLICY_LOSS, AlgorithmConfig
 from trainer.config.rollout import GROUP_FILTER, SAMPLER, RolloutConfig
+from trainer.types import ModelTokens
 
 
 def check_algorithm(config: AlgorithmConfig) -> None:
-    """Raise `UserError` if advantage, policy loss or correction is a user's and cannot be used."""
-    find_policy_loss(config.policy_loss)
-    find_correction(config.correction)
+    """Raise `UserError` if advantage, policy loss or correction is a user's and cannot be used.
+
+    Loss and correction are called once, on five tokens of two samples.
+    """
     if config.advantage not in ADVANTAGES:
         ADVANTAGE.load("--advantage", config.advantage)
+    if config.policy_loss in POLICY_LOSSES and config.correction in CORRECTIONS:
+        return
+    tokens = _few_tokens()
+    with watched(f"--policy-loss '{config.policy_loss}' with --correction '{config.correction}'"):
+        loss = objective(tokens, config).loss
+        if config.policy_loss in POLICY_LOSSES:
+            return
+        function = POLICY_LOSS.load("--policy-loss", config.policy_loss)
+        try:
+            torch.autograd.grad(loss, tokens.logprobs_N)
+        except RuntimeError as error:
+            rule = f"'{config.policy_loss}' must have a gradient by `logprobs_N`"
+            got = f"{first_line(error)} ({place_of(function)})"
+            raise UserError("--policy-loss", rule, got, "see docs/plugins.md") from error
+
+
+def _few_tokens() -> ModelTokens:
+    """Return the tokens of two samples, as a loss gets them on the first update of a step."""
+    logprobs_N = torch.tensor([-0.7, -2.3, -1.1, -0.2, -4.0], requires_grad=True)
+    old_N = logprobs_N.detach()
+    return ModelTokens(
+        logprobs_N=logprobs_N,
+        entropy_N=torch.full_like(old_N, 0.5).requires_grad_(),
+        old_logprobs_N=old_N,
+        rollout_logprobs_N=old_N + 0.01,
+        ref_logprobs_N=old_N,
+        advantages_N=torch.tensor([0.7, 0.7, -0.7, -0.7, -0.7]),
+        weights_N=torch.full_like(old_N, 1 / 5),
+        sample_N=torch.tensor([0, 0, 1, 1, 1]),
+        num_samples=2,
+    )
 
 
 def check_rollout(config: RolloutConfig, spec: EnvSpec) -> None:
