@@ -127,7 +127,8 @@ class ReplayInputs:
 
     def header(self, config: ReplayConfig, began: float) -> ReportHeader:
         """Return the header of the report on a replay that began at a time of `perf_counter`."""
-        seconds, model = round(time.perf_counter() - began, 3), config.model if self.renderer else ""
+        seconds = round(time.perf_counter() - began, 3)
+        model = config.model if self.renderer else ""
         return ReportHeader(config.run, self.context.spec.id, model, self.notes, config.turn, seconds)
 
 
@@ -244,7 +245,8 @@ def run(argv: Sequence[str] | None = None) -> int:
         raise UserError("--rescore", f"must be given without {flag}", config.rescore, f"leave {flag} out")
     if config.fork.fork is not None:
         return fork(config)
-    console, inputs = Console(), open_all(config)
+    console = Console()
+    inputs = open_all(config)
     config = with_absolute_paths(config)
     if config.rescore is not None:
         return regrade(config, inputs, config.rescore, console)

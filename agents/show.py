@@ -66,7 +66,8 @@ class Printer:
     """Prints text to a console; wraps lines for a terminal, but not for a pipe."""
 
     def __init__(self, console: Console, is_wrapped: bool) -> None:
-        self.console, self.is_wrapped = console, is_wrapped
+        self.console = console
+        self.is_wrapped = is_wrapped
 
     @property
     def has_colours(self) -> bool:
@@ -94,7 +95,8 @@ def print_run(printer: Printer, source: Source, config: ShowConfig) -> None:
         printer.say(Text("The trainer has scored none of these episodes, so there are no gaps."))
     tokens = source.recording.tokens() if config.tokens else {}
     for index in chosen(source, config):
-        episode, score = source.record(index), source.score(index)
+        episode = source.record(index)
+        score = source.score(index)
         for line in chat_lines(source.recording, episode, source.outcome(index), score, config.full):
             printer.say(line.text, INDENT * line.is_data)
         if config.tokens:

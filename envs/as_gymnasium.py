@@ -192,7 +192,9 @@ class TrueTurnEnv(gymnasium.Env[dict[str, Any], str]):
         super().reset(seed=seed)
         self.close()
         sample = self._samples[self._index(options or {})]
-        self._sample_id, self._turn, self._transcript = sample.id, 0, []
+        self._sample_id = sample.id
+        self._turn = 0
+        self._transcript = []
         inner = self._inner = self._build(sample, self._args)
         observation, reset_info = inner.reset()
         shown = self._show([*self._prompt(sample), *_messages(inner, observation)])
@@ -231,7 +233,9 @@ class TrueTurnEnv(gymnasium.Env[dict[str, Any], str]):
 
     def close(self) -> None:
         """Close the episode's environment; may be called twice."""
-        inner, self._inner, self._playing = self._inner, None, False
+        inner = self._inner
+        self._inner = None
+        self._playing = False
         if inner is not None:
             inner.close()
 

@@ -59,7 +59,8 @@ def _value(node: ast.AST) -> float:
         case ast.Constant(value=int() | float() as value):
             result = value
         case ast.BinOp(left, op, right) if type(op) in _OPERATORS:
-            first, second = _value(left), _value(right)
+            first = _value(left)
+            second = _value(right)
             is_power = isinstance(op, ast.Pow) and abs(first) > 1
             if is_power and abs(second) * math.log10(abs(first)) > MAX_DIGITS:
                 raise ValueError("the number is too large")
@@ -105,7 +106,8 @@ def _sample(split: str, seed: int, index: int) -> Sample:
     rng = Random(f"calculator/{split}/{seed}/{index}")
     expression = str(rng.randint(10, 99))
     for _ in range(rng.randint(1, 3)):
-        sign, number = rng.choice("+-*"), rng.randint(2, 99)
+        sign = rng.choice("+-*")
+        number = rng.randint(2, 99)
         expression = (
             f"({expression}) {sign} {number}" if sign == "*" and " " in expression else f"{expression} {sign} {number}"
         )

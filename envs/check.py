@@ -138,7 +138,9 @@ class _CheckRun:
     """Plays the scripted episodes of one environment, until an ordinary call hangs or the time is up."""
 
     def __init__(self, player: Player, args: EnvArgs, on_script: Callable[[Script], None], max_seconds: float) -> None:
-        self.player, self.args, self.on_script = player, args, on_script
+        self.player = player
+        self.args = args
+        self.on_script = on_script
         self.max_seconds, self.end = max_seconds, time.monotonic() + max_seconds
         self.has_hung = self.is_late = False
 

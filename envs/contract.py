@@ -55,7 +55,8 @@ class EnvFault(Exception):
 
     def __init__(self, detail: str, timed_out: bool = False, process_ended: bool = False) -> None:
         super().__init__(detail)
-        self.timed_out, self.process_ended = timed_out, process_ended
+        self.timed_out = timed_out
+        self.process_ended = process_ended
 
 
 class HostLost(EnvFault):

@@ -11,7 +11,11 @@ from envs.safe_text import escape_controls
 
 #: Writes out values whose whole text could be endless, such as lists that hold each other.
 _SHORT = reprlib.Repr()
-_SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxtuple, _SHORT.maxdict, _SHORT.maxset = 4, 20, 20, 20, 20
+_SHORT.maxlevel = 4
+_SHORT.maxlist = 20
+_SHORT.maxtuple = 20
+_SHORT.maxdict = 20
+_SHORT.maxset = 20
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 400
 
 
@@ -25,7 +29,10 @@ class UserError(Exception):
     """
 
     def __init__(self, field: str, rule: str, got: object, fix: str) -> None:
-        self.field, self.rule, self.got, self.fix = field, rule, got, fix
+        self.field = field
+        self.rule = rule
+        self.got = got
+        self.fix = fix
         text = f"{shortened(field, 200)}: {shortened(rule, 400)}, got {quoted(got, str)}; {shortened(fix, 1000)}"
         super().__init__(escape_controls(" ".join(text.split())))
 

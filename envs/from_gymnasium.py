@@ -123,7 +123,8 @@ class GymnasiumOptions(BaseModel):
         start = f"You are playing {name}. {about}Every message shows you its state.{colours}"
         if isinstance(space, gymnasium.spaces.Text):
             return f"{start} Answer with your next action and nothing else."
-        first, last = int(space.start), int(space.start + space.n - 1)
+        first = int(space.start)
+        last = int(space.start + space.n - 1)
         actions = ", ".join(self.actions) if self.actions else f"the numbers from {first} to {last}"
         return f"{start} Act with calls of the tool act. The actions are {actions}."
 
@@ -149,7 +150,8 @@ class GymnasiumSamples(MadeSamples):
         if split not in SPLITS:
             raise UserError("split", "must be a known split", split, did_you_mean(split, SPLITS))
         super().__init__(size)
-        self.split, self.seed = split, seed
+        self.split = split
+        self.seed = seed
         self.options = GymnasiumOptions.read(options)
         env = self.options.make()
         self.instructions = self.options.instructions(env)
@@ -202,7 +204,8 @@ class FromGymnasium(ToolEnv):
             self._offer_actions(self.inner.action_space)
 
     def _offer_actions(self, space: Any) -> None:
-        first, names = int(space.start), tuple(self.options.actions)
+        first = int(space.start)
+        names = tuple(self.options.actions)
 
         def act(action: Any) -> Any:
             """Take an action."""

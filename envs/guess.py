@@ -27,7 +27,8 @@ class GuessEnv(Env):
     """
 
     def __init__(self, sample: Sample, args: EnvArgs) -> None:
-        self.secret, self.args = int(str(sample.label)), args
+        self.secret = int(str(sample.label))
+        self.args = args
 
     def reset(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Start the game; the prompt holds the rules."""

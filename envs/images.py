@@ -158,7 +158,8 @@ def _find_text(text: str, field: str, access: ImageAccess) -> ImageSource:
         flag = "give --allow-remote-images to download it, or " if access.root else ""
         raise UserError(field, "must not be a URL", text, f"{flag}download the picture and give its path")
     # A relative path has no meaning without a root: it must not fall back on the working directory.
-    root, named = access.root, text.removeprefix("file://")
+    root = access.root
+    named = text.removeprefix("file://")
     path = Path(named) if root is None else root / named
     if (root is not None or path.is_absolute()) and _is_file(path):
         return _check_inside(path, field, access)

@@ -18,7 +18,9 @@ from envs.errors import UserError
 from envs.registry import load_registry
 
 SCAFFOLD = Path(__file__).with_name("scaffold")
-MODULE, TEST, REGISTRY = "my_env.py", "test_my_env.py", "registry.yaml"
+MODULE = "my_env.py"
+TEST = "test_my_env.py"
+REGISTRY = "registry.yaml"
 
 
 class NewConfig(Section):

@@ -189,7 +189,8 @@ def parse_entry(source: str, env_id: object, entry: object) -> EnvSpec:
         name = str(first["loc"][0])
         if first["type"] == "missing":
             raise UserError(f"{where} {name}", "is required", "nothing", "add it") from error
-        field, got = f"{where} {name}", first["input"]
+        field = f"{where} {name}"
+        got = first["input"]
         if first["type"] == "string_pattern_mismatch":
             raise UserError(field, "must name something in a module", got, REFERENCE_FIX) from error
         kind = EnvSpec.model_fields[name].annotation

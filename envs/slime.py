@@ -64,7 +64,8 @@ class SlimeEnv(Wrapper):
         self, inner: Any, sample: types.Sample, args: EnvArgs, show_observation: Callable[..., Message]
     ) -> None:
         super().__init__(inner)
-        self.sample, self.args = sample, args
+        self.sample = sample
+        self.args = args
         self._show = getattr(inner, "format_observation", show_observation)
 
     @property

@@ -157,7 +157,8 @@ class EnvSpec(BaseModel):
         if "reward_max_val" not in entry:  # the sum of its rewards has no best value that is known
             usual["success"] = NONE
         entry = {**usual, **entry}
-        env_id, options = entry.pop("gymnasium"), entry.get("options", {})
+        env_id = entry.pop("gymnasium")
+        options = entry.get("options", {})
         if isinstance(options, Mapping):  # else the check of the field says so
             entry["options"] = {**options, "id": env_id}
             entry["dataset_options"] = {"description": entry.get("description", ""), **entry["options"]}
@@ -208,7 +209,8 @@ class EnvSpec(BaseModel):
     def check_tool_faults(self, runs_tools: bool) -> None:
         """Raise `UserError` if the entry itself asks for `observe`, and the environment's step is no `ToolEnv`'s."""
         if not runs_tools and self.on_tool_fault == "observe" and "on_tool_fault" in self.model_fields_set:
-            rule, fix = "needs a ToolEnv, because no other step can go on after a fault", "write reward_min or drop"
+            rule = "needs a ToolEnv, because no other step can go on after a fault"
+            fix = "write reward_min or drop"
             raise UserError(f"environment '{self.id}' on_tool_fault", rule, "observe", fix)
 
     def source_digest(self) -> str:

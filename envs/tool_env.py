@@ -105,7 +105,8 @@ class ToolEnv(Env):
 
     def reset(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Start over; the task is in the prompt, so the observation is empty."""
-        self.turn, self.done = 0, False
+        self.turn = 0
+        self.done = False
         return {}, {}
 
     def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
@@ -119,7 +120,8 @@ class ToolEnv(Env):
             if not (answer is None or isinstance(answer, str)):
                 raise TypeError(f"no_call must return a text, or None to end the episode, got {answer!r:.200}")
             self.done = self.done or answer is None
-            contents, records = [] if answer is None else [answer], []
+            contents = [] if answer is None else [answer]
+            records = []
         else:
             contents, records = self._make(found)
         messages = [{"role": "tool" if found else "user", "content": content} for content in contents]
@@ -158,7 +160,8 @@ class ToolEnv(Env):
 
     def close(self) -> None:
         """Release the event loop of async tools; a subclass with its own `close` must call this one."""
-        runner, self._runner = self._runner, None
+        runner = self._runner
+        self._runner = None
         if runner is None:
             return
         loop = runner.get_loop()
@@ -182,7 +185,8 @@ class ToolEnv(Env):
 
     def _make(self, found: Sequence[ToolCall | ToolCallError]) -> tuple[list[Content], list[dict[str, Any]]]:
         """Run the calls that the policy allows; return the content and the record of each."""
-        policy, on_fault = self.args.tool_calls, self.args.on_tool_fault
+        policy = self.args.tool_calls
+        on_fault = self.args.on_tool_fault
         if policy == "single" and len(found) > 1:
             text = self.explain(found[0], f"One call a turn, got {len(found)}.")
             return [text], [_record(call, _CallResult(text, "too_many_calls")) for call in found]

@@ -20,7 +20,8 @@ from starter.demonstrations import demonstration_sample
 from starter.plans import MAX_TURNS, Attempt, score_call, written
 
 _CALL = re.compile(r"(?s)(.*?)<tool_call>(.*)</tool_call>")
-CONTEXT_LENGTH, MAX_NEW_TOKENS = 4096, 512
+CONTEXT_LENGTH = 4096
+MAX_NEW_TOKENS = 512
 MAX_BATCH = {"cuda": 2048, "cpu": 64}
 
 

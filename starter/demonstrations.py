@@ -117,7 +117,8 @@ class DemonstrationsConfig(Section):
 
 def run(argv: Sequence[str] | None = None) -> int:
     """Parse the flags and write the demonstrations."""
-    prog, description = "python -m starter.demonstrations", "Write conversations that solve geo3k's problems."
+    prog = "python -m starter.demonstrations"
+    description = "Write conversations that solve geo3k's problems."
     config = parse(DemonstrationsConfig, argv, prog, description)
     problems = ProceduralGeo3k("demonstrations", config.num, config.seed, style=config.style)
     try:

@@ -23,9 +23,11 @@ from starter.demonstrations import Row, conversation, solved, zoomed
 from starter.plans import Plan, PlannedTurn
 from starter.recipes import LADDER, Numbers, Stage
 
-WIDTH, HEIGHT = 160, 128
+WIDTH = 160
+HEIGHT = 128
 MARGIN = 4
-READ_NUMBERS, READ_FIGURE = "Read the numbers.", "Read the figure."
+READ_NUMBERS = "Read the numbers."
+READ_FIGURE = "Read the figure."
 
 
 class ReadingEnv(Env):
@@ -149,7 +151,8 @@ def draw_numbers(numbers: Numbers, rng: Random) -> tuple[list[str], Image.Image]
         if box.width > column - MARGIN:
             box = _ink(text, int(size * (column - MARGIN) / box.width))
         across, down = (0.5 + spread * (rng.random() - 0.5) for _ in range(2))
-        left, top = across * (column - box.width), down * (HEIGHT - box.height)
+        left = across * (column - box.width)
+        top = down * (HEIGHT - box.height)
         image.paste(box, (round(place * column + left), round(top)))
     return texts, image.convert("RGB")
 

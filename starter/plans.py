@@ -104,7 +104,8 @@ class Plan:
         again = misread(problem, rng) if rng.random() < mixture.second_wrong else None
         if again is not None:
             wrong.append(Attempt.at(again, reasons))
-        reasons, after = reasons or mixture.corrects, wrong if mixture.corrects else ()
+        reasons = reasons or mixture.corrects
+        after = wrong if mixture.corrects else ()
         return cls((*wrong, Attempt.at(problem, reasons, after)), use_tools, checks)
 
     @classmethod

@@ -109,7 +109,9 @@ def run(argv: Sequence[str] | None = None) -> int:
     from trainer.planning.shape import ModelShape
     from trainer.planning.speed import Schedule, Speed, Workload
 
-    machine, schedule, given = config.machine, config.run, config.workload
+    machine = config.machine
+    schedule = config.run
+    given = config.workload
     hardware = Hardware.read(machine.hardware)
     workload = Workload(
         prompt=given.prompt_tokens,
@@ -146,7 +148,8 @@ def run(argv: Sequence[str] | None = None) -> int:
 
 def plan_lines(planned: Planned, hardware: Hardware, num_gpus: int) -> list[str]:
     """Return the lines on the layout, its memory and its speed."""
-    layout, forecast = planned.layout, planned.forecast
+    layout = planned.layout
+    forecast = planned.forecast
     learners = layout.learner.num_ranks
     servers = f"{layout.num_servers} x {layout.tensor_parallel} for servers"
     idle = num_gpus - layout.num_gpus
@@ -163,7 +166,8 @@ def plan_lines(planned: Planned, hardware: Hardware, num_gpus: int) -> list[str]
 
 def run_command(config: PlanConfig, layout: Layout) -> str:
     """Return the command of `trainer.run` for a layout."""
-    schedule, learner = config.run, layout.learner
+    schedule = config.run
+    learner = layout.learner
     settings = {
         "model": hub_id(config.machine.model),
         "dtype": "bfloat16",

@@ -117,7 +117,8 @@ def train(config: RunConfig, console: Console, age_s: float = 0.0) -> FinishedRu
     from trainer.setup.start import Start
 
     console.print(f"loading model and {'problems' if config.plays else 'recording'} ...")
-    doctor, start = QuickChecks(config), Start(console, age_s)
+    doctor = QuickChecks(config)
+    start = Start(console, age_s)
     context = None
     try:
         with start.watched():

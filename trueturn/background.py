@@ -55,7 +55,8 @@ class _Call(Generic[T]):
 
     def __init__(self, work: Callable[[], T]) -> None:
         self.future: Future[T] = Future()
-        self._work, self._is_cancelled = work, threading.Event()
+        self._work = work
+        self._is_cancelled = threading.Event()
         self.thread = threading.Thread(target=self._run, name="trueturn", daemon=True)
         self.thread.start()
 

@@ -131,7 +131,8 @@ class Environment:
         """
         sample = problem if isinstance(problem, Sample) else self._problem(problem)
         self.close()
-        self._episode, self._final_text = self._build(sample), ""
+        self._episode = self._build(sample)
+        self._final_text = ""
         observation, info = self._episode.reset()
         self.messages = [*sample.prompt, *self._shown(observation)]
         return observation, info

@@ -94,16 +94,21 @@ class _Checker:
         self.on_check(name)
         limit_s = min(limit_s or self.limit_s, max(END_S, self.end - time.monotonic()))
         try:
-            detail, passed = self._loop.run(_awaited(check), limit_s), True
+            detail = self._loop.run(_awaited(check), limit_s)
+            passed = True
         except NotApplicable as reason:
-            detail, passed = str(reason), None
+            detail = str(reason)
+            passed = None
         except Broken as broken:
-            detail, passed = str(broken), False
+            detail = str(broken)
+            passed = False
         except Hung as hung:
-            detail, passed = f"{self.doing()} {hung}; return, or let others run meanwhile", False
+            detail = f"{self.doing()} {hung}; return, or let others run meanwhile"
+            passed = False
             self.has_hung = True
         except Exception as error:  # whatever the user's engine raises
-            detail, passed = f"{self.doing()}: {import_cause(error)}; it must not raise", False
+            detail = f"{self.doing()}: {import_cause(error)}; it must not raise"
+            passed = False
         self.findings.append(Finding(name, passed, detail))
         return passed is not False
 
@@ -151,7 +156,8 @@ def check_engine(
     renderer = Renderer.from_checkpoint(setup.model_path)
     reference = Reference.load(setup.model_path, setup.dtype, setup.device) if with_network else None
     run = _Checker(limit_s, time.monotonic() + max_seconds, on_check)
-    num_children, trials = len(children()), list[Trial]()
+    num_children = len(children())
+    trials = list[Trial]()
 
     async def build() -> str:
         engine = await asyncio.to_thread(make, setup)

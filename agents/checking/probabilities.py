@@ -50,7 +50,8 @@ async def check_temperature(trial: Trial) -> str:
 
 async def check_greedy(trial: Trial) -> str:
     """Temperature 0 takes the most likely token and reports its log-prob at temperature 1."""
-    network, requests = trial.network, [trial.request(prompt, temperature=0.0) for prompt in trial.prompts()]
+    network = trial.network
+    requests = [trial.request(prompt, temperature=0.0) for prompt in trial.prompts()]
     pairs = await _written(trial, requests)
     for request, completion in pairs:
         table_NV = network.table(request, completion.ids)
@@ -83,7 +84,8 @@ def _ranks(trial: Trial, request: GenerateRequest, completion: Completion) -> np
 
     The randomised probability integral transform; Czado et al., Biometrics 65 (2009), section 2.
     """
-    table_NV, places = trial.network.table(request, completion.ids).double(), torch.arange(len(completion.ids))
+    table_NV = trial.network.table(request, completion.ids).double()
+    places = torch.arange(len(completion.ids))
     own_N1 = table_NV[places, torch.tensor(completion.ids)][:, None]
     more_N = torch.where(table_NV > own_N1, table_NV.exp(), 0.0).sum(-1)
     part_N = np.random.default_rng(request.seed).random(len(completion.ids))
@@ -102,7 +104,8 @@ def _chance(count: int, total: int, share: float) -> float:
 
 async def check_verbatim(trial: Trial) -> str:
     """Ids that the tokenizer would never choose for their text come back as drawn, and are read as they are."""
-    encoder, decode = trial.renderer.tokenizer, trial.renderer.decode
+    encoder = trial.renderer.tokenizer
+    decode = trial.renderer.decode
     requests = [trial.request(trial.prompt(n), temperature=2.0, seed=200 + n) for n in range(4)]
     pairs = await _written(trial, requests)
 

@@ -96,7 +96,8 @@ class Reference:
     @torch.no_grad()
     def disturbed(self, path: str, ids: Sequence[int], images: Sequence[ProcessedImage]) -> Reference:
         """Return the network with so much noise on its weights that the log-probs of a stream move."""
-        other, before = Reference.load(path, self.dtype, self.device), self.score(ids, images)
+        other = Reference.load(path, self.dtype, self.device)
+        before = self.score(ids, images)
         generator = torch.Generator().manual_seed(1)
         for _ in range(8):
             for parameter in other.model.parameters():

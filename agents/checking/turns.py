@@ -19,9 +19,11 @@ from agents.types import Completion, GenerateRequest
 from envs.workers.process_info import children
 
 #: Tokens of a turn that is long enough to be interrupted, at first and at most.
-LONG_TURN, LONGEST_TURN = 64, 16_384
+LONG_TURN = 64
+LONGEST_TURN = 16_384
 #: How long a turn runs before it is interrupted, and how soon the call must then end, in seconds.
-RUN_S, END_S = 0.2, 10.0
+RUN_S = 0.2
+END_S = 10.0
 
 
 async def check_protocol(trial: Trial) -> str:
@@ -117,7 +119,8 @@ async def check_budget(trial: Trial) -> str:
     for budget in (1, 3 * TURN):
         request = trial.request(trial.prompt(), num_tokens=budget)
         completion = await trial.write(request)
-        wanted, num_tokens = request.max_new_tokens, len(completion.ids)
+        wanted = request.max_new_tokens
+        num_tokens = len(completion.ids)
         is_cut = num_tokens == wanted and completion.finish == "length"
         may_stop = trial.reference is None and num_tokens <= wanted and completion.finish == "stop"
         if not is_cut and not may_stop:
@@ -148,7 +151,8 @@ async def check_concurrency(trial: Trial) -> str:
         for number in range(trial.setup.max_batch + 2)
     ]
     together = await trial.write_all(requests)
-    fix, found = "give each session its own completion, and let no turn change another's", ""
+    fix = "give each session its own completion, and let no turn change another's"
+    found = ""
     if trial.reference is not None:
         found = trial.compare(list(zip(requests, together, strict=True)), fix)
     tried = (0, len(requests) // 2, len(requests) - 1)
@@ -208,8 +212,10 @@ async def ended(call: Awaitable[object], what: str) -> object:
 async def check_cancelling(trial: Trial) -> str:
     """A cancelled call ends soon; its session and others write on as if it had never been."""
     long = trial.request(trial.prompt(3), num_tokens=LONGEST_TURN)
-    cut, short = replace(long, max_new_tokens=min(TURN, long.max_new_tokens)), trial.request(trial.prompt())
-    waits, pairs = [], []
+    cut = replace(long, max_new_tokens=min(TURN, long.max_new_tokens))
+    short = trial.request(trial.prompt())
+    waits = []
+    pairs = []
     for run_s in (0.0, RUN_S):
         async with trial.engine.session() as session:
             task = asyncio.ensure_future(trial.generate(session, long))

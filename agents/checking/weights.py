@@ -22,7 +22,9 @@ PAUSE_FIX = "between pause() and resume() write nothing, and give each token the
 
 async def check_pausing(trial: Trial) -> str:
     """In a pause nothing is written; after it, turns go on, and each token has the version that wrote it."""
-    num_tokens, old, first = LONG_TURN, trial.engine.weight_version, trial.network
+    num_tokens = LONG_TURN
+    old = trial.engine.weight_version
+    first = trial.network
     async with trial.first_weights_again():
         pairs, was_cut = await _paused_turns(trial, num_tokens)
         while not was_cut and num_tokens < LONGEST_TURN:  # the engine is faster than the pause came
@@ -33,7 +35,8 @@ async def check_pausing(trial: Trial) -> str:
 
 def _judge(trial: Trial, pairs: list[tuple[GenerateRequest, Completion]], networks: Mapping[int, Reference]) -> str:
     """Compare each token of turns that were paused with the network of its version; the last one began in the pause."""
-    new, late = trial.engine.weight_version, pairs[-1][1]
+    new = trial.engine.weight_version
+    late = pairs[-1][1]
     if late.versions != ((new, len(late.ids)),):
         found = f"a turn that was asked for in the pause has versions {late.versions}, the new weights are {new}"
         raise Broken(found, PAUSE_FIX)
@@ -74,7 +77,8 @@ async def _paused_turns(trial: Trial, num_tokens: int) -> tuple[list[tuple[Gener
 
 def _runs(request: GenerateRequest, completion: Completion) -> list[tuple[int, Completion, GenerateRequest]]:
     """Return each run of a completion: its version, its tokens, and the request that they continue."""
-    found, start = [], 0
+    found = []
+    start = 0
     for version, count in completion.versions:
         end = start + count
         part = replace(completion, ids=completion.ids[start:end], logprobs=completion.logprobs[start:end])
@@ -107,7 +111,8 @@ async def check_new_weights(trial: Trial) -> str:
         fix = "load every weight of the folder, and drop encoded pictures and keys and values of the old ones"
         seen = trial.compare([(request, fresh)], f"in a new session: {fix}", other)
         trial.compare([(longer, second)], f"in a session that was open meanwhile: {fix}", other)
-        got, wanted = await trial.engine.score(prompt.ids, prompt.images), other.score(prompt.ids, prompt.images)
+        got = await trial.engine.score(prompt.ids, prompt.images)
+        wanted = other.score(prompt.ids, prompt.images)
         moved = abs(wanted - trial.network.score(prompt.ids, prompt.images)).mean()
         gap = float(abs(got - wanted).mean())
         if not gap <= other.bound:

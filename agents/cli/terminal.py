@@ -202,7 +202,10 @@ class TerminalPlayer:
         thinking: Thinking | None = None,
     ) -> None:
         """`thinking` is that of the agent loop: where the template opens a thought, the person's turn closes it."""
-        self.terminal, self.gallery, self.renderer, self.thinking = terminal, gallery, renderer, thinking
+        self.terminal = terminal
+        self.gallery = gallery
+        self.renderer = renderer
+        self.thinking = thinking
         self.tool_format: ToolFormat = tool_format
         self.env: _ObservedEnv | None = None
         self._num_read = 0

@@ -10,7 +10,8 @@ from agents.rollout.stream import first_difference
 from envs.safe_text import escape_controls, escape_lines
 
 #: A longer text is cut in the middle; `MAX_END` characters of its end stay.
-MAX_SHOWN, MAX_END = 4000, 1000
+MAX_SHOWN = 4000
+MAX_END = 1000
 #: Code of an environment may change the working directory later.
 _BEGUN_IN = Path.cwd()
 

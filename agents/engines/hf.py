@@ -79,8 +79,11 @@ class HFEngine:
         self._shares = torch.device(device).type == "cpu" and self._dtype == torch.float32
         if self._shares:
             self.model.lay_out_for_few_rows()
-        self.context_length, self.max_batch, self.device = context_length, max_batch, torch.device(device)
-        self.max_wait_s, self.keeps_kv_cache = max_wait_s, keeps_kv_cache
+        self.context_length = context_length
+        self.max_batch = max_batch
+        self.device = torch.device(device)
+        self.max_wait_s = max_wait_s
+        self.keeps_kv_cache = keeps_kv_cache
         #: A batch goes on without its ended rows once no more than this share still writes. On a GPU a step takes about
         #: as long for all rows as for half of them, and another number of rows needs another graph.
         self._least_alive = 0.25 if self.device.type == "cuda" else 0.75
@@ -115,7 +118,8 @@ class HFEngine:
         """Return the semaphore that limits sessions. It belongs to one event loop; an engine may outlive several."""
         loop = asyncio.get_running_loop()
         if self._slots is None or self._loop is not loop:
-            self._slots, self._loop = asyncio.Semaphore(self.max_batch), loop
+            self._slots = asyncio.Semaphore(self.max_batch)
+            self._loop = loop
         return self._slots
 
     async def submit(self, session: _Session, request: GenerateRequest) -> Completion:
@@ -228,7 +232,8 @@ class HFEngine:
         with torch.no_grad():
             for name, weight in weights.items():
                 own[name].copy_(weight)
-        is_next, self.weight_version = version > self.weight_version, version
+        is_next = version > self.weight_version
+        self.weight_version = version
         if self.keeps_kv_cache and is_next:
             return
         for session in self._open.values():
@@ -322,7 +327,8 @@ class HFEngine:
         real_BT = torch.zeros(len(turns), width, dtype=torch.bool)
         images = []
         for row, (turn, end) in enumerate(zip(turns, ends, strict=True)):
-            read, stream = len(turn.prefix.ids), turn.stream[:end]
+            read = len(turn.prefix.ids)
+            stream = turn.stream[:end]
             new = end - read
             ids_BT[row, width - new :] = torch.tensor(stream[read:])
             positions_3BT[:, row, width - new :] = torch.from_numpy(
@@ -362,7 +368,8 @@ class HFEngine:
                 keep = torch.tensor(sampler.alive, device=self.device).nonzero()[:, 0]
                 cache.select(keep)
                 sampler.select(keep)
-                ids_B, positions_B = ids_B[keep], positions_B[keep]
+                ids_B = ids_B[keep]
+                positions_B = positions_B[keep]
             logits_BV = self._next(cache, ids_B, positions_B, sampler.alive)
             positions_B = positions_B + 1
 

@@ -140,7 +140,8 @@ class BatchCache:
         store, self.columns_BC = _stored([(p.num_own, p.layers) for p in prefixes], capacity, device)
         self.layers = list(store)
         self.length = self.num_columns - capacity
-        self._first_own, self._least_saved = 0, LEAST_SAVED if shares else math.inf
+        self._first_own = 0
+        self._least_saved = LEAST_SAVED if shares else math.inf
         self.prompts = _shared_prompts(prefixes, device)
         self._copy_small_prompts()
 
@@ -220,7 +221,8 @@ class BatchCache:
         With `is_last` nothing is written after, so they may be views: a session that ends needs no copy.
         """
         columns = self.columns_BC[row, self._first_own : self.length].nonzero()[:, 0] + self._first_own
-        first, end = int(columns[0]), int(columns[-1]) + 1
+        first = int(columns[0])
+        end = int(columns[-1]) + 1
         if is_last and end - first == len(columns):
             return tuple(store[:, row, :, first:end] for store in self.layers)
         return tuple(store[:, row].index_select(2, columns) for store in self.layers)
@@ -282,7 +284,8 @@ class Sampler:
 
     def release(self, row: int) -> PendingTurn:
         """Append what was drawn for a row to its turn, and return the turn."""
-        turn, count = self.turns[row], self._counts[row]
+        turn = self.turns[row]
+        count = self._counts[row]
         turn.extend(self._ids_BT[row, :count].tolist(), self._logprobs_BT[row, :count].tolist())
         return turn
 

@@ -16,7 +16,8 @@ class _Session:
     """One episode's turns; it counts them."""
 
     def __init__(self, engine: ScriptedEngine) -> None:
-        self._engine, self._turn = engine, 0
+        self._engine = engine
+        self._turn = 0
 
     async def __aenter__(self) -> _Session:
         return self
@@ -31,7 +32,8 @@ class _Session:
         self._turn += 1
         finish = "stop"
         if len(ids) > request.max_new_tokens:
-            ids, finish = ids[: request.max_new_tokens], "length"
+            ids = ids[: request.max_new_tokens]
+            finish = "length"
         return Completion(ids, (0.0,) * len(ids), finish, len(request.ids), ((0, len(ids)),))
 
 
@@ -48,7 +50,9 @@ class ScriptedEngine:
     def __init__(
         self, tokenizer: Any, script: Callable[[int, GenerateRequest], str], context_length: int = 4096
     ) -> None:
-        self.tokenizer, self.script, self.context_length = tokenizer, script, context_length
+        self.tokenizer = tokenizer
+        self.script = script
+        self.context_length = context_length
 
     def turn(self, number: int, request: GenerateRequest) -> tuple[int, ...]:
         """Return the ids of a session's turn, the stop token included."""

@@ -85,7 +85,8 @@ class Segments:
     @classmethod
     def build(cls, spans: Sequence[Span], is_causal: bool, device: torch.device | str, with_buckets: bool) -> Segments:
         """Return the segments of sequences that cover the packed tokens in order."""
-        q_lengths, k_lengths = [s.length for s in spans], [s.num_keys for s in spans]
+        q_lengths = [s.length for s in spans]
+        k_lengths = [s.num_keys for s in spans]
         shares = any(s.prefix_length for s in spans)
         even = q_lengths[0] if not shares and len(set(q_lengths)) == 1 else 0
         keys = np.concatenate([_keys(span) for span in spans]) if shares else None
@@ -111,7 +112,8 @@ def segment_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segme
     if not needs_buckets(query.device, query.dtype):
         return _varlen(query, key, value, segments, scaling)
     if (groups := query.shape[1] // key.shape[1]) > 1:
-        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+        key = key.repeat_interleave(groups, dim=1)
+        value = value.repeat_interleave(groups, dim=1)
     if segments.even_length:
         q, k, v = (x.unflatten(0, (-1, segments.even_length)).transpose(1, 2) for x in (query, key, value))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=segments.is_causal, scale=scaling)
@@ -147,7 +149,8 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scali
     from torch.nn.attention.varlen import varlen_attn
 
     if segments.keys_K is not None:
-        key, value = key.index_select(0, segments.keys_K), value.index_select(0, segments.keys_K)
+        key = key.index_select(0, segments.keys_K)
+        value = value.index_select(0, segments.keys_K)
     size = query.shape[-1]
     if size % 8:  # the kernel accepts multiples of 8 only; zeros change no score
         query, key, value = (F.pad(x, (0, -size % 8)) for x in (query, key, value))
@@ -273,10 +276,12 @@ def _buckets(spans: Sequence[Span], is_causal: bool, device: torch.device | str)
 
     order = sorted(range(len(spans)), key=lambda index: (size(spans[index]), index))
     rows_T = np.empty(sum(span.length for span in spans), dtype=np.int64)
-    buckets, base = [], 0
+    buckets = []
+    base = 0
     for _, members in itertools.groupby(order, key=lambda index: size(spans[index])):
         chosen = [spans[index] for index in members]
-        width_q, width_k = max(s.length for s in chosen), max(s.num_keys for s in chosen)
+        width_q = max(s.length for s in chosen)
+        width_k = max(s.num_keys for s in chosen)
         queries_BQ = np.zeros((len(chosen), width_q), dtype=np.int64)
         keys_BK = np.zeros((len(chosen), width_k), dtype=np.int64)
         seen_BQK = np.zeros((len(chosen), width_q, width_k), dtype=np.bool_)

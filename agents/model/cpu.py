@@ -15,7 +15,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 #: Parameters of glibc's `mallopt`, see its manual page.
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_TRIM_THRESHOLD = -1
+_MMAP_THRESHOLD = -3
 #: OpenMP's `omp_pause_soft`: threads end, settings stay.
 _SOFT = 1
 

@@ -32,11 +32,13 @@ def layer_output(
 
     `rotary` is from `signed_rotary`; `has_head_norms`: queries and keys are normalised.
     """
-    attention, normed = layer.self_attn, _normed(layer.input_layernorm, x_BTH)
+    attention = layer.self_attn
+    normed = _normed(layer.input_layernorm, x_BTH)
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
     q, k, v = (projection(normed).unflatten(-1, (-1, attention.head_dim)) for projection in projections)
     if has_head_norms:
-        q, k = _normed(attention.q_norm, q), _normed(attention.k_norm, k)
+        q = _normed(attention.q_norm, q)
+        k = _normed(attention.k_norm, k)
     q, k = (_Rotated.apply(x, *rotary) if x.requires_grad else _rotated(x, *rotary) for x in (q, k))
     x_BTH = x_BTH + attention.o_proj(attend(q, k, v))
     return x_BTH + layer.mlp(_normed(layer.post_attention_layernorm, x_BTH))
@@ -87,7 +89,8 @@ def next_hidden(
     `rotary` are cosines and sines, each (B, 1, D); `seen_BC` is True where a row sees a column.
     """
     hidden_from = None if bool(seen_BC.all()) else ~seen_BC[:, None, None]
-    x_B1H, rotary = embeds_B1H, signed_rotary(*rotary)
+    x_B1H = embeds_B1H
+    rotary = signed_rotary(*rotary)
     for index, layer in enumerate(decoder.layers):
 
         def attend(q: Tensor, k: Tensor, v: Tensor, index: int = index, layer: Any = layer) -> Tensor:

@@ -65,7 +65,8 @@ class _LinearScores(torch.autograd.Function):
             logits_CV = _logits(hidden_NH[chunk], weight_VH, law)
             logprobs_N[chunk], entropy_N[chunk], norm_N[chunk] = summarise(logits_CV, targets_N[chunk])
         ctx.save_for_backward(hidden_NH, weight_VH, targets_N, entropy_N, norm_N)
-        ctx.law, ctx.compiled = law, compiled
+        ctx.law = law
+        ctx.compiled = compiled
         return logprobs_N, entropy_N
 
     @staticmethod
@@ -129,7 +130,8 @@ def derivative(
     """
     logprobs_CV = logits_CV - norm_C[:, None]
     probs_CV = logprobs_CV.exp()
-    slope_C, start_C = -scale * grad_entropy_C, -scale * (grad_logprobs_C + grad_entropy_C * entropy_C)
+    slope_C = -scale * grad_entropy_C
+    start_C = -scale * (grad_logprobs_C + grad_entropy_C * entropy_C)
     inner_CV = torch.addcmul(start_C[:, None], logprobs_CV.clamp_(min=LEAST), slope_C[:, None])
     own_C = torch.where(targets_C >= 0, scale * grad_logprobs_C, 0.0)
     return probs_CV.mul_(inner_CV).scatter_add_(1, targets_C.clamp(min=0)[:, None], own_C[:, None])

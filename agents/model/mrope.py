@@ -28,16 +28,19 @@ def mrope_positions(
     [[0, 1, 1, 3], [0, 1, 1, 3], [0, 1, 2, 3]]
     """
     positions_3T = np.empty((3, len(ids_T)), dtype=np.int64)
-    cursor, start = 0, 0
+    cursor = 0
+    start = 0
     image_at = np.flatnonzero(ids_T == image_token_id)
     used = 0
     for time, height, width in grids:
-        rows, columns = height // merge_size, width // merge_size
+        rows = height // merge_size
+        columns = width // merge_size
         count = time * rows * columns
         assert used + count <= len(image_at), (
             f"placeholders: {len(image_at)} in the stream, over {used + count} in grids"
         )
-        first, last = int(image_at[used]), int(image_at[used + count - 1])
+        first = int(image_at[used])
+        last = int(image_at[used + count - 1])
         assert last - first == count - 1, f"placeholders {first} to {last} are no unbroken run of {count}"
         text = first - start
         positions_3T[:, start:first] = cursor + np.arange(text)
@@ -45,7 +48,8 @@ def mrope_positions(
         grid = np.stack(np.meshgrid(np.arange(time), np.arange(rows), np.arange(columns), indexing="ij"))
         positions_3T[:, first : first + count] = cursor + grid.reshape(3, -1)
         cursor += max(rows, columns)
-        start, used = first + count, used + count
+        start = first + count
+        used = used + count
     assert used == len(image_at), f"placeholders: {len(image_at)} in the stream, {used} in grids"
     positions_3T[:, start:] = cursor + np.arange(len(ids_T) - start)
     return positions_3T
@@ -55,7 +59,8 @@ def num_images_within(
     ids: Sequence[int] | NDArray[np.int64], images: Sequence[ProcessedImage], image_token_id: int
 ) -> int:
     """Return how many of a stream's images are in its first ids; these must not end inside an image."""
-    placeholders, number = np.count_nonzero(np.asarray(ids) == image_token_id), 0
+    placeholders = np.count_nonzero(np.asarray(ids) == image_token_id)
+    number = 0
     while placeholders > 0:
         placeholders -= images[number].num_tokens
         number += 1

@@ -50,7 +50,8 @@ class VisionBatch:
             return None
         # Pinned memory is copied to a GPU ten times faster, and while the program continues.
         on_gpu = torch.device(device).type == "cuda"
-        num_patches, patch_values = sum(len(image.pixels_PD) for image in unique), unique[0].pixels_PD.shape[1]
+        num_patches = sum(len(image.pixels_PD) for image in unique)
+        patch_values = unique[0].pixels_PD.shape[1]
         pixels_PD = torch.empty(num_patches, patch_values, pin_memory=on_gpu)
         torch.cat([torch.from_numpy(image.pixels_PD) for image in unique], out=pixels_PD)
         return cls(

@@ -179,7 +179,8 @@ class PolicyModel(nn.Module):
         `seen_BC` is True where a row sees a column; the last column is the new token's. In float32 on a CPU this is
         `agents.model.decoder_layer`, else `forward`; log-probs of the two differ by less than 1e-5.
         """
-        ids_B1, positions_3B1 = ids_B[:, None], positions_B[None, :, None].expand(3, -1, -1)
+        ids_B1 = ids_B[:, None]
+        positions_3B1 = positions_B[None, :, None].expand(3, -1, -1)
         lm_head: Any = self.backbone.lm_head
         if ids_B.device.type == "cpu" and lm_head.weight.dtype == torch.float32:
             decoder = self._decoder

@@ -28,7 +28,9 @@ class SharedPrompts:
     """
 
     def __init__(self, layers: Sequence[Tensor], seen_GP: Tensor, prompt_B: Tensor) -> None:
-        self.layers, self._seen_GP, self._prompt_B = list(layers), seen_GP, prompt_B
+        self.layers = list(layers)
+        self._seen_GP = seen_GP
+        self._prompt_B = prompt_B
         self._arrange()
 
     @property
@@ -50,7 +52,8 @@ class SharedPrompts:
         self._most = int(counts_G.max())
         order_B = self._prompt_B.argsort(stable=True)
         first_G = counts_G.cumsum(0) - counts_G
-        every_B, rank_B = torch.arange(len(order_B), device=order_B.device), torch.empty_like(order_B)
+        every_B = torch.arange(len(order_B), device=order_B.device)
+        rank_B = torch.empty_like(order_B)
         rank_B[order_B] = every_B - first_G[self._prompt_B[order_B]]
         self._place_B = self._prompt_B * self._most + rank_B
         self._row_X = torch.zeros(len(counts_G) * self._most, dtype=torch.long, device=order_B.device)

@@ -67,7 +67,9 @@ def _windows(grid: Grid, merge: int, window: int) -> tuple[Tensor, tuple[int, ..
 
     Windows begin at the upper left corner of each frame; those at the right and lower edge are smaller.
     """
-    time, rows, columns = grid[0], grid[1] // merge, grid[2] // merge
+    time = grid[0]
+    rows = grid[1] // merge
+    columns = grid[2] // merge
     across = -(-columns // window)
     row, column = torch.meshgrid(torch.arange(rows) // window, torch.arange(columns) // window, indexing="ij")
     in_frame = (row * across + column).flatten()

@@ -47,7 +47,8 @@ def record_attempts(
     `manifest` has their limits as the way "play". Where the recording has a way of that name with other limits, the new
     one is called "play2".
     """
-    before, groups = dict[str, WayRecord](), {trajectory.group for trajectory in trajectories}
+    before = dict[str, WayRecord]()
+    groups = {trajectory.group for trajectory in trajectories}
     if (folder / MANIFEST).exists():
         before = Recording.open(folder).manifest.ways
     limits = manifest.ways[PLAY]

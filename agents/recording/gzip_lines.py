@@ -44,8 +44,11 @@ class GzipLines:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self.notes = path, list[str]()
-        whole, num_lines, num_damaged = 0, 0, 0
+        self.path = path
+        self.notes = list[str]()
+        whole = 0
+        num_lines = 0
+        num_damaged = 0
         for line in _scan(path, 0):
             whole = line.end
             num_lines += not line.is_only_damage
@@ -114,12 +117,16 @@ class _Budget:
 
 def _scan(path: Path, start: int) -> Iterator[_Line]:
     with contextlib.suppress(FileNotFoundError), open_regular(path) as file:
-        blocks, place, budget = _Blocks(file), start, _Budget()
+        blocks = _Blocks(file)
+        place = start
+        budget = _Budget()
         while blocks.at(place):
             try:
-                line, is_damaged = _line(blocks, place, budget), False
+                line = _line(blocks, place, budget)
+                is_damaged = False
             except zlib.error:
-                line, is_damaged = None, True
+                line = None
+                is_damaged = True
             if line is None and not budget.is_spent:  # the next line, or part of a line at the end
                 line = _next_line(blocks, place + 1, budget)
             if line is None:
@@ -134,12 +141,15 @@ class _Blocks:
     """A file that is read in blocks, from any place."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self._file, self._start, self._block = file, 0, memoryview(b"")
+        self._file = file
+        self._start = 0
+        self._block = memoryview(b"")
 
     def at(self, place: int, least: int = 1) -> memoryview:
         """Return at least so many bytes from a place on; fewer at the end of the file."""
         if not self._start <= place <= self._start + len(self._block) - least:
-            self._start, self._block = place, memoryview(os.pread(self._file.fileno(), _BLOCK, place))
+            self._block = memoryview(os.pread(self._file.fileno(), _BLOCK, place))
+            self._start = place  # only once it is read
         return self._block[place - self._start :]
 
 
@@ -151,7 +161,10 @@ def _line(blocks: _Blocks, place: int, budget: _Budget, most: float = math.inf) 
     Raises:
         zlib.error: the bytes are no gzip.
     """
-    reader, pieces, size, text = zlib.decompressobj(_GZIP), list[bytes](), 0, None
+    reader = zlib.decompressobj(_GZIP)
+    pieces = list[bytes]()
+    size = 0
+    text = None
     try:
         while not reader.eof:
             block = blocks.at(place)

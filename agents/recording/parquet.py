@@ -44,8 +44,12 @@ def write_parquet(recording: Recording, out: Path) -> int:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    outcomes, scores = recording.outcomes(), _ScorePlaces(recording)
-    schema, count, rows, num_bytes = _schema(), 0, list[dict[str, Any]](), 0
+    outcomes = recording.outcomes()
+    scores = _ScorePlaces(recording)
+    schema = _schema()
+    count = 0
+    rows = list[dict[str, Any]]()
+    num_bytes = 0
     part = Path(f"{out}.part")  # renamed when complete: a killed writer leaves no half a file under the name
     try:
         with pq.ParquetWriter(part, schema, compression="zstd") as writer:
@@ -54,7 +58,9 @@ def write_parquet(recording: Recording, out: Path) -> int:
                 num_bytes += episode.num_bytes + sum(len(picture["bytes"]) for picture in rows[-1]["images"])
                 if len(rows) == ROWS_PER_GROUP or num_bytes >= MAX_GROUP_BYTES:
                     writer.write_table(pa.Table.from_pylist(rows, schema))
-                    count, rows, num_bytes = count + len(rows), [], 0
+                    count = count + len(rows)
+                    rows = []
+                    num_bytes = 0
             if rows:
                 writer.write_table(pa.Table.from_pylist(rows, schema))
         part.replace(out)
@@ -121,7 +127,9 @@ class _ScorePlaces:
     """Finds scores by their place in the file: all of them may not fit into memory."""
 
     def __init__(self, recording: Recording) -> None:
-        self._recording, self._places, start = recording, dict[str, int](), 0
+        self._recording = recording
+        self._places = dict[str, int]()
+        start = 0
         for end, score in recording.scores_from(0):
             self._places[score.id] = start
             start = end

@@ -44,7 +44,8 @@ class PictureStore:
     """
 
     def __init__(self, max_bytes: int = MAX_KEPT) -> None:
-        self.max_bytes, self.num_bytes = max_bytes, 0
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
         self._pictures: OrderedDict[Path, Image.Image] = OrderedDict()
 
     def read(self, path: Path) -> Image.Image:

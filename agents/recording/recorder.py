@@ -79,7 +79,9 @@ class Recorder:
         Raises:
             UserError: the folder holds a recording of another schema or environment.
         """
-        self.folder, self.manifest, self.share = folder, manifest, share
+        self.folder = folder
+        self.manifest = manifest
+        self.share = share
         #: What was wrong with the files before, in a sentence each.
         self.notes = list[str]()
         check_real_folder(folder / IMAGES)
@@ -89,7 +91,8 @@ class Recorder:
             GzipLines(folder / name) for name in (EPISODES, OUTCOMES, SCORES)
         )
         self.notes += [note for file in (self._episodes, self._outcomes, self._scores) for note in file.notes]
-        self._spell, self._known_V = spell, _known_tokens(folder / TOKENS)
+        self._spell = spell
+        self._known_V = _known_tokens(folder / TOKENS)
         self._tokens = (folder / TOKENS).open("ab")
         self._saved: set[str] = set()
         #: Seconds that all writing has taken so far.
@@ -97,7 +100,8 @@ class Recorder:
 
     def _write_manifest(self) -> None:
         """Write the manifest, or add its ways to the one in the folder; one that cannot be read is kept aside."""
-        path, before = self.folder / MANIFEST, None
+        path = self.folder / MANIFEST
+        before = None
         if path.exists() and (before := self._manifest_before(path)) is None:
             aside = path.with_name(f"{MANIFEST}.damaged")
             path.replace(aside)
@@ -113,7 +117,8 @@ class Recorder:
         """Return the manifest in the folder, None where it is damaged."""
         try:
             found = json.loads(text := read_regular(path))
-            schema, env = found["schema_version"], found["env"]["id"]
+            schema = found["schema_version"]
+            env = found["env"]["id"]
             if (schema, env) != (SCHEMA_VERSION, self.manifest.env.id):
                 rule = f"must hold a recording of schema {SCHEMA_VERSION} of '{self.manifest.env.id}', or none"
                 raise UserError(str(self.folder), rule, f"schema {schema} of '{env}'", "record in another folder")
@@ -282,7 +287,8 @@ def rewind_recording(folder: Path, sizes: Mapping[str, int]) -> list[str]:
     """
     short_files = []
     for name in (EPISODES, OUTCOMES, SCORES, TOKENS):
-        path, size = folder / name, sizes.get(name, 0)
+        path = folder / name
+        size = sizes.get(name, 0)
         if size > (path.stat().st_size if path.exists() else 0):
             short_files.append(name)
         else:

@@ -159,7 +159,8 @@ class Recording:
         try:
             return kind.read(line)
         except ValidationError as error:
-            first, count = error.errors(include_url=False, include_input=False)[0], error.error_count()
+            first = error.errors(include_url=False, include_input=False)[0]
+            count = error.error_count()
             place = ".".join(map(str, first["loc"]))
             got = f"{count} validation error{'s' * (count > 1)} for {kind.__name__}, first {place}: {first['msg']}"
             raise UserError(str(self.folder / name), "must be a whole recording", got, _FIX) from error
@@ -171,7 +172,8 @@ class Recording:
             UserError: the name has another form than a recorder writes, and could lead anywhere.
         """
         if not _PICTURE.fullmatch(name):
-            rule, fix = "must name a picture as images/HASH.png", "take a recording as it was written"
+            rule = "must name a picture as images/HASH.png"
+            fix = "take a recording as it was written"
             raise UserError(f"{self.folder} image", rule, name[:200], fix)
         return self.folder / name
 
@@ -197,7 +199,8 @@ class Recording:
         for name in dict.fromkeys(picture_names(records)):
             num_bytes += picture_bytes(self.picture(name))
             if num_bytes > MAX_KEPT:
-                rule, fix = f"must have pictures of at most {MAX_KEPT} bytes together", "leave the episode out"
+                rule = f"must have pictures of at most {MAX_KEPT} bytes together"
+                fix = "leave the episode out"
                 raise UserError(f"{self.folder} messages", rule, f"more, with {name}", fix)
         return tuple(self._message(record) for record in records)
 

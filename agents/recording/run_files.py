@@ -3,4 +3,6 @@
 from __future__ import annotations
 
 #: The settings, written when a run starts; one line per step; the results, written when the run ends.
-CONFIG, METRICS, SUMMARY = "config.yaml", "metrics.jsonl", "summary.json"
+CONFIG = "config.yaml"
+METRICS = "metrics.jsonl"
+SUMMARY = "summary.json"

@@ -42,7 +42,9 @@ IMAGES = "images"
 
 #: Values of `EpisodeRecord.phase`: training, an episode that a person played, an evaluation outside a run. The first
 #: two are values of `way` too.
-TRAIN, PLAY, EVALUATE = "train", "play", "evaluate"
+TRAIN = "train"
+PLAY = "play"
+EVALUATE = "evaluate"
 
 
 #: What a name, a whole number, a count, a weight version (-1: unknown) and a bit of the mask may be. Longer or larger
@@ -74,7 +76,8 @@ class _Record(BaseModel):
     def read(cls, line: bytes) -> Self:
         """Return the record of a line. Raises `pydantic.ValidationError`."""
         record = cls.model_validate_json(line)
-        record._num_bytes, record._memory = len(line), memory_of(line)
+        record._num_bytes = len(line)
+        record._memory = memory_of(line)
         return record
 
 

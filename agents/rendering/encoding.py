@@ -53,7 +53,8 @@ class Encoder:
         #: Every added token's text and id, special or not.
         self.added: dict[str, int] = {token.content: int(index) for index, token in added.items()}
         self._tokenizer = tokenizer
-        self.encode, self.decode = self._slow_encode, self._slow_decode
+        self.encode = self._slow_encode
+        self.decode = self._slow_decode
         special = set(tokenizer.all_special_tokens)
         control = [t.content for t in added.values() if t.special or t.content.startswith("<|") or t.content in special]
         self._control = _any_of(control)
@@ -128,7 +129,8 @@ class Encoder:
         found = [(match.start(), match.end()) for match in self._cut.finditer(text)]
         if not found:
             return text, "", ""
-        start, end = found[0][0], found[-1][1]
+        start = found[0][0]
+        end = found[-1][1]
         return text[:start], text[start:end], text[end:]
 
 

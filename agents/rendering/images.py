@@ -66,7 +66,9 @@ class ImageStore:
     """
 
     def __init__(self, processor: Any, merge_size: int, max_bytes: int = MAX_BYTES) -> None:
-        self._processor, self.merge_size, self.max_bytes = processor, merge_size, max_bytes
+        self._processor = processor
+        self.merge_size = merge_size
+        self.max_bytes = max_bytes
         self._images: OrderedDict[str, ProcessedImage] = OrderedDict()
         self._alive: weakref.WeakValueDictionary[str, ProcessedImage] = weakref.WeakValueDictionary()
         self._hashed: dict[int, _HashedPicture] = {}

@@ -73,7 +73,8 @@ class Renderer:
         Raises:
             UserError: the template fails or closes no turn, or the tokenizer lacks a control token of the template.
         """
-        self.tokenizer, self.images = tokenizer, images
+        self.tokenizer = tokenizer
+        self.images = images
         self.encoder = Encoder(tokenizer)
         self._name = str(tokenizer.name_or_path)
         #: The folder that the tokenizer was read from; None for one made in memory.
@@ -141,7 +142,8 @@ class Renderer:
         try:
             ends = [*self.template.closing(), *self.tool_template.closing()]
         except Exception as error:  # a template raises what it likes
-            rule, fix = "must have a chat template that takes a conversation", f"fix it ({first_line(error)})"
+            rule = "must have a chat template that takes a conversation"
+            fix = f"fix it ({first_line(error)})"
             raise self._error(rule, fix) from error
         if missing := control_tokens("".join(ends)) - self.encoder.added.keys():
             rule = f"must have a tokenizer with {' and '.join(sorted(missing))}"
@@ -258,7 +260,8 @@ class Renderer:
         ]
         tools = [_map_texts(tool, self.encoder.break_control_tokens) for tool in tools]
         if tools and not template.teaches_tools:
-            prepared, tools = template.with_tools(prepared, tools), []
+            prepared = template.with_tools(prepared, tools)
+            tools = []
         if prepared[0]["role"] == "system" and not template.takes_system:
             rule = "must not begin with a system message for this model's template"
             raise UserError("prompt", rule, str(messages[0]["content"]), "put it into the user's message")

@@ -70,7 +70,8 @@ class Suffix:
     def ids(self, encoder: Encoder, texts: Sequence[str], is_closed: bool) -> list[int]:
         """Return the ids with one text in each gap."""
         ids = list(self.closed if is_closed else self.opened)
-        change, waiting = self.change, ""
+        change = self.change
+        waiting = ""
         for (before, after, following), text in zip(self.gaps, texts, strict=True):
             waiting += before + change(text) + after
             if following:
@@ -123,16 +124,19 @@ def _compile(encoder: Encoder, closer: str, pieces: Sequence[str], change: Calla
     if start < 0 or lead or not core:
         return None
     if len(pieces) == 1:
-        core, before = pieces[0][start:], ""
+        core = pieces[0][start:]
+        before = ""
     gaps: list[tuple[str, str, tuple[int, ...]]] = []
     for piece in pieces[1:]:
         is_last = len(gaps) == len(pieces) - 2
         after, middle, rest = encoder.cut(piece)
         if is_last:  # no text can affect what follows the added tokens either
-            middle, rest = middle + rest if middle else "", ""
+            middle = middle + rest if middle else ""
+            rest = ""
         gaps.append((before, after, tuple(encoder.encode(middle))))
         before = rest
-    opened, closed = encoder.encode(pieces[0][:start] + core), encoder.encode(core)[1:]
+    opened = encoder.encode(pieces[0][:start] + core)
+    closed = encoder.encode(core)[1:]
     return Suffix(tuple(closed), tuple(opened), tuple(gaps), change)
 
 

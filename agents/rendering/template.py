@@ -49,7 +49,8 @@ class ModelTemplate:
     def __init__(self, tokenizer: Any, options: Mapping[str, Any], source: str) -> None:
         """`options` go to every rendering of the template's text `source`."""
         self.source = source
-        self._tokenizer, self.options = tokenizer, dict(options)
+        self._tokenizer = tokenizer
+        self.options = dict(options)
         self._roles: dict[str, str] = {}
 
     def render(

@@ -61,7 +61,8 @@ def read_tokenizer_files(path: str | Path) -> TokenizerFiles:
         raise UserError("--model", "must have a tokenizer", str(path), fix) from error
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # Transformers silently makes an empty one
         raise UserError("--model", "must have a tokenizer", str(path), "add tokenizer.json")
-    config, generation = _read_json(path, "config.json"), _read_json(path, "generation_config.json")
+    config = _read_json(path, "config.json")
+    generation = _read_json(path, "generation_config.json")
     images = ImageStore.find(path)
     if images is None and "vision_config" in config:
         rule = "must have preprocessor_config.json, because it is a vision-language model"

@@ -24,7 +24,8 @@ def find_spec(manifest: Manifest, env_id: str, registry: tuple[Path, ...]) -> En
     Raises:
         UserError: there is no such environment, or a registry is invalid.
     """
-    entries, wanted = load_registry(*registry), env_id or manifest.env.id
+    entries = load_registry(*registry)
+    wanted = env_id or manifest.env.id
     if wanted in entries:
         return entries[wanted]
     if env_id:
@@ -40,10 +41,12 @@ def env_notes(manifest: Manifest, spec: EnvSpec) -> list[str]:
 
     Example: `["the entry of 'geo3k' has other values: grader numeric (recorded: math)"]`.
     """
-    old, notes = manifest.env, list[str]()
+    old = manifest.env
+    notes = list[str]()
     if old.id != spec.id:
         notes.append(f"recorded in '{old.id}', replayed through '{spec.id}'")
-    then, now = old.model_dump(mode="json"), spec.model_dump(mode="json")
+    then = old.model_dump(mode="json")
+    now = spec.model_dump(mode="json")
     changed = [key for key in now if key not in _IGNORED and now[key] != then[key]]
     values = ", ".join(f"{key} {_shown(now[key])} (recorded: {_shown(then[key])})" for key in changed)
     if values:

@@ -218,7 +218,8 @@ def _engine_of(fork: Fork, folder: str, config: ForkConfig) -> Engine:
         from agents.engines.hf import HFEngine
         from agents.model.policy import PolicyModel
 
-        network, context_length = PolicyModel.load(folder), fork.way.context_length
+        network = PolicyModel.load(folder)
+        context_length = fork.way.context_length
         return HFEngine(network, context_length, config.samples, config.device, max_wait_s=BATCH_WAIT_S)
     setup = EngineSetup(
         model_path=folder,

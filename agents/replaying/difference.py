@@ -19,9 +19,21 @@ from envs.execution.runner import last_line
 
 R = TypeVar("R", bound=EpisodeResult)
 
-TOOLS, FIRST, OBSERVATION, PICTURE = "tools", "first observation", "observation", "picture"
-OUTCOME, INFO, DONE, REWARD, END, ERROR = "tool outcome", "info", "done", "reward", "end reason", "error"
-TEXT, TOKENS, MASK, TURNS, IMAGES = "text of a turn", "tokens", "mask", "place of a turn", "pictures of the stream"
+TOOLS = "tools"
+FIRST = "first observation"
+OBSERVATION = "observation"
+PICTURE = "picture"
+OUTCOME = "tool outcome"
+INFO = "info"
+DONE = "done"
+REWARD = "reward"
+END = "end reason"
+ERROR = "error"
+TEXT = "text of a turn"
+TOKENS = "tokens"
+MASK = "mask"
+TURNS = "place of a turn"
+IMAGES = "pictures of the stream"
 
 #: Every kind of difference, in the order in which a table shows them.
 KINDS = (TOOLS, FIRST, OBSERVATION, PICTURE, OUTCOME, INFO, DONE, REWARD, END, ERROR, TEXT, TOKENS, MASK, TURNS, IMAGES)
@@ -58,7 +70,9 @@ class Difference:
 
 def shortened(difference: Difference) -> Difference:
     """Return a difference to keep: its values have at most `MAX_KEPT` characters, around the first that differs."""
-    old, new, place = difference.recorded, difference.replayed, difference.place[:MAX_KEPT]
+    old = difference.recorded
+    new = difference.replayed
+    place = difference.place[:MAX_KEPT]
     if max(len(json.dumps(value)) for value in (old, new)) > MAX_KEPT:
         old, new = excerpt_pair(old, new, MAX_KEPT)
     return replace(difference, place=place, recorded=old, replayed=new)
@@ -201,7 +215,8 @@ def _stream(
     if place is None and ends_alike and len(e.ids) != len(result.ids):
         place = shortest
     if place is not None:
-        old, new = e.ids[place : place + MAX_TOKENS], result.ids[place : place + MAX_TOKENS]
+        old = e.ids[place : place + MAX_TOKENS]
+        new = result.ids[place : place + MAX_TOKENS]
         yield Difference(TOKENS, turn_at(e, place), f"token {place}", token_texts(old), token_texts(new))
         return  # the rest of the stream is shifted
     places = (k for k in range(shortest) if e.mask[k] != result.mask[k])
@@ -217,7 +232,8 @@ def _stream(
     replayed = [[digest, list(grid), count] for digest, grid, count in result.images]
     if not ends_alike:
         count = min(len(recorded), len(replayed))
-        recorded, replayed = recorded[:count], replayed[:count]
+        recorded = recorded[:count]
+        replayed = replayed[:count]
     for where, one, other in unequal(recorded, replayed):
         yield Difference(IMAGES, None, where, one, other)
         break

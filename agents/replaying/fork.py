@@ -144,7 +144,8 @@ def checked_turn(episode: EpisodeRecord, config: ForkConfig) -> int:
     Raises:
         UserError: there are fewer turns, the turn was never finished, or the flags contradict each other.
     """
-    turn, num_turns = config.fork, len(episode.turns)
+    turn = config.fork
+    num_turns = len(episode.turns)
     assert turn is not None, "--fork is given"
     if turn > num_turns:
         fix = f"{episode.id} has {counted(num_turns, 'turn')}; 0 plays it from its start"

@@ -8,7 +8,8 @@ from agents.recording import EpisodeRecord, Recording
 from agents.rendering.renderer import Renderer
 from agents.types import GenerateRequest
 
-_SHOWN_BEFORE, _SHOWN = 40, 160
+_SHOWN_BEFORE = 40
+_SHOWN = 160
 
 
 class PrefixCheck:
@@ -23,7 +24,9 @@ class PrefixCheck:
     """
 
     def __init__(self, recording: Recording, episode: EpisodeRecord, renderer: Renderer) -> None:
-        self._recording, self._episode, self._renderer = recording, episode, renderer
+        self._recording = recording
+        self._episode = episode
+        self._renderer = renderer
         self.differences: list[str] = []
         self._num_read = self._num_images = 0
 
@@ -57,7 +60,8 @@ class PrefixCheck:
 
     def _recorded(self, turn: int) -> tuple[tuple[int, ...], list[str]]:
         """Return the recorded tokens between the previous turn and this one, and the hashes of all pictures so far."""
-        episode, turns = self._episode, self._episode.turns
+        episode = self._episode
+        turns = self._episode.turns
         start = turns[turn - 1].end if turn else 0
         if turn < len(turns) or not turns:
             ids = episode.ids[start : turns[turn].start if turns else len(episode.ids)]
@@ -72,7 +76,8 @@ class PrefixCheck:
 
     def _digests(self, ids: Sequence[int]) -> list[str]:
         """Return the hashes of the recorded pictures in the first part of the stream."""
-        num_placeholders, digests = ids.count(self._renderer.image_token_id), []
+        num_placeholders = ids.count(self._renderer.image_token_id)
+        digests = []
         for image in self._episode.images:
             if num_placeholders <= 0:
                 break

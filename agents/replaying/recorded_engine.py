@@ -65,8 +65,10 @@ class RecordedEngine:
         after: Engine | None = None,
         on_request: Callable[[int, int, GenerateRequest], None] = lambda session, turn, request: None,
     ) -> None:
-        self.plays, self.context_length = tuple(map(tuple, plays)), context_length
-        self._after, self._on_request = after, on_request
+        self.plays = tuple(map(tuple, plays))
+        self.context_length = context_length
+        self._after = after
+        self._on_request = on_request
         self._num_opened = 0
 
     @property
@@ -117,7 +119,9 @@ class _Session:
     def __init__(
         self, turns: Sequence[Completion], after: Session | None, on_request: Callable[[int, GenerateRequest], None]
     ) -> None:
-        self._turns, self._after, self._on_request = turns, after, on_request
+        self._turns = turns
+        self._after = after
+        self._on_request = on_request
         self._num_asked = 0
 
     async def generate(self, request: GenerateRequest) -> Completion:

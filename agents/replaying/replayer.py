@@ -100,11 +100,14 @@ class EnvReplayer:
 
     async def play(self, episode: EpisodeRecord, num_turns: int | None = None) -> EpisodeResult:
         """Return the environment's result today. Raises `UserError` if a picture of the problem is damaged."""
-        way, sample = self.context.way(episode), self.context.source.sample(episode)
+        way = self.context.way(episode)
+        sample = self.context.source.sample(episode)
         env = EnvRunner(lambda: self.context.make_env(sample, way), self.context.limits, sample.id, way.thinking)
         first: tuple[Message, ...] | None = None
         results: list[StepResult | None] = []
-        reward, end, error = None, None, None
+        reward = None
+        end = None
+        error = None
         try:
             first = await env.open()
             end = await self._step_all(env, episode, way, num_turns, results)
@@ -112,9 +115,12 @@ class EnvReplayer:
                 reward = await env.reward(episode.turns[len(results) - 1].text if results else "")
         except ToolFault as fault:
             results.append(StepResult((), False, fault.info))
-            reward, end, error = self.context.limits.reward_min_val, EndReason.TOOL_FAULT.value, str(fault)
+            reward = self.context.limits.reward_min_val
+            end = EndReason.TOOL_FAULT.value
+            error = str(fault)
         except EnvFault as fault:
-            end, error = _fault_end(fault), str(fault)
+            end = _fault_end(fault)
+            error = str(fault)
         finally:
             close_error = await env.close()
         texts = [turn.text for turn in episode.turns]

@@ -74,7 +74,8 @@ def totals(header: ReportHeader, summary: ReplaySummary) -> str:
 def print_rescoring(header: ReportHeader, rescoring: Rescoring, grader: str, num_shown: int, console: Console) -> None:
     """Print a table of old and new rewards, and the episodes whose rewards differ."""
     _say_notes(header, console)
-    episodes, flipped = rescoring.episodes, rescoring.flipped
+    episodes = rescoring.episodes
+    flipped = rescoring.flipped
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("recorded", f"with {grader}", "episodes", "first example"):
         table.add_column(name, justify="right" if name == "episodes" else "left", overflow="fold")

@@ -76,7 +76,8 @@ async def rescore(
             return
         told = {each.kind for each in differences(episode, replayed)} & {FIRST, OBSERVATION, PICTURE}
         text = episode.turns[-1].text[-MAX_KEPT:] if episode.turns else ""
-        label, reward = episode.label and episode.label[:MAX_KEPT], episode.env_reward
+        label = episode.label and episode.label[:MAX_KEPT]
+        reward = episode.env_reward
         result.episodes.append(Rescored(place, episode.id, reward, replayed.reward, text, label, bool(told)))
 
     await run_concurrently(one, replayable(episodes, summary), max_concurrent)

@@ -99,7 +99,8 @@ class ReplaySummary:
         """Set the differences of an episode; no differences remove it."""
         self.by_place.pop(place, None)
         if differing:
-            reason, is_doubtful = episode.end_reason, not episode.is_exact
+            reason = episode.end_reason
+            is_doubtful = not episode.is_exact
             kept = tuple(map(shortened, differing))
             found = EpisodeDifferences(place, episode.id, reason, episode.reward, kept, is_doubtful, unsteady)
             self.by_place[place] = found
@@ -117,7 +118,8 @@ async def replay(
 
     Example: `(await replay(replayer, recording.episodes())).differing` is `[]` if the environment has not changed.
     """
-    summary, candidates = ReplaySummary(), _Candidates()
+    summary = ReplaySummary()
+    candidates = _Candidates()
 
     async def one(place: int, episode: EpisodeRecord) -> None:
         differing = await _play(replayer, episode, num_turns, token_texts, summary)
@@ -169,7 +171,8 @@ async def run_concurrently(
     Raises:
         UserError: a line of the recording cannot be read.
     """
-    waiting, freed = shuffled(episodes, WINDOW * max_concurrent), asyncio.Condition()
+    waiting = shuffled(episodes, WINDOW * max_concurrent)
+    freed = asyncio.Condition()
     memory = garbage = 0  # of the episodes that are played, and of those that were
 
     def has_room() -> bool:
@@ -184,7 +187,8 @@ async def run_concurrently(
                 return
             memory += (taken := found[1].memory)
             await play(*found)
-            memory, garbage = memory - taken, garbage + taken
+            memory = memory - taken
+            garbage = garbage + taken
             del found  # while this one waits
             if garbage >= MAX_MEMORY:  # an environment that refers to itself keeps its sample until then
                 gc.collect()
@@ -214,13 +218,15 @@ def _windows(
     episodes: Iterable[tuple[int, EpisodeRecord]], max_window: int
 ) -> Iterator[list[tuple[int, EpisodeRecord]]]:
     """Yield the episodes in lists of at most `max_window`, and of few bytes: they are all in memory."""
-    window, memory = list[tuple[int, EpisodeRecord]](), 0
+    window = list[tuple[int, EpisodeRecord]]()
+    memory = 0
     for place, episode in episodes:
         window.append((place, episode))
         memory += episode.memory
         if len(window) == max_window or memory >= MAX_MEMORY:
             yield window
-            window, memory = [], 0
+            window = []
+            memory = 0
     yield window
 
 

@@ -51,12 +51,14 @@ class StreamReplayer:
     """
 
     def __init__(self, context: ReplayContext, renderer: Renderer) -> None:
-        self.context, self.renderer = context, renderer
+        self.context = context
+        self.renderer = renderer
         self._sampling = SamplingParams(stop_ids=renderer.stop_ids, suppressed_ids=renderer.suppressed_ids)
 
     async def play(self, episode: EpisodeRecord, num_turns: int | None = None) -> EpisodeResult:
         """Return today's result of the episode. Raises `UserError` if a picture of the problem is damaged."""
-        way, sample = self.context.way(episode), self.context.source.sample(episode)
+        way = self.context.way(episode)
+        sample = self.context.source.sample(episode)
         answers = recorded_completions(episode)[:num_turns]
         if is_broken_answer(episode) and len(answers) == len(episode.turns):
             answers = answers[:-1]

@@ -86,7 +86,9 @@ class ConversationRenderer:
         check_template_every: int = 128,
         thinking: ThinkingSetting = "auto",
     ) -> None:
-        self.renderer, self.context_length, self.check_template_every = renderer, context_length, check_template_every
+        self.renderer = renderer
+        self.context_length = context_length
+        self.check_template_every = check_template_every
         self._writer = TurnWriter(renderer, tool_format or detect_format(renderer.chat_template), thinking)
         self._vocabulary = Vocabulary.of(renderer)
         self._num_made = 0
@@ -98,7 +100,8 @@ class ConversationRenderer:
             UserError: the messages are not in the order of an episode, there is nothing to learn, the template cannot
                 write a message, or there are more tokens than the model may read. Names the conversation and the rule.
         """
-        where, tools = conversation.where, conversation.tools
+        where = conversation.where
+        tools = conversation.tools
         given = [{k: v for k, v in message.items() if v is not None} for message in conversation.messages]
         learnt = [_is_learnt(message, f"{where} messages[{place}]") for place, message in enumerate(given)]
         messages = tuple({k: v for k, v in message.items() if k not in LOSS_MARKS} for message in given)
@@ -136,18 +139,21 @@ class ConversationRenderer:
 
     def _trajectory(self, conversation: Conversation, messages: tuple[Message, ...]) -> tuple[Trajectory, Stream]:
         """Return the trajectory of an episode with these messages, and its stream."""
-        renderer, stream = self.renderer, Stream()
+        renderer = self.renderer
+        stream = Stream()
         places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
         stream.read(renderer.prompt(messages[: places[0]], conversation.tools))
         turns: list[Turn] = []
         for place, following in zip(places, [*places[1:], len(messages)], strict=True):
-            text, answers = messages[place]["content"], messages[place + 1 : following]
+            text = messages[place]["content"]
+            answers = messages[place + 1 : following]
             ids = (*renderer.encoder.encode(text), renderer.closer_id)
             versions = ((0, len(ids)),)
             start, end = stream.write(Completion(ids, (0.0,) * len(ids), "stop", len(stream.ids), versions))
             turns.append(Turn(start, end, text, "stop", versions, 0, answers, {}, 0.0, 0.0))
             if stops := set(ids[:-1]) & set(renderer.stop_ids):
-                rule, got = "must not end before its closing token", renderer.decode(sorted(stops))
+                rule = "must not end before its closing token"
+                got = renderer.decode(sorted(stops))
                 raise UserError(f"messages[{place}]", rule, got, "leave the stop token out")
             if answers:
                 stream.read(renderer.suffix(answers, last_id=renderer.closer_id, has_tools=bool(conversation.tools)))
@@ -170,7 +176,8 @@ class ConversationRenderer:
 
     def spans(self, stream: ConversationStream) -> Iterator[tuple[bool, str]]:
         """Yield (is learnt, text) for each run of the stream; an image's placeholders are shown once."""
-        ids, image = stream.ids_T.tolist(), self.renderer.image_token_id
+        ids = stream.ids_T.tolist()
+        image = self.renderer.image_token_id
         edges = [0, *(np.flatnonzero(np.diff(stream.mask_T)) + 1).tolist(), len(ids)]
         for start, end in pairwise(edges):
             kept = [t for k, t in enumerate(ids[start:end]) if t != image or k == 0 or ids[start + k - 1] != image]
@@ -201,7 +208,8 @@ def _is_learnt(message: Message, where: str) -> bool:
 
 def _with_mask(trajectory: Trajectory, learnt: list[bool]) -> ConversationStream:
     """Add the loss mask; `learnt` says of each turn whether it is to be learnt."""
-    mask_T, turns_T = np.zeros_like(trajectory.mask_T), np.zeros(len(trajectory.ids_T), dtype=np.int64)
+    mask_T = np.zeros_like(trajectory.mask_T)
+    turns_T = np.zeros(len(trajectory.ids_T), dtype=np.int64)
     for number, (turn, is_learnt) in enumerate(zip(trajectory.turns, learnt, strict=True), 1):
         if is_learnt:
             mask_T[turn.start : turn.end] = True
@@ -230,7 +238,8 @@ def _check_order(messages: tuple[Message, ...], where: str, tool_format: ToolFor
 
 def _check_results(messages: tuple[Message, ...], where: str, tool_format: ToolFormat) -> None:
     """Raise `UserError` where a tool's message answers no call; the answer to a malformed call is allowed."""
-    waiting, known = 0, set()
+    waiting = 0
+    known = set()
     for place, message in enumerate(messages):
         if message["role"] == "assistant":
             calls = message.get("tool_calls") or ()

@@ -97,8 +97,13 @@ class Episode:
         thinking: Thinking | None = None,
         rewards: RewardSum = RewardSum(),
     ) -> None:
-        self.engine, self.renderer, self.limits, self.sampling = engine, renderer, limits, sampling
-        self.use_tools, self.thinking, self.rewards = use_tools, thinking, rewards
+        self.engine = engine
+        self.renderer = renderer
+        self.limits = limits
+        self.sampling = sampling
+        self.use_tools = use_tools
+        self.thinking = thinking
+        self.rewards = rewards
         self._numbers = count()
         self._vocabulary = Vocabulary.of(renderer)
 
@@ -165,7 +170,9 @@ class Episode:
 
     async def _play(self, state: _EpisodeState) -> tuple[float, EndReason, str | None]:
         """Play the turns, grade them and close the environment; return reward, end reason and error."""
-        env, reward, error = state.env, 0.0, None
+        env = state.env
+        reward = 0.0
+        error = None
         try:
             # Opened before the environment: which episodes share a batch must not depend on how fast environments are.
             async with self.engine.session() as session:
@@ -174,11 +181,15 @@ class Episode:
                 end_reason = await self._alternate(session, state)
             reward = await env.reward(state.turns[-1].text if state.turns else "")
         except ToolFault as fault:  # whatever the environment's own `reward` would say
-            reward, end_reason, error = self.limits.env.reward_min_val, EndReason.TOOL_FAULT, str(fault)
+            reward = self.limits.env.reward_min_val
+            end_reason = EndReason.TOOL_FAULT
+            error = str(fault)
         except EnvFault as fault:
-            end_reason, error = EndReason.ENV_TIMEOUT if fault.timed_out else EndReason.ENV_ERROR, str(fault)
+            end_reason = EndReason.ENV_TIMEOUT if fault.timed_out else EndReason.ENV_ERROR
+            error = str(fault)
         except _BrokenStream as broken:
-            end_reason, error = EndReason.INVALID_STREAM, str(broken)
+            end_reason = EndReason.INVALID_STREAM
+            error = str(broken)
         except asyncio.CancelledError as cancelled:
             if cancelled.args != (ABORT,):
                 raise
@@ -191,15 +202,19 @@ class Episode:
     def _checked(self, trajectory: Trajectory, state: _EpisodeState, started: float) -> Trajectory:
         """Return the trajectory, plain and with its timing; an `invalid_stream` where its stream breaks a rule."""
         check_started = time.perf_counter()
-        end_reason, error, rule = trajectory.end_reason, trajectory.error, None
+        end_reason = trajectory.end_reason
+        error = trajectory.error
+        rule = None
         if end_reason is not EndReason.INVALID_STREAM:
             rule = broken_invariant(trajectory, self._vocabulary, state.stream.pieces)
             if rule is None and state.checks_template:
                 rule = template_mismatch(trajectory, self.renderer, state.tools)
         if rule is not None:
-            end_reason, error = EndReason.INVALID_STREAM, f"{error}\n\n{rule}" if error else rule
+            end_reason = EndReason.INVALID_STREAM
+            error = f"{error}\n\n{rule}" if error else rule
         now = time.perf_counter()
-        total_s, check_s = now - started, state.check_s + now - check_started
+        total_s = now - started
+        check_s = state.check_s + now - check_started
         engine_s = sum([turn.engine_s for turn in trajectory.turns])
         timing = Timing(time.time() - total_s, total_s, engine_s, state.env.seconds, check_s)
         facts = {"metadata": state.metadata, "is_exact": state.is_exact}
@@ -238,7 +253,8 @@ class Episode:
 
         Adds the turn to the state in any case, then raises the fault of engine or environment, if there is one.
         """
-        stream, env = state.stream, state.env
+        stream = state.stream
+        env = state.env
         request = GenerateRequest(stream.ids, stream.images, room, self.sampling, state.seed * 1000 + number - 1)
         asked = time.perf_counter()
         completion = await session.generate(request)
@@ -251,7 +267,8 @@ class Episode:
         text = self._text(completion.ids)
         state.messages.append({"role": "assistant", "content": text})
         env_s = env.seconds
-        result, fault = _NO_STEP, None if rule is None else _BrokenStream(rule)
+        result = _NO_STEP
+        fault = None if rule is None else _BrokenStream(rule)
         if fault is None and completion.finish == "stop":
             try:
                 result = await env.step(text)

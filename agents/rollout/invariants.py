@@ -68,7 +68,8 @@ def check_types(completion: object) -> None:
     """Raise TypeError for what is no completion: code that returns this is broken, not an episode."""
     if not isinstance(completion, Completion):
         raise TypeError(f"an engine's generate must return a Completion, got {type(completion).__name__}")
-    ids, logprobs = completion.ids, completion.logprobs
+    ids = completion.ids
+    logprobs = completion.logprobs
     if not isinstance(ids, tuple) or not isinstance(logprobs, tuple):
         got = f"{type(ids).__name__} and {type(logprobs).__name__}"
         raise TypeError(f"ids and logprobs of a Completion must be tuples, got {got}")
@@ -83,7 +84,8 @@ def broken_turn(number: int, request: GenerateRequest, completion: Completion) -
     one unless it was aborted. Each has a log-prob, and the runs of `versions` add up to their number. A turn that stops
     by itself ends with a stop id.
     """
-    c, num_tokens = completion, len(completion.ids)
+    c = completion
+    num_tokens = len(completion.ids)
     if c.prompt_length != len(request.ids):
         return f"turn {number}: the engine read {c.prompt_length} tokens, the stream has {len(request.ids)}"
     if num_tokens > request.max_new_tokens:
@@ -190,7 +192,8 @@ def _broken_start(t: TokenStream) -> str | None:
 
 
 def _broken_turns(t: TokenStream) -> str | None:
-    length, cursor = len(t.ids_T), t.prompt_length
+    length = len(t.ids_T)
+    cursor = t.prompt_length
     if not 0 <= cursor <= length:
         return f"a prompt of {cursor} tokens in a stream of {length}"
     spans = np.zeros(length, dtype=np.bool_)
@@ -286,15 +289,18 @@ def _broken_pieces(t: TokenStream, vocabulary: Vocabulary, pieces: Sequence[Rend
 
 def _different_piece(ids: Sequence[int], vocabulary: Vocabulary, pieces: Sequence[Rendered | Completion]) -> str:
     """Return a sentence that says where the stream first differs from its pieces."""
-    end, number = 0, 0
+    end = 0
+    number = 0
     for piece in pieces:
-        start, end = end, end + len(piece.ids)
+        start = end
+        end = end + len(piece.ids)
         is_turn = isinstance(piece, Completion)
         number += is_turn
         for place, given in enumerate(piece.ids, start):
             if place == len(ids) or ids[place] != given:
                 where = f"turn {number}" if is_turn else f"after turn {number}" if number else "prompt"
-                kept, given = vocabulary.show(ids[place:end]), vocabulary.show(piece.ids[place - start :])
+                kept = vocabulary.show(ids[place:end])
+                given = vocabulary.show(piece.ids[place - start :])
                 return f"{where}: the stream has {kept} at {place}, given were {given}"
     return f"{len(ids)} tokens in the stream, {end} were read and written"
 

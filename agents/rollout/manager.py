@@ -56,9 +56,13 @@ class RolloutManager:
         on_episode: Callable[[Trajectory], None] = lambda trajectory: None,
         state: ManagerState = ManagerState(),
     ) -> None:
-        self.engine, self.episode, self.options = episode.engine, episode, options
-        self._build_env, self._args = build_env, args
-        self._problem_at, self._on_episode = problem_at, on_episode
+        self.engine = episode.engine
+        self.episode = episode
+        self.options = options
+        self._build_env = build_env
+        self._args = args
+        self._problem_at = problem_at
+        self._on_episode = on_episode
         self.num_begun = state.num_begun  # groups so far, and the number of the next problem
         self._groups: dict[int, RunningGroup] = {}  # by number, in order
         self._jobs: list[tuple[int, int, int]] = []  # number, attempt, copy: a heap of episodes to begin
@@ -110,8 +114,10 @@ class RolloutManager:
     async def _play(self, num_groups: int) -> None:
         """Return when enough groups are complete, nothing is left to play, or a limit is reached."""
         options = self.options
-        self._num_groups, self._num_steps = num_groups, self._num_ahead + 1
-        self._num_tokens, self._spent_limit = 0, ""
+        self._num_groups = num_groups
+        self._num_steps = self._num_ahead + 1
+        self._num_tokens = 0
+        self._spent_limit = ""
         timer = None
         if options.max_rollout_s:
             loop = asyncio.get_running_loop()
@@ -232,7 +238,8 @@ class RolloutManager:
         """Add an episode to its group. An error of the episode, or in here, ends `collect`."""
         try:
             begun = self._running.pop(task)
-            group, copy = self._groups[begun.number], begun.copy
+            group = self._groups[begun.number]
+            copy = begun.copy
             error = None if task.cancelled() else task.exception()
             has_failed = task.cancelled() or error
             group.played[copy] = group.empty_trajectory(copy, error) if has_failed else task.result()
@@ -251,7 +258,8 @@ class RolloutManager:
         result = group.so_far()
         if result.is_dropped and group.attempt < self.options.resample:
             group.discarded += result.trajectories
-            group.attempt, group.played = group.attempt + 1, {}
+            group.attempt = group.attempt + 1
+            group.played = {}
             self._queue_missing(group)
             return
         group.result = result
@@ -282,7 +290,8 @@ class RolloutManager:
 
     def _take_aborted(self) -> tuple[TrajectoryGroup, ...]:
         """Remove and return the aborted groups, in order of number."""
-        aborted, self._aborted = self._aborted, {}
+        aborted = self._aborted
+        self._aborted = {}
         return tuple(aborted[number] for number in sorted(aborted))
 
     def _remove(self, numbers: Iterable[int]) -> dict[int, TrajectoryGroup]:

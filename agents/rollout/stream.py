@@ -69,7 +69,8 @@ class Stream:
         logprobs_T = np.zeros(len(ids_T), dtype=np.float32)
         end = 0
         for piece in self.pieces:
-            start, end = end, end + len(piece.ids)
+            start = end
+            end = end + len(piece.ids)
             if isinstance(piece, Completion):
                 mask_T[start:end] = True
                 if len(piece.logprobs) == end - start:

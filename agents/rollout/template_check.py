@@ -62,14 +62,19 @@ def template_mismatch(
 
 def _first_mismatch(t: Trajectory, renderer: Renderer, tools: Sequence[Mapping[str, Any]]) -> str | None:
     ids: list[int] = t.ids_T.tolist()
-    boundaries, said = _boundaries(t), [dict(message) for message in t.messages]
-    first, num_prompt = boundaries[0], boundaries[0].num_messages
-    images, texts = list(t.images), [renderer.text(said[:num_prompt], tools, num_prompt)]
+    boundaries = _boundaries(t)
+    said = [dict(message) for message in t.messages]
+    first = boundaries[0]
+    num_prompt = boundaries[0].num_messages
+    images = list(t.images)
+    texts = [renderer.text(said[:num_prompt], tools, num_prompt)]
     expected = _expanded(renderer, renderer.encoder.encode(texts[0]), images)
     if ids[: first.end] != expected:
         return _difference(first, renderer, ids[: first.end], expected)
     for before, b in pairwise(boundaries):
-        turn, place, messages = b.turn_before, before.num_messages, said[: b.num_messages]
+        turn = b.turn_before
+        place = before.num_messages
+        messages = said[: b.num_messages]
         if turn is None or messages[place] != {"role": "assistant", "content": turn.text}:
             return f"{b.where}: message {place + 1} is not the text of the turn before"
         messages[place] = {"role": "assistant", "content": _MARK}
@@ -106,7 +111,8 @@ def _whole_mismatch(
     texts: Sequence[str],
 ) -> str | None:
     """Compare the stream with the whole conversation up to the last boundary, tokenised at once."""
-    last, num_prompt = boundaries[-1], boundaries[0].num_messages
+    last = boundaries[-1]
+    num_prompt = boundaries[0].num_messages
     if last.turn_before is None:
         return None
     whole = renderer.text([dict(message) for message in t.messages[: last.num_messages]], tools, num_prompt)

@@ -24,7 +24,10 @@ from envs.tool_calls.thinking import Thinking
 
 MAX_LINE = 1000
 _PNG = b"\x89PNG\r\n\x1a\n"
-_HEAD, _ROLE, _NOTE, _BAD = "bold reverse", "bold cyan", "dim", "bold red"
+_HEAD = "bold reverse"
+_ROLE = "bold cyan"
+_NOTE = "dim"
+_BAD = "bold red"
 
 
 @dataclass(frozen=True)

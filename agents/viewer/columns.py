@@ -85,7 +85,8 @@ def gap_cells(rollout: Sequence[float | None] | NDArray[np.float64], train: Sequ
     >>> gap_cells([-1.0, -0.5], [-1.0, -0.25])
     {'mean_gap': 0.125, 'max_gap': 0.25, 'kl': 0.017012708343870603}
     """
-    rollout_N, train_N = _values(rollout), _values(train)
+    rollout_N = _values(rollout)
+    train_N = _values(train)
     if len(rollout_N) != len(train_N):
         return dict.fromkeys(("mean_gap", "max_gap", "kl"))
     d_N = train_N - rollout_N

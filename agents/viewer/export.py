@@ -53,9 +53,11 @@ def elements(source: Source) -> Iterator[tuple[str, bytes]]:
     seen: set[str] = set()
     for first in range(0, len(source), BLOCK):
         if (size := sum(source.sizes[first : first + BLOCK])) > MAX_BLOCK:
-            rule, fix = f"must hold blocks of {BLOCK} episodes of at most {MAX_BLOCK} bytes", "choose some with --id"
+            rule = f"must hold blocks of {BLOCK} episodes of at most {MAX_BLOCK} bytes"
+            fix = "choose some with --id"
             raise UserError("--export", rule, size, fix)
-        lines, names = list[bytes](), dict[str, None]()
+        lines = list[bytes]()
+        names = dict[str, None]()
         for index in range(first, min(first + BLOCK, len(source))):
             episode = source.episode(index)
             lines.append(dump(episode))

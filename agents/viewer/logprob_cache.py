@@ -22,7 +22,8 @@ class LogprobCache:
     """
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
-        self.max_bytes, self.num_bytes = max_bytes, 0
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
         self._arrays: OrderedDict[int, NDArray[np.float64]] = OrderedDict()
 
     def put(self, index: int, logprobs: Sequence[float | None]) -> None:

@@ -28,7 +28,10 @@ HOST = "127.0.0.1"
 HOSTS = (HOST, "localhost", "[::1]")
 _ROUTE = re.compile(r"data/([01])/(overview|episode/([0-9]{1,9})|(images/[0-9a-f]{8,64}\.png))")
 _MIN_COMPRESSED = 2048
-HTML, PLAIN, DATA, PNG = "text/html; charset=utf-8", "text/plain; charset=utf-8", "application/json", "image/png"
+HTML = "text/html; charset=utf-8"
+PLAIN = "text/plain; charset=utf-8"
+DATA = "application/json"
+PNG = "image/png"
 _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
@@ -77,7 +80,8 @@ class ViewServer(ThreadingHTTPServer):
     def server_bind(self) -> None:
         """Take the port, without the base class's look-up of this machine's name."""
         socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = HOST, self.server_address[1]
+        self.server_name = HOST
+        self.server_port = self.server_address[1]
 
     @property
     def url(self) -> str:

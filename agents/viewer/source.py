@@ -64,7 +64,10 @@ class Source:
         Raises:
             UserError: there is no recording, and `live` is not True.
         """
-        self.path, self.live, self.keep, self.limit = path, live, keep, limit
+        self.path = path
+        self.live = live
+        self.keep = keep
+        self.limit = limit
         self.recording: Recording | None = None
         self._lock = threading.RLock()
         self._state = 0
@@ -237,7 +240,8 @@ class Source:
         with self._lock:
             live = self.is_live  # read first: the run may write its last lines and its summary during the refresh
             self.refresh()
-            seen, now = Cursor.parse(after), self._now()
+            seen = Cursor.parse(after)
+            now = self._now()
             if not seen.is_behind(now):
                 seen = Cursor(now.state)
             new = self.tokens[seen.tokens :]
@@ -316,7 +320,8 @@ class Source:
         pairs of whether it is a thought, and the text.
         """
         with self._lock:
-            line, ways = self.line(index), self._opened().manifest.ways
+            line = self.line(index)
+            ways = self._opened().manifest.ways
             if (way := ways.get(line["way"])) and way.thinking:
                 line["turns"] = [{**turn, "parts": way.thinking.parts(turn["text"])} for turn in line["turns"]]
             later = {"outcome": self.outcome(index), "score": self.score(index)}

@@ -58,7 +58,8 @@ def _figures(source: Source, indices: Sequence[int]) -> list[str]:
         found = numbers(name)
         return format(sum(found) / len(found), form) if found else ""
 
-    num_calls, num_failed = sum(numbers("num_tool_calls")), sum(numbers("num_tool_errors"))
+    num_calls = sum(numbers("num_tool_calls"))
+    num_failed = sum(numbers("num_tool_errors"))
     pairs = [(source.columns["kl"][i], source.columns["num_model_tokens"][i]) for i in indices]
     scored = [(kl, count) for kl, count in pairs if isinstance(kl, float) and isinstance(count, int)]
     num_scored = sum(count for _, count in scored)

@@ -20,9 +20,12 @@ from envs.safe_text import escape_lines
 Colouring = Literal["mask", "probability", "gap"]
 
 #: Bounds between the five levels of a token: lowest probabilities of levels 0 to 3, lowest gaps of levels 1 to 4.
-PROBABILITIES, GAPS = (0.9, 0.5, 0.1, 0.01), (0.001, 0.01, 0.1, 1.0)
+PROBABILITIES = (0.9, 0.5, 0.1, 0.01)
+GAPS = (0.001, 0.01, 0.1, 1.0)
 STYLES = ("green", "cyan", "yellow", "magenta", "bold red")
-READ, WRITTEN, UNKNOWN = "dim", "bold", "underline"
+READ = "dim"
+WRITTEN = "bold"
+UNKNOWN = "underline"
 #: Without colours, a token of this level or above is followed by its value.
 MIN_NOTED = 2
 #: More equal tokens in a row, such as those of a picture, are shown as one token with their number.
@@ -40,7 +43,8 @@ def stream_text(
 ) -> Text:
     """Return the stream of an episode. Without colours, ⟦ ⟧ enclose the model's tokens and { } enclose values."""
     values_T = _values(episode, score, by)
-    text, written = Text(), False
+    text = Text()
+    written = False
     for place, label in _runs(episode, tokens):
         is_model = bool(episode.mask[place])
         if is_model != written and not has_colours:

@@ -79,7 +79,8 @@ def as_written(label: str) -> str:
     short = f"{value:.7g}" if is_single else f"{value:.15g}"
     if len(short) <= len(label) - 4 and not (is_single and _single(float(short)) != value):
         return short
-    near, exact = Fraction(value).limit_denominator(100), Fraction(value)
+    near = Fraction(value).limit_denominator(100)
+    exact = Fraction(value)
     return str(near) if abs(near - exact) <= abs(exact) / 2 ** (24 if is_single else 52) else label
 
 
@@ -94,7 +95,8 @@ def _revealing(survey: PlayedEpisode, tools: Sequence[dict[str, Any]], args: Env
         yield Script("revealed", "solution() without its answer", (*survey.solution[:-1], NO_ANSWER))
     label = str(survey.sample.label)
     for tool in tools:
-        name, arguments = tool["function"]["name"], example_arguments(tool, label)
+        name = tool["function"]["name"]
+        arguments = example_arguments(tool, label)
         if label in arguments.values():
             call = write_call(name, arguments, args.tool_format)
             yield Script("revealed", f"{name} of the label", (call, NO_ANSWER))
@@ -166,7 +168,8 @@ def _needed(evidence: Evidence, episodes: Sequence[PlayedEpisode]) -> str:
 
 def check_wrong(evidence: Evidence) -> Finding:
     """Wrong answers are no success, and no reward is out of the range of the entry."""
-    name, spec = "wrong answers", evidence.spec
+    name = "wrong answers"
+    spec = evidence.spec
     judged = [(episode, episode.reward) for episode in evidence.of("wrong") if episode.reward is not None]
     problems = [
         f"{where(episode)}: {quoted(episode.script.texts[-1])} scores {reward:g}"

@@ -118,9 +118,11 @@ def _difference(first: PlayedEpisode, again: PlayedEpisode) -> str | None:
 
 def check_calls(evidence: Evidence) -> Finding:
     """No model text causes a fault or exceeds the time limit of a step, and a broken call gets an answer."""
-    name, limit_s = "malformed calls", evidence.spec.step_timeout_s
+    name = "malformed calls"
+    limit_s = evidence.spec.step_timeout_s
     known = {(fault.call, fault.summary) for _, fault in evidence.ordinary_faults}
-    episodes, problems = evidence.of("hostile", "revealed"), []
+    episodes = evidence.of("hostile", "revealed")
+    problems = []
     faults: list[tuple[PlayedEpisode, str, str]] = []
     note = f"played in this program, which a text could stop ({evidence.note}). " if evidence.note else ""
     outcomes: dict[str, list[str]] = defaultdict(list)
@@ -162,7 +164,8 @@ def _outcome(step: StepResult) -> str:
 
 def check_timing(evidence: Evidence) -> Finding:
     """Resets and steps stay within their time limits; `check_calls` judges the steps with hostile texts."""
-    name, spec = "timing", evidence.spec
+    name = "timing"
+    spec = evidence.spec
     episodes = [episode for episode in evidence.of("gold", "wrong", "plain", "revealed") if not episode.fault]
     resets = [episode.reset_s for episode in episodes if episode.reset_s is not None]
     steps = [seconds for episode in episodes for seconds in episode.steps_s]

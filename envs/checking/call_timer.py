@@ -14,7 +14,8 @@ from typing import IO
 
 #: How much longer than its limit a call may take before its process is ended: the runner's own limit acts before.
 GRACE_S = 2.0
-CALLS, TRACES = "calls", "traces"
+CALLS = "calls"
+TRACES = "traces"
 
 _TIMEOUT = "Timeout ("
 _FRAME = re.compile(r'^  File "[^"]+", line \d+ in .*$', re.MULTILINE)
@@ -67,7 +68,8 @@ class CallTimer:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.calls, self.traces = (folder / CALLS).open("w"), (folder / TRACES).open("w")
+        self.calls = (folder / CALLS).open("w")
+        self.traces = (folder / TRACES).open("w")
         faulthandler.enable(self.traces)
 
     def call(self, label: str, limit_s: float, inline: bool = False) -> _TimedCall:
@@ -82,7 +84,9 @@ class CallTimer:
 
 class _TimedCall:
     def __init__(self, calls: IO[str], traces: IO[str], label: str, limit_s: float) -> None:
-        self._calls, self._traces, self._limit_s = calls, traces, limit_s
+        self._calls = calls
+        self._traces = traces
+        self._limit_s = limit_s
         self._is_begun = self._is_over = False
         self._name = label.split()[0].replace("open", "reset")
 

@@ -188,14 +188,16 @@ async def play_episode(
     reward: float | None = None
     fault: Fault | None = None
     runs_tools = False
-    call, text = "reset", ""
+    call = "reset"
+    text = ""
     try:
         started = time.perf_counter()
         opening = await runner.open()
         reset_s = time.perf_counter() - started
         runs_tools = runner.runs_tools
         for number, text in enumerate(script.texts[:max_turns], start=1):
-            call, started = f"step {number}", time.perf_counter()
+            call = f"step {number}"
+            started = time.perf_counter()
             try:
                 steps.append(await runner.step(text))
             finally:

@@ -35,7 +35,8 @@ def located_line(fault: str | None, default: str = "") -> str:
 
     Example: "KeyError: 2 (shop.py:12)".
     """
-    line, place = last_line(fault), author_location(frames_in(fault or "")) or default
+    line = last_line(fault)
+    place = author_location(frames_in(fault or "")) or default
     return line if not place or f"({place})" in line else f"{line} ({place})"
 
 

@@ -173,7 +173,8 @@ def call_records(step: StepResult) -> list[dict[str, Any]]:
 
 def unlike(one: Sequence[Message], other: Sequence[Message]) -> str:
     """Describe how two conversations differ: "'3' and '4'", "the pictures differ"."""
-    first, second = "".join(texts(one)), "".join(texts(other))
+    first = "".join(texts(one))
+    second = "".join(texts(other))
     if first != second:
         same = next((place for place, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), len(second))
         start = same - 10 if same > 20 else 0

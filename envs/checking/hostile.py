@@ -52,7 +52,8 @@ def example_value(schema: Mapping[str, Any], text: str = "...", share: float = 0
 def example_arguments(tool: Mapping[str, Any], text: str = "...") -> dict[str, Any]:
     """Return arguments for the required parameters of a tool; each text argument is `text`."""
     parameters = tool["function"].get("parameters") or {}
-    properties, required = parameters.get("properties") or {}, parameters.get("required") or ()
+    properties = parameters.get("properties") or {}
+    required = parameters.get("required") or ()
     return {
         name: example_value(properties.get(name, {}), text, (place + 1) / (len(required) + 1))
         for place, name in enumerate(required)
@@ -62,7 +63,8 @@ def example_arguments(tool: Mapping[str, Any], text: str = "...") -> dict[str, A
 def hostile_scripts(tools: Sequence[Mapping[str, Any]], tool_format: ToolFormat) -> list[Script]:
     """Return one-turn scripts with texts that break weak call parsers and weak tools."""
     tool = tools[0] if tools else {"function": {"name": "f", "parameters": {"properties": {"a": {"type": "string"}}}}}
-    name, arguments = str(tool["function"]["name"]), example_arguments(tool)
+    name = str(tool["function"]["name"])
+    arguments = example_arguments(tool)
     good = write_call(name, arguments, tool_format)
     broken, odd = _hermes(name, arguments) if tool_format == "hermes" else _qwen_xml(name, arguments)
     other = write_call(name, arguments, "qwen_xml" if tool_format == "hermes" else "hermes")

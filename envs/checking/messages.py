@@ -32,7 +32,9 @@ _TAGS = re.compile(r"<\|[^|<>\s]{1,40}\|>|</?tool_(?:call|response)>")
 
 def check_prompts(evidence: Evidence) -> Finding:
     """Prompts are messages with known roles and parts, and their pictures decode."""
-    name, problems, counts = "prompts", [], []
+    name = "prompts"
+    problems = []
+    counts = []
     openings = {episode.sample.id: episode.opening for episode in evidence.of("survey") if episode.reset_s is not None}
     for sample in evidence.samples:
         try:
@@ -71,7 +73,8 @@ def check_tools(evidence: Evidence) -> Finding:
         return Finding(name, None, "no method of this ToolEnv is marked with @tool")
     if not tools:
         return Finding(name, None, "the environment has no tools" if evidence.is_opened else NOT_REACHED)
-    problems, remarks = [], []
+    problems = []
+    remarks = []
     for each in tools:
         problem = schema_problem(each)
         if problem:
@@ -92,7 +95,8 @@ def check_tools(evidence: Evidence) -> Finding:
 
 def _silence(evidence: Evidence, tool: dict[str, Any]) -> tuple[bool, str] | None:
     """Return (is_certain, problem) if a tool never answered anything; None if it did or was never called."""
-    name, made_up = tool["function"]["name"], "made up"
+    name = tool["function"]["name"]
+    made_up = "made up"
     is_guessed = made_up in example_arguments(tool, made_up).values()
     answered: dict[bool, list[bool]] = defaultdict(list)  # by whether solution() made the call
     for episode in evidence.episodes:
@@ -128,7 +132,8 @@ def schema_problem(tool: Any) -> str | None:
     parameters = function.get("parameters")
     if not isinstance(parameters, dict) or parameters.get("type") != "object":
         return f'{called}: parameters must be {{"type": "object", "properties": {{...}}}}, got {parameters!r:.80}'
-    properties, required = parameters.get("properties", {}), parameters.get("required", [])
+    properties = parameters.get("properties", {})
+    required = parameters.get("required", [])
     if not isinstance(properties, dict) or not all(isinstance(schema, dict) for schema in properties.values()):
         return f"{called}: properties must map names to schemas, got {properties!r:.80}"
     if unknown := [key for key in required if key not in properties]:
@@ -138,8 +143,10 @@ def schema_problem(tool: Any) -> str | None:
 
 def check_rendering(evidence: Evidence) -> Finding:
     """Every conversation renders: each text verbatim, each picture as one placeholder."""
-    name, template = "rendering", evidence.template
-    problems, count = [], 0
+    name = "rendering"
+    template = evidence.template
+    problems = []
+    count = 0
     for episode in evidence.episodes:
         conversation = [*episode.prompt, *episode.opening]
         for text, step in zip(episode.script.texts, episode.steps, strict=False):
@@ -183,14 +190,17 @@ def _render_problems(
     if template.placeholder is None:
         return
     spelled = sum(text.count(template.placeholder) for text in texts(conversation))
-    found, pictures = rendered.count(template.placeholder) - spelled, len(message_images(conversation))
+    found = rendered.count(template.placeholder) - spelled
+    pictures = len(message_images(conversation))
     if found != pictures:
         yield f"{pictures} pictures, but {found} placeholders {template.placeholder}"
 
 
 def check_control_tokens(evidence: Evidence) -> Finding:
     """The environment's texts contain no token with which a template marks turns or pictures."""
-    name, own, echoed = "control tokens", [], Counter[str]()
+    name = "control tokens"
+    own = []
+    echoed = Counter[str]()
     for episode in evidence.episodes:
         written = "".join(episode.script.texts)
         places = [("a prompt", _CONTROL, text) for text in texts(episode.prompt)]

@@ -61,12 +61,18 @@ class LocalPlayer:
         printed: Path | None = None,
     ) -> None:
         """`temporary` is the folder of temporary files and `printed` the output of the program, if it has its own."""
-        self._args, self._samples, self._build_env, self._watcher = args, samples, build_env, watcher
+        self._args = args
+        self._samples = samples
+        self._build_env = build_env
+        self._watcher = watcher
         self._limits = replace(EnvLimits.of(spec), on_tool_fault=args.on_tool_fault)
         self._prompts = [checked_prompt(sample) for sample in samples]  # decode once, not for every episode
         self._fingerprints = list(map(_fingerprint, samples))
-        self._loop, self._generators = asyncio.Runner(), Generators()
-        self._places, self._num_played, self.note = (temporary, printed), 0, note
+        self._loop = asyncio.Runner()
+        self._generators = Generators()
+        self._places = (temporary, printed)
+        self._num_played = 0
+        self.note = note
         self.outlives_hangs = spec.isolation == "process"
         self.start = self.state()
 

@@ -75,11 +75,14 @@ class WorkerPlayer:
     A `CallTimer` ends the worker where no time limit acts. The next episode gets a new one.
     """
 
-    note, outlives_hangs = "", True
+    note = ""
+    outlives_hangs = True
 
     def __init__(self, spec: EnvSpec, args: EnvArgs, samples: Sequence[Sample]) -> None:
         """Raises `_NotInAWorker` if the worker cannot import the environment, or cannot be sent what it needs."""
-        self._spec, self._args, self._samples = spec, args, samples
+        self._spec = spec
+        self._args = args
+        self._samples = samples
         self._prompts = [checked_prompt(sample) for sample in samples]
         self._temporary = tempfile.TemporaryDirectory(prefix="check-", ignore_cleanup_errors=True)
         self._folder = Path(self._temporary.name)
@@ -108,7 +111,8 @@ class WorkerPlayer:
         """Play an episode of the sample at a place."""
         if not self._worker.is_alive:
             self._start()
-        sample, prompt = self._samples[place], self._prompts[place]
+        sample = self._samples[place]
+        prompt = self._prompts[place]
         try:
             data = self._worker.call(_play, place, script, options, timeout_s=self._bound_s)
         except (WorkerDied, WorkerTimeout, WorkerError) as error:
@@ -132,7 +136,8 @@ class WorkerPlayer:
             what = str(error).strip()
         else:
             what = f"the environment ended the process: {error}; with `isolation: process` it ends its own alone"
-        text, is_closing = f"{call.frames}{what}", call.name == "close"
+        text = f"{call.frames}{what}"
+        is_closing = call.name == "close"
         name = f"step {call.num_steps}" if call.name == "step" else call.name
         fault = None if is_closing else Fault(name, text, has_hung, process_ended=True)
         return PlayedEpisode(
@@ -154,7 +159,8 @@ class WorkerPlayer:
 
     def _hang(self, call: LostCall, script: Script) -> str:
         """Return what is said of a call that only the end of its process could stop."""
-        turn, limit_s = max(call.num_steps, 1), call.limit_s
+        turn = max(call.num_steps, 1)
+        limit_s = call.limit_s
         given = script.texts[turn - 1] if script.texts and call.name in ("step", "reward") else None
         found = find_tool_calls(given, self._args.tool_format) if given else []
         tools = dict.fromkeys(call.name for call in found[:3] if isinstance(call, ToolCall))

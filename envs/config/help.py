@@ -50,7 +50,8 @@ def help_of(field: FieldInfo) -> str:
 
     Example: "problems per training step (>=1; default: 8)".
     """
-    text, default = field.description or "", field.default
+    text = field.description or ""
+    default = field.default
     if field.is_required():
         return text
     words = words_of(field.annotation) + ["MODULE:NAME of your own"] * takes_references(field.annotation)

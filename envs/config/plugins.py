@@ -181,7 +181,8 @@ def give(found: object) -> str:
     It names the object's own module where that can be imported. Otherwise `envs.config.given` keeps it: an object of a
     notebook, a script or a function can be found by this process only.
     """
-    module, name = getattr(found, "__module__", None), getattr(found, "__qualname__", "")
+    module = getattr(found, "__module__", None)
+    name = getattr(found, "__qualname__", "")
     if module and module != "__main__" and getattr(sys.modules.get(module), name, None) is found:
         return f"{module}:{name}"
     return f"{given.__name__}:{given.keep(found)}"

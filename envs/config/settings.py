@@ -136,7 +136,8 @@ def validate(model: type[M], settings: Settings) -> M:
     Raises:
         UserError: a value breaks a rule. The error names the source of the value.
     """
-    fields, tree = dict(leaves(model)), dict[str, Any]()
+    fields = dict(leaves(model))
+    tree = dict[str, Any]()
     for path, setting in settings.items():
         place = tree
         for name in path[:-1]:

@@ -119,7 +119,8 @@ class Sources:
 
         Example: "--beta of TRL is --kl-coef here: weight of the KL to the reference network in the loss".
         """
-        name, fields = flag.lstrip("-+~").replace("-", "_").lower(), {path[-1]: field for path, field in leaves(model)}
+        name = flag.lstrip("-+~").replace("-", "_").lower()
+        fields = {path[-1]: field for path, field in leaves(model)}
         programs = self.other_names()
         for own in dict.fromkeys(names[name] for names in programs.values() if name in names):
             if own in fields:

@@ -78,7 +78,8 @@ class ConversationRows:
     """
 
     def __init__(self, source: RowSource, options: ConversationOptions, limit: int | None = None) -> None:
-        self._source, self._options = source, options
+        self._source = source
+        self._options = options
         self._size = len(source.rows) if limit is None else min(limit, len(source.rows))
         prompt = options.system_prompt or options.default_system_prompt or None
         self._access = image_access(source, options.allow_outside_images, options.allow_remote_images)
@@ -88,7 +89,9 @@ class ConversationRows:
         return self._size
 
     def __getitem__(self, index: int, /) -> Conversation:
-        row, where, options = self._source.rows[index], f"{self._source.name} row {index}", self._options
+        row = self._source.rows[index]
+        where = f"{self._source.name} row {index}"
+        options = self._options
         given = self._source.as_given(row.get(options.tools_key))
         tools = read_tools(given, f"{where} {options.tools_key}") or options.default_tools
         if row.get(options.messages_key) is None:

@@ -198,7 +198,8 @@ def _place_images(messages: Sequence[Message], num_images: int, where: str) -> l
     for message in messages:
         parts = message["content"]
         if missing and message["role"] == "user":
-            parts, missing = [*missing, *parts], []
+            parts = [*missing, *parts]
+            missing = []
         if all(part["type"] == "text" for part in parts):
             parts = "".join(part["text"] for part in parts)
         placed.append({**message, "content": parts})

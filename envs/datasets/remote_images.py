@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 #: The longest wait for one picture in seconds, redirects and repeats included.
 TIMEOUT_S = 30.0
 #: How often a busy or broken server is asked for a picture, and the seconds before asking again.
-ATTEMPTS, PAUSE_S = 3, 0.5
+ATTEMPTS = 3
+PAUSE_S = 0.5
 MAX_REDIRECTS = 5
 #: The largest size of the cache. The pictures that were not used for longest make room for new ones.
 MAX_CACHE_BYTES = 16 * 2**30
@@ -41,7 +42,8 @@ _REDIRECTS = (301, 302, 303, 307, 308)
 #: Ports of other services begin below this one.
 _FIRST_FREE_PORT = 1024
 #: The only IPv6 addresses that the internet routes, and those that carry an IPv4 address in their last four bytes.
-_UNICAST, _NAT64 = ipaddress.IPv6Network("2000::/3"), ipaddress.IPv6Network("64:ff9b::/96")
+_UNICAST = ipaddress.IPv6Network("2000::/3")
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 #: Not for the internet, which older versions of Python do not know: IETF protocols, relays of 6to4, documentation.
 _RESERVED = tuple(map(ipaddress.ip_network, ("192.0.0.0/24", "192.88.99.0/24", "3fff::/20")))
 
@@ -84,8 +86,10 @@ class RemoteImages:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._pictures, self._urls = folder / "pictures", folder / "urls"
-        self._lock, self._has_said_so = threading.Lock(), False
+        self._pictures = folder / "pictures"
+        self._urls = folder / "urls"
+        self._lock = threading.Lock()
+        self._has_said_so = False
         self._used: set[Path] = set()
         self._num_bytes = 0
 
@@ -185,7 +189,8 @@ async def _get(url: str, field: str) -> bytes:
 
     def open_socket(info: AddrInfoType) -> socket.socket:
         """Open a socket for an address, which is the one that aiohttp connects it to."""
-        kind, address = info[:3], str(info[4][0])
+        kind = info[:3]
+        address = str(info[4][0])
         if not is_public(address):
             raise _refusal(url, field, f"{target.host} is {address}, no public address")
         return socket.socket(*kind)

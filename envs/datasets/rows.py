@@ -250,7 +250,8 @@ def _open_folder(folder: Path, split: str) -> RowSource:
         names = ", ".join(file.name for file in files)
         raise UserError(str(folder), f"must hold the split '{split}' in one format", names, "give one of the files")
     if len(files) == 1:
-        name, stem = files[0].name, files[0].stem
+        name = files[0].name
+        stem = files[0].stem
     return RowSource(_read_files(files, name), name, stem, files[0].parent)
 
 

@@ -72,8 +72,11 @@ class RowSamples:
     def __init__(
         self, source: RowSource, keys: DataKeys, system_prompt: str | None, access: ImageAccess, size: int
     ) -> None:
-        self._source, self._keys, self._size = source, keys, size
-        self._system_prompt, self._access = system_prompt, access
+        self._source = source
+        self._keys = keys
+        self._size = size
+        self._system_prompt = system_prompt
+        self._access = access
         self._cached_sample = lru_cache(_KEPT_DECODED)(lambda index: self.record(index).to_sample())
 
     def __len__(self) -> int:
@@ -84,7 +87,8 @@ class RowSamples:
 
     def record(self, index: int) -> Record:
         """Return the checked row at `index`; its pictures are located but not decoded."""
-        row, where = self._source.rows[index], f"{self._source.name} row {index}"
+        row = self._source.rows[index]
+        where = f"{self._source.name} row {index}"
         messages, images, fields = read_messages(row, self._keys, where, self._access)
         if self._system_prompt is not None:
             messages = add_system_prompt(messages, self._system_prompt)
@@ -100,12 +104,15 @@ class RowSamples:
 
     def check(self) -> None:
         """Parse every row and decode every picture, each path once; raise the `UserError` of the first bad row."""
-        key, rows = self._keys.images, self._source.rows
+        key = self._keys.images
+        rows = self._source.rows
         # A text-only set may lack the default key; a key that the user named must exist.
         if key != DEFAULT_KEYS.images and not any(key in rows[index] for index in range(self._size)):
-            rule, got = f"must hold the images key '{key}' in some row", f"keys {', '.join(rows[0])}"
+            rule = f"must hold the images key '{key}' in some row"
+            got = f"keys {', '.join(rows[0])}"
             raise UserError(self._source.name, rule, got, column_fix("--image-keys", key, rows[0]))
-        decoded, boxed = set[Path](), list[int]()
+        decoded = set[Path]()
+        boxed = list[int]()
 
         def check_row(index: int) -> None:
             record = self.record(index)
@@ -124,7 +131,8 @@ class RowSamples:
                 for _ in pool.map(check_row, range(start, stop)):
                     pass
         if boxed:
-            name, key = self._source.name, self._keys.answer
+            name = self._source.name
+            key = self._keys.answer
             logger.info(rf"{name}: {len(boxed)} labels under '{key}' are \boxed{{x}}; the label is x")
 
 

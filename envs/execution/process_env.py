@@ -42,7 +42,8 @@ def pool_of(spec: EnvSpec) -> WorkerPool:
     if spec.workers == "local":
         return _POOL
     if importlib.util.find_spec("ray") is None:
-        field, fix = f"environment '{spec.id}' workers", "pip install 'trueturn[cluster]'"
+        field = f"environment '{spec.id}' workers"
+        fix = "pip install 'trueturn[cluster]'"
         raise UserError(field, "needs the package ray", "ray", fix)
     from envs.workers.ray_worker import RayWorker
 
@@ -71,7 +72,8 @@ class ProcessEnv(Env):
         self._worker = self._pool.acquire()
         self._is_built = self._is_closed = self._runs_tools = False
         self._observation: object = None  # the plain copy of the one that the worker keeps
-        self._lock, self._num_running = threading.Lock(), 0
+        self._lock = threading.Lock()
+        self._num_running = 0
 
     @staticmethod
     def check(spec: EnvSpec) -> None:
@@ -80,7 +82,8 @@ class ProcessEnv(Env):
             try:
                 error = worker.call(_import_error, spec, sys.path, timeout_s=IMPORT_LIMIT_S)
             except (WorkerDied, WorkerTimeout, WorkerError) as fault:
-                rule, fix = f"'{spec.entry_point.partition(':')[0]}' must import", "fix the module"
+                rule = f"'{spec.entry_point.partition(':')[0]}' must import"
+                fix = "fix the module"
                 raise UserError(f"environment '{spec.id}' entry_point", rule, str(fault), fix) from fault
         if error is not None:
             raise error
@@ -127,7 +130,8 @@ class ProcessEnv(Env):
         with self._lock:
             if self._is_closed:  # the worker may belong to another episode now
                 return
-            self._is_closed, is_running = True, self._num_running > 0
+            self._is_closed = True
+            is_running = self._num_running > 0
         worker = self._worker
         try:
             if is_running:
@@ -225,7 +229,9 @@ def _close() -> bool:
     A few more open files are no reason to end the worker: a module may keep a connection or a log.
     """
     global _env, _observation
-    env, _env, _observation = _env, None, None
+    env = _env
+    _env = None
+    _observation = None
     if env is not None:
         env.close()
     return _process_state() == _state_before and num_files() <= _files_at_start + MAX_MORE_FILES

@@ -87,7 +87,10 @@ class EnvRunner:
         watcher: Watcher = WATCHDOG,
     ) -> None:
         """`sample_id` is for messages. The environment gets only what a turn says outside of `thinking`."""
-        self._make_env, self.limits, self._sample_id, self._thinking = make_env, limits, sample_id, thinking
+        self._make_env = make_env
+        self.limits = limits
+        self._sample_id = sample_id
+        self._thinking = thinking
         self._watcher = watcher
         self.tools: Sequence[dict[str, Any]] = ()
         #: Whether the environment's steps are made of tool calls, as those of a `ToolEnv`; known once it is open.
@@ -118,7 +121,8 @@ class EnvRunner:
             ToolFault: the text made the step fail, and the entry says that the episode counts.
             EnvFault: any other fault.
         """
-        progress, said = _StepProgress(), self._said(response_text)
+        progress = _StepProgress()
+        said = self._said(response_text)
         try:
             return await self._call(self.limits.step_timeout_s, self._step, self._slot, said, progress)
         except ToolFault:
@@ -269,12 +273,14 @@ class _Slot:
     def abandon(self) -> bool:
         """Return whether there is an environment, which the caller must close; one that comes later its builder."""
         with self._lock:
-            is_first, self._abandoned = not self._abandoned, True
+            is_first = not self._abandoned
+            self._abandoned = True
             return is_first and self._env is not None
 
     def take(self) -> EpisodeEnv:
         """Remove and return the environment."""
-        env, self._env = self.env, None
+        env = self.env
+        self._env = None
         return env
 
 

@@ -43,7 +43,8 @@ class DaemonThreads:
         self._waiting: deque[Callable[[], Any]] = deque()
         self._idle: list[SimpleQueue[None]] = []  # wakes an idle thread; the latest one is last
         self._began: dict[int, float] = {}  # when each working thread began its call
-        self._num_allowed, self._num_taken = NUM_EAGER, 0
+        self._num_allowed = NUM_EAGER
+        self._num_taken = 0
         self._blocked = threading.Event()
         self._watcher: threading.Thread | None = None
 

@@ -122,7 +122,8 @@ class Watchdog:
 
     def _forget(self) -> None:
         """Start anew in a forked process: it has neither the thread nor a watching process of its own."""
-        self._lock, self._memory = threading.Lock(), None
+        self._lock = threading.Lock()
+        self._memory = None
 
 
 class WatchedCall:
@@ -133,7 +134,10 @@ class WatchedCall:
     def __init__(
         self, memory: mmap.mmap, free: deque[int], label: str, limit_s: float, inline: int, is_isolated: bool
     ) -> None:
-        self._memory, self._free, self._label, self._limit_s = memory, free, label, limit_s
+        self._memory = memory
+        self._free = free
+        self._label = label
+        self._limit_s = limit_s
         self._is_isolated = is_isolated
         self._inline = inline  # its number among the calls on the event loop, 0 on a thread
         self._slots: list[int] = []  # none or one
@@ -173,9 +177,11 @@ def _shared_file() -> IO[bytes]:
         file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
         file.truncate(SIZE)
     except OSError as error:
-        size, reason = -(-SIZE // 1024), error.strerror
+        size = -(-SIZE // 1024)
+        reason = error.strerror
         rule = f"must be a folder where a file of {size} KiB can be written (see also `ulimit -f`)"
-        folder, fix = os.environ.get("TMPDIR") or "/tmp", f"give another folder ({reason})"
+        folder = os.environ.get("TMPDIR") or "/tmp"
+        fix = f"give another folder ({reason})"
         raise UserError("TMPDIR", rule, folder, fix) from error
     return file
 

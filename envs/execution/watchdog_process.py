@@ -26,11 +26,14 @@ BEAT_S = 0.2
 SHORTEST_S = 10.0
 #: How long code that no environment's call runs may keep the interpreter, such as the writing of a large file: until a
 #: note (with no call under way), and until the end.
-NO_CALL_S, LONGEST_S = 3 * SHORTEST_S, 60 * SHORTEST_S
-LABEL_SIZE, NUM_CALLS = 400, 1024
+NO_CALL_S = 3 * SHORTEST_S
+LONGEST_S = 60 * SHORTEST_S
+LABEL_SIZE = 400
+NUM_CALLS = 1024
 #: What a thread counts up; then the inline call under way (0: none), as its number and the place of its entry plus 1.
 BEAT = struct.Struct("<QQQ")
-COUNT, INLINE = struct.Struct("<Q"), struct.Struct("<QQ")
+COUNT = struct.Struct("<Q")
+INLINE = struct.Struct("<QQ")
 #: Limit in seconds (0: no call), the thread's number in the system and in Python, whether an entry's `isolation` says
 #: where it runs, and what is called.
 CALL = struct.Struct(f"<dQQ?{LABEL_SIZE}s")
@@ -65,7 +68,12 @@ def main(pid: int, number: int, memory: mmap.mmap, traces: int) -> None:
     """Watch until the process has ended, or has to be killed."""
     for ignored in (signal.SIGINT, signal.SIGTERM):  # the run answers to them, and this process ends with it
         signal.signal(ignored, signal.SIG_IGN)
-    last, inline, silent_s, inline_s, stopped_s, is_told = -1, (0, 0), 0.0, 0.0, 0.0, False
+    last = -1
+    inline = (0, 0)
+    silent_s = 0.0
+    inline_s = 0.0
+    stopped_s = 0.0
+    is_told = False
     while os.getppid() == pid:
         time.sleep(BEAT_S)
         # Its own rounds are counted, not the clock: a program that was stopped and continued is not late.
@@ -78,7 +86,8 @@ def main(pid: int, number: int, memory: mmap.mmap, traces: int) -> None:
         beat, *place = BEAT.unpack_from(memory)
         silent_s = silent_s + BEAT_S if beat == last else 0.0
         inline_s = inline_s + BEAT_S if place[1] and tuple(place) == inline else 0.0
-        last, inline = beat, (place[0], place[1])
+        last = beat
+        inline = (place[0], place[1])
         if max(silent_s, inline_s) < SHORTEST_S:
             is_told = False
             continue

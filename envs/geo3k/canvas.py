@@ -18,7 +18,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 Point = complex
 
-WIDTH, HEIGHT = 160, 128
+WIDTH = 160
+HEIGHT = 128
 BORDER = 3  # pixels at each edge that stay white
 
 ARC_RADIUS = 11.0
@@ -59,7 +60,8 @@ def _draw_line(draw: ImageDraw.ImageDraw, start: Point, end: Point, width: int) 
     # Pillow's own wide lines differ in width by direction; shifted thin ones do not.
     step = 1j if abs((end - start).real) > abs((end - start).imag) else 1
     for k in range(width):
-        a, b = start + k * step, end + k * step
+        a = start + k * step
+        b = end + k * step
         draw.line((round(a.real), round(a.imag), round(b.real), round(b.imag)), fill=0)
 
 
@@ -77,7 +79,9 @@ class Canvas:
     """
 
     def __init__(self, line_width: int = 1, font_size: int = 15, overprint: tuple[int, int] | None = None) -> None:
-        self._line_width, self._font_size, self._overprint = line_width, font_size, overprint
+        self._line_width = line_width
+        self._font_size = font_size
+        self._overprint = overprint
         self._strokes: list[tuple[Point, Point]] = []  # drawn with the figure's line width
         self._marks: list[tuple[Point, Point]] = []  # drawn one pixel wide: ticks, dashes, right angles
         self._arcs: list[tuple[Point, float, float, float]] = []  # center, radius, start and end in degrees
@@ -95,10 +99,13 @@ class Canvas:
         `stretch` bounds the ratio of the x and y scales: 1 keeps every angle.
         """
         points = list(points)
-        xs, ys = [p.real for p in points], [p.imag for p in points]
+        xs = [p.real for p in points]
+        ys = [p.imag for p in points]
         low = complex(min(xs), min(ys))
-        span_x, span_y = max(max(xs) - low.real, 1e-6), max(max(ys) - low.imag, 1e-6)
-        room_x, room_y = WIDTH - 2 * margin[0], HEIGHT - 2 * margin[1]
+        span_x = max(max(xs) - low.real, 1e-6)
+        span_y = max(max(ys) - low.imag, 1e-6)
+        room_x = WIDTH - 2 * margin[0]
+        room_y = HEIGHT - 2 * margin[1]
         scale = min(room_x / span_x, room_y / span_y)
         factor = rng.uniform(0.93, 1.0)
         scale_x = factor * min(room_x / span_x, scale * rng.uniform(1, stretch))
@@ -119,7 +126,8 @@ class Canvas:
 
     def dashed(self, start: Point, end: Point) -> None:
         """Draw a dashed line: 4 pixels on, 3 off."""
-        along, length = _unit(end - start), abs(end - start)
+        along = _unit(end - start)
+        length = abs(end - start)
         for k in range(int(length // 7) + 1):
             self._marks.append((start + along * 7 * k, start + along * min(7 * k + 4, length)))
         self._obstacles.append((start, end))
@@ -140,7 +148,8 @@ class Canvas:
 
     def ticks(self, start: Point, end: Point, count: int = 1, at: float = 0.5) -> None:
         """Mark a segment as equal to others with the same number of ticks, at a fraction of its length."""
-        along, middle = _unit(end - start), start + (end - start) * at
+        along = _unit(end - start)
+        middle = start + (end - start) * at
         across = along * 4j
         for k in range(count):
             place = middle + along * 4 * (k - (count - 1) / 2)
@@ -157,7 +166,8 @@ class Canvas:
 
     def angle(self, vertex: Point, start: Point, end: Point, text: str, arcs: int = 1) -> None:
         """Mark the angle below 180 degrees at `vertex` between two rays with an arc and a label on its bisector."""
-        u, v = _unit(start - vertex), _unit(end - vertex)
+        u = _unit(start - vertex)
+        v = _unit(end - vertex)
         if _cross(u, v) < 0:
             u, v = v, u
         first = math.degrees(cmath.phase(u))
@@ -169,7 +179,8 @@ class Canvas:
             middle = vertex + bisector * radius
             self._obstacles += [(vertex + u * radius, middle), (middle, vertex + v * radius)]
         box = self._box(text)
-        half_x, half_y = box.width / 2, box.height / 2
+        half_x = box.width / 2
+        half_y = box.height / 2
         # The label is as close to the vertex as possible without touching the rays or the arc.
         reach = max(half_x * abs(ray.imag) + half_y * abs(ray.real) for ray in (u, v)) + 1 + self._line_width / 2
         beyond_arc = ARC_RADIUS + 3 * arcs - 2 + half_x * abs(bisector.real) + half_y * abs(bisector.imag)
@@ -201,7 +212,8 @@ class Canvas:
         return Image.blend(_on_paper(box, size), _on_paper(twin, size), 0.5)
 
     def _place(self, center: Point, box: Image.Image) -> None:
-        reach_x, reach_y = box.width / 2 + BORDER, box.height / 2 + BORDER
+        reach_x = box.width / 2 + BORDER
+        reach_y = box.height / 2 + BORDER
         x = min(max(center.real, reach_x), WIDTH - reach_x)
         y = min(max(center.imag, reach_y), HEIGHT - reach_y)
         self._labels.append((complex(x, y), box))
@@ -211,20 +223,23 @@ class Canvas:
         """The cost of a layout: 3 for each stroke or label that a label touches, 1 for labels out of order."""
         touching = 0
         for index, (center, box) in enumerate(self._labels):
-            x, y = box.width / 2 + 0.5, box.height / 2 + 0.5
+            x = box.width / 2 + 0.5
+            y = box.height / 2 + 0.5
             for other, other_box in self._labels[:index]:
                 apart = other - center
                 touching += abs(apart.real) < x + other_box.width / 2 + 2 and abs(apart.imag) < y + other_box.height / 2
             for start, end in self._obstacles:
                 # Separating axes of a box and a segment: x, y and the segment's normal.
-                half, off = (end - start) / 2, (start + end) / 2 - center
+                half = (end - start) / 2
+                off = (start + end) / 2 - center
                 touching += (
                     abs(off.real) < x + abs(half.real)
                     and abs(off.imag) < y + abs(half.imag)
                     and (half == 0 or abs(_cross(half, off)) < x * abs(half.imag) + y * abs(half.real))
                 )
             for middle, radius in self._circles:
-                dx, dy = abs(middle.real - center.real), abs(middle.imag - center.imag)
+                dx = abs(middle.real - center.real)
+                dy = abs(middle.imag - center.imag)
                 nearest = math.hypot(max(dx - x, 0), max(dy - y, 0))
                 touching += nearest < radius < math.hypot(dx + x, dy + y)
         ordered = self._labels[: self._ordered]
@@ -242,7 +257,8 @@ class Canvas:
         image = Image.new("L", (WIDTH, HEIGHT), 255)
         draw = ImageDraw.Draw(image)
         for center, radius in self._circles:
-            x, y = center.real, center.imag
+            x = center.real
+            y = center.imag
             draw.ellipse((x - radius, y - radius, x + radius, y + radius), outline=0, width=self._line_width)
         for dot in self._dots:
             draw.ellipse((dot.real - 1.5, dot.imag - 1.5, dot.real + 1.5, dot.imag + 1.5), fill=0)
@@ -250,7 +266,8 @@ class Canvas:
             for start, end in lines:
                 _draw_line(draw, start, end, width)
         for center, radius, first, last in self._arcs:
-            x, y = center.real, center.imag
+            x = center.real
+            y = center.imag
             draw.arc((x - radius, y - radius, x + radius, y + radius), first, last, fill=0)
         for center, box in self._labels:
             image.paste(box, (round(center.real - box.width / 2), round(center.imag - box.height / 2)))

@@ -115,7 +115,8 @@ def make_problem(family: str, level: int, rng: Random) -> Problem:
         question, wording = theorem.word(givens, unknown, shape, rng)
     else:
         givens, unknown = FAMILIES[family].sample(rng, level)
-        question, wording = FAMILIES[family].question(givens, unknown), None
+        question = FAMILIES[family].question(givens, unknown)
+        wording = None
     reasoning, answer = _ALL[family].solve(givens, unknown)
     return Problem(family, level, givens, unknown, question, answer, reasoning, wording)
 
@@ -142,15 +143,18 @@ def draw_with_boxes(problem: Problem, rng: Random, small_print: bool = False) ->
 
 
 def _lay_out(problem: Problem, rng: Random) -> Canvas:
-    line_width, font_size = rng.choice((1, 1, 2)), rng.choice((14, 15, 15, 16))
+    line_width = rng.choice((1, 1, 2))
+    font_size = rng.choice((14, 15, 15, 16))
     overprint = next(iter(_differences(problem.givens, problem.rival or problem.givens)), None)
-    best, fewest = None, 0
+    best = None
+    fewest = 0
     for _ in range(LAYOUT_TRIES):
         canvas = Canvas(line_width, font_size, overprint)
         FAMILIES[problem.family].draw(canvas, problem.givens, problem.unknown, rng)
         conflicts = canvas.conflicts
         if best is None or conflicts < fewest:
-            best, fewest = canvas, conflicts
+            best = canvas
+            fewest = conflicts
         if not conflicts:
             break
     assert best is not None, f"{LAYOUT_TRIES} layouts were tried"

@@ -96,7 +96,8 @@ class ProceduralGeo3k(MadeSamples):
 
     def _sample(self, index: int) -> tuple[Problem, Random]:
         rng = Random(f"{self.seed}/{self.split}/{self.place(index)}")
-        family, level = rng.choice(self.families), rng.choice(self.levels)
+        family = rng.choice(self.families)
+        level = rng.choice(self.levels)
         for _ in range(KEY_TRIES):
             problem = make_problem(family, level, rng)
             if split_of(problem.key) == self.split:

@@ -57,7 +57,8 @@ def run(argv: Sequence[str] | None = None) -> int:
     try:
         sheet(images, config.columns).quantize(200).save(config.out, "PNG", optimize=True)
     except (OSError, ValueError) as error:
-        rule, fix = "must be a file that can be written", f"give another ({error})"
+        rule = "must be a file that can be written"
+        fix = f"give another ({error})"
         raise UserError("--out", rule, str(config.out), fix) from error
     print(f"{len(images)} pictures in {config.out}")
     return 0

@@ -49,7 +49,8 @@ class Geo3kZoomEnv(ToolEnv):
         """
         width, height = self.picture.size
         box = (left * width // 1000, top * height // 1000, right * width // 1000, bottom * height // 1000)
-        part_width, part_height = box[2] - box[0], box[3] - box[1]
+        part_width = box[2] - box[0]
+        part_height = box[3] - box[1]
         if min(part_width, part_height) < MIN_SIDE:
             rule = f"The part must be at least {MIN_SIDE} pixels wide and high, with left < right and top < bottom"
             raise ToolError(f"{rule}; it is {part_width} x {part_height}.", "bad_arguments")

@@ -55,7 +55,8 @@ def _start(worker: AnyWorker) -> None:
         works = worker.call(prepare, ALGEBRA_MEMORY_BYTES, timeout_s=START_LIMIT_S)
         cause = "a wrong verdict"
     except (WorkerError, WorkerDied, WorkerTimeout) as error:
-        works, cause = False, str(error).strip().rpartition("\n")[2]
+        works = False
+        cause = str(error).strip().rpartition("\n")[2]
     if not works:
         worker.kill()
         fix = "install math-verify[antlr4-13-2], and leave 500 MB of memory for it"

@@ -40,11 +40,13 @@ def evaluate(tokens: tuple[str, ...]) -> tuple[tuple[Number, ...] | None, str]:
     ((Fraction(1, 2),), '')
     """
     try:
-        items, shape = [tokens], ""
+        items = [tokens]
+        shape = ""
         if "," in tokens:
             inner = tokens
             if tokens[-1] in BRACKETS.values() and tokens[0] in BRACKETS:
-                inner, shape = tokens[1:-1], tokens[0] + tokens[-1]
+                inner = tokens[1:-1]
+                shape = tokens[0] + tokens[-1]
             items = _split(inner)
         elif tokens.count("\\pm") == 1:
             items = [tuple(sign if token == "\\pm" else token for token in tokens) for sign in "+-"]
@@ -52,7 +54,8 @@ def evaluate(tokens: tuple[str, ...]) -> tuple[tuple[Number, ...] | None, str]:
     except (ArithmeticError, ValueError):
         return None, ""
     if len(values) > 1 and shape in ("", "\\{\\}"):
-        values, shape = sorted(values, key=lambda value: (value.real, value.imag)), ","
+        values = sorted(values, key=lambda value: (value.real, value.imag))
+        shape = ","
     return tuple(values), shape
 
 
@@ -197,7 +200,8 @@ class _Evaluator:
 
     def _sin_cos(self, angle: float) -> tuple[float, float]:
         """Return sine and cosine, exactly at the multiples of 90 degrees."""
-        sin, cos = math.sin(angle), math.cos(angle)
+        sin = math.sin(angle)
+        cos = math.cos(angle)
         off = min(abs(sin), abs(cos))
         if abs(angle) > MAX_ANGLE or ROUNDING < off < TOO_NEAR:
             self._fail()

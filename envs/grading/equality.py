@@ -43,7 +43,8 @@ def same_value(answer: Reading, label: Reading) -> bool:
     if answer.matrix and label.matrix:
         return _same_cells(answer.matrix, label.matrix)
     if ("=" in answer.form) != ("=" in label.form):
-        answer, label = answer.in_full(), label.in_full()
+        answer = answer.in_full()
+        label = label.in_full()
     if not are_comparable(answer, label):
         return False
     if not all(is_readable(reading) and not is_tower(reading) for reading in (answer, label)):
@@ -87,7 +88,8 @@ def _same_cells(answer: list[list[str]], label: list[list[str]]) -> bool:
 
 def _same_numbers(answer: Reading, label: Reading) -> bool:
     """Compare the numbers of two readings one by one."""
-    given, gold = answer.values or (), label.values or ()
+    given = answer.values or ()
+    gold = label.values or ()
     has_decimal = _has_decimal(answer, label)
     is_rounded = _has_long_decimal(answer) or _has_long_decimal(label)
     pairs = zip(given, gold, strict=False)
@@ -119,7 +121,8 @@ def _same_rational(a: Fraction, b: Fraction, has_decimal: bool) -> bool:
         return True
     if not has_decimal or a.denominator == b.denominator == 1:
         return False
-    rounded_a, rounded_b = _rounded(a, FLOAT_DIGITS), _rounded(b, FLOAT_DIGITS)
+    rounded_a = _rounded(a, FLOAT_DIGITS)
+    rounded_b = _rounded(b, FLOAT_DIGITS)
     if (rounded_a == b and _is_decimal(a)) or (rounded_b == a and _is_decimal(b)):
         return True
     is_float = any(_is_decimal(number) and _rounded(number, EXACT_DIGITS) != number for number in (a, b))

@@ -17,13 +17,15 @@ def extract_boxed(text: str) -> str | None:
     if first < 0:
         return None
     opened: list[int] = []  # content start of a box, or -1 for a plain brace
-    last_start, last_end = -1, -1
+    last_start = -1
+    last_end = -1
     for match in _BOX_OR_BRACE.finditer(text, first):
         token = match.group()
         if token == "}":
             start = opened.pop() if opened else -1
             if start > last_start:
-                last_start, last_end = start, match.start()
+                last_start = start
+                last_end = match.start()
         elif token[-1] == "{" and token != "\\{":
             opened.append(-1 if token == "{" else match.end())
     return text[last_start:last_end].strip() if last_start >= 0 else None

@@ -51,7 +51,8 @@ class Grader:
         """
         if len(answer) > MAX_CHARS or len(label) > MAX_CHARS:
             return float(bool(label.strip()) and answer.split() == label.split())
-        given, gold = read(answer), read(label)
+        given = read(answer)
+        gold = read(label)
         return float(bool(given.form) and bool(gold.form) and self.is_equal(given, gold))
 
     def extract(self, text: str) -> str | None:

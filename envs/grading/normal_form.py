@@ -85,7 +85,9 @@ def _superscript(match: re.Match[str]) -> str:
 
 def _repeating(match: re.Match[str]) -> str:
     """Return a repeating decimal as a fraction: 0.1666... as (15/90)."""
-    whole, fixed, cycle = match[1] or "0", match[2], match[3] or match[4]
+    whole = match[1] or "0"
+    fixed = match[2]
+    cycle = match[3] or match[4]
     digits = whole + fixed
     return f"({int(digits + cycle) - int(digits)}/{(10 ** len(cycle) - 1) * 10 ** len(fixed)})"
 

@@ -27,7 +27,8 @@ _PROSE = re.compile(r"(?<![\\A-Za-z])(?:[A-Za-z]{3,}|or|is)(?![A-Za-z])|[^\w\\+\
 
 def is_readable(reading: Reading) -> bool:
     """Return whether math-verify reads the whole text as mathematics: no prose, unknown commands or stray numbers."""
-    form, tokens = reading.form, reading.tokens
+    form = reading.form
+    tokens = reading.tokens
     is_name = form.isalpha() and len(form) > 1
     if not form.isascii() or is_name or _PROSE.search(form) or "." in tokens:
         return False
@@ -53,7 +54,8 @@ def are_comparable(left: Reading, right: Reading) -> bool:
             return False
     if ("=" in left.tokens) != ("=" in right.tokens):
         return False
-    left_letters, right_letters = _letters(left), _letters(right)
+    left_letters = _letters(left)
+    right_letters = _letters(right)
     if left_letters != right_letters and {a.lower() for a in left_letters} == {a.lower() for a in right_letters}:
         return False  # math-verify reads X as x
     if "," in left.tokens and "," in right.tokens and not _SET_COMMANDS.intersection(left.tokens + right.tokens):
@@ -87,7 +89,8 @@ def _is_number(token: str) -> bool:
 
 def _brackets(reading: Reading) -> str:
     r"""Return the outer brackets: "(]" for ``(a,b]``, "" for ``a,b``, for ``\{a,b\}`` and ``(a),(b)``."""
-    first, last = reading.tokens[0], reading.tokens[-1]
+    first = reading.tokens[0]
+    last = reading.tokens[-1]
     if first not in ("(", "[") or last not in (")", "]"):
         return ""
     depth = 0
@@ -112,7 +115,8 @@ def is_tower(reading: Reading) -> bool:
 
     The time limit stops an expensive text that passes; one that is found here costs nothing.
     """
-    form, tokens = reading.form, reading.tokens
+    form = reading.form
+    tokens = reading.tokens
     if _HUGE_FACTORIAL.search(form) or len(_ROOT_DEGREE.findall(form)) != form.count("\\sqrt["):
         return True
     if "^" in _EXPONENT.sub("", form) or _SECOND_EXPONENT.search(form):

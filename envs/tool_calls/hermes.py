@@ -40,14 +40,16 @@ def read_hermes(text: str) -> TurnCalls:
         decodable = _DECODABLE.match(text, start)
         assert decodable is not None, (start, limit)
         limit = decodable.end()
-    rest, at = text[start:limit], len(OPEN)
+    rest = text[start:limit]
+    at = len(OPEN)
     found: list[ToolCall | ToolCallError] = []
     is_repaired = False
     while True:
         value, end = decode(rest, at)
         if value is BAD_ESCAPE and not is_repaired:
             is_repaired = True
-            rest, at = double_lone_backslashes(rest[at:]), 0
+            rest = double_lone_backslashes(rest[at:])
+            at = 0
             value, end = decode(rest, at)
         if not isinstance(value, dict):
             end = at
@@ -65,7 +67,8 @@ def read_hermes(text: str) -> TurnCalls:
             break
         at = tag + len(OPEN)
         if at > _MAX_OFFSET:
-            rest, at = rest[at:], 0
+            rest = rest[at:]
+            at = 0
     return TurnCalls(tuple(found), start, text.rfind(CLOSE) + len(CLOSE) if is_closed else len(text))
 
 
@@ -77,7 +80,8 @@ def _read_untagged(text: str) -> TurnCalls:
         return TurnCalls(tuple(map(interpret, calls)), start, len(text))
     if CLOSE in text:
         return TurnCalls((_NO_OPENING_TAG,), len(text), len(text))
-    head, end = _OTHER_HEAD.search(text), text.rfind("</function>")
+    head = _OTHER_HEAD.search(text)
+    end = text.rfind("</function>")
     if head is not None and head.end() <= end:
         return TurnCalls((_OTHER_FORM,), head.start(), end + len("</function>"))
     return TurnCalls((), len(text), len(text))

@@ -54,7 +54,8 @@ def _explain(error: json.JSONDecodeError) -> ToolCallError:
     """Return the error; "truncated" if the text ends inside the value and no later tag could close it."""
     if error.msg.startswith("Invalid \\"):
         return BAD_ESCAPE
-    text, at = error.doc, error.pos
+    text = error.doc
+    at = error.pos
     if at >= len(text):
         return ToolCallError(_TOO_EARLY, "truncated")
     if error.msg.startswith("Unterminated"):
@@ -96,7 +97,8 @@ def interpret(value: Any) -> ToolCall | ToolCallError:
     if not isinstance(value, dict):
         return ToolCallError("The call must be a JSON object.")
     value = _unwrap(value)
-    name, arguments = value.get("name"), value.get("arguments")
+    name = value.get("name")
+    arguments = value.get("arguments")
     if "name" not in value:
         return ToolCallError('"name" is missing.')
     if not isinstance(name, str):
@@ -117,7 +119,8 @@ def _unwrap(call: dict[str, Any]) -> dict[str, Any]:
 
 def depth(value: Any) -> int:
     """Return the nesting depth of lists and dicts, without recursion: the value may reach the interpreter's limit."""
-    levels, level = 0, [value]
+    levels = 0
+    level = [value]
     while level := [item for item in level if isinstance(item, (dict, list))]:
         levels += 1
         level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item)]

@@ -48,7 +48,8 @@ class Thinking:
         >>> Thinking("<think>", "</think>").parts("Hm. <think>7?</think>8.")
         [(False, 'Hm. '), (True, '<think>7?</think>'), (False, '8.')]
         """
-        parts, done = [], 0
+        parts = []
+        done = 0
         for start, end in self._said(text):
             parts += [(True, text[done:start]), (False, text[start:end])]
             done = end

@@ -18,7 +18,8 @@ def children(pid: int | str = "self") -> list[int]:
     found = sorted(_read_children(tasks))
     # A thread that ends gives its children to another one, which may have been read before: read until two reads agree.
     for _ in range(1, _MAX_READS):
-        before, found = found, sorted(_read_children(tasks))
+        before = found
+        found = sorted(_read_children(tasks))
         if found == before:
             break
     return found

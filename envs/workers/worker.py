@@ -100,7 +100,8 @@ class _ForkServer:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), start_new_session=True
             )
-        self._socket, self._owner = ours, os.getpid()
+        self._socket = ours
+        self._owner = os.getpid()
         atexit.register(ours.close)
         return ours
 
@@ -120,7 +121,8 @@ class Worker:
 
     def __init__(self) -> None:
         self.pid, self._connection = _FORK_SERVER.fork()
-        self._calling, self._ending = threading.Lock(), threading.Lock()
+        self._calling = threading.Lock()
+        self._ending = threading.Lock()
         self._is_alive = True
         self._num_calls = 0
 
@@ -207,7 +209,8 @@ class WorkerPool:
 
     def __init__(self, size: int | None = None, make: Callable[[], AnyWorker] = Worker) -> None:
         """Set how many workers may be in use at once (None: no limit; further users wait), and what makes one."""
-        self._size, self._make = size, make
+        self._size = size
+        self._make = make
         self._reset()
 
     def _reset(self) -> None:

@@ -53,7 +53,8 @@ def objective(tokens: ModelTokens, config: AlgorithmConfig) -> Objective:
     """
     assert tokens.ref_logprobs_N is not None or not config.kl_coef, f"kl_coef {config.kl_coef} without a reference"
     # On the first update the old log-probs are the current ones: if not detached, the ratio would have no gradient.
-    old_N, rollout_N = tokens.old_logprobs_N.detach(), tokens.rollout_logprobs_N.detach()
+    old_N = tokens.old_logprobs_N.detach()
+    rollout_N = tokens.rollout_logprobs_N.detach()
     tokens = replace(tokens, old_logprobs_N=old_N, rollout_logprobs_N=rollout_N)
     correction_N, cut_N = find_correction(config.correction)(tokens, config)
     policy = find_policy_loss(config.policy_loss)(tokens, config)

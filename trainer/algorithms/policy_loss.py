@@ -70,7 +70,8 @@ def gspo(tokens: ModelTokens, config: AlgorithmConfig) -> PolicyTerms:
     stop-gradient: its value is s, and its derivative by the token's log-prob is s. Summed with equal weights within a
     sample, that is the gradient of s itself. Every sample must be whole. The authors clip at 3e-4 and 4e-4.
     """
-    log_ratio_N, sample_N = log_ratio(tokens.logprobs_N, tokens.old_logprobs_N), tokens.sample_N
+    log_ratio_N = log_ratio(tokens.logprobs_N, tokens.old_logprobs_N)
+    sample_N = tokens.sample_N
     detached_N = log_ratio_N.detach()
     zeros_S = detached_N.new_zeros(tokens.num_samples)
     total_S = zeros_S.index_add(0, sample_N, detached_N)
@@ -96,7 +97,8 @@ def _clipped(ratio_N: Tensor, advantages_N: Tensor, config: AlgorithmConfig) -> 
     """Return PPO's terms: the ratio is clipped on both sides and, with `dual_clip`, the loss of tokens with A < 0."""
     free_N = -ratio_N * advantages_N
     bounded_N = -ratio_N.clamp(1 - config.clip_low, 1 + config.clip_high) * advantages_N
-    loss_N, clipped_N = torch.maximum(free_N, bounded_N), bounded_N > free_N
+    loss_N = torch.maximum(free_N, bounded_N)
+    clipped_N = bounded_N > free_N
     if config.dual_clip:
         most_N = torch.where(advantages_N < 0, -config.dual_clip * advantages_N, torch.inf)
         clipped_N = clipped_N | (loss_N > most_N)

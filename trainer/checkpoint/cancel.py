@@ -14,7 +14,8 @@ CANCEL: dict[int, Callable[[], object]] = {}
 
 def cancel_on_request() -> None:
     """Let SIGTERM cancel the current task, as Ctrl-C does; outside the main thread, where no signal comes, `CANCEL`."""
-    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    task = asyncio.current_task()
+    loop = asyncio.get_running_loop()
     assert task is not None
     if threading.current_thread() is not threading.main_thread():
         CANCEL[threading.get_ident()] = lambda: loop.call_soon_threadsafe(task.cancel)

@@ -72,7 +72,9 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, learner: Learner, config: CheckpointConfig) -> None:
-        self.folder, self.learner, self.config = folder, learner, config
+        self.folder = folder
+        self.learner = learner
+        self.config = config
         self.num_failed = 0
         self._writing: int | None = None
         #: The last finished step and the function that gives its files; None while the weights are changing.
@@ -136,7 +138,8 @@ class Checkpoints:
             if not self.learner.is_checkpoint_written(wait):
                 return
             self._writing = None
-            part, whole = self._part(step), self.folder / f"step-{step}"
+            part = self._part(step)
+            whole = self.folder / f"step-{step}"
             _write_manifest(part, step)
             if whole.exists():  # left by a run that was rolled back
                 whole.rename(_free_name(whole, "abandoned"))
@@ -190,7 +193,8 @@ def damage(checkpoint: Checkpoint) -> str | None:
     """Return the fault of a checkpoint's files, or None."""
     try:
         manifest = json.loads((checkpoint.folder / MANIFEST).read_text(encoding="utf-8"))
-        schema, files = manifest["schema"], dict(manifest["files"])
+        schema = manifest["schema"]
+        files = dict(manifest["files"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{MANIFEST} cannot be read ({type(error).__name__})"
     if schema != SCHEMA_VERSION:
@@ -225,7 +229,8 @@ def _fingerprint(path: Path) -> tuple[int, int] | None:
     try:
         with path.open("rb") as file:
             while block := file.read(_BLOCK):
-                size, crc = size + len(block), zlib.crc32(block, crc)
+                size = size + len(block)
+                crc = zlib.crc32(block, crc)
     except OSError:
         return None
     return size, crc

@@ -99,9 +99,11 @@ class ModelCard:
         """Yield the settings of the last step that differ from their defaults; of free text only the flag."""
         _, config = self.parts[-1]
         fields = dict(leaves(type(config)))
-        rows, unnamed = [], []
+        rows = []
+        unnamed = []
         for path, (default, value) in _listed(changed(config, type(config)())):
-            flag, annotation = flag_of(path[-1], fields[path]), fields[path].annotation
+            flag = flag_of(path[-1], fields[path])
+            annotation = fields[path].annotation
             if shown := _shown(value, annotation):
                 rows.append((f"`{flag}`", shown, _shown(default, annotation) or "empty"))
             else:

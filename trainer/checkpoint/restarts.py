@@ -30,7 +30,8 @@ class RunLost(LearnerLost):
 
     def __init__(self, message: str, step: int, fault: str = "", is_interrupted: bool = False) -> None:
         super().__init__(message, fault)
-        self.step, self.is_interrupted = step, is_interrupted
+        self.step = step
+        self.is_interrupted = is_interrupted
 
 
 class Restartable(Protocol):
@@ -79,7 +80,8 @@ def why_give_up(losses: Sequence[RunLost], max_restarts: int) -> str:
     Example: "step 7 failed twice in the same way: step 7: learner rank 0 of 2 failed in step: ...; step 7: ...", where
     a rank has raised one error twice, but for its numbers. A rank that dies twice may have died of two things.
     """
-    last, causes = losses[-1], "; ".join(f"step {loss.step}: {loss}" for loss in losses)
+    last = losses[-1]
+    causes = "; ".join(f"step {loss.step}: {loss}" for loss in losses)
     alike = [loss for loss in losses[-2:] if loss.fault and _kind(loss) == _kind(last)]
     if len(losses) == 1 and (last.is_interrupted or not max_restarts):
         return str(last)
@@ -98,7 +100,8 @@ def _kind(loss: RunLost) -> tuple[int, str]:
 
 async def _restarted(context: C, losses: Sequence[RunLost], max_restarts: int) -> C:
     """Start the learner again, with the state of the newest whole checkpoint; return the run from there on."""
-    wait_s, last = WAITS_S[min(len(losses), len(WAITS_S)) - 1], losses[-1]
+    wait_s = WAITS_S[min(len(losses), len(WAITS_S)) - 1]
+    last = losses[-1]
     when = f" in {wait_s:.0f} s" if wait_s else ""
     logger.warning(f"{last}; restart {len(losses)} of {max_restarts}{when}")
     try:

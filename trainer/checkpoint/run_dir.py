@@ -19,7 +19,11 @@ from trainer.config.run import RunDirConfig
 
 #: In it, besides the files of `agents.recording.run_files`: registry entry, episodes, checkpoints, finished model, the
 #: model with the best held-out accuracy.
-ENVIRONMENT, EPISODES, CHECKPOINTS, MODEL, BEST = "environment.json", "episodes", "checkpoints", "model", "best"
+ENVIRONMENT = "environment.json"
+EPISODES = "episodes"
+CHECKPOINTS = "checkpoints"
+MODEL = "model"
+BEST = "best"
 _LOCK = ".lock"
 #: Tells runs apart that one process begins in one second.
 _numbers = itertools.count()

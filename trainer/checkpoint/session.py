@@ -90,7 +90,10 @@ class RunSession(ABC, Generic[S]):
         display: Display,
     ) -> None:
         """Continue the files in `folder` from `state`; `settings` go to the trackers."""
-        self.folder, self.state, self.num_steps, self.display = folder, state, num_steps, display
+        self.folder = folder
+        self.state = state
+        self.num_steps = num_steps
+        self.display = display
         rewind(folder / METRICS, state.metrics_bytes)
         self._settings = settings
         self.callbacks = Callbacks(log.callback)
@@ -176,7 +179,8 @@ class RunSession(ABC, Generic[S]):
 
     async def end_step(self) -> None:
         """Note that the step is done, and begin a checkpoint where one is due."""
-        self.state, is_last = self.state_now(), self.step == self.num_steps
+        self.state = self.state_now()
+        is_last = self.step == self.num_steps
         await self._on_thread(self.checkpoints.on_step_end, self.step, self._files, is_last)
 
     async def _on_thread(self, work: Callable[..., None], *args: object) -> None:

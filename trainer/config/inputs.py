@@ -17,7 +17,8 @@ from envs.success import SUCCESS_DESCRIPTION, SuccessSetting
 from envs.tool_calls.thinking import ThinkingSetting
 
 #: How many of an environment's own problems are used if no number is given.
-NUM_TRAIN, NUM_HELD_OUT = 1024, 256
+NUM_TRAIN = 1024
+NUM_HELD_OUT = 256
 
 #: How evaluations play an environment that has tools.
 Tools = Annotated[

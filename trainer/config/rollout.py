@@ -23,7 +23,8 @@ GROUP_FILTER = Plugin("a group filter", "trueturn.group_filters", ("group",))
 
 Placement = Literal["auto", "colocate", "split"]
 #: Shares of a GPU's memory for the started servers on it: of their own GPUs, and of those that a learner is on.
-OWN_GPU, SHARED_GPU = 0.8, 0.4
+OWN_GPU = 0.8
+SHARED_GPU = 0.4
 
 
 class ServersConfig(Section):

@@ -82,7 +82,8 @@ def with_whole_paths(config: C) -> C:
 
     So a run can be resumed, and its model exported, from another folder.
     """
-    config, changes = with_absolute_paths(config), dict[str, Any]()
+    config = with_absolute_paths(config)
+    changes = dict[str, Any]()
     for name in type(config).model_fields:
         value = getattr(config, name)
         if isinstance(value, BaseModel):

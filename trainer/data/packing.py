@@ -184,7 +184,8 @@ def filler_row(model: PolicyModel, with_image: bool) -> Row:
 
 def _smallest_image(model: PolicyModel) -> ProcessedImage:
     """Return a black image of one token."""
-    vision, merge = model.config.vision_config, model.merge_size
+    vision = model.config.vision_config
+    merge = model.merge_size
     patch_values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     pixels_PD = np.zeros((merge * merge, patch_values), dtype=np.float32)
     return ProcessedImage("filler", pixels_PD, (1, merge, merge), num_tokens=1)
@@ -200,7 +201,9 @@ def collate(
     before: list[NDArray[np.int64]] = []
     end = 0
     for row in rows:
-        start, prefix, first = end, row.prefix_length, row.samples[0]
+        start = end
+        prefix = row.prefix_length
+        first = row.samples[0]
         ids.append(first.ids_T[:prefix])
         positions.append(first.positions_3T[:, :prefix])
         end += prefix

@@ -27,7 +27,9 @@ from trainer.metrics.log import tool_outcomes
 #: The key in a step's info for the score, from 0 to 1, of an answer that the model gave in that turn.
 TOOL_SCORE = "tool_score"
 TAGS = ("family", "level")
-WITH_TOOL, WITHOUT_TOOL, NO_TOOLS = "with_tool", "without_tool", "no_tools"
+WITH_TOOL = "with_tool"
+WITHOUT_TOOL = "without_tool"
+NO_TOOLS = "no_tools"
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,8 @@ def ways(max_turns: int, has_tools: bool, tools: Tools = "both", required: bool 
     if required and tools == "off":
         rule = "cannot be off where the environment's entry says tools: required"
         raise UserError("--tools", rule, tools, "leave it out, or change the entry")
-    with_tool, without_tool = Way(WITH_TOOL, max_turns, True), Way(WITHOUT_TOOL, 1, False)
+    with_tool = Way(WITH_TOOL, max_turns, True)
+    without_tool = Way(WITHOUT_TOOL, 1, False)
     if required or tools == "on":
         return (with_tool,)
     return (without_tool,) if tools == "off" else (with_tool, without_tool)
@@ -108,8 +111,12 @@ class ProblemPlayer:
         options: EvaluationOptions,
         on_episode: Callable[[Trajectory], None] = lambda trajectory: None,
     ) -> None:
-        self.episode, self.samples, self.options = episode, samples, options
-        self._build_env, self._args, self._on_episode = build_env, args, on_episode
+        self.episode = episode
+        self.samples = samples
+        self.options = options
+        self._build_env = build_env
+        self._args = args
+        self._on_episode = on_episode
         self.results: list[ProblemResult] = []
         self._info_keys: set[str] = set()
 
@@ -154,7 +161,8 @@ class ProblemPlayer:
 
     def doubt(self, spec: EnvSpec, found: Evaluation) -> str:
         """Return why the environment's success is perhaps not what its author means; empty if nothing says so."""
-        rule, reward = spec.success_rule, found.mean_reward
+        rule = spec.success_rule
+        reward = found.mean_reward
         if rule and rule.key and rule.key not in self._info_keys:
             fix = did_you_mean(rule.key, self._info_keys)
             return f"no episode is a success: the entry names '{rule.key}', a key that no episode's info has; {fix}"
@@ -197,7 +205,8 @@ class ProblemPlayer:
         score: Any = turn.info.get(TOOL_SCORE)
         if not isinstance(score, Real):
             return None
-        success, share = self.options.success, float(min(1.0, max(0.0, score)))
+        success = self.options.success
+        share = float(min(1.0, max(0.0, score)))
         if success is None or success.key:
             return share == 1.0
         return success.holds(self._args.reward(share), [])
@@ -231,7 +240,8 @@ class ProblemPlayer:
 
     async def _replay(self, number: int, text: str) -> bool:
         """Return whether a new environment of a problem rewards a first turn as a right answer."""
-        sample, success = self.samples[number], self.options.success
+        sample = self.samples[number]
+        success = self.options.success
         assert success is not None, "only a success can be graded"
         make_env = lambda: self._build_env(private(sample), deepcopy(self._args))  # noqa: E731
         runner = EnvRunner(make_env, self.episode.limits.env, sample.id, self.episode.thinking)

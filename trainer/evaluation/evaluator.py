@@ -55,7 +55,8 @@ logger = logging.getLogger(__name__)
 INTERRUPTED = "interrupted"
 #: Packages whose versions the report names.
 VERSIONED = ("torch", "transformers", "numpy")
-REPORT, RESULTS = "evaluation.json", "results.jsonl"
+REPORT = "evaluation.json"
+RESULTS = "results.jsonl"
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +112,8 @@ def prepare(config: EvaluateConfig) -> EvaluationContext:
         UserError: environment, data, model, device or output folder cannot be used; says which, and how to fix it.
     """
     spec = config.env.resolve()
-    build_env, data = load_env(spec), config.data
+    build_env = load_env(spec)
+    data = config.data
     RewardSum.load(spec.reward)
     model_path = resolve_model(config.model.model)
     facts = ModelFacts.load(model_path)
@@ -199,7 +201,8 @@ class Evaluator:
 
     async def run(self) -> None:
         """Play and write the report; Ctrl-C or SIGTERM ends the playing. Raises what the engine raises."""
-        context, partial = self.context, ""
+        context = self.context
+        partial = ""
         cancel_on_request()
         self.display.begin("evaluate", len(context.ways) * len(context.samples) * self.config.measurement.samples)
         try:
@@ -223,7 +226,8 @@ class Evaluator:
                 await context.engine.close()
 
     def _make_recorder(self) -> Recorder | None:
-        context, config = self.context, self.config
+        context = self.context
+        config = self.config
         if not config.measurement.record:
             return None
         manifest = build_manifest(
@@ -235,7 +239,8 @@ class Evaluator:
         return Recorder(context.folder / EPISODES, manifest, context.renderer.encoder.spell, config.measurement.record)
 
     def _episode(self, way: Way) -> Episode:
-        context, config = self.context, self.config
+        context = self.context
+        config = self.config
         return build_episode(
             context.engine,
             context.renderer,
@@ -247,7 +252,8 @@ class Evaluator:
         )
 
     async def _play(self, way: Way) -> None:
-        context, own = self.context, self.config.measurement
+        context = self.context
+        own = self.config.measurement
         options = EvaluationOptions(
             num_samples=own.samples,
             seed=derive_seed(own.seed, "evaluate"),
@@ -277,7 +283,8 @@ class Evaluator:
                 self.display.events(servers.servers.events)
 
     def _make_report(self, partial: str) -> Report:
-        context, own = self.context, self.config.measurement
+        context = self.context
+        own = self.config.measurement
         how = Intervals(own.confidence, own.bootstrap, own.seed)
         results = {name: player.results for name, player in self._players.items() if player.results}
         pair = tuple(results.values())

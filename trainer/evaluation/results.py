@@ -209,7 +209,8 @@ def compare(first_P: Sequence[ProblemResult], second_P: Sequence[ProblemResult],
     estimate = estimate_mean(gains_P, how, bounds=(-1.0, 1.0))
     if num_samples > 1:
         return Difference(estimate, None, None, None)
-    gained, lost = gains_P.count(1.0), gains_P.count(-1.0)
+    gained = gains_P.count(1.0)
+    lost = gains_P.count(-1.0)
     return Difference(estimate, gained, lost, mcnemar(gained, lost))
 
 

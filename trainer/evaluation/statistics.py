@@ -57,7 +57,8 @@ def wilson(num_right: int, num: int, confidence: float = 0.95) -> tuple[float, f
     >>> [round(bound, 4) for bound in wilson(0, 10)]
     [0.0, 0.2775]
     """
-    z, p = NormalDist().inv_cdf((1 + confidence) / 2), num_right / num
+    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    p = num_right / num
     middle = p + z**2 / (2 * num)
     reach = z * math.sqrt(p * (1 - p) / num + z**2 / (4 * num**2))
     low, high = ((middle + side * reach) / (1 + z**2 / num) for side in (-1, 1))
@@ -99,7 +100,8 @@ def bootstrap(values_P: ArrayLike, how: Intervals, weights_P: ArrayLike | None =
     """
     values = np.asarray(values_P, dtype=np.float64)
     weights = np.ones_like(values) if weights_P is None else np.asarray(weights_P, dtype=np.float64)
-    rng, num = np.random.default_rng(how.seed), len(values)
+    rng = np.random.default_rng(how.seed)
+    num = len(values)
     at_once = max(1, MAX_DRAWS // num)
     means = [
         _means(values * weights, weights, rng.integers(num, size=(min(at_once, how.resamples - start), num)))
@@ -132,7 +134,8 @@ def estimate_mean(
     seen = [value for value, weight in zip(values_P, weights, strict=True) if weight > 0]
     assert seen, f"a mean needs a value, got {len(values_P)} of weight 0"
     if min(seen) == max(seen):
-        value, most = seen[0], wilson(0, len(seen), how.confidence)[1]
+        value = seen[0]
+        most = wilson(0, len(seen), how.confidence)[1]
         low, high = (value + most * (bound - value) for bound in bounds)
         return Estimate(value, low, high, len(seen), "constant")
     value = float(np.average(values_P, weights=weights))

@@ -146,7 +146,8 @@ def print_training_summary(
     Without a `success`, the mean reward takes the accuracy's place.
     """
     if after:
-        num_problems, figure = next(iter(after.values())).num_problems, _main_figure(after)
+        num_problems = next(iter(after.values())).num_problems
+        figure = _main_figure(after)
         table = Table(
             title=f"Held-out {title(figure)}, {num_problems} problems [95 % interval]",
             caption=f"right: {success}" if success else None,
@@ -170,5 +171,6 @@ def print_training_summary(
 
 
 def _change(before: Evaluation, after: Evaluation, figure: Figure) -> str:
-    first, last = before.estimate(figure), after.estimate(figure)
+    first = before.estimate(figure)
+    last = after.estimate(figure)
     return f"{last.value - first.value:+.3f}" if first and last else ""

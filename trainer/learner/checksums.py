@@ -14,8 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_MASK, _MASK64 = 2**32 - 1, 2**64 - 1
-_TILE, _CHUNK = 8192, 512
+_MASK = 2**32 - 1
+_MASK64 = 2**64 - 1
+_TILE = 8192
+_CHUNK = 512
 _SEEDS = (0x243F6A88, ((0x243F6A88 * 0x9E3779B1) ^ 0xDEADBEEF) & _MASK)
 #: For each half of a checksum, the factor of a word's place and how far that is rotated.
 _PLACES = ((0x27D4EB2D, 15), (0x165667B1, 13))

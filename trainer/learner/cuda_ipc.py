@@ -28,9 +28,11 @@ logger = logging.getLogger(__name__)
 BUCKET_VALUES = 2**30
 #: Indices among the arguments of `torch.multiprocessing.reductions.rebuild_cuda_tensor`: of the device, and of the
 #: shared memory of the counter and its number there.
-DEVICE_PLACE, COUNTER_PLACES = 6, slice(11, 13)
+DEVICE_PLACE = 6
+COUNTER_PLACES = slice(11, 13)
 #: Where Linux has shared memory, and the words of 8 bytes before what torch keeps in it.
-SHARED_MEMORY, HEADER_WORDS = Path("/dev/shm"), 8
+SHARED_MEMORY = Path("/dev/shm")
+HEADER_WORDS = 8
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,8 @@ def lend_weights(learner: WeightSource) -> Iterator[Loan]:
     copied them, or is lost. Each string may go to any number of receivers. A receiver opens one handle for each
     underlying tensor, so a few large tensors are faster than hundreds of small ones.
     """
-    lent, counters = list(buckets(learner.stream(), BUCKET_VALUES)), Counters()
+    lent = list(buckets(learner.stream(), BUCKET_VALUES))
+    counters = Counters()
     try:
         payloads = tuple(handles(bucket.named, counters) for bucket in lent)
         if not counters.are_new():

@@ -117,7 +117,8 @@ def restore(folder: Path, model: PolicyModel, optimizer: torch.optim.Optimizer |
         raise UserError("--resume", rule, f"{sorted(missing)[0].removeprefix('model.')} in one alone", fix)
     if optimizer is not None:
         state["optimizer"] = _moments(model, optimizer, names)
-    rank, saved_ranks = str(dist.get_rank()), {name.split(".")[1] for name in names if name.startswith("random.")}
+    rank = str(dist.get_rank())
+    saved_ranks = {name.split(".")[1] for name in names if name.startswith("random.")}
     has_same_ranks = len(saved_ranks) == dist.get_world_size()
     if has_same_ranks:
         state["random"] = {rank: _random_state()}

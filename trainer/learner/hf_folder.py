@@ -28,14 +28,17 @@ def write_weights(
     folder.mkdir(parents=True, exist_ok=True)
     file_of: dict[str, int] = {}
     waiting: dict[str, Tensor] = {}
-    num_bytes, total, number = 0, 0, 1
+    num_bytes = 0
+    total = 0
+    number = 1
 
     def flush() -> None:
         nonlocal num_bytes, number
         save_file(waiting, folder / _part(number), metadata={"format": "pt"})
         file_of.update(dict.fromkeys(waiting, number))
         waiting.clear()
-        num_bytes, number = 0, number + 1
+        num_bytes = 0
+        number = number + 1
 
     for name, weight in weights:
         if not writes:
@@ -44,7 +47,8 @@ def write_weights(
         if waiting and num_bytes + size > file_bytes:
             flush()
         waiting[name] = weight.detach().to("cpu", dtype).contiguous()
-        num_bytes, total = num_bytes + size, total + size
+        num_bytes = num_bytes + size
+        total = total + size
     if writes:
         flush()
         _name_files(folder, file_of, total)

@@ -72,7 +72,9 @@ def _not_whole(flag: str, num_ranks: int, sizes: dict[str, int]) -> UserError:
 
 
 def _broken_sizes(layout: Layout, config: Any) -> Iterator[UserError]:
-    text, vision, tensor = config.get_text_config(), getattr(config, "vision_config", None), layout.tensor
+    text = config.get_text_config()
+    vision = getattr(config, "vision_config", None)
+    tensor = layout.tensor
     shared = {"attention heads": text.num_attention_heads}  # a vocabulary is padded
     if not num_experts(config):
         shared["columns of an MLP"] = text.intermediate_size
@@ -94,7 +96,8 @@ def _broken_sizes(layout: Layout, config: Any) -> Iterator[UserError]:
 
 
 def _broken_stages(layout: Layout, config: Any) -> Iterator[UserError]:
-    layers, stages = config.get_text_config().num_hidden_layers, layout.pipeline
+    layers = config.get_text_config().num_hidden_layers
+    stages = layout.pipeline
     if layers % stages:
         yield _not_divided("--pp", stages, "layers", layers)
     deepstack = len(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", ()))

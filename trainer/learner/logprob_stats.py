@@ -18,7 +18,8 @@ from trainer.algorithms.policy_loss import k3_kl
 
 #: The histogram of |d| has this many bins a decade, from LOWEST to HIGHEST: a quantile is at most 2.4 % too large.
 BINS_PER_DECADE = 100
-LOWEST, HIGHEST = -9, 3
+LOWEST = -9
+HIGHEST = 3
 NUM_BINS = (HIGHEST - LOWEST) * BINS_PER_DECADE
 
 
@@ -61,7 +62,8 @@ class LogprobSums:
         """Add tokens; `turns_N` holds the turn of each, from 1."""
         if not len(turns_N):
             return
-        kl_N, gap_N = k3_kl(logprobs_N, rollout_logprobs_N), (logprobs_N - rollout_logprobs_N).abs().double()
+        kl_N = k3_kl(logprobs_N, rollout_logprobs_N)
+        gap_N = (logprobs_N - rollout_logprobs_N).abs().double()
         self._kl_gap_2 += torch.stack([kl_N.sum(), gap_N.sum()])
         self._largest = torch.maximum(self._largest, gap_N.nan_to_num(nan=math.inf).max())
         self._kl_K.index_add_(0, turns_N - 1, kl_N)
@@ -85,7 +87,9 @@ class LogprobSums:
         """Return the statistics over all ranks, from the sum of their `sums` and the maximum of their `largest`."""
         (kl, gap), rest = sums[:2], sums[2:]
         num_turns = len(self._kl_K)
-        kl_K, tokens_K, histogram_H = rest[:num_turns], rest[num_turns : 2 * num_turns], rest[2 * num_turns :]
+        kl_K = rest[:num_turns]
+        tokens_K = rest[num_turns : 2 * num_turns]
+        histogram_H = rest[2 * num_turns :]
         count = sum(tokens_K)
         return LogprobStats(
             num_tokens=int(count),
@@ -106,7 +110,8 @@ def quantile(histogram_H: Sequence[float], share: float) -> float:
     >>> round(quantile(histogram, 0.99), 5), round(quantile(histogram, 0.995), 5)
     (0.01023, 1.02329)
     """
-    needed, seen = math.ceil(share * sum(histogram_H) - 1e-9), 0.0
+    needed = math.ceil(share * sum(histogram_H) - 1e-9)
+    seen = 0.0
     for index, count in enumerate(histogram_H):
         seen += count
         if count and seen >= needed:

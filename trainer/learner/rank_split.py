@@ -23,7 +23,8 @@ def split_samples(samples: Sequence[TrainingSample], num_ranks: int) -> list[lis
     groups: dict[object, list[int]] = {}
     for index, sample in enumerate(samples):
         groups.setdefault(sample.prompt_key, []).append(index)
-    loads, dealt = [0] * num_ranks, [list[int]() for _ in range(num_ranks)]
+    loads = [0] * num_ranks
+    dealt = [list[int]() for _ in range(num_ranks)]
     sizes = [(Row(tuple(samples[index] for index in group)).num_tokens, group) for group in groups.values()]
     for size, group in sorted(sizes, key=lambda entry: -entry[0]):
         rank = loads.index(min(loads))

@@ -87,7 +87,8 @@ class LearnerGroup:
         """
         cluster, self._on_gpu = config.cluster, config.cluster.num_gpus > 0
         self._layout = Layout.of(cluster)
-        self._begun_with, self._given_room = (config, model_path, sampling), reserved
+        self._begun_with = (config, model_path, sampling)
+        self._given_room = reserved
         self.device = torch.device("cuda" if self._on_gpu else "cpu")
         self.dtype: torch.dtype = getattr(torch, config.model.dtype)
         self.lock = threading.RLock()
@@ -99,7 +100,8 @@ class LearnerGroup:
         self._written: list[bool] = []
         self._fault = ""
         self._is_joined = False
-        self._is_reshard_open, self._ran_out = False, False
+        self._is_reshard_open = False
+        self._ran_out = False
         self._reserved: PlacementGroup | None = None
         self._owns_ray = start_ray(cluster)
         try:
@@ -127,7 +129,11 @@ class LearnerGroup:
             if self._lost and OUT_OF_MEMORY in self._lost.fault:
                 self._ran_out = True
             self._end_ranks()
-            self.workers, self.places, self.steps_done, self._is_joined, self._lost = [], [], 0, False, None
+            self.workers = []
+            self.places = []
+            self.steps_done = 0
+            self._is_joined = False
+            self._lost = None
             try:
                 self._begin()
             except (UserError, LearnerLost, RayError) as error:
@@ -141,7 +147,8 @@ class LearnerGroup:
 
     def _place(self, cluster: ClusterConfig, on_gpu: bool, reserved: PlacementGroup | None) -> None:
         """Start a process per rank. Ranks on this host come first: rank 0 hands weights over and writes files."""
-        wanted, request = cluster.num_ranks, Request.of(cluster)
+        wanted = cluster.num_ranks
+        request = Request.of(cluster)
         if reserved is None:
             reserved = self._reserved = request.reserve()[0]
         try:
@@ -164,7 +171,8 @@ class LearnerGroup:
             return place.node != here, place.node, [gpu.zfill(4) for gpu in place.gpus]
 
         ranks = sorted(range(wanted), key=order)
-        self.workers, self.places = [self.workers[r] for r in ranks], [places[r] for r in ranks]
+        self.workers = [self.workers[r] for r in ranks]
+        self.places = [places[r] for r in ranks]
 
     def _join(self, config: LearnerPlan, model_path: Path | str, sampling: SamplingParams) -> None:
         """Let every rank load its part of the network, in one process group."""
@@ -240,7 +248,8 @@ class LearnerGroup:
 
     def begin_checkpoint(self, folder: Path) -> None:
         """Let every rank write its shards in the background, into a folder that all hosts see."""
-        self._written, self._fault = [False] * len(self.workers), ""
+        self._written = [False] * len(self.workers)
+        self._fault = ""
         self._call("begin_checkpoint", (folder.absolute(),))
 
     def is_checkpoint_written(self, wait: bool) -> bool:
@@ -316,7 +325,8 @@ class LearnerGroup:
                 raise self._lost
             refs = [getattr(w, method).remote(*own) for w, own in zip(self.workers, given, strict=True)]
             results: dict[int, Any] = {}
-            waiting, limit = list(refs), _ProgressLimit(self._begun_with[0].cluster.learner_timeout_s + SLACK_S)
+            waiting = list(refs)
+            limit = _ProgressLimit(self._begun_with[0].cluster.learner_timeout_s + SLACK_S)
             while waiting:
                 done, waiting = ray.wait(waiting, num_returns=1, timeout=PULSE_S)
                 self._ray_answered = time.monotonic()
@@ -336,7 +346,8 @@ class LearnerGroup:
 
         Ray does the same where its process on this host has died, rather than hangs.
         """
-        limit_s, is_over = self._begun_with[0].cluster.learner_timeout_s + 2 * SLACK_S, threading.Event()
+        limit_s = self._begun_with[0].cluster.learner_timeout_s + 2 * SLACK_S
+        is_over = threading.Event()
         self._ray_answered = time.monotonic()
 
         def watch() -> None:
@@ -379,7 +390,8 @@ class LearnerGroup:
                 ray.get(ref)
             except RayActorError as death:
                 if not isinstance(error, RayActorError):
-                    rank, error = refs.index(ref), death
+                    rank = refs.index(ref)
+                    error = death
             except RayError:
                 continue
         self._end_ranks()
@@ -434,12 +446,15 @@ class _ProgressLimit:
     """Ends a wait once nothing has changed for `seconds`."""
 
     def __init__(self, seconds: float) -> None:
-        self.seconds, self._seen, self._since = seconds, list[int](), time.monotonic()
+        self.seconds = seconds
+        self._seen = list[int]()
+        self._since = time.monotonic()
 
     def is_over(self, pulses: list[int]) -> bool:
         """Return whether no rank has gone on for too long; `pulses` is what each has done so far."""
         if not self._seen or any(now > before for now, before in zip(pulses, self._seen, strict=True)):
-            self._seen, self._since = pulses, time.monotonic()
+            self._seen = pulses
+            self._since = time.monotonic()
         return time.monotonic() - self._since > self.seconds
 
 

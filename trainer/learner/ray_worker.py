@@ -111,7 +111,8 @@ class LearnerWorker:
             timeout=limit,
             device_id=device if on_gpu else None,
         )
-        self._rank, self._learner = rank, build_learner(config, model_path, sampling, device)
+        self._rank = rank
+        self._learner = build_learner(config, model_path, sampling, device)
         self._sender = RankSender(self._learner)
 
     def _open_store(self, host: str, port: int, rank: int, num_ranks: int, limit: timedelta) -> TCPStore:

@@ -105,7 +105,8 @@ def bytes_to_keep_gathered(model: PolicyModel, dtype: torch.dtype) -> int:
 
 def explain_reshard(is_never: bool, need: int, room: int) -> str:
     """Return the line that says what `--reshard auto` has chosen, and why."""
-    gib, chosen = 2**30, "never" if is_never else "always"
+    gib = 2**30
+    chosen = "never" if is_never else "always"
     why = (
         f"gathered weights and gradients take {need / gib:.1f} GiB more, the first step left {room / gib:.1f} GiB free"
     )

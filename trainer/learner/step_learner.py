@@ -54,9 +54,13 @@ class StepLearner(abc.ABC, Generic[BatchT]):
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self.sampling, self.num_steps = sampling, num_steps
-        self.optim, self.algorithm, self.config = optim, algorithm, config
-        self.device, self.dtype = device, dtype
+        self.sampling = sampling
+        self.num_steps = num_steps
+        self.optim = optim
+        self.algorithm = algorithm
+        self.config = config
+        self.device = device
+        self.dtype = dtype
         self.steps_done = 0
         #: In all steps so far: shows others that a long step goes on.
         self.num_batches_begun = 0
@@ -114,7 +118,8 @@ class StepLearner(abc.ABC, Generic[BatchT]):
         everything = [sample for samples in minibatches for sample in samples]
         most_turns = max((int(s.turns_T.max()) for s in everything), default=0)
         images, turns = self._max_over_ranks([float(any(s.images for s in everything)), float(most_turns)])
-        any_images, sums = images > 0, StepSums.zero(int(turns), self.device)
+        any_images = images > 0
+        sums = StepSums.zero(int(turns), self.device)
         lr = self._set_lr()
         # The ratio compares with the policy before the step's first update. With one update, that is the policy itself.
         old = self._score(minibatches, any_images, sums) if len(minibatches) * self.optim.epochs > 1 else None
@@ -198,11 +203,13 @@ class StepLearner(abc.ABC, Generic[BatchT]):
 
         Each rank passes its share, which may be empty; every rank must call it.
         """
-        total, count = torch.zeros((), dtype=torch.float64, device=self.device), 0
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        count = 0
 
         def seen(_: BatchT, logprobs_N: Tensor, __: Tensor) -> None:
             nonlocal total, count
-            total, count = total + logprobs_N.sum(dtype=torch.float64), count + len(logprobs_N)
+            total = total + logprobs_N.sum(dtype=torch.float64)
+            count = count + len(logprobs_N)
 
         with self.lock:
             any_images = self._max_over_ranks([float(any(s.images for s in samples))])[0] > 0

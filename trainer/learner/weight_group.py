@@ -29,9 +29,12 @@ from trainer.learner.collectives import listen
 T = TypeVar("T")
 
 #: Longest wait for all servers to join, and for one bucket to reach them, and for a broken group to end.
-JOIN_S, SEND_S, ABORT_S = 120.0, 120.0, 10.0
+JOIN_S = 120.0
+SEND_S = 120.0
+ABORT_S = 10.0
 #: How often a wait looks whether the group was cancelled, and a broadcast whether it is done.
-POLL_S, DONE_S = 0.02, 0.0005
+POLL_S = 0.02
+DONE_S = 0.0005
 #: Variables that the two ends of a group must have in common. SGLang sets this one; NCCL reads it once in a process.
 SHARED_VARIABLES = {"NCCL_CUMEM_ENABLE": "0"}
 _CANCELLED = "cancelled"
@@ -60,9 +63,13 @@ class WeightGroup:
         """Open the store where the members meet, at one address of this host."""
         if device.type == "cuda" and device.index is None:  # its threads would not know which one
             device = torch.device("cuda", torch.cuda.current_device())
-        self.name, self.device, self._size, self._limit_s = name, device, num_receivers + 1, limit_s
+        self.name = name
+        self.device = device
+        self._size = num_receivers + 1
+        self._limit_s = limit_s
         limit = timedelta(seconds=JOIN_S)
-        self._address, listening = address, listen(address)
+        self._address = address
+        listening = listen(address)
         self.port: int = listening.getsockname()[1]
         options: dict[str, Any] = {"timeout": limit, "wait_for_workers": False}
         self._store = TCPStore(address, self.port, is_master=True, master_listen_fd=listening.detach(), **options)
@@ -77,7 +84,8 @@ class WeightGroup:
 
     def _connect(self) -> dist.ProcessGroup:
         """Return the group. The names of its keys are those of `torch.distributed` for a group that is made by name."""
-        is_nccl, limit = self.device.type == "cuda", timedelta(seconds=self._limit_s)
+        is_nccl = self.device.type == "cuda"
+        limit = timedelta(seconds=self._limit_s)
         store = PrefixStore(f"{self.name}/", PrefixStore(self.name, self._store))
         store = PrefixStore("cuda/" if is_nccl else "cpu/", store)
         if not is_nccl:
@@ -115,7 +123,8 @@ class WeightGroup:
             return call()
 
         result = self._thread.begin(run)
-        deadline, fault = time.monotonic() + limit_s, ""
+        deadline = time.monotonic() + limit_s
+        fault = ""
         while not fault and not wait([result], POLL_S).done:
             if self._ends.check([_CANCELLED]):
                 fault = "a server is gone"
@@ -133,7 +142,8 @@ class WeightGroup:
 
     def _abort(self) -> None:
         """End what still waits, here and, where connections break, on the servers."""
-        members, self._members = self._members, None
+        members = self._members
+        self._members = None
         if members is not None:
             ending = Thread(target=members.abort, daemon=True)
             ending.start()

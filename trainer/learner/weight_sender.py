@@ -77,7 +77,8 @@ class RankSender:
     """One rank's part of a `WeightSender`. Rank 0 sends; all ranks must call `send_weights`: it gathers shards."""
 
     def __init__(self, learner: WeightSource, bucket_values: int = BUCKET_VALUES) -> None:
-        self.learner, self._bucket_values = learner, bucket_values
+        self.learner = learner
+        self._bucket_values = bucket_values
         self._group: WeightGroup | None = None
         self.process = os.getpid()
 
@@ -112,7 +113,10 @@ class RankSender:
 
         After a fault it goes on to gather: the other ranks cannot know of it, and wait for this one.
         """
-        began, send_s, num_bytes, fault = time.perf_counter(), 0.0, 0, ""
+        began = time.perf_counter()
+        send_s = 0.0
+        num_bytes = 0
+        fault = ""
         for bucket in buckets(self.learner.stream(), self._bucket_values):
             started = time.perf_counter()
             if self._group and not fault:
@@ -135,7 +139,8 @@ class RankSender:
 
     def close_group(self) -> None:
         """Leave the group."""
-        group, self._group = self._group, None
+        group = self._group
+        self._group = None
         if group:
             group.close()
 

@@ -21,7 +21,8 @@ from agents.model.policy import PolicyModel
 from envs.errors import UserError
 from trainer.learner.lora import initial_adapter, is_adapter, plain_name
 
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
 
 
 def empty_model(path: str | Path, dtype: torch.dtype = torch.float32) -> PolicyModel:

@@ -45,7 +45,8 @@ class Display:
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console()
-        name, left = TextColumn("{task.description}", markup=False), (TextColumn("ETA"), TimeRemainingColumn())
+        name = TextColumn("{task.description}", markup=False)
+        left = (TextColumn("ETA"), TimeRemainingColumn())
         counts = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         self._progress = Progress(name, *counts, *left, console=self.console, transient=True)
         self._task: TaskID | None = None
@@ -87,7 +88,8 @@ class Display:
     @contextmanager
     def aside(self, name: str, total: int) -> Iterator[None]:
         """Show another bar of `total` parts until the block ends."""
-        task, begun = self._task, self._begun
+        task = self._task
+        begun = self._begun
         if task is not None:
             self._progress.update(task, visible=False)
             self._task = None
@@ -97,7 +99,8 @@ class Display:
         finally:
             assert self._task is not None, "begin has made the bar"
             self._progress.remove_task(self._task)
-            self._task, self._begun = task, begun
+            self._task = task
+            self._begun = begun
             if task is not None:
                 self._progress.update(task, visible=True)
 

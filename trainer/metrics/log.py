@@ -47,7 +47,8 @@ def rollout_metrics(rollout: StepRollout, max_turns: int, seconds: float) -> dic
     ends = Counter(t.end_reason.value for t in rollout.played)
     outcomes = Counter(outcome for turn in turns for outcome in tool_outcomes(turn))
     faults = Counter(name for turn in turns for name in faulty_tools(turn))
-    count, rewards = max(1, len(trajectories)), [t.reward for t in valid]
+    count = max(1, len(trajectories))
+    rewards = [t.reward for t in valid]
     metrics = {
         "reward": sum(rewards) / max(1, len(rewards)),
         "turns": sum(len(t.turns) for t in trajectories) / count,

@@ -12,7 +12,8 @@ from envs.errors import UserError, did_you_mean, first_line
 
 BUNDLED = Path(__file__).parent / "hardware"
 #: How the source of a constant begins that nobody has measured, and that of a vendor's figure.
-NOT_MEASURED, DATASHEET = "not measured", "datasheet"
+NOT_MEASURED = "not measured"
+DATASHEET = "datasheet"
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,8 @@ class Wanted:
     def __post_init__(self) -> None:
         """Raise `UserError` for what a run refuses."""
         if self.placement == "colocate" and self.transport == "nccl":
-            rule, fix = "needs servers on GPUs of their own", "give --sync auto, or --placement split"
+            rule = "needs servers on GPUs of their own"
+            fix = "give --sync auto, or --placement split"
             raise UserError("--sync nccl", rule, "--placement colocate", fix)
 
 
@@ -203,7 +204,8 @@ class Search:
         return f"a learner of {num_ranks} needs {least_gib:.0f} of {gpu_gib:g} GiB; {fix}"
 
     def _server_too_large(self, tensor_parallel: int, room_gib: float) -> str:
-        shape, longest = self.speed.shape, self.speed.workload.longest
+        shape = self.speed.shape
+        longest = self.speed.workload.longest
         weights = COMPUTE_BYTES * shape.parameters / tensor_parallel
         cache = COMPUTE_BYTES * shape.cache_values * longest / min(tensor_parallel, shape.kv_heads)
         needed = (weights + cache) / GIB

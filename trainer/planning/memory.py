@@ -215,7 +215,8 @@ def decoder_block(config: Any) -> int:
     both input layers, the activation and the product: 8 M bytes. Qwen3 norms queries and keys and does not keep their
     output. A token that k experts see is copied for each of them: input and output, 4 H bytes.
     """
-    hidden, heads = config.hidden_size, config.num_attention_heads
+    hidden = config.hidden_size
+    heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or hidden // heads
     queries_and_keys = (heads + config.num_key_value_heads) * size
     attention = (10 if config.model_type.startswith("qwen3") else 4) * queries_and_keys

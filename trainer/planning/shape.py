@@ -34,7 +34,8 @@ class ModelShape:
     @classmethod
     def of(cls, config: Any, parameters: int) -> ModelShape:
         """Count the network of a Transformers configuration that has so many parameters."""
-        text, vision = config.get_text_config(), getattr(config, "vision_config", None)
+        text = config.get_text_config()
+        vision = getattr(config, "vision_config", None)
         size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         num_experts = getattr(text, "num_experts", 0) or 0
         expert = 3 * text.hidden_size * getattr(text, "moe_intermediate_size", 0) if num_experts else 0
@@ -87,7 +88,8 @@ def triangle(length: float) -> float:
 
 def decoder_weights(text: Any, head_size: int) -> int:
     """Return the entries of the decoder's matrices; embedding, output layer and experts are left out."""
-    queries, keys = text.num_attention_heads * head_size, text.num_key_value_heads * head_size
+    queries = text.num_attention_heads * head_size
+    keys = text.num_key_value_heads * head_size
     mlp = 0 if getattr(text, "num_experts", 0) else 3 * text.hidden_size * text.intermediate_size
     return text.num_hidden_layers * (text.hidden_size * (2 * queries + 2 * keys) + mlp)
 
@@ -96,7 +98,8 @@ def vision_flops(vision: Any, grids: Sequence[tuple[int, int, int]]) -> tuple[in
     """Return the operations of the tower's matrices, mergers included, and of its attention inside each frame."""
     patches = sum(time * height * width for time, height, width in grids)
     pairs = sum(time * (height * width) ** 2 for time, height, width in grids)
-    width, merged = vision.hidden_size, vision.hidden_size * vision.spatial_merge_size**2
+    width = vision.hidden_size
+    merged = vision.hidden_size * vision.spatial_merge_size**2
     embed = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2 * width
     block = 4 * width**2 + 2 * width * vision.intermediate_size
     merger = merged**2 + merged * vision.out_hidden_size

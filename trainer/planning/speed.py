@@ -210,7 +210,8 @@ class Speed:
 
     def decode_step_s(self, rows: float, cached: float, tensor_parallel: int = 1) -> float:
         """Return the seconds in which `rows` streams of `cached` tokens together get one token each."""
-        machine, shape = self.hardware, self.shape
+        machine = self.hardware
+        shape = self.shape
         weights = COMPUTE_BYTES * shape.decode_values(rows) / tensor_parallel
         # More GPUs than key-value heads hold copies of them.
         cache = COMPUTE_BYTES * cached * shape.cache_values / min(tensor_parallel, shape.kv_heads)
@@ -265,7 +266,8 @@ class Speed:
 
         All samples of a prompt go to one rank, which reads the prompt once.
         """
-        work, group = self.workload, self.schedule.group_size
+        work = self.workload
+        group = self.schedule.group_size
         prompt = work.prompt + work.images
         added = work.stream - prompt
         pairs = triangle(prompt) + group * (triangle(work.stream) - triangle(prompt))
@@ -282,7 +284,9 @@ class Speed:
 
         Ranks that reshard gather for every forward and backward pass; others once an update.
         """
-        ranks, machine, size = learner.num_ranks, self.hardware, self.shape.parameters
+        ranks = learner.num_ranks
+        machine = self.hardware
+        size = self.shape.parameters
         moved = 2 * 8 * size / ranks / (1e9 * machine.offload_gb_s) if learner.offloads else 0.0
         if ranks == 1:
             return moved
@@ -294,7 +298,8 @@ class Speed:
 
     def sync_s(self, layout: Layout) -> float:
         """Return the seconds of a weight push: the ranks gather the weights, and the transport carries them."""
-        machine, ranks = self.hardware, layout.learner.num_ranks
+        machine = self.hardware
+        ranks = layout.learner.num_ranks
         rates = {"ipc": machine.ipc_gb_s, "nccl": machine.nccl_gb_s, "disk": machine.disk_gb_s}
         size = COMPUTE_BYTES * self.shape.parameters / 1e9
         gather = size / self._link(ranks) if ranks > 1 else 0.0

@@ -34,7 +34,8 @@ def diagnose(config: DoctorConfig, on_check: Callable[[str], None] = lambda chec
         findings = diagnose(DoctorConfig(model=ModelConfig(model="path/to/checkpoint")))
         [finding.line for finding in findings if finding.status == "fault"]
     """
-    log, checks = FindingLog(config.checkup.only, on_check), ConfigChecks(config)
+    log = FindingLog(config.checkup.only, on_check)
+    checks = ConfigChecks(config)
     try:
         checks.network  # noqa: B018 - loaded here, so that a checkpoint that cannot be read is one fault
     except UserError as error:

@@ -120,7 +120,8 @@ def crashed(error: Exception) -> Verdict:
     if isinstance(error, UserError):
         got = " ".join(str(error.got).split())
         return fault(f"{error.field} {error.rule}, got {got:.{MAX_SHOWN}}", error.fix)
-    place, trace = "", error.__traceback__
+    place = ""
+    trace = error.__traceback__
     while trace is not None:
         place = f" ({trace.tb_frame.f_code.co_filename.rsplit('/', 1)[-1]}:{trace.tb_lineno})"
         trace = trace.tb_next

@@ -73,8 +73,10 @@ class PreparedChecks:
     @classmethod
     async def open(cls, context: LiveContext, network: PolicyModel, num_problems: int) -> PreparedChecks:
         """Open the first problems of a run, and return its checks."""
-        limits, args = EnvLimits.of(context.spec), context.env_args(context.spec.max_turns)
-        samples, renderer = context.train_samples, context.renderer
+        limits = EnvLimits.of(context.spec)
+        args = context.env_args(context.spec.max_turns)
+        samples = context.train_samples
+        renderer = context.renderer
         problems = await open_problems(samples, context.build_env, args, limits, renderer, num_problems)
         return cls(context, network, problems)
 
@@ -106,7 +108,8 @@ class PreparedChecks:
         found: list[tuple[Rendered, int]] = []
         renderer = self.context.renderer
         if self.problem_with_image is not None:
-            stream, prompt = with_answer(self.problem_with_image, renderer), self.problem_with_image.prompt
+            stream = with_answer(self.problem_with_image, renderer)
+            prompt = self.problem_with_image.prompt
             twice = Rendered((*prompt.ids, *stream.ids), (*prompt.images, *stream.images))
             found += [(stream, len(prompt.ids)), (twice, 2 * len(prompt.ids))]
         plain = renderer.prompt(({"role": "user", "content": "What is 3 + 4? Write the answer as \\boxed{}."},))
@@ -120,15 +123,18 @@ class PreparedChecks:
     async def data(self) -> Verdict:
         """Check the lengths of prompts."""
         lengths = [len(problem.prompt.ids) for problem in self.problems]
-        config, context = self.context.config, self.context
-        num_kept, context_length = len(context.train_samples), config.model.context_length
+        config = self.context.config
+        context = self.context
+        num_kept = len(context.train_samples)
+        context_length = config.model.context_length
         return check_lengths(lengths, num_kept, context.num_overlong, config.env.max_new_tokens, context_length)
 
     async def template_in_play(self) -> Verdict:
         """Compare an episode of two scripted turns with the chat template's own rendering of it."""
         if not self.problems:
             return skipped("no problem could be opened")
-        problem, context = self.problems[0], self.context
+        problem = self.problems[0]
+        context = self.context
         thinking = find_thinking(context.renderer.template, context.spec.thinking)
         played = await play_scripted(problem, context.renderer, context.build_env, self.args, self.limits, thinking)
         format_verdicts = check_format(context.renderer, self.args, bool(problem.tools))
@@ -146,7 +152,8 @@ class PreparedChecks:
 
     async def image_preprocessing(self) -> Verdict:
         """Compare the image settings with the network's, and the patches of pictures with those of Transformers."""
-        store, path = self.context.renderer.images, self.context.model_path
+        store = self.context.renderer.images
+        path = self.context.model_path
         if store is None or not self.network.architecture.vision:
             return skipped(f"a {self.network.config.model_type} network takes no pictures")
         settings = read_settings(path)
@@ -167,7 +174,8 @@ class PreparedChecks:
         """Compare the learner's log-probs with those of Transformers."""
         if isinstance(self.reference, str):
             return skipped(self.reference)
-        own, expected = [], []
+        own = []
+        expected = []
         for stream, _ in self.streams:
             places = text_places(stream.ids, self.context.facts.image_token_id)
             own.append((await self.score(stream.ids, stream.images))[places])
@@ -210,7 +218,8 @@ class PreparedChecks:
     def learner_weights(self) -> Mapping[str, Tensor] | str:
         """Return the learner's weights; if other processes hold them and they do not fit here, a text that says so."""
         count = Parameters.of(self.network)
-        size, room = 4 * (count.trained + count.frozen), host_free() // 2
+        size = 4 * (count.trained + count.frozen)
+        room = host_free() // 2
         if self.context.config.cluster.num_ranks and size > room:
             return f"the weights take {size / GIB:.1f} GiB here, {room / GIB:.1f} may be used for them"
         return self.context.learner.weights()

@@ -129,9 +129,11 @@ def as_training_samples(
 
     A single episode is used twice, because a group needs two.
     """
-    chosen, weights = (*trajectories,), (*advantages,)
+    chosen = (*trajectories,)
+    weights = (*advantages,)
     if len(chosen) == 1:
-        chosen, weights = chosen * 2, weights * 2
+        chosen = chosen * 2
+        weights = weights * 2
     group = TrajectoryGroup("doctor", chosen)
     return training_samples(
         [group], [weights], facts.image_token_id, facts.merge_size, AlgorithmConfig(), max_new_tokens=1

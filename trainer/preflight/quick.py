@@ -48,8 +48,10 @@ class QuickChecks:
 
     def __init__(self, config: RunConfig) -> None:
         self._mode = config.doctor
-        self._config_checks, self._log = ConfigChecks(config), FindingLog()
-        self._num_reported, self._seconds = 0, 0.0
+        self._config_checks = ConfigChecks(config)
+        self._log = FindingLog()
+        self._num_reported = 0
+        self._seconds = 0.0
 
     def check_config(self) -> None:
         """Run the checks that need no loaded network.
@@ -60,7 +62,8 @@ class QuickChecks:
         """
         if self._mode == "off":
             return
-        started, checks = time.perf_counter(), self._config_checks
+        started = time.perf_counter()
+        checks = self._config_checks
         try:
             checks.network  # noqa: B018 - the code that loads the checkpoint says what is wrong with it
         except UserError:
@@ -105,7 +108,8 @@ class QuickChecks:
 
     def _report_new(self) -> None:
         """Log new warnings (and faults, with `--doctor warn`); raise `RunRefused` for faults with `--doctor stop`."""
-        new, self._num_reported = self._log.findings[self._num_reported :], len(self._log.findings)
+        new = self._log.findings[self._num_reported :]
+        self._num_reported = len(self._log.findings)
         faults = [finding for finding in new if finding.status == "fault"]
         for finding in new:
             if finding.status == "warning" or (finding.status == "fault" and self._mode == "warn"):

@@ -74,7 +74,8 @@ class FindingLog:
         for word in only:
             if not any(word in name for name in CHECKS):
                 raise UserError("--only", "must be in the name of a check", word, did_you_mean(word, CHECKS))
-        self._only, self._on_check = only, on_check
+        self._only = only
+        self._on_check = on_check
         self.findings: list[Finding] = []
 
     def wants(self, *names: str) -> bool:

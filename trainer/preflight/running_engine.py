@@ -29,7 +29,8 @@ from trainer.setup.components import sampling_params
 from trainer.weight_sync.sync import SyncError
 
 #: Episodes per problem, and tokens of each turn that the check of the caches generates.
-COPIES, CACHE_TOKENS = 2, 48
+COPIES = 2
+CACHE_TOKENS = 48
 #: The most updates that may be needed until the learner's log-probs have moved far enough.
 MAX_UPDATES = 8
 
@@ -85,13 +86,15 @@ class EngineChecks:
         """Check that pictures change the engine's log-probs of the text after them."""
         if self.prepared.why_no_image:
             return skipped(self.prepared.why_no_image)
-        score, variants = self.prepared.context.engine.score, self.prepared.image_variants
+        score = self.prepared.context.engine.score
+        variants = self.prepared.image_variants
         return check_image_sensitivity(*await score_variants(score, variants))
 
     async def agreement(self, num_problems: int) -> Verdict:
         """Compare the engine's log-probs of the turns that it generates with the learner's."""
         context = self.prepared.context
-        turns, samples = context.spec.max_turns, context.train_samples
+        turns = context.spec.max_turns
+        samples = context.train_samples
         groups = await rollout_groups(
             context.episode(turns, context.config.rollout.temperature),
             [samples[index] for index in range(min(num_problems, len(samples)))],
@@ -122,7 +125,8 @@ class EngineChecks:
 
     async def _scores(self, trajectory: Trajectory) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Return the engine's and the learner's log-probs of an episode."""
-        ids, images = trajectory.ids_T.tolist(), trajectory.images
+        ids = trajectory.ids_T.tolist()
+        images = trajectory.images
         return await self.prepared.context.engine.score(ids, images), await self.prepared.score(ids, images)
 
     async def caches(self) -> Verdict:
@@ -133,7 +137,8 @@ class EngineChecks:
         """
         if not self.played:
             return skipped("no episode could be played")
-        context, trajectory = self.prepared.context, self._played_with_image()
+        context = self.prepared.context
+        trajectory = self._played_with_image()
         prompt = tuple(trajectory.ids_T[: trajectory.prompt_length].tolist())
         sampling = sampling_params(context.renderer, context.config.rollout.temperature)
         images = trajectory.images[: num_images_within(prompt, trajectory.images, context.facts.image_token_id)]
@@ -172,8 +177,10 @@ class EngineChecks:
 
     async def _move_learner(self, trajectory: Trajectory, old: NDArray[np.float32]) -> float:
         """Update the learner until its log-probs of a stream have moved far enough; return how far, in nats."""
-        context, ids = self.prepared.context, trajectory.ids_T.tolist()
-        places, moved = text_places(ids, context.facts.image_token_id), 0.0
+        context = self.prepared.context
+        ids = trajectory.ids_T.tolist()
+        places = text_places(ids, context.facts.image_token_id)
+        moved = 0.0
         advantages = [1.0 if number % 2 else -1.0 for number in range(len(self.played))]
         for _ in range(MAX_UPDATES):
             samples = as_training_samples(self.played, advantages, context.facts)

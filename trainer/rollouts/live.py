@@ -86,7 +86,8 @@ class LiveContext(RunContext):
 
     def recorder(self) -> Recorder | None:
         """Return a recorder of the run's episodes; None with `--record 0`."""
-        config, turns = self.config, self.spec.max_turns
+        config = self.config
+        turns = self.spec.max_turns
         if not config.log.record:
             return None
         played = {TRAIN: self.episode(turns, config.rollout.temperature)}
@@ -97,7 +98,8 @@ class LiveContext(RunContext):
 
     def notes(self) -> list[str]:
         """Return the messages to print before the first step."""
-        notes, data = [], self.config.data
+        notes = []
+        data = self.config.data
         if self.num_overlong:
             notes.append(f"left out {self.num_overlong} problems whose prompt is over {data.max_prompt_tokens} tokens")
         if self.config.trains and self.config.rollout.max_staleness and self.config.algorithm.correction == "none":
@@ -134,7 +136,8 @@ class LiveRollouts:
         self._order: tuple[int, list[int]] = (-1, [])  # an epoch, and the order of its problems
         self._step = 0
         self._has_doubted = False
-        self._step_began, self._busy_before_s = 0.0, tuple[float, ...]()
+        self._step_began = 0.0
+        self._busy_before_s = tuple[float, ...]()
 
     @property
     def events(self) -> Sequence[str]:
@@ -146,7 +149,9 @@ class LiveRollouts:
         start = self.context.start
         with start.shown(self.events), start.clock.stage("the engine and its probe"):
             await self.context.weight_sync.start(version)
-        config, context, self._step = self.config, self.context, version
+        config = self.config
+        context = self.context
+        self._step = version
         names = {field.name for field in fields(RolloutOptions)} - {"group_filter"}
         self._manager = RolloutManager(
             context.episode(context.spec.max_turns, config.rollout.temperature),
@@ -167,14 +172,16 @@ class LiveRollouts:
 
     async def collect(self, num_groups: int) -> StepRollout:
         """Play the groups of the next step."""
-        self._step_began, self._busy_before_s = time.perf_counter(), tuple(self.context.weight_sync.transport.busy_s)
+        self._step_began = time.perf_counter()
+        self._busy_before_s = tuple(self.context.weight_sync.transport.busy_s)
         self._step += 1
         rollout = await self._started.collect(num_groups, steps_to_come=self.config.steps - self._step)
         return replace(rollout, weight_version=self.context.engine.weight_version)
 
     def idle_fracs(self) -> Mapping[str, float]:
         """Return the share of the time since `collect` was called in which a server wrote nothing, over all servers."""
-        passed_s, busy_s = time.perf_counter() - self._step_began, self.context.weight_sync.transport.busy_s
+        passed_s = time.perf_counter() - self._step_began
+        busy_s = self.context.weight_sync.transport.busy_s
         shares = [1 - (now - then) / passed_s for now, then in zip(busy_s, self._busy_before_s, strict=False)]
         return {"idle/servers_time_frac": sum(shares) / len(shares)} if shares else {}
 
@@ -203,7 +210,8 @@ class LiveRollouts:
         source = self.context.eval_samples
         if source is None or not len(source):
             return {}
-        all_ways, spec = self.context.ways, self.context.spec
+        all_ways = self.context.ways
+        spec = self.context.spec
         options = EvaluationOptions(
             seed=derive_seed(self.config.seed, "evaluate"),
             success=spec.success_rule,
@@ -251,7 +259,8 @@ def prepare(config: RunConfig, start: Start | None = None, with_engine: bool = T
     Raises:
         UserError: environment, data, model, device or output folder cannot be used.
     """
-    start, spec = start or Start(), config.env.resolve()
+    start = start or Start()
+    spec = config.env.resolve()
     check_success(config.evaluation, spec)
     with ExitStack() as cleanup:
         connect_workers(config.cluster, spec, cleanup)
@@ -271,7 +280,8 @@ def prepare(config: RunConfig, start: Start | None = None, with_engine: bool = T
         renderer = Renderer.from_checkpoint(model_path, template_options(config.model))
         label = f"{config.env.env}-{'' if config.trains else 'rollouts-'}seed{config.seed}"
         opened = open_run(config, label, cleanup, keeps=lambda: start.failure is not None)
-        folder, room = opened.folder, reserve_room(config, cleanup)
+        folder = opened.folder
+        room = reserve_room(config, cleanup)
         servers = own_servers(config, model_path, renderer, folder, room, cleanup)
         if servers and with_engine and (room is None or room.is_split):
             start.launch(servers)

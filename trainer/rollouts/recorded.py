@@ -61,7 +61,8 @@ class RecordedContext(RunContext):
 
     def notes(self) -> list[str]:
         """Return the messages to print before the first step."""
-        other, steps = path_text(self.recorded.run), len(self.recorded.steps)
+        other = path_text(self.recorded.run)
+        steps = len(self.recorded.steps)
         settings = other_settings(self.config, self.base)
         recorded = self.recorded.recording.manifest.versions
         here = {name: version(name) for name in COMPUTING}
@@ -107,7 +108,8 @@ def prepare_replay(config: RunConfig, start: Start) -> RecordedContext:
     check = RecordingCheck(recording, renderer, facts, int(read_network(model_path).get_text_config().vocab_size))
     check.model()
     recorded = RecordedSteps.open(run, config.steps, base.rollout.group_size, check.episode)
-    sampling, spec = sampling_params(renderer, config.rollout.temperature), recording.manifest.env
+    sampling = sampling_params(renderer, config.rollout.temperature)
+    spec = recording.manifest.env
     with ExitStack() as cleanup:
         opened = open_run(config, f"{run.absolute().name}-replay", cleanup)
         folder = opened.folder
@@ -177,7 +179,8 @@ class RecordedRollouts:
 
     async def collect(self, num_groups: int) -> StepRollout:
         """Return the groups that the next step took, however many that were."""
-        version, self._step = self._step, self._step + 1
+        version = self._step
+        self._step = self._step + 1
         images = self.context.renderer.images
         rollout = await asyncio.to_thread(self.context.recorded.rollout, self._step, images)
         return replace(rollout, weight_version=version)

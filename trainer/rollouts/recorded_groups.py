@@ -68,19 +68,23 @@ class RecordedSteps:
             UserError: there is no recording, it has fewer steps, groups of a step are not in it, or those of one step
                 are too large for this machine's memory.
         """
-        recording, rows = Recording.open(run), read_rows(run)
+        recording = Recording.open(run)
+        rows = read_rows(run)
         if num_steps > len(rows):
             there = f"the {len(rows)} steps" if len(rows) != 1 else "the only step"
             fix = f"give --steps {len(rows)}" if rows else "give a run that has taken a step"
             raise UserError("--steps", f"must be at most {there} that {run} has recorded", num_steps, fix)
         outcomes = {id: outcome for id, outcome in recording.outcomes().items() if 1 <= outcome.step <= num_steps}
-        found, memory, start = dict[str, RecordedEpisode](), dict[int, dict[str, int]](), 0
+        found = dict[str, RecordedEpisode]()
+        memory = dict[int, dict[str, int]]()
+        start = 0
         for end, episode in recording.episodes_from(0):
             outcome = outcomes.get(episode.id)
             if outcome:
                 taken = memory.setdefault(outcome.step, {})
                 taken |= {episode.id: episode.memory, **check(episode)}
-                group, copy = episode.group, episode.sample_index
+                group = episode.group
+                copy = episode.sample_index
                 found[episode.id] = RecordedEpisode(episode.id, group, copy, episode.attempt, outcome.fate, start, end)
             start = end
         steps: dict[int, list[RecordedEpisode]] = {step: [] for step in range(1, num_steps + 1)}
@@ -98,7 +102,8 @@ class RecordedSteps:
             sizes: dict[int, int] = defaultdict(int)
             for episode in episodes:
                 sizes[episode.group] += episode.fate == TRAIN
-            num_whole, wanted = sum(size == group_size for size in sizes.values()), row.get("groups_trained")
+            num_whole = sum(size == group_size for size in sizes.values())
+            wanted = row.get("groups_trained")
             if num_whole != wanted:
                 fix = "record all of them (--record 1)" + (f", or give --steps {step - 1}" if step > 1 else "")
                 got = f"{num_whole} of {wanted:g} in step {step}" if wanted is not None else f"no count in step {step}"
@@ -155,7 +160,8 @@ def check_memory(place: str, num_bytes: int) -> None:
     """Raise `UserError` where the episodes of a step would take more than half of this machine's memory."""
     most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     if num_bytes > most:
-        rule, fix = f"must take at most half of the memory, {most} bytes", "take a machine with more, or fewer --steps"
+        rule = f"must take at most half of the memory, {most} bytes"
+        fix = "take a machine with more, or fewer --steps"
         raise UserError(place, rule, f"up to {num_bytes}", fix)
 
 
@@ -170,5 +176,6 @@ def _row(place: str, line: bytes) -> dict[str, float | None]:
     try:
         return _ROW.validate_json(line)
     except ValidationError as error:
-        got, fix = first_line(error), "take a copy of the whole folder"
+        got = first_line(error)
+        fix = "take a copy of the whole folder"
         raise UserError(place, "must be an object of numbers", got, fix) from error

@@ -43,7 +43,8 @@ class RecordingCheck:
 
     def model(self) -> None:
         """Raise `UserError` where the model has another chat template, or its ids stand for something else."""
-        own, recorded = template_digest(self.renderer), self.recording.manifest.template
+        own = template_digest(self.renderer)
+        recorded = self.recording.manifest.template
         if own != recorded:
             raise UserError("--model", f"must have the recorded chat template ({recorded})", own, _FIX)
         for token_id, text in self.recording.tokens().items():
@@ -67,7 +68,8 @@ class RecordingCheck:
             raise UserError(place, f"must have a reward within {MAX_REWARD:g}", episode.reward, "leave the episode out")
         if len(episode.ids) > self.facts.max_positions:
             raise UserError(place, f"must have at most {self.facts.max_positions} tokens", len(episode.ids), _FIX)
-        shown, wanted = episode.ids.count(self.facts.image_token_id), sum(image.num_tokens for image in episode.images)
+        shown = episode.ids.count(self.facts.image_token_id)
+        wanted = sum(image.num_tokens for image in episode.images)
         if shown != wanted:
             rule = f"must have {wanted} image tokens, of id {self.facts.image_token_id}, for its pictures"
             raise UserError(place, rule, shown, _FIX)
@@ -88,7 +90,8 @@ class RecordingCheck:
     def _check_image(self, name: str) -> None:
         if name in self._grids:
             return
-        picture, store = self.recording.picture(name), self.renderer.images
+        picture = self.recording.picture(name)
+        store = self.renderer.images
         self._grids[name] = store.grid(picture) if store else (0, 0, 0)
         self._bytes[name] = picture_bytes(picture)
 

@@ -22,7 +22,9 @@ from agents.rollout.groups import GroupInFlight, ManagerState
 from trainer.checkpoint.checkpointer import Checkpoint
 from trainer.evaluation.results import Evaluation
 
-PROGRESS, RANDOM, GROUPS = "progress.json", "random.pickle", "groups.pickle"
+PROGRESS = "progress.json"
+RANDOM = "random.pickle"
+GROUPS = "groups.pickle"
 _EVALUATIONS = TypeAdapter(dict[int, dict[str, Evaluation]])
 
 

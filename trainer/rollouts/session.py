@@ -72,7 +72,8 @@ class TrainingSession(RunSession[LoopState]):
     def __init__(self, context: RunContext, rollouts: Rollouts, display: Display) -> None:
         """Open the run's files where its checkpoint left them."""
         self.context, self.rollouts, self.config = context, rollouts, context.config
-        config, folder = context.config, context.folder
+        config = context.config
+        folder = context.folder
         seed_random(derive_seed(config.seed, "generators"))
         state = read_loop_state(context.checkpoint) if context.checkpoint else LoopState()
         settings = {**config.model_dump(mode="json"), "registry_entry": context.spec.model_dump(mode="json")}
@@ -120,7 +121,8 @@ class TrainingSession(RunSession[LoopState]):
 
     def steps(self) -> Iterator[int]:
         """Yield the number of each step that is left; say first how long the start took."""
-        clock, is_first = self.context.start.clock, True
+        clock = self.context.start.clock
+        is_first = True
         for step in super().steps():
             if is_first:
                 logger.info(f"start: {clock.summary()}")
@@ -149,7 +151,8 @@ class TrainingSession(RunSession[LoopState]):
         """Evaluate the policy after a step and end the step, where `finish_step` has left that to do."""
         if not self.is_evaluated:
             return
-        clock, evaluation = StepClock(), self._evaluate(f"eval-{self.step}", f"evaluate step {self.step}")
+        clock = StepClock()
+        evaluation = self._evaluate(f"eval-{self.step}", f"evaluate step {self.step}")
         with kept_random_state():
             self.evaluations |= await clock.time("eval_s", evaluation)
         found = self.evaluations[self.step]
@@ -182,7 +185,8 @@ class TrainingSession(RunSession[LoopState]):
 
     def _keep_best(self, found: Ways) -> None:
         """Write the policy as the best one, if its figure is above that of all others."""
-        best, estimate = self.best, trained(found, self.figure)
+        best = self.best
+        estimate = trained(found, self.figure)
         if estimate is None:
             return
         new = BestModel(self.step, next(iter(found)), self.figure, estimate.value)
@@ -378,7 +382,8 @@ class TrainingSession(RunSession[LoopState]):
         self.context.save_model(self.folder / MODEL)
         if self.best and self.best.step <= (self.checkpoints.newest_step or 0):
             shutil.rmtree(self.folder / BEFORE, ignore_errors=True)
-        rows, sees_images = self.log.rows, self.context.renderer.images is not None
+        rows = self.log.rows
+        sees_images = self.context.renderer.images is not None
         ending = ending_of(len(rows), self.num_steps, self.stopped_by, self.is_interrupted)
         for name, step in {MODEL: len(rows), **({BEST: self.best.step} if self.best else {})}.items():
             parts = history(self.folder, step, self.config)

@@ -27,7 +27,9 @@ PACKAGES = {
     "transformer_engine": "transformer-engine",
 }
 #: Of Megatron-Bridge 0.6.2, which imports a module that Transformers has no longer.
-PYTHON, GONE, FIRST_WITHOUT = (3, 12), "transformers.modeling_attn_mask_utils", "5.24"
+PYTHON = (3, 12)
+GONE = "transformers.modeling_attn_mask_utils"
+FIRST_WITHOUT = "5.24"
 #: The bridge comes without its requirements, which contradict those of TransformerEngine and of the graders.
 INSTALL = "pip install 'trueturn[megatron]' && pip install --no-deps megatron-bridge==0.6.2 hydra-core==1.3.8"
 
@@ -72,14 +74,17 @@ def _check_settings(cluster: ClusterConfig, model: ModelConfig, learner: Learner
 
 def _check_host(cluster: ClusterConfig, model: ModelConfig) -> None:
     if sys.version_info[:2] != PYTHON:
-        needed, found = ".".join(map(str, PYTHON)), ".".join(map(str, sys.version_info[:3]))
+        needed = ".".join(map(str, PYTHON))
+        found = ".".join(map(str, sys.version_info[:3]))
         fix = f"make an environment with Python {needed}, or leave --backend out"
         raise UserError("--backend megatron", f"needs Python {needed}", found, fix)
     if missing := [package for name, package in PACKAGES.items() if not _is_installed(name)]:
-        rule, found = f"needs the packages {', '.join(PACKAGES.values())}", f"no {' and no '.join(missing)}"
+        rule = f"needs the packages {', '.join(PACKAGES.values())}"
+        found = f"no {' and no '.join(missing)}"
         raise UserError("--backend megatron", rule, found, INSTALL)
     if not _is_installed(GONE):
-        rule, fix = f"needs Transformers before {FIRST_WITHOUT}", f"pip install 'transformers<{FIRST_WITHOUT}'"
+        rule = f"needs Transformers before {FIRST_WITHOUT}"
+        fix = f"pip install 'transformers<{FIRST_WITHOUT}'"
         raise UserError("--backend megatron", rule, importlib.metadata.version("transformers"), fix)
     if cluster.num_learners or not (cluster.num_gpus or model.device.split(":")[0] == "cuda"):
         got = f"--num-learners {cluster.num_learners}" if cluster.num_learners else f"--device {model.device}"

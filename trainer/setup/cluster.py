@@ -34,7 +34,8 @@ class ClusterRoom:
         Raises:
             UserError: the cluster cannot be reached, or has too little room.
         """
-        cluster, engine = config.cluster, config.engine
+        cluster = config.cluster
+        engine = config.engine
         if start_ray(cluster):
             cleanup.callback(ray.shutdown)
         request = Request.of(cluster, engine.num_servers, engine.tensor_parallel)

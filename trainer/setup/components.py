@@ -232,5 +232,6 @@ def build_episode(
     """Return the agent loop that plays an environment with these limits."""
     limits = Limits(max_turns, max_new_tokens, EnvLimits.of(spec))
     thinking = find_thinking(renderer.template, spec.thinking)
-    sampling, rewards = sampling_params(renderer, temperature), RewardSum.load(spec.reward)
+    sampling = sampling_params(renderer, temperature)
+    rewards = RewardSum.load(spec.reward)
     return Episode(engine, renderer, limits, sampling, use_tools, thinking, rewards)

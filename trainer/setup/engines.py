@@ -66,7 +66,9 @@ def own_servers(
 
     They take the learner's adapters, if it trains some that servers can take. `cleanup` ends their processes.
     """
-    engine, learner, num_gpus = config.engine, config.learner, config.cluster.num_gpus
+    engine = config.engine
+    learner = config.learner
+    num_gpus = config.cluster.num_gpus
     if not config.starts_servers:
         return None
     gpus = tuple(range(num_gpus or int(learner_device(config).type == "cuda")))
@@ -203,7 +205,8 @@ def servers_transport(
         UserError: `--sync` cannot work here.
     """
     got = f"{facts.model_type} on {learner.learner.device}"
-    has_names, on_gpu = facts.names_are_saved, learner.learner.device.type == "cuda"
+    has_names = facts.names_are_saved
+    on_gpu = learner.learner.device.type == "cuda"
     able = engine.capabilities.weights
     lend = learner.lend if has_names and "ipc" in able else None
     if config.sync == "ipc" and lend is None:

@@ -121,5 +121,6 @@ def probe_tools(
             fault = fault or error
     if fault is None:
         return ()
-    rule, reason = "must play a turn and give a reward", located_line(str(fault))
+    rule = "must play a turn and give a reward"
+    reason = located_line(str(fault))
     raise UserError(f"environment '{spec.id}'", rule, reason, f"see {check}") from fault

@@ -49,12 +49,16 @@ class ServerHost:
     """
 
     def __init__(self, settings: SGLangSettings, number: int, port: int, shared: Shared | None = None) -> None:
-        self._settings, self._number, self._port, self._shared = settings, number, port, shared
+        self._settings = settings
+        self._number = number
+        self._port = port
+        self._shared = shared
         self._process: LocalProcess | None = None
 
     def start(self) -> tuple[str, str]:
         """Start the server; return where it listens, and the node."""
-        address, node = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
+        address = ray.util.get_node_ip_address()
+        node = ray.get_runtime_context().get_node_id()
         shared = self._shared or Shared(node, own_gpus())
         if shared.gpus:
             # Its own come first. It also sees the others, since a learner there may lend it weights.
@@ -165,7 +169,9 @@ class RayLauncher:
         self, reserved: PlacementGroup | None, on_gpu: bool, learners: Callable[[], Sequence[Place]] = tuple
     ) -> None:
         """Start each server in its bundle of `reserved`; without it, on GPUs of `learners()`, as many as they have."""
-        self._reserved, self._on_gpu, self._learners = reserved, on_gpu, learners
+        self._reserved = reserved
+        self._on_gpu = on_gpu
+        self._learners = learners
         self._shared: dict[int, Shared] = {}
 
     def check(self, settings: SGLangSettings) -> None:
@@ -180,7 +186,8 @@ class RayLauncher:
         return RayProcess(lambda: self._actor(settings, number, port))
 
     def _actor(self, settings: SGLangSettings, number: int, port: int) -> Any:
-        count, shared = settings.tensor_parallel, None
+        count = settings.tensor_parallel
+        shared = None
         options: dict[str, Any] = {"max_restarts": 0}
         if self._reserved is not None:
             options |= {"num_cpus": 0, "num_gpus": count} if self._on_gpu else {"num_cpus": count}

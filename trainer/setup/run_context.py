@@ -216,7 +216,8 @@ def begin_or_resume(
         UserError: the processes cannot start, or the checkpoint is of another network.
     """
     learner = start_learner(plan, model_path, sampling, cleanup, room)
-    folder, checkpoint = opened.folder, opened.checkpoint
+    folder = opened.folder
+    checkpoint = opened.checkpoint
     if checkpoint:
         learner.learner.restore(checkpoint.learner)
         for line in changed_settings(checkpoint, folder / CONFIG):

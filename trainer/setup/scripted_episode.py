@@ -38,7 +38,8 @@ def try_functions(
     Raises:
         UserError: one fails; names the function, its file and line. Nothing is called where no episode can be scored.
     """
-    rewards, keeps = RewardSum.load(spec.reward), own_filter(group_filter)
+    rewards = RewardSum.load(spec.reward)
+    keeps = own_filter(group_filter)
     if not (rewards.terms or keeps or algorithm.advantage not in ADVANTAGES):
         return
     for index in range(min(NUM_PROBED, len(samples))):
@@ -47,7 +48,8 @@ def try_functions(
             continue
         scored = asyncio.run(rewards.score(played, EnvLimits.of(spec)))
         if scored.end_reason is EndReason.REWARD_ERROR and not (scored.error or "").startswith(NONE_APPLIES):
-            rule, fix = "must give a scripted episode its reward", "fix the function"
+            rule = "must give a scripted episode its reward"
+            fix = "fix the function"
             raise UserError("--reward", rule, located_line(scored.error or ""), fix)
         group = TrajectoryGroup(scored.sample_id, (scored,) * group_size)
         if keeps:

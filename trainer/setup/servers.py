@@ -48,7 +48,8 @@ def engine_api_key(engine: ServersConfig) -> str:
         fix = f"give a file that holds the key ({first_line(error)})"
         raise UserError("--engine-api-key-file", "must be readable", str(file), fix) from error
     if not api_key.isascii() or len(api_key.split()) != 1:  # never shown: it may be most of a key
-        rule, fix = "must hold a key, one word of ASCII characters", "write the key alone"
+        rule = "must hold a key, one word of ASCII characters"
+        fix = "write the key alone"
         raise UserError("--engine-api-key-file", rule, str(file), fix)
     return api_key
 
@@ -77,7 +78,8 @@ def check_server(url: str, facts: ModelFacts, api_key: str = "") -> None:
         raise UserError("--engine-url", "must serve the kind of network that --model is", ", ".join(served), fix)
     release = read_release(url, api_key)
     if facts.image_token_id != NO_IMAGE_TOKEN and not release.keeps_ids:
-        rule, got = "must keep the ids of requests with pictures", f"SGLang {release.version}, which decodes them"
+        rule = "must keep the ids of requests with pictures"
+        got = f"SGLang {release.version}, which decodes them"
         raise UserError("--engine-url", rule, got, f"serve with SGLang {dotted(OLDEST)} or later")
 
 
@@ -100,10 +102,12 @@ def place_servers(config: ServersConfig, learner_gpus: Sequence[int] = (), place
     Raises:
         UserError: this host has too few GPUs for a server or, if they are to have GPUs of their own, for all.
     """
-    here, tensor_parallel = torch.cuda.device_count(), config.tensor_parallel
+    here = torch.cuda.device_count()
+    tensor_parallel = config.tensor_parallel
     after = max(learner_gpus, default=-1) + 1
     if placement == "split":
-        first_gpu, needed = config.first_gpu if config.first_gpu is not None else after, config.num_servers
+        first_gpu = config.first_gpu if config.first_gpu is not None else after
+        needed = config.num_servers
         if here and (first_gpu < after or first_gpu + needed * tensor_parallel > here):
             rule = f"must leave {needed} servers {needed * tensor_parallel} of this host's {here} GPUs besides {after}"
             fix = "give less --num-gpus, --num-servers or --tensor-parallel, or --placement colocate"

@@ -18,7 +18,8 @@ from envs.errors import UserError
 from trainer.metrics.clock import StartClock
 
 #: Seconds between two looks at the servers, and between two lines where there is no terminal.
-LOOK_S, LINE_S = 0.2, 15.0
+LOOK_S = 0.2
+LINE_S = 15.0
 
 
 class Start:
@@ -151,7 +152,8 @@ def _noting_interrupts(interrupts: list[int], is_main: bool) -> Iterator[None]:
         if not isinstance(lost.exc_value, KeyboardInterrupt):
             report_lost(lost)
 
-    report_lost, sys.unraisablehook = sys.unraisablehook, report
+    report_lost = sys.unraisablehook
+    sys.unraisablehook = report
     signal.signal(signal.SIGINT, interrupt)
     try:
         yield

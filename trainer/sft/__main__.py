@@ -61,7 +61,8 @@ def run(argv: Sequence[str] | None = None) -> int:
     console = open_console()
     console.print("loading model and conversations ...")
     data = load_data(config)
-    train, held_out = data.train, data.evaluation
+    train = data.train
+    held_out = data.evaluation
     goes_further = (config.epochs, config.steps) != (base.epochs, base.steps)
     if goes_further and not base.steps and base.epochs * len(train) % base.batch_size:
         rule = "must stay where the run's last step is a short one: the next one would begin too late"

@@ -71,19 +71,23 @@ class SftSession(RunSession[SftState]):
     def __init__(self, context: SftContext, display: Display) -> None:
         """Open the run's files where its checkpoint left them."""
         self.context, self.config = context, context.config
-        self.train, self._held_out = context.data.train, context.data.evaluation
-        config, state = context.config, SftState.read(context.checkpoint)
+        self.train = context.data.train
+        self._held_out = context.data.evaluation
+        config = context.config
+        state = SftState.read(context.checkpoint)
         settings = config.model_dump(mode="json")
         super().__init__(
             context.folder, context.learner, state, context.num_steps, settings, config.log, config.checkpoint, display
         )
         for change in keep_settings(context.folder, state.step, config):
             logger.info(change)
-        self.loss_before, self.loss_after = state.loss_before, None
+        self.loss_before = state.loss_before
+        self.loss_after = None
         # One thread reads all conversations: neither renderer nor image store is made for several.
         self._reader = ThreadPoolExecutor(1)
         self._coming = self._read(self.train, step_places(config, len(self.train), state.step + 1))
-        self._resumed_at, self._begun = state.step, time.perf_counter()
+        self._resumed_at = state.step
+        self._begun = time.perf_counter()
 
     def _read(self, conversations: ConversationSet, places: Sequence[int]) -> Future[list[TrainingSample]]:
         return self._reader.submit(conversations.samples, places)
@@ -121,7 +125,9 @@ class SftSession(RunSession[SftState]):
 
     async def _evaluate(self, name: str) -> float | None:
         """Return the mean negative log-likelihood of the held-out assistant's tokens, in nats; None without any."""
-        held_out, nats, tokens = self._held_out, 0.0, 0
+        held_out = self._held_out
+        nats = 0.0
+        tokens = 0
         if held_out is None:
             return None
         for start in range(0, len(held_out), self.config.batch_size):
@@ -130,7 +136,8 @@ class SftSession(RunSession[SftState]):
             places = range(start, min(start + self.config.batch_size, len(held_out)))
             samples = await asyncio.wrap_future(self._read(held_out, places))
             found_nats, found_tokens = await self.complete(compute(self.context.learner.sum_logprobs, samples))
-            nats, tokens = nats + found_nats, tokens + found_tokens
+            nats = nats + found_nats
+            tokens = tokens + found_tokens
         loss = -nats / max(1, tokens)
         logger.info(f"{name}: loss {loss:.4f}, perplexity {math.exp(min(loss, 99)):.3f}, {tokens} tokens")
         return loss
@@ -139,7 +146,8 @@ class SftSession(RunSession[SftState]):
         self, samples: Sequence[TrainingSample], stats: StepStats, evaluated: Mapping[str, float], clock: StepClock
     ) -> None:
         """Log and print the step; begin a checkpoint where one is due."""
-        size, train_s = len(self.train), clock.seconds["train_s"]
+        size = len(self.train)
+        train_s = clock.seconds["train_s"]
         metrics = {
             **step_metrics(stats),
             "epoch": num_taken(self.config, size, self.step) / size,
@@ -170,7 +178,8 @@ class SftSession(RunSession[SftState]):
 
     def summary(self) -> Mapping[str, Any]:
         """Return what was learned from, and the losses."""
-        rows, left_out = self.log.rows, self.train.left_out
+        rows = self.log.rows
+        left_out = self.train.left_out
         return {
             "seed": self.config.seed,
             "num_conversations": len(self.train),
@@ -195,7 +204,8 @@ class SftSession(RunSession[SftState]):
 
     def card(self) -> ModelCard:
         """Return what the model card says."""
-        config, rows = self.config, self.log.rows
+        config = self.config
+        rows = self.log.rows
         losses = [["", "nats per token"], *([name, f"{loss:.4f}"] for name, loss in self._losses().items())]
         return ModelCard(
             name=self.folder.name,

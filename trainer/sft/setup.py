@@ -110,7 +110,8 @@ def prepare(config: SftConfig, data: SftData) -> SftContext:
         num_tokens = num_steps * config.batch_size * data.train.num_tokens // count
         plan = with_compile_chosen(config.plan(num_steps), data.model_path, num_tokens)
         learner = begin_or_resume(config, plan, opened, data.model_path, sampling, cleanup)
-        folder, checkpoint = opened.folder, opened.checkpoint
+        folder = opened.folder
+        checkpoint = opened.checkpoint
         return SftContext(config, folder, data, num_steps, learner.learner, checkpoint, cleanup.pop_all())
 
 

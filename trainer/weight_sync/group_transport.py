@@ -28,7 +28,8 @@ from trainer.weight_sync.transports import ServersTransport, Transfer
 #: How long a server may still wait in a broken group before it is restarted.
 STUCK_S = 10.0
 #: Tries to form a group of the servers that are left, and pushes that fail in a row before weights go over disk.
-MAX_TRIES, MAX_FAILED = 3, 3
+MAX_TRIES = 3
+MAX_FAILED = 3
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ class GroupTransport(ServersTransport):
         self, learner: Learner, engine: ServersEngine, folder: Path, sender: WeightSender, is_required: bool = False
     ) -> None:
         super().__init__(learner, engine, folder)
-        self._sender, self._is_required = sender, is_required
+        self._sender = sender
+        self._is_required = is_required
         self._messages: Sequence[WeightMessage] = ()
         self._group: _Joined | None = None
         self._num_failed = 0
@@ -105,7 +107,8 @@ class GroupTransport(ServersTransport):
             GroupBroken: they cannot form one.
         """
         self._messages = self._messages or await asyncio.to_thread(self._sender.messages)
-        fault, num_tries = "", 0
+        fault = ""
+        num_tries = 0
         while True:
             await self._drop_dead()
             servers = self.engine.servers.up
@@ -212,7 +215,8 @@ class GroupTransport(ServersTransport):
 
     async def _leave(self) -> None:
         """Let all members leave the group, if there is one; a broken one may not answer."""
-        group, self._group = self._group, None
+        group = self._group
+        self._group = None
         if group is None:
             return
         clients = [server.client for server in self.engine.servers.up]
@@ -222,7 +226,8 @@ class GroupTransport(ServersTransport):
 
 async def _unless(is_broken: asyncio.Event, call: Awaitable[None]) -> None:
     """Wait for a call; raise `ServerStuck` if the group breaks and the call does not end soon after."""
-    calling, breaking = asyncio.ensure_future(call), asyncio.ensure_future(is_broken.wait())
+    calling = asyncio.ensure_future(call)
+    breaking = asyncio.ensure_future(is_broken.wait())
     try:
         await asyncio.wait((calling, breaking), return_when=asyncio.FIRST_COMPLETED)
         await asyncio.wait((calling,), timeout=STUCK_S)

@@ -76,8 +76,11 @@ class WeightSync:
         image_token_id: int,
         tolerance: float,
     ) -> None:
-        self.learner, self.transport, self.tolerance = learner, transport, tolerance
-        self._ids, self._images = tuple(probe_ids), tuple(probe_images)
+        self.learner = learner
+        self.transport = transport
+        self.tolerance = tolerance
+        self._ids = tuple(probe_ids)
+        self._images = tuple(probe_images)
         self._text_T = np.asarray(self._ids[1:]) != image_token_id
         self._previous: tuple[NDArray[np.float32], NDArray[np.float32]] | None = None
         self._is_started = self._is_push_probed = False
@@ -97,7 +100,8 @@ class WeightSync:
             UserError: a server cannot be started or found.
             SyncError: the engine runs other weights.
         """
-        is_running, self._is_started = self._is_started, True
+        is_running = self._is_started
+        self._is_started = True
         if not is_running:
             await self.transport.start()
         if version or is_running:
@@ -156,13 +160,15 @@ class WeightSync:
         learner = await compute(self.learner.score, self._ids, self._images)
         scores = await self.transport.scores(self._ids, self._images)
         engine = max(scores, key=lambda score: self._distance(score, learner))
-        previous, self._previous = self._previous, (learner, engine)
+        previous = self._previous
+        self._previous = (learner, engine)
         probe = Probe(
             gap=self._distance(engine, learner),
             learner_moved=self._distance(learner, previous[0]) if previous else None,
             engine_moved=self._distance(engine, previous[1]) if previous else None,
         )
-        moved, followed = probe.learner_moved or 0.0, probe.engine_moved or 0.0
+        moved = probe.learner_moved or 0.0
+        followed = probe.engine_moved or 0.0
         if probe.gap > self.tolerance:
             raise SyncError(
                 f"the engine does not run the learner's weights: log-probs of a stream of {len(self._ids)} tokens "

@@ -97,7 +97,8 @@ class InProcessTransport:
     events: Sequence[str] = ()
 
     def __init__(self, learner: Learner, engine: MemoryEngine) -> None:
-        self.learner, self.engine = learner, engine
+        self.learner = learner
+        self.engine = engine
 
     @property
     def busy_s(self) -> Sequence[float]:
@@ -126,7 +127,9 @@ class DiskTransport(Generic[E]):
     """Writes weights to a checkpoint folder that the engine reads."""
 
     def __init__(self, learner: Learner, engine: E, folder: Path) -> None:
-        self.learner, self.engine, self.folder = learner, engine, folder
+        self.learner = learner
+        self.engine = engine
+        self.folder = folder
         self._saved_version = -1
 
     @property
@@ -145,7 +148,8 @@ class DiskTransport(Generic[E]):
 
     async def push(self, version: int) -> Transfer:
         """Let the engine load the learner's weights, then delete the folders of older weights."""
-        transfer, current = await self._push(version), self.learner.steps_done
+        transfer = await self._push(version)
+        current = self.learner.steps_done
         # Not earlier: a server that was restarting may have been reading an older folder.
         for folder in self.folder.glob("version-*"):
             if folder != self._folder_of(current):
@@ -241,7 +245,8 @@ class IpcTransport(ServersTransport):
     ) -> None:
         """Lend by `lend`, on a node as servers name it, which may change with a restart; "" if all are on this host."""
         super().__init__(learner, engine, folder)
-        self._lend, self._node = lend, node
+        self._lend = lend
+        self._node = node
 
     async def start(self) -> None:
         """Start the servers, and say which of them weights reach through the folder."""
@@ -280,8 +285,10 @@ class AdapterTransport:
     """
 
     def __init__(self, merged: ServersTransport, is_required: bool = False) -> None:
-        self.learner, self.engine = merged.learner, merged.engine
-        self._merged, self._is_required = merged, is_required
+        self.learner = merged.learner
+        self.engine = merged.engine
+        self._merged = merged
+        self._is_required = is_required
         self._is_offered = self._is_refused = False
 
     @property

@@ -44,7 +44,8 @@ class WeightChecks:
     """
 
     def __init__(self, engine: ServersEngine, sender: WeightSender) -> None:
-        self._engine, self._sender = engine, sender
+        self._engine = engine
+        self._sender = sender
         #: By the number of a server's GPUs: what each of its tensors is.
         self._cuts: dict[int, list[tuple[_Place, Cut]]] = {}
         self._num_checks = 0

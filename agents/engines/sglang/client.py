@@ -25,12 +25,17 @@ from agents.engines.weight_servers import (
 
 #: Time limits: to answer `model_info` or `server_info`, which a busy server does late, to say how it takes pictures, to
 #: load weights, to load an adapter, and to free or take memory.
-ALIVE_S, HELLO_S, UPDATE_S, ADAPTER_S, MEMORY_S = 20.0, 5.0, 600.0, 120.0, 120.0
+ALIVE_S = 20.0
+HELLO_S = 5.0
+UPDATE_S = 600.0
+ADAPTER_S = 120.0
+MEMORY_S = 120.0
 #: How long a server may work on after its last answer before new weights come anyway.
 IDLE_S = 5.0
 #: Time limits to join a process group, and to receive and load a message of weights over it: longer than those of its
 #: rank 0, which then knows why.
-JOIN_S, RECEIVE_S = 150.0, 150.0
+JOIN_S = 150.0
+RECEIVE_S = 150.0
 #: Tries to read a release. A server of an unknown one may be sent what ends it.
 RELEASE_TRIES = 3
 
@@ -94,7 +99,9 @@ class SGLangClient:
     def __init__(
         self, url: str, http: aiohttp.ClientSession, timeout_s: float = 600.0, keeps_kv_cache: bool = False
     ) -> None:
-        self.url, self._http, self._timeout_s = url.rstrip("/"), http, timeout_s
+        self.url = url.rstrip("/")
+        self._http = http
+        self._timeout_s = timeout_s
         #: Whether new weights leave the prefix cache as it is.
         self._keeps_kv_cache = keeps_kv_cache
         self.release = UNKNOWN

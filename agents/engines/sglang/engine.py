@@ -39,7 +39,8 @@ WEIGHTS_WAIT_S = 300.0
 #: Turns given up in a row, over all sessions, before the engine is down.
 MAX_GIVEN_UP = 32
 #: The kinds of memory that servers can free.
-CACHE, WEIGHTS = "kv_cache", "weights"
+CACHE = "kv_cache"
+WEIGHTS = "weights"
 
 
 class SGLangEngine:
@@ -65,7 +66,8 @@ class SGLangEngine:
         launcher: Launcher | None = None,
     ) -> None:
         """Describe the servers; `launcher` starts them, by default on this host."""
-        self.image_token_id, self.context_length = image_token_id, context_length
+        self.image_token_id = image_token_id
+        self.context_length = context_length
         self.weight_version = 0
         #: Returns a folder with the current weights, for a server that is back; the code that pushes weights sets it.
         self.current_weights: Callable[[], Path] | None = None
@@ -131,7 +133,8 @@ class SGLangEngine:
 
     async def start(self) -> None:
         """Start or find the servers; raises `UserError` where that fails."""
-        self._idle, self._may_write = asyncio.Event(), asyncio.Event()
+        self._idle = asyncio.Event()
+        self._may_write = asyncio.Event()
         self._idle.set()
         self._may_write.set()
         await self.servers.start()
@@ -281,7 +284,8 @@ class SGLangEngine:
             self.num_loaded += 1  # pictures that the abandoned weights encoded are of no use
         if is_first or went_back:
             self._num_counts += 1
-        self.weight_version, self._were_weights_pushed = version, True
+        self.weight_version = version
+        self._were_weights_pushed = True
         self._adapter = adapter
         self.adapter_name = f"{self._run}-{version}-{next(self._numbers)}" if adapter else ""
         return self._num_counts
@@ -320,7 +324,8 @@ class SGLangEngine:
     async def _current_folder(self) -> tuple[int, Path]:
         """Return the current weights. What writes them may be starting again, which is no fault of the server."""
         assert self.current_weights, "the code that pushes weights must set `current_weights`"
-        deadline, fault = time.monotonic() + WEIGHTS_WAIT_S, ""
+        deadline = time.monotonic() + WEIGHTS_WAIT_S
+        fault = ""
         while True:
             try:
                 return self.weight_version, await asyncio.to_thread(self.current_weights)

@@ -27,7 +27,9 @@ def collapse(ids: Sequence[int], images: Sequence[ProcessedImage], image_token_i
     >>> collapse([7, 9, 9, 7], [ProcessedImage("", np.zeros((8, 1)), (1, 2, 4), num_tokens=2)], image_token_id=9)
     [7, 9, 7]
     """
-    ids, short, position = list(ids), [], 0
+    ids = list(ids)
+    short = []
+    position = 0
     for image in images:
         first = ids.index(image_token_id, position)  # type: ignore[arg-type]
         short += ids[position : first + 1]

@@ -25,7 +25,8 @@ from agents.types import ProcessedImage
 
 MARK = "trueturn-picture"
 #: The entry that asks for the protocol, and what `in_server` answers.
-HELLO, PROTOCOL = f"{MARK}?", f"{MARK} protocol 1"
+HELLO = f"{MARK}?"
+PROTOCOL = f"{MARK} protocol 1"
 
 URI = "data:image/png;base64,"
 #: Bytes of the chunk that ends a PNG file.

@@ -25,7 +25,8 @@ from agents.model.kernel_cache import keep_kernels
 
 STOP_S = 10.0
 #: Longest wait for the end of a log once its server has ended, and the longest line that is read as one.
-LOG_S, LONGEST_LINE = 2.0, 2**20
+LOG_S = 2.0
+LONGEST_LINE = 2**20
 
 
 class ServerProcess(Protocol):
@@ -100,7 +101,8 @@ class LocalProcess:
         chosen = settings.chosen_arguments(place, Host.here())
         settings.log_folder.mkdir(parents=True, exist_ok=True)
         self.log_path = settings.log_folder / f"sglang-{number}.log"
-        command, inherited = settings.launch_command(chosen), []
+        command = settings.launch_command(chosen)
+        inherited = []
         self.key_file = None
         if settings.gives_key:
             self.key_file, key = _pipe_with(settings.api_key)

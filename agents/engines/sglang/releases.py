@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 #: The first and the last supported release. pyproject.toml has the same range.
-OLDEST, NEWEST = (0, 5, 15), (0, 5, 23)
+OLDEST = (0, 5, 15)
+NEWEST = (0, 5, 23)
 #: The first release that keeps the ids of a request with pictures (https://github.com/sgl-project/sglang/pull/26555).
 KEEPS_IDS = (0, 5, 13)
 #: The first one that takes a copy of an adapter for each of its GPUs, under another name; older ones take one.

@@ -94,14 +94,18 @@ def choose_arguments(facts: ServerFacts) -> tuple[Argument, ...]:
 def _attention(facts: ServerFacts) -> list[Argument]:
     major = facts.gpu.capability[0] if facts.gpu else 0
     if facts.dtype == "float32":
-        backend, reason = "triton", "the other kernels have no float32"
+        backend = "triton"
+        reason = "the other kernels have no float32"
     elif major == 9 and facts.has_fa3:
-        backend, reason = "fa3", "Hopper, and sgl_kernel has FlashAttention-3"
+        backend = "fa3"
+        reason = "Hopper, and sgl_kernel has FlashAttention-3"
     elif major == 9:
-        backend, reason = "triton", "Hopper, but sgl_kernel has no FlashAttention-3 here"
+        backend = "triton"
+        reason = "Hopper, but sgl_kernel has no FlashAttention-3 here"
     else:
         kind = "Blackwell" if major >= 10 else "not Hopper" if major else "GPU not known"
-        backend, reason = "triton", f"{kind}: FlashAttention-3 is for Hopper, and these kernels need no other package"
+        backend = "triton"
+        reason = f"{kind}: FlashAttention-3 is for Hopper, and these kernels need no other package"
     chosen = [Argument(("--attention-backend", backend), reason)]
     if facts.checkpoint is None or facts.checkpoint.sees:
         chosen.append(_tower_attention(backend, major, facts.dtype, reason))
@@ -159,7 +163,8 @@ def _turns_together(facts: ServerFacts) -> list[Argument]:
     """
     if not facts.turn_wait_s:
         return []
-    ratio, most = ("--prefill-delayer-queue-min-ratio", "--prefill-delayer-max-delay-ms")
+    ratio = "--prefill-delayer-queue-min-ratio"
+    most = "--prefill-delayer-max-delay-ms"
     words = ("--enable-prefill-delayer", ratio, f"{1 / WRITTEN_FOR_ONE:g}", most, f"{1000 * facts.turn_wait_s:g}")
     others = (ratio, most, "--max-running-requests", "--disable-overlap-schedule")
     return [Argument(words, f"--turn-wait-s {facts.turn_wait_s:g}", others)]
@@ -179,7 +184,9 @@ def _memory(facts: ServerFacts) -> list[Argument]:
     While it starts, SGLang counts what other processes take as its own. So servers that share a GPU get a number of
     tokens, which is that of their part less the weights, and a fraction that does not bind.
     """
-    name, count, whole = "--mem-fraction-static", facts.servers_on_gpu, facts.mem_fraction
+    name = "--mem-fraction-static"
+    count = facts.servers_on_gpu
+    whole = facts.mem_fraction
     if count == 1:
         return [Argument((name, f"{whole:g}"), "--mem-fraction")]
     reason = f"--mem-fraction {whole:g} for {count} servers on the GPU"

@@ -104,7 +104,9 @@ class ServerPool:
         has_pictures: bool = True,
         launcher: Launcher | None = None,
     ) -> None:
-        self.settings, self._on_return, self._has_pictures = settings, on_return, has_pictures
+        self.settings = settings
+        self._on_return = on_return
+        self._has_pictures = has_pictures
         self._launcher = launcher or LocalLauncher()
         self.all: list[Server] = []
         self.events: list[str] = []  # messages about servers, in order
@@ -149,7 +151,8 @@ class ServerPool:
         Raises:
             UserError: one does not answer; names its log. Or those to start cannot share their GPU.
         """
-        self._changed, self._may_start = asyncio.Condition(), asyncio.Event()
+        self._changed = asyncio.Condition()
+        self._may_start = asyncio.Event()
         self._may_start.set()
         if self.settings.urls:
             self.all = [Server(url, number) for number, url in enumerate(self.settings.urls)]
@@ -232,7 +235,8 @@ class ServerPool:
 
     async def close(self) -> None:
         """Stop the servers that we started; a `pick` that waits raises `EngineDown`."""
-        servers, self.all = self.all, []
+        servers = self.all
+        self.all = []
         for server in servers:
             server.is_up = False
         recoveries = [task for task in (self._watching, *(server.recovery for server in servers)) if task]
@@ -245,7 +249,8 @@ class ServerPool:
 
     def end(self) -> None:
         """End the processes that `launch` has started; does nothing after `close`."""
-        servers, self.all = self.all, []
+        servers = self.all
+        self.all = []
         self._end(servers)
 
     def _end(self, servers: Sequence[Server]) -> None:
@@ -278,7 +283,8 @@ class ServerPool:
         """
         if not self._has_process(server) or server.process is None:
             return await server.client.silence()
-        server.client.url, server.client.node = server.url, server.process.node
+        server.client.url = server.url
+        server.client.node = server.process.node
         if not server.url:
             return "it has no address yet"
         if silence := await server.client.silence():
@@ -346,7 +352,8 @@ class ServerPool:
         await asyncio.to_thread(process.stop)
         await self._may_start.wait()
         port = int(server.url.rpartition(":")[2] or 0)
-        server.process, server.freed = self._launcher.launch(self.settings, server.number, port), ()
+        server.process = self._launcher.launch(self.settings, server.number, port)
+        server.freed = ()
 
 
 def _is_proxied(server: Server) -> bool:

@@ -32,10 +32,13 @@ class SGLangSession:
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Write one turn; it survives pauses for new weights and the loss of servers."""
-        engine, turn, tries = self._engine, _PendingTurn(request), 0
+        engine = self._engine
+        turn = _PendingTurn(request)
+        tries = 0
         while not turn.is_whole:
             server = await self._assigned_server(request)
-            adapter, salt = engine.adapter_name, self._current_salt()
+            adapter = engine.adapter_name
+            salt = self._current_salt()
             prompt = server, salt, adapter, self._prompt
             if await engine.prompt_reads.wait(prompt):  # meanwhile the engine may have been paused
                 continue
@@ -62,7 +65,8 @@ class SGLangSession:
                 engine.num_retried += 1
                 fault = str(error)
             except ServerRefused as error:
-                tries, fault = MAX_TRIES - 1, str(error)
+                tries = MAX_TRIES - 1
+                fault = str(error)
             tries += 1
             if tries == MAX_TRIES:
                 engine.count_given_up(fault)
@@ -76,7 +80,8 @@ class SGLangSession:
         The session's first request is its prompt, which all samples of a problem share, and all forks of an episode.
         """
         if self._prompt is None:
-            self._prompt, self._num_prompt_tokens = prompt_key(request), len(request.ids)
+            self._prompt = prompt_key(request)
+            self._num_prompt_tokens = len(request.ids)
         while True:
             await self._engine.wait_until_resumed()
             if self._server is None or not self._server.is_up:
@@ -92,7 +97,8 @@ class SGLangSession:
         """
         engine = self._engine
         if not (engine.settings.keeps_kv_cache and self._salt and self._num_loaded == engine.num_loaded):
-            self._salt, self._num_loaded = engine.salt, engine.num_loaded
+            self._salt = engine.salt
+            self._num_loaded = engine.num_loaded
         return self._salt
 
     def release_server(self) -> None:

@@ -16,7 +16,8 @@ LENGTHS = {1: (2, 12), 2: (6, 30), 3: (11, 60)}  # what lengths a level draws fr
 def _lengths(rng: Random, level: int) -> tuple[int, int]:
     """Return two lengths of a level, the longer one first; at level 2 the shorter one has one digit."""
     low, high = LENGTHS[level]
-    first, second = rng.randint(low, high), rng.randint(low, 9 if level == 2 else high)
+    first = rng.randint(low, high)
+    second = rng.randint(low, 9 if level == 2 else high)
     return max(first, second), min(first, second)
 
 
@@ -74,7 +75,8 @@ class Parallelogram(_FourSided):
     name = "parallelogram"
 
     def draw(self, canvas: Canvas, givens: Givens, unknown: str, rng: Random) -> None:
-        base, lean = rng.uniform(1.3, 1.6), rng.uniform(0.4, 0.55)
+        base = rng.uniform(1.3, 1.6)
+        lean = rng.uniform(0.4, 0.55)
         foot = complex(lean)
         shape = [0j, complex(base), complex(base + lean, -1), complex(lean, -1), foot]
         shape = flipped(rotated(shape, _sway(rng)), rng)
@@ -108,7 +110,8 @@ class TriangleArea(_Figure):
 
     def draw(self, canvas: Canvas, givens: Givens, unknown: str, rng: Random) -> None:
         right = rng.random() < 0.3
-        width, at = rng.uniform(1.4, 1.8), 0.0 if right else rng.uniform(0.3, 0.45)
+        width = rng.uniform(1.4, 1.8)
+        at = 0.0 if right else rng.uniform(0.3, 0.45)
         shape = [0j, complex(width), complex(width * at, -1), complex(width * at)]
         shape = flipped(rotated(shape, _sway(rng)), rng)
         a, b, apex, foot = canvas.fit(shape, rng, LABEL_MARGIN if right else (10, 19), stretch=1)
@@ -146,7 +149,8 @@ class TrapezoidArea(_Figure):
         return givens
 
     def draw(self, canvas: Canvas, givens: Givens, unknown: str, rng: Random) -> None:
-        short, lean = rng.uniform(0.8, 1.0), rng.uniform(0.25, 0.45)
+        short = rng.uniform(0.8, 1.0)
+        lean = rng.uniform(0.25, 0.45)
         long = short + lean + rng.uniform(0.25, 0.45)
         shape = [0j, complex(long), complex(lean + short, -1), complex(lean, -1), complex(lean)]
         if rng.random() < 0.3:

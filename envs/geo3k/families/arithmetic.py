@@ -9,7 +9,8 @@ from collections.abc import Sequence
 def fraction(numerator: int, denominator: int) -> str:
     r"""Return a reduced fraction: fraction(7, 2) is '\frac { 7 } { 2 }', fraction(8, 2) is '4'."""
     common = math.gcd(numerator, denominator)
-    numerator, denominator = numerator // common, denominator // common
+    numerator = numerator // common
+    denominator = denominator // common
     return str(numerator) if denominator == 1 else f"\\frac {{ {numerator} }} {{ {denominator} }}"
 
 
@@ -17,12 +18,14 @@ def radical(factor: int, radicand: int, denominator: int = 1) -> str:
     r"""Return factor * sqrt(radicand) / denominator in lowest terms: radical(1, 50) is '5 \sqrt { 2 }'."""
     for root in range(math.isqrt(radicand), 1, -1):
         if radicand % (root * root) == 0:
-            factor, radicand = factor * root, radicand // (root * root)
+            factor = factor * root
+            radicand = radicand // (root * root)
             break
     if radicand == 1:
         return fraction(factor, denominator)
     common = math.gcd(factor, denominator)
-    factor, denominator = factor // common, denominator // common
+    factor = factor // common
+    denominator = denominator // common
     surd = f"\\sqrt {{ {radicand} }}" if factor == 1 else f"{factor} \\sqrt {{ {radicand} }}"
     return surd if denominator == 1 else f"\\frac {{ {surd} }} {{ {denominator} }}"
 
@@ -45,7 +48,8 @@ def twice(value: int) -> tuple[str, str]:
 
 def add(values: Sequence[int]) -> tuple[list[str], int]:
     """Return the steps of a sum from left to right, and the sum: [47, 65, 10] -> two steps, 122."""
-    steps, total = [], values[0]
+    steps = []
+    total = values[0]
     for value in values[1:]:
         steps.append(f"{total} + {value} = {total + value}.")
         total += value
@@ -54,7 +58,8 @@ def add(values: Sequence[int]) -> tuple[list[str], int]:
 
 def multiply(a: int, b: int) -> tuple[list[str], int]:
     """Return the steps of a product and the product; two factors above 12 are multiplied by tens and ones."""
-    tens, ones = b - b % 10, b % 10
+    tens = b - b % 10
+    ones = b % 10
     if min(a, b) <= 12 or ones == 0:
         return [f"{a} * {b} = {a * b}."], a * b
     return [

@@ -28,7 +28,8 @@ def soften(angles: Sequence[float], least: float) -> list[float]:
 
 def polygon(angles: Sequence[float], phase: float) -> list[Point]:
     """Return the polygon with these interior angles (degrees, clockwise on screen) whose sides touch a unit circle."""
-    points, direction = [], phase
+    points = []
+    direction = phase
     for angle in angles:
         half_turn = math.radians(180 - angle) / 2
         direction += half_turn

@@ -47,7 +47,8 @@ class LinearPair(Family):
         if unknown == "right":
             parts.insert(rng.choice((0, 2)), (90.0, ""))
         flip = rng.random() < 0.5  # below the line, the order from left to right is reversed
-        tilt, direction = rng.uniform(-0.2, 0.2), math.pi
+        tilt = rng.uniform(-0.2, 0.2)
+        direction = math.pi
         rays = [cmath.rect(1, math.pi)]
         for angle, _ in parts:
             direction += math.radians(angle)
@@ -190,7 +191,8 @@ class ParallelLines(Family):
         slope = math.radians(shown if given_sector % 2 == 0 else 180 - shown)
         up = cmath.rect(1 / math.sin(slope), -slope)
         half, reach = 1.25, 0.78  # half the length of a line, and of the transversal beyond it, in line distances
-        top, bottom = up / 2, -up / 2
+        top = up / 2
+        bottom = -up / 2
         shape = [
             top,
             bottom,
@@ -220,7 +222,8 @@ class ParallelLines(Family):
     def _draw_bend(self, canvas: Canvas, givens: Givens, rng: Random) -> None:
         upper, lower = (math.radians(min(max(angle, 38), 62)) for angle in givens)
         corner = 0j
-        a, b = cmath.rect(1 / math.sin(upper), upper - math.pi), cmath.rect(1 / math.sin(lower), math.pi - lower)
+        a = cmath.rect(1 / math.sin(upper), upper - math.pi)
+        b = cmath.rect(1 / math.sin(lower), math.pi - lower)
         right = max(0.5, 2.2 + min(a.real, b.real))
         shape = [corner, a, b, complex(right, a.imag), complex(right, b.imag)]
         shape = flipped(rotated(shape, rng.uniform(-0.12, 0.12)), rng)

@@ -22,7 +22,8 @@ class QuadrilateralAngles(Family):
             givens = tuple(pick_angle(rng, level, 90, 125) for _ in range(3))
             total = sum(givens)
             return (*givens, pick_angle(rng, level, max(80, 390 - total), min(140, 480 - total))), "pentagon"
-        first, second = pick_angle(rng, level, 60, 125), pick_angle(rng, level, 60, 125)
+        first = pick_angle(rng, level, 60, 125)
+        second = pick_angle(rng, level, 60, 125)
         total = first + second
         return (first, second, pick_angle(rng, level, max(60, 210 - total), min(125, 310 - total))), "quadrilateral"
 

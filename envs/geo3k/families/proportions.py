@@ -42,13 +42,18 @@ class Midsegment(Family):
 
     def draw(self, canvas: Canvas, givens: Givens, unknown: str, rng: Random) -> None:
         wide = unknown == "trapezoid"
-        top, lean = rng.uniform(0.55, 0.75) if wide else 0.0, rng.uniform(0.35, 0.6)
-        a, b, d, c = 0j, complex(top + 2 * lean if wide else 1.6), complex(lean, -1), complex(lean + top, -1)
+        top = rng.uniform(0.55, 0.75) if wide else 0.0
+        lean = rng.uniform(0.35, 0.6)
+        a = 0j
+        b = complex(top + 2 * lean if wide else 1.6)
+        d = complex(lean, -1)
+        c = complex(lean + top, -1)
         if not wide:
             c = d = complex(rng.uniform(0.5, 1.1), -1)
         shape = flipped(rotated([a, b, c, d], upright(rng, 0.12)), rng)
         a, b, c, d = canvas.fit(shape, rng, (10, 19), stretch=1)
-        left, right = (a + d) / 2, (b + c) / 2
+        left = (a + d) / 2
+        right = (b + c) / 2
         canvas.polygon((a, b, c, d) if wide else (a, b, c))
         canvas.line(left, right)
         for start, end, count in ((a, left, 1), (left, d, 1), (b, right, 2), (right, c, 2)):
@@ -96,7 +101,8 @@ class SimilarTriangles(Family):
     def draw(self, canvas: Canvas, givens: Givens, unknown: str, rng: Random) -> None:
         cut = min(max(self._share_above(givens, unknown), 0.42), 0.58)
         apex = complex(rng.uniform(0.6, 1.0), -1)
-        d, e = apex * (1 - cut), apex + (1.6 - apex) * cut
+        d = apex * (1 - cut)
+        e = apex + (1.6 - apex) * cut
         shape = flipped(rotated([0j, 1.6 + 0j, apex, d, e], upright(rng, 0.12)), rng)
         a, b, apex, d, e = canvas.fit(shape, rng, (24, 10), stretch=1)
         canvas.polygon((a, b, apex))

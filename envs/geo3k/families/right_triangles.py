@@ -38,7 +38,9 @@ class RightTriangle(Family):
             if rng.random() < 0.5:
                 first, second = second, first
         else:
-            first, second, hypotenuse = rng.randint(2, 20), rng.randint(2, 20), 0
+            first = rng.randint(2, 20)
+            second = rng.randint(2, 20)
+            hypotenuse = 0
         if rng.random() < 0.5:
             return (first, second), "hypotenuse"
         return (hypotenuse or first + second, second), "leg"
@@ -47,11 +49,14 @@ class RightTriangle(Family):
         first, second = givens
         require(first > 0 and second > 0, "a side is longer than 0")
         if unknown == "hypotenuse":
-            sign, square = "+", first * first + second * second
+            sign = "+"
+            square = first * first + second * second
         else:
             require(first > second, "the hypotenuse is the longest side")
-            sign, square = "-", first * first - second * second
-        answer, root = radical(1, square), f"\\sqrt {{ {square} }}"
+            sign = "-"
+            square = first * first - second * second
+        answer = radical(1, square)
+        root = f"\\sqrt {{ {square} }}"
         squares = f"{calculation(first, '*', first)} {calculation(second, '*', second)}"
         last = f"{root}." if answer == root else f"{root} = {answer}."
         return f"{squares} {first * first} {sign} {second * second} = {square}. {last}", answer
@@ -135,7 +140,8 @@ class SpecialRight(Family):
         shape = left_to_right(shape, rng.uniform(-1, 1), 0)
         corner, b, c = canvas.fit(shape, rng, LABEL_MARGIN, stretch=1)
         sides = {"hypotenuse": (b, c, corner), "leg": (corner, c, b)}
-        adjacent, opposite = (corner, b, c), (corner, c, b)
+        adjacent = (corner, b, c)
+        opposite = (corner, c, b)
         sides["short"], sides["long"] = (opposite, adjacent) if angle == 30 else (adjacent, opposite)
         if angle == 45:
             legs = [adjacent, opposite]

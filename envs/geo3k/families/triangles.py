@@ -94,12 +94,15 @@ class ExteriorAngle(Family):
 
     def draw(self, canvas: Canvas, givens: Givens, unknown: str, rng: Random) -> None:
         if unknown == "exterior":
-            remote, texts = givens, (f"{givens[0]}°", f"{givens[1]}°", "x°")
+            remote = givens
+            texts = (f"{givens[0]}°", f"{givens[1]}°", "x°")
         else:
             exterior, known = givens
-            remote, texts = (exterior - known, known), ("x°", f"{known}°", f"{exterior}°")
+            remote = (exterior - known, known)
+            texts = ("x°", f"{known}°", f"{exterior}°")
             if rng.random() < 0.5:
-                remote, texts = remote[::-1], (texts[1], texts[0], texts[2])
+                remote = remote[::-1]
+                texts = (texts[1], texts[0], texts[2])
         a, b, c = polygon(soften((*remote, 180 - sum(remote)), LEAST_SHOWN), 0)
         extends_a = rng.random() < 0.5
         near = a - c if extends_a else b - c

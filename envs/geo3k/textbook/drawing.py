@@ -16,14 +16,21 @@ from envs.geo3k.textbook.placement import Placer, along, around, at_distance, be
 from envs.geo3k.textbook.text import DETAIL, FONTS, FontName, text_mask
 from envs.geo3k.textbook.theorem import Wording, names
 
-TRIES, SMALLER_TRIES = 24, 40
+TRIES = 24
+SMALLER_TRIES = 40
 LEADER = 0.25  # what a label with a leader line counts as a conflict
 BORDER = 5  # pixels around everything
 CELL = 32  # sides of a picture are multiples: the pixels of one token of Qwen-VL models
 Colour = tuple[int, int, int]
 
-BLACK, BLUE, TEAL, GREY = (0, 0, 0), (0, 104, 168), (0, 128, 128), (70, 70, 70)
-MAGENTA, RED, WHITE, CREAM = (214, 22, 116), (200, 30, 30), (255, 255, 255), (255, 247, 226)
+BLACK = (0, 0, 0)
+BLUE = (0, 104, 168)
+TEAL = (0, 128, 128)
+GREY = (70, 70, 70)
+MAGENTA = (214, 22, 116)
+RED = (200, 30, 30)
+WHITE = (255, 255, 255)
+CREAM = (255, 247, 226)
 
 
 @dataclass(frozen=True)
@@ -108,7 +115,8 @@ def draw(figure: Figure, wording: Wording, rng: Random, scale: Scale) -> Drawing
 
 def _posed(figure: Figure, rng: Random) -> Figure:
     """Return the figure turned: mostly as it stands, or by quarters, or slightly."""
-    mirrored, roll = rng.random() < 0.5, rng.random()
+    mirrored = rng.random() < 0.5
+    roll = rng.random()
     if figure.upright or roll < 0.5:
         turn = rng.uniform(-0.04, 0.04) if roll < 0.1 else 0.0
     elif roll < 0.75:
@@ -122,7 +130,9 @@ class _Layout:
     """A figure in pixels with its labels placed; the origin is moved when it is drawn."""
 
     def __init__(self, figure: Figure, wording: Wording, look: Look, span: float, least: tuple[int, int]) -> None:
-        self._figure, self._look, self._least = figure, look, least
+        self._figure = figure
+        self._look = look
+        self._least = least
         bounds = list(figure.points.values())
         for circle in figure.circles:
             center, on = figure.ends(circle)
@@ -160,11 +170,13 @@ class _Layout:
 
     def _mark_strokes(self) -> Iterator[list[Point]]:
         """Yield the lines of right angles, ticks and arcs of equal angles."""
-        figure, size = self._figure, self._look.font_size
+        figure = self._figure
+        size = self._look.font_size
         for points in figure.right_angles:
             a, vertex, b = self._ends(points)
             side = min(0.6 * size, 0.3 * abs(a - vertex), 0.3 * abs(b - vertex))
-            u, v = unit(a - vertex) * side, unit(b - vertex) * side
+            u = unit(a - vertex) * side
+            v = unit(b - vertex) * side
             yield [vertex + u, vertex + u + v, vertex + v]
         for segment, count in figure.ticks:
             a, b = self._ends(segment)
@@ -308,7 +320,8 @@ class _Layout:
         corners += [point for line in self._thin for point in line]
         for center, half_x, half_y in self._placer.boxes:
             corners += [center - complex(half_x, half_y), center + complex(half_x, half_y)]
-        xs, ys = [p.real for p in corners], [p.imag for p in corners]
+        xs = [p.real for p in corners]
+        ys = [p.imag for p in corners]
         return complex(min(xs), min(ys)), complex(max(xs), max(ys))
 
     def _size(self) -> tuple[int, int]:
@@ -329,7 +342,8 @@ class _Layout:
         room = complex(width, height) - (high - low) - 2 * BORDER * (1 + 1j)
         origin = low - BORDER * (1 + 1j) - complex(rng.random() * room.real, rng.random() * room.imag)
         pen = _Pen(width, height, origin)
-        figure, look = self._figure, self._look
+        figure = self._figure
+        look = self._look
         pen.image.paste(look.paper, (0, 0, width, height))
         for shape in figure.shaded:
             pen.fill(self._outlines(shape), look.fill)

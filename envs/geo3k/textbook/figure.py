@@ -235,7 +235,9 @@ def scaled(points: Mapping[str, Point], factor: complex) -> dict[str, Point]:
 
 def meet(p: Point, q: Point, r: Point, s: Point) -> Point:
     """Return where the lines pq and rs meet."""
-    u, v, w = q - p, s - r, r - p
+    u = q - p
+    v = s - r
+    w = r - p
     return p + u * ((w.conjugate() * v).imag / (u.conjugate() * v).imag)
 
 

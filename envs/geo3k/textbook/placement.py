@@ -76,7 +76,8 @@ class Placer:
         """Return how many strokes and boxes a box at each center touches."""
         # Separating axes of a box and a segment: x, y and the segment's normal.
         off_CS = self._middle_S - centers_C[:, None]
-        half_x_S, half_y_S = np.abs(self._half_S.real), np.abs(self._half_S.imag)
+        half_x_S = np.abs(self._half_S.real)
+        half_y_S = np.abs(self._half_S.imag)
         across_CS = np.abs(_cross(self._half_S, off_CS))
         touched_CS = (
             (np.abs(off_CS.real) < x + half_x_S)
@@ -97,7 +98,8 @@ class Placer:
         off_CS = self._middle_S - starts_C[:, None]
         turn_CS = _cross(way_CS, self._half_S)
         safe_CS = np.where(np.abs(turn_CS) < 1e-9, np.inf, turn_CS)
-        on_way_CS, on_stroke_CS = _cross(off_CS, self._half_S) / safe_CS, _cross(off_CS, way_CS) / safe_CS
+        on_way_CS = _cross(off_CS, self._half_S) / safe_CS
+        on_stroke_CS = _cross(off_CS, way_CS) / safe_CS
         crossed_CS = (on_way_CS > 0) & (on_way_CS < 1) & (np.abs(on_stroke_CS) <= 1) & np.isfinite(safe_CS)
         return crossed_CS.sum(axis=1)
 
@@ -134,7 +136,8 @@ def along(start: Point, end: Point, half_x: float, half_y: float, clear: float, 
 
 def within(vertex: Point, start: Point, end: Point, half_x: float, half_y: float, least: float) -> Iterator[Candidate]:
     """Yield positions inside an angle, at least `least` pixels from its vertex."""
-    u, v = unit(start - vertex), unit(end - vertex)
+    u = unit(start - vertex)
+    v = unit(end - vertex)
     opening = cmath.phase(v / u)
     for share in (0.5, 0.42, 0.58, 0.35, 0.65):
         direction = u * cmath.rect(1, opening * share)

@@ -16,7 +16,12 @@ VARIABLES = "xxxxxyzabn"
 TRIES = 300
 
 #: Shares of problems, or of their labels, with something that real diagrams have at times.
-LETTERED, ASKED_BY_NAME, ASKED_BY_NUMBER, TOLD, WITH_SPARE, WITH_OTHERS = 0.85, 0.5, 0.15, 0.35, 0.3, 0.35
+LETTERED = 0.85
+ASKED_BY_NAME = 0.5
+ASKED_BY_NUMBER = 0.15
+TOLD = 0.35
+WITH_SPARE = 0.3
+WITH_OTHERS = 0.35
 #: Angles are multiples of this many degrees at each level.
 ANGLE_STEP = {1: 5, 2: 2, 3: 1}
 ALGEBRA = {1: 0.0, 2: 0.15, 3: 0.35}
@@ -152,13 +157,15 @@ class Theorem(ABC):
     def _ask(self, figure: Figure, is_lettered: bool, rng: Random) -> dict[str, object]:
         """Choose the variables of the asked part and of further parts."""
         assert figure.asked is not None
-        variable, number = rng.choice(VARIABLES), 0
+        variable = rng.choice(VARIABLES)
+        number = 0
         if not figure.asked.givens and not any("x" in label.text for label in figure.labels):
             roll = rng.random()
             if is_lettered and figure.asked.part.has_name and roll < ASKED_BY_NAME:
                 variable = ""
             elif figure.asked.part.kind == "angle" and roll > 1 - ASKED_BY_NUMBER:
-                variable, number = str(rng.randint(1, 2)), 3
+                variable = str(rng.randint(1, 2))
+                number = 3
         if number:
             others = [str(k) for k in range(1, 2 + len(figure.others)) if str(k) != variable]
         else:

@@ -39,7 +39,8 @@ def megatron_targets(targets: Sequence[str], sees: bool) -> list[str]:
         elif name in LAYERS:
             chosen[LAYERS[name]] = None
         else:
-            rule, known = "must end a linear layer's name", {"all-linear", *LAYERS}
+            rule = "must end a linear layer's name"
+            known = {"all-linear", *LAYERS}
             raise UserError("--lora-targets", rule, target, did_you_mean(target, known))
     return [f"*language_model*.{name}" if sees else name for name in chosen]
 

@@ -133,7 +133,8 @@ class MegatronLearner(StepLearner[ThdBatch]):
     def _thd(self, rows: Sequence[Row]) -> ThdBatch:
         most = sum(row.num_tokens for row in rows)
         if 0 < self._row_length < most:
-            rule, got = "needs --max-tokens-per-microbatch of at least the longest stream", f"{most} tokens"
+            rule = "needs --max-tokens-per-microbatch of at least the longest stream"
+            got = f"{most} tokens"
             raise UserError(
                 "--pad-microbatches", rule, got, f"give --max-tokens-per-microbatch {most}, or leave it out"
             )
@@ -245,7 +246,8 @@ class MegatronLearner(StepLearner[ThdBatch]):
             UserError: a checkpoint of this network has other names than the network in memory.
         """
         if not self.model.architecture.names_are_saved:
-            rule, got = "needs servers for a network saved under other names", self.model.config.model_type
+            rule = "needs servers for a network saved under other names"
+            got = self.model.config.model_type
             raise UserError("--backend megatron", rule, got, "give --engine sglang")
         kept: dict[str, Tensor] = {}
         for name, weight in self.stream():

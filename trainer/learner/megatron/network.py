@@ -126,7 +126,8 @@ class MegatronNetwork:
         from megatron.bridge import AutoBridge
         from megatron.core import parallel_state
 
-        self.layout, self.dtype = layout, dtype
+        self.layout = layout
+        self.dtype = dtype
         self.bridge: Any = AutoBridge.from_hf_pretrained(str(path))
         provider: Any = self.bridge.to_megatron_provider(load_weights=True)
         self._row_length = row_length
@@ -223,7 +224,8 @@ class MegatronNetwork:
 
     def _forward(self, model: Any, batch: ThdBatch, law: SamplingLaw) -> Tensor:
         """Return log-probs and entropies (2, N) on the last stage, hidden states before it."""
-        row, device = batch.row, batch.targets_N.device
+        row = batch.row
+        device = batch.targets_N.device
         whole = self.sees or self.context[1] == 1  # networks with vision cut the row after the pictures are in it
         mine_L = slice(None) if whole else row.split(self.context[1])[self.context[0]]
         inputs: dict[str, Any] = {

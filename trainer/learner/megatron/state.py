@@ -43,7 +43,8 @@ class MegatronState:
     """
 
     def __init__(self, network: MegatronNetwork, optimizer: MegatronOptimizer) -> None:
-        self._network, self._optimizer = network, optimizer
+        self._network = network
+        self._optimizer = optimizer
         self._queue: Any = None
         self._is_pending = False
 
@@ -109,7 +110,8 @@ class MegatronState:
         try:
             state = dist_checkpointing.load(wanted, str(folder))
         except (CheckpointingException, KeyError) as error:
-            rule, fix = "must hold the network that this run trains", "leave --model, --freeze-vision and --lora-*"
+            rule = "must hold the network that this run trains"
+            fix = "leave --model, --freeze-vision and --lora-*"
             raise UserError("--resume", rule, str(error).splitlines()[0], f"{fix} as they were") from error
         self._network.bare.load_state_dict(state["model"])
         if with_optimizer:

@@ -81,9 +81,11 @@ def thd_row(samples: Sequence[TrainingSample], multiple: int = 1, length: int = 
     """
     ids: list[NDArray[np.int64]] = []
     positions: list[NDArray[np.int64]] = []
-    starts, before = [0], []
+    starts = [0]
+    before = []
     for number, sample in enumerate(samples, 1):
-        start, own = starts[-1], len(sample.ids_T)
+        start = starts[-1]
+        own = len(sample.ids_T)
         size = -(-own // multiple) * multiple
         if number == len(samples):
             size = max(size, -(-length // multiple) * multiple - start)

@@ -53,7 +53,8 @@ class Tower:
         module.fast_pos_embed_interpolate = _once_for_each(module.fast_pos_embed_interpolate)
         module.rot_pos_emb = _once_for_each(module.rot_pos_emb)
         module.build_packed_seq_params = _with_number(module.build_packed_seq_params)
-        self._encode, module.forward = module.forward, self._shown
+        self._encode = module.forward
+        module.forward = self._shown
         self._shares_tokens = shares_tokens
         self._groups: deque[Sequence[Sequence[ProcessedImage]]] = deque()
         self._indices: deque[Tensor] = deque()
@@ -73,7 +74,8 @@ class Tower:
         self._is_apart = len(groups) == 1 or not is_pipelined
         self._groups = deque(groups if self._is_apart else [[own] for own in images])
         self._indices.clear()
-        self._encoded, self._given = [], []
+        self._encoded = []
+        self._given = []
 
     def next(self, device: torch.device, dtype: torch.dtype) -> VisionBatch | None:
         """Return the pictures of the next micro-batch's group, of which the network gets its own; None: it has none."""
@@ -111,7 +113,10 @@ class Tower:
 
     def backward(self) -> None:
         """Give the tower its gradient, once the micro-batches that share an encoding have theirs."""
-        encoded, given, self._encoded, self._given = self._encoded, self._given, [], []
+        encoded = self._encoded
+        given = self._given
+        self._encoded = []
+        self._given = []
         apart = [(x, leaf.grad) for x, leaf in zip(encoded, given, strict=True) if x is not leaf]
         pairs = [(x, grad.to(x.dtype)) for x, grad in apart if grad is not None]
         if pairs:

@@ -77,14 +77,17 @@ class _VocabScores(torch.autograd.Function):
                 top_C + log_C,
             )
         ctx.save_for_backward(hidden_NH, weight_VH, targets_N, entropy_N, norm_N)
-        ctx.law, ctx.shard, ctx.compiled = law, shard, compiled
+        ctx.law = law
+        ctx.shard = shard
+        ctx.compiled = compiled
         return logprobs_N, entropy_N
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         hidden_NH, weight_VH, targets_N, entropy_N, norm_N = ctx.saved_tensors
-        law, shard = ctx.law, ctx.shard
+        law = ctx.law
+        shard = ctx.shard
         grad_hidden_NH = torch.empty_like(hidden_NH, dtype=torch.float32)
         wants_weight = ctx.needs_input_grad[1]
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if wants_weight else None

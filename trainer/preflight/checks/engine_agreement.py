@@ -18,7 +18,8 @@ from trainer.preflight.finding import Verdict, fault, ok, warning
 from trainer.types import StepStats
 
 #: KL in nats (k3, mean over model tokens). Above the first it is more than rounding, above the second another policy.
-SUSPICIOUS_KL, DIFFERENT_KL = 1e-3, 1e-2
+SUSPICIOUS_KL = 1e-3
+DIFFERENT_KL = 1e-2
 #: The verdict names the parts of a stream if one of them differs by more than this, in nats.
 NAMED_GAP = 0.05
 
@@ -48,7 +49,8 @@ def check_episodes(played: Sequence[Trajectory]) -> Verdict | None:
     broken = [trajectory for trajectory in played if not trajectory.end_reason.is_valid]
     if not broken:
         return None
-    reason, text = broken[0].end_reason.value, last_line(broken[0].error)
+    reason = broken[0].end_reason.value
+    text = last_line(broken[0].error)
     found = f"{len(broken)} of {len(played)} episodes broke, the first as {reason}: {text:.200}"
     is_ours = any(trajectory.end_reason.value in ("invalid_stream", "aborted") for trajectory in broken)
     fix = "the engine's answers break the stream" if is_ours else "see python -m envs.check"
@@ -63,7 +65,8 @@ def gaps_by_part(
     Example: `{"prompt before the picture": 0.0, "prompt after it": 0.31, "turn 1": 0.28}`.
     """
     ids_T = trajectory.ids_T
-    is_text_T, places_T = ids_T != image_token_id, np.arange(len(ids_T))
+    is_text_T = ids_T != image_token_id
+    places_T = np.arange(len(ids_T))
     first = int(np.argmin(is_text_T)) if not is_text_T.all() else len(ids_T)
     is_prompt_T = places_T < trajectory.prompt_length
     parts = {

@@ -33,7 +33,8 @@ def gpus_free() -> tuple[tuple[int, int], ...]:
     It runs `nvidia-smi`, because torch would allocate some hundred MiB on each GPU to answer. Without that command, all
     memory counts as free.
     """
-    count, seen = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = torch.cuda.device_count()
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not count:
         return ()
     command = ["nvidia-smi", "--query-gpu=memory.free,memory.total", "--format=csv,noheader,nounits"]

@@ -60,7 +60,8 @@ def check_settings(settings: Mapping[str, Any], vision: Any, model_type: str) ->
         for name, wanted in sizes.items()
         if settings.get(name, wanted) != wanted
     ]
-    family, fix = FAMILIES[model_type], "take preprocessor_config.json from the model's own repository"
+    family = FAMILIES[model_type]
+    fix = "take preprocessor_config.json from the model's own repository"
     for name, wanted in (("image_mean", family.mean), ("image_std", family.std)):
         given = settings.get(name)
         if given is None or not np.allclose(given, wanted, atol=1e-4):

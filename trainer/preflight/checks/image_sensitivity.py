@@ -12,7 +12,8 @@ from trainer.preflight.finding import Verdict, fault, ok, warning
 from trainer.preflight.probe_streams import ImageVariants, Score
 
 #: A changed picture must move the text by more than this many nats, and more than this many times the noise.
-LEAST_MOVE, NOISE_TIMES = 1e-6, 5.0
+LEAST_MOVE = 1e-6
+NOISE_TIMES = 5.0
 #: A picture that moves the text by less than this, in nats, hardly matters to the network.
 WEAK_MOVE = 1e-3
 
@@ -21,7 +22,8 @@ async def score_variants(score: Score, variants: ImageVariants) -> tuple[NDArray
     """Return the log-probs of the text after the picture: original, original again, changed picture, no picture."""
     v = variants
     original, again = [await score(v.original.ids, v.original.images) for _ in range(2)]
-    changed, removed = await score(v.changed.ids, v.changed.images), await score(v.removed.ids, ())
+    changed = await score(v.changed.ids, v.changed.images)
+    removed = await score(v.removed.ids, ())
     return original[v.after_N], again[v.after_N], changed[v.after_N], removed[v.after_removed_N]
 
 

@@ -114,8 +114,10 @@ def check_memory(config: RunConfig, networks: MetaNetworks, free: FreeMemory) ->
 
 def memory_need(config: RunConfig, networks: MetaNetworks) -> MemoryNeed:
     """Return the memory that a configuration needs."""
-    model, size = networks.trained(config.learner), _value_bytes(config)
-    ranks, count = max(1, config.cluster.num_ranks), Parameters.of(model)
+    model = networks.trained(config.learner)
+    size = _value_bytes(config)
+    ranks = max(1, config.cluster.num_ranks)
+    count = Parameters.of(model)
     tokens = max(config.learner.max_tokens_per_microbatch, config.data.max_prompt_tokens + config.env.max_new_tokens)
     num_image_tokens = int(IMAGE_SHARE * tokens) if model.architecture.vision else 0
     plan = Plan(
@@ -177,7 +179,8 @@ def _least_weights(config: RunConfig, networks: MetaNetworks) -> int:
 
 def _cache_bytes(config: RunConfig, network: Any, size: int) -> int:
     """Return the bytes of the embedded engine's keys and values for a batch: twice, because growing copies them."""
-    text, rollout = network.get_text_config(), config.rollout
+    text = network.get_text_config()
+    rollout = config.rollout
     episodes = min(rollout.max_batch, rollout.problems_per_step * rollout.group_size)
     tokens = config.data.max_prompt_tokens + config.env.max_new_tokens
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -235,7 +238,8 @@ def _check_host(need: MemoryNeed, free: FreeMemory) -> Sequence[Verdict]:
 
 def _check_colocated(config: RunConfig, need: MemoryNeed, free: FreeMemory) -> Sequence[Verdict]:
     """Judge what the learner keeps while servers on its GPUs write; while it trains, they have freed theirs."""
-    num_gpus, fraction = max(1, config.cluster.num_gpus), config.engine.memory_share(beside_learner=True)
+    num_gpus = max(1, config.cluster.num_gpus)
+    fraction = config.engine.memory_share(beside_learner=True)
     if config.engine.placement != "colocate" or num_gpus > len(free.gpus):
         return []
     gpus = free.gpus[:num_gpus]

@@ -39,11 +39,13 @@ def check_positions(samples: Sequence[TrainingSample], network: PolicyModel) -> 
     tokens = images = 0
     for sample in samples:
         expected_3T = rope_index(sample, network)
-        tokens, images = tokens + len(sample.ids_T), images + len(sample.images)
+        tokens = tokens + len(sample.ids_T)
+        images = images + len(sample.images)
         if np.array_equal(expected_3T, sample.positions_3T):
             continue
         place = int(np.flatnonzero((expected_3T != sample.positions_3T).any(0))[0])
-        got, wanted = sample.positions_3T[:, place].tolist(), expected_3T[:, place].tolist()
+        got = sample.positions_3T[:, place].tolist()
+        wanted = expected_3T[:, place].tolist()
         is_flat = bool((sample.positions_3T == np.arange(len(sample.ids_T))).all())
         what = "are flat, with no rows and columns for pictures" if is_flat else "are not those of Transformers"
         found = f"positions {what}: token {place} stands at {got}, get_rope_index says {wanted}"
@@ -96,7 +98,8 @@ def check_scores(
     mean = float(gaps_N.mean()) if np.isfinite(gaps_N).all() else np.inf
     gap = f"{mean:.2g} nats off {whose} on average, {gaps_N.max():.2g} at most"
     found = f"log-probs of {len(gaps_N)} text tokens are {gap}"
-    limits, fix = LIMITS[dtype], "look at positions, weights and image preprocessing"
+    limits = LIMITS[dtype]
+    fix = "look at positions, weights and image preprocessing"
     if mean > limits.different:
         return fault(found, fix)
     return warning(found, fix) if mean > limits.suspicious else ok(found)

@@ -17,7 +17,9 @@ from trainer.preflight.finding import Verdict, fault, ok, warning
 LEAST_MOVE = 0.1
 #: After the push, the gap may be this many times the gap before it, or this share of the learner's move. But an engine
 #: whose gap was float32's rounding has no business with either.
-NOISE_TIMES, SHARE, EXACT = 5.0, 0.1, 1e-5
+NOISE_TIMES = 5.0
+SHARE = 0.1
+EXACT = 1e-5
 LEAST_GAP = 1e-3
 
 

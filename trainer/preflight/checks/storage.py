@@ -50,7 +50,8 @@ class DiskNeed:
         A checkpoint holds float32 weights and Adam's two moments of all trained parameters. While a checkpoint is
         written, there is one more than `--keep-checkpoints`.
         """
-        every, kept = config.checkpoint.save_every if config.trains else 0, config.checkpoint.keep_checkpoints
+        every = config.checkpoint.save_every if config.trains else 0
+        kept = config.checkpoint.keep_checkpoints
         num_checkpoints = min(kept + 1, -(-config.steps // every)) if every else 0
         if config.checkpoint.resume:  # existing checkpoints need no new room
             num_existing = len(found_steps(config.checkpoint.resume / CHECKPOINTS))
@@ -121,11 +122,13 @@ def file_system(place: Path, mounts: Path = Path("/proc/mounts")) -> str:
 
     Example: `file_system(Path("/shared/runs"))` is "nfs4" if /shared is mounted over NFS.
     """
-    best, kind = -1, ""
+    best = -1
+    kind = ""
     with contextlib.suppress(OSError):
         for line in mounts.read_text(encoding="utf-8").splitlines():
             _, target, found, *_ = line.split(" ")
             target = target.replace("\\040", " ")
             if place.resolve().is_relative_to(target) and len(target) >= best:
-                best, kind = len(target), found
+                best = len(target)
+                kind = found
     return kind

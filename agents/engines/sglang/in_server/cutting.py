@@ -20,7 +20,8 @@ from torch import Tensor
 
 from agents.engines.sglang.in_server.kept_pictures import Grid
 
-CHANNELS, LEVELS = 3, 256
+CHANNELS = 3
+LEVELS = 256
 #: Sides of the pictures to learn from, in patches: one of them is not resized.
 PROBE_SIDES = (4, 8, 16, 32, 64)
 #: What a processor returns: patches (P, N), and their grid.
@@ -45,8 +46,10 @@ def ordered_levels(picture: Image.Image, form: PatchForm) -> tuple[Tensor, Grid]
     Its sides must be multiples of patch size times merge size. Example: a picture of 160 x 128 in patches of 16 gives
     levels of shape (80, 768) and the grid (1, 8, 10).
     """
-    size, merge = form.patch_size, form.merge_size
-    rows, columns = picture.height // size // merge, picture.width // size // merge
+    size = form.patch_size
+    merge = form.merge_size
+    rows = picture.height // size // merge
+    columns = picture.width // size // merge
     pixels = np.asarray(picture).reshape(rows, merge, size, columns, merge, size, CHANNELS)
     levels = np.ascontiguousarray(pixels.transpose(0, 3, 1, 4, 6, 2, 5))
     return torch.from_numpy(levels).view(-1, CHANNELS * size**2), (1, rows * merge, columns * merge)
@@ -64,7 +67,8 @@ def learn_values(reference: Processed, form: PatchForm) -> Tensor | None:
     """Return the values (C, L) by which `patch_values` does what `reference` does; None if there are none."""
     random = np.random.default_rng(0)
     for side in PROBE_SIDES:
-        height, width = side * form.patch_size, 2 * side * form.patch_size
+        height = side * form.patch_size
+        width = 2 * side * form.patch_size
         pixels = random.permutation(height * width * CHANNELS).reshape(height, width, CHANNELS) % LEVELS
         probe = Image.fromarray(pixels.astype(np.uint8))
         patches, grid = reference(probe)

@@ -69,7 +69,8 @@ def prepared_prompt(
             **token_ids,
         )
     for item, address in zip(items, addresses, strict=True):
-        item.feature, item.model_specific_data = map_picture(address), _data(address, level_values)
+        item.feature = map_picture(address)
+        item.model_specific_data = _data(address, level_values)
     return MultimodalProcessorOutput(
         mm_items=items,
         input_ids=prompt.ids,
@@ -94,13 +95,16 @@ class PreparedPrompt(_Record):
         **fields: Any,
     ) -> None:
         super().__init__(**fields)
-        self.prompt, self.addresses, self.level_values = prompt, tuple(addresses), level_values
+        self.prompt = prompt
+        self.addresses = tuple(addresses)
+        self.level_values = level_values
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         keys = [(item.hash, item.pad_value, item.offsets[0]) for item in self.mm_items]
         padded_ids = array("q", self.build_padded_input_ids(self.prompt.ids, self.mm_items))
         ids = (self.im_token_id, self.im_start_id, self.im_end_id, self.video_token_id, self.audio_token_id)
-        positions, levels = self.prompt.positions_3T.tobytes(), None
+        positions = self.prompt.positions_3T.tobytes()
+        levels = None
         if self.level_values is not None:
             levels = str(self.level_values.dtype).split(".")[1], self.level_values.view(torch.uint8).numpy().tobytes()
         return unpack, (padded_ids, keys, self.addresses, levels, positions, self.prompt.delta, ids)

@@ -27,7 +27,8 @@ import torch
 from agents.engines.sglang.pictures import HELLO, MARK, PROTOCOL, picture_key
 
 #: Bytes of pictures to keep, unless more are in use: those of the last `IN_USE_S` seconds are.
-MAX_BYTES, IN_USE_S = 2 * 2**30, 60.0
+MAX_BYTES = 2 * 2**30
+IN_USE_S = 60.0
 #: Pictures that are read at once.
 MAX_THREADS = 8
 #: How long to wait for a picture that another request brings.
@@ -185,7 +186,8 @@ class KeptPictures:
     """
 
     def __init__(self, read: Read, max_bytes: int = MAX_BYTES) -> None:
-        self._read, self._max_bytes = read, max_bytes
+        self._read = read
+        self._max_bytes = max_bytes
         self._pictures: OrderedDict[str, _Picture] = OrderedDict()  # the one used last at the end
         self._num_bytes = 0
         self._threads = ThreadPoolExecutor(MAX_THREADS, "pictures")

@@ -44,7 +44,8 @@ def expand(ids: Sequence[int], grids: Sequence[Grid], image_token_id: int, merge
     end = 0
     for place, (time, height, width) in zip(places, grids, strict=True):
         expanded += ids[end:place]
-        first, end = len(expanded), place + 1
+        first = len(expanded)
+        end = place + 1
         expanded += [image_token_id] * (time * height * width // merge_size**2)
         spans.append((first, len(expanded) - 1))
     expanded += ids[end:]

@@ -37,7 +37,8 @@ class EqualExpressions(Theorem):
     def work(self, givens: Givens, unknown: str) -> Solution:
         large, less, small, more = givens
         require(large > small, "the first factor is the larger one")
-        total, factor = less + more, large - small
+        total = less + more
+        factor = large - small
         start = f"{more} + {less} = {total}. {large} - {small} = {factor}."
         step, answer = divide(total, factor)
         part = large * total - less * factor  # the size of each part, times the factor
@@ -54,7 +55,9 @@ class EqualExpressions(Theorem):
             figure.equal_angles += [("CAB", 1), ("ABC", 1)]
             parts = "AC", "BC"
         elif unknown in ("parallelogram", "diagonal"):
-            a, b, d = 0j, complex(size * rng.uniform(0.6, 0.8)), polar(rng.uniform(60, 75), size)
+            a = 0j
+            b = complex(size * rng.uniform(0.6, 0.8))
+            d = polar(rng.uniform(60, 75), size)
             figure = Figure({"A": a, "B": b, "C": b + d, "D": d})
             figure.polygon("ABCD")
             figure.parallel("AD", "BC")
@@ -109,7 +112,8 @@ class SumOfExpressions(Theorem):
     def numbers(self, rng: Random, level: int) -> Case:
         unknown = rng.choice(tuple(_SUMS))
         high = {1: 3, 2: 6, 3: 9}[level]
-        a, c = rng.randint(1, high), rng.randint(1, high)
+        a = rng.randint(1, high)
+        c = rng.randint(1, high)
         x = rng.randint(4, max(4, (_SUMS[unknown] - 20) // (a + c)))
         left = _SUMS[unknown] - (a + c) * x
         b = rng.randint(1, max(1, left - 1))
@@ -117,7 +121,8 @@ class SumOfExpressions(Theorem):
 
     def work(self, givens: Givens, unknown: str) -> Solution:
         a, b, c, d = givens
-        whole, left = _SUMS[unknown], _SUMS[unknown] - b - d
+        whole = _SUMS[unknown]
+        left = _SUMS[unknown] - b - d
         require(left > 0, "x is above 0")
         start = f"{calculation(b, '+', d)} {whole} - {b + d} = {left}. {calculation(a, '+', c)}"
         step, answer = divide(left, a + c)
@@ -156,7 +161,8 @@ class SumOfExpressions(Theorem):
             figure.parallel("AD", "BC", count=2)
             parts = "DAB", "ABC"
         else:
-            cut, after = first * rng.uniform(0.85, 1.15), (360 - 2 * first) * rng.uniform(0.42, 0.58)
+            cut = first * rng.uniform(0.85, 1.15)
+            after = (360 - 2 * first) * rng.uniform(0.42, 0.58)
             end = 360 - after
             figure = Figure(circle(A=0, D=end, C=end - cut, B=end - 2 * first))
             figure.points["o"] = figure.points.pop("O")

@@ -145,7 +145,8 @@ class CrossingLines(Theorem):
         return same(givens[0]) if unknown == "vertical" else rest(90 if unknown == "right" else 180, givens)
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
-        turn, given = rng.uniform(0, 360), givens[0]
+        turn = rng.uniform(0, 360)
+        given = givens[0]
         ends = {"A": 0, "B": given, "C": 180, "D": 180 + given}
         if unknown == "right":
             ends = {"A": 0, "B": given, "C": 180, "D": 180 + given, "E": 90}
@@ -177,7 +178,8 @@ class Transversal(Theorem):
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         up = polar(givens[0], 1 / math.sin(math.radians(givens[0])))
-        reach, over = rng.uniform(0.75, 1.1), rng.uniform(0.45, 0.6)
+        reach = rng.uniform(0.75, 1.1)
+        over = rng.uniform(0.45, 0.6)
         points = {"P": up / 2, "Q": -up / 2}
         points |= {"a": up / 2 - reach, "b": up / 2 + reach, "c": -up / 2 - reach, "d": -up / 2 + reach}
         figure = Figure(points | {"t": up / 2 + up * over, "s": -up / 2 - up * over})

@@ -169,7 +169,8 @@ class CompositeArea(_Area):
 
     def numbers(self, rng: Random, level: int) -> Case:
         low, high = {1: (5, 12), 2: (6, 18), 3: (8, 30)}[level]
-        wide, tall = rng.randint(low, high), rng.randint(low, high)
+        wide = rng.randint(low, high)
+        tall = rng.randint(low, high)
         small = (rng.randint(2, max(2, wide * 6 // 10)), rng.randint(2, max(2, tall * 6 // 10)))
         unknown = rng.choice(("corner", "roof", "frame", "perimeter"))
         if unknown == "roof":
@@ -207,7 +208,8 @@ class CompositeArea(_Area):
             figure.right_angles += ["EAB", "ABC", "DfC"]
             figure.label(givens, "AB", "BC", "Df", "area ABCDE")
         elif unknown == "frame":
-            left, low = (wide - givens[2]) * rng.uniform(0.4, 0.6), (tall - givens[3]) * rng.uniform(0.4, 0.6)
+            left = (wide - givens[2]) * rng.uniform(0.4, 0.6)
+            low = (tall - givens[3]) * rng.uniform(0.4, 0.6)
             inner = complex(left, low)
             points = {"A": 0j, "B": complex(wide), "C": complex(wide, tall), "D": complex(0, tall)}
             points |= {

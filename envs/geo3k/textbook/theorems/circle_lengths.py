@@ -28,7 +28,8 @@ class TangentRadius(Theorem):
             sides = ((3, 4, 5), (4, 3, 5), (5, 12, 13), (8, 15, 17), (15, 8, 17))
             a, b, c = scaled_triple(rng, 3 if level == 1 else 9, sides)
         else:
-            a, b = rng.randint(3, 20), rng.randint(3, 25)
+            a = rng.randint(3, 20)
+            b = rng.randint(3, 25)
             c = a + b // 2 + 1
         return {"tangent": (c, a), "radius": (c, b), "distance": (a, b)}[unknown], unknown
 
@@ -40,9 +41,11 @@ class TangentRadius(Theorem):
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         if unknown == "angle":
-            radius, tangent = math.tan(math.radians(givens[0])), 1.0
+            radius = math.tan(math.radians(givens[0]))
+            tangent = 1.0
         elif unknown == "distance":
-            radius, tangent = float(givens[0]), float(givens[1])
+            radius = float(givens[0])
+            tangent = float(givens[1])
         else:
             other = leg_of(*givens)
             radius, tangent = (givens[1], other) if unknown == "tangent" else (other, givens[1])
@@ -95,7 +98,8 @@ class TwoTangents(Theorem):
             return figure
         x, y, z = givens  # tangents from A, B and C
         radius = math.sqrt(x * y * z / (x + y + z))
-        a, b = 0j, complex(x + y)
+        a = 0j
+        b = complex(x + y)
         center = complex(x, radius)
         c = a + unit(center) ** 2 * (x + z)
         figure = Figure({"A": a, "B": b, "C": c, "D": complex(x), "E": b + unit(c - b) * y})
@@ -181,7 +185,8 @@ class ChordDistance(Theorem):
             sides = ((3, 4, 5), (4, 3, 5), (5, 12, 13), (8, 15, 17), (20, 21, 29))
             far, half, radius = scaled_triple(rng, 3 if level == 1 else 9, sides)
         else:
-            far, half = rng.randint(3, 15), rng.randint(3, 15)
+            far = rng.randint(3, 15)
+            half = rng.randint(3, 15)
             radius = max(far, half) + rng.randint(1, 6)
         return {"chord": (radius, far), "distance": (radius, 2 * half), "radius": (far, 2 * half)}[unknown], unknown
 
@@ -190,7 +195,8 @@ class ChordDistance(Theorem):
         steps = []
         if unknown != "chord":
             require(second % 2 == 0, "the chord is even")
-            steps, second = [f"{second} / 2 = {second // 2}."], second // 2
+            steps = [f"{second} / 2 = {second // 2}."]
+            second = second // 2
         sign = "+" if unknown == "radius" else "-"
         square = first * first + (second * second if sign == "+" else -second * second)
         require(square > 0, "the radius is the longest side")
@@ -200,7 +206,8 @@ class ChordDistance(Theorem):
         if unknown != "chord" or "=" in last:
             steps += [last]
         if unknown == "chord":
-            half, answer = answer, radical(2, square)
+            half = answer
+            answer = radical(2, square)
             steps += [f"2 * {half} = {answer}."]
         return " ".join(steps), answer
 
@@ -250,7 +257,8 @@ class _Round(Theorem):
 def pi_times(numerator: int, denominator: int) -> str:
     r"""Return a multiple of pi: pi_times(5, 3) is '\frac { 5 \pi } { 3 }'."""
     common = math.gcd(numerator, denominator)
-    numerator, denominator = numerator // common, denominator // common
+    numerator = numerator // common
+    denominator = denominator // common
     times = "\\pi" if numerator == 1 else f"{numerator} \\pi"
     return times if denominator == 1 else f"\\frac {{ {times} }} {{ {denominator} }}"
 

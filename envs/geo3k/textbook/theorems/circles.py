@@ -146,7 +146,8 @@ class CrossingChords(Theorem):
 
     def numbers(self, rng: Random, level: int) -> Case:
         if rng.random() < 0.4:
-            first, second = pick_angle(rng, level, 40, 110), pick_angle(rng, level, 40, 110)
+            first = pick_angle(rng, level, 40, 110)
+            second = pick_angle(rng, level, 40, 110)
             return (first, second), "angle"
         if level == 3:
             return (rng.randint(3, 15), rng.randint(3, 15), rng.randint(3, 15)), "part"
@@ -226,7 +227,8 @@ class ArcsOfCircle(Theorem):
     def numbers(self, rng: Random, level: int) -> Case:
         if rng.random() < 0.5:
             return (pick_angle(rng, level, 40, 140),), "across"
-        first, second = pick_angle(rng, level, 60, 150), pick_angle(rng, level, 60, 150)
+        first = pick_angle(rng, level, 60, 150)
+        second = pick_angle(rng, level, 60, 150)
         return (first, second), "last"
 
     def work(self, givens: Givens, unknown: str) -> Solution:

@@ -16,7 +16,8 @@ TRIPLES = ((3, 4, 5), (5, 12, 13), (8, 15, 17), (7, 24, 25), (20, 21, 29), (9, 4
 
 def root_of(square: int) -> Solution:
     r"""Return the step of a square root and its value: 50 -> "\sqrt { 50 } = 5 \sqrt { 2 }.", "5 \sqrt { 2 }"."""
-    answer, root = radical(1, square), f"\\sqrt {{ {square} }}"
+    answer = radical(1, square)
+    root = f"\\sqrt {{ {square} }}"
     return (f"{root}." if answer == root else f"{root} = {answer}."), answer
 
 
@@ -43,7 +44,8 @@ class Pythagoras(Theorem):
 
     def numbers(self, rng: Random, level: int) -> Case:
         if level == 3:
-            a, b = rng.randint(3, 20), rng.randint(3, 20)
+            a = rng.randint(3, 20)
+            b = rng.randint(3, 20)
             return ((a, b), "hypotenuse") if rng.random() < 0.5 else ((a + b // 2 + 1, a), "leg")
         a, b, c = scaled_triple(rng, 6 if level == 1 else 9, TRIPLES[: 3 if level == 1 else 5])
         a, b = (a, b) if rng.random() < 0.5 else (b, a)
@@ -133,15 +135,20 @@ class GeometricMean(Theorem):
     def numbers(self, rng: Random, level: int) -> Case:
         unknown = rng.choice(("altitude", "leg", "part"))
         if level == 3:
-            first, second = rng.randint(2, 15), rng.randint(2, 15)
+            first = rng.randint(2, 15)
+            second = rng.randint(2, 15)
         else:
-            k, a, b = rng.randint(1, 3 if level == 1 else 6), rng.randint(1, 4), rng.randint(1, 4)
-            first, second = k * a * a, k * b * b
+            k = rng.randint(1, 3 if level == 1 else 6)
+            a = rng.randint(1, 4)
+            b = rng.randint(1, 4)
+            first = k * a * a
+            second = k * b * b
             if unknown == "leg":
                 m, n = rng.choice(((1, 2), (2, 3), (3, 4), (3, 5), (2, 4), (4, 5)))
                 first, second = k * m * m, k * (n * n - m * m)  # the leg is k * m * n
             elif unknown == "part":
-                first, second = k * a * b, k * a * a
+                first = k * a * b
+                second = k * a * a
         return (first, second), unknown
 
     def work(self, givens: Givens, unknown: str) -> Solution:
@@ -178,7 +185,8 @@ class RectangleDiagonals(Theorem):
             k = rng.randint(1, 6 if level == 1 else 12)
             a, b, c = (k * side for side in rng.choice(TRIPLES[:3]))
         else:
-            a, b = rng.randint(4, 24), rng.randint(4, 24)
+            a = rng.randint(4, 24)
+            b = rng.randint(4, 24)
             c = a + b // 2 + 1
         return ((a, b), "diagonal") if rng.random() < 0.5 else ((c, a), "side")
 
@@ -209,7 +217,8 @@ class RhombusDiagonals(Theorem):
             sides = ((3, 4, 5), (4, 3, 5), (8, 15, 17), (20, 21, 29))
             a, b, c = scaled_triple(rng, 6 if level == 1 else 12, sides)
         else:
-            a, b = rng.randint(3, 20), rng.randint(3, 20)
+            a = rng.randint(3, 20)
+            b = rng.randint(3, 20)
             c = max(a, b) + rng.randint(1, 8)
         return ((a, b), "side") if rng.random() < 0.5 else ((c, a), "half")
 
@@ -237,7 +246,8 @@ class SegmentAddition(Theorem):
 
     def numbers(self, rng: Random, level: int) -> Case:
         high = {1: 12, 2: 40, 3: 80}[level]
-        a, b = rng.randint(high // 3, high), rng.randint(high // 3, high)
+        a = rng.randint(high // 3, high)
+        b = rng.randint(high // 3, high)
         return ((a + b, a), "part") if rng.random() < 0.5 else ((a, b), "whole")
 
     def work(self, givens: Givens, unknown: str) -> Solution:

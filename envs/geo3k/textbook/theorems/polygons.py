@@ -19,7 +19,8 @@ class PolygonAngles(Theorem):
     def numbers(self, rng: Random, level: int) -> Case:
         count = {1: 4, 2: rng.choice((4, 5)), 3: rng.choice((4, 5, 5, 6))}[level]
         mean = 180 * (count - 2) / count
-        low, high = int(mean - 25), int(mean + 25)
+        low = int(mean - 25)
+        high = int(mean + 25)
         return tuple(pick_angle(rng, level, low, high) for _ in range(count - 1)), {4: "four", 5: "five", 6: "six"}[
             count
         ]
@@ -34,7 +35,8 @@ class PolygonAngles(Theorem):
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         count = len(givens) + 1
         angles = [*givens, 180 * (count - 2) - sum(givens)]
-        directions, heading = [], 0.0
+        directions = []
+        heading = 0.0
         for corner in angles:
             directions.append(polar(heading))
             heading += 180 - corner
@@ -72,9 +74,13 @@ class ParallelogramAngles(Theorem):
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         if unknown == "diagonal":  # the corner A, and the angle ABD
             points = triangle(*givens)
-            a, b, d = points["A"], points["B"], points["C"]
+            a = points["A"]
+            b = points["B"]
+            d = points["C"]
         else:
-            a, b, d = 0j, complex(rng.uniform(1.2, 1.7)), polar(givens[0])
+            a = 0j
+            b = complex(rng.uniform(1.2, 1.7))
+            d = polar(givens[0])
         figure = Figure({"A": a, "B": b, "C": b + d - a, "D": d})
         figure.polygon("ABCD")
         if rng.random() < 0.5:

@@ -27,7 +27,8 @@ class TriangleMidsegment(Theorem):
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         base = 2 * givens[0] if unknown == "base" else givens[0]
-        first, second = rng.randint(45, 75), rng.randint(45, 75)
+        first = rng.randint(45, 75)
+        second = rng.randint(45, 75)
         points = triangle(first, second, base)
         points |= {"D": (points["A"] + points["C"]) / 2, "E": (points["B"] + points["C"]) / 2}
         figure = Figure(points)
@@ -112,7 +113,8 @@ class SideSplitter(_Proportional):
         opening = rng.randint(40, 80)
         upper, lower = (asked, same) if rng.random() < 0.5 else (same, asked)
         other = (across, diagonal) if upper == asked else (diagonal, across)
-        u, v = polar(-90 - opening / 2), polar(-90 + opening / 2)
+        u = polar(-90 - opening / 2)
+        v = polar(-90 + opening / 2)
         points = {"C": 0j, "D": u * upper, "A": u * (upper + lower), "E": v * other[0], "B": v * (other[0] + other[1])}
         figure = Figure(points)
         figure.polygon("ABC")
@@ -155,7 +157,8 @@ class CrossedTriangles(_Proportional):
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         first, second, third = givens  # AE : EB = CE : ED, so ED = CE * EB / AE
         opening = rng.randint(45, 85)
-        u, v = polar(opening / 2), polar(180 - opening / 2)
+        u = polar(opening / 2)
+        v = polar(180 - opening / 2)
         points = {"E": 0j, "A": u * third, "B": -u * first, "C": v * second, "D": -v * (first * second / third)}
         figure = Figure(points)
         figure.line("AB", "CD", "AC", "BD")
@@ -173,7 +176,9 @@ class SimilarPair(_Proportional):
         first, second, third = givens  # AB = third, DE = first, AC = second, DF = first * second / third
         opening = rng.randint(45, 95)
         scale = first / third
-        a, b, c = 0j, complex(third), polar(opening, second)
+        a = 0j
+        b = complex(third)
+        c = polar(opening, second)
         shift = max(b.real, c.real) - min(0.0, c.real * scale) + 0.35 * max(first, third)
         points = {"A": a, "B": b, "C": c, "D": a + shift, "E": b * scale + shift, "F": c * scale + shift}
         figure = Figure(points, upright=True)
@@ -201,7 +206,9 @@ class Centroid(Theorem):
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         points = triangle(rng.uniform(48, 70), rng.uniform(48, 70))
-        a, b, c = points["A"], points["B"], points["C"]
+        a = points["A"]
+        b = points["B"]
+        c = points["C"]
         points |= {"D": (b + c) / 2, "E": (c + a) / 2, "G": (a + b + c) / 3}
         known, asked = ("GD", "AG") if unknown == "long" else ("AG", "GD")
         scale = givens[0] / abs(complex.__sub__(*(points[name] for name in known)))

@@ -61,7 +61,8 @@ class TrigonometricRatio(Theorem):
         return f"\\{unknown} {opening} = {short}. {side} * {short} = {answer}.", answer
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
-        opening, side = math.radians(givens[0]), givens[1]
+        opening = math.radians(givens[0])
+        side = givens[1]
         long = side / math.cos(opening) if unknown == "tan" else float(side)
         figure = Figure(right(long * math.cos(opening), long * math.sin(opening)))
         figure.polygon("ABC")
@@ -120,12 +121,15 @@ class LawOfCosines(Theorem):
         b, c, opening = givens
         require(opening < 180, "an angle is below 180 degrees")
         cosine = math.cos(math.radians(opening))
-        size, squares, twice = thousandths(abs(cosine)), b * b + c * c, 2 * b * c
+        size = thousandths(abs(cosine))
+        squares = b * b + c * c
+        twice = 2 * b * c
         sign = "-" if cosine >= 0 else "+"
         square = squares - math.copysign(twice * size / 1000, cosine)
         require(square > 0, "the third side is above 0")
         answer = sure_tenth(math.sqrt(square), math.sqrt(squares - twice * cosine))
-        product, left = decimal(twice * size), decimal(round(1000 * square))
+        product = decimal(twice * size)
+        left = decimal(round(1000 * square))
         steps = (
             f"{calculation(b, '*', b)} {calculation(c, '*', c)} {b * b} + {c * c} = {squares}.",
             f"{calculation(2, '*', b)} {2 * b} * {c} = {twice}.",

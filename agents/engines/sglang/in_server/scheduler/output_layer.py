@@ -30,7 +30,8 @@ def install(logits_processor: Any) -> None:
         return
 
     def compute(self: Any, hidden_states: Tensor, lm_head: Any, embedding_bias: Tensor | None = None) -> Tensor:
-        method, weight = getattr(lm_head, "quant_method", None), getattr(lm_head, "weight", None)
+        method = getattr(lm_head, "quant_method", None)
+        weight = getattr(lm_head, "weight", None)
         if (
             self.use_fp32_lm_head
             and isinstance(weight, Tensor)

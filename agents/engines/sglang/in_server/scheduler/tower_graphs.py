@@ -68,7 +68,10 @@ class TowerGraphs:
         capture: Callable[[Run], Run],
         in_graph_mode: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        self._tower, self._eager, self._capture, self._in_graph_mode = tower, eager, capture, in_graph_mode
+        self._tower = tower
+        self._eager = eager
+        self._capture = capture
+        self._in_graph_mode = in_graph_mode
         self._graphs: dict[tuple[int, int], Run] = {}
         self._buffers: _Buffers | None = None
         self._is_off = False
@@ -81,7 +84,8 @@ class TowerGraphs:
         if self._is_off or any(frames != 1 for frames, _, _ in grids):
             return self._eager(patches_PD, grids_N3)
         lengths = [height * width for _, height, width in grids]
-        encoded, first = [], 0
+        encoded = []
+        first = 0
         for pictures in passes(lengths):
             end = first + sum(lengths[pictures])
             encoded.append(self._encode_pass(patches_PD[first:end], grids_N3[pictures], grids[pictures]))
@@ -155,7 +159,8 @@ def passes(lengths: Sequence[int]) -> Iterator[slice]:
     for place, length in enumerate(lengths):
         if place > first and (patches + length > SIZES[-1] or place - first == MAX_PICTURES):
             yield slice(first, place)
-            first, patches = place, 0
+            first = place
+            patches = 0
         patches += length
     yield slice(first, len(lengths))
 
@@ -164,7 +169,8 @@ class _Buffers:
     """The memory that all graphs of a tower read and write."""
 
     def __init__(self, tower: Any, embedded: Tensor, cos: Tensor) -> None:
-        rows, attention = SIZES[-1], tower.blocks[0].attn
+        rows = SIZES[-1]
+        attention = tower.blocks[0].attn
         self.embedded = embedded.new_zeros(rows, embedded.shape[1])
         self.cos, self.sin = cos.new_zeros(rows, cos.shape[1]), cos.new_zeros(rows, cos.shape[1])
         heads = (attention.num_attention_heads_per_partition, attention.head_size)
@@ -197,7 +203,8 @@ def why_not(tower: Any) -> str:
 def install(qwen3_vl: Any) -> None:
     """Change SGLang's module of that name, unless its tower is called with something else than it was."""
     tower_class = qwen3_vl.Qwen3VLMoeVisionModel
-    theirs, mode = tower_class.forward, qwen3_vl.envs.SGLANG_VIT_ENABLE_CUDA_GRAPH
+    theirs = tower_class.forward
+    mode = qwen3_vl.envs.SGLANG_VIT_ENABLE_CUDA_GRAPH
     if tuple(inspect.signature(theirs).parameters) != ("self", "x", "grid_thw"):
         return
 
