@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
+from envs import registry
 from tests.budget import examples
 
 if TYPE_CHECKING:
@@ -25,6 +26,15 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 settings.register_profile("budget", examples(settings.default.max_examples))
 settings.load_profile("budget")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_registered() -> Iterator[None]:
+    """What a file of tests registers in this process is gone after it."""
+    before = dict(registry._REGISTERED)
+    yield
+    registry._REGISTERED.clear()
+    registry._REGISTERED.update(before)
 
 
 @pytest.fixture

@@ -74,7 +74,7 @@ def test_a_run_that_skipped_an_update_ends_with_code_1(
 
     def infinite_at_first(tokens: ModelTokens, config: AlgorithmConfig) -> PolicyTerms:
         terms = ppo(tokens, config)
-        calls.append(math.inf if not calls else 1.0)
+        calls.append(math.inf if len(calls) == 1 else 1.0)  # the first call is the trial before step 0
         return replace(terms, loss_N=terms.loss_N + calls[-1] * tokens.logprobs_N)
 
     argv = ["--model", str(checkpoint), "--steps", "2", "--eval-size", "0", *SMALL, "--policy-loss"]

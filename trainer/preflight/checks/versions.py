@@ -27,7 +27,7 @@ RANGES: Mapping[str, str] = {
     "torch": ">=2.11,<2.14",
     "transformers": ">=5.12,<6",
     "sglang": ">=0.5.15,<0.5.24",
-    "ray": ">=2.52",
+    "ray": ">=2.60",
     "peft": ">=0.15",
 }
 #: The oldest driver for each CUDA major version:
