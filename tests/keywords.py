@@ -106,13 +106,17 @@ def classes() -> Iterator[str]:
     rollout = settings_of(tt.rollout, EvaluateConfig)
     view = settings_of(tt.view, SelectionConfig)
     entry = {name: kind for name, kind in settings_of(tt.env, EnvSpec).items() if name in ENTRY_KEYS}
-    environment = Base("EnvironmentKeywords", {"seed": train["seed"], **settings_of(tt.env, EnvConfig, DataConfig)})
+    environment = {"seed": train["seed"], **settings_of(tt.env, EnvConfig, DataConfig)}
     played = Base("PlayKeywords", {name: kind for name, kind in evaluate.items() if name in rollout})
+    running = Base("RunKeywords", {name: kind for name, kind in train.items() if name in played.fields})
+    common = Base("EnvironmentKeywords", {name: kind for name, kind in environment.items() if name in running.fields})
     shown = Base("ViewKeywords", view)
-    yield typed_dict(environment.name, "Environment and problems.", environment.fields)
-    yield typed_dict("EnvKeywords", "`tt.env`; those of its own are for classes and functions.", entry, environment)
-    yield typed_dict("TrainKeywords", "`tt.train` and `tt.TrainConfig`.", train, environment)
-    yield typed_dict(played.name, "What `tt.rollout` and `tt.evaluate` share.", played.fields)
+    yield typed_dict(common.name, "Environment and problems.", common.fields)
+    about = "`tt.env`; those of its own are for classes and functions."
+    yield typed_dict("EnvKeywords", about, environment | entry, common)
+    yield typed_dict(running.name, "What training shares with `tt.rollout` and `tt.evaluate`.", running.fields, common)
+    yield typed_dict("TrainKeywords", "`tt.train` and `tt.TrainConfig`.", train, running)
+    yield typed_dict(played.name, "What `tt.rollout` and `tt.evaluate` share.", played.fields, running)
     yield typed_dict("RolloutKeywords", "`tt.rollout`.", rollout, played)
     yield typed_dict("EvaluateKeywords", "`tt.evaluate`.", evaluate, played)
     yield typed_dict(shown.name, "`tt.view`.", shown.fields)

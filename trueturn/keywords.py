@@ -43,14 +43,14 @@ class EnvironmentKeywords(TypedDict, total=False):
     allow_remote_images: bool
     system_prompt: str
     max_prompt_tokens: int
-    eval_data: Rows | str | Path
-    train_size: int | None
-    eval_size: int | None
 
 
 class EnvKeywords(EnvironmentKeywords, total=False):
     """`tt.env`; those of its own are for classes and functions."""
 
+    eval_data: Rows | str | Path
+    train_size: int | None
+    eval_size: int | None
     id: str
     version: str
     description: str
@@ -68,12 +68,9 @@ class EnvKeywords(EnvironmentKeywords, total=False):
     compat: Literal["slime"] | None
 
 
-class TrainKeywords(EnvironmentKeywords, total=False):
-    """`tt.train` and `tt.TrainConfig`."""
+class RunKeywords(EnvironmentKeywords, total=False):
+    """What training shares with `tt.rollout` and `tt.evaluate`."""
 
-    steps: int
-    doctor: Literal["stop", "warn", "off"]
-    model: Place
     device: str
     dtype: Literal["float32", "bfloat16"]
     context_length: int
@@ -89,6 +86,22 @@ class TrainKeywords(EnvironmentKeywords, total=False):
     request_timeout_s: float
     turn_wait_s: float
     batch_wait_s: float
+    max_batch: int
+    max_concurrent: int
+    out: Place
+    name: str
+    record: float
+
+
+class TrainKeywords(RunKeywords, total=False):
+    """`tt.train` and `tt.TrainConfig`."""
+
+    steps: int
+    doctor: Literal["stop", "warn", "off"]
+    eval_data: Rows | str | Path
+    train_size: int | None
+    eval_size: int | None
+    model: Place
     sync: Literal["auto", "adapter", "disk", "ipc", "nccl"]
     placement: Literal["auto", "colocate", "split"]
     probe_tolerance: float
@@ -109,8 +122,6 @@ class TrainKeywords(EnvironmentKeywords, total=False):
     resample: int
     temperature: float
     eval_temperature: float
-    max_batch: int
-    max_concurrent: int
     sampler: Code
     group_filter: Code
     filter_equal: bool
@@ -168,67 +179,22 @@ class TrainKeywords(EnvironmentKeywords, total=False):
     keep_checkpoints: int
     resume: Place | None
     max_restarts: int
-    out: Place
-    name: str
     tracker: (
         Literal["tensorboard", "wandb", "trackio"] | Code | Sequence[Literal["tensorboard", "wandb", "trackio"] | Code]
     )
     callback: Code | Sequence[Code]
     project: str
-    record: float
 
 
-class PlayKeywords(TypedDict, total=False):
+class PlayKeywords(RunKeywords, total=False):
     """What `tt.rollout` and `tt.evaluate` share."""
 
-    registry: Place | Sequence[Place]
-    max_new_tokens: int
-    max_turns: int | None
-    reset_timeout_s: float | None
-    step_timeout_s: float | None
-    isolation: Literal["inline", "thread", "process"] | None
-    tool_format: Literal["auto", "hermes", "qwen_xml"] | None
-    thinking: Literal["auto", "keep", "think", "thinking", "mistral"] | None
-    grader: Literal["math", "geo3k_strict", "geo3k_tolerance"] | Code | None
-    reward: Code | Sequence[Code]
-    success: float | str | None
-    reward_max_val: float | None
-    reward_min_val: float | None
-    data: Rows | str | Path
-    prompt_key: str
-    answer_key: str
-    image_keys: str
-    allow_outside_images: bool
-    allow_remote_images: bool
-    system_prompt: str
-    max_prompt_tokens: int
     split: str
     problem_seed: int
-    device: str
-    dtype: Literal["float32", "bfloat16"]
-    context_length: int
-    template_options: str
-    engine: Literal["auto", "hf", "sglang"] | Code
-    engine_url: str | Sequence[str]
-    engine_api_key_file: Place | None
-    num_servers: int
-    tensor_parallel: int
-    first_gpu: int | None
-    mem_fraction: float | None
-    engine_args: str
-    request_timeout_s: float
-    turn_wait_s: float
-    batch_wait_s: float
-    seed: int
     ks: int | Sequence[int]
     tag: str | Sequence[str]
     confidence: float
     bootstrap: int
-    max_batch: int
-    max_concurrent: int
-    out: Place
-    name: str
-    record: float
 
 
 class RolloutKeywords(PlayKeywords, total=False):
