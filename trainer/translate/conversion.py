@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -90,13 +90,12 @@ def _is_switch(words: Mapping[str, Any]) -> bool:
 
 
 def _is_megatron(trainer: Trainer, given: Given) -> bool:
-    named = next((value for name, value in given.items() if name.rpartition(".")[2] == trainer.backend), "megatron")
-    return str(named).lower() == "megatron"
+    return str(given.get(trainer.backend, "megatron")).lower() == "megatron"
 
 
 def _ranks(own: str, value: Value, names: _Names) -> Result:
     """Return what ranks of Megatron share: a number of them, tokens, or micro-batches that are padded for it."""
-    shares_matrices = names.computed("either('tensor_model_parallel_size', 1) not in (1, 'none', 'null')")
+    shares_matrices = names["matrix_ranks"] not in (1, "none", "null")
     switches = {"sp": names["x"] is True and shares_matrices, "pad_microbatches": names["x"] is False}
     if not switches.get(own, not _is_in(value, "1 none null")):
         return _NOT_SHARED
@@ -107,7 +106,7 @@ def _ranks(own: str, value: Value, names: _Names) -> Result:
 
 
 class _Names(dict[str, Any]):
-    """What a formula of the table may read: the trainer's values by the last parts of their names, and functions."""
+    """What a formula of the table may read: the trainer's values by the ends of their names, and functions."""
 
     def __init__(self, trainer: Trainer, given: Given, value: Value) -> None:
         functions = (trackers, image_column, rows, urls, gpus)
@@ -120,7 +119,7 @@ class _Names(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
         if name in self._trainer.formulas:
             return self.computed(self._trainer.formulas[name])
-        return _number_of(next(self._found(name), None) or self._given[name])
+        return _number_of(self._given[self._whole(name)])
 
     def computed(self, formula: object) -> Any:
         """Return the value of a formula. It is the table's own: no text of a user is one."""
@@ -129,11 +128,13 @@ class _Names(dict[str, Any]):
         except NameError as error:  # how Python reports a missing name of its own mapping
             raise KeyError(error.name) from None
 
-    def _found(self, name: str) -> Iterator[Value]:
-        return (value for own, value in self._given.items() if own == name or own.endswith(f".{name}"))
+    def _whole(self, name: str) -> str:
+        """Return a setting's whole name. Only rows of the table count: other sections have settings of the same end."""
+        rows = (row for row in self._trainer.settings if row.endswith(f".{name}"))
+        return next(rows, name)
 
     def _has(self, name: str) -> bool:
-        return next(self._found(name), None) is not None
+        return self._whole(name) in self._given
 
     def _either(self, name: str, default: Any) -> Any:
         return self[name] if self._has(name) else default

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 import subprocess
@@ -218,6 +219,16 @@ def test_the_example_of_slime_becomes_the_same_run(tmp_path: Path, capsys: pytes
             "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",
             {"pp": 2},
         ),
+        (  # the ranks of the servers and the backend of the critic are others
+            "x actor_rollout_ref.rollout.tensor_model_parallel_size=1 critic.strategy=fsdp "
+            "actor_rollout_ref.actor.strategy=megatron actor_rollout_ref.actor.megatron.sequence_parallel=True "
+            "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4",
+            {"tp": 4, "sp": True},
+        ),
+        (
+            "x actor_rollout_ref.actor.strategy=megatron actor_rollout_ref.actor.megatron.sequence_parallel=True",
+            {"sp": False},
+        ),
         (
             "python -m rlinf actor.training_backend=megatron actor.model.tensor_model_parallel_size=2 "
             "actor.model.sequence_parallel=True actor.model.variable_seq_lengths=False",
@@ -345,6 +356,12 @@ def test_values_of_slime_are_converted(
     [
         ("verl", "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True", "offload", "optimizer"),
         ("verl", "a.fsdp_config.param_offload=True a.fsdp_config.optimizer_offload=True", "offload", "all"),
+        (
+            "verl",
+            "actor_rollout_ref.ref.fsdp_config.param_offload=True a.fsdp_config.optimizer_offload=True",
+            "offload",
+            "optimizer",
+        ),
         ("verl", "algorithm.rollout_correction.rollout_is=token", "correction", "tis"),
         ("verl", "a.optim.lr_warmup_steps_ratio=0.1 trainer.total_training_steps=200", "warmup_steps", 20),
         ("verl", "a.loss_agg_mode=seq-mean-token-sum-norm", "aggregation", "constant"),
@@ -484,6 +501,18 @@ def test_every_row_of_the_table_is_of_a_known_kind_and_names_settings_of_ours() 
             results = [result for result in row.get("words", {}).values() if isinstance(result, dict)]
             own = {row.get("to"), row.get("ranks"), *row.get("is", {}), *(key for each in results for key in each)}
             assert row.keys() <= kinds and own - {None, "same", "lost"} <= fields, name
+
+
+def test_a_name_in_a_formula_is_the_end_of_one_setting_alone() -> None:
+    for trainer in other_trainers().values():
+        rows = [row for row in trainer.settings.values() if isinstance(row, dict)]
+        formulas = [*trainer.formulas.values(), *(row.get("only_if", "x") for row in rows)]
+        formulas += [formula for row in rows for formula in row.get("is", {}).values()]
+        parts = [part for formula in formulas for part in ast.walk(ast.parse(str(formula)))]
+        names = {part.id for part in parts if isinstance(part, ast.Name)}
+        names |= {part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)}
+        for name in names:
+            assert sum(row == name or row.endswith(f".{name}") for row in trainer.settings) <= 1, name
 
 
 VALUES = st.sampled_from(["true", "false", "0", "1", "2", "8", "0.5", "1e-6", "-1", "grpo", "a b", "", "$X", "[a, b]"])
