@@ -31,6 +31,11 @@ class SameHere:
     reason: str
 
 
+#: How a switch may be written in a command or YAML.
+_SWITCHES: dict[str, str] = {
+    **dict.fromkeys(("1", "yes", "on"), "true"),
+    **dict.fromkeys(("0", "no", "off", "none", "null"), "false"),
+}
 _NOT_SHARED = SameHere("not shared there and here")
 #: Values of ours by their names; none if other settings of theirs already say it.
 Result = Mapping[str, Value] | NoCounterpart | SameHere
@@ -75,7 +80,8 @@ def _row_of(trainer: Trainer, name: str) -> Row:
 def _word(row: Mapping[str, Any], value: Value) -> Result:
     """Return what a word becomes: a value of `to`, several of ours, or that it is the same here."""
     words = {str(word).lower(): result for word, result in row["words"].items()}
-    result = words.get(str(value).lower(), None if not _is_switch(words) else words["false"])
+    text = str(value).lower()
+    result = words.get(text, words.get(_SWITCHES.get(text, "")))
     if result is None:
         return NoCounterpart(f"known here: {', '.join(words)}")
     if not isinstance(result, dict):
@@ -85,18 +91,14 @@ def _word(row: Mapping[str, Any], value: Value) -> Result:
     return SameHere(result["same"]) if "same" in result else result
 
 
-def _is_switch(words: Mapping[str, Any]) -> bool:
-    return words.keys() == {"true", "false"}
-
-
 def _is_megatron(trainer: Trainer, given: Given) -> bool:
     return str(given.get(trainer.backend, "megatron")).lower() == "megatron"
 
 
 def _ranks(own: str, value: Value, names: _Names) -> Result:
     """Return what ranks of Megatron share: a number of them, tokens, or micro-batches that are padded for it."""
-    shares_matrices = names["matrix_ranks"] not in (1, "none", "null")
-    switches = {"sp": names["x"] is True and shares_matrices, "pad_microbatches": names["x"] is False}
+    shares_matrices = names["matrix_ranks"] not in (1, None)
+    switches = {"sp": names["x"] == 1 and shares_matrices, "pad_microbatches": names["x"] in (False, None)}
     if not switches.get(own, not _is_in(value, "1 none null")):
         return _NOT_SHARED
     return {"backend": "megatron", own: "true" if own in switches else value}
@@ -109,10 +111,8 @@ class _Names(dict[str, Any]):
     """What a formula of the table may read: the trainer's values by the ends of their names, and functions."""
 
     def __init__(self, trainer: Trainer, given: Given, value: Value) -> None:
-        functions = (trackers, image_column, rows, urls, gpus)
-        super().__init__({function.__name__: function for function in functions})
-        self.update(x=_number_of(value), v=self.__getitem__, has=self._has, either=self._either)
-        self.update(max=max, round=round, ceil=math.ceil, isinstance=isinstance, list=list)
+        super().__init__(FUNCTIONS, x=_number_of(value), text=value, v=self.__getitem__)
+        self.update(has=self._has, either=self._either)
         self._trainer = trainer
         self._given = given
 
@@ -141,7 +141,9 @@ class _Names(dict[str, Any]):
 
 
 def _number_of(value: Value) -> Any:
-    """Return a switch as a bool, a number as a float, and anything else as it is."""
+    """Return a switch as a bool, a number as a float, null as None, and anything else as it is."""
+    if isinstance(value, str) and value.lower() in ("none", "null"):
+        return None
     switches = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
     if isinstance(value, str) and value.lower() in switches:
         return switches[value.lower()]
@@ -171,10 +173,11 @@ def _is_in(value: Value, values: str) -> bool:
     return all(_number_of(each.lower()) in known for each in own)
 
 
-def trackers(value: object) -> list[str]:
-    """Return the trackers that are here too; the console always shows the run."""
+def trackers(value: Value) -> list[str] | None:
+    """Return the trackers, None if one is not here; the console always shows the run."""
     names = value if isinstance(value, list) else [value]
-    return [name for name in names if name in ("tensorboard", "wandb", "trackio")]
+    named = [name for name in names if name not in ("console", "none", "all")]
+    return named if {*named} <= {"tensorboard", "wandb", "trackio"} else None
 
 
 def image_column(value: str) -> str | None:
@@ -192,7 +195,7 @@ def rows(value: str) -> tuple[str | None, str | None]:
     return (match[1], match[2]) if match and "@[" not in match[1] else (None, None)
 
 
-def urls(value: object) -> list[str]:
+def urls(value: Value) -> list[str]:
     """Return addresses of servers as URLs."""
     return [f"http://{each}" for each in (value if isinstance(value, list) else [value])]
 
@@ -201,3 +204,8 @@ def gpus(value: object) -> int | None:
     """Return how many GPUs a range such as 0-7 has; None for `all`, which depends on the cluster."""
     bounds = re.fullmatch(r"(\d+)-(\d+)", str(value))
     return int(bounds[2]) - int(bounds[1]) + 1 if bounds else None
+
+
+#: What a formula may call.
+FUNCTIONS: dict[str, Any] = {function.__name__: function for function in (trackers, image_column, rows, urls, gpus)}
+FUNCTIONS |= {"max": max, "round": round, "ceil": math.ceil, "len": len, "isinstance": isinstance, "list": list}

@@ -24,6 +24,7 @@ from trainer.config.other_trainers import other_trainers
 from trainer.config.run import RunConfig
 from trainer.config.sources import SOURCES
 from trainer.translate.__main__ import run
+from trainer.translate.conversion import FUNCTIONS
 from trainer.translate.reading import read_settings
 from trainer.translate.translation import TRAINERS, Translation, translate
 
@@ -342,6 +343,11 @@ def test_the_file_that_is_printed_gives_the_same_run_as_the_command(
         ("--rollout-external-engine-addrs a:1 b:2", "engine_url", ("http://a:1", "http://b:2")),
         ("--use-wandb --use-tensorboard", "tracker", ("wandb", "tensorboard")),
         ('--multimodal-keys \'{"image": "picture"}\'', "image_keys", "picture"),
+        ("--eval-prompt-data geo3k rows.parquet", "eval_data", "rows.parquet"),
+        ("--prompt-data 2026", "data", "2026"),
+        ("--calculate-per-token-loss 1", "aggregation", "token-mean"),
+        ("--use-tis off", "correction", "none"),
+        ("--use-kl-loss null --kl-loss-coef 0.01", "kl_coef", 0.0),
     ],
 )
 def test_values_of_slime_are_converted(
@@ -366,7 +372,9 @@ def test_values_of_slime_are_converted(
         ("verl", "a.optim.lr_warmup_steps_ratio=0.1 trainer.total_training_steps=200", "warmup_steps", 20),
         ("verl", "a.loss_agg_mode=seq-mean-token-sum-norm", "aggregation", "constant"),
         ("verl", "a.clip_ratio_high=0.28", "clip_high", 0.28),
+        ("rlinf", "runner.experiment_name=007", "name", "007"),
         ("trl", "--epsilon 0.1", "clip_high", 0.1),
+        ("trl", "--gradient_checkpointing yes", "recompute", 1.0),
         ("trl", "--loss_type grpo", "aggregation", "seq-mean-token-mean"),
         ("trl", "--importance_sampling_level sequence", "policy_loss", "gspo"),
         ("trl", "--scale_rewards none", "scale_by_std", False),
@@ -375,7 +383,7 @@ def test_values_of_slime_are_converted(
         ("trl", "--max_steps 100 --num_iterations 2", "steps", 50),
     ],
 )
-def test_values_of_verl_and_trl_are_converted(
+def test_values_of_verl_trl_and_rlinf_are_converted(
     trainer: str, settings: str, field: str, value: object, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = re.sub(r"\ba\.", "actor_rollout_ref.actor.", settings)
@@ -391,6 +399,8 @@ def test_values_of_verl_and_trl_are_converted(
         ("--lr ${LR}", "--lr ${LR}: only the running script knows the value"),
         ("--global-batch-size 64", "could not be converted (KeyError: 'rollout_batch_size')"),
         ("--moe-foo 3", "--moe-foo 3: no setting here does this"),
+        ("--use-tis maybe", "--use-tis maybe: known here: true, false"),
+        ("--hf-checkpoint m --ref-load other", "--ref-load other: the reference of --kl-coef is the --model"),
         ("--lr 1e-6", "--lr-decay-style (its default) linear: known here: constant, cosine"),
         ("--use-wandb --wandb-key 12345", "--wandb-key ...: a secret"),
     ],
@@ -503,7 +513,15 @@ def test_every_row_of_the_table_is_of_a_known_kind_and_names_settings_of_ours() 
             assert row.keys() <= kinds and own - {None, "same", "lost"} <= fields, name
 
 
-def test_a_name_in_a_formula_is_the_end_of_one_setting_alone() -> None:
+@pytest.mark.parametrize(("trainer", "name"), [("verl", "trainer.logger"), ("trl", "report_to")])
+def test_a_tracker_that_is_not_here_is_named(trainer: str, name: str) -> None:
+    found = translate({name: ["wandb", "swanlab"]}, trainer)
+    assert (name, ["wandb", "swanlab"], "known here: tensorboard, wandb, trackio") in found.lost
+    assert found.config.log.tracker == RunConfig().log.tracker
+    assert translate({name: ["console", "wandb"]}, trainer).config.log.tracker == ("wandb",)
+
+
+def test_a_name_in_a_formula_is_a_function_or_the_end_of_one_setting_alone() -> None:
     for trainer in other_trainers().values():
         rows = [row for row in trainer.settings.values() if isinstance(row, dict)]
         formulas = [*trainer.formulas.values(), *(row.get("only_if", "x") for row in rows)]
@@ -511,6 +529,8 @@ def test_a_name_in_a_formula_is_the_end_of_one_setting_alone() -> None:
         parts = [part for formula in formulas for part in ast.walk(ast.parse(str(formula)))]
         names = {part.id for part in parts if isinstance(part, ast.Name)}
         names |= {part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)}
+        called = {part.func.id for part in parts if isinstance(part, ast.Call) and isinstance(part.func, ast.Name)}
+        assert called <= FUNCTIONS.keys() | {"either", "has", "v"}
         for name in names:
             assert sum(row == name or row.endswith(f".{name}") for row in trainer.settings) <= 1, name
 
