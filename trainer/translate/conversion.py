@@ -184,7 +184,7 @@ def image_column(value: str) -> str | None:
     """Return the column of `{"image": COLUMN}`; None for other media, or several."""
     try:
         columns = json.loads(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
         return None
     return columns.get("image") if isinstance(columns, dict) and len(columns) == 1 else None
 

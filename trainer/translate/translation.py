@@ -24,6 +24,8 @@ _FIELDS = {path[-1]: field for path, field in leaves(RunConfig)}
 _SECRET = re.compile(r"(wandb|api|access|hub|hf)[-_.]?(key|token)|password|secret", re.IGNORECASE)
 #: A variable or a command of the shell, or a reference, that has no value here.
 _UNRESOLVED = re.compile(r"\$[({]|\$[A-Z_]{2}")
+#: A number of tokens; what is none is refused with the other values.
+_COUNT = re.compile(r"[0-9]{1,9}")
 #: The longest value that a line about a setting shows.
 _SHOWN = 60
 
@@ -153,7 +155,7 @@ def _validated(fields: Mapping[str, tuple[Value, str]], title: str) -> RunConfig
         settings[_PATHS[name]] = Setting(value, place)
     if _PATHS["context_length"] not in settings:  # prompt and response
         lengths = (settings.get(_PATHS[name]) for name in ("max_prompt_tokens", "max_new_tokens"))
-        known = [int(str(length.value)) for length in lengths if length and str(length.value).isdigit()]
+        known = [int(length.value) for length in lengths if length and _COUNT.fullmatch(str(length.value))]
         longest = max(sum(known), RunConfig().model.context_length)
         settings[_PATHS["context_length"]] = Setting(str(longest), "--context-length")
     return validate(RunConfig, settings)

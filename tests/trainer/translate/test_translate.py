@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
 import shlex
 import subprocess
@@ -511,6 +512,19 @@ def test_every_row_of_the_table_is_of_a_known_kind_and_names_settings_of_ours() 
             results = [result for result in row.get("words", {}).values() if isinstance(result, dict)]
             own = {row.get("to"), row.get("ranks"), *row.get("is", {}), *(key for each in results for key in each)}
             assert row.keys() <= kinds and own - {None, "same", "lost"} <= fields, name
+
+
+@pytest.mark.parametrize(
+    ("trainer", "name", "value"),
+    [
+        ("slime", "multimodal_keys", "[" * 20_000),
+        ("slime", "rollout_max_response_len", "9" * 5000),
+        ("trl", "max_completion_length", "\u00b2"),
+    ],
+)
+def test_a_value_that_python_cannot_read_is_a_line_or_an_error_of_one(trainer: str, name: str, value: str) -> None:
+    with contextlib.suppress(UserError):
+        assert [line for line in translate({name: value}, trainer).notes() if "could not" in line or "must" in line]
 
 
 @pytest.mark.parametrize(("trainer", "name"), [("verl", "trainer.logger"), ("trl", "report_to")])
