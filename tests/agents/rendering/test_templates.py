@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +40,7 @@ from tests.agents.rendering.template_cases import (
     whole_ids,
 )
 from tests.budget import examples
+from tests.paths import ROOT
 from tests.prompts import picture
 
 EVERY = pytest.mark.parametrize("name", OWN_TEMPLATES + QWEN_TEMPLATES)
@@ -703,3 +707,19 @@ def test_a_template_renders_here_as_transformers_renders_it(renderer: Renderer, 
     ]
     expected = renderer.tokenizer.apply_chat_template(messages, tools=TOOLS, tokenize=False, add_generation_prompt=True)
     assert ChatTemplate.open(model=str(checkpoint)).render(messages, TOOLS) == expected
+
+
+@pytest.mark.slow
+def test_a_template_that_loops_without_end_ends_the_program_and_is_named(checkpoint: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    loops = "".join(f"{{% for {name} in range(99999) %}}" for name in "abc") + "x" + "{% endfor %}" * 3
+    (folder / "chat_template.jinja").write_text(loops)
+    program = (
+        "from agents.rendering import renderer\nrenderer.TEMPLATE_S = 1\n"
+        f"renderer.Renderer.from_checkpoint({str(folder)!r})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120, cwd=ROOT
+    )
+    assert done.returncode == -signal.SIGKILL
+    assert done.stderr.startswith(f"error: the chat template of {folder}: must return within its limit of 1 s")
