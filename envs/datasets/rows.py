@@ -186,11 +186,17 @@ def _decoded(text: str, where: str) -> Any:
         raise UserError(where, "must be a list of tool schemas, or its JSON", _fault(error), "fix the JSON") from error
 
 
+class _RepeatedKey(ValueError):
+    """An object has a key twice, of which Python would take the last value in silence."""
+
+
 def _fault(error: ValueError | RecursionError) -> str:
     """Return what is wrong with a JSON text."""
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg} at column {error.colno}"
-    return "lists that nest too deeply" if isinstance(error, RecursionError) else "a number with too many digits"
+    if isinstance(error, RecursionError):
+        return "lists that nest too deeply"
+    return str(error) if isinstance(error, _RepeatedKey) else "a number with too many digits"
 
 
 def _without_none(value: Any) -> Any:
@@ -308,7 +314,7 @@ def _read_jsonl(file: Path) -> list[Mapping[str, Any]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = json.loads(line, object_pairs_hook=_each_key_once)
         except (ValueError, RecursionError) as error:
             rule = f"must be one JSON object ({_fault(error)})"
             raise UserError(f"{file.name} line {number}", rule, line[:60], "fix the line") from error
@@ -322,7 +328,7 @@ def _read_jsonl(file: Path) -> list[Mapping[str, Any]]:
 
 def _read_json(file: Path) -> list[Mapping[str, Any]]:
     try:
-        data = json.loads(_read_text(file))
+        data = json.loads(_read_text(file), object_pairs_hook=_each_key_once)
     except (ValueError, RecursionError) as error:
         line = f" line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
         is_lines = isinstance(error, json.JSONDecodeError) and error.msg == "Extra data"
@@ -338,6 +344,16 @@ def _read_json(file: Path) -> list[Mapping[str, Any]]:
                 f"{file.name} row {index}", "must be an object", type(row).__name__, 'write {"problem": ...}'
             )
     return rows
+
+
+def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of its keys and values. Raises `_RepeatedKey`."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise _RepeatedKey(f"the key {twice!r:.40} stands twice")
+    return found
 
 
 def _read_text(file: Path) -> str:
