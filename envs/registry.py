@@ -146,7 +146,7 @@ def get_spec(env_id: str, *overlays: Path) -> EnvSpec:
 def _read_file(file: Path) -> dict[str, EnvSpec | UserError]:
     """Return the entries of a file; of a broken one its error."""
     try:
-        text = read_text(file)
+        text = read_text(file, str(file))
     except (OSError, UnicodeDecodeError) as error:
         got = error.strerror if isinstance(error, OSError) else str(error)
         raise UserError(str(file), "must be a readable registry file", got, "give an existing file") from error

@@ -72,7 +72,7 @@ class ChatTemplate:
             return cls(_read_model(Path(model)), model)
         path = Path(file) if file else PACKAGED
         try:
-            return cls(read_text(path), path.name)
+            return cls(read_text(path, str(path)), path.name)
         except (OSError, UnicodeDecodeError) as error:
             raise UserError("--chat-template", "must be a readable file", file, "give a Jinja file") from error
 
@@ -96,10 +96,13 @@ def choose_templates(found: str | Mapping[str, str]) -> tuple[str, str]:
     ('a', 'b')
 
     Raises:
-        UserError: neither name is there.
+        UserError: neither name is there, or the template is no text.
     """
     if isinstance(found, str):
         return found, found
+    if not isinstance(found, Mapping):
+        fix = "take the file of the model's repository"
+        raise UserError("--model", "must have a text as its chat template, or texts by name", found, fix)
     chosen = [found[name] for name in ("default", "tool_use") if isinstance(found.get(name), str)]
     if not chosen:
         fix = "name one of them default"
@@ -122,7 +125,7 @@ def _read_model(folder: Path) -> str | Mapping[str, str]:
                     return {each["name"]: each["template"] for each in found}
                 if isinstance(found, str):
                     return found
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError("--model", "must have a readable chat template", str(folder), f"fix it ({error})") from error
     fix = "give a checkpoint folder with chat_template.jinja or tokenizer_config.json"
     raise UserError("--model", "must have a chat template", str(folder), fix)

@@ -33,8 +33,6 @@ from envs.config.text_files import read_text
 from envs.config.yaml_loader import UniqueKeyLoader, load_yaml
 from envs.errors import UserError, did_you_mean
 
-#: The largest file of settings: reading one takes seconds.
-MAX_BYTES = 2**20
 #: Texts that need no quotes in any YAML reader, and words that would not be a text without quotes.
 PLAIN = re.compile(r"[A-Za-z_/][\w./-]*", re.ASCII)
 OTHER_THAN_TEXT = {"null", "true", "false", "yes", "no", "on", "off", "y", "n"}
@@ -62,9 +60,7 @@ def read_file(model: type[BaseModel], file: Path, name: str = "") -> Settings:
         UserError: the file cannot be read, or a key is unknown or in the wrong section.
     """
     try:
-        if (size := file.stat().st_size) > MAX_BYTES:
-            raise UserError(name or str(file), f"must have at most {MAX_BYTES} bytes", size, "give a file of settings")
-        text = read_text(file)
+        text = read_text(file, name or str(file))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise UserError(name or str(file), "must be a readable file", reason, "give an existing YAML file") from error

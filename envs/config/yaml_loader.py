@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import yaml
 
 from envs.errors import UserError, first_line
 
+#: How many values YAML may hold, each alias counted as a copy: a few lines of aliases can stand for a billion values.
+MAX_VALUES = 2**20
+
 
 class UniqueKeyLoader(yaml.SafeLoader):
     """Loads YAML. A repeated key in a mapping is an error; in plain YAML the last one would win."""
+
+    def get_single_node(self) -> yaml.Node | None:
+        """Return the root. Raises `yaml.constructor.ConstructorError` for too many values, or one inside itself."""
+        root = super().get_single_node()
+        if root is not None and _num_values(root, {}) > MAX_VALUES:
+            problem = f"aliases stand for more than {MAX_VALUES} values, or for what they are in"
+            raise yaml.constructor.ConstructorError(None, None, problem, root.start_mark)
+        return root
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Return the mapping. Raises `yaml.constructor.ConstructorError` for a repeated key, or one that is a list."""
@@ -22,6 +34,18 @@ class UniqueKeyLoader(yaml.SafeLoader):
                 raise yaml.constructor.ConstructorError(None, None, f"'{key.value}' stands twice", key.start_mark)
             seen.add(str(key.value))
         return super().construct_mapping(node, deep)
+
+
+def _num_values(node: yaml.Node, counts: dict[yaml.Node, float]) -> float:
+    """Return how many values a node stands for, itself included; infinity where it is inside itself."""
+    if isinstance(node, yaml.ScalarNode):
+        return 1
+    if node not in counts:
+        counts[node] = math.inf  # while its parts are counted
+        is_mapping = isinstance(node, yaml.MappingNode)
+        parts = [part for pair in node.value for part in pair] if is_mapping else node.value
+        counts[node] = 1 + sum(_num_values(part, counts) for part in parts)
+    return counts[node]
 
 
 def load_yaml(text: str, place: str, loader: type[UniqueKeyLoader] = UniqueKeyLoader) -> Any:

@@ -195,6 +195,29 @@ def test_a_value_that_yaml_cannot_hold_is_a_user_error(tmp_path: Path) -> None:
             load_registry(tmp_path / f"{number}.yaml")
 
 
+def test_aliases_that_stand_for_endless_values_are_refused_before_anything_is_built_or_shown(tmp_path: Path) -> None:
+    entry = "entry_point: 'a:b', description: d, max_turns: 1"
+    ten = ", ".join(f"b{i}: &b{i} [{', '.join([f'*b{i - 1}'] * 10)}]" for i in range(1, 10))
+    merged = ", ".join(f"c{i}: &c{i} {{<<: [{', '.join([f'*c{i - 1}'] * 10)}]}}" for i in range(1, 10))
+    texts = (
+        f"x: {{b0: &b0 [1], {ten}}}",
+        f"x: {{c0: &c0 {{d: 1}}, {merged}}}",
+        f"x: {{grader: {{b0: &b0 [1], {ten}}}, {entry}}}",
+        "x: &x {options: *x}",
+    )
+    for text in texts:
+        (tmp_path / "mine.yaml").write_text(text)
+        with pytest.raises(UserError, match=r"mine.yaml line 1: must be YAML, got aliases stand for more than"):
+            load_registry(tmp_path / "mine.yaml")
+    (tmp_path / "mine.yaml").write_text(f"x: &x {{{entry}}}\ny: {{<<: *x, max_turns: 7}}")
+    assert load_registry(tmp_path / "mine.yaml")["y"].max_turns == 7
+
+
+def test_a_registry_that_takes_minutes_to_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("#" * 2**20 + "\n")
+    assert "must have at most 1048576 bytes" in error_of(tmp_path / "mine.yaml")
+
+
 def test_a_missing_overlay_is_a_user_error(tmp_path: Path) -> None:
     assert "No such file" in error_of(tmp_path / "gone.yaml")
 
