@@ -23,6 +23,7 @@ from agents.rendering.renderer import Renderer
 from agents.types import EndReason, GenerateRequest, Trajectory, Turn
 from envs.checking.hostile import write_call
 from envs.contract import EpisodeEnv, checked_messages
+from envs.datasets.rows import json_fault
 from envs.env import ToolFormat
 from envs.errors import UserError
 from envs.safe_text import escape_lines
@@ -123,8 +124,8 @@ def expand_call(line: str, tool_format: ToolFormat) -> str:
         raise ValueError("no name")
     try:
         arguments = json.loads(body or "{}")
-    except json.JSONDecodeError as error:
-        raise ValueError(f"the arguments are no JSON ({error.msg} at column {error.colno})") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the arguments are no JSON ({json_fault(error)})") from error
     if not isinstance(arguments, dict):
         raise ValueError("the arguments are no JSON object")
     return write_call(name, arguments, tool_format)

@@ -174,7 +174,7 @@ def _terminal(config: ForkConfig) -> Terminal:
         raise UserError("--script", "must be a readable file of text", str(config.script), str(error)) from error
     try:
         turns = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         turns = None
     if isinstance(turns, list) and all(isinstance(turn, str) for turn in turns):
         return ScriptedTerminal(turns, terminal.target)

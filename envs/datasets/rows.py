@@ -181,16 +181,18 @@ def are_tools(value: Any) -> bool:
 
 def _decoded(text: str, where: str) -> Any:
     try:
-        return json.loads(text) if text.strip() else None
+        return load_json(text) if text.strip() else None
     except (ValueError, RecursionError) as error:
-        raise UserError(where, "must be a list of tool schemas, or its JSON", _fault(error), "fix the JSON") from error
+        raise UserError(
+            where, "must be a list of tool schemas, or its JSON", json_fault(error), "fix the JSON"
+        ) from error
 
 
 class _RepeatedKey(ValueError):
     """An object has a key twice, of which Python would take the last value in silence."""
 
 
-def _fault(error: ValueError | RecursionError) -> str:
+def json_fault(error: ValueError | RecursionError) -> str:
     """Return what is wrong with a JSON text."""
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg} at column {error.colno}"
@@ -314,9 +316,9 @@ def _read_jsonl(file: Path) -> list[Mapping[str, Any]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line, object_pairs_hook=_each_key_once)
+            row = load_json(line)
         except (ValueError, RecursionError) as error:
-            rule = f"must be one JSON object ({_fault(error)})"
+            rule = f"must be one JSON object ({json_fault(error)})"
             raise UserError(f"{file.name} line {number}", rule, line[:60], "fix the line") from error
         if not isinstance(row, dict):
             raise UserError(
@@ -328,12 +330,12 @@ def _read_jsonl(file: Path) -> list[Mapping[str, Any]]:
 
 def _read_json(file: Path) -> list[Mapping[str, Any]]:
     try:
-        data = json.loads(_read_text(file), object_pairs_hook=_each_key_once)
+        data = load_json(_read_text(file))
     except (ValueError, RecursionError) as error:
         line = f" line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
         is_lines = isinstance(error, json.JSONDecodeError) and error.msg == "Extra data"
         fix = "a file with one object a line must end in .jsonl" if is_lines else "fix it"
-        raise UserError(f"{file.name}{line}", "must be JSON", _fault(error), fix) from error
+        raise UserError(f"{file.name}{line}", "must be JSON", json_fault(error), fix) from error
     rows = data.get("data") if isinstance(data, dict) else data
     if not isinstance(rows, list):
         got = f"an object with the keys {', '.join(data)}" if isinstance(data, dict) else type(data).__name__
@@ -344,6 +346,11 @@ def _read_json(file: Path) -> list[Mapping[str, Any]]:
                 f"{file.name} row {index}", "must be an object", type(row).__name__, 'write {"problem": ...}'
             )
     return rows
+
+
+def load_json(text: str) -> Any:
+    """Return the value of a JSON text. Raises `ValueError`, also where an object has a key twice, `RecursionError`."""
+    return json.loads(text, object_pairs_hook=_each_key_once)
 
 
 def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ holds the rows in their stored form; reading a sample decodes its pictures again
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import random
@@ -30,8 +29,8 @@ from envs.datasets.prompts import (
     with_images,
 )
 from envs.datasets.remote_images import remote_images
-from envs.datasets.rows import RowSource, are_tools, open_rows, read_tools, readable_items
-from envs.errors import UserError, first_line
+from envs.datasets.rows import RowSource, are_tools, json_fault, load_json, open_rows, read_tools, readable_items
+from envs.errors import UserError
 from envs.grading.extraction import extract_boxed
 from envs.images import ImageAccess, ImageSource, decode_image
 from envs.types import Message, Sample, SampleSource
@@ -270,9 +269,9 @@ def _metadata(row: Mapping[str, Any], keys: DataKeys, source: RowSource, where: 
 
 def _json_object(text: str, where: str) -> dict[str, Any]:
     try:
-        return json.loads(text)
+        return load_json(text)
     except (ValueError, RecursionError) as error:
-        raise UserError(where, "must be JSON if it begins with a brace", first_line(error), "fix it") from error
+        raise UserError(where, "must be JSON if it begins with a brace", json_fault(error), "fix it") from error
 
 
 def _is_plain(value: object) -> bool:

@@ -83,6 +83,8 @@ def complaint(argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--engine-api-key-file", "nowhere.key"], ["--engine-api-key-file", "must be readable", "nowhere.key"]),
         (["--template-options", "[1]"], ["--template-options", "JSON object", "[1]"]),
         (["--template-options", "{"], ["--template-options", "JSON object"]),
+        (["--template-options", "[" * 100_000], ["--template-options", "JSON object"]),
+        (["--template-options", "9" * 5000], ["--template-options", "JSON object"]),
         (["--context-length", "100000"], ["--context-length", "4096"]),
         (["--registry", "nowhere.yaml"], ["nowhere.yaml"]),
         (["--minibatches", "9"], ["--minibatches", "at most the 8 groups", "got 9", "--problems-per-step"]),

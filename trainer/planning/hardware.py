@@ -78,7 +78,7 @@ class Hardware:
             known = f"give one of {', '.join(bundled)}, or a file like trainer/planning/hardware/h100.json"
             fix = did_you_mean(str(name), bundled) or known
             raise UserError("--hardware", "must be a bundled machine or a file", str(name), fix) from error
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             fix = "take trainer/planning/hardware/h100.json as an example"
             raise UserError(
                 f"--hardware {name}", f"must hold {len(CONSTANTS)} constants", first_line(error), fix

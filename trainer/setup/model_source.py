@@ -19,7 +19,7 @@ def template_options(config: ModelConfig) -> dict[str, Any]:
     """Return the options that the chat template is called with; raise `UserError` if they are no JSON object."""
     try:
         options = json.loads(config.template_options or "{}")
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         options = str(error)
     if not isinstance(options, dict):
         fix = "write it as '{\"enable_thinking\": false}'"

@@ -250,7 +250,7 @@ def given_names(given: Sequence[str]) -> list[str]:
         if word == "--config":
             try:
                 values = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
-            except (OSError, ValueError, yaml.YAMLError):  # SGLang says what is wrong with it
+            except (OSError, ValueError, RecursionError, yaml.YAMLError):  # SGLang says what is wrong with it
                 continue
             names += [f"--{key}".replace("_", "-") for key in values] if isinstance(values, Mapping) else []
     return names

@@ -75,7 +75,7 @@ class Checkpoint:
                 weight_bytes=file_bytes * VALUE_BYTES[dtype] // stored,
                 token_bytes=values * VALUE_BYTES[dtype],
             )
-        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return None
 
 

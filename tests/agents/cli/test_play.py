@@ -84,13 +84,17 @@ def test_a_call_is_written_in_the_format_of_the_model() -> None:
 
 def test_a_call_that_is_not_understood_is_asked_for_again() -> None:
     shown = io.StringIO()
-    terminal = Terminal(io.StringIO(":call\n:call f [1]\n:call f {\nNow.\n.\n"), shown)
+    terminal = Terminal(
+        io.StringIO(f":call\n:call f [1]\n:call f {{\n:call f {'[' * 100_000}\n:call f {'9' * 5000}\nNow.\n.\n"), shown
+    )
     assert terminal.ask("hermes") == "Now."
     said = [line for line in shown.getvalue().splitlines() if not line.startswith("> ")]
     assert [line.split(";")[0] for line in said] == [
         "not understood: no name",
         "not understood: the arguments are no JSON object",
         "not understood: the arguments are no JSON (Expecting property name enclosed in double quotes at column 2)",
+        "not understood: the arguments are no JSON (lists that nest too deeply)",
+        "not understood: the arguments are no JSON (a number with too many digits)",
     ]
 
 

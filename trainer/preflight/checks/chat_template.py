@@ -170,6 +170,6 @@ def _read(path: str | Path, name: str) -> Mapping[str, Any]:
     """Return the JSON object in a file; an empty one if there is no such file, or `path` is a hub id."""
     try:
         found = json.loads((Path(path) / name).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
