@@ -66,10 +66,12 @@ class Architecture:
 
 
 @contextlib.contextmanager
-def _checkpoint_errors(path: Any) -> Iterator[None]:
+def _checkpoint_errors(
+    path: Any, kinds: type[Exception] | tuple[type[Exception], ...] = (OSError, ValueError, RecursionError)
+) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, RecursionError) as error:
+    except kinds as error:
         fix = f"give a folder with config.json ({first_line(error)})"
         raise UserError("--model", "must be a model folder or hub id", str(path), fix) from error
     except RuntimeError as error:  # of Transformers, where shapes differ
@@ -106,7 +108,7 @@ def read_config(path: str | Path) -> Any:
     from transformers import AutoConfig
 
     check_is_there(path)
-    with _checkpoint_errors(path):
+    with _checkpoint_errors(path, Exception):  # a value of another type leads to any of them
         return AutoConfig.from_pretrained(path, trust_remote_code=False)  # None would ask on the terminal
 
 
@@ -155,11 +157,16 @@ class ModelFacts:
         config = read_config(path)
         architecture = architecture_of(config)
         sees = architecture.vision
-        return cls(
-            model_type=config.model_type,
-            architectures=tuple(config.architectures or ()),
-            image_token_id=int(config.image_token_id) if sees else NO_IMAGE_TOKEN,
-            merge_size=int(config.vision_config.spatial_merge_size) if sees else 1,
-            max_positions=int(config.get_text_config().max_position_embeddings),
-            names_are_saved=architecture.names_are_saved,
-        )
+        with _checkpoint_errors(path, Exception):
+            image_token_id = int(config.image_token_id) if sees else NO_IMAGE_TOKEN
+            merge_size = int(config.vision_config.spatial_merge_size) if sees else 1
+            if merge_size < 1 or (sees and image_token_id < 0):
+                raise ValueError(f"image_token_id {image_token_id}, spatial_merge_size {merge_size}")
+            return cls(
+                model_type=config.model_type,
+                architectures=tuple(config.architectures or ()),
+                image_token_id=image_token_id,
+                merge_size=merge_size,
+                max_positions=int(config.get_text_config().max_position_embeddings),
+                names_are_saved=architecture.names_are_saved,
+            )

@@ -100,7 +100,9 @@ class ImageStore:
                 raise ValueError(f"the smallest and largest numbers of pixels are {edges[0]} and {edges[1]}")
             side = processor.patch_size * processor.merge_size
             patch = {"shortest_edge": side**2, "longest_edge": side**2}
-            processor(images=[Image.new("RGB", (side, side))], size=patch, return_tensors="np")
+            tried = processor(images=[Image.new("RGB", (side, side))], size=patch, return_tensors="np")
+            if not np.isfinite(tried["pixel_values"]).all():
+                raise ValueError("image_mean, image_std and rescale_factor give numbers that are not finite")
         except Exception as error:  # the processor raises what its settings lead to
             rule = "must have a preprocessor_config.json that can process a picture"
             fix = 'take the model\'s own; limits are {"size": {"shortest_edge": 3136, "longest_edge": ...}}'

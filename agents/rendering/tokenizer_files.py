@@ -76,17 +76,25 @@ def read_tokenizer_files(path: str | Path) -> TokenizerFiles:
 
 def _image_token(tokenizer: Any, config: Mapping[str, Any]) -> str:
     index = config.get("image_token_id")
-    token = tokenizer.convert_ids_to_tokens(index) if isinstance(index, int) and index < len(tokenizer) else None
+    token = tokenizer.convert_ids_to_tokens(index) if isinstance(index, int) and 0 <= index < len(tokenizer) else None
     return token or "<|image_pad|>"
 
 
 def _stop_ids(*configs: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return every `eos_token_id`, each of which may be an id, a list of ids or null."""
-    found: list[int] = []
+    """Return every `eos_token_id`, each of which may be an id, a list of ids or null.
+
+    Raises:
+        UserError: one is anything else.
+    """
+    found: list[Any] = []
     for config in configs:
-        for part in (config, config.get("text_config") or {}):
-            value = part.get("eos_token_id")
+        for part in (config, config.get("text_config")):
+            value = part.get("eos_token_id") if isinstance(part, dict) else None
             found.extend(value if isinstance(value, list) else [] if value is None else [value])
+    for value in found:
+        if type(value) is not int:
+            fix = "take generation_config.json and config.json of the model's repository"
+            raise UserError("--model", "must have token ids as its eos_token_id", value, fix)
     return tuple(dict.fromkeys(found))
 
 
@@ -105,7 +113,7 @@ def _read_json(path: str | Path, name: str) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(Path(file).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError("--model", f"must have a readable {name}", str(path), f"fix it ({error})") from error
     if not isinstance(value, dict):
         raise UserError("--model", f"{name} must hold an object", str(path), "take the file of the model's repository")

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from agents.engines.hf import HFEngine
 from agents.engines.hf_batch import BatchCache, CachedPrefix
-from agents.model.architectures import ARCHITECTURES, architecture_of
+from agents.model import STARTER_PATH
+from agents.model.architectures import ARCHITECTURES, ModelFacts, architecture_of
 from agents.model.packed import VisionBatch
 from agents.model.policy import PolicyModel
 from agents.model.vision import tower_inputs
@@ -375,3 +376,21 @@ def test_weights_of_other_shapes_than_the_config_names_are_an_error_of_the_model
     (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "hidden_size": 128}))
     with pytest.raises(UserError, match="--model: must hold weights of the shapes in its config"):
         PolicyModel.load(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("text_config", [1]),
+        ("image_token_id", None),
+        ("image_token_id", -1),
+        ("architectures", 3),
+        ("model_type", ["qwen3_vl"]),
+        ("vision_config", {"spatial_merge_size": 0}),
+    ],
+)
+def test_a_config_of_other_types_is_one_error_of_the_model(part: str, value: Any, tmp_path: Path) -> None:
+    config = json.loads((STARTER_PATH / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, part: value}))
+    with pytest.raises(UserError, match=r"--model: must be a model folder or hub id, got .*; give a folder"):
+        ModelFacts.load(tmp_path)

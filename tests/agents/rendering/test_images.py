@@ -141,6 +141,8 @@ def test_limits_of_pixels_inside_size_are_the_limits(
         {"patch_size": 0},
         {"merge_size": None},
         {"image_mean": [0.5, 0.5]},
+        {"image_mean": [float("nan"), 0.5, 0.5]},
+        {"image_std": [0.5, 0.0, 0.5]},
     ],
 )
 def test_settings_that_cannot_process_a_picture_are_a_user_error(settings: dict[str, Any], tmp_path: Path) -> None:

@@ -562,6 +562,35 @@ def test_another_models_image_processor_is_a_user_error(checkpoint: Path, tmp_pa
         Renderer.from_checkpoint(tmp_path / "model")
 
 
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("generation_config.json", "[" * 100_000),
+        ("generation_config.json", '{"eos_token_id": [[759]]}'),
+        ("generation_config.json", '{"eos_token_id": "759"}'),
+        ("chat_template.json", '{"chat_template": 3}'),
+    ],
+)
+def test_a_file_of_a_model_with_values_of_other_types_is_a_user_error(
+    checkpoint: Path, tmp_path: Path, file: str, text: str
+) -> None:
+    left_out = "chat_template.jinja" if file == "chat_template.json" else ""
+    shutil.copytree(checkpoint, tmp_path / "model", ignore=shutil.ignore_patterns(left_out))
+    (tmp_path / "model" / file).write_text(text)
+    with pytest.raises(UserError, match="--model: must have"):
+        Renderer.from_checkpoint(tmp_path / "model")
+
+
+def test_ids_of_a_config_that_are_no_tokens_are_left_out(checkpoint: Path, tmp_path: Path) -> None:
+    shutil.copytree(checkpoint, tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    changed = {**config, "image_token_id": -3}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(changed))
+    (tmp_path / "model" / "generation_config.json").write_text('{"text_config": "x", "eos_token_id": [-1, 999999]}')
+    renderer = Renderer.from_checkpoint(tmp_path / "model")
+    assert set(renderer.stop_ids) <= set(range(len(renderer.tokenizer)))
+
+
 def test_the_template_of_the_processor_goes_before_that_of_the_tokenizer(checkpoint: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(checkpoint, folder, ignore=shutil.ignore_patterns("chat_template.jinja"))
