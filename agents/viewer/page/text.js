@@ -2,11 +2,16 @@
 
 const PIECE = 20000;
 const MOST_MARKS = 300;
-const INVISIBLE = String.raw`\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff`;
+/* As in envs/safe_text.py, which says why; tab and line break stay. */
+const INVISIBLE = String.raw`\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\u3164\ufeff\uffa0\ufff0-\ufffb`;
+const FOREIGN = String.raw`[^\u0000-\u007f\u200c\u200d]`;
+const JOINERS = String.raw`(?<!${FOREIGN})[\u200c\u200d]|[\u200c\u200d](?!${FOREIGN})`;
+const SELECTORS = String.raw`(?<=[\ufe00-\ufe0f])[\ufe00-\ufe0f]+`;
+const SIGNS = String.raw`\ud82f[\udca0-\udca3]|\ud834[\udd73-\udd7a]`;
 const LONE_SURROGATES = String.raw`[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]`;
 /* Tag characters and variation selectors are invisible, so text can be hidden in them. */
-const TAGS = String.raw`(?:\udb40[\udc00-\uddef])+`;
-const HIDDEN = new RegExp(`[${INVISIBLE}\ufff9-\ufffb]+|${TAGS}|${LONE_SURROGATES}`, "g");
+const TAGS = String.raw`(?:[\udb40-\udb43][\udc00-\udfff])+`;
+const HIDDEN = new RegExp(`[${INVISIBLE}]+|${JOINERS}|${SELECTORS}|${SIGNS}|${TAGS}|${LONE_SURROGATES}`, "g");
 const NAMES = {
   "\u0000": "NUL",
   "\u0008": "BS",

@@ -21,6 +21,7 @@ from agents.recording import Recorder
 from agents.viewer.export import export
 from agents.viewer.server import ViewServer
 from agents.viewer.source import Source
+from envs.safe_text import escape_lines
 from tests.agents.viewer.page_runs import (
     HOSTILE,
     PLANTED_TOKEN,
@@ -786,6 +787,15 @@ def test_what_would_not_show_is_named_and_text_from_right_to_left_stays_by_itsel
     page = visit("hostile", "#/episode/train-21-0").page
     assert page.locator(".message.model .hidden-char").all_inner_texts() == ["RLO", "LRI", "NUL ESC"]
     expect(page.locator(".message.model .text")).to_contain_text("gnp.exe")
+    odd = [text for code in range(sys.maxunicode + 1) if escape_lines(text := chr(code)) != text]
+    odd += ["a\u200db", "a\ufe0f\ufe0f"]
+    shown = page.evaluate(
+        "codes => codes.map(each => visible(String.fromCodePoint(...each)))", [[*map(ord, t)] for t in odd]
+    )
+    assert [text for text, name in zip(odd, shown, strict=True) if text == name] == []
+    assert (
+        page.evaluate("visible('\u2764\ufe0f \U0001f468\u200d\U0001f469 \u0646\u200c\u0647\t\\n')").count("\u27e8") == 0
+    )
     page = visit("hostile", "#/episode/train-20-0").page
     text = page.locator(".message.model .text")
     assert text.evaluate("node => [node.dir, getComputedStyle(node).unicodeBidi]") == ["auto", "plaintext"]
