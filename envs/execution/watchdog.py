@@ -86,7 +86,7 @@ class Watchdog:
 
     def _write_ending(self, is_over: bool = True) -> None:
         if self._memory is not None:
-            ENDING.pack_into(self._memory, ENDING_AT, is_over, self._advice.encode("utf-8", "replace"))
+            ENDING.pack_into(self._memory, ENDING_AT, is_over, escape_controls(self._advice).encode())
 
     def call(self, label: str, limit_s: float, inline: bool = False, is_isolated: bool = True) -> WatchedCall:
         """Return a call to be watched. The program ends if it keeps the interpreter, or inline runs, for `limit_s`.

@@ -64,7 +64,7 @@ def check_servers(engine: ServersConfig, facts: ModelFacts) -> None:
 def check_server(url: str, facts: ModelFacts, api_key: str = "") -> None:
     """Raise `UserError` if a server does not answer, refuses the key, serves another architecture or changes ids."""
     try:
-        served = tuple(ask_server(url, "model_info", api_key).get("architectures") or ())
+        served = tuple(map(str, ask_server(url, "model_info", api_key).get("architectures") or ()))
     except urllib.error.HTTPError as error:
         if error.code not in (401, 403):
             raise UserError("--engine-url", "must be a running SGLang server", url, f"start it ({error})") from error

@@ -205,11 +205,11 @@ def test_a_call_that_lets_others_run_costs_its_own_episode_alone(deed: str, tmp_
     ],
 )
 def test_a_call_that_ends_the_program_is_named_with_what_to_do(deed: str, cause: str, tmp_path: Path) -> None:
-    advise = "from envs.execution.watchdog import WATCHDOG; WATCHDOG.advise('resume with: trueturn'); "
+    advise = "from envs.execution.watchdog import WATCHDOG; WATCHDOG.advise('resume with: trueturn \\x1b[2J'); "
     done, _ = run_program(advise + deed, tmp_path)
     assert done.returncode and "over" not in done.stdout
     assert done.stderr.startswith("error: the program has ended during step of Odd, sample 1 (")
-    assert cause in done.stderr and "; resume with: trueturn\n" in done.stderr
+    assert cause in done.stderr and r"; resume with: trueturn \x1b[2J" in done.stderr
     if "(by" not in done.stderr:
         assert f'{tmp_path}/program.py", line 16 in step' in done.stderr
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from agents.model.architectures import ModelFacts
 from agents.rendering.renderer import Renderer
+from envs.errors import UserError
+from tests.image_server import Answer, serving_images
 from trainer.config.inputs import ModelConfig
 from trainer.config.learner import ClusterConfig
 from trainer.config.rollout import EngineConfig, RolloutConfig, ServersConfig
 from trainer.config.run import RunConfig
 from trainer.setup.engines import own_servers
-from trainer.setup.servers import server_settings
+from trainer.setup.servers import check_server, server_settings
 
 
 @pytest.mark.parametrize(
@@ -78,3 +82,12 @@ def test_started_servers_are_told_to_keep_their_cache(checkpoint: Path, renderer
         engine = own_servers(config, checkpoint, renderer, tmp_path, None, cleanup)
     assert engine
     assert engine.settings.keeps_kv_cache
+
+
+@pytest.mark.parametrize("served", [[["x\x1b[2J"]], {"x": 1}, 5, "x"])
+def test_a_server_that_names_no_list_of_networks_is_one_error(served: Any) -> None:
+    facts = ModelFacts("qwen3", ("Qwen3ForCausalLM",), -1, 1, 4096, True)
+    with serving_images() as server:
+        server.answers["/model_info"] = Answer(json.dumps({"architectures": served}).encode())
+        with pytest.raises(UserError, match="--engine-url: must"):
+            check_server(server.root, facts)
