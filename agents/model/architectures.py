@@ -51,13 +51,28 @@ class Architecture:
         return network.model.visual if self.vision else None  # type: ignore[union-attr]
 
     def build(self, config: Any) -> nn.Module:
-        """Return the network with fresh weights."""
-        return self._class()(config)
+        """Return the network with fresh weights. Raises `UserError` where the configuration describes none."""
+        with _checkpoint_errors(config.name_or_path):
+            return self._class()(config)
 
     def read(self, path: Any, **options: Any) -> nn.Module:
-        """Return the network with the weights of a checkpoint. Raises `UserError` where it cannot be read."""
+        """Return the network with the weights of a checkpoint.
+
+        Raises `UserError` where it cannot be read, or lacks weights: Transformers would draw them at random.
+        """
+        network, report = self.read_with_report(path, **options)
+        if missing := sorted(report["missing_keys"]):
+            rule, got = "must hold every weight of the network in its config.json", f"none named {missing[0]}"
+            raise UserError("--model", rule, got, "give a whole checkpoint, or the config.json that belongs to it")
+        return network
+
+    def read_with_report(self, path: Any, **options: Any) -> tuple[nn.Module, Mapping[str, Any]]:
+        """Return the network of a checkpoint, and Transformers' report of weights that it lacks or that do not fit.
+
+        Raises `UserError` where it cannot be read.
+        """
         with _checkpoint_errors(path):
-            return self._class().from_pretrained(path, **options)
+            return self._class().from_pretrained(path, output_loading_info=True, **options)
 
     def _class(self) -> Any:
         import transformers
@@ -71,15 +86,21 @@ def _checkpoint_errors(
 ) -> Iterator[None]:
     try:
         yield
+    except (UserError, MemoryError, torch.OutOfMemoryError):
+        raise
     except kinds as error:
         fix = f"give a folder with config.json ({first_line(error)})"
         raise UserError("--model", "must be a model folder or hub id", str(path), fix) from error
     except RuntimeError as error:  # of Transformers, where shapes differ
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
         fix = f"give a whole checkpoint ({first_line(error)})"
         raise UserError("--model", "must hold weights of the shapes in its config.json", str(path), fix) from error
+    except Exception as error:  # whatever a value of config.json, or a damaged file, leads to
+        fix = f"take the files of the model's repository ({type(error).__name__}: {error})"
+        raise UserError("--model", "must be a checkpoint that Transformers can read", str(path), fix) from error
 
+
+#: The most layers of a network, those of its vision tower included.
+MAX_BLOCKS = 10_000
 
 #: By the `model_type` of config.json.
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -116,17 +137,23 @@ def architecture_of(config: Any) -> Architecture:
     """Return the row of a Transformers configuration.
 
     Raises:
-        UserError: there is no row for its type, or a layer forgets tokens (a sliding window), which neither shared
-            prompts nor the engine's cache support.
+        UserError: there is no row for its type, it has more than `MAX_BLOCKS` layers, or a layer forgets tokens (a
+            sliding window), which neither shared prompts nor the engine's cache support.
     """
     if config.model_type not in ARCHITECTURES:
         rule = f"must be one of {', '.join(ARCHITECTURES)}"
         raise UserError("--model", rule, config.model_type, "give a checkpoint of one of these types")
-    kinds = set(config.get_text_config().to_dict().get("layer_types") or ()) - {"full_attention"}
+    architecture = ARCHITECTURES[config.model_type]
+    text = config.get_text_config()
+    blocks = text.num_hidden_layers + (config.vision_config.depth if architecture.vision else 0)
+    if blocks > MAX_BLOCKS:  # they are made one after the other, long before the weights are looked at
+        rule, fix = f"must have at most {MAX_BLOCKS} layers", "take the config.json of the model's repository"
+        raise UserError("--model", rule, blocks, fix)
+    kinds = set(text.to_dict().get("layer_types") or ()) - {"full_attention"}
     if kinds:
         fix = "give a model whose config.json has use_sliding_window false"
         raise UserError("--model", "must attend to all earlier tokens in every layer", ", ".join(sorted(kinds)), fix)
-    return ARCHITECTURES[config.model_type]
+    return architecture
 
 
 #: The image token id of a network without vision; no token has it.

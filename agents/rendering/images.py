@@ -24,6 +24,8 @@ from envs.images import MAX_PIXELS, MAX_RATIO, image_digest
 
 MAX_BYTES = 2 * 2**30
 _LIMITS = ("min_pixels", "max_pixels")
+#: How a picture is cut, by the names in `vision_config`.
+_CUTS = ("patch_size", "temporal_patch_size", "spatial_merge_size")
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,9 @@ class ImageStore:
             settings, _ = ImageProcessingMixin.get_image_processor_dict(path)
         except OSError:  # there is no such file
             return None
+        except Exception as error:  # as whatever reads it raises it
+            rule, fix = "must have a readable preprocessor_config.json", "take the file of the model's repository"
+            raise UserError("--model", rule, first_line(error), fix) from error
         kind = str(settings.get("image_processor_type", "")) if isinstance(settings, dict) else ""
         if not kind.startswith(("Qwen2VL", "Qwen2_5_VL", "Qwen3VL")):
             rule = "must have the image processor of a Qwen vision-language model"
@@ -100,7 +105,8 @@ class ImageStore:
                 raise ValueError(f"the smallest and largest numbers of pixels are {edges[0]} and {edges[1]}")
             side = processor.patch_size * processor.merge_size
             patch = {"shortest_edge": side**2, "longest_edge": side**2}
-            tried = processor(images=[Image.new("RGB", (side, side))], size=patch, return_tensors="np")
+            with np.errstate(all="ignore"):
+                tried = processor(images=[Image.new("RGB", (side, side), "white")], size=patch, return_tensors="np")
             if not np.isfinite(tried["pixel_values"]).all():
                 raise ValueError("image_mean, image_std and rescale_factor give numbers that are not finite")
         except Exception as error:  # the processor raises what its settings lead to
@@ -108,6 +114,16 @@ class ImageStore:
             fix = 'take the model\'s own; limits are {"size": {"shortest_edge": 3136, "longest_edge": ...}}'
             raise UserError("--model", rule, first_line(error), fix) from error
         return cls(processor, int(processor.merge_size))
+
+    def check_fits(self, vision: object) -> None:
+        """Raise `UserError` if pictures are cut in another way than a `vision_config` says that they are read."""
+        if not isinstance(vision, Mapping):
+            return
+        for name in _CUTS:
+            ours = getattr(self._processor, name.removeprefix("spatial_"))
+            if vision.get(name, ours) != ours:
+                rule = f"must have the {name} of its config.json, {vision[name]}, in preprocessor_config.json too"
+                raise UserError("--model", rule, ours, "take both files of the model's repository")
 
     def save(self, folder: str | Path) -> None:
         """Write `preprocessor_config.json`."""

@@ -12,10 +12,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from envs.errors import UserError
+from envs.execution.watchdog import watched
 from envs.types import Message
 
 #: Invisible characters that no template writes or changes; they mark the place of a content in rendered text.
 MARK = "\u2063\u2062\u2064\u2062\u2063"
+
+#: The longest time that a template may take to write a conversation; the program ends if it takes longer.
+LIMIT_S = 60.0
 
 _QUESTION: Message = {"role": "user", "content": "?"}
 _TOOL = {
@@ -60,14 +64,15 @@ class ModelTemplate:
 
         Raises whatever the template raises, most often `jinja2.TemplateError`.
         """
-        return self._tokenizer.apply_chat_template(
-            list(messages),
-            tools=list(tools) or None,
-            chat_template=self.source,
-            tokenize=False,
-            add_generation_prompt=opens_turn,
-            **self.options,
-        )
+        with watched("the chat template of --model", LIMIT_S):
+            return self._tokenizer.apply_chat_template(
+                list(messages),
+                tools=list(tools) or None,
+                chat_template=self.source,
+                tokenize=False,
+                add_generation_prompt=opens_turn,
+                **self.options,
+            )
 
     def writes_mark(self, *messages: Message) -> bool:
         """Return whether the template accepts the messages and writes the `MARK` in them exactly once."""

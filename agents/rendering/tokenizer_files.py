@@ -48,14 +48,15 @@ def read_tokenizer_files(path: str | Path) -> TokenizerFiles:
     over the template of its tokenizer.
 
     Raises:
-        UserError: there is no such model, no tokenizer, no chat template, or no image processor though the model has a
-            vision part.
+        UserError: there is no such model, no tokenizer, no chat template, no image processor though the model has a
+            vision part, or one that cuts pictures in another way than the vision part reads them.
     """
     from transformers import AutoTokenizer
 
     check_is_there(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)  # None would ask on the terminal
+        tokenizer("", add_special_tokens=False)  # settings such as a model_max_length of "4k" fail only here
     except Exception as error:  # Transformers raises OSError, ValueError, KeyError or TypeError for a missing file
         fix = f"add tokenizer.json ({first_line(error)})"
         raise UserError("--model", "must have a tokenizer", str(path), fix) from error
@@ -64,23 +65,30 @@ def read_tokenizer_files(path: str | Path) -> TokenizerFiles:
     config = _read_json(path, "config.json")
     generation = _read_json(path, "generation_config.json")
     images = ImageStore.find(path)
-    if images is None and "vision_config" in config:
+    if images is not None:
+        images.check_fits(config.get("vision_config"))
+    elif "vision_config" in config:
         rule = "must have preprocessor_config.json, because it is a vision-language model"
         raise UserError("--model", rule, str(path), "add the file from the model's repository")
     if images is not None and not _find(path, "chat_template.jinja"):
         tokenizer.chat_template = _read_json(path, "chat_template.json").get("chat_template") or tokenizer.chat_template
-    if not tokenizer.chat_template:
+    if not isinstance(tokenizer.chat_template, str | dict) or not tokenizer.chat_template:
         raise UserError("--model", "must have a chat template", str(path), "add chat_template.jinja")
-    return TokenizerFiles(tokenizer, images, _image_token(tokenizer, config), _stop_ids(generation, config))
+    return TokenizerFiles(tokenizer, images, _image_token(tokenizer, config), stop_ids(generation, config))
 
 
 def _image_token(tokenizer: Any, config: Mapping[str, Any]) -> str:
     index = config.get("image_token_id")
-    token = tokenizer.convert_ids_to_tokens(index) if isinstance(index, int) and 0 <= index < len(tokenizer) else None
-    return token or "<|image_pad|>"
+    if not isinstance(index, int):
+        return "<|image_pad|>"
+    if not 0 <= index < len(tokenizer):
+        rule = "must have a tokenizer with the image_token_id of its config.json"
+        fix = "take both files of the model's repository"
+        raise UserError("--model", rule, index, fix)
+    return tokenizer.convert_ids_to_tokens(index) or "<|image_pad|>"
 
 
-def _stop_ids(*configs: Mapping[str, Any]) -> tuple[int, ...]:
+def stop_ids(*configs: Mapping[str, Any]) -> tuple[int, ...]:
     """Return every `eos_token_id`, each of which may be an id, a list of ids or null.
 
     Raises:

@@ -117,10 +117,10 @@ def _read_model(folder: Path) -> str | Mapping[str, str]:
         if (folder / "chat_template.jinja").is_file():
             named["default"] = folder / "chat_template.jinja"
         if named:
-            return {name: file.read_text(encoding="utf-8") for name, file in named.items()}
+            return {name: read_text(file) for name, file in named.items()}
         for name in ("chat_template.json", "tokenizer_config.json"):
             if (folder / name).is_file():
-                found = json.loads((folder / name).read_text(encoding="utf-8")).get("chat_template")
+                found = json.loads(read_text(folder / name)).get("chat_template")
                 if isinstance(found, list):  # several by name
                     return {each["name"]: each["template"] for each in found}
                 if isinstance(found, str):

@@ -30,7 +30,7 @@ from envs.datasets.prompts import (
 )
 from envs.datasets.remote_images import remote_images
 from envs.datasets.rows import RowSource, are_tools, json_fault, load_json, open_rows, read_tools, readable_items
-from envs.errors import UserError
+from envs.errors import UserError, first_line
 from envs.grading.extraction import extract_boxed
 from envs.images import ImageAccess, ImageSource, decode_image
 from envs.types import Message, Sample, SampleSource
@@ -209,12 +209,22 @@ def filter_overlong(
     """
     if not len(samples):
         raise UserError("problems", "must be at least one", 0, "give --data, or fix the environment's data set")
-    lengths = [length(samples[index]) for index in range(len(samples))]
+    lengths = [_length(samples[index], length) for index in range(len(samples))]
     kept = tuple(index for index, tokens in enumerate(lengths) if tokens <= max_prompt_tokens)
     if not kept:
         rule = f"must leave at least one of {len(lengths)} samples"
         raise UserError("max_prompt_tokens", rule, max_prompt_tokens, f"the shortest prompt has {min(lengths)} tokens")
     return Subset(samples, kept), len(lengths) - len(kept)
+
+
+def _length(sample: Sample, length: Callable[[Sample], int]) -> int:
+    try:
+        return length(sample)
+    except UserError:
+        raise
+    except Exception as error:  # a chat template raises what the messages lead to, such as `"tool_calls": 5`
+        rule = "must have messages that the model's chat template can write"
+        raise UserError(f"sample {sample.id}", rule, first_line(error), "fix the messages of its row") from error
 
 
 def epoch_order(size: int, seed: int, epoch: int) -> list[int]:
@@ -235,9 +245,12 @@ def _parse_answer(row: Mapping[str, Any], key: str, where: str) -> str:
         raise UserError(where, f"must hold an answer under '{key}'", f"keys {', '.join(row)}", fix)
     # A table of floats turns a missing value into NaN.
     is_number = isinstance(answer, int | float | Decimal)
-    if answer is None or (isinstance(answer, str) and not answer.strip()) or (is_number and math.isnan(answer)):
+    # An integer of over 308 digits is no float.
+    is_nan = is_number and answer != answer
+    is_finite = isinstance(answer, int) or (is_number and math.isfinite(answer))
+    if answer is None or (isinstance(answer, str) and not answer.strip()) or is_nan:
         raise UserError(f"{where} {key}", "must not be empty", answer, "fill the answer in or drop the row")
-    if not isinstance(answer, str) and not (is_number and math.isfinite(answer)):
+    if not isinstance(answer, str) and not is_finite:
         raise UserError(f"{where} {key}", "must be a text or a finite number", answer, "give one answer as text")
     return unboxed(str(answer))
 

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from agents.model.architectures import read_config
 from agents.model.policy import PolicyModel
-from envs.errors import UserError
+from envs.config.text_files import read_text
+from envs.errors import UserError, first_line
 from trainer.learner.lora import initial_adapter, is_adapter, plain_name
 
 _WEIGHTS = "model.safetensors"
@@ -195,9 +196,8 @@ class _ConvertedTensors:
 
     def __init__(self, model: PolicyModel, path: str | Path) -> None:
         self.folder = str(path)
-        options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-        loaded: Any = model.architecture.read(path, dtype=CheckpointTensors(path).dtype(), **options)
-        network, report = loaded
+        dtype = CheckpointTensors(path).dtype()
+        network, report = model.architecture.read_with_report(path, dtype=dtype, ignore_mismatched_sizes=True)
         found = dict(network.named_parameters(remove_duplicate=False))
         self._tensors: Mapping[str, Tensor] = {
             n: p.detach() for n, p in found.items() if n not in report["missing_keys"]
@@ -226,10 +226,14 @@ def weight_files(path: str | Path) -> Sequence[Path]:
         folder = Path(snapshot_download(str(path), allow_patterns=["model*.safetensors", _INDEX]))
     files = [folder / _WEIGHTS]
     if not files[0].exists() and (folder / _INDEX).exists():
-        index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
-        files = [folder / name for name in sorted(set(index["weight_map"].values()))]
+        try:
+            index = json.loads(read_text(folder / _INDEX))
+            files = [folder / name for name in sorted(set(index["weight_map"].values()))]
+        except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+            rule, fix = f"must have a readable {_INDEX}", "take the file of the model's repository"
+            raise UserError("--model", rule, first_line(error), fix) from error
     for file in files:
-        if not file.exists():
+        if not file.is_file():
             fix = "give a checkpoint in safetensors files"
             raise UserError("--model", f"must hold {file.name}", f"no such file in {folder}", fix)
     return files

@@ -529,6 +529,22 @@ def test_overlong_samples_are_dropped_and_counted(folder: Path) -> None:
         filter_overlong(samples, length, max_prompt_tokens=3)
 
 
+def test_a_prompt_that_the_template_cannot_write_names_its_row(folder: Path) -> None:
+    calls = {"role": "assistant", "content": "", "tool_calls": 5}
+    samples = load(folder, row("?", images=None), row([{"role": "user", "content": "?"}, calls], images=None))
+
+    def length(sample: Sample) -> int:
+        return sum(len(list(message.get("tool_calls", ()))) for message in sample.prompt)
+
+    rule = "must have messages that the model's chat template can write, got TypeError: 'int' object is not iterable"
+    with pytest.raises(UserError, match=f"^sample {samples[1].id}: {rule}"):
+        filter_overlong(samples, length, max_prompt_tokens=50)
+
+
+def test_an_answer_may_be_an_integer_that_no_float_holds(folder: Path) -> None:
+    assert load(folder, row("?", 10**400, None))[0].label == str(10**400)
+
+
 def test_a_subset_shows_the_chosen_samples(folder: Path) -> None:
     samples = load(folder, *(row(answer=index) for index in range(5)))
     subset = Subset(samples, (4, 0))

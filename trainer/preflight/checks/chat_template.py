@@ -13,10 +13,12 @@ from typing import Any
 
 from agents.engines.scripted import ScriptedEngine
 from agents.rendering.renderer import Renderer
+from agents.rendering.tokenizer_files import stop_ids
 from agents.rollout.episode import Episode, Limits
 from agents.types import EndReason, GenerateRequest, SamplingParams, Trajectory
 from envs.checking.error_location import located_line
 from envs.checking.hostile import example_arguments, write_call
+from envs.config.text_files import read_text
 from envs.env import EnvArgs
 from envs.execution.runner import last_line
 from envs.spec import BuildEnv, EnvLimits
@@ -91,7 +93,7 @@ def check_conventions(renderer: Renderer, model_type: str) -> list[Verdict]:
 def check_tokens(renderer: Renderer, path: str | Path) -> list[Verdict]:
     """Return a verdict if generation_config.json lacks the closing token, and one if there is a second template."""
     verdicts = []
-    ids = _eos_ids(_read(path, "generation_config.json"))
+    ids = stop_ids(_read(path, "generation_config.json"))
     if ids and renderer.closer_id not in ids:
         found = f"generation_config.json stops at {sorted(ids)}, the template closes a turn with {renderer.closer_id}"
         fix = f"add {renderer.closer_id} ({renderer.closer}) to its eos_token_id: here it is added, elsewhere it is not"
@@ -161,15 +163,10 @@ def check_scripted_episode(trajectory: Trajectory) -> Verdict:
     return ok(f"{count} scripted turn{'s' * (count != 1)}, {len(trajectory.ids_T)} tokens as the template writes them")
 
 
-def _eos_ids(config: Mapping[str, Any]) -> set[int]:
-    value = config.get("eos_token_id")
-    return set(value) if isinstance(value, list) else set() if value is None else {int(value)}
-
-
 def _read(path: str | Path, name: str) -> Mapping[str, Any]:
     """Return the JSON object in a file; an empty one if there is no such file, or `path` is a hub id."""
     try:
-        found = json.loads((Path(path) / name).read_text(encoding="utf-8"))
+        found = json.loads(read_text(Path(path) / name))
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
