@@ -25,11 +25,8 @@ from agents.rendering.tokenizer_files import read_tokenizer_files
 from agents.types import ProcessedImage
 from envs.checking.chat_template import choose_templates
 from envs.errors import UserError, first_line
-from envs.execution.watchdog import watched
 from envs.types import Message, content_parts, message_images
 
-#: How long a chat template may take to show what it does.
-TEMPLATE_S = 60.0
 MAX_SHAPES = 256
 MAX_PROMPTS = 256
 _VISION_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>")
@@ -108,12 +105,9 @@ class Renderer:
         """Read tokenizer, chat template and image processor of a model folder.
 
         A model without image processor settings reads no images. Raises `UserError` for a missing file and names it.
-        A template that takes longer than `TEMPLATE_S` ends the program with a message.
         """
         parts = read_tokenizer_files(path)
-        # A template may loop without end, and is a program of whoever made the model.
-        with watched(f"the chat template of {path}", TEMPLATE_S):
-            return cls(parts.tokenizer, parts.images, parts.image_token, template_kwargs, parts.stop_ids)
+        return cls(parts.tokenizer, parts.images, parts.image_token, template_kwargs, parts.stop_ids)
 
     @property
     def chat_template(self) -> str:

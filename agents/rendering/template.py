@@ -11,15 +11,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from envs.checking.chat_template import RENDER_S
 from envs.errors import UserError
-from envs.execution.watchdog import watched
+from envs.execution.watchdog import bounded
 from envs.types import Message
 
 #: Invisible characters that no template writes or changes; they mark the place of a content in rendered text.
 MARK = "\u2063\u2062\u2064\u2062\u2063"
-
-#: The longest time that a template may take to write a conversation; the program ends if it takes longer.
-LIMIT_S = 60.0
 
 _QUESTION: Message = {"role": "user", "content": "?"}
 _TOOL = {
@@ -62,9 +60,9 @@ class ModelTemplate:
     ) -> str:
         """Return the text of a conversation; with `opens_turn` it ends where the model begins to write.
 
-        Raises whatever the template raises, most often `jinja2.TemplateError`.
+        Raises whatever the template raises, most often `jinja2.TemplateError`; TimeoutError where it does not end.
         """
-        with watched("the chat template of --model", LIMIT_S):
+        with bounded("the chat template", RENDER_S):
             return self._tokenizer.apply_chat_template(
                 list(messages),
                 tools=list(tools) or None,

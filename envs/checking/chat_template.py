@@ -16,11 +16,14 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from envs.config.text_files import read_text
 from envs.errors import UserError
+from envs.execution.watchdog import bounded
 from envs.types import Message
 
 PACKAGED = Path(__file__).with_name("chat_template.jinja")
 #: How templates of vision-language models write a picture; the most common one is first.
 PLACEHOLDERS = ("<|image_pad|>", "<image_soft_token>", "<|image|>", "[IMG]", "<image>")
+#: The longest time for the rendering of a conversation, which takes milliseconds.
+RENDER_S = 5.0
 
 
 class _Generation(Extension):
@@ -51,9 +54,10 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
         try:
-            self._plain = environment.from_string(plain)
-            self._with_tools = environment.from_string(with_tools)
-        except jinja2.TemplateError as error:
+            with bounded(f"the chat template {name}", RENDER_S):  # a constant is computed when it is compiled
+                self._plain = environment.from_string(plain)
+                self._with_tools = environment.from_string(with_tools)
+        except (jinja2.TemplateError, TimeoutError) as error:
             raise UserError(name, "must be a chat template", str(error), "give a Jinja file") from error
         #: The text of the template for conversations with tools.
         self.source = with_tools
@@ -81,9 +85,11 @@ class ChatTemplate:
 
         Raises:
             jinja2.TemplateError: the template refuses the messages.
+            TimeoutError: it does not end.
         """
         template = self._with_tools if tools else self._plain
-        return template.render(messages=list(messages), tools=list(tools) or None, add_generation_prompt=True)
+        with bounded(f"the chat template {self.name}", RENDER_S):
+            return template.render(messages=list(messages), tools=list(tools) or None, add_generation_prompt=True)
 
 
 def choose_templates(found: str | Mapping[str, str]) -> tuple[str, str]:

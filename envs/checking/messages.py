@@ -155,6 +155,9 @@ def check_rendering(evidence: Evidence) -> Finding:
             continue
         try:
             rendered = template.render(conversation, episode.tools)
+        except TimeoutError as error:  # the other conversations would take as long
+            problems.append(f"{where(episode)}: {error}")
+            break
         except Exception as error:  # a template is code and may raise anything
             problems.append(f"{where(episode)}: {template.name} refuses it: {error}")
             continue

@@ -208,3 +208,27 @@ def watched(label: str, limit_s: float = LONGEST_S) -> Iterator[None]:
         yield
     finally:
         call.end()
+
+
+@contextlib.contextmanager
+def bounded(label: str, limit_s: float) -> Iterator[None]:
+    """Raise TimeoutError in what the program waits for, such as a stranger's chat template, after `limit_s`.
+
+    Only Python code on the main thread can be stopped so. Anything else is watched: after twice the time the program
+    ends.
+    """
+    with watched(label, 2 * limit_s):
+        if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+            yield
+            return
+
+        def stop(number: int, frame: object) -> None:
+            raise TimeoutError(f"{label} took longer than {limit_s:g} s")
+
+        handler = signal.signal(signal.SIGALRM, stop)
+        timer = signal.setitimer(signal.ITIMER_REAL, limit_s)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, *timer)
+            signal.signal(signal.SIGALRM, handler)

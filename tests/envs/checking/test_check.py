@@ -1043,6 +1043,13 @@ def test_a_template_that_drops_a_message_is_found_out(tmp_path: Path) -> None:
     assert "the template leaves out or changes '3'" in found(findings, "rendering").detail
 
 
+def test_a_template_that_does_not_end_fails_the_check_of_rendering(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("envs.checking.chat_template.RENDER_S", 0.2)
+    loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    findings = check_env(spec_of(Shop), num_samples=1, template=ChatTemplate(loops, "t.jinja"))
+    assert "the chat template t.jinja took longer than 0.2 s" in found(findings, "rendering").detail
+
+
 def test_the_tag_that_marks_what_a_model_writes_is_rendered_as_its_body() -> None:
     template = ChatTemplate("a{% generation %}b{{ messages|length }}{% endgeneration %}c", "t.jinja")
     assert template.render([]) == "ab0c"
