@@ -27,7 +27,7 @@ def build_manifest(spec: EnvSpec, renderer: Renderer, model: str, ways: Mapping[
     return Manifest(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         env=spec,
-        registry=spec.origin,
+        registry=str(Path(spec.origin).absolute()) if spec.origin else "",
         env_source=spec.source_digest(),
         tool_format=spec.args(tool_format=detect_format(renderer.chat_template)).tool_format,
         model="starter" if Path(model) == STARTER_PATH else model,  # wherever a reader has it

@@ -80,7 +80,7 @@ def without_paths(overview: JSON) -> JSON:
     if manifest:
         model = "/".join(Path(manifest["model"]).parts[-2:])
         manifest = {**manifest, "model": model, "registry": Path(manifest["registry"]).name}
-    return {**overview, "folder": overview["name"], "manifest": manifest}
+    return {**overview, "folder": overview["name"], "registry": "", "manifest": manifest}
 
 
 def read_picture(source: Source, name: str) -> bytes | None:

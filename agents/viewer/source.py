@@ -18,6 +18,7 @@ from agents.recording import (
     SCORES,
     TOKENS,
     EpisodeRecord,
+    Manifest,
     OutcomeRecord,
     Recording,
     ScoreRecord,
@@ -33,9 +34,20 @@ from agents.viewer.logprob_cache import LogprobCache
 from agents.viewer.positions import Cursor, FilePosition
 from agents.viewer.strict_json import JSON, finite, read_object
 from envs.errors import UserError
+from envs.registry import PACKAGED, plugin_files
 
 FORMAT = 1
 R = TypeVar("R", OutcomeRecord, ScoreRecord)
+
+
+def own_registry(manifest: Manifest) -> str:
+    """Return the registry file that a command has to name for a run's environment; empty where none is needed.
+
+    That is the recorded one, if it is on this machine and no command reads it by itself.
+    """
+    known = {PACKAGED, *(file for _, file in plugin_files())}
+    file = Path(manifest.registry)
+    return str(file) if file.is_absolute() and file not in known and file.is_file() else ""
 
 
 class Source:
@@ -251,6 +263,7 @@ class Source:
                 "folder": str(self.folder.absolute()),
                 "env": self.recording.manifest.env.id if self.recording else "",
                 "live": live,
+                "registry": own_registry(self.recording.manifest) if self.recording else "",
                 "manifest": finite(self.recording.manifest.model_dump(mode="json")) if self.recording else None,
                 "metrics": self.metrics[seen.metrics :],
                 "first_metric": seen.metrics,

@@ -20,7 +20,9 @@ function forkBox(run, episode, number) {
 function forkCommand(run, episode, number) {
   const id = episode.id.replace(/[*?[]/g, "[$&]"); // --id takes patterns
   const model = (run.manifest || {}).model === "starter" ? [] : ["--model", "recorded"];
-  const words = ["python", "-m", "agents.replay", run.folder, `--id=${id}`, "--fork", String(number - 1), ...model];
+  const registry = run.registry ? ["--registry", run.registry] : [];
+  const turn = ["--fork", String(number - 1)];
+  const words = ["python", "-m", "agents.replay", run.folder, `--id=${id}`, ...turn, ...model, ...registry];
   const command = words.map(shellQuoted).join(" ");
   return command === visible(command) && !/[\t\n]/.test(command) ? command : null;
 }

@@ -27,12 +27,13 @@ function applyOverview(run, overview) {
     ids = (overview.columns || {}).id || [],
     rows = overview.metrics || [];
   if (!first && run.size) resetRun(run);
-  const { name, env, manifest, folder, summary, cursor, live } = overview;
+  const { name, env, manifest, registry, folder, summary, cursor, live } = overview;
   const isNew = ids.length > 0 || rows.length > 0 || live !== run.live || Boolean(summary) !== Boolean(run.summary);
   Object.assign(run, {
     name: name || `run ${run.number}`,
     env: env || "",
     manifest: manifest || {},
+    registry: registry || "",
     folder: folder || "",
     summary,
     cursor,

@@ -369,8 +369,10 @@ def test_what_is_known_of_the_reward_is_beside_each_turn(visit: Open, tmp_path: 
 
 
 def test_the_command_of_a_turn_plays_on_from_it_when_it_is_pasted(visit: Open, tmp_path: Path) -> None:
-    run = tmp_path / "it's $HOME `here`"
-    play = [sys.executable, "-m", "agents.play", "--env", "guess", "--record", str(run)]
+    run, registry = tmp_path / "it's $HOME `here`", tmp_path / "my own.yaml"
+    keys = "entry_point: 'envs.guess:GuessEnv', dataset: 'envs.guess:samples', max_turns: 6, description: A game."
+    registry.write_text(f"mine: {{{keys}}}\n")
+    play = [sys.executable, "-m", "agents.play", "--env", "mine", "--registry", registry.name, "--record", str(run)]
     guesses = "".join(f"{guess}\n.\n" for guess in range(1, 7))
     subprocess.run(play, input=guesses, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
     with ViewServer([Source(run)]) as server:
