@@ -168,6 +168,23 @@ def test_adapters_and_episodes_that_saw_two_versions_repeat_too(
     assert all(torch.equal(state[name], other[name]) for name in other)
 
 
+@pytest.mark.slow
+def test_a_replay_gives_each_step_the_settings_that_it_had(
+    uneven: list[str], tmp_path: Path, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changed = started(tmp_path / "changed", *uneven, *FILTERED, "--steps", "2")
+    assert run(["--resume", str(changed), "--steps", str(STEPS), "--lr", "3e-3", "--epochs", "1"]) == 0
+    assert [row["num_updates"] for row in metrics_of(changed)] == [4, 4, 2, 2]
+    request.getfixturevalue("nothing_plays")
+    capsys.readouterr()
+    folder = replayed(tmp_path / "replay", changed)
+    assert_same_training(folder, changed)
+    assert said(capsys).count("figures are equal to the bit in all") == 2  # once a part
+    other = replayed(tmp_path / "other", changed, "--lr", "3e-3")  # of all parts
+    assert [row["num_updates"] for row in metrics_of(other)] == [4, 4, 2, 2]
+    assert metrics_of(other)[2]["loss"] != metrics_of(changed)[2]["loss"]
+
+
 def test_another_loss_is_compared_from_the_first_step_that_differs(
     recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
