@@ -67,6 +67,16 @@ def finished(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tupl
     return folder, json.loads((folder / "summary.json").read_text())
 
 
+def test_fewer_problems_than_a_step_takes_are_said_before_the_first_step(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "row.jsonl").write_text('{"problem": "2+2?", "answer": "4"}\n')
+    train(checkpoint, tmp_path / "run", "--data", str(tmp_path / "row.jsonl"), steps=1)
+    said = "1 training problem for the 2 of a step: each is played 4 times a step"
+    out = capsys.readouterr().out
+    assert said in out
+
+
 def test_a_run_that_skipped_an_update_ends_with_code_1(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from agents.cli.text import path_text
+from agents.cli.text import counted, path_text
 from agents.engines.base import Engine
 from agents.model.architectures import ModelFacts
 from agents.recording import Recorder
@@ -108,9 +108,15 @@ class LiveContext(RunContext):
             )
         if self.config.trains and self.eval_samples is None and data.eval_size != 0:
             notes.append("no held-out evaluation: give --eval-data")
+        num_problems = len(self.train_samples)
+        per_step = self.config.rollout.problems_per_step
+        problems = counted(num_problems, "training problem")
+        if num_problems < per_step:
+            plays = per_step * self.config.rollout.group_size / num_problems
+            notes.append(f"{problems} for the {per_step} of a step: each is played {plays:.3g} times a step")
         engine, why = self.config.engine_choice
         notes.append(f"engine: {engine} ({why})")
-        return [*notes, f"{len(self.train_samples)} training problems"]
+        return [*notes, problems]
 
     def closing_notes(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         """Return the messages to print at the end: how to train on what was only rolled out."""
