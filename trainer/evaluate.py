@@ -17,6 +17,7 @@ from envs.config.cli import exit_code, parse
 from envs.config.settings import with_absolute_paths
 from envs.console import Console
 from trainer.config.evaluation import SOURCES, EvaluateConfig
+from trainer.config.inputs import check_sources
 from trainer.metrics.console import Display, open_console
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     description = "Measure how good a policy is in an environment."
     config = with_absolute_paths(parse(EvaluateConfig, argv, "python -m trainer.evaluate", description, SOURCES))
     config.env.resolve()
+    check_sources(config.model.model, config.data.data)
     # Imported late: this imports torch, which takes seconds.
     from agents.engines.weight_servers import EngineDown
 

@@ -15,6 +15,7 @@ from envs.config.sources import Sources
 from envs.console import Console
 from envs.errors import UserError
 from trainer.checkpoint.settings_parts import parts_until
+from trainer.config.inputs import check_sources
 from trainer.config.run import FIRST_SETTINGS, RunConfig
 from trainer.config.sources import FIXED, SOURCES, STAGES, check_resumable, read_config, with_whole_paths
 from trainer.metrics.clock import process_age_s
@@ -101,6 +102,9 @@ def check_settings(config: RunConfig) -> None:
             raise UserError("--resume", "must be a run that trains", str(config.checkpoint.resume), fix)
     if config.plays:
         config.env.resolve()
+        check_sources(config.model.model, config.data.data, config.data.eval_data)
+    else:
+        check_sources(config.model.model)
     check_trackers(config.log.tracker)
     check_callbacks(config.log.callback)
 

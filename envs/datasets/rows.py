@@ -207,25 +207,32 @@ def _without_none(value: Any) -> Any:
     return [_without_none(item) for item in value] if isinstance(value, list) else value
 
 
+def check_is_a_source(source: str) -> None:
+    """Raise `UserError` if a text is no data set: neither rows of Python code nor a file, a folder or a hub id."""
+    if not source.strip():
+        raise UserError("data source", "must not be empty", source, _SOURCES_FIX)
+    path = Path(source)
+    is_id = bool(_HUB_ID.fullmatch(source)) and path.suffix not in SUFFIXES
+    if not (is_id or path.is_file() or path.is_dir() or source.startswith(f"{given.__name__}:")):
+        raise UserError(source, "no such file, folder or Hugging Face id", source, _SOURCES_FIX)
+
+
 def open_rows(source: str, split: str) -> RowSource:
     """Open a data set by path or Hugging Face id; `split` selects files of a folder or a split of a set.
 
     Raises:
         UserError: the source or the split is missing, empty, or not readable in the format that its name says.
     """
+    check_is_a_source(source)
     path = Path(source)
-    if not source.strip():
-        raise UserError("data source", "must not be empty", source, _SOURCES_FIX)
     if source.startswith(f"{given.__name__}:"):  # rows of Python code
         found = RowSource(_plain_rows(import_object("data", source)), "data", "data", Path.cwd())
     elif path.is_file():
         found = RowSource(_read_files([path], path.name), path.name, path.stem, path.parent)
     elif path.is_dir():
         found = _open_folder(path, split)
-    elif _HUB_ID.fullmatch(source) and path.suffix not in SUFFIXES:
-        found = _open_hub(source, split)
     else:
-        raise UserError(source, "no such file, folder or Hugging Face id", source, _SOURCES_FIX)
+        found = _open_hub(source, split)
     if len(found.rows) == 0:
         raise UserError(found.name, "must hold at least one row", 0, "give a data set that is not empty")
     return found

@@ -21,6 +21,7 @@ from agents.model import STARTER_PATH
 from envs.config.cli import exit_code
 from envs.datasets.hub import check_is_there
 from envs.errors import UserError
+from tests.paths import ROOT
 from trainer.checkpoint.run_dir import make_folder
 from trainer.config.rollout import API_KEY_VARIABLE, ServersConfig
 from trainer.config.run import RunDirConfig
@@ -256,6 +257,24 @@ def test_an_environments_own_data_that_is_none_is_one_line(
 def test_a_path_that_is_no_model_folder_asks_no_hub_and_no_library(path: str, words: str) -> None:
     with pytest.raises(UserError, match=re.escape(words)):
         check_is_there(path)
+
+
+@pytest.mark.parametrize("module", ["trainer.run", "trainer.evaluate", "trainer.sft"])
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--data", "no.jsonl"], "no.jsonl: no such file, folder or"),
+        (["--model", "./no"], "got ./no; there is no"),
+    ],
+)
+def test_a_missing_file_or_model_is_said_before_torch_is_imported(module: str, flags: list[str], words: str) -> None:
+    code = (
+        "import sys, runpy\nsys.modules['torch'] = None  # its import would fail\n"
+        f"sys.argv = {[module, *flags]}\nrunpy.run_module({module!r}, run_name='__main__')"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and words in done.stderr, done.stderr
 
 
 @pytest.mark.slow

@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationError
 
 from envs.config.settings import Section
+from envs.datasets.hub import check_is_there
+from envs.datasets.rows import check_is_a_source
 from envs.errors import UserError
 from envs.grading import GraderReference
 from envs.problems import RowsConfig
@@ -119,3 +121,11 @@ class ModelConfig(Section):
     template_options: str = Field(
         default="", description='variables of the chat template, a JSON object such as {"enable_thinking": false}'
     )
+
+
+def check_sources(model: str, *data: str) -> None:
+    """Raise `UserError` if the model or a data set is not there. It takes no time: torch is not imported."""
+    if model != "starter":
+        check_is_there(model)
+    for source in filter(None, data):
+        check_is_a_source(source)

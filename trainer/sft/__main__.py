@@ -17,6 +17,7 @@ from envs.config.settings import validate
 from envs.config.sources import Sources
 from envs.errors import UserError
 from envs.registry import get_spec
+from trainer.config.inputs import check_sources
 from trainer.config.other_trainers import no_counterpart, other_names
 from trainer.config.rollout import API_KEY_VARIABLE
 from trainer.config.run import RunConfig
@@ -50,6 +51,7 @@ def run(argv: Sequence[str] | None = None) -> int:
 
     if config.env:
         get_spec(config.env, *config.registry)
+    check_sources(config.model.model, config.data.data, config.data.eval_data)
     check_callbacks(config.log.callback)
     # These import torch, which takes seconds.
     from trainer.checkpoint.restarts import run_restarting
