@@ -81,21 +81,20 @@ class Architecture:
 
 
 @contextlib.contextmanager
-def _checkpoint_errors(
-    path: Any, kinds: type[Exception] | tuple[type[Exception], ...] = (OSError, ValueError, RecursionError)
-) -> Iterator[None]:
+def _checkpoint_errors(path: Any) -> Iterator[None]:
     try:
         yield
     except (UserError, MemoryError, torch.OutOfMemoryError):
         raise
-    except kinds as error:
+    except (OSError, ValueError, RecursionError) as error:
         fix = f"give a folder with config.json ({first_line(error)})"
         raise UserError("--model", "must be a model folder or hub id", str(path), fix) from error
     except RuntimeError as error:  # of Transformers, where shapes differ
         fix = f"give a whole checkpoint ({first_line(error)})"
         raise UserError("--model", "must hold weights of the shapes in its config.json", str(path), fix) from error
     except Exception as error:  # whatever a value of config.json, or a damaged file, leads to
-        fix = f"take the files of the model's repository ({type(error).__name__}: {error})"
+        cause = " ".join(str(error).split())
+        fix = f"take the files of the model's repository ({type(error).__name__}: {cause})"
         raise UserError("--model", "must be a checkpoint that Transformers can read", str(path), fix) from error
 
 
@@ -129,7 +128,7 @@ def read_config(path: str | Path) -> Any:
     from transformers import AutoConfig
 
     check_is_there(path)
-    with _checkpoint_errors(path, Exception):  # a value of another type leads to any of them
+    with _checkpoint_errors(path):
         return AutoConfig.from_pretrained(path, trust_remote_code=False)  # None would ask on the terminal
 
 
@@ -184,7 +183,7 @@ class ModelFacts:
         config = read_config(path)
         architecture = architecture_of(config)
         sees = architecture.vision
-        with _checkpoint_errors(path, Exception):
+        with _checkpoint_errors(path):
             image_token_id = int(config.image_token_id) if sees else NO_IMAGE_TOKEN
             merge_size = int(config.vision_config.spatial_merge_size) if sees else 1
             if merge_size < 1 or (sees and image_token_id < 0):

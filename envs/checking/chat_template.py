@@ -14,7 +14,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from envs.config.text_files import read_text
+from envs.config.text_files import MODEL_BYTES, read_text
 from envs.errors import UserError
 from envs.execution.watchdog import bounded
 from envs.types import Message
@@ -123,10 +123,10 @@ def _read_model(folder: Path) -> str | Mapping[str, str]:
         if (folder / "chat_template.jinja").is_file():
             named["default"] = folder / "chat_template.jinja"
         if named:
-            return {name: read_text(file) for name, file in named.items()}
+            return {name: read_text(file, str(file)) for name, file in named.items()}
         for name in ("chat_template.json", "tokenizer_config.json"):
             if (folder / name).is_file():
-                found = json.loads(read_text(folder / name)).get("chat_template")
+                found = json.loads(read_text(folder / name, str(folder / name), MODEL_BYTES)).get("chat_template")
                 if isinstance(found, list):  # several by name
                     return {each["name"]: each["template"] for each in found}
                 if isinstance(found, str):

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from agents.model.architectures import read_config
 from agents.model.policy import PolicyModel
-from envs.config.text_files import read_text
+from envs.config.text_files import MODEL_BYTES, read_text
 from envs.errors import UserError, first_line
 from trainer.learner.lora import initial_adapter, is_adapter, plain_name
 
@@ -227,7 +227,7 @@ def weight_files(path: str | Path) -> Sequence[Path]:
     files = [folder / _WEIGHTS]
     if not files[0].exists() and (folder / _INDEX).exists():
         try:
-            index = json.loads(read_text(folder / _INDEX))
+            index = json.loads(read_text(folder / _INDEX, _INDEX, MODEL_BYTES))
             files = [folder / name for name in sorted(set(index["weight_map"].values()))]
         except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
             rule, fix = f"must have a readable {_INDEX}", "take the file of the model's repository"

@@ -98,19 +98,21 @@ processor = partial(edited, PROCESSOR)
         (edited(CONFIG, "text_config", to=[]), "Transformers can read"),
         (edited(CONFIG, "architectures", to=5), "Transformers can read"),
         (edited(CONFIG, "dtype", to="float99"), "Transformers can read"),
-        (edited(CONFIG, "image_token_id", to=-3), "image_token_id of its config.json, got -3"),
+        (edited(CONFIG, "image_token_id", to=-3), "image_token_id -3"),
         (edited(CONFIG, "image_token_id", to=10**6), "image_token_id of its config.json, got 1000000"),
         (vision("patch_size", to=14), "patch_size of its config.json, 14"),
         (vision("spatial_merge_size", to=4), "spatial_merge_size of its config.json, 4"),
+        (edited(GENERATION, "eos_token_id", to=[[759]]), "token ids as its eos_token_id, got [759]"),
+        (edited(GENERATION, "eos_token_id", to=["x"]), "token ids as its eos_token_id, got x"),
         (written(GENERATION, DEEP), "readable generation_config.json"),
         (written(PROCESSOR, DEEP), "readable preprocessor_config.json"),
         (written(PROCESSOR, b"\xff\xfe"), "readable preprocessor_config.json"),
         (processor("patch_size", to=14), "patch_size of its config.json, 16"),
         (processor("merge_size", to=1), "spatial_merge_size of its config.json, 2"),
         (processor("temporal_patch_size", to=3), "temporal_patch_size of its config.json, 2"),
-        (processor("image_std", to=[0, 0, 0]), "values that are no numbers"),
-        (processor("image_mean", to=[float("nan")] * 3), "values that are no numbers"),
-        (processor("rescale_factor", to=1e300), "values that are no numbers"),
+        (processor("image_std", to=[0, 0, 0]), "numbers that are not finite"),
+        (processor("image_mean", to=[float("nan")] * 3), "numbers that are not finite"),
+        (processor("rescale_factor", to=1e300), "numbers that are not finite"),
         (edited("tokenizer_config.json", "model_max_length", to="4k"), "must have a tokenizer"),
         (several(removed(TEMPLATE), written("chat_template.json", '{"chat_template": 5}')), "have a chat template"),
         (written(WEIGHTS, (10**15).to_bytes(8, "little") + b"{}"), "header too large"),
@@ -126,16 +128,8 @@ def test_a_strange_file_of_a_model_is_one_error(change: Change, words: str, mode
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        partial(piped, GENERATION),
-        edited(GENERATION, "eos_token_id", to=[[759], "x", None, 10**30]),
-        text("eos_token_id", to={"a": 1}),
-    ],
-)
-def test_a_strange_file_that_nothing_needs_changes_nothing(change: Change, model: Path) -> None:
-    change(model)
+def test_a_pipe_in_place_of_a_file_that_may_be_missing_changes_nothing(model: Path) -> None:
+    piped(GENERATION, model)
     read_all(model)
     assert Renderer.from_checkpoint(model).stop_ids == Renderer.from_checkpoint(STARTER_PATH).stop_ids
 

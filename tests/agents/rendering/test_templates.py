@@ -600,9 +600,6 @@ def test_a_file_of_a_model_with_values_of_other_types_is_a_user_error(
 
 def test_ids_of_a_config_that_are_no_tokens_are_left_out(checkpoint: Path, tmp_path: Path) -> None:
     shutil.copytree(checkpoint, tmp_path / "model")
-    config = json.loads((tmp_path / "model" / "config.json").read_text())
-    changed = {**config, "image_token_id": -3}
-    (tmp_path / "model" / "config.json").write_text(json.dumps(changed))
     (tmp_path / "model" / "generation_config.json").write_text('{"text_config": "x", "eos_token_id": [-1, 999999]}')
     renderer = Renderer.from_checkpoint(tmp_path / "model")
     assert set(renderer.stop_ids) <= set(range(len(renderer.tokenizer)))

@@ -166,7 +166,7 @@ def check_scripted_episode(trajectory: Trajectory) -> Verdict:
 def _read(path: str | Path, name: str) -> Mapping[str, Any]:
     """Return the JSON object in a file; an empty one if there is no such file, or `path` is a hub id."""
     try:
-        found = json.loads(read_text(Path(path) / name))
+        found = json.loads(read_text(Path(path) / name, name))
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
