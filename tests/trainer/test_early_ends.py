@@ -17,7 +17,13 @@ from tests.paths import ROOT
 from trainer.checkpoint.session import resume_hint
 from trainer.run import run
 
-INTERRUPTED = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(30)\n"
+#: A program that a script starts in the background ignores Ctrl-C, and so would its children.
+INTERRUPTED = """
+import os, signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+os.kill(os.getpid(), signal.SIGINT)
+time.sleep(30)
+"""
 SMALL = ["--steps=1", "--problems-per-step=1", "--group-size=2", "--train-size=4", "--eval-size=0", "--tracker="]
 
 
