@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import io
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -186,7 +187,8 @@ class Turn:
     """One model turn: the span `[start, end)` of its tokens in the stream, its text, and the environment's answer.
 
     `observations` are the answer's chat messages; the model does not see those after the last turn. `done` says that
-    the environment ended the task. `versions` and `num_cached` are the completion's. Times are seconds.
+    the environment ended the task. `versions` and `num_cached` are the completion's. Times are seconds. `reward` is the
+    turn's part of the trajectory's reward.
     """
 
     start: int
@@ -200,6 +202,7 @@ class Turn:
     engine_s: float
     env_s: float
     done: bool = False
+    reward: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -284,6 +287,17 @@ class Trajectory:
     def env_reward(self) -> float:
         """The environment's own reward: a part of `reward` where the run has reward functions."""
         return self.rewards.get(ENV_REWARD, self.reward)
+
+    @property
+    def turn_rewards(self) -> tuple[float, ...]:
+        """The reward of each turn; the last turn's includes what the whole episode was given. They add up to `reward`.
+
+        Example: turns that earned 0.5 and 0.25 in an episode of reward 1.75 have 0.5 and 1.25.
+        """
+        earned = [turn.reward for turn in self.turns]
+        if not earned:
+            return ()
+        return (*earned[:-1], self.reward - math.fsum(earned[:-1]))
 
     @property
     def final_text(self) -> str:

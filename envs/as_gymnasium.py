@@ -35,8 +35,8 @@ from envs.datasets.prompts import add_system_prompt
 from envs.env import Env
 from envs.errors import UserError
 from envs.execution.load import load_env
-from envs.off_loop import awaited
 from envs.registry import get_spec, load_registry
+from envs.turn_rewards import EpisodeReward, reward_of_text
 from envs.types import Message, Sample, SampleSource, message_images, plain_text
 
 NAMESPACE = "trueturn"
@@ -128,9 +128,9 @@ class TrueTurnEnv(gymnasium.Env[dict[str, Any], str]):
         # ({"text": "[tool]\nScore 0.0: 9 is wrong. ...", "images": ()}, 0.0, False, False, {"step_info": ..., ...})
         env.step("\\boxed{9}")[1:4]                # (0.0, True, False): a wrong answer ends the episode
 
-    The reward is 0.0 until the episode ends; the last action gets the reward. The episode terminates when the
-    environment ends the task, and is truncated after `max_turns`; with ``max_turns=1`` it always terminates. To play
-    longer than the registry entry says, raise the limit of `gymnasium.make` too:
+    An action's reward is that of its turn; the last action gets that of the final text too. The episode terminates when
+    the environment ends the task, and is truncated after `max_turns`; with ``max_turns=1`` it always terminates. To
+    play longer than the registry entry says, raise the limit of `gymnasium.make` too:
     ``make("trueturn/geo3k-v0", max_turns=5, max_episode_steps=5)``.
 
     The info of `reset` holds "sample_id", "tools" (the JSON schemas of the tools) and "reset_info", that of `step`
@@ -178,6 +178,7 @@ class TrueTurnEnv(gymnasium.Env[dict[str, Any], str]):
         self._inner: Env | None = None
         self._playing = False
         self._turn = 0
+        self._earned = EpisodeReward()
         self._sample_id = ""
         self._transcript: list[str] = []
 
@@ -194,6 +195,7 @@ class TrueTurnEnv(gymnasium.Env[dict[str, Any], str]):
         sample = self._samples[self._index(options or {})]
         self._sample_id = sample.id
         self._turn = 0
+        self._earned = EpisodeReward()
         self._transcript = []
         inner = self._inner = self._build(sample, self._args)
         observation, reset_info = inner.reset()
@@ -219,7 +221,11 @@ class TrueTurnEnv(gymnasium.Env[dict[str, Any], str]):
         shown = self._show(_messages(self._inner, observation))
         self._turn += 1
         at_limit = self._turn >= self._args.max_turns
-        reward = float(awaited(self._inner.reward(str(action)))) if done or at_limit else 0.0
+        reward = self._earned.add(step_info)
+        if done or at_limit:
+            of_text = reward_of_text(self._inner, str(action))
+            self._earned.total(of_text)  # raises where there is no reward at all
+            reward += of_text or 0.0
         terminated = bool(done) or self._args.max_turns == 1
         self._playing = not (done or at_limit)
         info: dict[str, Any] = {"sample_id": self._sample_id, "step_info": UserDict(_plain(step_info))}

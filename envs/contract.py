@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 from envs.errors import quoted
 from envs.images import load_image
-from envs.off_loop import awaited
 from envs.safe_text import well_formed
 from envs.types import Message
 
@@ -46,7 +45,7 @@ class EpisodeEnv(Protocol):
     def reset(self) -> tuple[dict[str, Any], dict[str, Any]]: ...
     def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]: ...
     def format_observation(self, observation: dict[str, Any]) -> Message | Sequence[Message]: ...
-    def reward(self, final_text: str) -> float: ...
+    def reward(self, final_text: str) -> float | None: ...
     def close(self) -> None: ...
 
 
@@ -118,11 +117,6 @@ def checked_number(value: object, rule: str) -> float:
         bound = "" if is_endless else f" within {MAX_REWARD:.2g}"
         raise EnvFault(f"{rule} a finite number{bound}, got {quoted(value)}")
     return float(str(value)) if hasattr(value, "dtype") else float(value)
-
-
-def checked_reward(value: object) -> float:
-    """Validate what `Env.reward` returned, awaited where it is a coroutine, and return it."""
-    return checked_number(awaited(value), "reward must be")
 
 
 def _message(value: object) -> Message:

@@ -65,7 +65,9 @@ class Env(ABC):
         message = env.format_observation(observation)                # {"role": "tool", "content": "..."}
         env.close()
 
-    The reward of the episode is ``env.reward(final_text)``, computed from the final model text.
+    The reward of the episode is ``env.reward(final_text)``, computed from the final model text, plus the rewards of
+    its turns: a step may give one, a finite number, as ``step_info["reward"]``. Where every step does, `reward` may be
+    left out.
 
     `step` and `reward` get what the model says. What it thinks, such as ``<think>...</think>``, is taken out before,
     and an unfinished thought leaves an empty text (`thinking` of the registry entry, `envs.tool_calls.thinking`).
@@ -100,9 +102,12 @@ class Env(ABC):
             raise ValueError(f'multi_modal_data must be like {{"image": [picture]}}, got {groups!r:.200}')
         return observation_message(observation, "tool")
 
-    @abstractmethod
-    def reward(self, final_text: str) -> float:
-        """Return the episode's reward, a finite number, from what the model says in its last turn."""
+    def reward(self, final_text: str) -> float | None:
+        """Return the reward of what the model says in its last turn, a finite number; None, the default, for none.
+
+        The rewards of the steps are added to it.
+        """
+        return None
 
     def called_tools(self, response_text: str) -> Sequence[str] | None:
         """Return the names of the tools that a text calls; None, the default, if `step` is not made of tool calls."""

@@ -167,7 +167,7 @@ class GymnasiumSamples(MadeSamples):
 
 
 class FromGymnasium(ToolEnv):
-    """One episode of a Gymnasium environment; the reward is the sum of its rewards.
+    """One episode of a Gymnasium environment, whose rewards are those of the turns, on the entry's scale.
 
     Discrete actions are calls of the tool `act`; a turn without a call is asked for one. With Text actions, the model's
     text without surrounding space is the action. An illegal action gets an error text and costs only the turn.
@@ -179,7 +179,6 @@ class FromGymnasium(ToolEnv):
         env.reset()[0]["obs_str"]        # "[red:S]FFF\\nFHFH\\nFFFH\\nHFFG", brackets mark coloured text
         env.step('<tool_call>{"name": "act", "arguments": {"action": "down"}}</tool_call>')[0]["obs_str"]
         #                                  "  (Down)\\nSFFF\\n[red:F]HFH\\nFFFH\\nHFFG"
-        env.reward("")                   # 0.0
 
     The model sees the rendering with `kwargs: {render_mode: rgb_array}` or if there is an `ansi` one, else the
     observation: text unchanged, uint8 arrays of shape (height, width, 3) as pictures, everything else as JSON. A
@@ -197,7 +196,6 @@ class FromGymnasium(ToolEnv):
         super().__init__(sample, replace(args, tool_calls=in_order))
         self.options = GymnasiumOptions.read(args.options)
         self.inner = self.options.make()
-        self._total = 0.0
         self._shown_texts: Mapping[str, str] = {}
         self._takes_text = isinstance(self.inner.action_space, gymnasium.spaces.Text)
         if not self._takes_text:
@@ -218,7 +216,6 @@ class FromGymnasium(ToolEnv):
     def reset(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Start the environment with the sample's seed; the observation shows its first state."""
         super().reset()
-        self._total = 0.0
         self._shown_texts = {}
         # Samples of other data sets have no seed; derive one from the id, so that a sample always starts alike.
         seed = self.sample.metadata.get("seed", _episode_seed(self.sample.id, SPLITS[0]))
@@ -243,8 +240,8 @@ class FromGymnasium(ToolEnv):
         return self.explain(ToolCallError("there is no call"), "No action was taken.")
 
     def reward(self, final_text: str) -> float:
-        """Return the sum of the environment's rewards, on the entry's scale; the final text does not matter."""
-        return self.args.reward(self._total)
+        """Return the reward where all turns have 0: what a score of 0 is on the entry's scale."""
+        return self.args.reward(0.0)
 
     def close(self) -> None:
         """Close the Gymnasium environment."""
@@ -262,10 +259,9 @@ class FromGymnasium(ToolEnv):
             observation, reward, terminated, truncated, inner_info = self.inner.step(action)
         except gymnasium.error.InvalidAction as error:
             raise ToolError(f"No action was taken: {error}", "illegal_action") from error
-        self._total += float(reward)
         self.done = bool(terminated or truncated)
         self.info |= {
-            "reward": self.info.get("reward", 0.0) + float(reward),
+            "reward": self.info.get("reward", 0.0) + self.args.reward(float(reward)) - self.args.reward(0.0),
             "terminated": bool(terminated),
             "truncated": bool(truncated),
         }

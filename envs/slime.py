@@ -78,7 +78,7 @@ class SlimeEnv(Wrapper):
         """Return the message as the module itself makes it."""
         return self._show(observation)
 
-    def reward(self, final_text: str) -> float:
+    def reward(self, final_text: str) -> float | None:
         """Return the environment's own reward if it has one, else the grade of the text."""
         if hasattr(self.env, "reward"):
             return self.env.reward(final_text)

@@ -38,7 +38,7 @@ _ENTRY_POINT = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(:[A-Za-z_]\w*)?$"
 
 
 #: The methods that an episode calls.
-_METHODS = ("reset", "step", "format_observation", "reward", "close")
+_METHODS = ("reset", "step", "format_observation", "close")
 
 
 class BuildEnv(Protocol):

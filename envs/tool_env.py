@@ -143,11 +143,15 @@ class ToolEnv(Env):
         """Return the answer to a turn without a call; None, the default, ends the episode."""
         return None
 
-    def reward(self, final_text: str) -> float:
+    def reward(self, final_text: str) -> float | None:
         r"""Return the reward of the model's last text: the entry's grader compares its answer with the sample's label.
+
+        A sample without a label has none, where the turns have rewards (``self.info["reward"]`` in a tool).
 
         Text inside a call is never the answer: in a text with calls, only a `\boxed{...}` outside of them counts.
         """
+        if self.sample.label is None and "reward" in self.info:
+            return None
         if self.sample.label is None:
             raise ValueError(
                 f"sample {self.sample.id!r} has no label; give it one, or define reward() in the environment"

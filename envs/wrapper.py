@@ -55,9 +55,9 @@ class Wrapper(Env):
         """Format the observation."""
         return self.env.format_observation(observation)
 
-    def reward(self, final_text: str) -> float:
-        """Return the reward."""
-        return self.env.reward(final_text)
+    def reward(self, final_text: str) -> float | None:
+        """Return the reward of the last text."""
+        return self.env.reward(final_text) if hasattr(self.env, "reward") else None
 
     def called_tools(self, response_text: str) -> Sequence[str] | None:
         """Return the names of the tools that a text calls."""

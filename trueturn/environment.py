@@ -15,6 +15,7 @@ from envs.errors import UserError
 from envs.execution.load import load_env
 from envs.registry import parse_entry, register
 from envs.spec import EnvSpec
+from envs.turn_rewards import EpisodeReward, reward_of_text
 from envs.types import Message, Sample, SampleSource
 from trainer.config.inputs import EnvConfig
 from trainer.config.run import RunConfig
@@ -86,6 +87,7 @@ class Environment:
         self.spec = self._config.env.resolve()
         self._episode: Env | None = None
         self._final_text = ""
+        self._earned = EpisodeReward()
         #: The conversation of the current episode.
         self.messages: list[Message] = []
 
@@ -133,6 +135,7 @@ class Environment:
         self.close()
         self._episode = self._build(sample)
         self._final_text = ""
+        self._earned = EpisodeReward()
         observation, info = self._episode.reset()
         self.messages = [*sample.prompt, *self._shown(observation)]
         return observation, info
@@ -151,12 +154,13 @@ class Environment:
         """Give the environment a turn of the model; return its observation, whether the task ended, and its info."""
         observation, done, info = self._current.step(response_text)
         self._final_text = response_text
+        self._earned.add(info)
         self.messages += [{"role": "assistant", "content": response_text}, *self._shown(observation)]
         return observation, done, info
 
     def reward(self) -> float:
-        """Return the reward of the episode, which the last text decides."""
-        return self._current.reward(self._final_text)
+        """Return the reward of the episode: the sum of its turns' rewards and of that of the last text."""
+        return self._earned.total(reward_of_text(self._current, self._final_text))
 
     def close(self) -> None:
         """End the current episode, if there is one."""

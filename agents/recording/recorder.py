@@ -249,6 +249,7 @@ class Recorder:
             "info": to_json(turn.info),
             "engine_s": round(turn.engine_s, 6),
             "env_s": round(turn.env_s, 6),
+            **({"reward": turn.reward} if turn.reward else {}),
         }
 
     def _picture(self, image: Image.Image) -> str:

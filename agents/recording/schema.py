@@ -137,7 +137,8 @@ class TurnRecord(_Record):
 
     `finish` is why the model stopped: "stop", "length" or "abort"; the environment sees a turn only after "stop".
     `done` says that the environment ended the task. `versions` are runs of (weight version, tokens). The engine had
-    `num_cached` of the tokens before the turn in its cache. Times are seconds.
+    `num_cached` of the tokens before the turn in its cache. `reward` is the turn's part of the episode's reward. Times
+    are seconds.
     """
 
     start: Count
@@ -151,6 +152,7 @@ class TurnRecord(_Record):
     info: dict[str, Any]
     engine_s: float
     env_s: float
+    reward: float = 0.0
 
 
 class ImageRecord(_Record):

@@ -289,6 +289,7 @@ class Episode:
                 engine_s=answered - asked,
                 env_s=env.seconds - env_s,
                 done=result.done,
+                reward=result.reward,
             )
         )
         if fault:

@@ -118,7 +118,9 @@ class RewardSum:
             total = checked_number(_sum(parts), f"the weighted sum {self} must be")
         except EnvFault as fault:
             return _unscored(trajectory, values, str(fault))
-        return replace(trajectory, reward=total, rewards=values)
+        weight = sum(term.weight for term in self.terms if term.function is None)
+        turns = tuple(replace(turn, reward=weight * turn.reward) for turn in trajectory.turns)
+        return replace(trajectory, reward=total, rewards=values, turns=turns)
 
 
 def _unscored(trajectory: Trajectory, values: Mapping[str, float], error: str) -> Trajectory:

@@ -51,8 +51,12 @@ def chat_lines(
     for message in episode.opening:
         yield from message_lines(recording, message, full)
     way = recording.manifest.ways.get(episode.way)
+    so_far = 0.0
     for number, turn in enumerate(episode.turns, start=1):
+        so_far += turn.reward
         yield from _turn_lines(recording, number, turn, way.thinking if way else None, full)
+        if turn.reward or so_far:
+            yield ChatLine(Text.assemble(("reward ", _ROLE), f"{turn.reward:g}, {so_far:g} so far"))
     if episode.error:
         yield ChatLine(Text("error", _BAD))
         yield ChatLine(Text(shorten_middle(located_line(episode.error), full)), is_data=True)

@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from envs.contract import EnvFault, HostLost, checked_messages, checked_reward, plain, plain_dict, plain_fault
+from envs.contract import EnvFault, HostLost, checked_messages, plain, plain_dict, plain_fault
 from envs.env import Env, EnvArgs
 from envs.errors import UserError
 from envs.spec import EnvSpec
 from envs.tool_calls import ToolCall, find_tool_calls
+from envs.turn_rewards import reward_of_text
 from envs.types import Message, Sample
 from envs.workers.process_info import children, num_files
 from envs.workers.worker import WorkerDied, WorkerError, WorkerLost, WorkerPool, WorkerTimeout
@@ -209,12 +210,12 @@ def _use(name: str, args: Sequence[object]) -> Any:
     if name == "format_observation" and not args:
         args = (_observation,)
     try:
+        if name == "reward":
+            return reward_of_text(_env, str(args[0]))
         attribute = getattr(_env, name)
         value = attribute(*args) if callable(attribute) else attribute
         if name == "format_observation":  # a header of a picture may claim more pixels than memory can hold
             return checked_messages(value)
-        if name == "reward":
-            return checked_reward(value)
     except EnvFault as fault:  # as a value, because an exception arrives as text only
         return plain_fault(fault)
     if not isinstance(value, tuple):

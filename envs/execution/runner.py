@@ -28,7 +28,6 @@ from envs.contract import (
     ToolFault,
     checked_answer,
     checked_opening,
-    checked_reward,
     checked_tools,
     plain,
     plain_dict,
@@ -40,6 +39,7 @@ from envs.execution.threads import CallTimeout, call_on_thread
 from envs.execution.watchdog import WATCHDOG, Watched, Watcher
 from envs.spec import EnvLimits
 from envs.tool_calls.thinking import Thinking
+from envs.turn_rewards import EpisodeReward, reward_of_text
 from envs.types import Message
 from envs.wrapper import unwrapped
 
@@ -50,11 +50,12 @@ MAX_ERROR_CHARS = 500
 
 @dataclass(frozen=True, eq=False)
 class StepResult:
-    """The result of a turn: messages for the model (may be empty), whether the task ended, and the info."""
+    """The result of a turn: messages for the model (may be empty), whether the task ended, its info and its reward."""
 
     messages: tuple[Message, ...]
     done: bool
     info: Mapping[str, Any]
+    reward: float = 0.0
 
 
 @dataclass
@@ -98,6 +99,7 @@ class EnvRunner:
         #: Duration of all calls so far, with the time spent waiting for a thread.
         self.seconds = 0.0
         self._slot = _Slot()
+        self._earned = EpisodeReward()
 
     async def open(self) -> tuple[Message, ...]:
         """Build and reset; return the first observation's messages."""
@@ -124,7 +126,8 @@ class EnvRunner:
         progress = _StepProgress()
         said = self._said(response_text)
         try:
-            return await self._call(self.limits.step_timeout_s, self._step, self._slot, said, progress)
+            messages, done, info = await self._call(self.limits.step_timeout_s, self._step, self._slot, said, progress)
+            return StepResult(messages, done, info, self._earned.add(info))
         except ToolFault:
             raise
         except EnvFault as fault:
@@ -155,8 +158,9 @@ class EnvRunner:
         return {"name": name, "arguments": None, "outcome": TOOL_FAULT, "reason": last_line(str(fault))}
 
     async def reward(self, final_text: str) -> float:
-        """Return the episode's reward."""
-        return await self._call(self.limits.step_timeout_s, self._reward, self._slot, self._said(final_text))
+        """Return the episode's reward: the sum of its turns' rewards and of that of the last text."""
+        of_text = await self._call(self.limits.step_timeout_s, self._reward, self._slot, self._said(final_text))
+        return self._earned.total(of_text)
 
     def _said(self, text: str) -> str:
         return self._thinking.said(text) if self._thinking else text
@@ -179,7 +183,7 @@ class EnvRunner:
         if missing := {name: error for name in _METHODS if (error := _missing(env, name))}:
             fix = (
                 " (an environment written for slime: add `compat: slime` to its entry)"
-                if {"tools", "reward"} <= missing.keys() and "step" not in missing
+                if "tools" in missing and "step" not in missing and not hasattr(env, "reward")
                 else ""
             )
             reasons = "; ".join(dict.fromkeys(map(str, missing.values())))
@@ -190,18 +194,20 @@ class EnvRunner:
         return checked_tools(env.tools), _called_tools(slot, "") is not None, messages
 
     @staticmethod
-    def _step(slot: _Slot, response_text: str, progress: _StepProgress) -> StepResult:
+    def _step(
+        slot: _Slot, response_text: str, progress: _StepProgress
+    ) -> tuple[tuple[Message, ...], bool, dict[str, Any]]:
         env = slot.env
         progress.is_stepping = True
         result = env.step(response_text)
         progress.is_stepping = False
         observation, done, info = _checked_step(result)
         messages = checked_answer(env.format_observation(observation)) if observation else ()
-        return StepResult(messages, done, plain_dict(info))
+        return messages, done, plain_dict(info)
 
     @staticmethod
-    def _reward(slot: _Slot, final_text: str) -> float:
-        return checked_reward(slot.env.reward(final_text))
+    def _reward(slot: _Slot, final_text: str) -> float | None:
+        return reward_of_text(slot.env, final_text)
 
     async def _call(self, limit_s: float, function: Callable[..., R], slot: _Slot, *args: object) -> R:
         """Call within the time limit; every exception becomes an `EnvFault`."""
@@ -341,7 +347,7 @@ def trace_of(error: BaseException) -> str:
 
 # Checks of what an environment returns --------------------------------------------------------------------------------
 
-_METHODS = ["tools", "reset", "step", "format_observation", "reward", "close"]
+_METHODS = ["tools", "reset", "step", "format_observation", "close"]
 
 
 def _missing(env: object, name: str) -> AttributeError | None:

@@ -62,13 +62,15 @@ function thoughtBox(text) {
   return make("details.thought", make("summary", { text: `thinking, ${length}` }), textBlock(text));
 }
 
-/* What the recording says of a turn's reward: the environment's for the turn, the score of a tool, and at the last turn
-   the reward of the episode. */
+/* What the recording says of a turn's reward: the environment's for the turn and the sum so far, the score of a tool,
+   and at the last turn the reward of the episode. */
 function turnRewards(episode, number) {
   const { reward: ofTurn, tool_score: ofTool } = episode.turns[number - 1].info || {};
+  const soFar = episode.turns.slice(0, number).reduce((sum, turn) => sum + (turn.reward || 0), 0);
   const ofEpisode = number === episode.turns.length ? episode.reward : null;
   return [
     ["reward", ofTurn],
+    ["so far", number > 1 && isNumber(ofTurn) ? soFar : null],
     ["tool score", ofTool],
     ["episode's reward", ofEpisode],
   ]
