@@ -154,7 +154,8 @@ class TrainKeywords(RunKeywords, total=False):
     lora_rank: int
     lora_alpha: float
     lora_targets: str | Sequence[str]
-    advantage: Literal["grpo", "rloo", "reinforce++"] | Code
+    advantage: Literal["grpo", "rloo", "reinforce++", "turn", "gigpo"] | Code
+    discount: float
     scale_by_std: bool
     policy_loss: Literal["ppo", "gspo", "likelihood"] | Code
     clip_low: float

@@ -166,7 +166,7 @@ def test_a_wrong_function_is_one_line_that_names_flag_function_and_rule(
     [
         (
             ["--advantage", "nope"],
-            "--advantage: must be 'grpo', 'rloo' or 'reinforce++', or an advantage of an installed",
+            "--advantage: must be 'grpo', 'rloo', 'reinforce++', 'turn' or 'gigpo', or an advantage of an installed",
         ),
         (["--advantage", "no.py:f"], "no.py' must import, got no such file"),
         (["--advantage", "no_such_module:f"], "'no_such_module' must import, got ModuleNotFoundError"),

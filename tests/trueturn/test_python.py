@@ -221,7 +221,10 @@ def test_the_stop_button_of_a_notebook_ends_the_run_and_the_call_returns_it() ->
         ({"stepz": 3}, "stepz=: is no setting of this call, got 3; did you mean 'steps'?"),
         ({"num_generations": 3}, "num_generations of TRL"),
         ({"steps": -1}, "steps=: must be greater than or equal to 0, got -1"),
-        ({"advantage": "nope"}, "advantage=: must be 'grpo', 'rloo' or 'reinforce++', or an advantage"),
+        (
+            {"advantage": "nope"},
+            "advantage=: must be 'grpo', 'rloo', 'reinforce++', 'turn' or 'gigpo', or an advantage",
+        ),
         (
             {"reward_funcs": [3]},
             "reward_funcs=: must be Sequence[RewardFunction | str] | RewardFunction | str",

@@ -9,7 +9,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from envs.config.plugins import Plugin
 from envs.config.settings import Section
 
-AdvantageName = Literal["grpo", "rloo", "reinforce++"]
+AdvantageName = Literal["grpo", "rloo", "reinforce++", "turn", "gigpo"]
 PolicyLossName = Literal["ppo", "gspo", "likelihood"]
 AggregationName = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant"]
 KLEstimatorName = Literal["k1", "k2", "k3"]
@@ -25,10 +25,19 @@ class AlgorithmConfig(Section):
     advantage: AdvantageName | Annotated[str, ADVANTAGE] = Field(
         default="grpo",
         description="baseline of a reward: the group's mean (grpo), the mean of the group's other episodes (rloo), or "
-        "the group's mean, divided by the step's standard deviation (reinforce++)",
+        "the group's mean, divided by the step's standard deviation (reinforce++); or an advantage for each turn, from "
+        "the rewards that follow it: against the group's other episodes (turn), or against turns from the same state "
+        "too (gigpo)",
+    )
+    discount: float = Field(
+        default=1.0,
+        ge=0,
+        le=1,
+        description="with --advantage turn or gigpo: what a reward counts for the turn before, as a share",
     )
     scale_by_std: bool = Field(
-        default=True, description="with --advantage grpo: divide by the group's standard deviation; Dr. GRPO does not"
+        default=True,
+        description="with --advantage grpo or gigpo: divide by the group's standard deviation; Dr. GRPO does not",
     )
     policy_loss: PolicyLossName | Annotated[str, POLICY_LOSS] = Field(
         default="ppo",
@@ -78,6 +87,13 @@ class AlgorithmConfig(Section):
     def _is_off_or_above_one(cls, value: float) -> float:
         if 0 < value <= 1:
             raise ValueError("must be above 1, or 0 for none")
+        return value
+
+    @field_validator("discount")
+    @classmethod
+    def _is_of_turns(cls, value: float, info: ValidationInfo) -> float:
+        if value != 1 and info.data.get("advantage") in ("grpo", "rloo", "reinforce++"):
+            raise ValueError("needs --advantage turn or gigpo, or nothing reads it")
         return value
 
     @field_validator("loss_constant")

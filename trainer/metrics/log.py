@@ -33,6 +33,7 @@ def rollout_metrics(rollout: StepRollout, max_turns: int, seconds: float) -> dic
 
     - `reward` and the like: means over the valid episodes of all complete groups, filtered and surplus ones included.
     - `reward/NAME`: the value of each reward function, before its weight.
+    - `turn_reward/N`: where turns have rewards, the mean of those of turn N.
     - `groups_used_frac`: the share of groups whose rewards differ, so that something can be learnt from them.
     - `groups_resampled`, `groups_dropped`: groups with fewer than two valid episodes, played again or given up.
     - `end/REASON`: the share of all episodes, aborted and discarded ones included.
@@ -69,6 +70,10 @@ def rollout_metrics(rollout: StepRollout, max_turns: int, seconds: float) -> dic
     metrics |= {f"end/{reason}": number / max(1, len(rollout.played)) for reason, number in sorted(ends.items())}
     metrics |= {f"tool/{outcome}": number / max(1, len(turns)) for outcome, number in sorted(outcomes.items())}
     metrics |= {f"tool_fault/{name}": number / max(1, len(turns)) for name, number in sorted(faults.items())}
+    if any(turn.reward for t in valid for turn in t.turns):
+        for n in range(1, max_turns + 1):
+            earned = [t.turns[n - 1].reward for t in valid if len(t.turns) >= n]
+            metrics[f"turn_reward/{n}"] = sum(earned) / max(1, len(earned))
     metrics |= {
         f"reward_after_turn/{n}": sum(t.reward for t in valid if len(t.turns) == n) / max(1, len(valid))
         for n in range(1, max_turns + 1)

@@ -19,7 +19,7 @@ from envs.errors import UserError, first_line
 from envs.execution.watchdog import watched
 from envs.spec import EnvSpec
 from envs.types import SampleSource
-from trainer.algorithms.advantages import ADVANTAGES
+from trainer.algorithms.advantages import is_own
 from trainer.algorithms.importance_sampling import CORRECTIONS
 from trainer.algorithms.objective import objective
 from trainer.algorithms.policy_loss import POLICY_LOSSES
@@ -33,7 +33,7 @@ def check_algorithm(config: AlgorithmConfig) -> None:
 
     Loss and correction are called once, on five tokens of two samples.
     """
-    if config.advantage not in ADVANTAGES:
+    if is_own(config.advantage):
         ADVANTAGE.load("--advantage", config.advantage)
     if config.policy_loss in POLICY_LOSSES and config.correction in CORRECTIONS:
         return

@@ -14,7 +14,7 @@ from envs.env import EnvArgs
 from envs.errors import UserError
 from envs.spec import BuildEnv, EnvLimits, EnvSpec
 from envs.types import Sample, SampleSource
-from trainer.algorithms.advantages import ADVANTAGES, own_advantages
+from trainer.algorithms.advantages import is_own, own_advantages
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.setup.plugins import own_filter
 from trainer.setup.problems import NUM_PROBED
@@ -40,7 +40,7 @@ def try_functions(
     """
     rewards = RewardSum.load(spec.reward)
     keeps = own_filter(group_filter)
-    if not (rewards.terms or keeps or algorithm.advantage not in ADVANTAGES):
+    if not (rewards.terms or keeps or is_own(algorithm.advantage)):
         return
     for index in range(min(NUM_PROBED, len(samples))):
         played = asyncio.run(_played(spec, build_env, args, renderer, samples[index]))
@@ -54,7 +54,7 @@ def try_functions(
         group = TrajectoryGroup(scored.sample_id, (scored,) * group_size)
         if keeps:
             keeps(group)
-        if algorithm.advantage not in ADVANTAGES:
+        if is_own(algorithm.advantage):
             own_advantages([group], algorithm)
         return
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from envs.config.cli import leaves
 from tests.paths import DOCS
 from tests.trainer.algorithms.algorithm_cases import CASES, Case, hand_tokens
-from trainer.algorithms.advantages import ADVANTAGES
+from trainer.algorithms.advantages import ADVANTAGES, TURN_ADVANTAGES
 from trainer.algorithms.aggregation import AGGREGATIONS
 from trainer.algorithms.importance_sampling import CORRECTIONS
 from trainer.algorithms.objective import objective
@@ -225,7 +225,7 @@ def test_settings_that_cannot_be_meant_are_refused(settings: dict[str, Any], rul
 
 
 def test_every_name_that_a_flag_takes_has_its_function_and_no_other() -> None:
-    assert set(get_args(AdvantageName)) == ADVANTAGES.keys()
+    assert set(get_args(AdvantageName)) == ADVANTAGES.keys() | TURN_ADVANTAGES.keys()
     assert set(get_args(PolicyLossName)) == POLICY_LOSSES.keys()
     assert set(get_args(AggregationName)) == AGGREGATIONS.keys()
     assert set(get_args(CorrectionName)) == CORRECTIONS.keys()
@@ -240,7 +240,7 @@ def test_every_flag_and_name_of_the_page_on_algorithms_is_one_of_the_command_and
     for name, path in fields.items():
         if path[0] == "algorithm":
             assert name in page or name.replace("_", "-") in page, name
-    for mapping in (ADVANTAGES, POLICY_LOSSES, AGGREGATIONS, CORRECTIONS):
+    for mapping in (ADVANTAGES, TURN_ADVANTAGES, POLICY_LOSSES, AGGREGATIONS, CORRECTIONS):
         assert all(f"`{name}`" in page for name in mapping)
 
 
