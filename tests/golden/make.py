@@ -30,7 +30,7 @@ from envs.spec import EnvLimits, EnvSpec
 from envs.types import Sample, private
 
 FOLDER = Path(__file__).parent
-ENVS = ("geo3k", "geo3k_single", "geo3k_zoom", "calculator", "guess", "frozen_lake")
+ENVS = ("geo3k", "geo3k_single", "geo3k_zoom", "calculator", "guess", "coins", "frozen_lake")
 NUM_SAMPLES = 3
 CONTEXT_LENGTH = 4096
 #: Tokens after the prompt, by way.
