@@ -16,6 +16,7 @@ from agents.types import Trajectory
 from envs.config.cli import exit_code, parse
 from envs.config.settings import with_absolute_paths
 from envs.console import Console
+from trainer.checkpoint.run_dir import new_folder
 from trainer.config.evaluation import SOURCES, EvaluateConfig
 from trainer.config.inputs import check_sources
 from trainer.metrics.console import Display, open_console
@@ -29,6 +30,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     description = "Measure how good a policy is in an environment."
     config = with_absolute_paths(parse(EvaluateConfig, argv, "python -m trainer.evaluate", description, SOURCES))
     config.env.resolve()
+    new_folder(config.measurement.out, config.measurement.name, can_resume=False)
     check_sources(config.model.model, config.data.data)
     # Imported late: this imports torch, which takes seconds.
     from agents.engines.weight_servers import EngineDown

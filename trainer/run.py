@@ -14,6 +14,7 @@ from envs.config.cli import exit_code, parse
 from envs.config.sources import Sources
 from envs.console import Console
 from envs.errors import UserError
+from trainer.checkpoint.run_dir import new_folder
 from trainer.checkpoint.settings_parts import parts_until
 from trainer.config.inputs import check_sources
 from trainer.config.run import FIRST_SETTINGS, RunConfig
@@ -90,7 +91,8 @@ def check_settings(config: RunConfig) -> None:
     """Check what can be checked without torch, whose import takes seconds.
 
     Raises:
-        UserError: environment, tracker or callback cannot be used; a run to resume has other settings or did not train.
+        UserError: environment, tracker, callback or new folder cannot be used; a run to resume has other settings or
+            did not train.
     """
     from trainer.callbacks import check_callbacks
     from trainer.metrics.trackers import check_trackers
@@ -100,6 +102,8 @@ def check_settings(config: RunConfig) -> None:
         if not config.trains:
             fix = "begin a new run: nothing was trained, so there is nothing to resume"
             raise UserError("--resume", "must be a run that trains", str(config.checkpoint.resume), fix)
+    else:
+        new_folder(config.log.out, config.log.name)
     if config.plays:
         config.env.resolve()
         check_sources(config.model.model, config.data.data, config.data.eval_data)

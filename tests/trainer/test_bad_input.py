@@ -24,7 +24,6 @@ from envs.errors import UserError
 from tests.paths import ROOT
 from trainer.checkpoint.run_dir import make_folder
 from trainer.config.rollout import API_KEY_VARIABLE, ServersConfig
-from trainer.config.run import RunDirConfig
 from trainer.export import run as export
 from trainer.run import run
 from trainer.setup.servers import engine_api_key
@@ -124,7 +123,6 @@ def test_prompts_that_are_all_too_long(rows, tmp_path: Path, capsys: pytest.Capt
     assert "5" in line and "prompt" in line
 
 
-@pytest.mark.slow
 def test_an_existing_run_folder_is_never_written_into(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "kept").mkdir()
     assert exit_code(lambda: run(["--out", str(tmp_path), "--name", "kept"])) == 2
@@ -159,14 +157,14 @@ def test_an_environment_whose_every_reward_is_wrong_is_found_before_step_0(
 @pytest.mark.parametrize("name", ["../x", "a/../../x", "..", ".", "/somewhere"])
 def test_a_name_that_leaves_the_folder_of_runs_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"--name: must name a folder in --out {tmp_path}/runs, got"):
-        make_folder(RunDirConfig(out=tmp_path / "runs", name=name), "label")
+        make_folder(tmp_path / "runs", name, "label")
     assert not list(tmp_path.iterdir())
-    assert make_folder(RunDirConfig(out=tmp_path / "runs", name="group/x"), "label") == tmp_path / "runs/group/x"
+    assert make_folder(tmp_path / "runs", "group/x", "label") == tmp_path / "runs/group/x"
 
 
 def test_a_run_folder_whose_name_is_not_utf_8_is_refused_before_the_run(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--out: must be a path in UTF-8, got .*udcff/run; tokenizers cannot be saved"):
-        make_folder(RunDirConfig(out=tmp_path / os.fsdecode(b"\xff"), name="run"), "label")
+        make_folder(tmp_path / os.fsdecode(b"\xff"), "run", "label")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -265,6 +263,8 @@ def test_a_path_that_is_no_model_folder_asks_no_hub_and_no_library(path: str, wo
     [
         (["--data", "no.jsonl"], "no.jsonl: no such file, folder or"),
         (["--model", "./no"], "got ./no; there is no"),
+        (["--out", ".", "--name", "docs"], "--name: must name a new run folder"),
+        (["--out", "README.md/runs"], "--out: must be writable"),
     ],
 )
 def test_a_missing_file_or_model_is_said_before_torch_is_imported(module: str, flags: list[str], words: str) -> None:

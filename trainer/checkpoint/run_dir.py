@@ -15,7 +15,6 @@ from agents.recording.run_files import CONFIG
 from envs.config.commands import flag_words
 from envs.errors import UserError
 from envs.safe_text import well_formed
-from trainer.config.run import RunDirConfig
 
 #: In it, besides the files of `agents.recording.run_files`: registry entry, episodes, checkpoints, finished model, the
 #: model with the best held-out accuracy.
@@ -31,29 +30,38 @@ _numbers = itertools.count()
 WAIT_S = 10.0
 
 
-def make_folder(config: RunDirConfig, label: str, can_resume: bool = True) -> Path:
-    """Create the run folder; an existing one is never written into.
+def new_folder(out: Path, name: str, label: str = "run", can_resume: bool = True) -> Path:
+    """Return the path of a run folder that is not there yet.
 
     Example: without `--name` and with the label "geo3k-seed0" it is `runs/geo3k-seed0-20260102-030405-4711`.
 
     Raises:
         UserError: it is there already, cannot be made, or is not in `--out`.
     """
-    name = config.name or f"{label}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{next(_numbers)}".removesuffix("-0")
-    folder = (config.out / name).absolute()  # an environment may change the working directory
-    if config.out.absolute() not in Path(os.path.normpath(folder)).parents:
+    name = name or f"{label}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{next(_numbers)}".removesuffix("-0")
+    folder = (out / name).absolute()  # an environment may change the working directory
+    if out.absolute() not in Path(os.path.normpath(folder)).parents:
         fix = "give a name without '..', and the folder as --out"
-        raise UserError("--name", f"must name a folder in --out {config.out}", config.name, fix)
+        raise UserError("--name", f"must name a folder in --out {out}", name, fix)
     if well_formed(str(folder)) != str(folder):
         fix = "tokenizers cannot be saved there; give another folder"
         raise UserError("--out", "must be a path in UTF-8", str(folder), fix)
-    try:
-        folder.mkdir(parents=True, exist_ok=False)
-    except FileExistsError:
+    if os.path.lexists(folder):
         fix = "choose another name"
         if can_resume:
             fix += f", or resume it: {shlex.join(flag_words('resume', folder))}"
-        raise UserError("--name", "must name a new run folder", str(folder), fix) from None
+        raise UserError("--name", "must name a new run folder", str(folder), fix)
+    above = next(parent for parent in folder.parents if os.path.lexists(parent))
+    if not above.is_dir():
+        raise UserError("--out", "must be writable", str(folder), f"give another folder ({above} is none)")
+    return folder
+
+
+def make_folder(out: Path, name: str, label: str, can_resume: bool = True) -> Path:
+    """Create the run folder; an existing one is never written into. Raises as `new_folder` does."""
+    folder = new_folder(out, name, label, can_resume)
+    try:
+        folder.mkdir(parents=True)
     except OSError as error:
         raise UserError("--out", "must be writable", str(folder), f"give another folder ({error.strerror})") from error
     return folder

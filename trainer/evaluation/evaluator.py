@@ -38,7 +38,6 @@ from trainer.checkpoint.cancel import cancel_on_request
 from trainer.checkpoint.run_dir import EPISODES, make_folder
 from trainer.config.evaluation import EvaluateConfig, MeasurementConfig
 from trainer.config.inputs import NUM_HELD_OUT
-from trainer.config.run import RunDirConfig
 from trainer.evaluation.episodes import EvaluationOptions, ProblemPlayer, Way, ways
 from trainer.evaluation.results import Difference, Evaluation, ProblemResult, compare, summarise
 from trainer.evaluation.statistics import Intervals
@@ -142,7 +141,7 @@ def prepare(config: EvaluateConfig) -> EvaluationContext:
     check_tags(config.measurement, keys)
     first_gpu = place_servers(config.engine)
     own = config.measurement
-    folder = make_folder(RunDirConfig(out=own.out, name=own.name), f"{spec.id}-evaluation", can_resume=False)
+    folder = make_folder(own.out, own.name, f"{spec.id}-evaluation", can_resume=False)
     max_sessions = min(own.max_concurrent, own.samples * len(samples))
     try:
         engine = build_engine(

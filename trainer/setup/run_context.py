@@ -178,7 +178,7 @@ def open_run(
         folder = cleanup.enter_context(locked(found_folder(config.checkpoint.resume)))
         return OpenedRun(folder, found_checkpoint(folder))
     made = [parent for parent in (config.log.out, *config.log.out.parents) if not parent.exists()]
-    folder = make_folder(config.log, label)
+    folder = make_folder(config.log.out, config.log.name, label)
 
     def remove(kind: object, error: BaseException | None, trace: object) -> None:
         if error and not keeps():

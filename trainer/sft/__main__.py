@@ -17,6 +17,7 @@ from envs.config.settings import validate
 from envs.config.sources import Sources
 from envs.errors import UserError
 from envs.registry import get_spec
+from trainer.checkpoint.run_dir import new_folder
 from trainer.config.inputs import check_sources
 from trainer.config.other_trainers import no_counterpart, other_names
 from trainer.config.rollout import API_KEY_VARIABLE
@@ -46,6 +47,8 @@ def run(argv: Sequence[str] | None = None) -> int:
     if config.checkpoint.resume:
         base = validate(SftConfig, read_file(SftConfig, config.checkpoint.resume / CONFIG))
         check_resumable(config, base, SFT_FIXED)
+    elif not config.show:
+        new_folder(config.log.out, config.log.name)
     # Imported late, so that --help and a mistyped flag answer at once.
     from trainer.callbacks import check_callbacks
 
