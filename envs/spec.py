@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -188,8 +189,24 @@ class EnvSpec(BaseModel):
 
     @property
     def reward_bounds(self) -> tuple[float, float]:
-        """The rewards of a wrong and of a right answer."""
-        return self.reward_min_val, self.reward_max_val
+        """The least and the greatest own reward that the entry declares; infinite where it declares none.
+
+        An entry that says what a success is otherwise declares only the bounds that it names.
+        """
+        low = self.reward_min_val
+        high = self.reward_max_val
+        if self.success is not None and "reward_min_val" not in self.model_fields_set:
+            low = -math.inf
+        if self.success is not None and "reward_max_val" not in self.model_fields_set:
+            high = math.inf
+        return low, high
+
+    @property
+    def total_bounds(self) -> tuple[float, float]:
+        """As `reward_bounds`, of what an episode gets: reward functions have no bounds."""
+        if self.reward:
+            return -math.inf, math.inf
+        return self.reward_bounds
 
     def args(self, max_turns: int | None = None, tool_format: ToolFormat = "hermes") -> EnvArgs:
         """Return the arguments of `build_env`: the entry's settings, with the tool format of the current model."""

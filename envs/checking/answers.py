@@ -188,18 +188,14 @@ def check_wrong(evidence: Evidence) -> Finding:
 
 
 def _out_of_range(evidence: Evidence) -> Iterator[str]:
-    """Yield the episodes, whatever their texts, whose reward is not one that the entry declares.
-
-    An entry that says what a success is otherwise declares only the bounds that it names.
-    """
-    spec = evidence.spec
-    low, high = (spec.success is None or name in spec.model_fields_set for name in ("reward_min_val", "reward_max_val"))
+    """Yield the episodes, whatever their texts, whose reward is not one that the entry declares."""
+    low, high = evidence.spec.reward_bounds
     for episode in evidence.episodes:
-        if low and episode.reward is not None and episode.reward < spec.reward_min_val:
-            rule = f"below the reward_min_val {spec.reward_min_val:g} of the entry"
+        if episode.reward is not None and episode.reward < low:
+            rule = f"below the reward_min_val {low:g} of the entry"
             yield f"{where(episode)}: scores {episode.reward:g}, {rule}"
-        elif high and episode.reward is not None and episode.reward > spec.reward_max_val:
-            rule = f"above the reward_max_val {spec.reward_max_val:g} of the entry"
+        elif episode.reward is not None and episode.reward > high:
+            rule = f"above the reward_max_val {high:g} of the entry"
             yield f"{where(episode)}: scores {episode.reward:g}, {rule}"
 
 

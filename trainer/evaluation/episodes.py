@@ -77,7 +77,7 @@ def ways(max_turns: int, has_tools: bool, tools: Tools = "both", required: bool 
 class EvaluationOptions:
     """How to play a set of problems. `success` says which episodes are right; None: the environment knows no success.
 
-    `reward_bounds` are the least and the greatest reward that the entry declares.
+    `reward_bounds` are the least and the greatest reward, infinite where the entry declares none.
     """
 
     num_samples: int = 1

@@ -298,7 +298,7 @@ class Evaluator:
             partial=partial,
             seconds=round(time.perf_counter() - self._started, 1),
             ways={
-                name: summarise(found, own.all_ks, how, context.spec.reward_bounds) for name, found in results.items()
+                name: summarise(found, own.all_ks, how, context.spec.total_bounds) for name, found in results.items()
             },
             difference=compare(pair[0], pair[1], how) if len(pair) == 2 else None,
         )

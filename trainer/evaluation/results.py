@@ -7,6 +7,7 @@ Legend: P problems.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from trainer.evaluation.statistics import Estimate, Intervals, estimate_mean, es
 
 #: The figures that policies are compared by, as fields of an `Evaluation`.
 Figure = Literal["accuracy", "mean_reward"]
+#: How far other rewards may lie from those seen, where a bound of the rewards is unknown.
+UNKNOWN_REACH = 1.0
 
 
 @dataclass(frozen=True)
@@ -162,7 +165,7 @@ def summarise(
 ) -> Evaluation:
     """Return the statistics of at least one problem, all with the same number of samples.
 
-    `ks` lists the k of pass@k. `reward_bounds` are the rewards of a wrong and a right answer.
+    `ks` lists the k of pass@k. `reward_bounds` are the least and the greatest reward, infinite where they are unknown.
     """
     assert results_P, "statistics need at least one problem"
     num_samples = len(results_P[0].episodes)
@@ -232,8 +235,12 @@ def _mean_reward(results_P: Sequence[ProblemResult], how: Intervals, bounds: tup
     if not rewards:
         return None
     means_P = [sum(valid) / len(valid) if valid else 0.0 for valid in rewards_P]
-    reach = min(bounds[0], *rewards), max(bounds[1], *rewards)
-    return estimate_mean(means_P, how, reach, weights_P=[len(valid) for valid in rewards_P])
+    low = min(bounds[0], *rewards)
+    high = max(bounds[1], *rewards)
+    if not math.isfinite(high - low):
+        low = min(rewards) - UNKNOWN_REACH
+        high = max(rewards) + UNKNOWN_REACH
+    return estimate_mean(means_P, how, (low, high), weights_P=[len(valid) for valid in rewards_P])
 
 
 def _second_attempts(results_P: Sequence[ProblemResult], how: Intervals) -> SecondAttempts | None:

@@ -221,7 +221,7 @@ class LiveRollouts:
         options = EvaluationOptions(
             seed=derive_seed(self.config.seed, "evaluate"),
             success=spec.success_rule,
-            reward_bounds=spec.reward_bounds,
+            reward_bounds=spec.total_bounds,
             max_concurrent=self.config.rollout.max_concurrent,
         )
         results = {}

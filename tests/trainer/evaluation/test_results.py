@@ -10,6 +10,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from agents.types import EndReason
+from envs.spec import EnvSpec
 from trainer.evaluation.results import EpisodeResult, Evaluation, ProblemResult, compare, summarise
 from trainer.evaluation.statistics import Intervals, mcnemar, pass_at_k, wilson
 
@@ -117,6 +118,22 @@ def test_the_mean_reward_is_over_valid_episodes_and_may_lie_outside_the_usual_re
     assert (e.mean_reward.value, e.mean_reward.low, e.mean_reward.high) == (pytest.approx(2 / 3), -2.0, 2.0)
     equal = summarise([problem(0, episode(reward=3.0))], (1,), HOW).mean_reward
     assert equal is not None and 0.0 < equal.low < equal.high == 3.0
+
+
+def test_equal_rewards_have_an_interval_below_them_too_where_the_entry_declares_no_least_reward() -> None:
+    entry = {"id": "e", "entry_point": "m:E", "description": "d", "max_turns": 1}
+    results = singles(False, False, False, False)
+
+    def interval(**more: object) -> tuple[float, float]:
+        spec = EnvSpec.model_validate({**entry, **more})
+        mean = summarise(results, (1,), HOW, spec.total_bounds).mean_reward
+        assert mean is not None
+        return round(mean.low, 2), round(mean.high, 2)
+
+    assert interval() == (0.0, 0.49)
+    assert interval(success="none") == interval(success="none", reward_max_val=5.0) == (-0.49, 0.49)
+    assert interval(success="none", reward_min_val=-1.0, reward_max_val=5.0) == (-0.49, 2.45)
+    assert interval(reward=["answer", "penalties:length"]) == (-0.49, 0.49)
 
 
 def test_the_first_turn_is_over_the_problems_of_which_it_is_known() -> None:
