@@ -14,11 +14,10 @@ from pydantic import Field
 from agents.cli.terminal import (
     HELP,
     Gallery,
-    InputEnded,
-    PlayerInterrupted,
     PlayerQuit,
     Terminal,
     TerminalPlayer,
+    print_early_end,
     print_summary,
     run_interruptible,
 )
@@ -99,15 +98,8 @@ def run(argv: Sequence[str] | None = None) -> int:
                 sample, lambda: player.watch(build_env(sample, args)), seed=config.problems.seed, group=config.index
             )
         )
-    except (PlayerInterrupted, KeyboardInterrupt):
-        terminal.say("--- interrupted")
-        return 130
-    except InputEnded:
-        terminal.say("--- end: the input ends here, the episode does not: no reward")
-        return 1
-    except PlayerQuit:
-        terminal.say("--- quit")
-        return 0
+    except (PlayerQuit, KeyboardInterrupt) as quit_by:
+        return print_early_end(quit_by, terminal, config.record)
     if record:
         for note in (*record_attempts(record, [trajectory], manifest, renderer), f"recorded in {config.record}"):
             terminal.say(note)

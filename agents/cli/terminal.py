@@ -18,7 +18,7 @@ from typing import Any, TextIO, TypeVar
 
 from PIL import Image
 
-from agents.cli.text import counted
+from agents.cli.text import counted, path_text
 from agents.rendering.renderer import Renderer
 from agents.types import EndReason, GenerateRequest, Trajectory, Turn
 from envs.checking.hostile import write_call
@@ -286,6 +286,22 @@ def print_summary(trajectory: Trajectory, terminal: Terminal, gallery: Gallery) 
         f"written, {read} read"
     )
     return 0 if t.end_reason.is_valid else 1
+
+
+def print_early_end(quit_by: PlayerQuit | KeyboardInterrupt, terminal: Terminal, record: Path | None) -> int:
+    """Print why an episode did not end, and that `record`, if any, has nothing of it; return the exit code."""
+    code = 130
+    said = "interrupted"
+    if isinstance(quit_by, InputEnded):
+        code = 1
+        said = "end: the input ends here, the episode does not: no reward"
+    elif isinstance(quit_by, PlayerQuit) and not isinstance(quit_by, PlayerInterrupted):
+        code = 0
+        said = "quit"
+    if record:
+        said += f"; nothing is recorded in {path_text(record)}: the episode did not end"
+    terminal.say(f"--- {said}")
+    return code
 
 
 def run_interruptible(playing: Coroutine[Any, Any, T]) -> T:

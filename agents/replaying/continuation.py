@@ -17,10 +17,10 @@ from agents.cli.terminal import (
     HELP,
     Gallery,
     InputEnded,
-    PlayerInterrupted,
     PlayerQuit,
     Terminal,
     TerminalPlayer,
+    print_early_end,
     print_summary,
     run_interruptible,
     show_answer,
@@ -117,15 +117,8 @@ def run_fork(
             loop, trajectories = fork_by_model(fork, folder, config)
         else:
             loop, trajectories = _by_hand(fork, terminal, gallery, config)
-    except (PlayerInterrupted, KeyboardInterrupt):
-        terminal.say("--- interrupted")
-        return 130
-    except InputEnded:
-        terminal.say("--- end: the input ends here, the episode does not: no reward")
-        return 1
-    except PlayerQuit:
-        terminal.say("--- quit")
-        return 0 if config.by == "hand" else 1
+    except (PlayerQuit, KeyboardInterrupt) as quit_by:
+        return print_early_end(quit_by, terminal, config.record)
     if record:
         manifest = build_manifest(spec, renderer, model, {PLAY: loop})
         for note in (*record_attempts(record, trajectories, manifest, renderer), f"recorded in {config.record}"):

@@ -242,6 +242,13 @@ def test_quitting_and_the_end_of_the_input_close_the_environment(
     sys.modules.pop("closing_env")
 
 
+def test_an_episode_that_does_not_end_says_that_it_is_not_recorded(play, tmp_path: Path) -> None:
+    for text, end in (("", "no reward"), (":quit\n", "quit")):
+        _, shown = play(text, "--env", "calculator", "--record", "kept")
+        assert shown.splitlines()[-1].endswith(f"{end}; nothing is recorded in kept: the episode did not end")
+    assert not list((tmp_path / "kept").iterdir())
+
+
 def test_a_fault_of_the_environment_is_shown_and_is_exit_code_1(
     play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
