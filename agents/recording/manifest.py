@@ -13,6 +13,7 @@ from agents.model import STARTER_PATH
 from agents.recording.schema import Manifest, WayRecord
 from agents.rendering.renderer import Renderer
 from agents.rollout.episode import Episode
+from envs.registry import PACKAGED, plugin_files
 from envs.spec import EnvSpec
 from envs.tool_calls import detect_format
 
@@ -36,6 +37,16 @@ def build_manifest(spec: EnvSpec, renderer: Renderer, model: str, ways: Mapping[
         ways={name: way_record(episode) for name, episode in ways.items()},
         versions=software_versions(),
     )
+
+
+def own_registry(manifest: Manifest) -> str:
+    """Return the registry file that a command has to name for a run's environment; empty where none is needed.
+
+    That is the recorded one, if it is on this machine and no command reads it by itself.
+    """
+    known = {PACKAGED, *(file for _, file in plugin_files())}
+    file = Path(manifest.registry)
+    return str(file) if file.is_absolute() and file not in known and file.is_file() else ""
 
 
 def software_versions() -> dict[str, str]:

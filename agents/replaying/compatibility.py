@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
-from agents.recording.manifest import template_digest
+from agents.recording.manifest import own_registry, template_digest
 from agents.recording.schema import Manifest
 from agents.rendering.renderer import Renderer
+from envs.config.commands import flag_words
 from envs.errors import UserError, did_you_mean
 from envs.registry import load_registry
 from envs.spec import EnvSpec
@@ -31,8 +33,10 @@ def find_spec(manifest: Manifest, env_id: str, registry: tuple[Path, ...]) -> En
     if env_id:
         fix = f"give the file that has it with --registry; {did_you_mean(wanted, entries)}"
         raise UserError("--env", "must be in the registry", wanted, fix)
-    source = f"; the run had it in {manifest.registry}" * bool(manifest.registry)
-    fix = f"give the file that has it with --registry (no code is taken from a recording{source}), or another --env"
+    file = own_registry(manifest)
+    where = shlex.join(flag_words("registry", file)) if file else "the file that has it with --registry"
+    source = f"; the run had it in {manifest.registry}" * bool(manifest.registry and not file)
+    fix = f"give {where} (no code is taken from a recording{source}), or another --env"
     raise UserError("environment", "must be in the registry", wanted, fix)
 
 

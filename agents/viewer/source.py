@@ -18,13 +18,13 @@ from agents.recording import (
     SCORES,
     TOKENS,
     EpisodeRecord,
-    Manifest,
     OutcomeRecord,
     Recording,
     ScoreRecord,
     TokenRecord,
 )
 from agents.recording.gzip_lines import read_gzip_lines
+from agents.recording.manifest import own_registry
 from agents.recording.run_files import CONFIG, METRICS, SUMMARY
 from agents.recording.safe_files import read_lines, read_regular
 from agents.recording.schema import TRAIN
@@ -34,20 +34,9 @@ from agents.viewer.logprob_cache import LogprobCache
 from agents.viewer.positions import Cursor, FilePosition
 from agents.viewer.strict_json import JSON, finite, read_object
 from envs.errors import UserError
-from envs.registry import PACKAGED, plugin_files
 
 FORMAT = 1
 R = TypeVar("R", OutcomeRecord, ScoreRecord)
-
-
-def own_registry(manifest: Manifest) -> str:
-    """Return the registry file that a command has to name for a run's environment; empty where none is needed.
-
-    That is the recorded one, if it is on this machine and no command reads it by itself.
-    """
-    known = {PACKAGED, *(file for _, file in plugin_files())}
-    file = Path(manifest.registry)
-    return str(file) if file.is_absolute() and file not in known and file.is_file() else ""
 
 
 class Source:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -386,10 +387,14 @@ def test_code_is_taken_from_the_users_own_registries_and_never_from_where_a_reco
     (copy / "registry.yaml").write_text(json.dumps({"calculator-none": {"entry_point": "stranger:Env"}}))
     (copy / "recording.json").write_text(json.dumps(manifest | {"registry": str(copy / "registry.yaml")}))
     monkeypatch.chdir(copy)
-    rule = "environment: must be in the registry, got calculator-none; give the file that has it with --registry"
+    rule = "environment: must be in the registry, got calculator-none; give --registry {} "
+    rule = re.escape(rule.format(copy / "registry.yaml"))
     for flags in ((), ("--rescore", "math"), ("--fork", "1", "--id", "train-0-0")):
         with pytest.raises(UserError, match=rule):
             run([".", *flags])
+    (copy / "registry.yaml").unlink()
+    with pytest.raises(UserError, match=f"give the file that has it with --registry .*; the run had it in {copy}"):
+        run(["."])
     assert run([".", "--registry", str(registry)]) == 0
     assert run([".", "--env", "calculator"]) == 0
     assert "stranger" not in capsys.readouterr().err
