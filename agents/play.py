@@ -56,7 +56,7 @@ class PlayConfig(Section):
     model: str = Field(
         default="starter", description="model folder, for its tokenizer and template; 'starter': the one in the package"
     )
-    pictures: Path = Field(default=Path("play"), description="folder that pictures are saved in")
+    images: Path = Field(default=Path("play"), description="folder that images are saved in")
     record: Path | None = Field(default=None, description="folder to record the episode in; empty: none")
     problems: ProblemsConfig = ProblemsConfig()
 
@@ -76,7 +76,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     tool_format = detect_format(renderer.chat_template)
     args = spec.args(config.max_turns, tool_format)
     terminal = Terminal.standard()
-    gallery = Gallery.named(config.pictures, f"{spec.id}-{config.index}")
+    gallery = Gallery.named(config.images, f"{spec.id}-{config.index}")
     thinking = find_thinking(renderer.template, spec.thinking)
     player = TerminalPlayer(terminal, gallery, renderer, args.tool_format, thinking)
     episode = Episode(

@@ -88,33 +88,33 @@ def is_success(episode: _Episode, rule: Success | None) -> bool | None:
 class ProcessedImage:
     """An image as the model reads it, addressed by the hash of its pixels.
 
-    Example: a 160 x 128 picture in 16-pixel patches has `grid_thw` (1, 8, 10), 80 rows of `pixels_PD` and, merged
-    2 x 2, 20 tokens. The patches were cut from `picture`: RGB, resized to 16 times the grid.
+    Example: a 160 x 128 image in 16-pixel patches has `grid_thw` (1, 8, 10), 80 rows of `pixels_PD` and, merged
+    2 x 2, 20 tokens. The patches were cut from `resized`: RGB, 16 times the grid.
     """
 
     digest: str
     pixels_PD: NDArray[np.float32]
     grid_thw: tuple[int, int, int]
     num_tokens: int
-    picture: Image.Image | None = field(default=None, repr=False)
+    resized: Image.Image | None = field(default=None, repr=False)
 
     @functools.cached_property
     def png(self) -> bytes:
-        """The resized picture as a lossless PNG file, for an engine in another process; made once.
+        """The resized image as a lossless PNG file, for an engine in another process; made once.
 
         The model's own processor does not resize it again and cuts the same patches from it. Raises ValueError where
-        the image was made without its picture.
+        the image was made without its image.
         """
-        if self.picture is None:
-            raise ValueError(f"image {self.digest} was made without its picture")
+        if self.resized is None:
+            raise ValueError(f"image {self.digest} was made without its image")
         file = io.BytesIO()
-        self.picture.save(file, "PNG", compress_level=1)
+        self.resized.save(file, "PNG", compress_level=1)
         return file.getvalue()
 
     @property
     def num_bytes(self) -> int:
         """Bytes of memory that the image takes, including a PNG file as large as its pixels."""
-        width, height = self.picture.size if self.picture else (0, 0)
+        width, height = self.resized.size if self.resized else (0, 0)
         return self.pixels_PD.nbytes + 2 * 3 * width * height
 
 

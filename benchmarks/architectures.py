@@ -99,14 +99,14 @@ class Row:
     seconds: float
 
 
-def picture(rng: np.random.Generator, most: int = 400) -> Image.Image:
-    """Return a picture of random pixels and sides."""
+def make_image(rng: np.random.Generator, most: int = 400) -> Image.Image:
+    """Return an image of random pixels and sides."""
     height, width = rng.integers(20, most, 2)
     return Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
 class TalkingEnv(Env):
-    """Answers every turn: the first with a tool's text, later ones with the user's, a picture in it for some models."""
+    """Answers every turn: the first with a tool's text, later ones with the user's, an image in it for some models."""
 
     def __init__(self, seed: int, shows: bool) -> None:
         self._rng, self._shows, self._turn = np.random.default_rng(seed), shows, 0
@@ -122,7 +122,7 @@ class TalkingEnv(Env):
             return {"obs_str": f"Score {self._rng.random():.3f}."}, False, {}
         observation: dict[str, Any] = {"obs_str": "Look again, then answer.", "role": "user"}
         if self._shows:
-            observation["multi_modal_data"] = {"image": [picture(self._rng, 200)]}
+            observation["multi_modal_data"] = {"image": [make_image(self._rng, 200)]}
         return observation, False, {}
 
     def reward(self, final_text: str) -> float:
@@ -131,13 +131,13 @@ class TalkingEnv(Env):
 
 
 def samples(shows: bool, count: int, seed: int) -> list[Sample]:
-    """Return problems with one to three pictures each, or with none."""
+    """Return problems with one to three images each, or with none."""
     rng = np.random.default_rng(seed)
     result = []
     for index in range(count):
-        pictures = [{"type": "image", "image": picture(rng)} for _ in range(rng.integers(1, 4))] if shows else []
+        images = [{"type": "image", "image": make_image(rng)} for _ in range(rng.integers(1, 4))] if shows else []
         text = {"type": "text", "text": f"Problem {index}: find ∠{'ABC'[index % 3]} to {index} digits."}
-        messages: tuple[Message, ...] = ({"role": "user", "content": [*pictures, text]},)
+        messages: tuple[Message, ...] = ({"role": "user", "content": [*images, text]},)
         if index % 2:
             messages = ({"role": "system", "content": "Think step by step."}, *messages)
         result.append(Sample(id=str(index), prompt=messages, label=""))

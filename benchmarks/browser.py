@@ -1,4 +1,4 @@
-"""Opens Chromium for benchmarks and pictures."""
+"""Opens Chromium for benchmarks and images."""
 
 from __future__ import annotations
 

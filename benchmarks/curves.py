@@ -2,7 +2,7 @@
 
 The starter plays the bundled problems; each run is the public command in a process of its own. Prints reward, entropy,
 norm of the gradient and KL over the steps with their spread over the seeds, and the largest distance from the first
-variant in any step of the same seed; writes a JSON file and a picture of the curves. A variant is a name and its flags:
+variant in any step of the same seed; writes a JSON file and an image of the curves. A variant is a name and its flags:
 
 - both backends: `python -m benchmarks.curves --variant fsdp --variant "megatron --backend megatron --pp 2"`, and
   `--run-args "--num-learners 2"` without GPUs, where Megatron runs through `tests.megatron_run`, or

@@ -7,7 +7,7 @@ lengths takes longer by its further steps alone. `each_us` is what a further str
 scored by each variant: the differences of its log-probs from the first variant's. Prints tables and writes
 `decoding_MODEL.json`; needs a GPU.
 
-`--pictures 20` shows each stream a picture of 20 tokens, eight streams the same. `--profile py-spy` lists the busiest
+`--images 20` shows each stream an image of 20 tokens, eight streams the same. `--profile py-spy` lists the busiest
 functions of each variant's server while it writes for the most streams.
 """
 
@@ -30,13 +30,13 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from benchmarks.images import GROUP_SIZE, PROFILED, SIZES, Workload, make_checkpoint, prepared, profiled
 from numpy.typing import NDArray
 
 from agents.engines.sglang.payloads import parse_answer, parse_scores, score_body
 from agents.engines.sglang.servers import Server, ServerPool
 from agents.engines.sglang.settings import SGLangSettings
 from agents.types import GenerateRequest
-from benchmarks.pictures import GROUP_SIZE, PROFILED, SIZES, Workload, make_checkpoint, prepared, profiled
 from benchmarks.report import RESULTS, commit, markdown, write_result
 from trainer.setup.components import sampling_params
 
@@ -68,12 +68,12 @@ class Variant:
 class Streams:
     """Asks a server for many streams at once."""
 
-    def __init__(self, workload: Workload, prompt: int, picture: int, fields: dict[str, Any]) -> None:
-        self.workload, self.prompt, self.picture, self.fields = workload, prompt, picture, fields
+    def __init__(self, workload: Workload, prompt: int, image: int, fields: dict[str, Any]) -> None:
+        self.workload, self.prompt, self.image, self.fields = workload, prompt, image, fields
 
     def _requests(self, count: int, length: int) -> list[GenerateRequest]:
         random, groups = self.workload.random, -(-count // GROUP_SIZE)
-        shown = [self.workload.stream(random, self.picture, bool(self.picture)) for _ in range(groups)]
+        shown = [self.workload.stream(random, self.image, bool(self.image)) for _ in range(groups)]
         requests = []
         for number in range(count):
             ids, images = shown[number // GROUP_SIZE]
@@ -126,7 +126,7 @@ async def measure(variant: Variant, options: argparse.Namespace, folder: Path, w
         print(f"{variant.name}: up in {time.perf_counter() - started:.0f} s", flush=True)
         ids = np.random.default_rng(1).integers(10, 600, SCORED).tolist()
         scores = parse_scores(await server.client.call("generate", score_body(ids, (), None)), SCORED)
-        streams, steps = Streams(workload, options.prompt, options.pictures, variant.fields), {}
+        streams, steps = Streams(workload, options.prompt, options.images, variant.fields), {}
         for count in options.streams:
             steps[count] = await streams.step_s(server, count, options.repeats)
             print(f"{variant.name}: {count} streams, {1000 * steps[count]:.2f} ms a step", flush=True)

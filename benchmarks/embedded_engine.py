@@ -1,7 +1,7 @@
 """Tokens a second of the embedded engine on one GPU, beside an SGLang server and Transformers' continuous batching.
 
 `python -m benchmarks.embedded_engine --model starter --ways embedded sglang transformers`: streams of a prompt with a
-picture of 20 tokens, eight streams the same, each of which gets up to 256 new tokens. Continuous batching takes
+image of 20 tokens, eight streams the same, each of which gets up to 256 new tokens. Continuous batching takes
 text alone, so it gets a decoder of the same shape and prompts of the same length. `mean_diff` and `max_diff` are
 differences of the embedded engine's log-probs from those of one forward over the stream, in nats. Prints a table and
 writes `embedded_engine_MODEL.json`; needs a GPU.
@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from benchmarks.images import GROUP_SIZE, Workload, make_checkpoint
 
 from agents.engines.base import Engine
 from agents.engines.hf import HFEngine
@@ -30,19 +31,18 @@ from agents.engines.sglang import SGLangEngine, SGLangSettings
 from agents.model.policy import PolicyModel
 from agents.model.stream_logprobs import stream_logprobs
 from agents.types import Completion, GenerateRequest
-from benchmarks.pictures import GROUP_SIZE, Workload, make_checkpoint
 from benchmarks.report import RESULTS, commit, markdown, write_result
 from trainer.setup.components import sampling_params
 
-PICTURE_TOKENS = 20
+IMAGE_TOKENS = 20
 WARM_UP_TOKENS = 8
 
 
 def make_requests(workload: Workload, rows: int, new_tokens: int) -> list[GenerateRequest]:
-    """Return one request a row; each group of eight has a prompt and a picture of its own."""
+    """Return one request a row; each group of eight has a prompt and an image of its own."""
     requests = []
     for first in range(0, rows, GROUP_SIZE):
-        ids, images = workload.stream(workload.random, PICTURE_TOKENS, 1)
+        ids, images = workload.stream(workload.random, IMAGE_TOKENS, 1)
         for seed in range(first, min(rows, first + GROUP_SIZE)):
             requests.append(GenerateRequest(ids, images, new_tokens, workload.sampling, seed))
     return requests

@@ -1,8 +1,8 @@
 """A checkpoint exported on one machine, scored on another: `python -m benchmarks.export_parity write RUN FOLDER` and
 `python -m benchmarks.export_parity check FOLDER --sglang bfloat16`.
 
-`write` exports the newest checkpoint of a run and scores recorded episodes of that run, pictures included, with the
-exported model; streams, pictures and log-probs lie beside it. `check`, anywhere, loads the same folder in Transformers
+`write` exports the newest checkpoint of a run and scores recorded episodes of that run, images included, with the
+exported model; streams, images and log-probs lie beside it. `check`, anywhere, loads the same folder in Transformers
 alone (no module of ours computes anything) and in a server of SGLang, and compares. Prints a table and writes JSON.
 """
 
@@ -38,15 +38,15 @@ MODEL, STREAMS = "model", "streams.json"
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """One recorded episode: its ids, its pictures as files, and the log-prob of each id but the first."""
+    """One recorded episode: its ids, its images as files, and the log-prob of each id but the first."""
 
     ids: tuple[int, ...]
-    pictures: tuple[str, ...]
+    images: tuple[str, ...]
     logprobs_T: NDArray[np.float32]
 
 
 def recorded(run: Path, count: int) -> list[tuple[list[int], list[str]]]:
-    """Return ids and picture files of the longest recorded episodes."""
+    """Return ids and image files of the longest recorded episodes."""
     chosen = sorted(Recording.open(run).episodes(), key=lambda episode: -len(episode.ids))[:count]
     return [(list(e.ids), [f"images/{image.digest}.png" for image in e.images]) for e in chosen]
 
@@ -60,19 +60,19 @@ def write(run: Path, folder: Path, count: int) -> None:
         images = []
         for name in names:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            picture = Image.open(run / "episodes" / name).convert("RGB")
-            picture.save(folder / name)
-            images.append(process(renderer, picture))
+            image = Image.open(run / "episodes" / name).convert("RGB")
+            image.save(folder / name)
+            images.append(process(renderer, image))
         logprobs = stream_logprobs(model, ids, images, "cpu").tolist()
         streams.append({"ids": ids, "pictures": names, "logprobs": logprobs})
     (folder / STREAMS).write_text(json.dumps(streams))
     print(f"{len(streams)} streams, {sum(len(s['ids']) for s in streams)} tokens, model {path}")
 
 
-def process(renderer: Renderer, picture: Image.Image) -> ProcessedImage:
-    """Return a picture as the network reads it."""
+def process(renderer: Renderer, image: Image.Image) -> ProcessedImage:
+    """Return an image as the network reads it."""
     assert renderer.images is not None, "the model reads no images"
-    return renderer.images.process(picture)
+    return renderer.images.process(image)
 
 
 def read(folder: Path) -> list[Stream]:
@@ -95,9 +95,9 @@ def transformers_scores(folder: Path, streams: Sequence[Stream], dtype: torch.dt
     for stream in streams:
         ids = torch.tensor([stream.ids], device=device)
         inputs: dict[str, Any] = {"input_ids": ids, "mm_token_type_ids": (ids == network.config.image_token_id).int()}
-        if stream.pictures:
-            pictures = [Image.open(folder / name) for name in stream.pictures]
-            processed = processor(images=pictures, return_tensors="pt")
+        if stream.images:
+            images = [Image.open(folder / name) for name in stream.images]
+            processed = processor(images=images, return_tensors="pt")
             inputs["pixel_values"] = processed["pixel_values"].to(device, dtype)
             inputs["image_grid_thw"] = processed["image_grid_thw"].to(device)
         logits_TV = network(**inputs).logits[0, :-1].float()
@@ -120,8 +120,8 @@ async def sglang_scores(
     engine = SGLangEngine(settings, renderer.image_token_id)
     try:
         await engine.start()
-        pictures = [[process(renderer, Image.open(folder / name)) for name in stream.pictures] for stream in streams]
-        return [await engine.score(s.ids, images) for s, images in zip(streams, pictures, strict=True)]
+        raw_images = [[process(renderer, Image.open(folder / name)) for name in stream.images] for stream in streams]
+        return [await engine.score(s.ids, images) for s, images in zip(streams, raw_images, strict=True)]
     finally:
         await engine.close()
 

@@ -1,7 +1,7 @@
 """What must not change a step, measured: `python -m benchmarks.invariance`.
 
 For each kind of architecture, a tiny network with random weights and twelve random streams in four groups, of one to
-three turns, with pictures in prompts and in later turns where the network takes some. One step of all of them at once
+three turns, with images in prompts and in later turns where the network takes some. One step of all of them at once
 is held against the same step taken otherwise: cut into other micro-batches, in another order, on 2 and 4 ranks with
 uneven shares, with activations made again, weights or optimizer on the host, and with adapters against the merged
 network (gradients by the chain rule). Everything is in float32, so what is left is rounding.

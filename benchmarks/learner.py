@@ -6,7 +6,7 @@
 
 MFU is the counted operations (`benchmarks.flops`; a training step is three forwards, recomputation not counted) over
 the seconds and the rate of a large matrix product on the same machine in the same run: `needed` counts a prompt shared
-by samples once, `whole` every stream and its pictures by itself.
+by samples once, `whole` every stream and its images by itself.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _trl(bench: Bench, text: str) -> Row:
 
 
 def vision(bench: Bench) -> Iterator[Row]:
-    """Many small pictures: tower, forward pass and step, ours against Transformers."""
+    """Many small images: tower, forward pass and step, ours against Transformers."""
     for text in bench.args.vision:
         name, rest = text.split(":", 1)
         config, options = shape_config(name), Options.parse(rest)

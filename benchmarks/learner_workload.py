@@ -52,7 +52,7 @@ class Sizes:
     """How many samples, and how long.
 
     Responses are log-normal within `shortest` and `longest`, their mean `mean`; a twentieth of each is tool output.
-    A prompt has `text` words and so many `pictures` of a `grid` each.
+    A prompt has `text` words and so many `images` of a `grid` each.
     """
 
     problems: int
@@ -62,15 +62,15 @@ class Sizes:
     shortest: int
     mean: int
     longest: int
-    pictures: int = 1
+    images: int = 1
 
 
 #: 110 tokens of image, as a diagram of 352 x 320 pixels has.
 GEO3K = Sizes(8, 8, (1, 20, 22), text=150, shortest=150, mean=644, longest=2379)
-#: 512 pictures of 160 x 128 pixels, 20 tokens each, all different.
+#: 512 images of 160 x 128 pixels, 20 tokens each, all different.
 SMALL_IMAGES = Sizes(512, 1, (1, 8, 10), text=60, shortest=20, mean=80, longest=160)
-#: Two streams of 131,072 tokens; 64 pictures of 512 x 512 pixels are an eighth of each.
-LONG = Sizes(2, 1, (1, 32, 32), text=16_384, shortest=98_304, mean=98_304, longest=98_304, pictures=64)
+#: Two streams of 131,072 tokens; 64 images of 512 x 512 pixels are an eighth of each.
+LONG = Sizes(2, 1, (1, 32, 32), text=16_384, shortest=98_304, mean=98_304, longest=98_304, images=64)
 TINY = Sizes(2, 4, (1, 4, 8), text=8, shortest=8, mean=24, longest=60)
 TINY_IMAGES = Sizes(12, 1, (1, 4, 6), text=6, shortest=6, mean=10, longest=20)
 
@@ -128,7 +128,7 @@ def response_lengths(sizes: Sizes, rng: np.random.Generator) -> NDArray[np.int64
 
 
 def make_samples(config: Any, sizes: Sizes, seed: int = 0, shared: bool = True) -> list[TrainingSample]:
-    """Return the samples of a step; `shared`: those of a problem begin with one prompt and its picture.
+    """Return the samples of a step; `shared`: those of a problem begin with one prompt and its image.
 
     Lengths, turns and advantages are the same in both cases. Log-probs of the rollout are 0 until `with_logprobs`.
     """
@@ -178,7 +178,7 @@ Prompt = tuple[NDArray[np.int64], tuple[ProcessedImage, ...]]
 
 
 def _prompt(config: Any, sizes: Sizes, rng: np.random.Generator, name: str) -> Prompt:
-    """Return text with the pictures' placeholders among it, about as much of it before each; and the pictures."""
+    """Return text with the images' placeholders among it, about as much of it before each; and the images."""
     vision = config.vision_config
     time, height, width = sizes.grid
     values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
@@ -190,10 +190,10 @@ def _prompt(config: Any, sizes: Sizes, rng: np.random.Generator, name: str) -> P
             sizes.grid,
             patches // vision.spatial_merge_size**2,
         )
-        for number in range(sizes.pictures)
+        for number in range(sizes.images)
     )
     words = _words(config, sizes.text, rng)
-    cuts = [sizes.text * (number + 1) // (sizes.pictures + 2) for number in range(sizes.pictures)]
+    cuts = [sizes.text * (number + 1) // (sizes.images + 2) for number in range(sizes.images)]
     before, *pieces = np.split(words, cuts)
     marks = [np.full(image.num_tokens, config.image_token_id) for image in images]
     return np.concatenate([before, *(part for pair in zip(marks, pieces, strict=True) for part in pair)]), images

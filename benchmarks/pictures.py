@@ -1,10 +1,10 @@
-"""Requests with pictures against requests of text on one SGLang server. Needs a GPU.
+"""Requests with images against requests of text on one SGLang server. Needs a GPU.
 
-`python -m benchmarks.pictures --model starter`; prints tables and writes `benchmarks/results/pictures_MODEL.json`. The
-server is asked in two ways: `before` is SGLang's own (a data URI with every request), `after` sends each picture once.
-`--model 2b` is the shape of Qwen3-VL-2B with fresh weights, `starter` the bundled model; both read pictures of up to
+`python -m benchmarks.images --model starter`; prints tables and writes `benchmarks/results/images_MODEL.json`. The
+server is asked in two ways: `before` is SGLang's own (a data URI with every request), `after` sends each image once.
+`--model 2b` is the shape of Qwen3-VL-2B with fresh weights, `starter` the bundled model; both read images of up to
 1,024 tokens here. Samples come in groups of 8 that share their prompt. `--profile py-spy` also lists the server's
-busiest functions while it answers the last workload, of text and with each picture sent once.
+busiest functions while it answers the last workload, of text and with each image sent once.
 
 `--parts groups` asks by the engine instead, with samples of a group that wait until one has read their prompt
 (`shared`), and without (`alone`).
@@ -54,9 +54,9 @@ from trainer.setup.components import sampling_params
 GROUP_SIZE, PROMPT, NEW_TOKENS = 8, 40, 16
 #: Times that the profiled workload is played, and samples of the profile a second.
 PROFILED, PROFILE_HZ = 4, 200
-#: Width and height of a picture by its number of tokens.
+#: Width and height of an image by its number of tokens.
 SIZES = {20: (160, 128), 64: (256, 256), 110: (352, 320), 256: (512, 512), 1024: (1024, 1024)}
-#: Tokens of a picture, pictures a stream, requests at once.
+#: Tokens of an image, images a stream, requests at once.
 CELLS = ("20,1,64", "20,1,256", "20,1,1024", "110,1,256", "110,4,256", "1024,1,256", "1024,4,64")
 GROUP_CELLS = ("20,1,256", "110,1,256", "256,1,256", "1024,1,64", "1024,1,256")
 
@@ -65,8 +65,8 @@ GROUP_CELLS = ("20,1,256", "110,1,256", "256,1,256", "1024,1,64", "1024,1,256")
 class Cell:
     """One workload."""
 
-    picture_tokens: int
-    pictures: int
+    image_tokens: int
+    images: int
     concurrency: int
 
     @property
@@ -75,7 +75,7 @@ class Cell:
 
 
 def make_checkpoint(name: str, folder: Path, device: str) -> Renderer:
-    """Write the starter, or fresh weights of the 2B shape, with room for large pictures."""
+    """Write the starter, or fresh weights of the 2B shape, with room for large images."""
     shutil.copytree(STARTER_PATH, folder)
     if name == "2b":
         torch.manual_seed(0)
@@ -91,7 +91,7 @@ def make_checkpoint(name: str, folder: Path, device: str) -> Renderer:
 
 
 class Workload:
-    """Streams with and without pictures, of equal length. Every cell gets pictures that no server has seen."""
+    """Streams with and without images, of equal length. Every cell gets images that no server has seen."""
 
     def __init__(self, renderer: Renderer, sampling: SamplingParams) -> None:
         self.renderer, self.sampling = renderer, replace(sampling, stop_ids=())
@@ -100,9 +100,9 @@ class Workload:
     def image(self, random: np.random.Generator, tokens: int) -> ProcessedImage:
         width, height = SIZES[tokens]
         pixels = random.integers(0, 256, (height // 8, width // 8, 3), dtype=np.uint8)
-        picture = Image.fromarray(pixels).resize((width, height), Image.Resampling.NEAREST)
+        raw_image = Image.fromarray(pixels).resize((width, height), Image.Resampling.NEAREST)
         assert self.renderer.images
-        image = self.renderer.images.process(picture)
+        image = self.renderer.images.process(raw_image)
         assert image.num_tokens == tokens, (image.num_tokens, tokens)
         return image
 
@@ -119,12 +119,12 @@ class Workload:
         assert self.renderer.image_token_id is not None
         return [self.renderer.image_token_id] * image.num_tokens
 
-    def requests(self, cell: Cell, with_pictures: bool) -> list[GenerateRequest]:
-        """Return new requests, in groups, with their pictures encoded."""
+    def requests(self, cell: Cell, with_images: bool) -> list[GenerateRequest]:
+        """Return new requests, in groups, with their images encoded."""
 
         def group(random: np.random.Generator) -> list[GenerateRequest]:
-            ids, images = self.stream(random, cell.picture_tokens, cell.pictures)
-            if not with_pictures:
+            ids, images = self.stream(random, cell.image_tokens, cell.images)
+            if not with_images:
                 ids, images = tuple(random.integers(10, 600, len(ids)).tolist()), ()
             assert all(image.png for image in images)
             seed = int(random.integers(2**31))
@@ -187,21 +187,21 @@ async def group_rate(
 
 
 async def groups(engine: SGLangEngine, workload: Workload, cell: Cell, repeats: int) -> list[dict[str, Any]]:
-    """Return the median rates of groups by the engine, of text and of pictures, alone and shared by turns."""
+    """Return the median rates of groups by the engine, of text and of images, alone and shared by turns."""
     rows = []
-    for with_pictures in (False, True):
+    for with_images in (False, True):
         for shared in (False, True):  # compiles kernels
-            await group_rate(engine, workload.requests(replace(cell, concurrency=8), with_pictures), 8, shared)
+            await group_rate(engine, workload.requests(replace(cell, concurrency=8), with_images), 8, shared)
         found = [
             [
-                await group_rate(engine, workload.requests(cell, with_pictures), cell.concurrency, shared)
+                await group_rate(engine, workload.requests(cell, with_images), cell.concurrency, shared)
                 for shared in (False, True)
             ]
             for _ in range(repeats)
         ]
         (alone, alone_read), (shared_rate, shared_read) = np.median(found, axis=0).tolist()
         rows.append(
-            {**vars(cell), "with_pictures": with_pictures, "alone": alone, "shared": shared_rate}
+            {**vars(cell), "with_pictures": with_images, "alone": alone, "shared": shared_rate}
             | {"alone_read": alone_read, "shared_read": shared_read}
         )
     return rows
@@ -210,7 +210,7 @@ async def groups(engine: SGLangEngine, workload: Workload, cell: Cell, repeats: 
 async def parity(
     before: Server, after: Server, workload: Workload, num_tokens: int, network: PolicyModel
 ) -> dict[str, float]:
-    """Compare the log-probs of streams with pictures by both ways, by one way twice, and with those of the network."""
+    """Compare the log-probs of streams with images by both ways, by one way twice, and with those of the network."""
     differences: dict[str, list[np.ndarray]] = {"before": [], "itself again": [], "network": []}
     number = 0
     while sum(map(len, differences["before"])) < num_tokens:
@@ -287,13 +287,13 @@ async def profiled(
 async def profiles(
     engine: SGLangEngine, server: Server, workload: Workload, options: argparse.Namespace
 ) -> dict[str, dict[str, list[list[Any]]]]:
-    """Return the busiest functions for text and for pictures, of the last workload, whose requests are made before."""
+    """Return the busiest functions for text and for images, of the last workload, whose requests are made before."""
     by_engine, found = "groups" in options.parts, {}
     cell = Cell(*map(int, (options.group_cells if by_engine else options.cells)[-1].split(",")))
-    for kind, with_pictures in (("text", False), ("pictures", True)):
+    for kind, with_images in (("text", False), ("pictures", True)):
         plays: list[Callable[[], Awaitable[object]]] = []
         for _ in range(PROFILED):
-            requests = workload.requests(cell, with_pictures)
+            requests = workload.requests(cell, with_images)
             if by_engine:
                 plays.append(partial(group_rate, engine, requests, cell.concurrency, shared=True))
             else:
@@ -309,10 +309,10 @@ async def rates(
     ways = {"text": (after, False), "before": (before, True), "after": (after, True)}
     found = {}
     for way in options.ways:
-        server, with_pictures = ways[way]
+        server, with_images = ways[way]
         found_rates = []
         for tried in (replace(cell, concurrency=8), *[cell] * options.repeats):  # the first one compiles kernels
-            requests = workload.requests(tried, with_pictures)
+            requests = workload.requests(tried, with_images)
             found_rates.append(await rate(server, requests, tried.concurrency, workload.renderer.image_token_id))
         found[way] = statistics.median(found_rates[1:])
     return found
@@ -331,12 +331,12 @@ async def measure(
     engine = SGLangEngine(settings, renderer.image_token_id)
     started = time.perf_counter()
     await engine.start()
-    keep = [server.sent_pictures is not None for server in engine.servers.all]
+    keep = [server.sent_images is not None for server in engine.servers.all]
     print(f"server up in {time.perf_counter() - started:.0f} s; keeps pictures: {keep}", flush=True)
     try:
         (after,) = engine.servers.all
         before = copy.copy(after)
-        before.sent_pictures = None
+        before.sent_images = None
         figures: dict[str, Any] = {"gpu": torch.cuda.get_device_name()}
         if "parity" in options.parts:
             network = PolicyModel.load(folder, torch.bfloat16).to(options.device)

@@ -24,7 +24,7 @@ COLUMNS = ("run", "figure", "predicted", "measured", "error")
 LONG = Workload(prompt=250, images=110, turns=1.7, turn_tokens=206, observation=30, tool_s=0.0, spread=0.16)
 SHORT = Workload(prompt=250, images=110, turns=1.7, turn_tokens=46, observation=30, tool_s=0.0, spread=0.6)
 #: Variant of `asynchrony_2b.json`, machine, workload, staleness, whether the cache is kept and GPUs are shared, seconds
-#: of a new picture (0.035 before pictures were encoded by CUDA graphs).
+#: of a new image (0.035 before images were encoded by CUDA graphs).
 RUNS = (
     ("h100-split-0", "h100", LONG, 0, False, False, 0.035),
     ("h100-split-1", "h100", LONG, 1, False, False, 0.035),
@@ -41,7 +41,7 @@ RUNS = (
     ("graphs-split-2-keep", "h100", LONG, 2, True, False, 0.013),
     ("graphs-short-one-gpu", "h100", SHORT, 0, False, True, 0.013),
 )
-#: Of the learner's benchmarks: prompts of 260 tokens, 110 of a picture, responses of 644 with 5 % tool output.
+#: Of the learner's benchmarks: prompts of 260 tokens, 110 of an image, responses of 644 with 5 % tool output.
 GEO3K = Workload(prompt=150, images=110, turns=2, turn_tokens=306, observation=32)
 #: Run, machine, problems of 8, learner, tokens a second.
 LEARNER = (
@@ -54,7 +54,7 @@ LEARNER = (
     ("H200, 4 ranks, 32 problems", "h200", 32, LearnerLayout(4), 171_932),
     ("H200, 4 ranks, 32 problems, reshard always", "h200", 32, LearnerLayout(4, reshards=True), 150_700),
 )
-#: Run, model, rank of adapters, plan, peak in GiB. The 2B steps have 18 samples with a picture in a micro-batch.
+#: Run, model, rank of adapters, plan, peak in GiB. The 2B steps have 18 samples with an image in a micro-batch.
 MEMORY = (
     ("2b, 1 rank, compiled, constant from it", "2b", 0, Plan(1, 16384, 7920, is_compiled=True), 55.96),
     ("2b, 2 ranks, compiled, constant from it", "2b", 0, Plan(2, 16384, 7920, is_compiled=True), 44.97),
@@ -88,11 +88,11 @@ class Compared:
 def whole_runs(shape: ModelShape) -> Iterator[Compared]:
     """Predict the recorded runs of one learner and one server with 16 problems of 8 episodes a step."""
     measured = json.loads((RESULTS / "asynchrony_2b.json").read_text(encoding="utf-8"))["by_variant"]
-    for name, machine, workload, staleness, keeps, shares, picture_s in RUNS:
+    for name, machine, workload, staleness, keeps, shares, image_s in RUNS:
         found = measured[name]
         tokens = found["tokens_per_s"] / found["samples_per_s"]  # of an episode
         workload = replace(workload, turn_tokens=tokens / workload.turns)
-        hardware = replace(Hardware.read(machine), picture_s=picture_s)
+        hardware = replace(Hardware.read(machine), image_s=image_s)
         schedule = Schedule(16, 8, staleness, keep_kv_cache=keeps)
         layout = Layout("colocate" if shares else "split", LearnerLayout(), 1, 1, "ipc", cache_tokens=1e6)
         forecast = Speed(shape, hardware, workload, schedule).forecast(layout)

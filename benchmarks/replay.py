@@ -72,7 +72,7 @@ def measure(folder: Path, model: str, max_concurrent: int, repeats: int) -> dict
     """Replay a few times; return the best episodes/s, with the processor's share."""
     best: dict[str, float] = {}
     for number in range(repeats):
-        copy = folder / f"copy-{model}-{number}"  # so that no picture is in memory already
+        copy = folder / f"copy-{model}-{number}"  # so that no image is in memory already
         shutil.copytree(folder / "recorded", copy)
         config = ReplayConfig(run=str(copy), model=model, max_concurrent=max_concurrent)
         opened = open_all(config)

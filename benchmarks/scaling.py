@@ -1,13 +1,13 @@
 """One training step under several layouts of learner processes: seconds, MFU, and the share of an ideal speed-up.
 
 A layout is the flags of `trainer.run` that say it. Each starts its Ray actors as the trainer does, and takes the same
-step of `--problems` problems with 8 samples (geo3k-like, one picture each). Weights are fresh. Prints a table after
+step of `--problems` problems with 8 samples (geo3k-like, one image each). Weights are fresh. Prints a table after
 each layout and writes `scaling_MODEL.json`; a layout that fails is a row with its error.
 
     python -m benchmarks.scaling --layouts "--num-gpus 1" "--num-gpus 2"
     python -m benchmarks.scaling --layouts "--num-gpus 1 --compile on" "--num-gpus 2 --backend megatron --tp 2 --sp"
 
-`--long` takes two streams of 131,072 tokens with 64 pictures each in place of the problems; `--layers` cuts the
+`--long` takes two streams of 131,072 tokens with 64 images each in place of the problems; `--layers` cuts the
 network's layers, so that a large one's shape fits. `peak_gib` is what tensors took at most on any rank. `--profile`
 takes each layout's step on one rank in this process, and writes where its time goes, by kernel and by Python function.
 `--model tiny --layouts "--num-learners 2"` runs on a CPU, which shows that it works and nothing else.

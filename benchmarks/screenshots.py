@@ -1,4 +1,4 @@
-"""Takes the pictures of docs/viewer.md: a run in; PNG files, in light and dark, out."""
+"""Takes the images of docs/viewer.md: a run in; PNG files, in light and dark, out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_BYTES = 250_000
 
 
 @dataclass(frozen=True)
-class Picture:
+class Screenshot:
     """What is shown: a fragment of the page, in a theme; `hover` is pointed at."""
 
     name: str
@@ -28,8 +28,8 @@ class Picture:
     height: int = 900
 
 
-def pictures(source: Source, is_compared: bool, episode: str = "") -> list[Picture]:
-    """Return what is worth a picture of a run: among others the episode, or else one that a tool set right."""
+def shots(source: Source, is_compared: bool, episode: str = "") -> list[Screenshot]:
+    """Return what is worth an image of a run: among others the episode, or else one that a tool set right."""
     columns = source.columns
     chosen = max(
         (k for k in range(len(source)) if episode in ("", columns["id"][k])),
@@ -39,14 +39,14 @@ def pictures(source: Source, is_compared: bool, episode: str = "") -> list[Pictu
     group = "/".join(str(columns[name][chosen]) for name in ("phase", "way", "group"))
     tokens = f"#/episode/{episode}?color="
     found = [
-        Picture("overview", "light", "#/", ".chart[data-metric=reward] .plot"),
-        Picture("episodes", "dark", "#/episodes?phase=train&sort=-max_gap"),
-        Picture("conversation", "light", f"#/episode/{episode}?turn=2", height=1000),
-        Picture("episode", "light", f"{tokens}gap", ".tokens .r8"),
-        Picture("probability", "dark", f"{tokens}probability", ".tokens .is-mine:is(.p3, .p4, .p5, .p6)"),
-        Picture("group", "light", f"#/group/{group}?color=mask&order=reward"),
+        Screenshot("overview", "light", "#/", ".chart[data-metric=reward] .plot"),
+        Screenshot("episodes", "dark", "#/episodes?phase=train&sort=-max_gap"),
+        Screenshot("conversation", "light", f"#/episode/{episode}?turn=2", height=1000),
+        Screenshot("episode", "light", f"{tokens}gap", ".tokens .r8"),
+        Screenshot("probability", "dark", f"{tokens}probability", ".tokens .is-mine:is(.p3, .p4, .p5, .p6)"),
+        Screenshot("group", "light", f"#/group/{group}?color=mask&order=reward"),
     ]
-    return [*found, Picture("compare", "dark", "#/compare")] if is_compared else found
+    return [*found, Screenshot("compare", "dark", "#/compare")] if is_compared else found
 
 
 def take_screenshots(folder: Path, run: Path, other: Path | None, episode: str = "", only: str = "") -> None:
@@ -56,25 +56,25 @@ def take_screenshots(folder: Path, run: Path, other: Path | None, episode: str =
     with tempfile.TemporaryDirectory() as scratch, chromium() as browser:
         for name, shown in (("one", sources[:1]), ("all", sources)):
             export(Path(scratch) / f"{name}.html", shown)
-        for picture in pictures(source, other is not None, episode):
-            if only not in ("", picture.name):
+        for shot in shots(source, other is not None, episode):
+            if only not in ("", shot.name):
                 continue
-            name = "all" if picture.fragment.startswith("#/compare") else "one"
-            page = browser.new_page(viewport={"width": 1440, "height": picture.height}, color_scheme=picture.theme)
-            page.goto(f"file://{scratch}/{name}.html{picture.fragment}")
+            name = "all" if shot.fragment.startswith("#/compare") else "one"
+            page = browser.new_page(viewport={"width": 1440, "height": shot.height}, color_scheme=shot.theme)
+            page.goto(f"file://{scratch}/{name}.html{shot.fragment}")
             page.wait_for_selector("html[data-ready]")
             page.wait_for_timeout(700)
-            if picture.hover and page.locator(picture.hover).count():
-                page.locator(picture.hover).first.hover()
+            if shot.hover and page.locator(shot.hover).count():
+                page.locator(shot.hover).first.hover()
                 page.wait_for_timeout(200)
-            path = folder / f"viewer-{picture.name}.png"
+            path = folder / f"viewer-{shot.name}.png"
             path.write_bytes(packed(page.screenshot()))
             print(f"{path}: {path.stat().st_size:,} bytes")
             page.close()
 
 
 def packed(png: bytes) -> bytes:
-    """Return a picture as a smaller file, of 256 colours where it would be too large otherwise."""
+    """Return an image as a smaller file, of 256 colours where it would be too large otherwise."""
     image = Image.open(io.BytesIO(png)).convert("RGB")
     for each in (image, image.quantize(256, dither=Image.Dither.NONE)):
         file = io.BytesIO()

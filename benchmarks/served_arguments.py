@@ -4,7 +4,7 @@ On one GPU, for one and for three servers, with and without CUDA graphs:
 
     python -m benchmarks.served_arguments --servers 1 3 --engine-args= --engine-args=--disable-cuda-graph
 
-For every setting: seconds until all servers answer, tokens a second of groups of samples (text, and one picture each),
+For every setting: seconds until all servers answer, tokens a second of groups of samples (text, and one image each),
 the share of their prompts that came from a cache, and the gap in nats to the network itself, computed apart.
 """
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from agents.checking.reference import Reference
-from agents.checking.trial import picture
+from agents.checking.trial import make_image
 from agents.engines.sglang import SGLangEngine, SGLangSettings
 from agents.rendering.renderer import Renderer
 from agents.rendering.tokenizer_files import model_folder
@@ -32,14 +32,14 @@ CONTEXT = 1024
 TEXT = "How many triangles are there? Look at every corner, count slowly, and give reasons for each. "
 
 
-def requests(renderer: Renderer, options: argparse.Namespace, seed: int, pictures: bool) -> list[GenerateRequest]:
+def requests(renderer: Renderer, options: argparse.Namespace, seed: int, images: bool) -> list[GenerateRequest]:
     """Return a request for each group; all turns go on to their budget."""
     sampling = SamplingParams(suppressed_ids=tuple(sorted({*renderer.suppressed_ids, *renderer.stop_ids})))
     made = []
     for number in range(options.groups):
         parts: list[dict[str, Any]] = [{"type": "text", "text": f"{TEXT} ({seed}.{number})"}]
-        if pictures:
-            parts.insert(0, {"type": "image", "image": picture(1000 * seed + number)})
+        if images:
+            parts.insert(0, {"type": "image", "image": make_image(1000 * seed + number)})
         prompt = renderer.prompt([{"role": "user", "content": parts}], ())
         made.append(GenerateRequest(prompt.ids, prompt.images, options.tokens, sampling, seed=seed))
     return made
@@ -79,9 +79,9 @@ async def measure(options: argparse.Namespace, servers: int, arguments: str, fol
         await engine.start()
         row["start_s"] = round(time.perf_counter() - started, 1)
         reference = Reference.load(path, options.dtype, options.device)
-        for name, pictures in (("text", False), ("pictures", True)):
-            await play(engine, requests(renderer, options, 1, pictures), options.size)  # kernels
-            groups = requests(renderer, options, 2, pictures)
+        for name, images in (("text", False), ("pictures", True)):
+            await play(engine, requests(renderer, options, 1, images), options.size)  # kernels
+            groups = requests(renderer, options, 2, images)
             done, seconds = await play(engine, groups, options.size)
             row[f"{name}_tokens_per_s"] = round(sum(len(each.ids) for each in done) / seconds)
             row[f"{name}_requests_per_s"] = round(len(done) / seconds, 1)

@@ -3,7 +3,7 @@
 `python -m benchmarks.sglang_rollout --model starter --parts parity greedy throughput faults`; prints tables and writes
 `benchmarks/results/sglang_MODEL.json`. `--model 2b` is the shape of Qwen3-VL-2B with fresh weights. Both are first
 taught to call the tools of `geo3k` and `geo3k_zoom` by scripted lessons, so that episodes have several turns and
-pictures arrive late; what they answer is mostly wrong.
+images arrive late; what they answer is mostly wrong.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from agents.engines.base import Engine
 from agents.engines.hf import HFEngine
 from agents.engines.sglang import SGLangEngine, SGLangSettings
 from agents.engines.sglang.client import authorization
-from agents.engines.sglang.pictures import image_fields
+from agents.engines.sglang.images import image_fields
 from agents.engines.sglang.servers import Server
 from agents.model import STARTER_PATH
 from agents.model.mrope import num_images_within
@@ -286,7 +286,7 @@ async def throughput(bench: Bench) -> dict[str, Any]:
             return await send(server, body, images, salt)
 
         problems = bench.options.episodes
-        await bench.play(engine, "geo3k", problems, 1, 0.0, seed=11)  # kernels, encoded pictures
+        await bench.play(engine, "geo3k", problems, 1, 0.0, seed=11)  # kernels, encoded images
         url = engine.servers.up[0].client.url
         for concurrency in bench.options.concurrency:
             for round_number in range(bench.options.rounds):

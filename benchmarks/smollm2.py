@@ -2,7 +2,7 @@
 
 In: a checkpoint folder of SmolLM2-135M-Instruct, which was never taught to call tools. For each seed: demonstrations of
 `calculator` in which the tool is seldom used, then reinforcement, which has to find out that using it pays; before and
-after, accuracy on held-out problems with the tool and without. Out: a table, and a JSON file and a picture of the
+after, accuracy on held-out problems with the tool and without. Out: a table, and a JSON file and an image of the
 curves that are written anew as each seed ends. Further flags go to `trainer.run`.
 """
 

@@ -1,7 +1,7 @@
 """Every chat template, boundary for boundary: `python -m benchmarks.templates`.
 
 A script plays episodes of up to four turns with awkward texts on both sides, several messages a turn, tools, and
-pictures in prompts and answers. Before every turn the stream is compared with the model's own template, rendered over
+images in prompts and answers. Before every turn the stream is compared with the model's own template, rendered over
 all messages from the first one on (`agents.rollout.template_check`). Qwen's tokenizer and templates are used if found.
 """
 
@@ -45,14 +45,14 @@ def words(rng: random.Random, choices: Sequence[str] = WORDS) -> str:
 
 
 def content(rng: random.Random, shows: bool) -> str | list[dict[str, Any]]:
-    """Return a text, or texts and pictures mixed."""
+    """Return a text, or texts and images mixed."""
     if not shows or rng.random() < 0.5:
         return words(rng)
     parts: list[dict[str, Any]] = []
     for _ in range(rng.randint(1, 3)):
         size = (rng.randint(20, 200), rng.randint(20, 200))
-        picture = {"type": "image", "image": Image.new("RGB", size, (rng.randint(0, 255), 0, 0))}
-        parts.append(picture if rng.random() < 0.4 else {"type": "text", "text": words(rng)})
+        image = {"type": "image", "image": Image.new("RGB", size, (rng.randint(0, 255), 0, 0))}
+        parts.append(image if rng.random() < 0.4 else {"type": "text", "text": words(rng)})
     return parts
 
 

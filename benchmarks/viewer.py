@@ -1,10 +1,10 @@
 """How the viewer's page behaves with many episodes: `python -m benchmarks.viewer --episodes 10000`.
 
 Plays a scripted policy of mixed habits in the real agent loop against the real environment, eight samples a problem,
-each problem with its own picture; log-probs are drawn at random, as no network is asked. The recording is exported as
+each problem with its own image; log-probs are drawn at random, as no network is asked. The recording is exported as
 one page, which Chromium opens. Prints a table and writes `benchmarks/results/viewer.json`.
 
-`python -m benchmarks.viewer --screenshots docs --run runs/x [--other runs/y]` takes the pictures of docs/viewer.md;
+`python -m benchmarks.viewer --screenshots docs --run runs/x [--other runs/y]` takes the images of docs/viewer.md;
 `--only episode --episode train-146-2` that of one episode alone.
 """
 

@@ -72,12 +72,12 @@ class AnyText(spaces.Text):
         return f"AnyText({self.max_length})"
 
 
-class RGBPicture(spaces.Space[np.ndarray]):
-    """Pictures of any size: uint8 arrays of shape (height, width, 3); `spaces.Box` has a fixed size.
+class RGBImage(spaces.Space[np.ndarray]):
+    """Images of any size: uint8 arrays of shape (height, width, 3); `spaces.Box` has a fixed size.
 
     Example::
 
-        RGBPicture().contains(np.zeros((128, 160, 3), np.uint8))        # True
+        RGBImage().contains(np.zeros((128, 160, 3), np.uint8))        # True
     """
 
     def __init__(self, seed: int | None = None) -> None:
@@ -93,30 +93,30 @@ class RGBPicture(spaces.Space[np.ndarray]):
         return isinstance(x, np.ndarray) and x.dtype == np.uint8 and x.ndim == 3 and x.shape[2] == 3
 
     def sample(self, mask: Any = None, probability: Any = None) -> np.ndarray:
-        """Draw a random picture of 1 to 16 pixels per side; masks are ignored."""
+        """Draw a random image of 1 to 16 pixels per side; masks are ignored."""
         height, width = self.np_random.integers(1, 17, size=2)
         return self.np_random.integers(0, 256, size=(height, width, 3), dtype=np.uint8)
 
     def to_jsonable(self, sample_n: Iterable[np.ndarray]) -> list[Any]:
-        """Return the pictures as nested lists."""
-        return [picture.tolist() for picture in sample_n]
+        """Return the images as nested lists."""
+        return [image.tolist() for image in sample_n]
 
     def from_jsonable(self, sample_n: list[Any]) -> list[np.ndarray]:
-        """Return the pictures of `to_jsonable`."""
-        return [np.asarray(picture, dtype=np.uint8) for picture in sample_n]
+        """Return the images of `to_jsonable`."""
+        return [np.asarray(image, dtype=np.uint8) for image in sample_n]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, RGBPicture)
+        return isinstance(other, RGBImage)
 
     def __repr__(self) -> str:
-        return "RGBPicture()"
+        return "RGBImage()"
 
 
 class TrueTurnEnv(gymnasium.Env[dict[str, Any], str]):
     r"""One environment of the registry with its data set; each reset draws a sample.
 
     An action is the model's text of one turn. An observation holds "text", with a heading per message and ``<image>``
-    for each picture, and "images", the pictures in that order. The first observation shows the whole prompt, a later
+    for each image, and "images", the images in that order. The first observation shows the whole prompt, a later
     one the environment's answer (empty text if there is none).
 
     Example::
@@ -172,7 +172,7 @@ class TrueTurnEnv(gymnasium.Env[dict[str, Any], str]):
         if not len(self._samples):
             raise UserError(f"environment '{env_id}' samples", "must not be empty", 0, "give at least one")
         self._system_prompt = spec.load_system_prompt()
-        self.observation_space = spaces.Dict({"text": AnyText(), "images": spaces.Sequence(RGBPicture())})
+        self.observation_space = spaces.Dict({"text": AnyText(), "images": spaces.Sequence(RGBImage())})
         self.action_space = AnyText()
         self.render_mode = render_mode
         self._inner: Env | None = None
@@ -260,7 +260,7 @@ class TrueTurnEnv(gymnasium.Env[dict[str, Any], str]):
         return checked_messages(list(prompt))
 
     def _show(self, messages: Sequence[Message]) -> dict[str, Any]:
-        """Add the messages to the transcript and return their observation, with copies of the pictures."""
+        """Add the messages to the transcript and return their observation, with copies of the images."""
         text = "\n\n".join(f"[{message['role']}]\n{plain_text(message)}" for message in messages)
         self._transcript += [text] if text else []
         return {"text": text, "images": tuple(np.array(image.convert("RGB")) for image in message_images(messages))}

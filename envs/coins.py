@@ -1,4 +1,4 @@
-"""A game with pictures and rewards on the way: each turn the model takes one of the coins that it sees."""
+"""A game with images and rewards on the way: each turn the model takes one of the coins that it sees."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class CoinsEnv(Env):
     Example::
 
         env = CoinsEnv(Sample(id="0", prompt=(), metadata={"coins": [3, 9, 1, 4, 7, 2, 5, 8]}), EnvArgs(max_turns=5))
-        env.reset()[0]["obs_str"]                  # "Take a coin."; the picture shows 3 9 1 4
+        env.reset()[0]["obs_str"]                  # "Take a coin."; the image shows 3 9 1 4
         env.step("9")[2]                           # {"coin": 9, "reward": 0.2, "state": (3, 7, 1, 4)}
         env.step("5")[2]                           # {"coin": None, "reward": 0.0, "state": (3, 7, 1, 4)}
     """
@@ -67,12 +67,12 @@ class CoinsEnv(Env):
         return texts
 
     def _table(self) -> dict[str, Any]:
-        picture = Image.new("RGB", (_SIDE * NUM_SHOWN, _SIDE), "white")
-        draw = ImageDraw.Draw(picture)
+        image = Image.new("RGB", (_SIDE * NUM_SHOWN, _SIDE), "white")
+        draw = ImageDraw.Draw(image)
         font = ImageFont.load_default(size=24)
         for place, coin in enumerate(self.shown):
             draw.text(((place + 0.5) * _SIDE, _SIDE / 2), str(coin), "black", font, anchor="mm")
-        return {"obs_str": "Take a coin.", "role": "user", "multi_modal_data": {"image": [picture]}}
+        return {"obs_str": "Take a coin.", "role": "user", "multi_modal_data": {"image": [image]}}
 
 
 def samples(split: str, size: int, seed: int) -> list[Sample]:

@@ -74,7 +74,7 @@ class ToolFault(EnvFault):
 
 
 def checked_messages(value: object) -> tuple[Message, ...]:
-    """Validate messages, or a single one, and return them with decoded pictures."""
+    """Validate messages, or a single one, and return them with decoded images."""
     return tuple(_message(each) for each in (value if isinstance(value, (list, tuple)) else [value]))
 
 
@@ -136,10 +136,10 @@ def _part(part: object) -> dict[str, Any]:
         if part.get("type") == "text" and isinstance(part.get("text"), str):
             return plain(part)
         if part.get("type") == "image":
-            picture = load_image(part.get("image"), "observation image", None, max_pixels=MAX_IMAGE_PIXELS)
-            return {**plain_dict({name: each for name, each in part.items() if name != "image"}), "image": picture}
+            image = load_image(part.get("image"), "observation image", None, max_pixels=MAX_IMAGE_PIXELS)
+            return {**plain_dict({name: each for name, each in part.items() if name != "image"}), "image": image}
     raise EnvFault(
-        f'a part must be {{"type": "text", "text": str}} or {{"type": "image", "image": picture}}, got {part!r:.200}'
+        f'a part must be {{"type": "text", "text": str}} or {{"type": "image", "image": image}}, got {part!r:.200}'
     )
 
 
@@ -149,7 +149,7 @@ def _part(part: object) -> dict[str, Any]:
 def plain(value: Any, copy_known: Callable[[Any], Any] = copy.deepcopy) -> Any:
     """Return a copy in plain types, which later changes do not reach; a foreign object becomes its text.
 
-    `copy_known` copies arrays, pictures, dates and paths. A value that holds more than `MAX_VALUES` others becomes a
+    `copy_known` copies arrays, images, dates and paths. A value that holds more than `MAX_VALUES` others becomes a
     text that says so: it may have no end, or a few lists that hold each other may stand for billions.
 
     >>> plain({"score": 0.5, "parts": (1, [Path])})
@@ -225,7 +225,7 @@ def _plain(value: Any, depth: int, counter: Iterator[int], copy_known: Callable[
     if _is_known(value):
         try:
             return copy_known(value)
-        except Exception:  # such as a picture whose file was closed
+        except Exception:  # such as an image whose file was closed
             return shown(value)
     return shown(value)
 

@@ -87,19 +87,17 @@ class Env(ABC):
     def format_observation(self, observation: dict[str, Any]) -> Message | Sequence[Message]:
         """Return the chat message that shows an observation to the model, or several in order.
 
-        The message holds the images of `multi_modal_data`, a dict of lists such as ``{"image": [picture]}``, and then
+        The message holds the images of `multi_modal_data`, a dict of lists such as ``{"image": [image]}``, and then
         the text `obs_str`. Its role is `role`, "tool" by default.
         """
         if not {"obs_str", "multi_modal_data"} & observation.keys():
             rule = "an observation must hold obs_str or multi_modal_data, or format_observation be defined"
             raise ValueError(f"{rule}, got the keys {', '.join(map(str, observation))}")
         if "multi_modal_data" not in observation and (lost := {"image", "images"} & observation.keys()):
-            raise ValueError(
-                f'pictures must stand in multi_modal_data, got {lost.pop()!r}; write {{"image": [picture]}}'
-            )
+            raise ValueError(f'images must stand in multi_modal_data, got {lost.pop()!r}; write {{"image": [image]}}')
         groups = observation.get("multi_modal_data") or {}
         if not isinstance(groups, Mapping) or not all(isinstance(group, list | tuple) for group in groups.values()):
-            raise ValueError(f'multi_modal_data must be like {{"image": [picture]}}, got {groups!r:.200}')
+            raise ValueError(f'multi_modal_data must be like {{"image": [image]}}, got {groups!r:.200}')
         return observation_message(observation, "tool")
 
     def reward(self, final_text: str) -> float | None:

@@ -181,7 +181,7 @@ class FromGymnasium(ToolEnv):
         #                                  "  (Down)\\nSFFF\\n[red:F]HFH\\nFFFH\\nHFFG"
 
     The model sees the rendering with `kwargs: {render_mode: rgb_array}` or if there is an `ansi` one, else the
-    observation: text unchanged, uint8 arrays of shape (height, width, 3) as pictures, everything else as JSON. A
+    observation: text unchanged, uint8 arrays of shape (height, width, 3) as images, everything else as JSON. A
     rendering does not show the texts of an observation, such as the mission of MiniGrid: they come before it, each in
     the first observation and whenever it changes.
 
@@ -271,7 +271,7 @@ class FromGymnasium(ToolEnv):
         return self._show(observation)
 
     def _show(self, observation: Any) -> Any:
-        """Return the visible state: text, a picture, both, or a value for JSON."""
+        """Return the visible state: text, an image, both, or a value for JSON."""
         if self.inner.render_mode not in ("ansi", "rgb_array"):
             return _visible(observation)
         texts = dict(_texts(observation))
@@ -284,10 +284,10 @@ class FromGymnasium(ToolEnv):
 
 
 def _visible(state: Any) -> Any:
-    """Return a state as the model sees it: text without terminal codes, a picture, or a value for JSON."""
+    """Return a state as the model sees it: text without terminal codes, an image, or a value for JSON."""
     if isinstance(state, str):
         return name_colours(state).strip("\n")
-    return Image.fromarray(state) if _is_picture(state) else state
+    return Image.fromarray(state) if _is_image(state) else state
 
 
 def _texts(observation: Any, name: str = "") -> Iterator[tuple[str, str]]:
@@ -326,7 +326,7 @@ def name_colours(text: str) -> str:
     return _COLOUR_CODE.sub(write_out, text)
 
 
-def _is_picture(value: Any) -> bool:
+def _is_image(value: Any) -> bool:
     return isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim == 3 and value.shape[2] == 3
 
 

@@ -1,7 +1,7 @@
-"""Loads pictures from untrusted data safely, as fully decoded RGB images.
+"""Loads images from untrusted data safely, as fully decoded RGB images.
 
 Accepted forms: encoded bytes, base64 text, a data URI, a path, a `PIL.Image.Image`, or one of these in a dict, such as
-``{"bytes": ..., "path": ...}`` or a part of a chat message. `find_image` locates a picture without reading it,
+``{"bytes": ..., "path": ...}`` or a part of a chat message. `find_image` locates an image without reading it,
 `decode_image` reads it, `load_image` does both.
 """
 
@@ -19,7 +19,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from envs.errors import UserError
 
-#: A located picture: a checked path, its encoded bytes, or an image in memory.
+#: A located image: a checked path, its encoded bytes, or an image in memory.
 ImageSource = Path | bytes | Image.Image
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
@@ -29,13 +29,13 @@ MAX_BYTES = 64 * 2**20
 MAX_RATIO = 200
 
 _LONGEST_PATH = 4096
-#: Where a dict holds its picture; the first one that is there counts.
+#: Where a dict holds its image; the first one that is there counts.
 _HOLDERS = ("bytes", "image", "image_url", "url", "path")
 
 
 @dataclass(frozen=True)
 class ImageAccess:
-    """What a picture's value may name besides holding the picture itself.
+    """What an image's value may name besides holding the image itself.
 
     Paths are relative to `root` and must stay below it, unless `allow_outside`; without `root` no path is allowed.
     `fetch` returns the file of a URL, given with the field's name; without it URLs are refused.
@@ -47,14 +47,14 @@ class ImageAccess:
 
 
 def image_digest(image: Image.Image) -> str:
-    """Return a hash of a picture's pixels and size: its key in stores and recordings."""
+    """Return a hash of an image's pixels and size: its key in stores and recordings."""
     return hashlib.blake2b(image.tobytes(), digest_size=16, salt=b"%dx%d" % image.size).hexdigest()
 
 
 def load_image(
     value: object, field: str, root: Path | None, allow_outside: bool = False, max_pixels: int = MAX_PIXELS
 ) -> Image.Image:
-    """Return the picture as an upright, fully decoded RGB image; transparent parts become white.
+    """Return the image as an upright, fully decoded RGB image; transparent parts become white.
 
     A string is, in this order: a data URI, the path of an existing file, base64 of an image. Paths are relative to
     `root` and must stay below it after symbolic links are resolved, unless `allow_outside`; without `root` no path is
@@ -73,14 +73,14 @@ def load_image(
 
 
 def find_image(value: object, field: str, access: ImageAccess) -> ImageSource:
-    """Locate the picture: check its path, decode its base64 or fetch its URL, without reading pixels.
+    """Locate the image: check its path, decode its base64 or fetch its URL, without reading pixels.
 
     Raises:
-        UserError: the value is no picture, or names one that `access` refuses (see `load_image`).
+        UserError: the value is no image, or names one that `access` refuses (see `load_image`).
     """
     if isinstance(value, Mapping) and (held := held_image(value)):
         if sized := next((name for name in ("min_pixels", "max_pixels") if value.get(name) is not None), ""):
-            fix = "remove it: the processor of the model decides the size of every picture"
+            fix = "remove it: the processor of the model decides the size of every image"
             raise UserError(field, f"must have no {sized} of its own", value[sized], fix)
         name, inner = held
         is_base64 = name == "bytes" and isinstance(inner, str)
@@ -104,7 +104,7 @@ def find_image(value: object, field: str, access: ImageAccess) -> ImageSource:
 def decode_image(
     source: ImageSource, field: str, max_pixels: int = MAX_PIXELS, formats: tuple[str, ...] = FORMATS
 ) -> Image.Image:
-    """Read the picture as RGB; check format and limits before decoding pixels (see `load_image` for errors)."""
+    """Read the image as RGB; check format and limits before decoding pixels (see `load_image` for errors)."""
     shown = source.name if isinstance(source, Path) else f"{type(source).__name__} of an image"
     try:
         if isinstance(source, Image.Image):
@@ -121,7 +121,7 @@ def decode_image(
         raise
     except UnidentifiedImageError as error:
         fix = f"give one of {', '.join(formats)}"
-        raise UserError(field, "must be a picture of a known format", shown, fix) from error
+        raise UserError(field, "must be an image of a known format", shown, fix) from error
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise UserError(
             field, f"must have at most {max_pixels} pixels", f"{shown}: {error}", "scale it down"
@@ -130,12 +130,12 @@ def decode_image(
     except Exception as error:
         got = f"{shown}: {type(error).__name__}: {error}"
         raise UserError(
-            field, "must be a whole picture", got, "the file is damaged: replace it or drop the row"
+            field, "must be a whole image", got, "the file is damaged: replace it or drop the row"
         ) from error
 
 
 def held_image(value: Mapping[str, Any]) -> tuple[str, Any] | None:
-    """Return the key and the picture of a dict; None if it holds none.
+    """Return the key and the image of a dict; None if it holds none.
 
     A part of a chat message may hold it two deep: `{"image_url": {"url": ...}}` or `{"image": {"bytes": ...}}`.
     """
@@ -145,7 +145,7 @@ def held_image(value: Mapping[str, Any]) -> tuple[str, Any] | None:
 
 
 def _find_text(text: str, field: str, access: ImageAccess) -> ImageSource:
-    """Locate a picture given as a string: a data URI, a URL, an existing file, or base64 of an image."""
+    """Locate an image given as a string: a data URI, a URL, an existing file, or base64 of an image."""
     _check_text(text, field)
     if text.startswith("data:"):
         header, comma, body = text.partition(",")
@@ -156,7 +156,7 @@ def _find_text(text: str, field: str, access: ImageAccess) -> ImageSource:
         if access.fetch:
             return access.fetch(text, field)
         flag = "give --allow-remote-images to download it, or " if access.root else ""
-        raise UserError(field, "must not be a URL", text, f"{flag}download the picture and give its path")
+        raise UserError(field, "must not be a URL", text, f"{flag}download the image and give its path")
     # A relative path has no meaning without a root: it must not fall back on the working directory.
     root = access.root
     named = text.removeprefix("file://")
@@ -184,8 +184,8 @@ def _check_inside(path: Path, field: str, access: ImageAccess) -> Path:
     resolved = path.resolve()
     if access.allow_outside or (access.root and resolved.is_relative_to(access.root.resolve())):
         return resolved
-    inside = "must be inside the data set's folder, symbolic links followed", "move the picture there"
-    rule, fix = inside if access.root else ("must be a picture, not a path", "give the picture itself")
+    inside = "must be inside the data set's folder, symbolic links followed", "move the image there"
+    rule, fix = inside if access.root else ("must be an image, not a path", "give the image itself")
     raise UserError(field, rule, str(path), f"{fix}, or --allow-outside-images for rows")
 
 
@@ -227,10 +227,10 @@ def _check_text(text: str, field: str) -> None:
 
 
 def check_size(image: Image.Image, field: str, max_pixels: int) -> None:
-    """Raise `UserError` for a picture without pixels, with too many, or too thin for any model."""
+    """Raise `UserError` for an image without pixels, with too many, or too thin for any model."""
     width, height = image.size
     if not width * height:
-        raise UserError(field, "must have pixels", f"{width}x{height}", "give a picture that shows something")
+        raise UserError(field, "must have pixels", f"{width}x{height}", "give an image that shows something")
     if width * height > max_pixels:
         raise UserError(field, f"must have at most {max_pixels} pixels", f"{width}x{height}", "scale it down")
     if max(width, height) > MAX_RATIO * min(width, height):
@@ -242,13 +242,13 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     """Decode and convert to RGB: apply EXIF rotation, put transparency on white, scale 16-bit grey to 8 bits."""
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I"):
-        # Pillow's own conversion clips at 255, which turns nearly all of a 16-bit picture white.
+        # Pillow's own conversion clips at 255, which turns nearly all of a 16-bit image white.
         grey = image.convert("I").point(lambda value: value * (1 / 257))
         return grey.convert("L").convert("RGB")
     if image.mode == "F":
         # Pillow clips at 255 here too, and floats from 0 to 1 would all be black.
         raise ValueError(
-            "a picture of floats has no known range; write it as 8 bits, such as (255 * array).astype('uint8')"
+            "an image of floats has no known range; write it as 8 bits, such as (255 * array).astype('uint8')"
         )
     if image.has_transparency_data:
         on_top = image.convert("RGBA")

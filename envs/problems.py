@@ -20,7 +20,7 @@ from envs.types import Sample, SampleSource
 
 
 class RowsConfig(Section):
-    """The flags that name a file of rows, its columns, and what its pictures may name."""
+    """The flags that name a file of rows, its columns, and what its images may name."""
 
     data: str = Field(
         default="", description="parquet, JSONL or JSON file, folder or hub id; empty: the environment's own problems"

@@ -290,7 +290,7 @@ def fault_line(error: BaseException) -> str:
 def to_content(value: object) -> Content:
     """Convert a tool's result to a message's content: text, or a list of text and image parts.
 
-    Text stays unchanged, a picture becomes an image part, a list or tuple that holds a picture becomes several parts.
+    Text stays unchanged, an image becomes an image part, a list or tuple that holds an image becomes several parts.
     None becomes empty text; numbers, lists, dicts and pydantic models are written as JSON.
 
     >>> to_content(68), to_content({"x": 1.5}), to_content(["a", "b"])
@@ -298,10 +298,10 @@ def to_content(value: object) -> Content:
 
     Raises:
         TypeError: the value, or a value in it, has another type.
-        UserError: no model takes a picture of this size.
+        UserError: no model takes an image of this size.
     """
     if isinstance(value, Image.Image):
-        check_size(value, "picture", MAX_IMAGE_PIXELS)
+        check_size(value, "image", MAX_IMAGE_PIXELS)
         return [{"type": "image", "image": value}]
     if isinstance(value, list | tuple) and any(isinstance(item, Image.Image) for item in value):
         return [part for item in value for part in content_parts({"content": to_content(item)})]

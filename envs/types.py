@@ -41,7 +41,7 @@ class Sample:
 def private(sample: Sample) -> Sample:
     """Return the sample with its own prompt and metadata, so that one episode cannot change them for another.
 
-    Pictures are shared.
+    Images are shared.
     """
     prompt = [
         {**m, "content": [{**part} for part in m["content"]]} if isinstance(m.get("content"), list) else {**m}
@@ -109,7 +109,7 @@ def content_parts(message: Message) -> list[dict[str, Any]]:
 
 
 def plain_text(message: Message) -> str:
-    """Return a message's text, with ``<image>`` for each picture."""
+    """Return a message's text, with ``<image>`` for each image."""
     return "".join("<image>" if part["type"] == "image" else part["text"] for part in content_parts(message))
 
 

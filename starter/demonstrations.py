@@ -44,7 +44,7 @@ def demonstration_sample(problem: Problem, image: Image.Image, system_prompt: st
 def conversation(
     sample: Sample, env: Env, turns: Sequence[PlannedTurn], use_tools: bool = False, reward: float = 1.0
 ) -> Row:
-    """Play turns in an environment; return all messages as a row, its pictures as data URIs.
+    """Play turns in an environment; return all messages as a row, its images as data URIs.
 
     The turns must end the episode with this reward.
     """
@@ -87,7 +87,7 @@ def _data_uri(image: Image.Image) -> str:
 
 
 def _without_images(message: Message) -> Message:
-    """Return a message with a placeholder for each picture."""
+    """Return a message with a placeholder for each image."""
     if isinstance(message["content"], str):
         return message
     parts = [{"type": "image"} if part["type"] == "image" else part for part in content_parts(message)]

@@ -1,6 +1,6 @@
-"""The lessons of a stage, as rows for `trainer.sft`: pictures to read, demonstrations, and second attempts.
+"""The lessons of a stage, as rows for `trainer.sft`: images to read, demonstrations, and second attempts.
 
-A network that is shown whole problems from the start learns the texts first and looks at no picture for thousands of
+A network that is shown whole problems from the start learns the texts first and looks at no image for thousands of
 steps, because few of its tokens depend on one. In a reading lesson every token does.
 """
 
@@ -38,7 +38,7 @@ class ReadingEnv(Env):
         self._args = args
 
     def reset(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Start; the prompt holds the picture."""
+        """Start; the prompt holds the image."""
         return {}, {}
 
     def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
@@ -54,10 +54,10 @@ class ReadingEnv(Env):
         return [self._label]
 
 
-class NumberPictures(MadeSamples):
-    """Pictures of numbers to read, as a rung of the ladder has them: the data set of `starter/registry.yaml`.
+class NumberImages(MadeSamples):
+    """Images of numbers to read, as a rung of the ladder has them: the data set of `starter/registry.yaml`.
 
-    Example: `NumberPictures("heldout", size=8, rung=4)[0].label` is "47 3".
+    Example: `NumberImages("heldout", size=8, rung=4)[0].label` is "47 3".
     """
 
     def __init__(self, split: Split, size: int, seed: int = 0, rung: int = 0) -> None:
@@ -66,14 +66,14 @@ class NumberPictures(MadeSamples):
         self._name = f"numbers-{rung}-{split}-{seed}"
 
     def make(self, place: int) -> Sample:
-        """Return the picture at a place."""
+        """Return the image at a place."""
         name = f"{self._name}-{place}"
         texts, image = draw_numbers(self._numbers, Random(name))
         return reading_sample(name, READ_NUMBERS, image, " ".join(texts))
 
 
 def reading_sample(name: str, request: str, image: Image.Image, label: str) -> Sample:
-    """Return a request about a picture, and what is to be read there."""
+    """Return a request about an image, and what is to be read there."""
     content = [{"type": "image", "image": image}, {"type": "text", "text": request}]
     return Sample(name, ({"role": "user", "content": content},), label)
 
@@ -96,7 +96,7 @@ class Lessons:
         rng = Random(f"lesson/{self.seed}/{self.split}/{index}")
         (kind,) = rng.choices(list(stage.shares), list(stage.shares.values()))
         if kind == "numbers":
-            return _read(NumberPictures(self.split, stage.num_lessons, self.seed, stage.rung)[index])
+            return _read(NumberImages(self.split, stage.num_lessons, self.seed, stage.rung)[index])
         if kind == "zoom":
             problem, image, boxes = self._problems({"style": "small_print"}).drawn(index)
             return zoomed(problem, image, () if rng.random() < stage.blind_frac else boxes)
@@ -134,7 +134,7 @@ def describe(problem: Problem) -> str:
 
 
 def draw_numbers(numbers: Numbers, rng: Random) -> tuple[list[str], Image.Image]:
-    """Return numbers from left to right, and a 160 x 128 picture that shows them in columns."""
+    """Return numbers from left to right, and a 160 x 128 image that shows them in columns."""
     texts = [_number(rng.randint(1, numbers.digits), rng) for _ in range(rng.randint(1, numbers.most))]
     if numbers.unknown and rng.random() < 0.5:
         texts.insert(rng.randint(0, len(texts)), "x")

@@ -130,7 +130,7 @@ class Plan:
 
 
 def _other_reading(problem: Problem, rng: random.Random) -> Problem | None:
-    """Return the problem misread: as its picture can be read too, if it is overprinted."""
+    """Return the problem misread: as its image can be read too, if it is overprinted."""
     return read_as(problem, problem.rival) if problem.rival else misread(problem, rng)
 
 
@@ -138,7 +138,7 @@ def correction(wrong: Attempt, problem: Problem) -> str:
     """Return how the attempt after a wrong one begins: with what was wrong with it.
 
     A guess is followed by the steps, a misread number by another reading, a wrong sum by another sum, and anything else
-    by another way. What fits depends on the picture, so it can be learnt by looking only.
+    by another way. What fits depends on the image, so it can be learnt by looking only.
 
     >>> problem = Problem("triangle_angles", 3, (47, 65), "x", "Find x.", "68", "47 + 65 = 112. 180 - 112 = 68.")
     >>> correction(Attempt("41 + 65 = 106. 180 - 106 = 74. ", "74"), problem)
@@ -156,7 +156,7 @@ def correction(wrong: Attempt, problem: Problem) -> str:
 
 
 def zoom_windows(boxes: Sequence[tuple[int, int, int, int]], width: int, height: int) -> list[tuple[int, int]]:
-    """Return the left and top edges, in thousandths, of windows of half a picture's sides that show all labels.
+    """Return the left and top edges, in thousandths, of windows of half an image's sides that show all labels.
 
     Each is the one among 36 that shows most labels which no window before it shows; at most `ZOOMS`.
     """
@@ -181,7 +181,7 @@ def _shows(place: tuple[int, int], box: tuple[float, float, float, float]) -> bo
 
 
 def zoom_call(left: int, top: int) -> dict[str, Any]:
-    """Return the call of `zoom` for a window of half the picture's sides."""
+    """Return the call of `zoom` for a window of half the image's sides."""
     return {"name": "zoom", "arguments": {"left": left, "top": top, "right": left + 500, "bottom": top + 500}}
 
 

@@ -11,10 +11,10 @@ from starter.plans import MIXED_HABITS, Mixture
 
 @dataclass(frozen=True)
 class Numbers:
-    """Pictures of bare numbers: 1 to `most` numbers of 1 to `digits` digits, in type of `sizes` pixels.
+    """Images of bare numbers: 1 to `most` numbers of 1 to `digits` digits, in type of `sizes` pixels.
 
     The numbers stand in columns; `spread` is the share of its column that a number may move in, 0 for the middle. With
-    `unknown`, half of the pictures also show an x; with `lines`, some lines run beside and through the numbers.
+    `unknown`, half of the images also show an x; with `lines`, some lines run beside and through the numbers.
     """
 
     most: int = 1
@@ -25,7 +25,7 @@ class Numbers:
     lines: bool = False
 
 
-#: One digit as large as the picture and in its middle is read after a thousand lessons. From there, every rung is a
+#: One digit as large as the image and in its middle is read after a thousand lessons. From there, every rung is a
 #: little harder: beside the middle, smaller, anywhere, several, then as in figures.
 LADDER = (
     Numbers(spread=0.0),
@@ -85,7 +85,7 @@ CHECKED = replace(REASONED, checks=0.85)
 MIXED = replace(MIXED_HABITS, checks=0.65, corrects=True)
 ANGLES = ("triangle_angles", "linear_pair", "vertical_angles", "angles_at_point", "quadrilateral_angles")
 FEW = ({"levels": (1,), "families": ANGLES},)
-#: By stage 10 the network reads plain pictures, so the others are of textbooks, or can be read in two ways.
+#: By stage 10 the network reads plain images, so the others are of textbooks, or can be read in two ways.
 HARD: tuple[dict[str, Any], ...] = ({"style": "overprint"}, {"style": "textbook"})
 
 RECIPES = {

@@ -38,7 +38,7 @@ from starter.corpus import corpus
 
 
 def write_tiny_checkpoint(folder: Path) -> None:
-    """Write the smoke shape with weights large enough that text and pictures move the logits by several nats."""
+    """Write the smoke shape with weights large enough that text and images move the logits by several nats."""
     from transformers import Qwen3VLForConditionalGeneration
 
     tokenizer = build_tokenizer(corpus(200, seed=1), SHAPES["smoke"].vocabulary)

@@ -1,4 +1,4 @@
-"""A server of pictures on this host, which counts as public while it runs."""
+"""A server of images on this host, which counts as public while it runs."""
 
 from __future__ import annotations
 

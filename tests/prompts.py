@@ -1,4 +1,4 @@
-"""Pictures, prompts and samples that tests of all packages share. Needs no torch."""
+"""Images, prompts and samples that tests of all packages share. Needs no torch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from PIL import Image
 from envs.types import Sample
 
 
-def picture(width: int = 64, height: int = 64, seed: int = 0) -> Image.Image:
-    """Return a picture of random pixels; its sides are multiples of 32, so each 32 x 32 square is one token."""
+def make_image(width: int = 64, height: int = 64, seed: int = 0) -> Image.Image:
+    """Return an image of random pixels; its sides are multiples of 32, so each 32 x 32 square is one token."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
 

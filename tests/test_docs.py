@@ -132,7 +132,7 @@ def test_the_one_line_entry_of_the_page_is_valid(tmp_path: Path) -> None:
 def test_the_plain_environment_of_the_page_plays_by_its_rules() -> None:
     names: dict[str, Any] = {}
     exec(code_block(page(), "python", "class FindEnv"), names)
-    sample = Sample("0", (), label="q", metadata={"picture": Image.new("RGB", (32, 32))})
+    sample = Sample("0", (), label="q", metadata={"image": Image.new("RGB", (32, 32))})
     env = names["FindEnv"](sample, EnvArgs(max_turns=3))
     message = env.format_observation(env.reset()[0])
     assert (message["role"], [part["type"] for part in message["content"]]) == ("user", ["image", "text"])
@@ -144,7 +144,7 @@ def test_the_plain_environment_of_the_page_plays_by_its_rules() -> None:
 def test_every_flag_of_the_pages_on_rollouts_and_engines_is_one_of_the_command() -> None:
     text = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("rollouts.md", "engines.md"))
     others = {"--enable-fp32-lm-head", "--enable-lora", "--max-lora-rank", "--skip-tokenizer-init"}  # of SGLang
-    others |= {"--tokenizers", "--only", "--no-network", "--variant", "--pictures", "--profile"}  # of other commands
+    others |= {"--tokenizers", "--only", "--no-network", "--variant", "--images", "--profile"}  # of other commands
     others |= {name for argument in chosen_arguments() for name in argument.names}
     named = set(re.findall(r"--[a-z][a-z0-9-]+", text)) - others
     done = run_command("trainer.run", "--help-all")
@@ -160,7 +160,7 @@ def test_the_table_of_started_servers_has_every_argument_and_variable_that_is_ch
 
 
 def chosen_arguments() -> tuple[Argument, ...]:
-    """Return arguments of every kind: for a server that shares its GPU, with pictures and a short context."""
+    """Return arguments of every kind: for a server that shares its GPU, with images and a short context."""
     checkpoint = Checkpoint(sees=True, max_positions=10_000, weight_bytes=1, token_bytes=1)
     gpu = Gpu("NVIDIA H100 80GB HBM3", (9, 0), 80 * 2**30)
     return choose_arguments(ServerFacts(gpu, True, checkpoint, context_length=100, servers_on_gpu=2))

@@ -34,7 +34,7 @@ def write_tiny_model(
 
     `tied` says whether output layer and embedding are one, by default as in the real checkpoints; `template` replaces
     the tokenizer's chat template; `weight_scale` multiplies the matrices of Transformers' initialisation, so that text
-    and pictures move the logits by several nats.
+    and images move the logits by several nats.
     """
     from transformers import AutoTokenizer
 

@@ -80,7 +80,7 @@ class WorkloadConfig(Section):
 
     like: Path | None = Field(default=None, description="run folder whose recorded episodes to take, in place of means")
     prompt_tokens: int = Field(default=400, ge=1, description="text tokens of a prompt")
-    image_tokens: int = Field(default=256, ge=0, description="tokens of the prompt's pictures")
+    image_tokens: int = Field(default=256, ge=0, description="tokens of the prompt's images")
     turns: float = Field(default=3.0, ge=1, le=1000, description="model turns of an episode")
     turn_tokens: int = Field(default=300, ge=1, description="tokens that the model writes in a turn")
     observation_tokens: int = Field(default=60, ge=0, description="tokens of the environment's answer to a turn")

@@ -78,7 +78,7 @@ def rollout(
             folder with the recording.
 
     Returns:
-        The trajectories: token ids, mask and log-probs [T], turns with texts and infos, pictures, reward, end reason.
+        The trajectories: token ids, mask and log-probs [T], turns with texts and infos, images, reward, end reason.
 
     Raises:
         UserError: a setting is wrong.

@@ -64,7 +64,7 @@ def replay(
     return run_blocking(work)
 
 
-@public(run="recorded", fork="turn", id="episode", without=("by", "script", "pictures", "record"))
+@public(run="recorded", fork="turn", id="episode", without=("by", "script", "images", "record"))
 def fork(
     recorded: HasFolder | str | Path,
     episode: str,

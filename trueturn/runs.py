@@ -103,7 +103,7 @@ class Run:
         return Recording.open(self.folder)
 
     def episodes(self) -> Iterator[Trajectory]:
-        """Yield the recorded episodes without processed pictures, in the order in which they ended."""
+        """Yield the recorded episodes without processed images, in the order in which they ended."""
         return (self.recording.trajectory(episode) for episode in self.recording.episodes())
 
     def _repr_html_(self) -> str:
@@ -121,8 +121,8 @@ class Run:
             else ""
         )
         curve = self.folder / CURVE
-        picture = ""
+        image = ""
         if curve.is_file():
             data = base64.b64encode(curve.read_bytes()).decode()
-            picture = f'<img style="max-width:640px" src="data:image/png;base64,{data}">'
-        return f"<p>{html.escape(self.folder.name)}: {len(self.rows)} steps</p>{table}{picture}"
+            image = f'<img style="max-width:640px" src="data:image/png;base64,{data}">'
+        return f"<p>{html.escape(self.folder.name)}: {len(self.rows)} steps</p>{table}{image}"

@@ -15,8 +15,8 @@ from agents.checking.loop_thread import Hung, LoopThread
 from agents.checking.probabilities import (
     check_drawing,
     check_greedy,
+    check_images,
     check_log_probs,
-    check_pictures,
     check_score,
     check_suppressed,
     check_temperature,
@@ -62,7 +62,7 @@ CHECKS: Mapping[str, Callable[[Trial], Awaitable[str]]] = {
     "suppressed ids": check_suppressed,
     "stop ids": check_stop,
     "budget": check_budget,
-    "pictures": check_pictures,
+    "images": check_images,
     "second turn": check_second_turn,
     "many at once": check_concurrency,
     "cancelling": check_cancelling,

@@ -32,7 +32,7 @@ async def _written(trial: Trial, requests: list[GenerateRequest]) -> Pairs:
 
 
 async def check_log_probs(trial: Trial) -> str:
-    """Log-probs of turns at temperature 1 are the network's, with and without pictures."""
+    """Log-probs of turns at temperature 1 are the network's, with and without images."""
     requests = [trial.request(prompt, seed=number) for number, prompt in enumerate(trial.prompts())]
     fix = "report the log-probs of the distribution that is drawn from, from the weights, positions and pixels given"
     return trial.compare(await _written(trial, requests), fix)
@@ -146,10 +146,10 @@ async def check_suppressed(trial: Trial) -> str:
     return trial.compare(pairs, fix)
 
 
-async def check_pictures(trial: Trial) -> str:
-    """Another picture of the same size moves the log-probs after it as it moves the network's."""
+async def check_images(trial: Trial) -> str:
+    """Another image of the same size moves the log-probs after it as it moves the network's."""
     if not trial.sees:
-        raise NotApplicable("a model without pictures")
+        raise NotApplicable("a model without images")
     network = trial.network
     request = trial.request(trial.prompt(2, [1]))
     written = await trial.write(request)
@@ -163,7 +163,7 @@ async def check_pictures(trial: Trial) -> str:
     wanted = moved(*(network.score(ids, each.images) for each in (request, other)))
     trial.doing = "score(ids, images)"
     got = moved(await trial.engine.score(ids, request.images), await trial.engine.score(ids, other.images))
-    found = f"another picture moves the text after it by {got:.2g} nats, in the network by {wanted:.2g}"
+    found = f"another image moves the text after it by {got:.2g} nats, in the network by {wanted:.2g}"
     if wanted < LEAST_MOVE * network.bound:
         raise NotApplicable(f"{found}: too little to tell")
     if not 0.5 * wanted < got < 2 * wanted:

@@ -75,29 +75,29 @@ class Trial:
 
     # Requests ---------------------------------------------------------------------------------------------------------
 
-    def prompt(self, number: int = 0, pictures: Sequence[int] = ()) -> Rendered:
-        """Return one of four questions, with pictures of these seeds before it."""
-        parts = [{"type": "image", "image": picture(seed)} for seed in pictures]
+    def prompt(self, number: int = 0, images: Sequence[int] = ()) -> Rendered:
+        """Return one of four questions, with images of these seeds before it."""
+        parts = [{"type": "image", "image": make_image(seed)} for seed in images]
         text = QUESTIONS[number % len(QUESTIONS)]
         content = [*parts, {"type": "text", "text": text}] if parts else text
         return self.renderer.prompt([{"role": "user", "content": content}], ())
 
     def prompts(self) -> list[Rendered]:
-        """Return a prompt of text and, where the model sees, one with a picture and one with two."""
-        pictures = [(), (1,), (2, 3)] if self.sees else [()]
-        return [self.prompt(number, seeds) for number, seeds in enumerate(pictures)]
+        """Return a prompt of text and, where the model sees, one with an image and one with two."""
+        images = [(), (1,), (2, 3)] if self.sees else [()]
+        return [self.prompt(number, seeds) for number, seeds in enumerate(images)]
 
     def suffix(self, last_id: int) -> Rendered:
-        """Return what follows a turn: an answer with a picture, where the model sees."""
+        """Return what follows a turn: an answer with an image, where the model sees."""
         content: object = "Go on."
         if self.sees:
-            content = [{"type": "image", "image": picture(4)}, {"type": "text", "text": "Go on."}]
+            content = [{"type": "image", "image": make_image(4)}, {"type": "text", "text": "Go on."}]
         message: Message = {"role": "user", "content": content}
         return self.renderer.suffix([message], last_id)
 
     @property
     def sees(self) -> bool:
-        """Whether the model reads pictures."""
+        """Whether the model reads images."""
         return self.renderer.image_token_id is not None
 
     def request(
@@ -204,7 +204,7 @@ class Trial:
         return f"{sum(len(completion.ids) for _, completion in pairs)} tokens, {words}"
 
 
-def picture(seed: int) -> Image.Image:
-    """Return a picture of coloured squares, 96 x 64."""
+def make_image(seed: int) -> Image.Image:
+    """Return an image of coloured squares, 96 x 64."""
     squares = np.random.default_rng(seed).integers(0, 256, (4, 6, 3), dtype=np.uint8)
     return Image.fromarray(squares.repeat(16, axis=0).repeat(16, axis=1))

@@ -87,9 +87,9 @@ async def check_prompt_length(trial: Trial) -> str:
         completion = await trial.write(trial.request(prompt, num_tokens=2))
         lengths.append(len(prompt.ids))
         if completion.prompt_length != len(prompt.ids):
-            found = f"read {completion.prompt_length} tokens of {len(prompt.ids)}, {len(prompt.images)} pictures"
+            found = f"read {completion.prompt_length} tokens of {len(prompt.ids)}, {len(prompt.images)} images"
             raise Broken(found, "read the request's ids as they are, and count every placeholder")
-    return f"{', '.join(map(str, lengths))} tokens{', pictures included' if trial.sees else ''}"
+    return f"{', '.join(map(str, lengths))} tokens{', images included' if trial.sees else ''}"
 
 
 async def check_stop(trial: Trial) -> str:
@@ -187,7 +187,7 @@ async def check_second_turn(trial: Trial) -> str:
         raise Broken(found, "the request holds the whole stream: read what is new of it, and count all")
     if trial.reference is None:
         return f"read all {len(longer.ids)} tokens"
-    fix = "let the second turn see all of the first, its last token and the new pictures included"
+    fix = "let the second turn see all of the first, its last token and the new images included"
     seen = trial.compare([(longer, second)], fix)
     fresh = await trial.write(longer)
     if not _is_same(trial, longer, second, fresh):

@@ -88,7 +88,7 @@ def _runs(request: GenerateRequest, completion: Completion) -> list[tuple[int, C
 
 
 async def check_new_weights(trial: Trial) -> str:
-    """After an update everything is the new network's: scores, turns, open sessions, pictures seen before."""
+    """After an update everything is the new network's: scores, turns, open sessions, images seen before."""
     other = trial.other_network
     async with trial.first_weights_again():
         prompt = trial.prompt(0, [1] if trial.sees else [])
@@ -108,7 +108,7 @@ async def check_new_weights(trial: Trial) -> str:
             if completion.versions != ((version, len(completion.ids)),):
                 found = f"versions {completion.versions} of a turn by weights {version}"
                 raise Broken(found, "stamp each token with the version that wrote it")
-        fix = "load every weight of the folder, and drop encoded pictures and keys and values of the old ones"
+        fix = "load every weight of the folder, and drop encoded images and keys and values of the old ones"
         seen = trial.compare([(request, fresh)], f"in a new session: {fix}", other)
         trial.compare([(longer, second)], f"in a session that was open meanwhile: {fix}", other)
         got = await trial.engine.score(prompt.ids, prompt.images)

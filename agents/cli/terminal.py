@@ -133,7 +133,7 @@ def expand_call(line: str, tool_format: ToolFormat) -> str:
 
 @dataclass
 class Gallery:
-    """Saves pictures as PNG files, named after the episode and the turn that showed them."""
+    """Saves images as PNG files, named after the episode and the turn that showed them."""
 
     folder: Path
     stem: str
@@ -149,7 +149,7 @@ class Gallery:
         return cls(folder, re.sub(r"[^A-Za-z0-9_.-]", "_", name))
 
     def save(self, images: Sequence[Image.Image], where: str) -> None:
-        """Save the pictures of one place in order, as `play/geo3k-0-prompt-1.png`."""
+        """Save the images of one place in order, as `play/geo3k-0-prompt-1.png`."""
         for number, image in enumerate(images, start=1):
             name = f"{self.stem}-{where}-{number}.png"
             try:
@@ -157,17 +157,17 @@ class Gallery:
                 image.save(self._place / name)
             except OSError as error:
                 fix = f"give another folder ({error.strerror})"
-                raise UserError("--pictures", "must be writable", str(self.folder), fix) from error
+                raise UserError("--images", "must be writable", str(self.folder), fix) from error
             self.saved.append(f"{self.folder / name} {image.width}x{image.height}")
 
 
 class _ObservedEnv(Wrapper):
-    """Keeps what the environment answers. It also checks the messages, because their pictures are saved from here."""
+    """Keeps what the environment answers. It also checks the messages, because their images are saved from here."""
 
     def __init__(self, env: EpisodeEnv) -> None:
         super().__init__(env)
         self.info: dict[str, Any] = {}
-        #: Observations, at the start and after each turn, whose pictures are not saved yet.
+        #: Observations, at the start and after each turn, whose images are not saved yet.
         self.unsaved: list[tuple[str, tuple[Message, ...]]] = []
         self._num_steps = 0
 
@@ -210,7 +210,7 @@ class TerminalPlayer:
         self.tool_format: ToolFormat = tool_format
         self.env: _ObservedEnv | None = None
         self._num_read = 0
-        self._num_pictures = 0
+        self._num_images = 0
 
     def watch(self, env: EpisodeEnv) -> EpisodeEnv:
         """Return the environment wrapped, so that the player sees its answers."""
@@ -237,11 +237,11 @@ class TerminalPlayer:
         return text
 
     def _new_text(self, request: GenerateRequest) -> str:
-        """Return the part of the stream that was not shown yet, with the names of pictures for their placeholders."""
+        """Return the part of the stream that was not shown yet, with the names of images for their placeholders."""
 
         def name(num_tokens: int) -> str:
-            self._num_pictures += 1
-            return f"[{self.gallery.saved[self._num_pictures - 1]}, {num_tokens} tokens]"
+            self._num_images += 1
+            return f"[{self.gallery.saved[self._num_images - 1]}, {num_tokens} tokens]"
 
         return self.renderer.shown(request.ids[self._num_read :], name).strip("\n")
 
@@ -263,14 +263,14 @@ def show_answer(turn: Turn, number: int, done: bool, terminal: Terminal, gallery
 
 
 def show_messages(shown: Sequence[Mapping[str, Any]], where: str, terminal: Terminal, gallery: Gallery) -> None:
-    """Show messages of the problem or the environment, and save their pictures under the name of their place."""
+    """Show messages of the problem or the environment, and save their images under the name of their place."""
     first_new = len(gallery.saved)
     messages = [dict(message) for message in shown]
     gallery.save(message_images(messages), where)
     for message in messages:
         terminal.say(f"{message['role']}: {''.join(part.get('text', '<image>') for part in content_parts(message))}")
-    for picture in gallery.saved[first_new:]:
-        terminal.say(f"[{picture}]")
+    for image in gallery.saved[first_new:]:
+        terminal.say(f"[{image}]")
 
 
 def print_summary(trajectory: Trajectory, terminal: Terminal, gallery: Gallery) -> int:

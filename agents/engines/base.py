@@ -28,7 +28,7 @@ class EngineSetup:
 
     `model_path` is a folder in the format of Hugging Face, or a hub id. `dtype` is "float32" or "bfloat16", and
     `device` the torch device to compute on. At most `max_batch` sessions need to write at once; others may wait.
-    `image_token_id` is the placeholder of pictures, None where the model reads none. Files of the engine's own, such as
+    `image_token_id` is the placeholder of images, None where the model reads none. Files of the engine's own, such as
     logs, belong into `log_folder`, which the engine makes if it needs it.
 
     Example: `EngineSetup("path/to/model", "bfloat16", "cuda:0", 4096, 64, 151655, Path("runs/x/engine"))`.
@@ -132,7 +132,7 @@ class TrainableEngine(Engine, Protocol):
         """Load the weights of a folder in the format of Hugging Face: config.json and safetensors, no tokenizer.
 
         From then on weights `version` write, and nothing that older weights have computed is used again: no keys and
-        values of open sessions, no encoded pictures. Called while the engine is paused or idle. The folder may be
+        values of open sessions, no encoded images. Called while the engine is paused or idle. The folder may be
         deleted after the call.
         """
         ...

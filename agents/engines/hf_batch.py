@@ -338,7 +338,7 @@ def _stored(
 def with_one_prompt(turns: Sequence[PendingTurn], image_token_id: int) -> list[list[PendingTurn]]:
     """Return the turns of new sessions that have one prompt, several a group.
 
-    All of a prompt but its last token is read once for a group; so a picture's placeholder must not be the last.
+    All of a prompt but its last token is read once for a group; so an image's placeholder must not be the last.
     """
     groups: dict[object, list[PendingTurn]] = {}
     for turn in turns:

@@ -1,4 +1,4 @@
-"""Recorded episodes: each trajectory of a run is one line of compressed JSON, each picture a file.
+"""Recorded episodes: each trajectory of a run is one line of compressed JSON, each image a file.
 
 `schema` defines the lines, `recorder` writes a recording, `recording` reads one, `gzip_lines` is the file format.
 `docs/recording.md` shows how to read a recording without TrueTurn.

@@ -53,16 +53,16 @@ def cut(value: Any, limit: int) -> Any:
     return value
 
 
-def message_to_json(message: Mapping[str, Any], name_picture: Callable[[Image.Image], str]) -> dict[str, Any]:
-    """Return a chat message as it is recorded, with the name that `name_picture` returns for each picture.
+def message_to_json(message: Mapping[str, Any], name_image: Callable[[Image.Image], str]) -> dict[str, Any]:
+    """Return a chat message as it is recorded, with the name that `name_image` returns for each image.
 
-    >>> message_to_json({"role": "tool", "content": [{"type": "image", "image": picture}]}, lambda image: "1.png")
+    >>> message_to_json({"role": "tool", "content": [{"type": "image", "image": image}]}, lambda image: "1.png")
     {'role': 'tool', 'content': [{'type': 'image', 'image': '1.png'}]}
     """
 
     def part(value: object) -> object:
         if isinstance(value, Mapping) and isinstance(value.get("image"), Image.Image):
-            return {**value, "image": name_picture(value["image"])}
+            return {**value, "image": name_image(value["image"])}
         return value
 
     content = message.get("content")

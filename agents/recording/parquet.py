@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import Field
 
 from agents.recording.recording import Recording
-from agents.recording.schema import EpisodeRecord, OutcomeRecord, ScoreRecord, picture_names
+from agents.recording.schema import EpisodeRecord, OutcomeRecord, ScoreRecord, image_names
 from envs.config.cli import exit_code, parse
 from envs.config.settings import Section
 from envs.errors import UserError
@@ -33,13 +33,13 @@ class ParquetConfig(Section):
 
 
 def write_parquet(recording: Recording, out: Path) -> int:
-    """Write all episodes with their outcomes, the trainer's log-probs and their pictures; return their number.
+    """Write all episodes with their outcomes, the trainer's log-probs and their images; return their number.
 
-    Conversations, turns and metadata, whose structure depends on the environment, are columns of JSON text. Pictures
+    Conversations, turns and metadata, whose structure depends on the environment, are columns of JSON text. Images
     are PNG files in a column that Hugging Face datasets shows as images.
 
     Raises:
-        UserError: a picture is missing or another one, or the file cannot be written.
+        UserError: an image is missing or another one, or the file cannot be written.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -55,7 +55,7 @@ def write_parquet(recording: Recording, out: Path) -> int:
         with pq.ParquetWriter(part, schema, compression="zstd") as writer:
             for episode in recording.episodes():
                 rows.append(_row(recording, episode, outcomes.get(episode.id), scores.find(episode.id)))
-                num_bytes += episode.num_bytes + sum(len(picture["bytes"]) for picture in rows[-1]["images"])
+                num_bytes += episode.num_bytes + sum(len(image["bytes"]) for image in rows[-1]["images"])
                 if len(rows) == ROWS_PER_GROUP or num_bytes >= MAX_GROUP_BYTES:
                     writer.write_table(pa.Table.from_pylist(rows, schema))
                     count = count + len(rows)
@@ -90,7 +90,7 @@ def _schema() -> Any:
         ("train_logprobs", logprobs),
         ("images", pa.list_(pa.struct([("bytes", pa.binary()), ("path", pa.string())]))),
     ]
-    # Tells Hugging Face datasets that a column holds pictures; it knows the other columns by their types.
+    # Tells Hugging Face datasets that a column holds images; it knows the other columns by their types.
     features = {name: _feature(kind) for name, kind in fields}
     note = json.dumps({"info": {"features": features}})
     return pa.schema(fields, metadata={"huggingface": note})
@@ -100,8 +100,8 @@ def _feature(kind: Any) -> Any:
     import pyarrow as pa
 
     if pa.types.is_list(kind):
-        is_picture = pa.types.is_struct(kind.value_type)
-        return {"feature": {"_type": "Image"} if is_picture else _feature(kind.value_type), "_type": "List"}
+        is_image = pa.types.is_struct(kind.value_type)
+        return {"feature": {"_type": "Image"} if is_image else _feature(kind.value_type), "_type": "List"}
     return {"dtype": {"double": "float64", "float": "float32"}.get(str(kind), str(kind)), "_type": "Value"}
 
 
@@ -115,12 +115,12 @@ def _row(
         "fate": outcome.fate if outcome else None,
         "advantage": outcome.advantage if outcome else None,
         "train_logprobs": list(score.logprobs) if score else None,
-        "images": [_picture(recording, name) for name in picture_names(episode.messages)],
+        "images": [_image(recording, name) for name in image_names(episode.messages)],
     }
 
 
-def _picture(recording: Recording, name: str) -> dict[str, Any]:
-    return {"bytes": recording.picture_file(name), "path": recording.picture_path(name).name}
+def _image(recording: Recording, name: str) -> dict[str, Any]:
+    return {"bytes": recording.image_file(name), "path": recording.image_path(name).name}
 
 
 class _ScorePlaces:

@@ -1,4 +1,4 @@
-"""Writes a recording: one line of compressed JSON per trajectory, and one PNG file per distinct picture.
+"""Writes a recording: one line of compressed JSON per trajectory, and one PNG file per distinct image.
 
 Lines are only ever appended, each whole, and an episode is written when it ends: a run that is killed loses at most the
 episode that it was writing.
@@ -192,7 +192,7 @@ class Recorder:
             self.seconds += time.perf_counter() - started
 
     def _episode(self, t: Trajectory, step: int, phase: str, way: str) -> dict[str, Any]:
-        messages = [message_to_json(message, self._picture) for message in t.messages]
+        messages = [message_to_json(message, self._image) for message in t.messages]
         # An observation that the model was shown is also in the conversation, as the same object.
         known = {id(message): written for message, written in zip(t.messages, messages, strict=True)}
         return {
@@ -245,21 +245,21 @@ class Recorder:
             "done": turn.done,
             "versions": [list(run) for run in turn.versions],
             "num_cached": turn.num_cached,
-            "observations": [known.get(id(m)) or message_to_json(m, self._picture) for m in turn.observations],
+            "observations": [known.get(id(m)) or message_to_json(m, self._image) for m in turn.observations],
             "info": to_json(turn.info),
             "engine_s": round(turn.engine_s, 6),
             "env_s": round(turn.env_s, 6),
             **({"reward": turn.reward} if turn.reward else {}),
         }
 
-    def _picture(self, image: Image.Image) -> str:
+    def _image(self, image: Image.Image) -> str:
         image = image.convert("RGB")
         digest = image_digest(image)
         name = f"{IMAGES}/{digest}.png"
         if digest not in self._saved:
             path = self.folder / name
             if not path.exists():
-                # Renamed when complete: a killed writer leaves no half a picture under the name.
+                # Renamed when complete: a killed writer leaves no half an image under the name.
                 part = path.with_suffix(f".{os.getpid()}.part")
                 image.save(part, format="PNG")
                 part.replace(path)

@@ -19,7 +19,7 @@ from PIL import Image
 from pydantic import ValidationError
 
 from agents.recording.gzip_lines import num_skipped, read_gzip_lines
-from agents.recording.pictures import MAX_KEPT, PictureStore, picture_bytes, read_picture
+from agents.recording.images import MAX_KEPT, DecodedImages, image_bytes, read_image
 from agents.recording.safe_files import MAX_LINE, MAX_VALUES, check_real_folder, read_lines, read_regular
 from agents.recording.schema import (
     EPISODES,
@@ -34,7 +34,7 @@ from agents.recording.schema import (
     ScoreRecord,
     TokenRecord,
     TurnRecord,
-    picture_names,
+    image_names,
     read_token,
 )
 from agents.recording.stream_check import broken_record
@@ -44,7 +44,7 @@ from envs.errors import UserError, first_line
 from envs.types import Message, Sample, message_images
 
 R = TypeVar("R", EpisodeRecord, OutcomeRecord, ScoreRecord, TokenRecord)
-_PICTURE = re.compile(r"images/[0-9a-f]{8,64}\.png")
+_IMAGE = re.compile(r"images/[0-9a-f]{8,64}\.png")
 _FIX = "take a copy of the whole folder"
 
 
@@ -62,7 +62,7 @@ class Recording:
 
     folder: Path
     manifest: Manifest
-    _pictures: PictureStore = field(default_factory=PictureStore, repr=False, compare=False)
+    _images: DecodedImages = field(default_factory=DecodedImages, repr=False, compare=False)
 
     @classmethod
     def open(cls, path: Path | str) -> Recording:
@@ -165,41 +165,41 @@ class Recording:
             got = f"{count} validation error{'s' * (count > 1)} for {kind.__name__}, first {place}: {first['msg']}"
             raise UserError(str(self.folder / name), "must be a whole recording", got, _FIX) from error
 
-    def picture_path(self, name: str) -> Path:
-        """Return the path of a picture that a message names.
+    def image_path(self, name: str) -> Path:
+        """Return the path of an image that a message names.
 
         Raises:
             UserError: the name has another form than a recorder writes, and could lead anywhere.
         """
-        if not _PICTURE.fullmatch(name):
-            rule = "must name a picture as images/HASH.png"
+        if not _IMAGE.fullmatch(name):
+            rule = "must name an image as images/HASH.png"
             fix = "take a recording as it was written"
             raise UserError(f"{self.folder} image", rule, name[:200], fix)
         return self.folder / name
 
-    def picture(self, name: str) -> Image.Image:
-        """Return a decoded picture; those read last are kept.
+    def image(self, name: str) -> Image.Image:
+        """Return a decoded image; those read last are kept.
 
         Raises:
-            UserError: there is no such picture, or it is damaged or another one.
+            UserError: there is no such image, or it is damaged or another one.
         """
-        return self._pictures.read(self.picture_path(name))
+        return self._images.read(self.image_path(name))
 
-    def picture_file(self, name: str) -> bytes:
-        """Return the PNG file of a picture, after a check of its pixels. Raises `UserError` like `picture`."""
-        return read_picture(self.picture_path(name))[0]
+    def image_file(self, name: str) -> bytes:
+        """Return the PNG file of an image, after a check of its pixels. Raises `UserError` like `image`."""
+        return read_image(self.image_path(name))[0]
 
     def messages(self, records: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
-        """Return messages with pictures instead of their names.
+        """Return messages with images instead of their names.
 
         Raises:
-            UserError: a message or a picture is not as it was recorded, or the pictures are too large together.
+            UserError: a message or an image is not as it was recorded, or the images are too large together.
         """
         num_bytes = 0
-        for name in dict.fromkeys(picture_names(records)):
-            num_bytes += picture_bytes(self.picture(name))
+        for name in dict.fromkeys(image_names(records)):
+            num_bytes += image_bytes(self.image(name))
             if num_bytes > MAX_KEPT:
-                rule = f"must have pictures of at most {MAX_KEPT} bytes together"
+                rule = f"must have images of at most {MAX_KEPT} bytes together"
                 fix = "leave the episode out"
                 raise UserError(f"{self.folder} messages", rule, f"more, with {name}", fix)
         return tuple(self._message(record) for record in records)
@@ -217,7 +217,7 @@ class Recording:
             raise UserError(f"{self.folder} message", "must have parts that are objects", part, _FIX)
         if part.get("type") != "image":
             return dict(part)
-        return {**part, "image": self.picture(str(part.get("image")))}
+        return {**part, "image": self.image(str(part.get("image")))}
 
     def sample(self, episode: EpisodeRecord) -> Sample:
         """Return the problem of an episode."""
@@ -225,10 +225,10 @@ class Recording:
         return Sample(episode.sample_id, prompt, episode.label, episode.metadata)
 
     def trajectory(self, episode: EpisodeRecord, images: ImageStore | None = None) -> Trajectory:
-        """Return the trajectory of an episode; `images` processes its pictures again, None leaves them out.
+        """Return the trajectory of an episode; `images` processes its images again, None leaves them out.
 
         Raises:
-            UserError: the pictures give other patch grids than recorded.
+            UserError: the images give other patch grids than recorded.
         """
         messages = self.messages(episode.messages)
         processed = self._processed(episode, messages, images) if images else ()
@@ -258,14 +258,14 @@ class Recording:
     def _processed(
         self, episode: EpisodeRecord, messages: Sequence[Message], images: ImageStore
     ) -> tuple[ProcessedImage, ...]:
-        # Where the stream has fewer pictures than the messages, the last ones did not fit.
-        pictures = message_images(messages)[: len(episode.images)]
-        processed = tuple(images.process(picture) for picture in pictures)
+        # Where the stream has fewer images than the messages, the last ones did not fit.
+        raw_images = message_images(messages)[: len(episode.images)]
+        processed = tuple(images.process(raw_image) for raw_image in raw_images)
         found = [(image.digest, image.grid_thw) for image in processed]
         if found != (recorded := [(image.digest, image.grid) for image in episode.images]):
             rule = f"must be cut as recorded, {recorded}"
             fix = "give the model that the recording was made with, and its whole folder"
-            raise UserError(f"pictures of {episode.id}", rule, found, fix)
+            raise UserError(f"images of {episode.id}", rule, found, fix)
         return processed
 
     def _turn(self, turn: TurnRecord) -> Turn:

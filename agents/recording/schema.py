@@ -7,7 +7,7 @@ A recording is a folder::
     outcomes.jsonl.gz     OutcomeRecord, written when a step trains on an episode, or decides not to
     scores.jsonl.gz       ScoreRecord, written when a step has trained on an episode
     tokens.jsonl          TokenRecord, written when an id first occurs
-    images/HASH.png       pictures, named by the hash of their pixels
+    images/HASH.png       images, named by the hash of their pixels
 
 Each line of a `.gz` file is a gzip member of its own. Lines of different files with the same `id` belong together; of
 two lines with the same id in one file, the later one counts.
@@ -156,7 +156,7 @@ class TurnRecord(_Record):
 
 
 class ImageRecord(_Record):
-    """A picture of the stream: the hash of its pixels, and its grid of patches (time, rows, columns)."""
+    """An image of the stream: the hash of its pixels, and its grid of patches (time, rows, columns)."""
 
     digest: Name
     grid: tuple[Count, Count, Count]
@@ -175,7 +175,7 @@ class EpisodeRecord(_Record):
     run; "evaluate"; "play".
     `way` is one of `Manifest.ways`. `group` is the number of its problem, `sample_index` its number in the group, and
     `attempt` counts how often the group was played again. `step` is the training step during which it ended, 0 before
-    the first. The first `num_prompt_messages` of `messages` are the problem; a picture in a message is
+    the first. The first `num_prompt_messages` of `messages` are the problem; an image in a message is
     `{"type": "image", "image": "images/HASH.png"}`. `is_exact` is False where label or metadata held a value that JSON
     cannot hold; it is recorded as text. `tools` is a hash of the tools' schemas, empty where there are none. `logprobs`
     are the engine's, for the N tokens whose mask is 1. `began` is in seconds since 1970. `rewards` has the value of
@@ -302,10 +302,10 @@ def episode_id(phase: str, way: str, trajectory: Trajectory) -> str:
     return f"{kind}-{trajectory.group}-{trajectory.sample_index}{again}"
 
 
-def picture_names(messages: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the names of the pictures in recorded messages, in order.
+def image_names(messages: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the names of the images in recorded messages, in order.
 
-    >>> picture_names([{"role": "user", "content": [{"type": "image", "image": "images/00ff00ff.png"}]}])
+    >>> image_names([{"role": "user", "content": [{"type": "image", "image": "images/00ff00ff.png"}]}])
     ['images/00ff00ff.png']
     """
     contents = [message.get("content") for message in messages]

@@ -1,7 +1,7 @@
-"""Turns pictures into patches for the model, each picture once, addressed by content hash.
+"""Turns images into patches for the model, each image once, addressed by content hash.
 
-The processor is the checkpoint's own, in its Pillow form, so torchvision is not needed. Pictures are resized only here:
-an engine in another process gets the resized picture as a PNG file (`ProcessedImage.png`), which it does not resize
+The processor is the checkpoint's own, in its Pillow form, so torchvision is not needed. Images are resized only here:
+an engine in another process gets the resized image as a PNG file (`ProcessedImage.png`), which it does not resize
 again, so engine and trainer see the same pixels.
 """
 
@@ -24,15 +24,15 @@ from envs.images import MAX_PIXELS, MAX_RATIO, image_digest
 
 MAX_BYTES = 2 * 2**30
 _LIMITS = ("min_pixels", "max_pixels")
-#: How a picture is cut, by the names in `vision_config`.
+#: How an image is cut, by the names in `vision_config`.
 _CUTS = ("patch_size", "temporal_patch_size", "spatial_merge_size")
 
 
 @dataclass(frozen=True)
 class ImageStats:
-    """The counters of a store: it holds `num_images` of `bytes` and took `process_s` seconds for `misses` pictures.
+    """The counters of a store: it holds `num_images` of `bytes` and took `process_s` seconds for `misses` images.
 
-    `hits` counts pictures that it had already. An eviction frees a picture unless a trajectory still has it.
+    `hits` counts images that it had already. An eviction frees an image unless a trajectory still has it.
     """
 
     num_images: int = 0
@@ -44,16 +44,16 @@ class ImageStats:
 
 
 @dataclass(frozen=True, eq=False)
-class _HashedPicture:
-    """A picture object, the memory of its pixels when they were hashed, and their digest."""
+class _HashedImage:
+    """An image object, the memory of its pixels when they were hashed, and their digest."""
 
-    picture: weakref.ref[Image.Image]
+    image: weakref.ref[Image.Image]
     pixels: Any
     digest: str
 
 
 class ImageStore:
-    """Turns pictures into `ProcessedImage`s and keeps the latest ones, so that all samples of a group share them.
+    """Turns images into `ProcessedImage`s and keeps the latest ones, so that all samples of a group share them.
 
     Example::
 
@@ -61,8 +61,8 @@ class ImageStore:
         image = store.process(Image.new("RGB", (160, 128)))    # image.num_tokens == 20
         store.stats()                                          # ImageStats(num_images=1, bytes=307200, misses=1, ...)
 
-    The store keeps at most `max_bytes` and evicts the least recently used pictures first. It still finds an evicted
-    picture while a trajectory holds it. A picture object is hashed once: the store marks it read-only for Pillow, which
+    The store keeps at most `max_bytes` and evicts the least recently used images first. It still finds an evicted
+    image while a trajectory holds it. An image object is hashed once: the store marks it read-only for Pillow, which
     then copies the pixels before it draws on them; the store notices the new memory and hashes again. (A write through
     the pixel access object of `Image.load` raises; only `Image.frombytes` on such an object goes unnoticed.)
     """
@@ -73,7 +73,7 @@ class ImageStore:
         self.max_bytes = max_bytes
         self._images: OrderedDict[str, ProcessedImage] = OrderedDict()
         self._alive: weakref.WeakValueDictionary[str, ProcessedImage] = weakref.WeakValueDictionary()
-        self._hashed: dict[int, _HashedPicture] = {}
+        self._hashed: dict[int, _HashedImage] = {}
         self._bytes = self._hits = self._misses = self._evictions = 0
         self._process_s = 0.0
 
@@ -82,7 +82,7 @@ class ImageStore:
         """Read the image processor settings of a model folder; None where it has none, as a language model.
 
         Raises:
-            UserError: the settings are not those of a Qwen vision-language model, or cannot process a picture.
+            UserError: the settings are not those of a Qwen vision-language model, or cannot process an image.
         """
         from transformers import ImageProcessingMixin
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -110,13 +110,13 @@ class ImageStore:
             if not np.isfinite(tried["pixel_values"]).all():
                 raise ValueError("image_mean, image_std and rescale_factor give numbers that are not finite")
         except Exception as error:  # the processor raises what its settings lead to
-            rule = "must have a preprocessor_config.json that can process a picture"
+            rule = "must have a preprocessor_config.json that can process an image"
             fix = 'take the model\'s own; limits are {"size": {"shortest_edge": 3136, "longest_edge": ...}}'
             raise UserError("--model", rule, first_line(error), fix) from error
         return cls(processor, int(processor.merge_size))
 
     def check_fits(self, vision: object) -> None:
-        """Raise `UserError` if pictures are cut in another way than a `vision_config` says that they are read."""
+        """Raise `UserError` if images are cut in another way than a `vision_config` says that they are read."""
         if not isinstance(vision, Mapping):
             return
         for name in _CUTS:
@@ -136,13 +136,13 @@ class ImageStore:
         )
 
     def process(self, image: Image.Image) -> ProcessedImage:
-        """Return the patches of a picture, from the store if it has them.
+        """Return the patches of an image, from the store if it has them.
 
         Raises:
-            ValueError: the picture has no pixels, or one side is more than 200 times the other.
+            ValueError: the image has no pixels, or one side is more than 200 times the other.
         """
         known = self._hashed.get(id(image))
-        if known is not None and known.picture() is image and image.im is known.pixels and image.readonly:
+        if known is not None and known.image() is image and image.im is known.pixels and image.readonly:
             digest = known.digest
         else:
             digest = self._digest(image)
@@ -158,7 +158,7 @@ class ImageStore:
         return found
 
     def grid(self, image: Image.Image) -> tuple[int, int, int]:
-        """Return the grid (time, rows, columns) of a picture without processing it.
+        """Return the grid (time, rows, columns) of an image without processing it.
 
         Raises:
             ValueError: one side is more than 200 times the other.
@@ -167,25 +167,25 @@ class ImageStore:
         return 1, height // self._processor.patch_size, width // self._processor.patch_size
 
     def num_tokens(self, image: Image.Image) -> int:
-        """Return the tokens of a picture without processing it; raises as `grid`."""
+        """Return the tokens of an image without processing it; raises as `grid`."""
         time_, rows, columns = self.grid(image)
         return time_ * rows * columns // self.merge_size**2
 
-    def _digest(self, picture: Image.Image) -> str:
-        """Return the hash of the picture as RGB, and remember it while the object lives unchanged."""
-        if 0 in picture.size:
-            raise ValueError(f"a picture must have pixels, got {picture.width}x{picture.height}")
-        picture.load()
-        digest = image_digest(picture if picture.mode == "RGB" else picture.convert("RGB"))
-        key = id(picture)
+    def _digest(self, image: Image.Image) -> str:
+        """Return the hash of the image as RGB, and remember it while the object lives unchanged."""
+        if 0 in image.size:
+            raise ValueError(f"an image must have pixels, got {image.width}x{image.height}")
+        image.load()
+        digest = image_digest(image if image.mode == "RGB" else image.convert("RGB"))
+        key = id(image)
         hashed = self._hashed
 
         def forget(reference: weakref.ref[Image.Image]) -> None:
-            if key in hashed and hashed[key].picture is reference:
+            if key in hashed and hashed[key].image is reference:
                 del hashed[key]
 
-        picture.readonly = 1
-        self._hashed[key] = _HashedPicture(weakref.ref(picture, forget), picture.im, digest)
+        image.readonly = 1
+        self._hashed[key] = _HashedImage(weakref.ref(image, forget), image.im, digest)
         return digest
 
     def _keep(self, digest: str, image: ProcessedImage) -> None:
@@ -198,18 +198,18 @@ class ImageStore:
             self._bytes -= oldest.num_bytes
             self._evictions += 1
 
-    def _processed(self, digest: str, picture: Image.Image) -> ProcessedImage:
-        height, width = stable_size(self._processor, picture.height, picture.width)
-        if picture.size != (width, height):
-            picture = picture.resize((width, height), resample=self._processor.resample)
-        processed = self._processor(images=[picture], return_tensors="np")
+    def _processed(self, digest: str, image: Image.Image) -> ProcessedImage:
+        height, width = stable_size(self._processor, image.height, image.width)
+        if image.size != (width, height):
+            image = image.resize((width, height), resample=self._processor.resample)
+        processed = self._processor(images=[image], return_tensors="np")
         time_, rows, columns = (int(n) for n in processed["image_grid_thw"][0])
         return ProcessedImage(
             digest=digest,
             pixels_PD=np.asarray(processed["pixel_values"], dtype=np.float32),
             grid_thw=(time_, rows, columns),
             num_tokens=time_ * rows * columns // self.merge_size**2,
-            picture=picture,
+            resized=image,
         )
 
 
@@ -233,7 +233,7 @@ def _with_limits(settings: Mapping[str, Any]) -> dict[str, Any]:
 def stable_size(processor: Any, height: int, width: int) -> tuple[int, int]:
     """Return a (height, width) that the processor would not resize again.
 
-    This is the processor's own result for all but very thin pictures (one side more than about 60 times the other). The
+    This is the processor's own result for all but very thin images (one side more than about 60 times the other). The
     processor resizes those to an area above its limit, or to a ratio that it rejects; here they are resized repeatedly
     until nothing changes.
 
@@ -255,4 +255,4 @@ def stable_size(processor: Any, height: int, width: int) -> tuple[int, int]:
         if again == size:
             return size
         size = again
-    raise ValueError(f"a picture of {width}x{height} pixels has no stable size under {limits}")
+    raise ValueError(f"an image of {width}x{height} pixels has no stable size under {limits}")

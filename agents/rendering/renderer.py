@@ -156,7 +156,7 @@ class Renderer:
         return closer
 
     def _find_image_token(self, token: str) -> int | None:
-        """Return the id of the placeholder that the template writes for a picture; None for a model without images."""
+        """Return the id of the placeholder that the template writes for an image; None for a model without images."""
         if self.images is None:
             return None
         content = [{"type": "image"}, {"type": "text", "text": MARK}]
@@ -181,8 +181,8 @@ class Renderer:
             UserError: there is an image and the model reads none, or a system message and the template takes none.
         """
         images = self._process(messages)
-        pictures = tuple((image.digest, image.grid_thw) for image in images)
-        key = (tuple(map(_content_key, messages)), pictures, repr(tools) if tools else "")
+        grids = tuple((image.digest, image.grid_thw) for image in images)
+        key = (tuple(map(_content_key, messages)), grids, repr(tools) if tools else "")
         ids = self._prompts.get(key)
         if ids is None:
             text = self.text(messages, tools, len(messages))
@@ -194,9 +194,9 @@ class Renderer:
         return Rendered(ids, images)
 
     def prompt_length(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> int:
-        """Return the number of tokens of `prompt`, which raises the same; no picture is processed for it."""
+        """Return the number of tokens of `prompt`, which raises the same; no image is processed for it."""
         ids = self.encoder.encode(self.text(messages, tools, len(messages)))
-        return len(ids) + sum(store.num_tokens(picture) - 1 for store, picture in self._pictures(messages))
+        return len(ids) + sum(store.num_tokens(image) - 1 for store, image in self._images(messages))
 
     def suffix(self, messages: Sequence[Message], last_id: int, has_tools: bool = False) -> Rendered:
         """Return the tokens between a model turn that ends with `last_id` and the next turn, in an episode with tools.
@@ -295,15 +295,15 @@ class Renderer:
         return {**others, "role": role, "content": content}
 
     def _process(self, messages: Sequence[Message]) -> tuple[ProcessedImage, ...]:
-        return tuple(store.process(picture) for store, picture in self._pictures(messages))
+        return tuple(store.process(image) for store, image in self._images(messages))
 
-    def _pictures(self, messages: Sequence[Message]) -> list[tuple[ImageStore, Image.Image]]:
-        """Return the pictures of messages, each with the store that reads it."""
-        pictures = message_images(messages)
-        if pictures and (self.images is None or self.image_token_id is None):
+    def _images(self, messages: Sequence[Message]) -> list[tuple[ImageStore, Image.Image]]:
+        """Return the images of messages, each with the store that reads it."""
+        images = message_images(messages)
+        if images and (self.images is None or self.image_token_id is None):
             fix = "this model reads no images: take a vision-language model"
-            raise self._error("must read images for a task with pictures", fix)
-        return [(self.images, picture) for picture in pictures if self.images]
+            raise self._error("must read images for a task with images", fix)
+        return [(self.images, image) for image in images if self.images]
 
     def expand(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> Sequence[int]:
         """Repeat each image's placeholder once per token of the image."""
@@ -320,10 +320,10 @@ class Renderer:
                 expanded.append(token)
         return expanded
 
-    def shown(self, ids: Sequence[int], name: Callable[[int], str] = lambda num_tokens: "<picture>") -> str:
-        """Return a part of a stream as text for people, with control tokens, and with `name(num_tokens)` for a picture.
+    def shown(self, ids: Sequence[int], name: Callable[[int], str] = lambda num_tokens: "<image>") -> str:
+        """Return a part of a stream as text for people, with control tokens, and with `name(num_tokens)` for an image.
 
-        Pictures with nothing between them are shown as one.
+        Images with nothing between them are shown as one.
         """
         text = self.tokenizer.decode(list(ids), skip_special_tokens=False)
         if self.image_token_id is None:
@@ -337,7 +337,7 @@ class Renderer:
 
 
 def _content_key(message: Message) -> tuple[Any, ...]:
-    """Return a cache key for a message's role and texts; the caller adds the digests of its pictures."""
+    """Return a cache key for a message's role and texts; the caller adds the digests of its images."""
     content = message.get("content") or ""
     if not isinstance(content, str):
         content = tuple(part["text"] if part["type"] == "text" else None for part in content_parts(message))

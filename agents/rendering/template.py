@@ -153,13 +153,13 @@ class ModelTemplate:
         """Raise `UserError` where the text after a turn depends on what came before the turn.
 
         A template that strips the thinking of earlier turns (Qwen3's) passes: the text after them stays the same. One
-        that numbers pictures or turns does not: an append-only stream could not follow it.
+        that numbers images or turns does not: an append-only stream could not follow it.
         """
         expected = self.after_turn(messages)
         variants = [([_QUESTION], opening, ()) for opening in _OPENINGS] + [([_QUESTION], "", (_TOOL,))]
         variants += [(past, "", ()) for past in _PASTS]
-        if pictured := [m for m in messages if not isinstance(m["content"], str)]:
-            shown = [{**m, "content": [p for p in m["content"] if p["type"] == "image"]} for m in pictured]
+        if imaged := [m for m in messages if not isinstance(m["content"], str)]:
+            shown = [{**m, "content": [p for p in m["content"] if p["type"] == "image"]} for m in imaged]
             variants.append(([_QUESTION, {"role": "assistant", "content": "A"}, *shown], "", ()))
         for past, opening, tools in variants:
             try:

@@ -49,7 +49,7 @@ def read_tokenizer_files(path: str | Path) -> TokenizerFiles:
 
     Raises:
         UserError: there is no such model, no tokenizer, no chat template, no image processor though the model has a
-            vision part, or one that cuts pictures in another way than the vision part reads them.
+            vision part, or one that cuts images in another way than the vision part reads them.
     """
     from transformers import AutoTokenizer
 

@@ -107,7 +107,7 @@ def run_fork(
     record = config.record and config.record.absolute()
     if record:
         check_record_folder(record, build_manifest(spec, renderer, model, {}))
-    gallery = Gallery.named(config.pictures, f"{episode.id}-fork{fork.turn}")
+    gallery = Gallery.named(config.images, f"{episode.id}-fork{fork.turn}")
     terminal.say(f"{episode.id}: {spec.id}, sample {episode.sample_id}, {counted(fork.way.max_turns, 'turn')}")
     terminal.say(_recorded_end(episode))
     for note in (*notes, *model_notes(recording.manifest, renderer)):

@@ -22,7 +22,7 @@ R = TypeVar("R", bound=EpisodeResult)
 TOOLS = "tools"
 FIRST = "first observation"
 OBSERVATION = "observation"
-PICTURE = "picture"
+IMAGE = "image"
 OUTCOME = "tool outcome"
 INFO = "info"
 DONE = "done"
@@ -33,10 +33,10 @@ TEXT = "text of a turn"
 TOKENS = "tokens"
 MASK = "mask"
 TURNS = "place of a turn"
-IMAGES = "pictures of the stream"
+IMAGES = "images of the stream"
 
 #: Every kind of difference, in the order in which a table shows them.
-KINDS = (TOOLS, FIRST, OBSERVATION, PICTURE, OUTCOME, INFO, DONE, REWARD, END, ERROR, TEXT, TOKENS, MASK, TURNS, IMAGES)
+KINDS = (TOOLS, FIRST, OBSERVATION, IMAGE, OUTCOME, INFO, DONE, REWARD, END, ERROR, TEXT, TOKENS, MASK, TURNS, IMAGES)
 
 #: Numbers with a smaller relative difference are equal, because processors round differently.
 TOLERANCE = 1e-9
@@ -147,11 +147,11 @@ def _error(result: EpisodeResult) -> str:
 def _messages(
     kind: str, turn: int, old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]
 ) -> Iterator[Difference]:
-    """Yield the first difference in texts, and the first in pictures."""
+    """Yield the first difference in texts, and the first in images."""
     kinds = set[str]()
     for place, one, other in unequal(list(old), list(new)):
-        is_picture = place.endswith(".image") and isinstance(one, str) and isinstance(other, str)
-        found = PICTURE if is_picture else kind
+        is_image = place.endswith(".image") and isinstance(one, str) and isinstance(other, str)
+        found = IMAGE if is_image else kind
         if found not in kinds:
             yield Difference(found, turn, place, one, other)
         kinds.add(found)

@@ -50,7 +50,7 @@ class EpisodeResult:
 
 
 def as_recorded(messages: Sequence[Message]) -> tuple[dict[str, Any], ...]:
-    """Return messages in recorded form, with pictures named by the hash of their pixels."""
+    """Return messages in recorded form, with images named by the hash of their pixels."""
     return tuple(message_to_json(message, _name) for message in messages)
 
 

@@ -61,7 +61,7 @@ class ForkConfig(Section):
     context_length: int | None = Field(
         default=None, ge=2, description="with --fork, longest stream in tokens; empty: as recorded"
     )
-    pictures: Path = Field(default=Path("play"), description="with --fork, folder to save pictures in")
+    images: Path = Field(default=Path("play"), description="with --fork, folder to save images in")
     record: Path | None = Field(default=None, description="with --fork, folder to record the episodes in; empty: none")
 
 

@@ -13,7 +13,7 @@ _SHOWN = 160
 
 
 class PrefixCheck:
-    """Compares the tokens and pictures that the model reads before each turn with the recorded ones.
+    """Compares the tokens and images that the model reads before each turn with the recorded ones.
 
     Example::
 
@@ -52,14 +52,14 @@ class PrefixCheck:
                 return f"{what}: {len(recorded)} and {len(now)} tokens of the same text"
             shown = _around_difference(*texts)
             return f"{what}\n  recorded: {shown[0]}\n  now:      {shown[1]}"
-        # Equal tokens mean equally many new pictures. One side may have had more pictures before.
+        # Equal tokens mean equally many new images. One side may have had more images before.
         new = [image.digest for image in request.images[self._num_images :]]
         pairs = enumerate(zip(new, digests[-len(new) :], strict=False), self._num_images + 1)
         place = next((place for place, (one, other) in pairs if one != other), None)
-        return None if place is None else f"{what}: picture {place} of the stream has other pixels"
+        return None if place is None else f"{what}: image {place} of the stream has other pixels"
 
     def _recorded(self, turn: int) -> tuple[tuple[int, ...], list[str]]:
-        """Return the recorded tokens between the previous turn and this one, and the hashes of all pictures so far."""
+        """Return the recorded tokens between the previous turn and this one, and the hashes of all images so far."""
         episode = self._episode
         turns = self._episode.turns
         start = turns[turn - 1].end if turn else 0
@@ -75,7 +75,7 @@ class PrefixCheck:
         return rendered.ids, [*self._digests(episode.ids[:start]), *(image.digest for image in rendered.images)]
 
     def _digests(self, ids: Sequence[int]) -> list[str]:
-        """Return the hashes of the recorded pictures in the first part of the stream."""
+        """Return the hashes of the recorded images in the first part of the stream."""
         num_placeholders = ids.count(self._renderer.image_token_id)
         digests = []
         for image in self._episode.images:

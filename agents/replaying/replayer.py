@@ -45,7 +45,7 @@ class EpisodeSource(Protocol):
         ...
 
     def sample(self, episode: EpisodeRecord) -> Sample:
-        """Return the problem of an episode. Raises `UserError` if a picture is missing or damaged."""
+        """Return the problem of an episode. Raises `UserError` if an image is missing or damaged."""
         ...
 
 
@@ -99,7 +99,7 @@ class EnvReplayer:
         self.context = context
 
     async def play(self, episode: EpisodeRecord, num_turns: int | None = None) -> EpisodeResult:
-        """Return the environment's result today. Raises `UserError` if a picture of the problem is damaged."""
+        """Return the environment's result today. Raises `UserError` if an image of the problem is damaged."""
         way = self.context.way(episode)
         sample = self.context.source.sample(episode)
         env = EnvRunner(lambda: self.context.make_env(sample, way), self.context.limits, sample.id, way.thinking)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from agents.recording.schema import EpisodeRecord
-from agents.replaying.difference import FIRST, MAX_KEPT, OBSERVATION, PICTURE, differences, is_same
+from agents.replaying.difference import FIRST, IMAGE, MAX_KEPT, OBSERVATION, differences, is_same
 from agents.replaying.episode_result import asks_reward, is_faulty
 from agents.replaying.replayer import Replayer
 from agents.replaying.runner import ReplaySummary, replayable, run_concurrently
@@ -74,7 +74,7 @@ async def rescore(
         if replayed.reward is None:
             result.lost[replayed.end or "unknown"] += 1
             return
-        told = {each.kind for each in differences(episode, replayed)} & {FIRST, OBSERVATION, PICTURE}
+        told = {each.kind for each in differences(episode, replayed)} & {FIRST, OBSERVATION, IMAGE}
         text = episode.turns[-1].text[-MAX_KEPT:] if episode.turns else ""
         label = episode.label and episode.label[:MAX_KEPT]
         reward = episode.env_reward

@@ -31,7 +31,7 @@ from agents.types import EndReason, SamplingParams, Trajectory, Turn
 class StreamResult(EpisodeResult):
     """The result of an episode with its token stream.
 
-    `spans` are the turns' (start, end), `images` the (digest, grid, tokens) of each picture in the stream.
+    `spans` are the turns' (start, end), `images` the (digest, grid, tokens) of each image in the stream.
     """
 
     ids: tuple[int, ...]
@@ -56,7 +56,7 @@ class StreamReplayer:
         self._sampling = SamplingParams(stop_ids=renderer.stop_ids, suppressed_ids=renderer.suppressed_ids)
 
     async def play(self, episode: EpisodeRecord, num_turns: int | None = None) -> EpisodeResult:
-        """Return today's result of the episode. Raises `UserError` if a picture of the problem is damaged."""
+        """Return today's result of the episode. Raises `UserError` if an image of the problem is damaged."""
         way = self.context.way(episode)
         sample = self.context.source.sample(episode)
         answers = recorded_completions(episode)[:num_turns]

@@ -58,12 +58,12 @@ class TurnWriter:
         """Return the text of a turn, without the closing token.
 
         Raises:
-            UserError: the message holds a picture or a control token, is empty, has calls that cannot be parsed, or
+            UserError: the message holds an image or a control token, is empty, has calls that cannot be parsed, or
                 does not continue the text with which the template opens a turn. Names `where`.
         """
         calls = parse_calls(message, where)
         if any(part["type"] != "text" for part in content_parts(message)):
-            raise UserError(where, "must be text where the assistant speaks", "a picture", "show it in another message")
+            raise UserError(where, "must be text where the assistant speaks", "an image", "show it in another message")
         for text in _texts(message):
             if self.renderer.encoder.break_control_tokens(text) != text:
                 rule = "must hold no control token where the assistant speaks"

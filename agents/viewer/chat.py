@@ -16,7 +16,7 @@ from rich.text import Text
 from agents.cli.text import counted, one_line, shorten_middle
 from agents.recording import EpisodeRecord, OutcomeRecord, Recording, ScoreRecord, TurnRecord
 from agents.recording.safe_files import check_real_folder, open_regular
-from agents.recording.schema import picture_names
+from agents.recording.schema import image_names
 from agents.viewer.columns import gap_cells, text_of
 from envs.checking.error_location import located_line
 from envs.errors import UserError
@@ -82,10 +82,10 @@ def figures(episode: EpisodeRecord, outcome: OutcomeRecord | None, score: ScoreR
 
 
 def message_lines(recording: Recording, message: Mapping[str, Any], full: bool) -> Iterator[ChatLine]:
-    """Yield one message: its role, its pictures, its text."""
+    """Yield one message: its role, its images, its text."""
     yield ChatLine(Text(one_line(str(message.get("role", "?")), 40), _ROLE))
-    for name in picture_names([message]):
-        yield _note(_picture(recording, name))
+    for name in image_names([message]):
+        yield _note(_image(recording, name))
     if text := text_of(message):
         yield ChatLine(Text(shorten_middle(text, full)), is_data=True)
 
@@ -118,13 +118,13 @@ def _note(text: str) -> ChatLine:
     return ChatLine(Text(one_line(text, MAX_LINE), _NOTE))
 
 
-def _picture(recording: Recording, name: str) -> str:
-    """Return a picture's path and size, or why it cannot be shown."""
+def _image(recording: Recording, name: str) -> str:
+    """Return an image's path and size, or why it cannot be shown."""
     try:
-        path = recording.picture_path(name)
+        path = recording.image_path(name)
     except UserError:
-        return f"picture {name[:100]}: not a valid picture name"
-    return f"picture {path} {_size(path)}"
+        return f"image {name[:100]}: not a valid image name"
+    return f"image {path} {_size(path)}"
 
 
 def _size(path: Path) -> str:

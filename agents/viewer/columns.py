@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agents.recording import EpisodeRecord, OutcomeRecord
-from agents.recording.schema import picture_names
+from agents.recording.schema import image_names
 from agents.types import is_success
 from envs.checking.error_location import located_line
 from envs.success import Success
@@ -62,7 +62,7 @@ def row_of(episode: EpisodeRecord, thinking: Thinking | None = None, success: Su
         "total_s": finite(episode.total_s),
         "env_s": finite(episode.env_s),
         "engine_s": finite(episode.engine_s),
-        "image": next(iter(picture_names(episode.messages)), "")[:MAX_TEXT],
+        "image": next(iter(image_names(episode.messages)), "")[:MAX_TEXT],
         "question": question_of(episode.opening)[:MAX_TEXT],
         "answer": answer[-MAX_TEXT:],
         **UNKNOWN,

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from agents.recording.schema import picture_names
+from agents.recording.schema import image_names
 from agents.viewer.page import BLOCK, assemble
 from agents.viewer.source import Source
 from agents.viewer.strict_json import JSON, dump
@@ -62,10 +62,10 @@ def elements(source: Source) -> Iterator[tuple[str, bytes]]:
             episode = source.episode(index)
             lines.append(dump(episode))
             answers = (message for turn in episode["turns"] for message in turn["observations"])
-            names |= dict.fromkeys([*picture_names(episode["messages"]), *picture_names(answers)])
+            names |= dict.fromkeys([*image_names(episode["messages"]), *image_names(answers)])
         yield f"block-{first // BLOCK}", deflate(b"[%s]" % b",".join(lines))
         for name in names.keys() - seen:
-            content = read_picture(source, name)
+            content = read_image(source, name)
             if content is not None:
                 yield f"image-{Path(name).stem}", content
         seen |= names.keys()
@@ -83,10 +83,10 @@ def without_paths(overview: JSON) -> JSON:
     return {**overview, "folder": overview["name"], "registry": "", "manifest": manifest}
 
 
-def read_picture(source: Source, name: str) -> bytes | None:
-    """Return a picture's file; None if it is missing, or not the picture that was recorded."""
+def read_image(source: Source, name: str) -> bytes | None:
+    """Return an image's file; None if it is missing, or not the image that was recorded."""
     try:
-        return source.picture(name)
+        return source.image(name)
     except UserError:
         return None
 

@@ -65,13 +65,13 @@ def assemble(mode: Mode, runs: int, live: bool = False, folder: Path = FOLDER, s
 
 def policy_of(mode: Mode, script: str, style: str) -> str:
     """Return the Content-Security-Policy of a page with one script and one style."""
-    pictures, itself = ("data: 'self'", "'self'") if mode == "server" else ("data:", "'none'")
+    images, itself = ("data: 'self'", "'self'") if mode == "server" else ("data:", "'none'")
     return "; ".join(
         (
             "default-src 'none'",
             f"script-src '{_hash(script)}'",
             f"style-src '{_hash(style)}'",
-            f"img-src {pictures}",
+            f"img-src {images}",
             f"connect-src {itself}",
             "base-uri 'none'",
             "form-action 'none'",

@@ -115,7 +115,7 @@ class ViewServer(ThreadingHTTPServer):
                 return Response(HTTPStatus.OK, DATA, dump(source.overview(after)))
             if route[3]:
                 return Response(HTTPStatus.OK, DATA, dump(source.episode(int(route[3]))))
-            return Response(HTTPStatus.OK, PNG, source.picture(route[4]))
+            return Response(HTTPStatus.OK, PNG, source.image(route[4]))
         except (LookupError, OSError, UserError):
             return _refusal(HTTPStatus.NOT_FOUND)
 

@@ -1,4 +1,4 @@
-"""Reads a run while it grows, and answers the page's requests: an overview, single episodes, pictures.
+"""Reads a run while it grows, and answers the page's requests: an overview, single episodes, images.
 
 In memory are only the table row of each episode and its offset in the file; an episode is read again when it is opened.
 """
@@ -332,9 +332,9 @@ class Source:
             opening = messages_before_turns(line["messages"], line["num_prompt_messages"], observations)
             return {**line, **dumped, "index": index, "num_opening": len(opening)}
 
-    def picture(self, name: str) -> bytes:
-        """Return the PNG file of a picture by its recorded name. Raises `UserError` if it is not what was recorded."""
-        return self._opened().picture_file(name)
+    def image(self, name: str) -> bytes:
+        """Return the PNG file of an image by its recorded name. Raises `UserError` if it is not what was recorded."""
+        return self._opened().image_file(name)
 
 
 def _size(path: Path) -> int:

@@ -28,7 +28,7 @@ WRITTEN = "bold"
 UNKNOWN = "underline"
 #: Without colours, a token of this level or above is followed by its value.
 MIN_NOTED = 2
-#: More equal tokens in a row, such as those of a picture, are shown as one token with their number.
+#: More equal tokens in a row, such as those of an image, are shown as one token with their number.
 MAX_RUN = 4
 #: The most bytes that a character of UTF-8 has.
 _MAX_BYTES = 4

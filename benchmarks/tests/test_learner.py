@@ -54,7 +54,7 @@ def test_counted_operations_are_those_that_pytorch_counts(config, samples):
     assert counter.get_total_flops() == pytest.approx(counted.total - counted.attention + everywhere, rel=0.02)
 
 
-def test_a_shared_prompt_and_its_picture_count_once(config, samples):
+def test_a_shared_prompt_and_its_image_count_once(config, samples):
     needed, whole = (forward_flops(config, samples, shared) for shared in (True, False))
     assert whole.tokens == real_tokens(samples) == needed.tokens + 6 * samples[0].prefix_length
     assert (needed.images, whole.images) == (2, 8)

@@ -20,7 +20,7 @@ from envs.execution.watchdog import bounded
 from envs.types import Message
 
 PACKAGED = Path(__file__).with_name("chat_template.jinja")
-#: How templates of vision-language models write a picture; the most common one is first.
+#: How templates of vision-language models write an image; the most common one is first.
 PLACEHOLDERS = ("<|image_pad|>", "<image_soft_token>", "<|image|>", "[IMG]", "<image>")
 #: The longest time for the rendering of a conversation, which takes milliseconds.
 RENDER_S = 5.0
@@ -62,7 +62,7 @@ class ChatTemplate:
         #: The text of the template for conversations with tools.
         self.source = with_tools
         self.name = name
-        #: The placeholder of a picture in the rendering; None if the template shows no pictures.
+        #: The placeholder of an image in the rendering; None if the template shows no images.
         self.placeholder = next((text for text in PLACEHOLDERS if text in with_tools), None)
 
     @classmethod

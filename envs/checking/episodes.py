@@ -58,7 +58,7 @@ class Fault:
 
     @property
     def too_large(self) -> str | None:
-        """The size of a picture that was refused because it has too many pixels: "5000x4000"."""
+        """The size of an image that was refused because it has too many pixels: "5000x4000"."""
         found = _TOO_LARGE.search(self.text)
         return found[1] if found else None
 
@@ -67,7 +67,7 @@ class Fault:
 class PlayedEpisode:
     """The record of one episode; `steps` and `steps_s` have one item per turn, times are in seconds.
 
-    `prompt` is the sample's prompt with its pictures decoded; it is empty if they cannot be decoded. `has_hung` tells
+    `prompt` is the sample's prompt with its images decoded; it is empty if they cannot be decoded. `has_hung` tells
     that a call, perhaps `close`, ran into its time limit, `runs_tools` that the steps are made of tool calls.
     `generators` are hashes of the program's random number generators after the episode, by name.
     """
@@ -149,7 +149,7 @@ class _OptionsWrapper(Wrapper):
 
 
 def checked_prompt(sample: Sample) -> tuple[Message, ...]:
-    """Return a sample's prompt with its pictures decoded; empty if the prompt is not valid."""
+    """Return a sample's prompt with its images decoded; empty if the prompt is not valid."""
     try:
         return checked_messages(list(sample.prompt))
     except (EnvFault, UserError, TypeError):

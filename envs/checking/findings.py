@@ -172,7 +172,7 @@ def call_records(step: StepResult) -> list[dict[str, Any]]:
 
 
 def unlike(one: Sequence[Message], other: Sequence[Message]) -> str:
-    """Describe how two conversations differ: "'3' and '4'", "the pictures differ"."""
+    """Describe how two conversations differ: "'3' and '4'", "the images differ"."""
     first = "".join(texts(one))
     second = "".join(texts(other))
     if first != second:
@@ -181,7 +181,7 @@ def unlike(one: Sequence[Message], other: Sequence[Message]) -> str:
         return f"{quoted(first[start:])} and {quoted(second[start:])}"
     if [message.get("role") for message in one] != [message.get("role") for message in other]:
         return "the roles differ"
-    return "the texts are the same, the pictures differ"
+    return "the texts are the same, the images differ"
 
 
 def names_label(text: str, label: str | None) -> bool:
@@ -190,7 +190,7 @@ def names_label(text: str, label: str | None) -> bool:
 
 
 def digest(messages: Sequence[Message]) -> list[tuple[Any, ...]]:
-    """Return roles, texts and picture digests; equal conversations have equal digests."""
+    """Return roles, texts and image digests; equal conversations have equal digests."""
     found: list[tuple[Any, ...]] = []
     for message in messages:
         for part in content_parts(message):

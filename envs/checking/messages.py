@@ -1,4 +1,4 @@
-"""Checks what the model sees: prompts, tools, observations and pictures, and how a chat template renders them."""
+"""Checks what the model sees: prompts, tools, observations and images, and how a chat template renders them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _TAGS = re.compile(r"<\|[^|<>\s]{1,40}\|>|</?tool_(?:call|response)>")
 
 
 def check_prompts(evidence: Evidence) -> Finding:
-    """Prompts are messages with known roles and parts, and their pictures decode."""
+    """Prompts are messages with known roles and parts, and their images decode."""
     name = "prompts"
     problems = []
     counts = []
@@ -52,7 +52,7 @@ def check_prompts(evidence: Evidence) -> Finding:
         if unknown := [message["role"] for message in messages if message["role"] not in ROLES]:
             problems.append(f"sample {sample.id}: role '{unknown[0]}' is not one of {', '.join(ROLES)}")
         if messages and not any(map(str.strip, texts(messages))) and not any(message_images(messages)):
-            problems.append(f"sample {sample.id}: the prompt is empty, without text and pictures")
+            problems.append(f"sample {sample.id}: the prompt is empty, without text and images")
         if any("<image>" in text for text in texts(messages)):
             problems.append(f"sample {sample.id}: a text contains <image>, which stays text; write an image part")
         counts.append(len(message_images(messages)))
@@ -62,7 +62,7 @@ def check_prompts(evidence: Evidence) -> Finding:
         return Finding(name, False, listed(problems))
     if not counts:
         return Finding(name, None, NOT_REACHED)
-    return Finding(name, True, f"{len(counts)} prompts; pictures in each: {span(counts)}")
+    return Finding(name, True, f"{len(counts)} prompts; images in each: {span(counts)}")
 
 
 def check_tools(evidence: Evidence) -> Finding:
@@ -142,7 +142,7 @@ def schema_problem(tool: Any) -> str | None:
 
 
 def check_rendering(evidence: Evidence) -> Finding:
-    """Every conversation renders: each text verbatim, each picture as one placeholder."""
+    """Every conversation renders: each text verbatim, each image as one placeholder."""
     name = "rendering"
     template = evidence.template
     problems = []
@@ -183,7 +183,7 @@ def _render_problems(
     template: ChatTemplate, rendered: str, conversation: Sequence[Message], episode: PlayedEpisode
 ) -> Iterator[str]:
     if template.placeholder is None and any(message_images(conversation)):
-        yield "the template shows no pictures"
+        yield "the template shows no images"
         return
     for text in texts([*episode.prompt, *episode.observations]):
         if text not in rendered:
@@ -194,13 +194,13 @@ def _render_problems(
         return
     spelled = sum(text.count(template.placeholder) for text in texts(conversation))
     found = rendered.count(template.placeholder) - spelled
-    pictures = len(message_images(conversation))
-    if found != pictures:
-        yield f"{pictures} pictures, but {found} placeholders {template.placeholder}"
+    images = len(message_images(conversation))
+    if found != images:
+        yield f"{images} images, but {found} placeholders {template.placeholder}"
 
 
 def check_control_tokens(evidence: Evidence) -> Finding:
-    """The environment's texts contain no token with which a template marks turns or pictures."""
+    """The environment's texts contain no token with which a template marks turns or images."""
     name = "control tokens"
     own = []
     echoed = Counter[str]()
@@ -227,10 +227,10 @@ def check_control_tokens(evidence: Evidence) -> Finding:
 
 
 def check_images(evidence: Evidence) -> Finding:
-    """Pictures have a size that a vision-language model accepts."""
+    """Images have a size that a vision-language model accepts."""
     name = "image sizes"
     too_large = {fault.too_large for _, fault in evidence.ordinary_faults if fault.too_large}
-    limit = f"a picture may have at most {MAX_IMAGE_PIXELS:,} pixels"
+    limit = f"an image may have at most {MAX_IMAGE_PIXELS:,} pixels"
     problems = [f"{size} in an observation: {limit}" for size in sorted(too_large)]
     shown: dict[int, Image.Image] = {}
     most_pixels = 0
@@ -239,7 +239,7 @@ def check_images(evidence: Evidence) -> Finding:
         if episode.script.kind != "hostile":  # hostile episodes are never trained on
             most_pixels = max(most_pixels, sum(image.width * image.height for image in images))
         shown |= {id(image): image for image in images}
-    pictures = {image_digest(image) for image in shown.values()}
+    raw_images = {image_digest(image) for image in shown.values()}
     sizes = sorted({image.size for image in shown.values()}, key=lambda size: size[0] * size[1])
     for width, height in sizes:
         if width * height > MAX_IMAGE_PIXELS:
@@ -251,7 +251,7 @@ def check_images(evidence: Evidence) -> Finding:
     if problems:
         return Finding(name, False, listed(problems))
     if not sizes:
-        return Finding(name, None, "there are no pictures" if evidence.is_stepped else NOT_REACHED)
+        return Finding(name, None, "there are no images" if evidence.is_stepped else NOT_REACHED)
     smallest, largest = (f"{width}x{height}" for width, height in (sizes[0], sizes[-1]))
     spread = smallest if len(sizes) == 1 else f"{smallest} to {largest}"
-    return Finding(name, True, f"{len(pictures)} pictures of {spread}, at most {most_pixels:,} pixels in an episode")
+    return Finding(name, True, f"{len(raw_images)} images of {spread}, at most {most_pixels:,} pixels in an episode")

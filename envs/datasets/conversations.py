@@ -25,7 +25,7 @@ ANSWER_FORMAT = f"Answer: \\boxed{{{ANSWER}}}"
 
 @dataclass(frozen=True)
 class Conversation:
-    """The messages, with decoded pictures, and the tools that the prompt describes; `where` names it in errors.
+    """The messages, with decoded images, and the tools that the prompt describes; `where` names it in errors.
 
     Example::
 
@@ -103,8 +103,8 @@ class ConversationRows:
         keys = replace(options.keys, prompt=options.messages_key)
         messages, images, fields = read_messages(row, keys, where, self._access)
         messages = self._source.as_given(messages)
-        pictures = [decode_image(image, field) for image, field in zip(images, fields, strict=True)]
-        return Conversation(where, tuple(self._prompted(with_images(messages, pictures))), tools)
+        raw_images = [decode_image(image, field) for image, field in zip(images, fields, strict=True)]
+        return Conversation(where, tuple(self._prompted(with_images(messages, raw_images))), tools)
 
     def _prompted(self, messages: Sequence[Message]) -> Sequence[Message]:
         if self._options.system_prompt:

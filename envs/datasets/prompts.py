@@ -1,4 +1,4 @@
-"""Reads the chat messages of a row, with its pictures located and placeholders in their places."""
+"""Reads the chat messages of a row, with its images located and placeholders in their places."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ROLES = ("system", "user", "assistant", "tool")
 
 @dataclass(frozen=True)
 class DataKeys:
-    """The columns of a data set: prompt, gold answer, and pictures (optional).
+    """The columns of a data set: prompt, gold answer, and images (optional).
 
     A dot leads into a column of dicts: `reward_model.ground_truth`.
 
@@ -60,16 +60,16 @@ def column_fix(flag: str, key: str, columns: Iterable[str]) -> str:
 def read_messages(
     row: Mapping[str, Any], keys: DataKeys, where: str, access: ImageAccess
 ) -> tuple[list[Message], tuple[ImageSource, ...], tuple[str, ...]]:
-    """Return (messages, images, fields): messages with placeholders, the located pictures, and their names in errors.
+    """Return (messages, images, fields): messages with placeholders, the located images, and their names in errors.
 
-    The pictures are those of the images column, or those in the parts of the messages.
+    The images are those of the images column, or those in the parts of the messages.
 
     Raises:
-        UserError: the row has no messages, pictures in both places, or fewer or more placeholders than pictures.
+        UserError: the row has no messages, images in both places, or fewer or more placeholders than images.
     """
     prompt, shown = _without_images(value_at(row, keys.prompt))
     if shown and row.get(keys.images):
-        rule = f"must have its pictures in the messages or under '{keys.images}'"
+        rule = f"must have its images in the messages or under '{keys.images}'"
         raise UserError(where, rule, "both", "remove one of the two")
     values, column = (shown, f"{keys.prompt} image") if shown else (_image_values(row, keys, where), keys.images)
     fields = tuple(f"{where} {column}[{index}]" for index in range(len(values)))
@@ -78,7 +78,7 @@ def read_messages(
 
 
 def with_images(messages: Sequence[Message], images: Sequence[Image.Image]) -> list[Message]:
-    """Return the messages with the placeholders filled with the pictures, in order."""
+    """Return the messages with the placeholders filled with the images, in order."""
     remaining = iter(images)
 
     def fill(message: Message) -> Message:
@@ -99,14 +99,14 @@ def value_at(row: Mapping[str, Any], key: str) -> Any:
 
 
 def _without_images(prompt: Any) -> tuple[Any, list[Any]]:
-    """Return a prompt whose parts of pictures are placeholders, and the values of those that held a picture."""
-    pictures: list[Any] = []
+    """Return a prompt whose parts of images are placeholders, and the values of those that held an image."""
+    images: list[Any] = []
 
     def emptied(part: Any) -> Any:
         if not isinstance(part, dict) or part.get("type") not in ("image", "image_url"):
             return part
         if held_image(part):
-            pictures.append(part)
+            images.append(part)
         return {"type": "image"}
 
     def cleared(message: Any) -> Any:
@@ -114,18 +114,18 @@ def _without_images(prompt: Any) -> tuple[Any, list[Any]]:
             return message
         return {**message, "content": [emptied(part) for part in message["content"]]}
 
-    return ([cleared(message) for message in prompt] if isinstance(prompt, list) else prompt), pictures
+    return ([cleared(message) for message in prompt] if isinstance(prompt, list) else prompt), images
 
 
 def _image_values(row: Mapping[str, Any], keys: DataKeys, where: str) -> list[Any]:
     """Return the values in the row's images column."""
     if keys.images not in row:
-        # Without this check, pictures in a column of another name would silently be ignored.
+        # Without this check, images in a column of another name would silently be ignored.
         names = ("image", "images")
         others = [name for name, value in readable_items(row) if (value and name in names) or _is_stored_image(value)]
         if others:
             fix = f"give {shlex.join(['--image-keys', others[0]])}"
-            raise UserError(where, f"must hold its pictures under the images key '{keys.images}'", ", ".join(row), fix)
+            raise UserError(where, f"must hold its images under the images key '{keys.images}'", ", ".join(row), fix)
     value = row.get(keys.images)
     return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
 
@@ -171,7 +171,7 @@ def _parse_part(part: object, field: str) -> list[dict[str, Any]]:
         return _split_placeholders(part["text"])
     if isinstance(part, dict) and part.get("type") == "image" and part.get("image") is None:
         return [{"type": "image"}]
-    fix = "give {'type': 'text', 'text': ...} or {'type': 'image'}, the pictures in their own column"
+    fix = "give {'type': 'text', 'text': ...} or {'type': 'image'}, the images in their own column"
     raise UserError(f"{field} content", "must hold text parts and image placeholders", part, fix)
 
 
@@ -187,7 +187,7 @@ def _split_placeholders(text: str) -> list[dict[str, Any]]:
 
 
 def _place_images(messages: Sequence[Message], num_images: int, where: str) -> list[Message]:
-    """Check that each picture has a placeholder, or add placeholders if there are none; join text-only content."""
+    """Check that each image has a placeholder, or add placeholders if there are none; join text-only content."""
     places = sum(part["type"] == "image" for message in messages for part in message["content"])
     if places not in (0, num_images):
         rule = f"must have as many {PLACEHOLDER} placeholders as images"

@@ -1,8 +1,8 @@
-"""Downloads the pictures that rows name by URL into a cache on disk, which later runs use again.
+"""Downloads the images that rows name by URL into a cache on disk, which later runs use again.
 
 A URL in a data set is a stranger's text. Only http and https are asked, without proxies. However a URL or a redirect
 spells its host, a socket is opened only for an address that is public, and connects to that address. Bytes, time and
-redirects are bounded, and only a picture that decodes is kept.
+redirects are bounded, and only an image that decodes is kept.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from aiohttp.connector import AddrInfoType
     from yarl import URL
 
-#: The longest wait for one picture in seconds, redirects and repeats included.
+#: The longest wait for one image in seconds, redirects and repeats included.
 TIMEOUT_S = 30.0
-#: How often a busy or broken server is asked for a picture, and the seconds before asking again.
+#: How often a busy or broken server is asked for an image, and the seconds before asking again.
 ATTEMPTS = 3
 PAUSE_S = 0.5
 MAX_REDIRECTS = 5
-#: The largest size of the cache. The pictures that were not used for longest make room for new ones.
+#: The largest size of the cache. The images that were not used for longest make room for new ones.
 MAX_CACHE_BYTES = 16 * 2**30
 
 _CHUNK = 2**16
@@ -77,16 +77,16 @@ class _Busy(Exception):
 
 
 class RemoteImages:
-    """The cache of downloaded pictures, filed by the hash of their bytes; `urls/` says which file a URL gave.
+    """The cache of downloaded images, filed by the hash of their bytes; `urls/` says which file a URL gave.
 
     Example::
 
-        remote_images().fetch("https://example.org/a.png", "train.jsonl row 3 images[0]")    # .../pictures/9f86d0...
+        remote_images().fetch("https://example.org/a.png", "train.jsonl row 3 images[0]")    # .../images/9f86d0...
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._pictures = folder / "pictures"
+        self._images = folder / "images"
         self._urls = folder / "urls"
         self._lock = threading.Lock()
         self._has_said_so = False
@@ -94,10 +94,10 @@ class RemoteImages:
         self._num_bytes = 0
 
     def fetch(self, url: str, field: str) -> Path:
-        """Return the file of a URL's picture, downloaded unless it is there; `field` names the place in errors.
+        """Return the file of a URL's image, downloaded unless it is there; `field` names the place in errors.
 
         Raises:
-            UserError: the URL leads to an address that is not public, gives no picture in time, or too many bytes.
+            UserError: the URL leads to an address that is not public, gives no image in time, or too many bytes.
         """
         link = self._urls / _digest(url.encode())
         if (file := self._cached(link)) is None:
@@ -111,7 +111,7 @@ class RemoteImages:
 
     def _cached(self, link: Path) -> Path | None:
         try:
-            file = self._pictures / link.read_text()
+            file = self._images / link.read_text()
             if file not in self._used:
                 if _digest(file.read_bytes()) != file.name:  # cut off or damaged
                     return None
@@ -121,7 +121,7 @@ class RemoteImages:
             return None
 
     def _keep(self, link: Path, data: bytes, field: str) -> Path:
-        file = self._pictures / _digest(data)
+        file = self._images / _digest(data)
         try:
             with self._lock:
                 self._say_where()
@@ -133,31 +133,31 @@ class RemoteImages:
         except OSError as error:
             fix = "free some space there, or set XDG_CACHE_HOME"
             raise UserError(
-                str(self._folder), "must be writable, for pictures of URLs", first_line(error), fix
+                str(self._folder), "must be writable, for images of URLs", first_line(error), fix
             ) from error
         return file
 
     def _say_where(self) -> None:
         if not self._has_said_so:
             self._has_said_so = True
-            logger.info(f"downloading the pictures of URLs into {self._folder}")
-            for folder in (self._pictures, self._urls):
+            logger.info(f"downloading the images of URLs into {self._folder}")
+            for folder in (self._images, self._urls):
                 folder.mkdir(parents=True, exist_ok=True)
-            self._num_bytes = sum(file.stat().st_size for file in self._pictures.iterdir())
+            self._num_bytes = sum(file.stat().st_size for file in self._images.iterdir())
 
     def _make_room(self, size: int, field: str) -> None:
-        """Remove the pictures that were not used for longest, down to nine tenths, if a new one does not fit."""
+        """Remove the images that were not used for longest, down to nine tenths, if a new one does not fit."""
         self._num_bytes += size
         if self._num_bytes <= MAX_CACHE_BYTES:
             return
-        found = [(file.stat(), file) for file in self._pictures.iterdir() if file not in self._used]
+        found = [(file.stat(), file) for file in self._images.iterdir() if file not in self._used]
         for stat, file in sorted(found, key=lambda each: each[0].st_mtime):
             if self._num_bytes <= 0.9 * MAX_CACHE_BYTES:
                 break
             file.unlink(missing_ok=True)
             self._num_bytes -= stat.st_size
         if self._num_bytes > MAX_CACHE_BYTES:
-            rule = f"must have pictures of at most {MAX_CACHE_BYTES} bytes at its URLs"
+            rule = f"must have images of at most {MAX_CACHE_BYTES} bytes at its URLs"
             raise UserError(field, rule, self._num_bytes, "download them yourself, and give their paths")
 
     # Downloads ------------------------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ async def _body(answer: aiohttp.ClientResponse, url: str, field: str) -> bytes:
 
 
 def _check(target: URL, url: str, field: str) -> None:
-    """Refuse what is no http address, holds a password, or has a host or port that no server of pictures has."""
+    """Refuse what is no http address, holds a password, or has a host or port that no server of images has."""
     if target.scheme not in ("http", "https") or not target.raw_host:
         raise _refusal(url, field, f"a redirect to {target.scheme or 'nothing'}" if str(target) != url else "no host")
     if target.user is not None or target.password is not None:
@@ -251,8 +251,8 @@ def _is_number(host: str) -> bool:
 
 
 def _refusal(url: str, field: str, reason: str) -> UserError:
-    fix = f"{reason}: correct the URL, or give the picture itself"
-    return UserError(field, f"must be a URL of a picture that downloads within {TIMEOUT_S:g} s", url, fix)
+    fix = f"{reason}: correct the URL, or give the image itself"
+    return UserError(field, f"must be a URL of an image that downloads within {TIMEOUT_S:g} s", url, fix)
 
 
 def _digest(data: bytes) -> str:

@@ -1,6 +1,6 @@
 """Reads the raw rows of a file, a folder or a Hugging Face id as an indexable sequence of plain dicts.
 
-Pictures stay in their stored form. JSON rows are held in memory; parquet files and Hugging Face sets are memory mapped,
+Images stay in their stored form. JSON rows are held in memory; parquet files and Hugging Face sets are memory mapped,
 and their rows become dicts when they are read.
 """
 

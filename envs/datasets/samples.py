@@ -1,7 +1,7 @@
 """Loads samples from a file, a folder or a Hugging Face id.
 
-Loading checks every row and decodes every picture once, so a bad row is an error before the first step. Memory then
-holds the rows in their stored form; reading a sample decodes its pictures again.
+Loading checks every row and decodes every image once, so a bad row is an error before the first step. Memory then
+holds the rows in their stored form; reading a sample decodes its images again.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from envs.types import Message, Sample, SampleSource
 
 logger = logging.getLogger(__name__)
 
-#: Rows checked at once; bounds the number of encoded pictures that wait for a thread.
+#: Rows checked at once; bounds the number of encoded images that wait for a thread.
 _CHECKED_AT_ONCE = 256
-#: Number of samples whose decoded pictures stay in memory.
+#: Number of samples whose decoded images stay in memory.
 _KEPT_DECODED = 16
 
 
 @dataclass(frozen=True)
 class Record:
-    """One checked row: a sample whose pictures are not decoded yet; parts of type "image" are placeholders."""
+    """One checked row: a sample whose images are not decoded yet; parts of type "image" are placeholders."""
 
     id: str
     messages: tuple[Message, ...]
@@ -65,7 +65,7 @@ class Record:
 class RowSamples:
     """The samples of a data set's first `size` rows; see `load_samples`.
 
-    Reading a sample decodes its pictures; the last 16 samples stay decoded.
+    Reading a sample decodes its images; the last 16 samples stay decoded.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class RowSamples:
         return self._cached_sample(range(self._size)[index])
 
     def record(self, index: int) -> Record:
-        """Return the checked row at `index`; its pictures are located but not decoded."""
+        """Return the checked row at `index`; its images are located but not decoded."""
         row = self._source.rows[index]
         where = f"{self._source.name} row {index}"
         messages, images, fields = read_messages(row, self._keys, where, self._access)
@@ -102,7 +102,7 @@ class RowSamples:
         )
 
     def check(self) -> None:
-        """Parse every row and decode every picture, each path once; raise the `UserError` of the first bad row."""
+        """Parse every row and decode every image, each path once; raise the `UserError` of the first bad row."""
         key = self._keys.images
         rows = self._source.rows
         # A text-only set may lack the default key; a key that the user named must exist.
@@ -145,12 +145,12 @@ def load_samples(
     limit: int | None = None,
     split: str = "train",
 ) -> RowSamples:
-    """Load a data set and check all of it, pictures included (about 3 ms a picture and core).
+    """Load a data set and check all of it, images included (about 3 ms an image and core).
 
     `source` is a .parquet, .jsonl or .json file (a list, or ``{"data": [...]}``), a folder of such files, a saved
     Hugging Face data set, an image folder with a metadata file, or a Hugging Face id. `split` selects within a folder
     or a set; `limit` takes only the first rows. The prompt is a text or a list of chat messages. Each ``<image>`` in it
-    is the placeholder of the next picture; without any, the pictures come first in the first user message.
+    is the placeholder of the next image; without any, the images come first in the first user message.
     `system_prompt` precedes the row's own. Other columns with plain values or lists of them become the sample's
     metadata, with the entries of a column `metadata`, also if it is JSON; `tools`, schemas or their JSON, is a list.
 
@@ -162,7 +162,7 @@ def load_samples(
 
     Raises:
         UserError: a missing source or split, no rows, invalid JSON, or a row without prompt or answer, whose numbers of
-            placeholders and pictures differ, or with a picture that is missing, too large, damaged or outside the data
+            placeholders and images differ, or with an image that is missing, too large, damaged or outside the data
             set's folder (unless `allow_outside_images`) or a URL (unless `allow_remote_images`, which downloads it).
     """
     if limit is not None and limit < 1:
@@ -176,7 +176,7 @@ def load_samples(
 
 
 def image_access(source: RowSource, allow_outside: bool, allow_remote: bool) -> ImageAccess:
-    """Return what the pictures of a source's rows may name."""
+    """Return what the images of a source's rows may name."""
     return ImageAccess(source.root, allow_outside, remote_images().fetch if allow_remote else None)
 
 

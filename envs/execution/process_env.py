@@ -214,7 +214,7 @@ def _use(name: str, args: Sequence[object]) -> Any:
             return reward_of_text(_env, str(args[0]))
         attribute = getattr(_env, name)
         value = attribute(*args) if callable(attribute) else attribute
-        if name == "format_observation":  # a header of a picture may claim more pixels than memory can hold
+        if name == "format_observation":  # a header of an image may claim more pixels than memory can hold
             return checked_messages(value)
     except EnvFault as fault:  # as a value, because an exception arrives as text only
         return plain_fault(fault)

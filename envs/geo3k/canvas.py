@@ -1,4 +1,4 @@
-"""Draws small geometry diagrams with labels as 160x128 RGB pictures.
+"""Draws small geometry diagrams with labels as 160x128 RGB images.
 
 Points are complex numbers in pixels, x to the right and y down, so a rotation is a multiplication. The canvas records
 strokes and labels, and `image` draws them, so that a crowded layout can be discarded before it is drawn.
@@ -71,11 +71,11 @@ class Canvas:
     Example::
 
         canvas = Canvas(line_width=1, font_size=15)
-        a, b, c = canvas.fit((0j, 4 + 0j, 3j), rng)      # any units -> pixels inside the picture
+        a, b, c = canvas.fit((0j, 4 + 0j, 3j), rng)      # any units -> pixels inside the image
         canvas.polygon((a, b, c))
         canvas.angle(b, c, a, "37°")                     # an arc at b, its label on the bisector
         canvas.side(a, b, "4", inside=c)                 # the label of side ab, outside the triangle
-        picture = canvas.image() if canvas.conflicts == 0 else None
+        image = canvas.image() if canvas.conflicts == 0 else None
     """
 
     def __init__(self, line_width: int = 1, font_size: int = 15, overprint: tuple[int, int] | None = None) -> None:

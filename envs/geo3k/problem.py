@@ -67,7 +67,7 @@ LOOK_ALIKES = {
 
 @dataclass(frozen=True)
 class Problem:
-    r"""A problem's numbers and texts; `draw_problem` draws its picture.
+    r"""A problem's numbers and texts; `draw_problem` draws its image.
 
     Example::
 
@@ -76,7 +76,7 @@ class Problem:
 
     `answer` is an integer, a decimal rounded to a tenth, or LaTeX spaced as in Geometry3K: "5 \\sqrt { 2 }",
     "\\frac { 7 } { 2 }". Textbook problems have a wording: letters, variables and what the question tells. In an
-    overprinted picture a digit of `rival`, the givens of another problem, is printed over the one that is meant.
+    overprinted image a digit of `rival`, the givens of another problem, is printed over the one that is meant.
     """
 
     family: str
@@ -97,7 +97,7 @@ class Problem:
 
     @property
     def drawn_givens(self) -> Sequence[int]:
-        """The places of the givens that the picture shows; the question tells the others."""
+        """The places of the givens that the image shows; the question tells the others."""
         if self.wording is None:
             return range(len(self.givens))
         return THEOREMS[self.family].drawn_givens(self.givens, self.unknown, self.wording)
@@ -185,7 +185,7 @@ def misread(problem: Problem, rng: Random) -> Problem | None:
 
 
 def with_rival(problem: Problem, rng: Random) -> Problem:
-    """Return the problem with a second reading of its picture: another digit in a number that stands there once."""
+    """Return the problem with a second reading of its image: another digit in a number that stands there once."""
     wrong = misread(problem, rng)
     if wrong is None or any(problem.givens.count(n) > 1 for n, _ in _differences(problem.givens, wrong.givens)):
         return problem

@@ -78,11 +78,11 @@ class ProceduralGeo3k(MadeSamples):
         self.style: Style = style
 
     def item(self, index: int) -> tuple[Problem, Image.Image]:
-        """Return the problem and its picture at an index in -size to size - 1."""
+        """Return the problem and its image at an index in -size to size - 1."""
         return self.drawn(index)[:2]
 
     def drawn(self, index: int) -> tuple[Problem, Image.Image, list[Box]]:
-        """Return the problem at an index, its picture, and the edges of every label in it.
+        """Return the problem at an index, its image, and the edges of every label in it.
 
         A box is left, top, right and bottom in pixels.
         """
@@ -105,7 +105,7 @@ class ProceduralGeo3k(MadeSamples):
         raise RuntimeError(f"{KEY_TRIES} problems of {family}, level {level}: none belongs to split {self.split}")
 
     def make(self, place: int) -> Sample:
-        """Return the problem at a place as a sample, with its picture."""
+        """Return the problem at a place as a sample, with its image."""
         problem, image = self.item(place)
         content = [{"type": "image", "image": image}, {"type": "text", "text": problem.question}]
         return Sample(

@@ -15,7 +15,7 @@ from envs.errors import UserError
 from envs.geo3k.problem import STYLES, Style
 from envs.geo3k.procedural import ProceduralGeo3k
 
-GAP = 8  # pixels between pictures
+GAP = 8  # pixels between images
 
 
 class SheetConfig(Section):
@@ -25,12 +25,12 @@ class SheetConfig(Section):
     families: tuple[str, ...] = Field(default=(), description="one problem of each; empty: of all")
     level: int = Field(default=3, ge=1, le=3, description="level of the problems")
     seed: int = Field(default=0, ge=0, description="seed of the problems")
-    columns: int = Field(default=8, ge=1, description="pictures in a row")
+    columns: int = Field(default=8, ge=1, description="images in a row")
     out: Path = Field(default=Path("sheet.png"), description="PNG file to write")
 
 
 def sheet(images: Sequence[Image.Image], columns: int) -> Image.Image:
-    """Return pictures in rows, each row as high as its highest picture, on grey."""
+    """Return images in rows, each row as high as its highest image, on grey."""
     rows = [images[at : at + columns] for at in range(0, len(images), columns)]
     widths = [sum(image.width + GAP for image in row) + GAP for row in rows]
     heights = [max(image.height for image in row) + GAP for row in rows]
@@ -46,7 +46,7 @@ def sheet(images: Sequence[Image.Image], columns: int) -> Image.Image:
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-    """Parse the flags, write the picture, and print question and answer of every problem in it."""
+    """Parse the flags, write the image, and print question and answer of every problem in it."""
     config = parse(SheetConfig, argv, "python -m envs.geo3k.sheet", "Draw problems of a style side by side.")
     images = []
     for family in config.families or STYLES[config.style]:
@@ -60,7 +60,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         rule = "must be a file that can be written"
         fix = f"give another ({error})"
         raise UserError("--out", rule, str(config.out), fix) from error
-    print(f"{len(images)} pictures in {config.out}")
+    print(f"{len(images)} images in {config.out}")
     return 0
 
 

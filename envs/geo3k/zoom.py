@@ -26,20 +26,20 @@ class Geo3kZoomEnv(ToolEnv):
 
     Example::
 
-        env = Geo3kZoomEnv(sample, EnvArgs(max_turns=3))       # the sample's picture has 160 x 128 pixels
+        env = Geo3kZoomEnv(sample, EnvArgs(max_turns=3))       # the sample's image has 160 x 128 pixels
         env.zoom(0, 0, 500, 500)                               # the upper left quarter, 160 x 128 pixels
     """
 
     def __init__(self, sample: Sample, args: EnvArgs | None = None) -> None:
         super().__init__(sample, args)
-        pictures = message_images(sample.prompt)
-        if not pictures:
-            raise ValueError(f"sample {sample.id!r} has no picture to zoom into")
-        self.picture = pictures[0].convert("RGB")
+        images = message_images(sample.prompt)
+        if not images:
+            raise ValueError(f"sample {sample.id!r} has no image to zoom into")
+        self.image = images[0].convert("RGB")
 
     @tool
     def zoom(self, left: Thousandth, top: Thousandth, right: Thousandth, bottom: Thousandth) -> Image.Image:
-        """Show a part of the picture enlarged.
+        """Show a part of the image enlarged.
 
         Args:
             left: left edge, in thousandths of the width
@@ -47,7 +47,7 @@ class Geo3kZoomEnv(ToolEnv):
             right: right edge, in thousandths of the width
             bottom: lower edge, in thousandths of the height
         """
-        width, height = self.picture.size
+        width, height = self.image.size
         box = (left * width // 1000, top * height // 1000, right * width // 1000, bottom * height // 1000)
         part_width = box[2] - box[0]
         part_height = box[3] - box[1]
@@ -56,4 +56,4 @@ class Geo3kZoomEnv(ToolEnv):
             raise ToolError(f"{rule}; it is {part_width} x {part_height}.", "bad_arguments")
         scale = min(width / part_width, height / part_height, MAX_SCALE)
         size = (round(part_width * scale), round(part_height * scale))
-        return self.picture.crop(box).resize(size, Image.Resampling.LANCZOS)
+        return self.image.crop(box).resize(size, Image.Resampling.LANCZOS)

@@ -114,12 +114,12 @@ class Eraser(Sound):
 
 class Painter(Sound):
     def reset(self) -> Any:
-        (picture,) = message_images(self.sample.prompt)
-        ImageDraw.Draw(picture).line((0, 0, 63, 63), fill="red")
+        (image,) = message_images(self.sample.prompt)
+        ImageDraw.Draw(image).line((0, 0, 63, 63), fill="red")
         return super().reset()
 
 
-def pictures(split: str, size: int, seed: int) -> list[Sample]:
+def make_images(split: str, size: int, seed: int) -> list[Sample]:
     def prompt() -> Any:
         parts = [{"type": "image", "image": Image.new("RGB", (64, 64))}, {"type": "text", "text": "What is 1 + 2?"}]
         return ({"role": "user", "content": parts},)
@@ -211,7 +211,7 @@ ROWS = (
     Row(Vague, "done is None", "contract", "step must return (dict, bool, dict)"),
     Row(Ventriloquist, "observations have the role of the model", "contract", "must not have the role"),
     Row(Unframed, "format_observation returns a text", "contract", "format_observation must return"),
-    Row(Unkeyed, "an observation has neither text nor pictures", "contract", "must hold obs_str"),
+    Row(Unkeyed, "an observation has neither text nor images", "contract", "must hold obs_str"),
     Row(Complex, "the info holds a complex number", "contract", "price is recorded as text only", is_remark=True),
     Row(NotANumber, "the reward is NaN", "contract", "must be a finite number"),
     Row(Unpaid, "reward returns nothing", "contract", "does it return?"),
@@ -221,8 +221,8 @@ ROWS = (
     Row(Shared, "episodes share a list", "deterministic", "differs"),
     Row(Eraser, "an episode clears its sample's metadata", "deterministic", "changes its prompt or metadata"),
     Row(
-        Painter, "an episode draws on its sample's picture", "deterministic", "changes its prompt or metadata",
-        {"dataset": f"{__name__}:pictures"},
+        Painter, "an episode draws on its sample's image", "deterministic", "changes its prompt or metadata",
+        {"dataset": f"{__name__}:images"},
     ),
     Row(Whimsical, "the first observation differs each time", "deterministic", "the first observation differs"),
     Row(Restless, "the answer of a step differs each time", "deterministic", "the answer of step 1 differs"),

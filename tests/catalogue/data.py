@@ -40,7 +40,7 @@ def blank(split: str, size: int, seed: int) -> list[Sample]:
 
 
 def missing(split: str, size: int, seed: int) -> list[Sample]:
-    return _made(size, {"type": "image", "image": str(Path("nowhere") / "picture.png")}, _text("What is it?"))
+    return _made(size, {"type": "image", "image": str(Path("nowhere") / "image.png")}, _text("What is it?"))
 
 
 def pathless(split: str, size: int, seed: int) -> list[Sample]:
@@ -48,12 +48,12 @@ def pathless(split: str, size: int, seed: int) -> list[Sample]:
 
 
 def damaged(split: str, size: int, seed: int) -> list[Sample]:
-    return _made(size, {"type": "image", "image": b"no picture"}, _text("What is it?"))
+    return _made(size, {"type": "image", "image": b"no image"}, _text("What is it?"))
 
 
 def surplus(split: str, size: int, seed: int) -> list[Sample]:
-    picture = {"type": "image", "image": Image.new("RGB", (64, 64))}
-    return _made(size, picture, _text("<image><image>Which one is darker?"))
+    image = {"type": "image", "image": Image.new("RGB", (64, 64))}
+    return _made(size, image, _text("<image><image>Which one is darker?"))
 
 
 def tokens(split: str, size: int, seed: int) -> list[Sample]:
@@ -111,17 +111,17 @@ ROWS = (
     _row("twins", "all samples have one id", "prompts", "have the id price"),
     _row("unasked", "prompts are empty, and there is no first observation", "prompts", "neither prompt nor first"),
     _row("blank", "prompts are spaces", "prompts", "the prompt is empty"),
-    _row("missing", "the file of a picture does not exist", "prompts", "no such file"),
-    _row("pathless", "a picture's part has no picture", "prompts", "must be an image"),
-    _row("damaged", "a picture's bytes are none", "prompts", "must be a picture of a known format"),
-    _row("surplus", "more placeholders than pictures", "prompts", "<image>"),
+    _row("missing", "the file of an image does not exist", "prompts", "no such file"),
+    _row("pathless", "an image's part has no image", "prompts", "must be an image"),
+    _row("damaged", "an image's bytes are none", "prompts", "must be an image of a known format"),
+    _row("surplus", "more placeholders than images", "prompts", "<image>"),
     _row("tokens", "prompts spell tokens of the chat template", "control tokens", "<|im_end|> in a prompt"),
-    _row("pads", "prompts spell the placeholder of a picture", "control tokens", "<|image_pad|> in a prompt"),
+    _row("pads", "prompts spell the placeholder of an image", "control tokens", "<|image_pad|> in a prompt"),
     _row("stranger", "a role that no template knows", "prompts", "role 'human'"),
     _row("answered", "a prompt ends with the model's own turn", "prompts", "an assistant's"),
     _row("plain", "a prompt is a text", "error", "must be a tuple of chat messages"),
     _row("halved", "a prompt holds half an emoji", "rendering", "surrogate"),
-    _row("small", "pictures of 8 x 8 pixels", "image sizes", "8x8"),
+    _row("small", "images of 8 x 8 pixels", "image sizes", "8x8"),
     _row("restless", "a data set differs each time", "deterministic", "differs when it is read again"),
     _row("raising", "the data set raises", "error", "KeyError: 'colour'"),
     _row("empty", "the data set is empty", "error", "must have more than 0 samples"),

@@ -28,7 +28,7 @@ class Slow(Sound):
 class Big(Sound):
     @tool
     def price(self, fruit: str) -> Any:
-        """Show a large picture of a fruit."""
+        """Show a large image of a fruit."""
         return Image.new("RGB", (2000, 1500), "white")
 
 
@@ -39,7 +39,7 @@ class Wordy(Sound):
         return "word " * 15_000
 
 
-class Pictures(Sound):
+class Images(Sound):
     @tool
     def price(self, fruit: str) -> Any:
         """Show a fruit in several ways."""
@@ -214,9 +214,9 @@ def _data(name: str) -> dict[str, Any]:
 
 ROWS = (
     Row(Slow, "every step takes 20 ms", "", ""),
-    Row(Big, "pictures of 3 million pixels", "", ""),
+    Row(Big, "images of 3 million pixels", "", ""),
     Row(Wordy, "results of 75,000 characters", "", ""),
-    Row(Pictures, "pictures in results, in five modes", "", ""),
+    Row(Images, "images in results, in five modes", "", ""),
     Row(Caesar, "a game without chance, tools and labels", "", "", {**_data("unlabelled"), "reward_min_val": -4.0}),
     Row(Penalties, "rewards are penalties", "", "", {"reward_max_val": 0.0, "reward_min_val": -1.0}),
     Row(Toolless, "no tools", "", ""),

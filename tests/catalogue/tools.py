@@ -1,4 +1,4 @@
-"""Environments with faulty tools: schemas, arguments, results, pictures, and deafness to broken calls."""
+"""Environments with faulty tools: schemas, arguments, results, images, and deafness to broken calls."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Ribbon(Sound):
 
 class Damaged(Sound):
     def step(self, response_text: str) -> Step:
-        return {"obs_str": "See.", "multi_modal_data": {"image": [b"no picture"]}}, True, {}
+        return {"obs_str": "See.", "multi_modal_data": {"image": [b"no image"]}}, True, {}
 
     def format_observation(self, observation: dict[str, Any]) -> Any:
         parts = [{"type": "image", "image": image} for image in observation["multi_modal_data"]["image"]]
@@ -216,12 +216,12 @@ ROWS = (
     Row(Fragile, "a tool raises where it knows no answer", "contract", "KeyError"),
     Row(Superstitious, "a tool raises on characters beyond ASCII", "malformed calls", "UnicodeEncodeError"),
     Row(Opaque, "a result is an object", "contract", "a tool must return text"),
-    Row(Floating, "a picture holds floats, which would all be black", "contract", "a picture of floats"),
-    Row(Empty, "a picture has no pixels", "contract", "must have pixels"),
-    Row(Gigantic, "a picture has 20 million pixels", "contract", "5000x4000"),
-    Row(Tiny, "a picture is 20 pixels high", "image sizes", "64x20"),
-    Row(Ribbon, "a picture is 201 times as wide as high", "contract", "5628x28"),
-    Row(Damaged, "a picture is no picture", "contract", "must be a picture of a known format"),
+    Row(Floating, "an image holds floats, which would all be black", "contract", "an image of floats"),
+    Row(Empty, "an image has no pixels", "contract", "must have pixels"),
+    Row(Gigantic, "an image has 20 million pixels", "contract", "5000x4000"),
+    Row(Tiny, "an image is 20 pixels high", "image sizes", "64x20"),
+    Row(Ribbon, "an image is 201 times as wide as high", "contract", "5628x28"),
+    Row(Damaged, "an image is no image", "contract", "must be an image of a known format"),
     Row(Verbose, "a result has 10 MB", "rendering", "10,000,000 characters"),
     Row(Speller, "a result spells the tokens of a turn's end", "control tokens", "<|im_end|>"),
     Row(Breakout, "a result closes the tag around it", "control tokens", "</tool_response>"),

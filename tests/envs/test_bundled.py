@@ -23,11 +23,11 @@ def call(name: str, **arguments: object) -> str:
 
 
 def quartered() -> Image.Image:
-    """Return a picture whose four quarters have one colour each."""
-    picture = Image.new("RGB", (160, 120), "white")
+    """Return an image whose four quarters have one colour each."""
+    image = Image.new("RGB", (160, 120), "white")
     for box, colour in (((0, 0), "red"), ((80, 0), "lime"), ((0, 60), "blue")):
-        picture.paste(Image.new("RGB", (80, 60), colour), box)
-    return picture
+        image.paste(Image.new("RGB", (80, 60), colour), box)
+    return image
 
 
 def zooming() -> Geo3kZoomEnv:
@@ -53,10 +53,10 @@ def test_zoom_shows_the_part_that_was_asked_for_enlarged(
     names = ("left", "top", "right", "bottom")
     observation, done, _ = env.step(call("zoom", **dict(zip(names, box, strict=True))))
     (message,) = env.format_observation(observation)
-    picture = message["content"][0]["image"]
+    image = message["content"][0]["image"]
     assert not done
-    assert picture.size == size
-    assert picture.getpixel((size[0] // 2, size[1] // 2)) == colour
+    assert image.size == size
+    assert image.getpixel((size[0] // 2, size[1] // 2)) == colour
 
 
 @pytest.mark.parametrize("box", [(500, 0, 500, 500), (600, 0, 500, 500), (0, 0, 10, 1000)])
@@ -67,14 +67,14 @@ def test_a_part_without_pixels_is_explained(box: tuple[int, ...]) -> None:
     assert "at least 8 pixels" in observation["obs_str"]
 
 
-def test_a_box_outside_of_the_picture_is_explained() -> None:
+def test_a_box_outside_of_the_image_is_explained() -> None:
     observation, _, _ = zooming().step(call("zoom", left=-1, top=0, right=2000, bottom=10))
     said = '"left" must be greater than or equal to 0. "right" must be less than or equal to 1000.'
     assert observation["obs_str"].startswith(said)
 
 
-def test_a_sample_without_a_picture_cannot_be_zoomed_into() -> None:
-    with pytest.raises(ValueError, match="has no picture"):
+def test_a_sample_without_a_image_cannot_be_zoomed_into() -> None:
+    with pytest.raises(ValueError, match="has no image"):
         Geo3kZoomEnv(Sample("0", ({"role": "user", "content": "x?"},), label="5"), ARGS)
 
 

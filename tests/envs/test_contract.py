@@ -52,11 +52,11 @@ def test_a_copy_of_plain_values_has_their_types(value: Any) -> None:
 
 
 def test_a_copy_does_not_change_with_the_value() -> None:
-    picture, value = Image.new("L", (2, 2)), {"a": [1], "array": np.zeros(2)}
-    copied, shown = plain(value), plain(picture)
+    image, value = Image.new("L", (2, 2)), {"a": [1], "array": np.zeros(2)}
+    copied, shown = plain(value), plain(image)
     value["a"].append(2)
     value["array"][0] = 1
-    picture.putpixel((0, 0), 9)
+    image.putpixel((0, 0), 9)
     assert copied["a"] == [1] and copied["array"].tolist() == [0, 0] and shown.getpixel((0, 0)) == 0
 
 

@@ -46,7 +46,7 @@ class Echo(gymnasium.Env):
 
 
 class Camera(gymnasium.Env):
-    """Two actions, 5 and 6; the observation is a picture."""
+    """Two actions, 5 and 6; the observation is an image."""
 
     def __init__(self) -> None:
         self.observation_space = gymnasium.spaces.Box(0, 255, (2, 3, 3), np.uint8)
@@ -197,13 +197,13 @@ def test_an_action_that_there_is_not_is_feedback_and_changes_nothing(options: An
 
 
 def test_actions_that_start_at_another_number_keep_their_numbers_or_get_names() -> None:
-    assert np.array(picture_after(started({"id": "test/Camera-v0"}), 6)).flat[0] == 6
+    assert np.array(image_after(started({"id": "test/Camera-v0"}), 6)).flat[0] == 6
     named = started({"id": "test/Camera-v0", "actions": ["on", "off"]})
-    assert np.array(picture_after(named, "on")).flat[0] == 5
+    assert np.array(image_after(named, "on")).flat[0] == 5
     assert named.info["reward"] == 0.5
 
 
-def picture_after(env: FromGymnasium, action: Any) -> Image.Image:
+def image_after(env: FromGymnasium, action: Any) -> Image.Image:
     observation, _, _ = env.step(calls(action))
     assert observation["obs_str"] == "<image>"
     (image,) = message_images(env.format_observation(observation))

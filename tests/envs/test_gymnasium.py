@@ -23,7 +23,7 @@ gymnasium = pytest.importorskip("gymnasium")
 from gymnasium.utils.env_checker import check_env  # noqa: E402
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv  # noqa: E402
 
-from envs.as_gymnasium import AnyText, RGBPicture, TrueTurnEnv, register_all  # noqa: E402
+from envs.as_gymnasium import AnyText, RGBImage, TrueTurnEnv, register_all  # noqa: E402
 
 GEO3K = "trueturn/geo3k-v0"
 WRONG_CALL = '<tool_call>{"name": "calc_score", "arguments": {"answer": "9"}}</tool_call>'
@@ -38,7 +38,7 @@ CLOSED = []
 
 
 class Script(Env):
-    """Says "Go.", answers every text with a grey picture and two messages, and ends at "stop"."""
+    """Says "Go.", answers every text with a grey image and two messages, and ends at "stop"."""
 
     def __init__(self, sample, args):
         self.sample = sample
@@ -138,7 +138,7 @@ def test_the_registry_does_not_import_gymnasium() -> None:
     assert done.stdout == "False\n"
 
 
-def test_the_first_observation_is_the_prompt_with_its_pictures() -> None:
+def test_the_first_observation_is_the_prompt_with_its_images() -> None:
     observation, info = TrueTurnEnv("geo3k", samples=[geo3k_sample()]).reset(seed=0)
     prompt = "Solve the problem. Check answers with calc_score. Write the final answer as \\boxed{}."
     assert observation["text"] == f"[system]\n{prompt}\n\n[user]\n<image>Find x."
@@ -147,7 +147,7 @@ def test_the_first_observation_is_the_prompt_with_its_pictures() -> None:
     assert info["sample_id"] == "one" and info["tools"][0]["function"]["name"] == "calc_score"
 
 
-def test_bundled_samples_come_with_a_picture() -> None:
+def test_bundled_samples_come_with_a_image() -> None:
     observation, _ = gymnasium.make(GEO3K).reset(seed=3)
     assert [(image.dtype, image.shape) for image in observation["images"]] == [(np.uint8, (128, 160, 3))]
 
@@ -201,7 +201,7 @@ def test_the_same_seed_gives_the_same_episodes_and_an_index_names_one() -> None:
     assert np.array_equal(observation["images"][0], again["images"][0])
 
 
-def test_several_messages_and_their_pictures_are_one_observation(overlay: Path) -> None:
+def test_several_messages_and_their_images_are_one_observation(overlay: Path) -> None:
     env = TrueTurnEnv("script", registry=[str(overlay)])
     assert env.reset(options={"index": 0})[0]["text"] == "[user]\nTask 0.\n\n[user]\nGo."
     observation, *_, info = env.step("none")
@@ -245,7 +245,7 @@ def test_infos_of_different_kinds_stay_apart_in_a_vector(overlay: Path) -> None:
     assert [info["score"] for info in infos["step_info"]] == [None, {"value": 1}]
 
 
-def test_pictures_of_any_size_have_no_place_in_shared_memory() -> None:
+def test_images_of_any_size_have_no_place_in_shared_memory() -> None:
     with pytest.raises(TypeError, match="disable `shared_memory`"):
         AsyncVectorEnv([lambda: gymnasium.make(GEO3K)])
 
@@ -322,10 +322,10 @@ def test_registering_again_replaces_silently_and_leaves_out_what_has_no_data(
 
 
 def test_spaces_hold_what_they_say_and_what_they_draw() -> None:
-    text, picture = AnyText(max_length=5, seed=1), RGBPicture(seed=1)
+    text, image = AnyText(max_length=5, seed=1), RGBImage(seed=1)
     assert text.contains("∠x\n") and text.contains("") and not text.contains("123456") and not text.contains(3)
     assert all(text.contains(text.sample()) for _ in range(20)) and text == AnyText(5) != AnyText(6)
-    assert all(picture.contains(picture.sample()) for _ in range(20)) and picture == RGBPicture()
-    assert not picture.contains(np.zeros((2, 2, 3))) and not picture.contains(np.zeros((2, 2), np.uint8))
-    drawn = [picture.sample(), picture.sample()]
-    assert all(map(np.array_equal, picture.from_jsonable(picture.to_jsonable(drawn)), drawn))
+    assert all(image.contains(image.sample()) for _ in range(20)) and image == RGBImage()
+    assert not image.contains(np.zeros((2, 2, 3))) and not image.contains(np.zeros((2, 2), np.uint8))
+    drawn = [image.sample(), image.sample()]
+    assert all(map(np.array_equal, image.from_jsonable(image.to_jsonable(drawn)), drawn))

@@ -1,4 +1,4 @@
-"""Claims about reading pictures: every stored form gives the same RGB pixels, and every bad one a one-line error."""
+"""Claims about reading images: every stored form gives the same RGB pixels, and every bad one a one-line error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from envs.images import load_image
 FIELD = "rows.jsonl row 4 images[1]"
 
 
-def picture(mode: str = "RGB", size: tuple[int, int] = (6, 4)) -> Image.Image:
+def make_image(mode: str = "RGB", size: tuple[int, int] = (6, 4)) -> Image.Image:
     image = Image.new("RGB", size)
     image.putdata([(x * 40, y * 60, 200) for y in range(size[1]) for x in range(size[0])])
     return image.convert(mode)
@@ -53,7 +53,7 @@ def error_of(value: object, root: Path | None = None, **options: bool) -> str:
 
 
 def test_every_stored_form_gives_the_same_pixels(tmp_path: Path) -> None:
-    data = encode(picture())
+    data = encode(make_image())
     text = base64.b64encode(data).decode()
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "a.png").write_bytes(data)
@@ -71,23 +71,23 @@ def test_every_stored_form_gives_the_same_pixels(tmp_path: Path) -> None:
         "sub/a.png",
         str(tmp_path / "sub" / "a.png"),
         Path("sub/a.png"),
-        picture(),
+        make_image(),
     ]
     for form in forms:
         image = load_image(form, FIELD, tmp_path)
         assert image.mode == "RGB"
-        assert image.tobytes() == picture().tobytes(), form
+        assert image.tobytes() == make_image().tobytes(), form
 
 
 def test_base64_that_begins_like_an_absolute_path_is_read_as_base64(tmp_path: Path) -> None:
-    text = base64.b64encode(encode(picture(), "JPEG")).decode()
+    text = base64.b64encode(encode(make_image(), "JPEG")).decode()
     assert text.startswith("/9j/")
     assert load_image(text, FIELD, tmp_path).size == (6, 4)
 
 
 def test_an_existing_file_wins_over_base64(tmp_path: Path) -> None:
-    text = base64.b64encode(encode(picture())).decode()[:60].replace("/", "_")
-    (tmp_path / text).write_bytes(encode(picture(size=(3, 3))))
+    text = base64.b64encode(encode(make_image())).decode()[:60].replace("/", "_")
+    (tmp_path / text).write_bytes(encode(make_image(size=(3, 3))))
     assert load_image(text, FIELD, tmp_path).size == (3, 3)
 
 
@@ -109,9 +109,9 @@ def test_a_transparent_palette_colour_is_laid_on_white() -> None:
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA"])
 def test_every_png_mode_becomes_rgb(mode: str) -> None:
-    loaded = load_image(encode(picture(mode)), FIELD, None)
+    loaded = load_image(encode(make_image(mode)), FIELD, None)
     assert loaded.mode == "RGB"
-    assert loaded.tobytes() == picture(mode).convert("RGB").tobytes()
+    assert loaded.tobytes() == make_image(mode).convert("RGB").tobytes()
 
 
 def test_sixteen_bit_grey_is_scaled_and_not_clipped() -> None:
@@ -125,7 +125,7 @@ def test_sixteen_bit_grey_is_scaled_and_not_clipped() -> None:
 def test_a_rotated_photo_is_turned_upright() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
-    assert load_image(encode(picture(), "JPEG", exif=exif), FIELD, None).size == (4, 6)
+    assert load_image(encode(make_image(), "JPEG", exif=exif), FIELD, None).size == (4, 6)
 
 
 def test_an_animation_gives_its_first_frame() -> None:
@@ -135,22 +135,22 @@ def test_an_animation_gives_its_first_frame() -> None:
 
 
 @pytest.mark.parametrize("image_format", images.FORMATS)
-def test_a_picture_cut_short_is_refused_in_every_format(image_format: str) -> None:
-    data = encode(picture(size=(64, 48)), image_format)
+def test_a_image_cut_short_is_refused_in_every_format(image_format: str) -> None:
+    data = encode(make_image(size=(64, 48)), image_format)
     assert load_image(data, FIELD, None).size == (64, 48)
     for kept in (0.3, 0.6, 0.9):
         error_of(data[: int(len(data) * kept)])
 
 
 def test_a_png_with_a_flipped_bit_is_refused() -> None:
-    data = bytearray(encode(picture(size=(64, 48))))
+    data = bytearray(encode(make_image(size=(64, 48))))
     data[len(data) // 2] ^= 1
-    assert "must be a whole picture" in error_of(bytes(data))
+    assert "must be a whole image" in error_of(bytes(data))
 
 
 @given(st.binary(max_size=200), st.integers(0, 60))
-def test_damage_of_any_kind_is_a_user_error_or_a_picture(junk: bytes, at: int) -> None:
-    data = encode(picture())
+def test_damage_of_any_kind_is_a_user_error_or_a_image(junk: bytes, at: int) -> None:
+    data = encode(make_image())
     try:
         assert load_image(data[:at] + junk + data[at + 1 :], FIELD, None).mode == "RGB"
     except UserError as error:
@@ -165,7 +165,7 @@ def test_too_many_pixels_are_refused_before_they_are_decoded(size: tuple[int, in
 
 def test_too_many_pixels_are_refused_in_an_image_object_too() -> None:
     with pytest.raises(UserError, match="at most 10 pixels, got 6x4"):
-        load_image(picture(), FIELD, None, max_pixels=10)
+        load_image(make_image(), FIELD, None, max_pixels=10)
 
 
 def test_a_file_over_the_byte_limit_is_not_read(tmp_path: Path) -> None:
@@ -182,20 +182,20 @@ def test_base64_over_the_byte_limit_is_not_decoded(shape: Any, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("size", [(0, 0), (0, 5), (5, 0)])
-def test_a_picture_without_pixels_is_refused(size: tuple[int, int]) -> None:
+def test_a_image_without_pixels_is_refused(size: tuple[int, int]) -> None:
     assert f"must have pixels, got {size[0]}x{size[1]}" in error_of(Image.new("RGB", size))
 
 
 @pytest.mark.parametrize("image_format", ["TIFF", "PPM", "ICO"])
 def test_other_formats_are_refused(image_format: str) -> None:
-    assert "give one of PNG, JPEG, WEBP, GIF, BMP" in error_of(encode(picture(size=(32, 32)), image_format))
+    assert "give one of PNG, JPEG, WEBP, GIF, BMP" in error_of(encode(make_image(size=(32, 32)), image_format))
 
 
 def test_a_path_may_not_leave_the_folder(tmp_path: Path) -> None:
     root = tmp_path / "set"
     root.mkdir()
     outside = tmp_path / "outside.png"
-    outside.write_bytes(encode(picture()))
+    outside.write_bytes(encode(make_image()))
     (root / "link.png").symlink_to(outside)
     for value in ("../outside.png", str(outside), "link.png", {"bytes": None, "path": "../outside.png"}):
         assert "inside the data set's folder" in error_of(value, root)
@@ -203,10 +203,10 @@ def test_a_path_may_not_leave_the_folder(tmp_path: Path) -> None:
 
 
 def test_without_a_folder_no_path_is_read_unless_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a.png").write_bytes(encode(picture()))
+    (tmp_path / "a.png").write_bytes(encode(make_image()))
     monkeypatch.chdir(tmp_path)
     assert "no such file" in error_of("a.png")
-    assert "must be a picture, not a path" in error_of(str(tmp_path / "a.png"))
+    assert "must be an image, not a path" in error_of(str(tmp_path / "a.png"))
     assert load_image(str(tmp_path / "a.png"), FIELD, None, allow_outside=True).size == (6, 4)
 
 
@@ -217,7 +217,7 @@ def test_without_a_folder_no_path_is_read_unless_allowed(tmp_path: Path, monkeyp
         ("", "no such file"),
         ("a\0b", "no such file"),
         ("x" * 10_000, "no such file"),
-        (base64.b64encode(b"no picture at all").decode(), "no such file"),
+        (base64.b64encode(b"no image at all").decode(), "no such file"),
         ("https://example.org/a.png", "must not be a URL"),
         ("data:image/png,raw", "must be a base64 data URI"),
         ("data:image/png;base64,%%%", "must be base64"),
@@ -227,8 +227,8 @@ def test_without_a_folder_no_path_is_read_unless_allowed(tmp_path: Path, monkeyp
         ({"image": "a.png", "max_pixels": 50_176}, "must have no max_pixels of its own, got 50176"),
         (None, "must be an image"),
         (7, "must be an image"),
-        (b"", "must be a picture of a known format"),
+        (b"", "must be an image of a known format"),
     ],
 )
-def test_what_is_no_picture_is_refused_by_name(value: object, rule: str, tmp_path: Path) -> None:
+def test_what_is_no_image_is_refused_by_name(value: object, rule: str, tmp_path: Path) -> None:
     assert rule in error_of(value, tmp_path)

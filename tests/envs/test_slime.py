@@ -37,8 +37,8 @@ from tests.paths import ROOT
 
 
 class ScoringEnv(BaseInteractionEnv):
-    def __init__(self, *, ground_truth, max_turns, picture):
-        self.ground_truth, self.max_turns, self.picture = ground_truth, max_turns, picture
+    def __init__(self, *, ground_truth, max_turns, image):
+        self.ground_truth, self.max_turns, self.image = ground_truth, max_turns, image
         self.turn = 0
 
     def reset(self):
@@ -54,16 +54,16 @@ class ScoringEnv(BaseInteractionEnv):
         answer = json.loads(found[-1])["arguments"]["answer"]
         score = 1.0 if grade_answer_verl(f"\\\\\\\\boxed{{{answer}}}", self.ground_truth) else 0.0
         observation = {"obs_str": f"calc_score result: {score}", "role": "tool", "tool_score": score}
-        if self.picture is not None:
-            observation["multi_modal_data"] = {"image": [self.picture]}
+        if self.image is not None:
+            observation["multi_modal_data"] = {"image": [self.image]}
         return observation, is_final_turn, {"tool_score": score, "boxed": extract_answer(response_text)}
 
 
 def build_env(sample: Sample | None = None, args: Any | None = None, **_: Any) -> ScoringEnv:
     sample.metadata["seen"] = sample.metadata.get("seen", 0) + 1
     assert sample.prompt[0]["role"] == "user" and sample.metadata["seen"] == 1
-    picture = sample.metadata.get(args.picture_key)
-    return ScoringEnv(ground_truth=sample.label, max_turns=args.max_turns, picture=picture)
+    image = sample.metadata.get(args.image_key)
+    return ScoringEnv(ground_truth=sample.label, max_turns=args.max_turns, image=image)
 """.replace("\\\\", "\\")
 
 ENTRY = """
@@ -72,10 +72,10 @@ scoring:
   description: Written for slime.
   max_turns: 3
   compat: slime
-  options: {picture_key: hint}
+  options: {image_key: hint}
 """
 
-PICTURE = Image.new("RGB", (40, 30))
+IMAGE = Image.new("RGB", (40, 30))
 CALL = '<tool_call>{"name": "calc_score", "arguments": {"answer": "%s"}}</tool_call>'
 
 
@@ -119,8 +119,8 @@ def test_a_slime_module_runs_unmodified(open_env: Any, isolation: str) -> None:
     assert reward == 1.0
 
 
-def test_pictures_of_its_observations_go_before_the_text(open_env: Any) -> None:
-    results, _ = play(open_env(hint=PICTURE), CALL % "5")
+def test_images_of_its_observations_go_before_the_text(open_env: Any) -> None:
+    results, _ = play(open_env(hint=IMAGE), CALL % "5")
     (message,) = results[0].messages
     assert [part["type"] for part in message["content"]] == ["image", "text"]
     assert message["content"][0]["image"].size == (40, 30)

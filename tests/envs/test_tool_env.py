@@ -24,7 +24,7 @@ from envs.tools import MAX_FAULT_CHARS, ToolError, tool
 from envs.types import Sample
 
 SAMPLE = Sample(id="0", prompt=(), label="3")
-PICTURE = Image.new("RGB", (4, 3))
+IMAGE = Image.new("RGB", (4, 3))
 
 
 class Shop(ToolEnv):
@@ -60,7 +60,7 @@ class Shop(ToolEnv):
     @tool
     def look(self) -> list[Any]:
         """Look around."""
-        return ["This:", PICTURE]
+        return ["This:", IMAGE]
 
     @tool
     def explode(self) -> None:
@@ -114,10 +114,10 @@ def test_without_tools_nothing_is_a_call() -> None:
     assert (env.tools, env.step(text), env.reward(text)) == ([], ({}, True, {"tool_calls": []}), 1.0)
 
 
-def test_pictures_become_parts_of_the_message() -> None:
+def test_images_become_parts_of_the_message() -> None:
     env = Shop()
     observation, _, _ = env.step(call("look"))
-    parts = [{"type": "text", "text": "This:"}, {"type": "image", "image": PICTURE}]
+    parts = [{"type": "text", "text": "This:"}, {"type": "image", "image": IMAGE}]
     assert env.format_observation(observation) == [{"role": "tool", "content": parts}]
     assert observation["obs_str"] == "This:<image>"
 
@@ -170,7 +170,7 @@ class Strange(ToolEnv):
 
     @tool
     def cut(self, width: int) -> Image.Image:
-        """Cut a picture."""
+        """Cut an image."""
         return Image.new("RGB", (width, 1))
 
 
@@ -178,9 +178,9 @@ class Strange(ToolEnv):
     ("made", "told"),
     [
         (("invert", {"x": {"of": 0}}), "invert failed. ZeroDivisionError: "),
-        (("cut", {"width": 0}), "cut failed. envs.errors.UserError: picture: must have pixels, got 0x1"),
-        (("cut", {"width": 201}), "cut failed. envs.errors.UserError: picture: must have no side over 200 times"),
-        (("cut", {"width": 16_000_001}), "cut failed. envs.errors.UserError: picture: must have at most 16000000"),
+        (("cut", {"width": 0}), "cut failed. envs.errors.UserError: image: must have pixels, got 0x1"),
+        (("cut", {"width": 201}), "cut failed. envs.errors.UserError: image: must have no side over 200 times"),
+        (("cut", {"width": 16_000_001}), "cut failed. envs.errors.UserError: image: must have at most 16000000"),
     ],
 )
 def test_the_model_is_told_what_its_arguments_break_before_and_after_a_tool_runs(

@@ -249,7 +249,7 @@ def test_a_static_method_marked_as_a_tool_is_the_authors_error(kind: Callable) -
         tool(kind(price))
 
 
-PICTURE = Image.new("RGB", (4, 3))
+IMAGE = Image.new("RGB", (4, 3))
 
 
 @pytest.mark.parametrize(
@@ -268,12 +268,12 @@ PICTURE = Image.new("RGB", (4, 3))
         (np.arange(3), "[0, 1, 2]"),
         (Point(x=1), '{"x": 1.0, "y": 0.0}'),
         (datetime.date(2026, 1, 2), '"2026-01-02"'),
-        (PICTURE, [{"type": "image", "image": PICTURE}]),
+        (IMAGE, [{"type": "image", "image": IMAGE}]),
         (
-            ["see", PICTURE, 3],
-            [{"type": "text", "text": "see"}, {"type": "image", "image": PICTURE}, {"type": "text", "text": "3"}],
+            ["see", IMAGE, 3],
+            [{"type": "text", "text": "see"}, {"type": "image", "image": IMAGE}, {"type": "text", "text": "3"}],
         ),
-        ((PICTURE, PICTURE), [{"type": "image", "image": PICTURE}] * 2),
+        ((IMAGE, IMAGE), [{"type": "image", "image": IMAGE}] * 2),
         (np.float32(18.8), "18.8"),
         ({"x": np.array([[0.1, 18.8]], np.float16)}, '{"x": [[0.1, 18.8]]}'),
     ],

@@ -28,7 +28,7 @@ from starter.__main__ import make, run
 from starter.architecture import SHAPES
 from starter.attempts import OwnAttempts, own_attempts, wrong_beginnings
 from starter.demonstrations import Row, solved, zoomed
-from starter.lessons import Lessons, NumberPictures, describe, draw_numbers
+from starter.lessons import Lessons, NumberImages, describe, draw_numbers
 from starter.plans import (
     MIXED_HABITS,
     Attempt,
@@ -130,7 +130,7 @@ def test_the_network_that_ships_has_the_shape_of_the_recipe() -> None:
     )
 
 
-def test_a_picture_of_numbers_shows_them_whole_and_from_left_to_right() -> None:
+def test_a_image_of_numbers_shows_them_whole_and_from_left_to_right() -> None:
     many = Numbers(3, 3, (12, 112), unknown=True)
     for seed in range(200):
         texts, image = draw_numbers(many, random.Random(seed))
@@ -141,11 +141,11 @@ def test_a_picture_of_numbers_shows_them_whole_and_from_left_to_right() -> None:
         assert all(column.min() < 128 for column in columns), (seed, texts)
 
 
-def test_a_reading_lesson_teaches_what_the_picture_shows_and_nothing_else() -> None:
+def test_a_reading_lesson_teaches_what_the_image_shows_and_nothing_else() -> None:
     figures = Lessons(Stage("figures", 20, {"figure": 1.0}), seed=3)
     problems = ProceduralGeo3k("demonstrations", 20, 3)
     numbers = Lessons(Stage("numbers", 20, {"numbers": 1.0}, rung=4), seed=3)
-    labels = [sample.label for sample in NumberPictures("demonstrations", 20, 3, rung=4)]
+    labels = [sample.label for sample in NumberImages("demonstrations", 20, 3, rung=4)]
     for index in range(20):
         assert spoken(figures.row(index)) == [describe(problems.problem(index))]
         assert spoken(numbers.row(index)) == [labels[index]]
@@ -217,7 +217,7 @@ def test_the_attempts_of_a_policy_are_wrong_answers_to_the_problems_that_it_play
         assert spoken(solved(own.problem, own.image, Plan.after(own.wrong, own.problem, Mixture(), random.Random(0))))
 
 
-def test_zooms_show_every_label_that_half_a_picture_can_show() -> None:
+def test_zooms_show_every_label_that_half_a_image_can_show() -> None:
     boxes = [(0, 0, 30, 12), (60, 40, 80, 52), (130, 110, 160, 128), (75, 50, 95, 62)]
     windows = zoom_windows(boxes, 160, 128)
     assert len(windows) <= 3
@@ -225,7 +225,7 @@ def test_zooms_show_every_label_that_half_a_picture_can_show() -> None:
         seen = [x * 0.16 <= left and right <= (x + 500) * 0.16 and y * 0.128 <= top and bottom <= (y + 500) * 0.128
                 for x, y in windows]  # fmt: skip
         assert any(seen), (left, top)
-    assert zoom_windows([(0, 0, 120, 12)], 160, 128) == []  # wider than half a picture
+    assert zoom_windows([(0, 0, 120, 12)], 160, 128) == []  # wider than half an image
 
 
 @pytest.mark.parametrize("style", ["plain", "small_print"])

@@ -16,14 +16,14 @@ from agents.types import ProcessedImage
 
 
 def logits(model: PolicyModel) -> Tensor:
-    """Return the logits of a short stream, with a picture where the network takes some."""
+    """Return the logits of a short stream, with an image where the network takes some."""
     images: list[ProcessedImage] = []
     ids = torch.arange(30, 42)
     if model.architecture.vision:
         config = model.config.vision_config
         values = 3 * config.temporal_patch_size * config.patch_size**2
         pixels = torch.randn(16, values, generator=torch.Generator().manual_seed(0))
-        images = [ProcessedImage("picture", pixels.numpy(), (1, 4, 4), num_tokens=4)]
+        images = [ProcessedImage("image", pixels.numpy(), (1, 4, 4), num_tokens=4)]
         ids = torch.cat([ids, torch.tensor([model.config.vision_start_token_id] + [model.image_token_id] * 4), ids])
     positions = mrope_positions(ids.numpy(), [i.grid_thw for i in images], model.image_token_id, model.merge_size)
     select = torch.ones(1, len(ids), dtype=torch.bool)

@@ -101,7 +101,7 @@ def rank_main(rank: int, checkpoint: Path | None, shares: Mapping[str, Any], out
 
 
 def random_image(model: PolicyModel, grid: tuple[int, int, int], seed: int) -> ProcessedImage:
-    """Return a picture of random patches."""
+    """Return an image of random patches."""
     vision = model.config.vision_config
     values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     pixels = np.random.default_rng(seed).normal(size=(grid[1] * grid[2], values)).astype(np.float32)
@@ -111,8 +111,8 @@ def random_image(model: PolicyModel, grid: tuple[int, int, int], seed: int) -> P
 def random_groups(model: PolicyModel, seed: int = 0) -> list[TrajectoryGroup]:
     """Return four groups of three streams of one to three turns, whose rollout log-probs are near -6 nats, or -8.
 
-    Where the network takes pictures, the prompts of all groups but the first show one or two, and so do some of the
-    later observations. One picture is shown by two groups, some streams have one turn alone, one group no advantage.
+    Where the network takes images, the prompts of all groups but the first show one or two, and so do some of the
+    later observations. One image is shown by two groups, some streams have one turn alone, one group no advantage.
     """
     rng = np.random.default_rng(seed)
     grids = [[], [(1, 4, 6)], [(1, 20, 18), (1, 4, 6)], [(1, 8, 4)]]
@@ -191,7 +191,7 @@ def shuffled(samples: list[TrainingSample]) -> list[TrainingSample]:
 def apart(samples: list[TrainingSample]) -> list[TrainingSample]:
     """Return samples none of which begins with the prompt of another: how far a prompt goes is told differently.
 
-    Every prompt ends with three tokens of text at least, so no picture is cut.
+    Every prompt ends with three tokens of text at least, so no image is cut.
     """
     return [replace(sample, prefix_length=sample.prefix_length - k % 3) for k, sample in enumerate(samples)]
 

@@ -33,7 +33,7 @@ ROW = {"problem": "<image>Find x.", "answer": "5", "images": ["a.png"]}
 
 @pytest.fixture
 def rows(tmp_path: Path):
-    """Return a function that writes rows beside one good and one corrupt picture, and returns the file."""
+    """Return a function that writes rows beside one good and one corrupt image, and returns the file."""
     Image.new("RGB", (64, 64), "white").save(tmp_path / "a.png")
     good = (tmp_path / "a.png").read_bytes()
     (tmp_path / "corrupt.png").write_bytes(good[: len(good) // 2])

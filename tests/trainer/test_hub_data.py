@@ -1,8 +1,8 @@
 r"""Claims about the data sets that slime, RLinf and verl train geometry on: their rows load, pass the check and train.
 
 The files here are small and in the form that those projects' scripts, pages and loaders describe: slime's
-`geo3k_imgurl` (pictures as data URIs) and `geo3k_imgurl_processed` (messages, with tools in the metadata), RLinf's
-`geo3k` (pictures as bytes, labels in `\boxed{}`), and what verl's preprocessing writes.
+`geo3k_imgurl` (images as data URIs) and `geo3k_imgurl_processed` (messages, with tools in the metadata), RLinf's
+`geo3k` (images as bytes, labels in `\boxed{}`), and what verl's preprocessing writes.
 """
 
 from __future__ import annotations
@@ -41,46 +41,46 @@ TOOL = {
 
 
 def problem(index: int) -> tuple[str, str, bytes]:
-    """Return text, label and picture of a problem as those data sets have them."""
+    """Return text, label and image of a problem as those data sets have them."""
     sample = PROBLEMS[index]
-    (picture,) = message_images(sample.prompt)
+    (image,) = message_images(sample.prompt)
     buffer = BytesIO()
-    picture.save(buffer, "PNG")
+    image.save(buffer, "PNG")
     text = "".join(plain_text(message) for message in sample.prompt if message["role"] == "user")
     return text, str(sample.label), buffer.getvalue()
 
 
 def imgurl(index: int) -> dict[str, Any]:
-    text, label, picture = problem(index)
-    return {"problem": text, "answer": label, "images": [data_uri(picture)]}
+    text, label, image = problem(index)
+    return {"problem": text, "answer": label, "images": [data_uri(image)]}
 
 
 def imgurl_processed(index: int) -> dict[str, Any]:
-    text, label, picture = problem(index)
+    text, label, image = problem(index)
     messages = [{"role": "system", "content": "Think step by step."}, {"role": "user", "content": text}]
     metadata = {"tools": [TOOL], "source": "geo3k"}
-    return {"problem": messages, "answer": label, "images": [data_uri(picture)], "metadata": metadata}
+    return {"problem": messages, "answer": label, "images": [data_uri(image)], "metadata": metadata}
 
 
 def rlinf(index: int) -> dict[str, Any]:
-    text, label, picture = problem(index)
-    return {"problem": text, "images": [picture], "answer": rf"\boxed{{{label}}}"}
+    text, label, image = problem(index)
+    return {"problem": text, "images": [image], "answer": rf"\boxed{{{label}}}"}
 
 
 def verl(index: int) -> dict[str, Any]:
-    text, label, picture = problem(index)
+    text, label, image = problem(index)
     return {
         "data_source": "hiyouga/geometry3k",
         "prompt": [{"role": "user", "content": text}],
-        "images": [{"bytes": picture, "path": None}],
+        "images": [{"bytes": image, "path": None}],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": label},
         "extra_info": {"split": "train", "index": index, "answer": label, "question": text},
     }
 
 
-def data_uri(picture: bytes) -> str:
-    return f"data:image/png;base64,{base64.b64encode(picture).decode()}"
+def data_uri(image: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(image).decode()}"
 
 
 FORMS: dict[str, tuple[Callable[[int], dict[str, Any]], DataKeys]] = {
@@ -98,19 +98,19 @@ def parquet(folder: Path, make: Callable[[int], dict[str, Any]]) -> str:
     return str(folder / "train.parquet")
 
 
-def test_rows_that_name_their_pictures_by_url_train_a_step(
+def test_rows_that_name_their_images_by_url_train_a_step(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with serving_images(monkeypatch) as server:
         rows = []
         for index in range(4):
-            text, label, picture = problem(index)
-            server.answers[f"/{index}.png"] = Answer(picture)
+            text, label, image = problem(index)
+            server.answers[f"/{index}.png"] = Answer(image)
             rows.append({"problem": text, "answer": label, "images": [f"{server.root}/{index}.png"]})
         (tmp_path / "train.json").write_text(json.dumps(rows))
         train("geo3k", checkpoint, tmp_path, "--data", str(tmp_path / "train.json"), "--allow-remote-images")
-        assert sum(server.asked.values()) == 4, "each picture is downloaded once"
+        assert sum(server.asked.values()) == 4, "each image is downloaded once"
 
 
 def train(env: str, checkpoint: Path, folder: Path, *argv: str) -> None:
@@ -171,19 +171,19 @@ def test_labels_in_a_box_are_unwrapped_and_said_so_once(tmp_path: Path, caplog: 
 @pytest.mark.parametrize(
     "part",
     [
-        {"type": "image", "image": "PICTURE"},
-        {"type": "image", "url": "PICTURE"},
-        {"type": "image_url", "image_url": {"url": "PICTURE"}},
+        {"type": "image", "image": "IMAGE"},
+        {"type": "image", "url": "IMAGE"},
+        {"type": "image_url", "image_url": {"url": "IMAGE"}},
         {"type": "image", "image": {"bytes": "BYTES", "path": None}},
     ],
 )
-def test_pictures_in_the_parts_of_a_chat_prompt_load_from_every_file_format(
+def test_images_in_the_parts_of_a_chat_prompt_load_from_every_file_format(
     part: dict[str, Any], suffix: str, tmp_path: Path
 ) -> None:
     buffer = BytesIO()
     Image.new("RGB", (8, 8), "red").save(buffer, "PNG")
     encoded = base64.b64encode(buffer.getvalue()).decode()
-    filled = json.loads(json.dumps(part).replace("PICTURE", data_uri(buffer.getvalue())).replace("BYTES", encoded))
+    filled = json.loads(json.dumps(part).replace("IMAGE", data_uri(buffer.getvalue())).replace("BYTES", encoded))
     messages = [
         {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
         {"role": "user", "content": [{"type": "text", "text": "Look: "}, filled, {"type": "text", "text": " What?"}]},
@@ -195,5 +195,5 @@ def test_pictures_in_the_parts_of_a_chat_prompt_load_from_every_file_format(
         file.write_text(json.dumps(rows[0] if suffix == "jsonl" else rows))
     (sample,) = load_samples(str(file), system_prompt="Ours.")
     assert sample.prompt[0] == {"role": "system", "content": "Ours.\n\nBe brief."}
-    before, picture, after = sample.prompt[1]["content"]
-    assert (before["text"], picture["image"].getpixel((0, 0)), after["text"]) == ("Look: ", (255, 0, 0), " What?")
+    before, image, after = sample.prompt[1]["content"]
+    assert (before["text"], image["image"].getpixel((0, 0)), after["text"]) == ("Look: ", (255, 0, 0), " What?")

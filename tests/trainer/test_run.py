@@ -139,7 +139,7 @@ def test_the_metrics_say_where_time_and_tokens_went(finished: tuple[Path, dict[s
         assert row["length/stream_max"] >= row["length/prompt_max"] + 1
 
 
-def test_episodes_are_recorded_with_streams_and_pictures(finished: tuple[Path, dict[str, Any]]) -> None:
+def test_episodes_are_recorded_with_streams_and_images(finished: tuple[Path, dict[str, Any]]) -> None:
     folder, _ = finished
     episodes = episodes_in(folder)
     assert len(episodes) == 8
@@ -150,11 +150,9 @@ def test_episodes_are_recorded_with_streams_and_pictures(finished: tuple[Path, d
             == sum(episode["mask"])
             == sum(turn["end"] - turn["start"] for turn in episode["turns"])
         )
-        pictures = [
-            p["image"] for m in episode["messages"] for p in m["content"] if isinstance(p, dict) and "image" in p
-        ]
-        assert len(pictures) == 1
-        assert Image.open(folder / "episodes" / pictures[0]).size == (160, 128)
+        images = [p["image"] for m in episode["messages"] for p in m["content"] if isinstance(p, dict) and "image" in p]
+        assert len(images) == 1
+        assert Image.open(folder / "episodes" / images[0]).size == (160, 128)
 
 
 def test_the_trained_model_is_a_hugging_face_folder(finished: tuple[Path, dict[str, Any]]) -> None:

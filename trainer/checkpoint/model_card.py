@@ -54,11 +54,11 @@ class ModelCard:
     sees_images: bool
     metric: str = "accuracy"
 
-    def text(self, picture: str = "") -> str:
-        """Return the card; `picture` is a file beside it."""
-        return "\n".join(self._lines(picture)) + "\n"
+    def text(self, image: str = "") -> str:
+        """Return the card; `image` is a file beside it."""
+        return "\n".join(self._lines(image)) + "\n"
 
-    def _lines(self, picture: str) -> Iterator[str]:
+    def _lines(self, image: str) -> Iterator[str]:
         yield f"---\n{yaml.safe_dump(self._front_matter(), sort_keys=False)}---\n"
         yield f"# {self.name}\n"
         yield f"{shared_name(self.base_model)} after {self.step} steps of {self.task}, with TrueTurn.\n"
@@ -68,8 +68,8 @@ class ModelCard:
         for title, rows in self.tables:
             yield f"## {title}\n"
             yield from markdown_table(rows)
-        if picture:
-            yield f"![the curves of the run]({picture})\n"
+        if image:
+            yield f"![the curves of the run]({image})\n"
         yield "## Settings\n"
         yield from self._settings()
         yield from self._changes()
@@ -131,12 +131,12 @@ def _listed(found: Mapping[FieldPath, tuple[Any, Any]]) -> list[tuple[FieldPath,
     ]
 
 
-def write_card(card: ModelCard, folder: Path, picture: Path) -> None:
-    """Write the card into a model folder, with a copy of the picture if there is one."""
-    has_picture = picture.is_file()
-    if has_picture:
-        shutil.copyfile(picture, folder / picture.name)
-    write_text(folder / CARD, card.text(picture.name if has_picture else ""))
+def write_card(card: ModelCard, folder: Path, image: Path) -> None:
+    """Write the card into a model folder, with a copy of the image if there is one."""
+    has_image = image.is_file()
+    if has_image:
+        shutil.copyfile(image, folder / image.name)
+    write_text(folder / CARD, card.text(image.name if has_image else ""))
 
 
 def ending_of(num_steps: int, planned: int, stopped_by: str, is_interrupted: bool) -> str:

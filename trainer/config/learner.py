@@ -121,7 +121,7 @@ class OptimConfig(AdamWConfig):
     epochs: int = Field(default=1, ge=1, description="passes over a step's groups")
 
 
-#: Estimates of memory take this share of a micro-batch's tokens to be pictures.
+#: Estimates of memory take this share of a micro-batch's tokens to be images.
 IMAGE_SHARE = 0.25
 
 

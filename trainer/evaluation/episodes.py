@@ -92,7 +92,7 @@ class EvaluationOptions:
 class ProblemPlayer:
     """Plays every problem of a set. `results` grows as problems are done, and keeps them if the playing is stopped.
 
-    At most `max_concurrent` problems are in memory with their pictures. With the embedded engine, the same seed gives
+    At most `max_concurrent` problems are in memory with their images. With the embedded engine, the same seed gives
     the same episodes.
 
     Example::

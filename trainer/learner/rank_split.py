@@ -34,7 +34,7 @@ def split_samples(samples: Sequence[TrainingSample], num_ranks: int) -> list[lis
 
 
 def shares(minibatches: Sequence[Sequence[TrainingSample]], num_ranks: int) -> list[Share]:
-    """Return what to send to each rank in a step: its part of every minibatch, without the pictures for people."""
+    """Return what to send to each rank in a step: its part of every minibatch, without the images for people."""
     by_minibatch = [split_samples(minibatch, num_ranks) for minibatch in minibatches]
     return [light([parts[rank] for parts in by_minibatch]) for rank in range(num_ranks)]
 
@@ -47,5 +47,5 @@ def light(share: Share) -> Share:
 
 
 def light_images(images: Sequence[ProcessedImage]) -> tuple[ProcessedImage, ...]:
-    """Return images without their pictures: a learner needs only the patches."""
-    return tuple(replace(image, picture=None) for image in images)
+    """Return images without their images: a learner needs only the patches."""
+    return tuple(replace(image, resized=None) for image in images)

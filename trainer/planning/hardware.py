@@ -25,8 +25,8 @@ class Hardware:
     - `memory_gb_s`: memory bandwidth of a decode step. `decode_step_s`, `decode_row_s`: what it takes besides, in all
       and for each row. `collective_s`: a small sum over the GPUs of a tensor-parallel server.
     - `prefill_tflops`, `train_tflops`: operations that reading and training need, a second. `read_s`: what it takes
-      besides whenever a server begins to read, and writes nothing; `picture_s`: and for each picture that is new to it.
-    - `request_s`, `picture_token_s`: what a server's tokenizer process takes for a turn, and for each picture token.
+      besides whenever a server begins to read, and writes nothing; `image_s`: and for each image that is new to it.
+    - `request_s`, `image_token_s`: what a server's tokenizer process takes for a turn, and for each image token.
     - `update_s`, `ranks_s`: a step of the learner without its operations, and what several ranks add.
     - `link_gb_s`, `network_gb_s`: collectives of the learner between GPUs of a host, and between hosts.
     - `offload_gb_s`: the optimizer's state from and to the CPU.
@@ -47,10 +47,10 @@ class Hardware:
     collective_s: float
     prefill_tflops: float
     read_s: float
-    picture_s: float
+    image_s: float
     train_tflops: float
     request_s: float
-    picture_token_s: float
+    image_token_s: float
     update_s: float
     ranks_s: float
     link_gb_s: float

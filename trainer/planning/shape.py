@@ -65,7 +65,7 @@ class ModelShape:
         return 2 * self.layers * self.kv_heads * self.head_size
 
     def read_flops(self, tokens: float, pairs: float, images: float) -> float:
-        """Return the operations to read tokens, of which `pairs` see each other and `images` are of pictures."""
+        """Return the operations to read tokens, of which `pairs` see each other and `images` are of images."""
         attention = 4 * pairs * self.attention_width * self.layers
         return 2 * tokens * self.active + attention + images * self.patches_per_token * self.patch_flops
 

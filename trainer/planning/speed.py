@@ -242,14 +242,14 @@ class Speed:
         return self.schedule.episodes * self.workload.model_tokens / layout.num_servers / rows * step_s
 
     def reading_s(self, layout: Layout) -> float:
-        """Return the seconds in which servers read a step's prompts, pictures and observations, and write nothing."""
+        """Return the seconds in which servers read a step's prompts, images and observations, and write nothing."""
         work = self.workload
         problems = self.schedule.problems_per_step / layout.num_servers
         observed = self.schedule.episodes / layout.num_servers * (work.turns - 1) * work.observation
-        pictures = self.hardware.picture_s if work.images else 0.0
+        images = self.hardware.image_s if work.images else 0.0
         prompt = work.prompt + work.images
         prompt_s = self._prefill_s(prompt, triangle(prompt), work.images, layout)
-        return problems * (prompt_s + pictures) + self._prefill_s(observed, observed * self._half_stream, 0, layout)
+        return problems * (prompt_s + images) + self._prefill_s(observed, observed * self._half_stream, 0, layout)
 
     def read_again_s(self, layout: Layout) -> float:
         """Return the seconds in which servers read again, after a push, the streams that they were writing.
@@ -322,7 +322,7 @@ class Speed:
 
     def requests_s(self, layout: Layout) -> float:
         """Return what a server's tokenizer process takes for the turns of a step."""
-        each = self.hardware.request_s + self.workload.images * self.hardware.picture_token_s
+        each = self.hardware.request_s + self.workload.images * self.hardware.image_token_s
         return self.schedule.episodes * self.workload.turns * each / layout.num_servers
 
     def _link(self, ranks: int) -> float:

@@ -24,7 +24,7 @@ class Verdict:
 
     Example::
 
-        fault("another picture moves the text after it by 0 nats", "take SGLang 0.5.15 or later")
+        fault("another image moves the text after it by 0 nats", "take SGLang 0.5.15 or later")
     """
 
     status: Status
@@ -38,8 +38,8 @@ class Finding:
 
     Example::
 
-        Finding("sight of the engine", "fault", "another picture moves the text after it by 0 nats", "...", 0.41).line
-        # "sight of the engine: another picture moves the text after it by 0 nats; ..."
+        Finding("sight of the engine", "fault", "another image moves the text after it by 0 nats", "...", 0.41).line
+        # "sight of the engine: another image moves the text after it by 0 nats; ..."
     """
 
     check: str

@@ -1,4 +1,4 @@
-"""The checks of a prepared run that need no engine: they use its problems, its pictures and its learner."""
+"""The checks of a prepared run that need no engine: they use its problems, its images and its learner."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from trainer.preflight.checks.image_processing import (
     check_patches,
     check_settings,
     read_settings,
-    test_picture,
+    test_image,
     transformers_patches,
 )
 from trainer.preflight.checks.image_sensitivity import check_image_sensitivity, score_variants
@@ -63,7 +63,7 @@ class PreparedChecks:
     Example::
 
         checks = await PreparedChecks.open(context, network, num_problems=4)
-        await checks.image_sensitivity()   # Verdict("ok", "another picture moves the text after it by 0.84 nats, ...")
+        await checks.image_sensitivity()   # Verdict("ok", "another image moves the text after it by 0.84 nats, ...")
     """
 
     context: LiveContext
@@ -92,19 +92,19 @@ class PreparedChecks:
 
     @cached_property
     def problem_with_image(self) -> OpenedProblem | None:
-        """The first problem that shows a picture before the first turn."""
+        """The first problem that shows an image before the first turn."""
         return next((problem for problem in self.problems if problem.prompt.images), None)
 
     @cached_property
     def why_no_image(self) -> str:
-        """Why there is no picture to check with; "" if there is one."""
+        """Why there is no image to check with; "" if there is one."""
         if not self.network.architecture.vision:
-            return f"a {self.network.config.model_type} network takes no pictures"
-        return "" if self.problem_with_image else f"none of the first {len(self.problems)} problems shows a picture"
+            return f"a {self.network.config.model_type} network takes no images"
+        return "" if self.problem_with_image else f"none of the first {len(self.problems)} problems shows an image"
 
     @cached_property
     def streams(self) -> list[tuple[Rendered, int]]:
-        """Streams with an answer, each with the length of its prompt; the last one has no picture."""
+        """Streams with an answer, each with the length of its prompt; the last one has no image."""
         found: list[tuple[Rendered, int]] = []
         renderer = self.context.renderer
         if self.problem_with_image is not None:
@@ -151,18 +151,18 @@ class PreparedChecks:
         return check_answers(rewards, success, self.args.reward_min_val)
 
     async def image_preprocessing(self) -> Verdict:
-        """Compare the image settings with the network's, and the patches of pictures with those of Transformers."""
+        """Compare the image settings with the network's, and the patches of images with those of Transformers."""
         store = self.context.renderer.images
         path = self.context.model_path
         if store is None or not self.network.architecture.vision:
-            return skipped(f"a {self.network.config.model_type} network takes no pictures")
+            return skipped(f"a {self.network.config.model_type} network takes no images")
         settings = read_settings(path)
-        pictures = [test_picture()]
-        pictures += message_images(self.problem_with_image.messages)[:1] if self.problem_with_image else []
+        images = [test_image()]
+        images += message_images(self.problem_with_image.messages)[:1] if self.problem_with_image else []
         verdicts = [check_settings(settings, self.network.config.vision_config, self.network.config.model_type)]
-        for picture in pictures:
-            theirs_PD, grid = transformers_patches(path, picture.convert("RGB"))
-            verdicts.append(check_patches(store.process(picture), theirs_PD, grid, settings))
+        for image in images:
+            theirs_PD, grid = transformers_patches(path, image.convert("RGB"))
+            verdicts.append(check_patches(store.process(image), theirs_PD, grid, settings))
         return combine(verdicts)
 
     async def positions(self) -> Verdict:
@@ -183,7 +183,7 @@ class PreparedChecks:
         return check_scores(own, expected, self.context.config.model.dtype, "Transformers'")
 
     async def image_sensitivity(self) -> Verdict:
-        """Check that pictures change the learner's log-probs of the text after them."""
+        """Check that images change the learner's log-probs of the text after them."""
         if self.why_no_image:
             return skipped(self.why_no_image)
         return check_image_sensitivity(*await score_variants(self.score, self.image_variants))
@@ -201,7 +201,7 @@ class PreparedChecks:
 
     @cached_property
     def image_variants(self) -> ImageVariants:
-        """The stream of the first problem with a picture, with its own picture, a changed one and none."""
+        """The stream of the first problem with an image, with its own image, a changed one and none."""
         assert self.problem_with_image is not None, self.why_no_image
         return ImageVariants.of(with_answer(self.problem_with_image, self.context.renderer), self.context.renderer)
 

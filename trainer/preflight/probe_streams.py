@@ -57,7 +57,7 @@ async def open_problems(
 
 
 def with_answer(problem: OpenedProblem, renderer: Renderer) -> Rendered:
-    """Return a problem's prompt and an answer, so that text follows the picture even if the prompt ends with it."""
+    """Return a problem's prompt and an answer, so that text follows the image even if the prompt ends with it."""
     label = problem.sample.label
     text = f"The answer is \\boxed{{{label if label is not None else 7}}}."
     ids = (*problem.prompt.ids, *renderer.encoder.encode(text), renderer.closer_id)
@@ -66,9 +66,9 @@ def with_answer(problem: OpenedProblem, renderer: Renderer) -> Rendered:
 
 @dataclass(frozen=True, eq=False)
 class ImageVariants:
-    """One stream with its own pictures, with changed pictures, and without pictures.
+    """One stream with its own images, with changed images, and without images.
 
-    `after_N` indexes the log-probs of the text after the first picture, in `original` and `changed`; `after_removed_N`
+    `after_N` indexes the log-probs of the text after the first image, in `original` and `changed`; `after_removed_N`
     indexes the same tokens in `removed`.
     """
 
@@ -80,12 +80,12 @@ class ImageVariants:
 
     @classmethod
     def of(cls, stream: Rendered, renderer: Renderer) -> ImageVariants:
-        """Make the variants; a changed picture is the original upside down, with inverted colours."""
-        assert renderer.images is not None and stream.images, "there must be a picture"
+        """Make the variants; a changed image is the original upside down, with inverted colours."""
+        assert renderer.images is not None and stream.images, "there must be an image"
         changed = []
         for image in stream.images:
-            assert image.picture is not None, "the picture is needed to make a changed one"
-            turned = ImageOps.invert(image.picture.transpose(Image.Transpose.ROTATE_180))
+            assert image.resized is not None, "the image is needed to make a changed one"
+            turned = ImageOps.invert(image.resized.transpose(Image.Transpose.ROTATE_180))
             changed.append(renderer.images.process(turned))
         ids_T = np.asarray(stream.ids)
         is_image_T = ids_T == renderer.image_token_id

@@ -44,10 +44,10 @@ class RecordedChecks:
         return check_positions(samples, self.network)
 
     async def image_sensitivity(self) -> Verdict:
-        """Check that pictures change the learner's log-probs of the text after them."""
+        """Check that images change the learner's log-probs of the text after them."""
         with_image = next((t for t in self.episodes if t.images), None)
         if with_image is None:
-            return skipped(f"none of the first {len(self.episodes)} recorded episodes shows a picture")
+            return skipped(f"none of the first {len(self.episodes)} recorded episodes shows an image")
         stream = Rendered(tuple(with_image.ids_T.tolist()), with_image.images)
         variants = ImageVariants.of(stream, self.context.renderer)
         return check_image_sensitivity(*await score_variants(self.score, variants))

@@ -65,14 +65,14 @@ class EngineChecks:
             if not isinstance(weights, str):
                 own = dict(engine.weights())
                 return await asyncio.to_thread(check_same, own, rows_of(weights), "the engine", "the learner")
-        verdicts = [await self._same_scores(name, index) for name, index in (("text", -1), ("pictures", 0))]
+        verdicts = [await self._same_scores(name, index) for name, index in (("text", -1), ("images", 0))]
         return combine(verdict for verdict in verdicts if verdict is not None)
 
     async def _same_scores(self, name: str, index: int) -> Verdict | None:
-        """Compare every server's log-probs of a stream with the learner's; None without a picture to compare on."""
+        """Compare every server's log-probs of a stream with the learner's; None without an image to compare on."""
         prepared = self.prepared
         stream, _ = prepared.streams[index]
-        if name == "pictures" and not stream.images:
+        if name == "images" and not stream.images:
             return None
         places = text_places(stream.ids, prepared.context.facts.image_token_id)
         learner = (await prepared.score(stream.ids, stream.images))[places]
@@ -83,7 +83,7 @@ class EngineChecks:
         return replace(verdict, found=f"on {name}, {verdict.found}", fix=fix if verdict.fix else "")
 
     async def image_sensitivity(self) -> Verdict:
-        """Check that pictures change the engine's log-probs of the text after them."""
+        """Check that images change the engine's log-probs of the text after them."""
         if self.prepared.why_no_image:
             return skipped(self.prepared.why_no_image)
         score = self.prepared.context.engine.score
@@ -120,7 +120,7 @@ class EngineChecks:
         return describe_parts(gaps_by_part(engine, learner, trajectory, self.prepared.context.facts.image_token_id))
 
     def _played_with_image(self) -> Trajectory:
-        """Return the first played episode with a picture or, if none has one, the first of all."""
+        """Return the first played episode with an image or, if none has one, the first of all."""
         return next((t for t in self.played if t.images), self.played[0])
 
     async def _scores(self, trajectory: Trajectory) -> tuple[NDArray[np.float32], NDArray[np.float32]]:

@@ -62,7 +62,7 @@ class RecordedSteps:
         group_size: int,
         check: Callable[[EpisodeRecord], Mapping[str, int]] = lambda episode: {},
     ) -> RecordedSteps:
-        """Find the episodes of the first `num_steps` steps; `check` returns the bytes of each one's pictures, by name.
+        """Find the episodes of the first `num_steps` steps; `check` returns the bytes of each one's images, by name.
 
         Raises:
             UserError: there is no recording, it has fewer steps, groups of a step are not in it, or those of one step

@@ -7,9 +7,9 @@ from functools import cached_property
 
 from agents.model.architectures import ModelFacts
 from agents.recording import EpisodeRecord, Recording
+from agents.recording.images import image_bytes
 from agents.recording.manifest import template_digest
-from agents.recording.pictures import picture_bytes
-from agents.recording.schema import picture_names
+from agents.recording.schema import image_names
 from agents.recording.stream_check import broken_record
 from agents.rendering.renderer import Renderer
 from agents.rollout.invariants import Vocabulary
@@ -71,12 +71,12 @@ class RecordingCheck:
         shown = episode.ids.count(self.facts.image_token_id)
         wanted = sum(image.num_tokens for image in episode.images)
         if shown != wanted:
-            rule = f"must have {wanted} image tokens, of id {self.facts.image_token_id}, for its pictures"
+            rule = f"must have {wanted} image tokens, of id {self.facts.image_token_id}, for its images"
             raise UserError(place, rule, shown, _FIX)
         if rule := broken_record(episode, self._vocabulary):
             raise UserError(place, "must keep the rules of a token stream", rule, _FIX)
         answers = (message for turn in episode.turns for message in turn.observations)
-        names = [*picture_names(episode.messages), *picture_names(answers)]
+        names = [*image_names(episode.messages), *image_names(answers)]
         for name in dict.fromkeys(names):
             self._check_image(name)
         # A stream has fewer images than its messages where the context was full.
@@ -90,10 +90,10 @@ class RecordingCheck:
     def _check_image(self, name: str) -> None:
         if name in self._grids:
             return
-        picture = self.recording.picture(name)
+        image = self.recording.image(name)
         store = self.renderer.images
-        self._grids[name] = store.grid(picture) if store else (0, 0, 0)
-        self._bytes[name] = picture_bytes(picture)
+        self._grids[name] = store.grid(image) if store else (0, 0, 0)
+        self._bytes[name] = image_bytes(image)
 
 
 def _shown(text: bytes) -> str:

@@ -78,7 +78,7 @@ def check_server(url: str, facts: ModelFacts, api_key: str = "") -> None:
         raise UserError("--engine-url", "must serve the kind of network that --model is", ", ".join(served), fix)
     release = read_release(url, api_key)
     if facts.image_token_id != NO_IMAGE_TOKEN and not release.keeps_ids:
-        rule = "must keep the ids of requests with pictures"
+        rule = "must keep the ids of requests with images"
         got = f"SGLang {release.version}, which decodes them"
         raise UserError("--engine-url", rule, got, f"serve with SGLang {dotted(OLDEST)} or later")
 

@@ -19,7 +19,7 @@ from trainer.config.sft import LIKELIHOOD
 from trainer.data.packing import training_sample
 from trainer.types import TrainingSample
 
-#: Conversations read at once, by several threads: bounds the decoded pictures that wait.
+#: Conversations read at once, by several threads: bounds the decoded images that wait.
 READ_AT_ONCE = 64
 
 
@@ -71,7 +71,7 @@ class ConversationSet:
 def check_conversations(
     source: ConversationSource, renderer: ConversationRenderer, facts: ModelFacts, max_bad_frac: float = 0.0
 ) -> ConversationSet:
-    """Read all conversations once, pictures included, and return the set of the good ones.
+    """Read all conversations once, images included, and return the set of the good ones.
 
     Raises:
         UserError: more than `max_bad_frac` are bad, or all: the first one's, which names its row, rule and fix.

@@ -3,7 +3,7 @@
 The embedded engine copies the weights in memory (`InProcessTransport`). Every other engine reads them from a checkpoint
 folder (`DiskTransport`). So do SGLang servers (`ServersTransport`), unless they get them over CUDA IPC from a learner's
 GPU on their host (`IpcTransport`), or over a process group from any host (`trainer.weight_sync.group_transport`). All
-three empty the prefix caches of servers. The image hashes change with the version, so a server never reuses a picture
+three empty the prefix caches of servers. The image hashes change with the version, so a server never reuses an image
 that older weights encoded.
 
 Of a learner that trains adapters, servers need only those (`AdapterTransport`): megabytes over HTTP, wherever they run.

@@ -12,7 +12,7 @@ from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_ope
 
 import aiohttp
 
-from agents.engines.sglang.pictures import HELLO, PROTOCOL
+from agents.engines.sglang.images import HELLO, PROTOCOL
 from agents.engines.sglang.releases import UNKNOWN, Release
 from agents.engines.weight_servers import (
     LOCAL_HOSTS,
@@ -23,7 +23,7 @@ from agents.engines.weight_servers import (
     WeightMessage,
 )
 
-#: Time limits: to answer `model_info` or `server_info`, which a busy server does late, to say how it takes pictures, to
+#: Time limits: to answer `model_info` or `server_info`, which a busy server does late, to say how it takes images, to
 #: load weights, to load an adapter, and to free or take memory.
 ALIVE_S = 20.0
 HELLO_S = 5.0
@@ -195,8 +195,8 @@ class SGLangClient:
             pass
         return False
 
-    async def keeps_pictures(self) -> bool:
-        """Whether the server has our picture processor, which keeps what it has been sent."""
+    async def keeps_images(self) -> bool:
+        """Whether the server has our image processor, which keeps what it has been sent."""
         body = {"input_ids": [0], "image_data": [HELLO], "sampling_params": {"max_new_tokens": 1}}
         try:
             await self.call("generate", body, timeout_s=HELLO_S)

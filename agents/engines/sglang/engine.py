@@ -281,7 +281,7 @@ class SGLangEngine:
         is_first = not self._were_weights_pushed  # a server of others may hold weights of an earlier run
         went_back = not is_first and version <= self.weight_version
         if went_back:
-            self.num_loaded += 1  # pictures that the abandoned weights encoded are of no use
+            self.num_loaded += 1  # images that the abandoned weights encoded are of no use
         if is_first or went_back:
             self._num_counts += 1
         self.weight_version = version

@@ -40,7 +40,7 @@ def collapse(ids: Sequence[int], images: Sequence[ProcessedImage], image_token_i
 def generate_body(
     request: GenerateRequest, written: Sequence[int], rid: str, image_token_id: int | None, adapter: str = ""
 ) -> dict[str, Any]:
-    """Return the body of `/generate` that continues a turn after the ids `written` so far, without its pictures.
+    """Return the body of `/generate` that continues a turn after the ids `written` so far, without its images.
 
     A server that has no adapter of the name `adapter` refuses the request; it keeps the prefixes that each adapter has
     read apart.
@@ -69,7 +69,7 @@ def generate_body(
 def score_body(
     ids: Sequence[int], images: Sequence[ProcessedImage], image_token_id: int | None, adapter: str = ""
 ) -> dict[str, Any]:
-    """Return the body of `/generate` that requests the log-probs of a whole stream, without its pictures."""
+    """Return the body of `/generate` that requests the log-probs of a whole stream, without its images."""
     return {
         "input_ids": collapse(ids, images, image_token_id),
         "sampling_params": {"temperature": 1.0, "max_new_tokens": 1},

@@ -1,6 +1,6 @@
 """Has a server read a prompt twice at most, where the samples of a group arrive together.
 
-A server shares what earlier requests have read, but those that it reads at once read all for themselves, pictures too.
+A server shares what earlier requests have read, but those that it reads at once read all for themselves, images too.
 So while the first request with a prompt is under way, the second asks for one token, and others wait until that is
 there.
 """

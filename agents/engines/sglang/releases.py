@@ -15,11 +15,11 @@ from typing import Any
 #: The first and the last supported release. pyproject.toml has the same range.
 OLDEST = (0, 5, 15)
 NEWEST = (0, 5, 23)
-#: The first release that keeps the ids of a request with pictures (https://github.com/sgl-project/sglang/pull/26555).
+#: The first release that keeps the ids of a request with images (https://github.com/sgl-project/sglang/pull/26555).
 KEEPS_IDS = (0, 5, 13)
 #: The first one that takes a copy of an adapter for each of its GPUs, under another name; older ones take one.
 TAKES_ADAPTERS_BY_GPU = (0, 5, 17)
-#: The first one that names pictures of Qwen3-VL by their files. `mm_hashes` end its scheduler with a CUDA error, up to
+#: The first one that names images of Qwen3-VL by their files. `mm_hashes` end its scheduler with a CUDA error, up to
 #: 0.5.23 at least (https://github.com/sgl-project/sglang/pull/40225).
 NAMES_FILES = (0, 5, 20)
 #: The first one that takes tensors in a session only (https://github.com/sgl-project/sglang/pull/28001).
@@ -33,8 +33,8 @@ _FILE_NAMED_MODELS = ("qwen3_vl", "qwen3_vl_moe")
 class Release:
     """What a server's release of SGLang does with what it is sent.
 
-    Without `keeps_ids` it decodes the ids of a request with pictures and tokenises the text again. With `names_files`
-    it names an encoded picture by the bytes of its file, else by `mm_hashes`. With `takes_adapters_by_gpu` an adapter
+    Without `keeps_ids` it decodes the ids of a request with images and tokenises the text again. With `names_files`
+    it names an encoded image by the bytes of its file, else by `mm_hashes`. With `takes_adapters_by_gpu` an adapter
     comes once for each GPU. With `has_update_sessions` it takes tensors between `begin_weight_update` and
     `end_weight_update` only. `doubt` says what is not known of it.
 

@@ -34,7 +34,7 @@ def most_sessions(mean: float) -> float:
 
 
 def prompt_key(request: GenerateRequest) -> int:
-    """Return a number that requests share whose ids and pictures are the same."""
+    """Return a number that requests share whose ids and images are the same."""
     return hash((request.ids, *(image.digest for image in request.images)))
 
 

@@ -135,7 +135,7 @@ def _graphs(facts: ServerFacts) -> list[Argument]:
         ),
         Argument(
             ("--disable-prefill-cuda-graph",),
-            "it would capture over 50 sizes, and SGLang has none for pictures",
+            "it would capture over 50 sizes, and SGLang has none for images",
             (*of_both, *prefill, *old, "--disable-piecewise-cuda-graph", "--piecewise-cuda-graph-max-tokens"),
         ),
     ]
@@ -208,15 +208,15 @@ def _memory(facts: ServerFacts) -> list[Argument]:
 def choose_variables(dtype: str) -> dict[str, tuple[str, str]]:
     """Return the environment variables of a server, each with its value and reason; the user's own come first."""
     chosen = {
-        "OMP_NUM_THREADS": ("1", "pictures are read 1.5 times as fast as with torch's threads"),
-        "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": ("agents.engines.sglang.in_server", "each picture crosses once"),
+        "OMP_NUM_THREADS": ("1", "images are read 1.5 times as fast as with torch's threads"),
+        "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": ("agents.engines.sglang.in_server", "each image crosses once"),
         "SGLANG_EXTERNAL_MODEL_PACKAGE": (
             "agents.engines.sglang.in_server.scheduler",
-            "pictures travel as levels; the output layer on tensor cores: a step takes 2.6 ms in place of 3.6 at 2B",
+            "images travel as levels; the output layer on tensor cores: a step takes 2.6 ms in place of 3.6 at 2B",
         ),
         "SGLANG_VLM_CACHE_SIZE_MB": (
             "1024",
-            "100 hold six encoded pictures of 1,024 tokens at 2B: others are encoded anew",
+            "100 hold six encoded images of 1,024 tokens at 2B: others are encoded anew",
         ),
     }
     if dtype == "float32":

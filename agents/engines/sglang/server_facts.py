@@ -49,7 +49,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What config.json and the weight files say: whether the model reads pictures, and its sizes as it is served."""
+    """What config.json and the weight files say: whether the model reads images, and its sizes as it is served."""
 
     sees: bool
     max_positions: int

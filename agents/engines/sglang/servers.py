@@ -18,7 +18,7 @@ import aiohttp
 
 from agents.engines.busy import BusyTime
 from agents.engines.sglang.client import SGLangClient, authorization, uses_proxy
-from agents.engines.sglang.pictures import SentPictures, image_fields, missed_pictures
+from agents.engines.sglang.images import SentImages, image_fields, missed_images
 from agents.engines.sglang.process import Launcher, LocalLauncher, ReservedPorts, ServerProcess, listens
 from agents.engines.sglang.routing import PromptRouter
 from agents.engines.sglang.settings import SGLangSettings
@@ -29,7 +29,7 @@ from envs.errors import UserError
 POLL_S = 0.5
 #: Seconds between two looks at the processes of servers. A host that is gone may leave requests without an answer.
 WATCH_S = 2.0
-#: How often a request is sent to a server that has forgotten its pictures.
+#: How often a request is sent to a server that has forgotten its images.
 MAX_SENDS = 3
 
 
@@ -46,31 +46,31 @@ class Server:
     num_restarts: int = 0
     busy: BusyTime = field(default_factory=BusyTime, repr=False)
     recovery: asyncio.Task[None] | None = field(default=None, repr=False)
-    #: What it has been sent, if it keeps pictures.
-    sent_pictures: SentPictures | None = field(default=None, repr=False)
+    #: What it has been sent, if it keeps images.
+    sent_images: SentImages | None = field(default=None, repr=False)
     #: The kinds of memory that it has freed for the learner, and not taken again yet.
     freed: tuple[str, ...] = ()
 
     async def generate(self, body: dict[str, Any], images: Sequence[ProcessedImage], salt: str) -> Any:
-        """Return the answer of `/generate` to a body with its pictures. Those that the server forgot are sent again.
+        """Return the answer of `/generate` to a body with its images. Those that the server forgot are sent again.
 
         Of what the server has read before, it uses what had the same `salt`.
 
         Raises:
             ServerLost, ServerRefused: as `SGLangClient.call`.
         """
-        sent = self.sent_pictures
+        sent = self.sent_images
         for _ in range(MAX_SENDS):
             try:
                 with self.busy.request():
                     fields = image_fields(images, salt, sent, self.client.release)
                     return await self.client.call("generate", body | fields | {"extra_key": salt})
             except ServerRefused as error:
-                missed = missed_pictures(str(error))
+                missed = missed_images(str(error))
                 if sent is None or not missed:
                     raise
                 sent.forget(missed)
-        raise ServerLost(f"{self.client.url} forgets pictures as soon as it has been sent them")
+        raise ServerLost(f"{self.client.url} forgets images as soon as it has been sent them")
 
     async def take_memory(self, kind: str) -> None:
         """Take a kind of memory again, if it was freed.
@@ -101,12 +101,12 @@ class ServerPool:
         self,
         settings: SGLangSettings,
         on_return: Callable[[SGLangClient], Awaitable[None]],
-        has_pictures: bool = True,
+        has_images: bool = True,
         launcher: Launcher | None = None,
     ) -> None:
         self.settings = settings
         self._on_return = on_return
-        self._has_pictures = has_pictures
+        self._has_images = has_images
         self._launcher = launcher or LocalLauncher()
         self.all: list[Server] = []
         self.events: list[str] = []  # messages about servers, in order
@@ -273,8 +273,8 @@ class ServerPool:
         if self.settings.frees_memory and not server.client.frees_memory:
             note = "keeps its memory while the learner trains: its host lacks the package torch_memory_saver"
             self.events.append(f"server {server.number} {note}")
-        keeps = self._has_pictures and await server.client.keeps_pictures()
-        server.sent_pictures = SentPictures() if keeps else None
+        keeps = self._has_images and await server.client.keeps_images()
+        server.sent_images = SentImages() if keeps else None
 
     async def _silence(self, server: Server) -> str:
         """Return why a server does not answer; "" if it does. Raise `UserError` if its process has ended.

@@ -157,7 +157,7 @@ function contentParts(run, content) {
       : textBlock(asText(content), "pre");
   return content.map((part) => {
     if (part && part.type === "image" && typeof part.image === "string")
-      return pictureButton(run.number, part.image, "picture of the message");
+      return imageButton(run.number, part.image, "image of the message");
     if (part && part.type === "text" && typeof part.text === "string") return textBlock(part.text);
     return textBlock(asText(part), "pre");
   });

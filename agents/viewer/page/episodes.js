@@ -219,7 +219,7 @@ function rewardTone(value, { success } = {}, places = []) {
 function thumbnail(run, cell, place, row) {
   const name = run.columns.image[place];
   clear(cell);
-  if (name) row.waiting = { cell, make: () => picture(run.number, name, "") };
+  if (name) row.waiting = { cell, make: () => imageOf(run.number, name, "") };
 }
 
 function fillId(run, cell, place) {

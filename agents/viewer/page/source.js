@@ -1,6 +1,6 @@
 /* Reads the data: from elements of this file, or from the server that sent the page. */
 
-const PICTURE_NAME = /^images\/[0-9a-f]{8,64}\.png$/;
+const IMAGE_NAME = /^images\/[0-9a-f]{8,64}\.png$/;
 const KEPT_BLOCKS = 12;
 
 /* {overview(run, after), episode(run, index), image(run, name)}; `page` is {runs, block, mode, live}. */
@@ -59,29 +59,29 @@ function bytesOf(base64) {
   return bytes;
 }
 
-/* A picture of a run, or a note if there is none. */
-function picture(run, name, label) {
-  const source = PICTURE_NAME.test(name) ? app.source.image(run, name) : "";
-  if (!source) return make("span.no-picture", { text: "no picture", title: visible(String(name).slice(0, 200)) });
-  const image = make("img", { alt: label || "picture", decoding: "async" });
+/* An image of a run, or a note if there is none. */
+function imageOf(run, name, label) {
+  const source = IMAGE_NAME.test(name) ? app.source.image(run, name) : "";
+  if (!source) return make("span.no-image", { text: "no image", title: visible(String(name).slice(0, 200)) });
+  const image = make("img", { alt: label || "image", decoding: "async" });
   image.addEventListener("error", () =>
-    image.replaceWith(make("span.no-picture", { text: "broken picture", title: name })),
+    image.replaceWith(make("span.no-image", { text: "broken image", title: name })),
   );
   image.src = source;
   return image;
 }
 
-function pictureButton(run, name, label) {
-  const image = picture(run, name, label);
+function imageButton(run, name, label) {
+  const image = imageOf(run, name, label);
   if (image.tagName !== "IMG") return image;
-  const box = make("button.picture", { type: "button", "aria-label": `enlarge ${label || "picture"}` }, image);
+  const box = make("button.image", { type: "button", "aria-label": `enlarge ${label || "image"}` }, image);
   box.addEventListener("click", () => enlarge(image.src, label));
   return box;
 }
 
 function enlarge(source, label) {
-  const dialog = clear(byId("picture"));
-  const image = make("img", { alt: label || "picture" });
+  const dialog = clear(byId("image"));
+  const image = make("img", { alt: label || "image" });
   image.src = source;
   image.addEventListener("load", () => {
     image.style.width = `min(90vw, ${Math.max(image.naturalWidth, Math.min(900, image.naturalWidth * 4))}px)`;

@@ -2,7 +2,7 @@
 
 const GAP_STEPS = [1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1, 3];
 const PROBABILITY_STEPS = [0.99, 0.9, 0.7, 0.5, 0.3, 0.1, 0.03, 0.01];
-const PLACEHOLDER = /image|img|vision|pad|picture/i;
+const PLACEHOLDER = /image|img|vision|pad|pict/i;
 
 /* Returns {length, segments, folds, largest} and, with one value per token, {ids, mask, texts, rollout, train, gap,
    version, turn}. */
@@ -97,8 +97,8 @@ function tokenTexts(run, ids) {
   return texts;
 }
 
-/* The positions of pictures: [{start, end, tokens, name}]. The placeholder is the token id that occurs as often as all
-   pictures have tokens. */
+/* The positions of images: [{start, end, tokens, name}]. The placeholder is the token id that occurs as often as all
+   images have tokens. */
 function foldsOf(stream, episode) {
   const sizes = (episode.images || []).map((image) => image.num_tokens);
   const total = sizes.reduce((a, b) => a + b, 0);
@@ -113,7 +113,7 @@ function foldsOf(stream, episode) {
 }
 
 function foldRuns(stream, episode, id, sizes) {
-  const names = pictureNames(episode),
+  const names = imageNames(episode),
     folds = [];
   let t = 0;
   sizes.forEach((tokens, k) => {
@@ -128,8 +128,8 @@ function foldRuns(stream, episode, id, sizes) {
   return folds;
 }
 
-/* Names of the pictures in the messages, in order. */
-function pictureNames(episode) {
+/* Names of the images in the messages, in order. */
+function imageNames(episode) {
   const names = [];
   const look = (message) => {
     if (!Array.isArray(message.content)) return;

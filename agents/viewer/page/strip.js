@@ -50,7 +50,7 @@ function drawStrip(canvas, { stream, query }) {
     paint(start, end, ink[kind], 0, STRIP.bar);
     paint(start, end, kind === "model" ? ink.accent : ink.line, STRIP.bar + 4, 3);
   }
-  for (const { start, end } of stream.folds) paint(start, end, ink.picture, 0, STRIP.bar);
+  for (const { start, end } of stream.folds) paint(start, end, ink.image, 0, STRIP.bar);
   const color = query.color === "gap" ? "gap" : query.color === "probability" ? "chance" : null;
   const gapOf =
     query.scale === "relative" ? (t) => relativeLevel(stream.gap[t], stream.largest) : (t) => gapLevel(stream.gap[t]);
@@ -86,7 +86,7 @@ function paletteOf(node) {
     prompt: colorOf("strip-prompt"),
     env: colorOf("strip-env"),
     model: colorOf("strip-model"),
-    picture: colorOf("strip-picture"),
+    image: colorOf("strip-image"),
     accent: colorOf("accent"),
     line: colorOf("line"),
     gap: colorOf("heat-gap"),

@@ -25,7 +25,7 @@ function makeTable(columns, options) {
       drawRows(table);
     });
   };
-  table.loadPictures = debounce(THUMBNAIL_WAIT, () => table.rows.forEach((row) => loadPicture(row)));
+  table.loadImages = debounce(THUMBNAIL_WAIT, () => table.rows.forEach((row) => loadImage(row)));
   scroller.addEventListener("scroll", drawSoon, { passive: true });
   new ResizeObserver(drawSoon).observe(scroller);
   return table;
@@ -73,7 +73,7 @@ function drawRows(table) {
   let isChanged = false;
   for (let i = first; i < last; i += 1) isChanged = fillRow(table, table.rows[i % table.rows.length], i) || isChanged;
   for (const row of table.rows) row.node.hidden = !(row.at >= first && row.at < last);
-  if (isChanged) table.loadPictures();
+  if (isChanged) table.loadImages();
 }
 
 function makeRow(table) {
@@ -105,7 +105,7 @@ function fillCell({ fill, toneOf }, cell, place, row) {
 }
 
 /* Loads a thumbnail; called when scrolling has stopped. */
-function loadPicture(row) {
+function loadImage(row) {
   if (!row.waiting) return;
   const { cell, make: draw } = row.waiting;
   row.waiting = null;

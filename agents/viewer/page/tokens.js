@@ -1,4 +1,4 @@
-/* The token view: all tokens coloured by mask, probability or gap, drawn in pieces; a picture is folded to one box. */
+/* The token view: all tokens coloured by mask, probability or gap, drawn in pieces; an image is folded to one box. */
 
 const TOKENS_AT_ONCE = 1500;
 const MOST_LISTED = 12;
@@ -116,7 +116,7 @@ function foldBox(view, fold) {
   const box = make(
     "span.fold",
     { data: { t: fold.start } },
-    pictureButton(view.state.run.number, fold.name, "picture of the stream"),
+    imageButton(view.state.run.number, fold.name, "image of the stream"),
     make("span", { text: `image, ${plural(fold.tokens, "token")}` }),
   );
   view.spans.set(fold.start, box);

@@ -20,7 +20,7 @@ TRIES = 24
 SMALLER_TRIES = 40
 LEADER = 0.25  # what a label with a leader line counts as a conflict
 BORDER = 5  # pixels around everything
-CELL = 32  # sides of a picture are multiples: the pixels of one token of Qwen-VL models
+CELL = 32  # sides of an image are multiples: the pixels of one token of Qwen-VL models
 Colour = tuple[int, int, int]
 
 BLACK = (0, 0, 0)
@@ -41,7 +41,7 @@ class Scale:
     font: tuple[int, int]
     most_cells: int
     longest: int
-    least: tuple[int, int] = (CELL, CELL)  # width and height of the smallest picture
+    least: tuple[int, int] = (CELL, CELL)  # width and height of the smallest image
 
 
 SCALES = {
@@ -52,7 +52,7 @@ SCALES = {
 
 @dataclass(frozen=True)
 class Look:
-    """Font, line width and colours of one picture."""
+    """Font, line width and colours of one image."""
 
     font: FontName
     font_size: float
@@ -81,7 +81,7 @@ class Look:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A picture, and where each text stands in it: (left, top, right, bottom) in pixels."""
+    """An image, and where each text stands in it: (left, top, right, bottom) in pixels."""
 
     image: Image.Image
     texts: tuple[tuple[str, tuple[int, int, int, int]], ...]
@@ -331,7 +331,7 @@ class _Layout:
         return max(wide, self._least[0]), max(high, self._least[1])
 
     def fits(self, scale: Scale) -> bool:
-        """Return whether the picture is not larger than its style allows."""
+        """Return whether the image is not larger than its style allows."""
         width, height = self._size()
         return max(width, height) <= scale.longest and width * height <= scale.most_cells * CELL**2
 

@@ -132,7 +132,7 @@ def test_a_person_need_not_close_the_thought_that_a_template_opens(play, tmp_pat
     assert said == [f"\n</think>\n\n\\boxed{{{LABEL}}}", thought]
 
 
-def test_the_person_sees_prompt_tools_pictures_answers_and_how_it_ended(play, tmp_path: Path) -> None:
+def test_the_person_sees_prompt_tools_images_answers_and_how_it_ended(play, tmp_path: Path) -> None:
     wrong = ':call calc_score {"answer": "no"}\n.\n'
     code, shown = play(f"{wrong}So it is\n\\boxed{{{LABEL}}}\n", "--env", "geo3k")
     assert code == 0
@@ -150,9 +150,9 @@ def test_the_person_sees_prompt_tools_pictures_answers_and_how_it_ended(play, tm
     assert Image.open(tmp_path / "play" / "geo3k-0-prompt-1.png").size == (160, 128)
 
 
-def test_pictures_of_the_environment_are_saved_under_their_turn(play, tmp_path: Path) -> None:
+def test_images_of_the_environment_are_saved_under_their_turn(play, tmp_path: Path) -> None:
     zoom = ':call zoom {"left": 0, "top": 0, "right": 500, "bottom": 500}\n.\n'
-    code, shown = play(zoom * 2, "--env", "geo3k_zoom", "--index", "1", "--max-turns", "2", "--pictures", "shots")
+    code, shown = play(zoom * 2, "--env", "geo3k_zoom", "--index", "1", "--max-turns", "2", "--images", "shots")
     assert code == 0
     assert "[shots/geo3k_zoom-1-turn1-1.png 448x352, 63 tokens]" in shown
     assert "[shots/geo3k_zoom-1-turn2-1.png 448x352]" in shown
@@ -284,7 +284,7 @@ def test_what_steers_a_terminal_is_shown_and_not_done() -> None:
             "--index: must be at most 2, got 7; the data has 3 problems, counted from 0",
         ),
         (["--env", "geo3k", "--model", "."], "--model: must have a tokenizer"),
-        (["--env", "geo3k", "--pictures", "file/play"], "--pictures: must be writable"),
+        (["--env", "geo3k", "--images", "file/play"], "--images: must be writable"),
     ],
 )
 def test_what_a_user_can_mend_is_exit_code_2(
@@ -338,7 +338,7 @@ def test_the_module_itself_imports_neither_torch_nor_transformers_nor_the_traine
 
 @pytest.mark.slow
 def test_ctrl_c_ends_the_episode_while_a_turn_is_waited_for(tmp_path: Path) -> None:
-    with Command("agents.play", "--env", "guess", "--pictures", str(tmp_path), written=None) as playing:
+    with Command("agents.play", "--env", "guess", "--images", str(tmp_path), written=None) as playing:
         while "\n--- turn 1" not in playing.output("stdout"):
             assert playing.poll() is None, playing.output("stderr")
             time.sleep(0.05)
@@ -353,7 +353,7 @@ def test_ctrl_c_ends_the_episode_while_a_turn_is_waited_for(tmp_path: Path) -> N
 @pytest.mark.slow
 def test_the_command_runs_as_a_module(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "agents.play", "--env", "guess", "--pictures", str(tmp_path)],
+        [sys.executable, "-m", "agents.play", "--env", "guess", "--images", str(tmp_path)],
         cwd=ROOT, input=":quit\n", capture_output=True, text=True,
     )  # fmt: skip
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "--- quit")

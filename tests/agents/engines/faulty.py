@@ -61,8 +61,8 @@ class OwnWords(Faulty):
         return replace(completion, finish="eos")  # type: ignore[arg-type]
 
 
-class CountsPictures(Faulty):
-    """Counts a picture as one token."""
+class CountsImages(Faulty):
+    """Counts an image as one token."""
 
     def done(self, request: GenerateRequest, completion: Completion) -> Completion:
         extra = sum(image.num_tokens - 1 for image in request.images)
@@ -147,7 +147,7 @@ class OneMore(Faulty):
 
 
 class Blind(Faulty):
-    """Reads grey in place of every picture."""
+    """Reads grey in place of every image."""
 
     def grey(self, images: Sequence[ProcessedImage]) -> tuple[ProcessedImage, ...]:
         return tuple(replace(image, pixels_PD=np.zeros_like(image.pixels_PD)) for image in images)
@@ -264,7 +264,7 @@ FAULTS: dict[Callable[[EngineSetup], Any], tuple[str, str]] = {
     Unfinished: ("protocol", "lacks async resume()"),
     Lists: ("completion", "ids must be a tuple of int, got a list of int64"),
     OwnWords: ("completion", "finish must be one of stop, length, abort, got 'eos'"),
-    CountsPictures: ("prompt length", "count every placeholder"),
+    CountsImages: ("prompt length", "count every placeholder"),
     Unnormalised: ("score", "mean |d| 0.1 nats"),
     Shifted: ("log-probs", "log-probs are not the network's"),
     UnscaledLogprobs: ("temperature", "they are those of temperature 1"),
@@ -275,7 +275,7 @@ FAULTS: dict[Callable[[EngineSetup], Any], tuple[str, str]] = {
     SuppressesNothing: ("suppressed ids", "were drawn at temperature 0"),
     StripsStop: ("stop ids", "keep that id"),
     OneMore: ("budget", "2 tokens and finish 'length', asked for 1"),
-    Blind: ("pictures", "by 0 nats"),
+    Blind: ("images", "by 0 nats"),
     ForgetsTheLast: ("second turn", "let the second turn see all of the first"),
     MixedUp: ("many at once", "give each session its own completion"),
     Uncancellable: ("cancelling", "has not ended"),

@@ -5,7 +5,7 @@ SGLang itself needs a GPU. What this keeps of it, as measured on 0.5.15.post1: o
 images kept by `mm_hashes` over weight updates, which `flush_cache` does not empty; aborted requests answer with what
 they have, those that had not begun without a count of their prompt; an abort is of every name that begins like the one
 given. Adapters are loaded under a name that is used once, and a request names the one that writes it (as read in the
-source of 0.5.15.post1). Where the environment names our picture processor, as for servers that we start, pictures are
+source of 0.5.15.post1). Where the environment names our image processor, as for servers that we start, images are
 kept by its own code. Run as `python -m tests.agents.engines.sglang_server --model-path FOLDER --port PORT`.
 
 With `--release 0.5.23` it does what the source of that release does: encoded images are kept by their file, and
@@ -16,7 +16,7 @@ With `--enable-memory-saver` memory is freed and taken by kind (as read in the s
 and what needs memory that is not there ends the server.
 
 `/misbehave` takes faults for the next calls of a path, `/reset` makes the server one that was only just started, and
-`/pictures` says how pictures came: `uri`, `png` (to be kept) or `key`.
+`/images` says how images came: `uri`, `png` (to be kept) or `key`.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ from torch.distributed.distributed_c10d import _new_process_group_helper
 
 from agents.engines.hf import HFEngine
 from agents.engines.hf_batch import CachedPrefix
-from agents.engines.sglang.in_server.kept_pictures import (
+from agents.engines.sglang.images import HELLO
+from agents.engines.sglang.in_server.kept_images import (
     Allocate,
     Grid,
-    KeptPictures,
-    PictureAddress,
-    PictureError,
-    map_picture,
-    picture_entries,
+    ImageAddress,
+    ImageError,
+    KeptImages,
+    image_entries,
+    map_image,
 )
-from agents.engines.sglang.pictures import HELLO
 from agents.model.policy import PolicyModel
 from agents.rendering.renderer import Renderer
 from agents.types import GenerateRequest, ProcessedImage, SamplingParams
@@ -103,8 +103,8 @@ class Emulator:
         self.slow_s, self.version, self.checkpoint = slow_s, "default", model_path
         self.running: dict[str, asyncio.Task[Any]] = {}
         self.images: dict[str, tuple[ProcessedImage, str]] = {}  # the "encoder cache": by hash, never emptied
-        self.keeps_pictures = bool(os.environ.get("SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE"))
-        self.kept = KeptPictures(self._cut)
+        self.keeps_images = bool(os.environ.get("SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE"))
+        self.kept = KeptImages(self._cut)
         self.came: Counter[str] = Counter()
         self.updates: list[str] = []
         self.updating = asyncio.Lock()
@@ -124,7 +124,7 @@ class Emulator:
         app.router.add_get("/server_info", self.server_info)
         app.router.add_get("/updates", self.list_updates)
         app.router.add_get("/held", self.list_held)
-        app.router.add_get("/pictures", self.list_pictures)
+        app.router.add_get("/images", self.list_images)
         app.router.add_get("/digests", self.list_digests)
         app.router.add_post("/generate", self.generate)
         app.router.add_post("/abort_request", self.abort)
@@ -154,7 +154,7 @@ class Emulator:
         self.slow_s, self.version = (await request.json())["slow_s"], "default"
         self.faults, self.images, self.updates, self.has_session, self.freed = {}, {}, [], False, []
         self.adapters, self.users, self.checkpoint, self.prefixes = {}, {}, self.model_path, {}
-        self.kept, self.came = KeptPictures(self._cut), Counter()
+        self.kept, self.came = KeptImages(self._cut), Counter()
         while self.running:
             for task in self.running.values():
                 task.cancel()
@@ -168,7 +168,7 @@ class Emulator:
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[Any]]
     ) -> web.StreamResponse:
         """Refuse a call without the key, as the real one does; what only tests call needs none."""
-        is_real = request.path not in ("/misbehave", "/reset", "/updates", "/held", "/pictures", "/digests")
+        is_real = request.path not in ("/misbehave", "/reset", "/updates", "/held", "/images", "/digests")
         if self.api_key and is_real and request.headers.get("Authorization") != f"Bearer {self.api_key}":
             return web.json_response({"error": "Unauthorized"}, status=401)
         return await handler(request)
@@ -185,8 +185,8 @@ class Emulator:
             return web.Response(status=int(fault.removeprefix("status ")), text="as was asked for")
         if fault == "die":
             os._exit(1)
-        if fault == "forget the pictures":
-            self.kept = KeptPictures(self._cut)
+        if fault == "forget the images":
+            self.kept = KeptImages(self._cut)
         if fault == "hang":
             await asyncio.sleep(3600)
         if fault == "not json":
@@ -230,7 +230,7 @@ class Emulator:
     async def list_held(self, _: web.Request) -> web.Response:
         return web.json_response({"adapters": list(self.adapters), "num_images": len(self.images)})
 
-    async def list_pictures(self, _: web.Request) -> web.Response:
+    async def list_images(self, _: web.Request) -> web.Response:
         return web.json_response(self.came)
 
     async def list_digests(self, _: web.Request) -> web.Response:
@@ -273,7 +273,7 @@ class Emulator:
         try:
             images = await self._images(body.get("image_data", []), body.get("mm_hashes", []))
             ids = self._expand(body["input_ids"], images)
-        except PictureError as error:
+        except ImageError as error:
             return web.Response(status=400, text=str(error))
         except ValueError as error:
             return web.Response(status=500, text=str(error))
@@ -355,7 +355,7 @@ class Emulator:
         return ids, finish, logprobs
 
     async def _images(self, image_data: list[str], hashes: list[str]) -> list[ProcessedImage]:
-        entries = picture_entries(image_data) if self.keeps_pictures else None
+        entries = image_entries(image_data) if self.keeps_images else None
         if entries is None:
             if self.release == NEW:
                 if hashes:
@@ -379,10 +379,10 @@ class Emulator:
         allocate((rows, columns), torch.float32).copy_(torch.from_numpy(image.pixels_PD))
         return image.grid_thw
 
-    def _mapped(self, address: PictureAddress) -> ProcessedImage:
+    def _mapped(self, address: ImageAddress) -> ProcessedImage:
         time, height, width = address.grid_thw
         num_tokens = time * height * width // self.renderer.merge_size**2
-        return ProcessedImage(address.key, map_picture(address).numpy(), address.grid_thw, num_tokens)
+        return ProcessedImage(address.key, map_image(address).numpy(), address.grid_thw, num_tokens)
 
     def _encoded(self, image: ProcessedImage, key: str) -> ProcessedImage:
         image, checkpoint = self.images.setdefault(key, (image, self.checkpoint))

@@ -25,16 +25,16 @@ from agents.types import Completion, GenerateRequest, SamplingLaw, SamplingParam
 from envs.types import Message
 from tests.budget import examples
 from tests.builders import full_logprobs, mixed_logprobs, play, request, sampling
-from tests.prompts import picture, question
+from tests.prompts import make_image, question
 
 SCORE: Message = {"role": "tool", "content": "Score 0.0: 70 is wrong. Try another way."}
 ZOOMED: Message = {
     "role": "tool",
-    "content": [{"type": "image", "image": picture(64, 96, seed=9)}, {"type": "text", "text": "zoomed"}],
+    "content": [{"type": "image", "image": make_image(64, 96, seed=9)}, {"type": "text", "text": "zoomed"}],
 }
 BOTH: Message = {
     "role": "user",
-    "content": [{"type": "image", "image": picture(32, 32, seed=s)} for s in (4, 5)],
+    "content": [{"type": "image", "image": make_image(32, 32, seed=s)} for s in (4, 5)],
 }
 
 
@@ -92,10 +92,10 @@ def test_logprobs_of_a_ragged_batch_over_several_turns_equal_a_forward_over_the_
     params = sampling(renderer)
     plans = [
         (question("Find x."), 3, [SCORE, SCORE]),
-        (question("Find the area of the shaded region.", picture(96, 64)), 17, [ZOOMED, SCORE]),
+        (question("Find the area of the shaded region.", make_image(96, 64)), 17, [ZOOMED, SCORE]),
         (question("y?"), 9, [BOTH]),
-        (question("Two figures.", picture(64, 64, 1), picture(32, 96, 2)), 6, []),
-        (question("Two figures.", picture(64, 64, 1), picture(64, 64, 1)), 30, [SCORE, ZOOMED]),
+        (question("Two figures.", make_image(64, 64, 1), make_image(32, 96, 2)), 6, []),
+        (question("Two figures.", make_image(64, 64, 1), make_image(64, 64, 1)), 30, [SCORE, ZOOMED]),
     ]
 
     async def all_at_once() -> list[Conversation]:
@@ -119,7 +119,7 @@ def shared_prompts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 def test_a_group_that_shares_one_prompt_writes_different_texts_with_true_logprobs(
     engine: HFEngine, renderer: Renderer, shared_prompts: None
 ) -> None:
-    prompt = renderer.prompt(question("Find x.", picture(96, 96)))
+    prompt = renderer.prompt(question("Find x.", make_image(96, 96)))
     firsts = [request(prompt, sampling(renderer), 8, seed=seed) for seed in range(6)]
 
     async def group() -> list[Conversation]:
@@ -134,9 +134,9 @@ def test_a_group_that_shares_one_prompt_writes_different_texts_with_true_logprob
 def test_groups_of_two_prompts_and_a_session_of_its_own_have_true_logprobs_turn_by_turn(
     engine: HFEngine, renderer: Renderer, shared_prompts: None
 ) -> None:
-    """Rows end one by one, some sessions have more turns than others, and one prompt is longer by a picture."""
+    """Rows end one by one, some sessions have more turns than others, and one prompt is longer by an image."""
     prompts = [
-        renderer.prompt(question(text, *shown)) for text, *shown in (("x?", picture(96, 96)), ("y?",), ("Find z.",))
+        renderer.prompt(question(text, *shown)) for text, *shown in (("x?", make_image(96, 96)), ("y?",), ("Find z.",))
     ]
     plans = [(0, 5), (1, 9), (0, 20), (2, 7), (1, 3), (0, 11), (1, 30)]
     firsts = [
@@ -154,8 +154,8 @@ def test_groups_of_two_prompts_and_a_session_of_its_own_have_true_logprobs_turn_
         assert_same_as_full_forward(engine.model, talk)
 
 
-def test_a_prompt_that_ends_in_a_picture_is_read_by_each_session(engine: HFEngine, renderer: Renderer) -> None:
-    prompt = renderer.prompt(question("Find x.", picture(96, 96)))
+def test_a_prompt_that_ends_in_a_image_is_read_by_each_session(engine: HFEngine, renderer: Renderer) -> None:
+    prompt = renderer.prompt(question("Find x.", make_image(96, 96)))
     end = len(prompt.ids) - prompt.ids[::-1].index(renderer.image_token_id)
     firsts = [request(replace(prompt, ids=prompt.ids[:end]), sampling(renderer), 8, seed=seed) for seed in range(2)]
 
@@ -180,7 +180,7 @@ def test_a_cached_prefix_is_cut_within_its_shared_prompt_and_after_it() -> None:
 @given(
     plan=st.lists(
         st.tuples(
-            st.integers(0, 2),  # pictures in the prompt
+            st.integers(0, 2),  # images in the prompt
             st.integers(1, 14),  # budget of every turn
             st.lists(st.sampled_from([SCORE, ZOOMED, BOTH]), max_size=2),
             st.sampled_from(["x?", "Find the measure of angle ABC in the figure."]),
@@ -198,8 +198,8 @@ def test_random_conversations_have_true_logprobs(
 
     async def all_at_once() -> list[Conversation]:
         talks = []
-        for seed, (num_pictures, budget, replies, text) in enumerate(plan):
-            prompt = renderer.prompt(question(text, *(picture(32 + 32 * k, 64, seed=k) for k in range(num_pictures))))
+        for seed, (num_images, budget, replies, text) in enumerate(plan):
+            prompt = renderer.prompt(question(text, *(make_image(32 + 32 * k, 64, seed=k) for k in range(num_images))))
             talks.append(converse(engine, renderer, request(prompt, params, budget, seed=seed), replies))
         return await asyncio.gather(*talks)
 
@@ -210,7 +210,7 @@ def test_random_conversations_have_true_logprobs(
 def test_a_seed_gives_the_same_ids_whatever_else_is_in_the_batch(network: PolicyModel, renderer: Renderer) -> None:
     params = sampling(renderer)
     requests = [
-        request(renderer.prompt(question("Find x." * (1 + k % 3), *[picture(seed=k)] * (k % 2))), params, 10, seed=k)
+        request(renderer.prompt(question("Find x." * (1 + k % 3), *[make_image(seed=k)] * (k % 2))), params, 10, seed=k)
         for k in range(6)
     ]
     alone = [asyncio.run(play(HFEngine(network), [asked]))[0] for asked in requests]
@@ -267,7 +267,7 @@ def test_temperature_zero_takes_the_likeliest_token_and_reports_logprobs_of_temp
     engine: HFEngine, renderer: Renderer
 ) -> None:
     greedy = sampling(renderer, temperature=0.0)
-    prompt = renderer.prompt(question("Find x.", picture()))
+    prompt = renderer.prompt(question("Find x.", make_image()))
     (done,) = asyncio.run(play(engine, [request(prompt, greedy, 10, seed=3)]))
     plain = sampling(renderer, temperature=1.0)
     table = full_logprobs(engine.model, prompt.ids + done.ids, prompt.images, plain)[len(prompt.ids) - 1 :]
@@ -393,7 +393,7 @@ def test_turns_of_two_temperatures_wait_for_each_other_and_are_written_in_batche
 
 def test_new_weights_change_what_is_written_and_stamp_their_version(model: PolicyModel, renderer: Renderer) -> None:
     engine = HFEngine(model)
-    asked = request(renderer.prompt(question("Find x.", picture())), sampling(renderer), 12)
+    asked = request(renderer.prompt(question("Find x.", make_image())), sampling(renderer), 12)
     (before,) = asyncio.run(play(engine, [asked]))
     torch.manual_seed(1)
     weights = {name: p.detach() * (1 + 0.3 * torch.randn_like(p)) for name, p in model.named_parameters()}
@@ -478,7 +478,7 @@ def test_pauses_without_new_weights_change_nothing(
 ) -> None:
     params = SamplingParams(stop_ids=(), suppressed_ids=renderer.suppressed_ids)
     firsts = [
-        request(renderer.prompt(question("Find x." * (1 + k), *[picture(seed=k)] * (k % 2))), params, 20 + k, seed=k)
+        request(renderer.prompt(question("Find x." * (1 + k), *[make_image(seed=k)] * (k % 2))), params, 20 + k, seed=k)
         for k in range(3)
     ]
     engine = Slowed(network)
@@ -501,7 +501,7 @@ def test_a_turn_goes_on_under_new_weights_and_says_which_token_is_whose(model: P
     old = {name: p.detach().clone() for name, p in model.named_parameters()}
     new = other_weights(model)
     params = SamplingParams(stop_ids=(), suppressed_ids=renderer.suppressed_ids)
-    prompt = renderer.prompt(question("Find x.", picture()))
+    prompt = renderer.prompt(question("Find x.", make_image()))
     firsts = [request(prompt, params, 40, seed=seed) for seed in (3, 4)]
 
     async def story() -> list[Conversation]:
@@ -545,7 +545,7 @@ def test_new_weights_between_two_turns_make_the_next_one_read_its_stream_anew(
     model: PolicyModel, renderer: Renderer
 ) -> None:
     engine, new = HFEngine(model), other_weights(model)
-    first = request(renderer.prompt(question("Find x.", picture())), sampling(renderer), 8, seed=3)
+    first = request(renderer.prompt(question("Find x.", make_image())), sampling(renderer), 8, seed=3)
 
     async def story() -> tuple[GenerateRequest, Completion]:
         async with engine.session() as session:
@@ -705,7 +705,7 @@ def test_of_a_batch_only_the_cancelled_row_ends(network: PolicyModel, renderer: 
 def test_a_score_is_the_logprob_at_temperature_one_with_nothing_suppressed(
     network: PolicyModel, renderer: Renderer
 ) -> None:
-    prompt = renderer.prompt(question("Two figures.", picture(64, 64, 1), picture(32, 96, 2)))
+    prompt = renderer.prompt(question("Two figures.", make_image(64, 64, 1), make_image(32, 96, 2)))
     ids = (*prompt.ids, 40, 41, 42)
     got = asyncio.run(HFEngine(network).score(ids, prompt.images))
     table = full_logprobs(network, ids, prompt.images, SamplingParams())

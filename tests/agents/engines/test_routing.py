@@ -289,7 +289,7 @@ def test_a_few_sessions_of_one_prompt_share_a_server() -> None:
     assert [server.num_sessions for server in servers] == [SLACK, 0, 0, 0]
 
 
-def test_prompts_differ_by_their_ids_and_their_pictures() -> None:
+def test_prompts_differ_by_their_ids_and_their_images() -> None:
     def image(digest: str) -> ProcessedImage:
         return ProcessedImage(digest, np.zeros((8, 4), np.float32), (1, 2, 4), 2)
 

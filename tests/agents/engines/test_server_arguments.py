@@ -45,7 +45,7 @@ def words(facts: ServerFacts) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("gpu", "has_fa3", "checkpoint", "dtype", "text", "pictures"),
+    ("gpu", "has_fa3", "checkpoint", "dtype", "text", "images"),
     [
         (H100, True, SEES, "bfloat16", "fa3", "fa3"),
         (H100, False, SEES, "bfloat16", "triton", "triton_attn"),
@@ -59,11 +59,11 @@ def words(facts: ServerFacts) -> dict[str, list[str]]:
     ],
 )
 def test_attention_is_that_of_the_gpu_the_kernels_the_model_and_the_dtype(
-    gpu: Gpu | None, has_fa3: bool, checkpoint: Checkpoint | None, dtype: str, text: str, pictures: str | None
+    gpu: Gpu | None, has_fa3: bool, checkpoint: Checkpoint | None, dtype: str, text: str, images: str | None
 ) -> None:
     chosen = words(ServerFacts(gpu, has_fa3, checkpoint, dtype))
     assert chosen["--attention-backend"] == [text]
-    assert chosen.get("--mm-attention-backend") == (pictures and [pictures])
+    assert chosen.get("--mm-attention-backend") == (images and [images])
     assert (chosen["--sampling-backend"], chosen["--grammar-backend"]) == (["pytorch"], ["none"])
     assert chosen["--skip-server-warmup"] == []
 

@@ -32,8 +32,8 @@ import torch
 
 from agents.engines.sglang import SGLangEngine, SGLangSettings, servers
 from agents.engines.sglang.client import SGLangClient
+from agents.engines.sglang.images import salted_hash
 from agents.engines.sglang.payloads import collapse
-from agents.engines.sglang.pictures import salted_hash
 from agents.engines.sglang.process import LocalProcess, ReservedPorts
 from agents.engines.sglang.prompt_reads import MIN_TOKENS
 from agents.engines.weight_servers import EngineDown, ServerRefused
@@ -50,7 +50,7 @@ from envs.errors import UserError
 from envs.spec import EnvLimits
 from tests.agents.engines.sglang_server import NEW, OLD
 from tests.builders import mixed_logprobs, sampling, versions_of
-from tests.prompts import picture, question, sample
+from tests.prompts import make_image, question, sample
 from tests.servers import serving
 from trainer.setup.servers import check_server
 
@@ -75,8 +75,8 @@ http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 STOP_SOON = tuple(range(0, 600, 8))
 
 
-class PictureEnv(Env):
-    """Shows another picture after every turn, and never ends by itself."""
+class ImageEnv(Env):
+    """Shows another image after every turn, and never ends by itself."""
 
     def __init__(self) -> None:
         self.turns = 0
@@ -86,7 +86,7 @@ class PictureEnv(Env):
 
     def step(self, response_text: str) -> Answer:
         self.turns += 1
-        return {"obs_str": "look", "image": picture(96, 64, seed=self.turns)}, False, {}
+        return {"obs_str": "look", "image": make_image(96, 64, seed=self.turns)}, False, {}
 
     def format_observation(self, observation: dict[str, Any]) -> dict[str, Any]:
         parts = [{"type": "text", "text": observation["obs_str"]}, {"type": "image", "image": observation["image"]}]
@@ -169,11 +169,11 @@ def episode(engine: SGLangEngine, renderer: Renderer, max_turns: int = 3) -> Epi
 async def play_groups(
     engine: SGLangEngine, renderer: Renderer, problems: int, group: int, on_episode: Callable[[Trajectory], None]
 ) -> list[Trajectory]:
-    samples = [sample(f"Find {n}.", picture(seed=n), id=str(n)) for n in range(problems)]
+    samples = [sample(f"Find {n}.", make_image(seed=n), id=str(n)) for n in range(problems)]
     groups = await rollout_groups(
         episode(engine, renderer),
         samples,
-        lambda *_: PictureEnv(),
+        lambda *_: ImageEnv(),
         None,
         group,
         seed=1,
@@ -232,15 +232,15 @@ async def nothing(_: SGLangEngine) -> None:
     """Play nothing."""
 
 
-def test_placeholders_are_collapsed_to_one_per_picture(renderer: Renderer) -> None:
-    rendered = renderer.prompt(question("Compare.", picture(64, 64), picture(96, 64, seed=1)))
+def test_placeholders_are_collapsed_to_one_per_image(renderer: Renderer) -> None:
+    rendered = renderer.prompt(question("Compare.", make_image(64, 64), make_image(96, 64, seed=1)))
     short = collapse(rendered.ids, rendered.images, renderer.image_token_id)
     assert short.count(renderer.image_token_id) == 2  # type: ignore[arg-type]
     assert len(short) == len(rendered.ids) - sum(image.num_tokens - 1 for image in rendered.images)
 
 
-def test_hashes_of_a_picture_change_with_the_weights_and_fit_a_signed_64_bit_number(renderer: Renderer) -> None:
-    image = renderer.prompt(question("?", picture())).images[0]
+def test_hashes_of_a_image_change_with_the_weights_and_fit_a_signed_64_bit_number(renderer: Renderer) -> None:
+    image = renderer.prompt(question("?", make_image())).images[0]
     hashes = {salted_hash(image, f"run/{version}") for version in range(50)}
     assert len(hashes) == 50
     assert all(0 <= int(text, 16) < 2**63 for text in hashes)
@@ -251,8 +251,8 @@ def test_episodes_on_a_server_have_the_networks_own_logprobs_and_our_prompt_leng
 ) -> None:
     async def play(engine: SGLangEngine) -> list[Trajectory]:
         loop = episode(engine, renderer)
-        problem = sample("Find x.", picture(), id="x")
-        return [await loop.run(problem, PictureEnv, seed=seed) for seed in range(4)]
+        problem = sample("Find x.", make_image(), id="x")
+        return [await loop.run(problem, ImageEnv, seed=seed) for seed in range(4)]
 
     trajectories = with_engine(external(url), renderer, play)
     assert any(len(t.turns) == 3 and len(t.images) == 3 for t in trajectories), trajectories
@@ -278,7 +278,7 @@ def test_a_server_killed_in_mid_step_costs_and_doubles_no_episode_and_comes_back
     checkpoint: Path, renderer: Renderer, model: PolicyModel, tmp_path: Path
 ) -> None:
     new = changed(model, tmp_path / "new", renderer)
-    rendered = renderer.prompt(question("Find x.", picture()))
+    rendered = renderer.prompt(question("Find x.", make_image()))
     ended: Counter[tuple[str, int]] = Counter()
 
     async def play(engine: SGLangEngine) -> tuple[list[Trajectory], list[Any]]:
@@ -386,7 +386,7 @@ def test_samples_of_a_long_prompt_share_it_and_write_what_the_network_draws_also
 ) -> None:
     """Six of eight find the prompt read. Then new weights come while most of the next eight still wait for it."""
     old, new = deepcopy(model), changed(model, tmp_path / "new", renderer)
-    short = renderer.prompt(question("Find x.", picture()))
+    short = renderer.prompt(question("Find x.", make_image()))
     ids = (*renderer.prompt(question("Find y. " * MIN_TOKENS)).ids, *short.ids)
     params = SamplingParams(suppressed_ids=renderer.suppressed_ids)
     before, after = (GenerateRequest((*ids, *ids[:extra]), short.images, 12, params, seed=1) for extra in (0, 9))
@@ -438,13 +438,13 @@ def test_a_session_does_not_go_on_from_weights_that_the_run_has_left(
     assert np.abs(written_logprobs(new, asked, third) - np.array(third.logprobs)).max() < 1e-4
 
 
-def test_weights_given_as_tensors_score_a_picture_that_older_weights_have_seen(
+def test_weights_given_as_tensors_score_a_image_that_older_weights_have_seen(
     url: str, renderer: Renderer, model: PolicyModel, tmp_path: Path
 ) -> None:
     new = changed(model, tmp_path / "new", renderer)
     named = [(name.removeprefix("backbone."), value.detach()) for name, value in new.named_parameters()]
     payloads = [base64.b64encode(pickle.dumps(part)).decode() for part in (named[::2], named[1::2])]
-    rendered = renderer.prompt(question("Find x.", picture()))
+    rendered = renderer.prompt(question("Find x.", make_image()))
 
     async def play(engine: SGLangEngine) -> tuple[np.ndarray, np.ndarray]:
         old = await engine.score(rendered.ids, rendered.images)
@@ -477,7 +477,7 @@ def test_cancelling_a_turn_ends_it_on_the_server_too(url: str, checkpoint: Path,
 def test_a_server_with_other_weights_than_it_should_have_is_brought_up_to_date(
     url: str, checkpoint: Path, renderer: Renderer
 ) -> None:
-    rendered = renderer.prompt(question("Find x.", picture()))
+    rendered = renderer.prompt(question("Find x.", make_image()))
 
     async def play(engine: SGLangEngine) -> Completion:
         engine.current_weights = lambda: checkpoint
@@ -573,7 +573,7 @@ def test_prompts_spread_over_servers(url: str, renderer: Renderer) -> None:
 
 
 def short_turn(renderer: Renderer, max_new_tokens: int = 8) -> GenerateRequest:
-    rendered = renderer.prompt(question("Find x.", picture()))
+    rendered = renderer.prompt(question("Find x.", make_image()))
     params = SamplingParams(suppressed_ids=renderer.suppressed_ids)
     return GenerateRequest(rendered.ids, rendered.images, max_new_tokens, params, seed=1)
 
@@ -618,8 +618,8 @@ def test_an_answer_that_is_none_is_asked_for_again(fault: str, url: str, rendere
 def end_reasons(url: str, renderer: Renderer, episodes: int) -> Counter[EndReason]:
     async def play(engine: SGLangEngine) -> Counter[EndReason]:
         loop = episode(engine, renderer, max_turns=1)
-        problem = sample("Find x.", picture(), id="x")
-        runs = [loop.run(problem, PictureEnv, seed=seed) for seed in range(episodes)]
+        problem = sample("Find x.", make_image(), id="x")
+        runs = [loop.run(problem, ImageEnv, seed=seed) for seed in range(episodes)]
         return Counter(t.end_reason if not t.end_reason.is_valid else "valid" for t in await asyncio.gather(*runs))
 
     return with_engine(external(url), renderer, play)
@@ -824,8 +824,8 @@ def test_an_episode_aborted_while_no_server_is_up_ends_at_once(url: str, rendere
     async def play(engine: SGLangEngine) -> Trajectory:
         misbehave(url, "generate", "status 500")
         misbehave(url, "model_info", *["status 500"] * 40)
-        problem = sample("Find x.", picture(), id="x")
-        running = asyncio.create_task(episode(engine, renderer).run(problem, PictureEnv, seed=1))
+        problem = sample("Find x.", make_image(), id="x")
+        running = asyncio.create_task(episode(engine, renderer).run(problem, ImageEnv, seed=1))
         await until(lambda: not engine.servers.up)
         await asyncio.sleep(0.3)
         running.cancel(ABORT)
@@ -837,7 +837,7 @@ def test_an_episode_aborted_while_no_server_is_up_ends_at_once(url: str, rendere
 def test_scores_are_asked_for_again_and_come_from_every_server_that_is_up(
     url: str, renderer: Renderer, model: PolicyModel
 ) -> None:
-    rendered = renderer.prompt(question("Find x.", picture()))
+    rendered = renderer.prompt(question("Find x.", make_image()))
 
     async def play(engine: SGLangEngine) -> tuple[Any, Any]:
         both = await engine.score_everywhere(rendered.ids, rendered.images)
@@ -867,9 +867,9 @@ def test_tokens_of_asynchronous_steps_have_the_versions_that_wrote_them(
         networks.append(deepcopy(changed(model, folders[-1], renderer)))
 
     async def play(engine: SGLangEngine) -> list[Trajectory]:
-        problem = lambda n: Problem(sample(f"Find {n}.", picture(seed=n), id=str(n)), 3, n)  # noqa: E731
+        problem = lambda n: Problem(sample(f"Find {n}.", make_image(seed=n), id=str(n)), 3, n)  # noqa: E731
         options = RolloutOptions(group_size=2, oversample=2.0, stop_early=True, max_staleness=2)
-        manager = RolloutManager(episode(engine, renderer), lambda *_: PictureEnv(), None, problem, options)
+        manager = RolloutManager(episode(engine, renderer), lambda *_: ImageEnv(), None, problem, options)
         played = list((await manager.collect(2)).played)
         for version, folder in enumerate(folders, 1):
             await engine.pause()

@@ -23,6 +23,7 @@ from PIL import Image
 from agents.engines.sglang import SGLangEngine, SGLangSettings
 from agents.engines.sglang.client import MAX_ANSWER, RELEASE_TRIES, SGLangClient, authorization
 from agents.engines.sglang.engine import MAX_GIVEN_UP
+from agents.engines.sglang.images import HELLO, data_uri, image_fields, salted_hash
 from agents.engines.sglang.payloads import (
     collapse,
     generate_body,
@@ -30,14 +31,13 @@ from agents.engines.sglang.payloads import (
     parse_scores,
     score_body,
 )
-from agents.engines.sglang.pictures import HELLO, data_uri, image_fields, salted_hash
 from agents.engines.sglang.releases import UNKNOWN, Release
 from agents.engines.sglang.session import MAX_TRIES, pause_s
 from agents.engines.weight_servers import Adapter, EngineDown, ServerLost, ServerRefused
 from agents.model.architectures import NO_IMAGE_TOKEN, ModelFacts
 from agents.types import Completion, GenerateRequest, ProcessedImage, SamplingParams
 from envs.errors import UserError
-from tests.prompts import picture
+from tests.prompts import make_image
 from trainer.setup.servers import check_server
 
 PAD = 9
@@ -46,7 +46,7 @@ Call = tuple[str, str, Any]
 
 
 def processed(digest: str, num_tokens: int = 2, seed: int = 0) -> ProcessedImage:
-    return ProcessedImage(digest, np.zeros((8, 4), np.float32), (1, 2, 4), num_tokens, picture(64, 32, seed))
+    return ProcessedImage(digest, np.zeros((8, 4), np.float32), (1, 2, 4), num_tokens, make_image(64, 32, seed))
 
 
 def asked(ids: Sequence[int] = (1, 2, 3), max_new_tokens: int = 4, **params: Any) -> GenerateRequest:
@@ -80,7 +80,7 @@ class Script:
     async def handle(self, request: web.Request) -> web.StreamResponse:
         path = request.path.strip("/")
         body = await request.json() if request.can_read_body else None
-        if body and body.get("image_data") == [HELLO]:  # SGLang itself knows no such picture
+        if body and body.get("image_data") == [HELLO]:  # SGLang itself knows no such image
             return web.Response(status=500, text="cannot identify image")
         self.calls.append((request.method, path, body))
         waiting = self.answers.get(path)
@@ -186,7 +186,7 @@ def test_a_request_says_every_part_of_the_sampling_law_and_nothing_the_model_did
     }
 
 
-def test_a_request_without_pictures_and_suppressed_ids_names_neither() -> None:
+def test_a_request_without_images_and_suppressed_ids_names_neither() -> None:
     body = generate_body(asked(), [], "name", None)
     assert body["sampling_params"]["logit_bias"] is None
     assert not {"image_data", "mm_hashes"} & set(body)
@@ -212,21 +212,21 @@ def test_scores_are_asked_for_at_temperature_one_from_the_first_token_on() -> No
         ([7, 7], [], [7, 7]),
     ],
 )
-def test_each_picture_keeps_one_placeholder_wherever_it_stands(
+def test_each_image_keeps_one_placeholder_wherever_it_stands(
     ids: list[int], sizes: list[int], short: list[int]
 ) -> None:
     assert collapse(tuple(ids), [processed(str(size), size) for size in sizes], PAD) == short
 
 
-def test_the_picture_that_is_sent_has_the_very_pixels_and_is_encoded_once() -> None:
+def test_the_image_that_is_sent_has_the_very_pixels_and_is_encoded_once() -> None:
     image = processed("a", seed=3)
     kind, encoded = data_uri(image).split(",")
     assert kind == "data:image/png;base64"
-    assert Image.open(io.BytesIO(base64.b64decode(encoded))).tobytes() == picture(64, 32, 3).tobytes()
+    assert Image.open(io.BytesIO(base64.b64decode(encoded))).tobytes() == make_image(64, 32, 3).tobytes()
     assert data_uri(image) is data_uri(image)
 
 
-def test_a_hash_has_14_digits_and_is_of_picture_and_salt() -> None:
+def test_a_hash_has_14_digits_and_is_of_image_and_salt() -> None:
     hashes = [salted_hash(image, salt) for image in (processed("a"), processed("b")) for salt in ("x", "y")]
     assert [len(text) for text in hashes] == [14] * 4
     assert len(set(hashes)) == 4
@@ -507,7 +507,7 @@ def test_a_busy_server_is_asked_again_for_its_release() -> None:
     assert with_client(play, server_info=[500, 503, {"version": "0.5.23"}]) == "0.5.23"
 
 
-def test_servers_with_a_cache_of_processed_pictures_name_every_models_pictures_by_their_files() -> None:
+def test_servers_with_a_cache_of_processed_images_name_every_models_images_by_their_files() -> None:
     info = {"version": "0.5.23", "mm_preprocess_cache_size_mb": 256}
     assert Release.of(info, "qwen2_5_vl").names_files
 
@@ -523,13 +523,13 @@ def test_a_file_named_by_its_bytes_has_the_salt_as_a_comment_and_the_same_pixels
     one, other = sent("run/0/0"), sent("run/1/0")
     assert sent("run/0/0") == one != other != image.png
     for file, salt in ((one, "run/0/0"), (other, "run/1/0")):
-        picture = Image.open(io.BytesIO(file))
-        picture.load()
-        assert picture.info == {"Comment": salt}
-        assert picture.tobytes() == Image.open(io.BytesIO(image.png)).tobytes()
+        raw_image = Image.open(io.BytesIO(file))
+        raw_image.load()
+        assert raw_image.info == {"Comment": salt}
+        assert raw_image.tobytes() == Image.open(io.BytesIO(image.png)).tobytes()
 
 
-def test_a_server_that_decodes_the_ids_of_requests_with_pictures_is_refused_before_a_run_that_has_some(
+def test_a_server_that_decodes_the_ids_of_requests_with_images_is_refused_before_a_run_that_has_some(
     checkpoint: Path,
 ) -> None:
     async def play(*scripts: Script) -> None:
@@ -1137,7 +1137,7 @@ def test_an_engine_reads_4096_tokens_where_nothing_else_is_said() -> None:
     assert (engine.image_token_id, engine.context_length, engine.weight_version) == (7, 100, 0)
 
 
-def test_pictures_that_are_scored_have_the_hashes_of_this_run_and_its_weights() -> None:
+def test_images_that_are_scored_have_the_hashes_of_this_run_and_its_weights() -> None:
     image = processed("a")
     answer = {"meta_info": {"input_token_logprobs": [[None, 1, None], [-1.0, PAD, None], [-2.0, PAD, None]]}}
 

@@ -1,4 +1,4 @@
-"""Claims about the graphs by which SGLang's servers encode pictures. Replays are plain calls here: a CPU has no graphs.
+"""Claims about the graphs by which SGLang's servers encode images. Replays are plain calls here: a CPU has no graphs.
 
 The tower is built as SGLang's is: what its layers are called with, and that they add to what they are given.
 """
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from agents.engines.sglang.in_server.scheduler import tower_graphs
-from agents.engines.sglang.in_server.scheduler.tower_graphs import MAX_PICTURES, SIZES, TowerGraphs
+from agents.engines.sglang.in_server.scheduler.tower_graphs import MAX_IMAGES, SIZES, TowerGraphs
 
 WIDTH, HEADS, PATCH, MERGE = 32, 2, 12, 4
 IS_IN_GRAPH_MODE = []
@@ -34,7 +34,7 @@ class VisionFlash3Attention:
 
 
 class Attention(nn.Module):
-    """Attends within each picture. In graph mode places come as a list, and rows of no picture keep what they had."""
+    """Attends within each image. In graph mode places come as a list, and rows of no image keep what they had."""
 
     def __init__(self, backend: Any) -> None:
         super().__init__()
@@ -179,8 +179,8 @@ def graphs_of(tower: Tower, capture: Any = None) -> TowerGraphs:
     return TowerGraphs(tower, lambda x, grids: tower(x, grids), capture or Capture(), graph_mode)
 
 
-def pictures(random: np.random.Generator, number: int, most: int = 24) -> tuple[Tensor, Tensor]:
-    """Return random patches and the grids of `number` pictures of up to `most` x `most` patches."""
+def make_images(random: np.random.Generator, number: int, most: int = 24) -> tuple[Tensor, Tensor]:
+    """Return random patches and the grids of `number` images of up to `most` x `most` patches."""
     grids = torch.tensor([[1, *(2 * random.integers(1, most // 2 + 1, 2))] for _ in range(number)])
     return torch.tensor(random.normal(size=(int(grids.prod(1).sum()), PATCH)), dtype=torch.float32), grids
 
@@ -190,12 +190,12 @@ def difference(ours: Tensor, theirs: Tensor) -> float:
 
 
 @pytest.mark.parametrize("backend", [VisionTritonAttention, VisionFlash3Attention])
-def test_pictures_of_any_sizes_and_numbers_are_encoded_as_sglang_does(backend: Callable[[], Any]) -> None:
+def test_images_of_any_sizes_and_numbers_are_encoded_as_sglang_does(backend: Callable[[], Any]) -> None:
     tower, capture, random = Tower(backend()), Capture(), np.random.default_rng(0)
     graphs = graphs_of(tower, capture)
     kept: list[tuple[Tensor, Tensor]] = []
     for _ in range(60):
-        patches, grids = pictures(random, random.choice([1, 1, 1, 2, 3, MAX_PICTURES]), most=14)
+        patches, grids = make_images(random, random.choice([1, 1, 1, 2, 3, MAX_IMAGES]), most=14)
         kept.append((graphs.encode(patches, grids), tower(patches, grids)))
     assert tower.num_eager == 60 + capture.num_captured
     assert 4 < capture.num_captured < 25
@@ -203,7 +203,7 @@ def test_pictures_of_any_sizes_and_numbers_are_encoded_as_sglang_does(backend: C
         assert ours.shape == theirs.shape and difference(ours, theirs) < 0.02
 
 
-def test_two_pictures_are_not_one_with_as_many_patches() -> None:
+def test_two_images_are_not_one_with_as_many_patches() -> None:
     tower, random = Tower(), np.random.default_rng(1)
     graphs = graphs_of(tower)
     patches = torch.tensor(random.normal(size=(64, PATCH)), dtype=torch.float32)
@@ -216,7 +216,7 @@ def test_two_pictures_are_not_one_with_as_many_patches() -> None:
 
 def test_a_graph_goes_on_from_new_weights() -> None:
     tower, random = Tower(), np.random.default_rng(2)
-    graphs, (patches, grids) = graphs_of(tower), pictures(random, 1)
+    graphs, (patches, grids) = graphs_of(tower), make_images(random, 1)
     before = graphs.encode(patches, grids)
     for weights in tower.parameters():
         weights.mul_(1.5)
@@ -239,8 +239,8 @@ def test_other_passes_are_sglangs(grids: list[list[int]]) -> None:
 
 @pytest.mark.parametrize(
     ("grids", "num_graphs"),
-    [([[1, 2, 2], [1, 4, 2]] * MAX_PICTURES, 1), ([[1, 64, 64]] * 2 + [[1, 66, 64], [1, 2, 4]], 2)],
-    ids=["more pictures than of a graph", "more patches"],
+    [([[1, 2, 2], [1, 4, 2]] * MAX_IMAGES, 1), ([[1, 64, 64]] * 2 + [[1, 66, 64], [1, 2, 4]], 2)],
+    ids=["more images than of a graph", "more patches"],
 )
 def test_a_large_pass_is_several_that_have_graphs(grids: list[list[int]], num_graphs: int) -> None:
     tower, capture = Tower(), Capture()
@@ -264,9 +264,9 @@ def test_other_towers_are_sglangs_and_the_log_says_why(
 ) -> None:
     tower.num_heads *= cuts
     capture = Capture()
-    graphs_of(tower, capture).encode(*pictures(np.random.default_rng(3), 1))
+    graphs_of(tower, capture).encode(*make_images(np.random.default_rng(3), 1))
     assert (capture.num_captured, tower.num_eager) == (0, 1)
-    assert caplog.messages == [f"pictures are encoded without graphs: {reason}"]
+    assert caplog.messages == [f"images are encoded without graphs: {reason}"]
 
 
 def test_a_graph_that_encodes_otherwise_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
@@ -331,7 +331,7 @@ def test_graphs_of_sglang_have_the_last_word(is_sglangs: bool, monkeypatch: pyte
     install(Changed, Mode(is_sglangs))
     tower = Changed()
     for seed in (4, 4, 4):
-        tower(*pictures(np.random.default_rng(seed), 1))
+        tower(*make_images(np.random.default_rng(seed), 1))
     assert [capture.num_captured for capture in captures] == ([] if is_sglangs else [1])
     assert tower.num_eager == (3 if is_sglangs else 1)
 
@@ -349,5 +349,5 @@ def test_a_capture_that_fails_does_not_leave_sglangs_own_graphs_on(monkeypatch: 
     install(Changed, Mode())
     tower = Changed()
     for seed in (4, 5):
-        tower(*pictures(np.random.default_rng(seed), 1))
+        tower(*make_images(np.random.default_rng(seed), 1))
     assert (tower.num_eager, IS_IN_GRAPH_MODE) == (2, [])

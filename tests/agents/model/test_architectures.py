@@ -1,6 +1,6 @@
 """Claims about every architecture: Transformers' own logits, one set of log-probs in engine and trainer, and its files.
 
-Streams are drawn at random, pictures as patches of random values; only the networks are real.
+Streams are drawn at random, images as patches of random values; only the networks are real.
 
 Legend: T tokens of one stream, V vocabulary.
 """
@@ -47,7 +47,7 @@ from trainer.data.packing import collate, filler_row
 from trainer.learner.fsdp_learner import FSDPLearner
 
 VISION_TYPES = tuple(name for name in MODEL_TYPES if ARCHITECTURES[name].vision)
-#: Patches of a picture of 3 x 5 windows of Qwen2.5-VL, the last ones cut off, and of one smaller than a window.
+#: Patches of an image of 3 x 5 windows of Qwen2.5-VL, the last ones cut off, and of one smaller than a window.
 LARGE, SMALL = (1, 20, 34), (1, 4, 6)
 
 
@@ -84,7 +84,7 @@ def seeing(request: pytest.FixtureRequest, cases: dict[str, Case]) -> Case:
 
 
 def patches(model: PolicyModel, grid: tuple[int, int, int], seed: int) -> ProcessedImage:
-    """Return a picture of random patches."""
+    """Return an image of random patches."""
     vision = model.config.vision_config
     values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     pixels = np.random.default_rng(seed).normal(size=(grid[1] * grid[2], values)).astype(np.float32)
@@ -94,7 +94,7 @@ def patches(model: PolicyModel, grid: tuple[int, int, int], seed: int) -> Proces
 def piece(
     model: PolicyModel, num_tokens: int, grids: Sequence[tuple[int, int, int]] = (), seed: int = 0
 ) -> tuple[tuple[int, ...], tuple[ProcessedImage, ...]]:
-    """Return random text with a picture after every `num_tokens` tokens of it; a text-only network gets the text."""
+    """Return random text with an image after every `num_tokens` tokens of it; a text-only network gets the text."""
     rng = np.random.default_rng(seed)
     ids = rng.integers(20, 300, num_tokens).tolist()
     images = tuple(patches(model, g, seed + k) for k, g in enumerate(grids)) if model.architecture.vision else ()
@@ -142,7 +142,7 @@ def test_a_part_left_out_would_show(cases: dict[str, Case]) -> None:
 
 
 async def episode(engine: HFEngine, case: Case, seed: int, share: int) -> list[tuple[GenerateRequest, Completion]]:
-    """Play three turns, a picture before each; episodes with one `share` have one prompt."""
+    """Play three turns, an image before each; episodes with one `share` have one prompt."""
     turns: list[tuple[GenerateRequest, Completion]] = []
     prompt, images = piece(case.model, 8 + share, (SMALL, LARGE), seed=100 * share)
     async with engine.session() as session:
@@ -199,7 +199,7 @@ def gaps(case: Case) -> np.ndarray:
     return np.concatenate(differences)
 
 
-def test_cached_turns_with_new_pictures_have_the_log_probs_of_one_whole_forward(case: Case) -> None:
+def test_cached_turns_with_new_images_have_the_log_probs_of_one_whole_forward(case: Case) -> None:
     assert np.abs(gaps(case)).max() <= 1e-4
 
 
@@ -299,7 +299,7 @@ def test_a_network_from_its_configuration_has_the_same_parameters(case: Case) ->
     ]
 
 
-def test_a_text_network_has_no_image_token_and_refuses_pictures(cases: dict[str, Case]) -> None:
+def test_a_text_network_has_no_image_token_and_refuses_images(cases: dict[str, Case]) -> None:
     image = patches(cases["qwen3_vl"].model, SMALL, seed=0)
     for name in set(MODEL_TYPES) - set(VISION_TYPES):
         model = cases[name].model

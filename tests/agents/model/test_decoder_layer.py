@@ -51,7 +51,7 @@ def test_the_derivatives_of_norm_and_rotation_are_those_of_their_values() -> Non
 def test_a_learner_on_a_cpu_trains_with_own_layers_as_with_transformers(
     model_type: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Rows of several samples and of one, with pictures where the network takes them, half of the blocks recomputed."""
+    """Rows of several samples and of one, with images where the network takes them, half of the blocks recomputed."""
     case = Case.write(tmp_path / model_type, model_type)
     variant = Variant(max_tokens=100, config=LearnerConfig(recompute=0.5))
     calls: list[bool] = []

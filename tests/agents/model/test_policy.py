@@ -18,7 +18,7 @@ from agents.model.packed import VisionBatch
 from agents.model.policy import PolicyModel
 from agents.rendering.renderer import Rendered, Renderer
 from envs.errors import UserError
-from tests.prompts import picture, question
+from tests.prompts import make_image, question
 
 TEXT = "Find the measure of angle ABC in the figure."
 
@@ -71,13 +71,13 @@ def assert_close(got: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    "pictures",
+    "images",
     [
         (),
-        (picture(64, 64),),
-        (picture(96, 64, 1), picture(96, 64, 2)),
-        (picture(96, 64, 1), picture(32, 96, 2), picture(64, 96, 3)),
-        (picture(64, 64, 1), picture(32, 64, 2), picture(64, 64, 3), picture(64, 32, 4)),
+        (make_image(64, 64),),
+        (make_image(96, 64, 1), make_image(96, 64, 2)),
+        (make_image(96, 64, 1), make_image(32, 96, 2), make_image(64, 96, 3)),
+        (make_image(64, 64, 1), make_image(32, 64, 2), make_image(64, 64, 3), make_image(64, 32, 4)),
     ],
     ids=["none", "one", "two of one size", "three sizes", "equal and different sizes"],
 )
@@ -85,9 +85,9 @@ def test_logits_equal_plain_transformers(
     policy: PolicyModel,
     plain: Qwen3VLForConditionalGeneration,
     renderer: Renderer,
-    pictures: tuple[Image.Image, ...],
+    images: tuple[Image.Image, ...],
 ) -> None:
-    rendered = renderer.prompt(question(TEXT, *pictures))
+    rendered = renderer.prompt(question(TEXT, *images))
     (got,) = policy_logits(policy, [rendered])
     expected = plain_logits(plain, rendered)
     assert expected.std() > 0.5  # weights large enough to tell a wrong network from a right one
@@ -99,8 +99,8 @@ def test_a_padded_batch_of_streams_with_different_images_equals_one_by_one(
 ) -> None:
     streams = [
         renderer.prompt(question("x?")),
-        renderer.prompt(question(TEXT, picture(96, 64, 1), picture(32, 32, 2))),
-        renderer.prompt(question("Find x.", picture(32, 96, 3))),
+        renderer.prompt(question(TEXT, make_image(96, 64, 1), make_image(32, 32, 2))),
+        renderer.prompt(question("Find x.", make_image(32, 96, 3))),
         renderer.prompt(question(TEXT)),
     ]
     for got, rendered in zip(policy_logits(policy, streams), streams, strict=True):
@@ -110,7 +110,7 @@ def test_a_padded_batch_of_streams_with_different_images_equals_one_by_one(
 def test_an_image_shown_by_several_streams_is_encoded_once_with_the_same_result(
     policy: PolicyModel, plain: Qwen3VLForConditionalGeneration, renderer: Renderer
 ) -> None:
-    shared, own = picture(96, 64, 1), picture(64, 64, 2)
+    shared, own = make_image(96, 64, 1), make_image(64, 64, 2)
     streams = [
         renderer.prompt(question("x?", shared)),
         renderer.prompt(question("Find x.", own, shared)),
@@ -124,9 +124,9 @@ def test_an_image_shown_by_several_streams_is_encoded_once_with_the_same_result(
         assert_close(got, plain_logits(plain, rendered))
 
 
-def test_another_picture_gives_other_logits(policy: PolicyModel, renderer: Renderer) -> None:
-    one, other = policy_logits(policy, [renderer.prompt(question("x?", picture(seed=s))) for s in (1, 2)])
-    before = renderer.prompt(question("x?", picture(seed=1))).ids.index(policy.image_token_id)
+def test_another_image_gives_other_logits(policy: PolicyModel, renderer: Renderer) -> None:
+    one, other = policy_logits(policy, [renderer.prompt(question("x?", make_image(seed=s))) for s in (1, 2)])
+    before = renderer.prompt(question("x?", make_image(seed=1))).ids.index(policy.image_token_id)
     assert_close(one[:before], other[:before])
     assert (one[-1] - other[-1]).abs().max() > 0.1
 
@@ -150,7 +150,7 @@ def test_the_tower_attends_in_the_type_of_autocast(
     asked = []
     needed = policy_module.needs_buckets
     monkeypatch.setattr(policy_module, "needs_buckets", lambda *given: asked.append(given[1]) or needed(*given))
-    vision = VisionBatch.build([renderer.prompt(question("x?", picture())).images], "cpu")
+    vision = VisionBatch.build([renderer.prompt(question("x?", make_image())).images], "cpu")
     assert vision is not None
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         policy.encode_images(vision.pixels_PD, vision.grids)

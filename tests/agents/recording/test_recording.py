@@ -1,4 +1,4 @@
-"""Claims about recorded episodes: nothing is lost, pictures are kept once, and whatever was said stays data."""
+"""Claims about recorded episodes: nothing is lost, images are kept once, and whatever was said stays data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from envs.config.cli import exit_code
 from envs.errors import UserError
 from envs.registry import get_spec
 from tests.builders import trajectory, turn
-from tests.prompts import picture, question
+from tests.prompts import make_image, question
 from tests.recordings import lines_of
 
 WAY = WayRecord(max_turns=3, use_tools=True, max_new_tokens=256, context_length=4096, temperature=1.0)
@@ -95,8 +95,8 @@ def test_log_probs_keep_every_bit_and_what_is_not_finite_is_null(tmp_path: Path)
     assert second.logprobs == (None, None, -0.1)
 
 
-def test_a_picture_is_kept_once_and_pixel_for_pixel(tmp_path: Path) -> None:
-    shown = picture(64, 32, seed=4)
+def test_a_image_is_kept_once_and_pixel_for_pixel(tmp_path: Path) -> None:
+    shown = make_image(64, 32, seed=4)
     with recorder_in(tmp_path) as recorder:
         for group in range(3):
             recorder.write(replace(trajectory(), messages=question("Find x.", shown), group=group), step=1)
@@ -216,10 +216,10 @@ def test_what_is_no_recording_is_refused(manifest: str | None, rule: str, tmp_pa
 
 
 @pytest.mark.parametrize("name", ["../../secret.png", "images/../x.png", "/etc/passwd", "images/zz.png"])
-def test_a_picture_is_read_from_the_recording_alone(name: str, tmp_path: Path) -> None:
+def test_a_image_is_read_from_the_recording_alone(name: str, tmp_path: Path) -> None:
     recorder_in(tmp_path).close()
-    with pytest.raises(UserError, match="must name a picture"):
-        Recording.open(tmp_path).picture(name)
+    with pytest.raises(UserError, match="must name an image"):
+        Recording.open(tmp_path).image(name)
 
 
 def test_a_line_that_is_no_record_and_a_manifest_that_is_no_text_are_named(tmp_path: Path) -> None:
@@ -241,10 +241,10 @@ def test_a_line_that_is_no_record_and_a_manifest_that_is_no_text_are_named(tmp_p
 
 def test_a_parquet_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
     with recorder_in(tmp_path) as recorder:
-        recorder.write(replace(trajectory(), messages=question("Find x.", picture(8, 8, seed=1))), step=1)
+        recorder.write(replace(trajectory(), messages=question("Find x.", make_image(8, 8, seed=1))), step=1)
     next((tmp_path / "images").iterdir()).unlink()
     (tmp_path / "x.parquet").write_text("an older one")
-    with pytest.raises(UserError, match="must be a readable picture, got No such file"):
+    with pytest.raises(UserError, match="must be a readable image, got No such file"):
         write_parquet(Recording.open(tmp_path), tmp_path / "x.parquet")
     assert (tmp_path / "x.parquet").read_text() == "an older one" and not (tmp_path / "x.parquet.part").exists()
 
@@ -261,10 +261,10 @@ def test_members_of_any_size_are_read_one_by_one(tmp_path: Path) -> None:
     assert [text for _, text in found] == [line + b"\n" for line in lines] and found[-1][0] == file.size()
 
 
-def test_a_recording_becomes_one_parquet_file_with_its_pictures(tmp_path: Path) -> None:
+def test_a_recording_becomes_one_parquet_file_with_its_images(tmp_path: Path) -> None:
     import datasets
 
-    shown = picture(64, 32, seed=4)
+    shown = make_image(64, 32, seed=4)
     with recorder_in(tmp_path / "episodes") as recorder:
         for group in range(5):
             played = replace(
@@ -339,7 +339,7 @@ def test_whatever_an_environment_puts_in_is_recorded(value: object, tmp_path: Pa
 
 
 @pytest.mark.parametrize("mode", ["CMYK", "F", "RGBA", "L"])
-def test_pictures_of_every_mode_are_recorded(mode: str, tmp_path: Path) -> None:
+def test_images_of_every_mode_are_recorded(mode: str, tmp_path: Path) -> None:
     message = {"role": "user", "content": [{"type": "image", "image": Image.new(mode, (8, 8))}]}
     with recorder_in(tmp_path) as recorder:
         recorder.write(replace(trajectory(), messages=(message,)), step=1)

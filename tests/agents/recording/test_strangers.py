@@ -19,15 +19,15 @@ from PIL import EpsImagePlugin, Image
 
 from agents.recording import EPISODES, OUTCOMES, SCORES, TOKENS, Recorder, Recording
 from agents.recording.gzip_lines import GzipLines, num_skipped, read_gzip_lines
+from agents.recording.images import DecodedImages
 from agents.recording.parquet import run as parquet
 from agents.recording.parquet import write_parquet
-from agents.recording.pictures import PictureStore
 from agents.recording.safe_files import MAX_LINE, memory_of, read_lines
-from agents.recording.schema import picture_names
+from agents.recording.schema import image_names
 from agents.replay import run as replay
 from agents.show import run as show
 from agents.view import run as view
-from agents.viewer.export import read_picture as embedded
+from agents.viewer.export import read_image as embedded
 from agents.viewer.server import ViewServer
 from agents.viewer.source import Source
 from envs.errors import UserError
@@ -39,7 +39,7 @@ GOLDEN = ROOT / "tests" / "golden"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A recording with pictures that a test may change."""
+    """A recording with images that a test may change."""
     return Path(shutil.copytree(GOLDEN / "geo3k_zoom", tmp_path / "stranger"))
 
 
@@ -51,35 +51,35 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     GzipLines(folder / EPISODES).append(json.dumps(line).encode())
 
 
-# Pictures -------------------------------------------------------------------------------------------------------------
+# Images -------------------------------------------------------------------------------------------------------------
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n0 setgray\nshowpage\n%%EOF\n"
 HUGE = b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR" + (2**30).to_bytes(4, "big") * 2 + b"\x08\x02\x00\x00\x00" + bytes(40)
 
 
-def _link(picture: Path) -> None:
-    picture.symlink_to("/etc/passwd")
+def _link(image: Path) -> None:
+    image.symlink_to("/etc/passwd")
 
 
-def _moved(picture: Path) -> None:
-    """Leave a link to the right picture, which stands outside the folder."""
-    other = next(path for path in (GOLDEN / "geo3k_zoom" / "images").iterdir() if path.name == picture.name)
-    picture.symlink_to(other)
+def _moved(image: Path) -> None:
+    """Leave a link to the right image, which stands outside the folder."""
+    other = next(path for path in (GOLDEN / "geo3k_zoom" / "images").iterdir() if path.name == image.name)
+    image.symlink_to(other)
 
 
-def _linked_folder(picture: Path) -> None:
-    shutil.rmtree(picture.parent)
-    picture.parent.symlink_to(GOLDEN / "geo3k_zoom" / "images")
+def _linked_folder(image: Path) -> None:
+    shutil.rmtree(image.parent)
+    image.parent.symlink_to(GOLDEN / "geo3k_zoom" / "images")
 
 
-PICTURES: dict[str, Callable[[Path], object]] = {
+IMAGES: dict[str, Callable[[Path], object]] = {
     "a program for Ghostscript": lambda path: path.write_bytes(EPS),
     "a link to a file of this machine": _link,
-    "a link to the right picture": _moved,
+    "a link to the right image": _moved,
     "a linked folder": _linked_folder,
     "a pipe": os.mkfifo,
     "a folder": Path.mkdir,
-    "another picture": lambda path: Image.new("RGB", (8, 8)).save(path),
+    "another image": lambda path: Image.new("RGB", (8, 8)).save(path),
     "no PNG": lambda path: Image.new("RGB", (8, 8)).save(path, format="JPEG"),
     "a header of 2**60 pixels": lambda path: path.write_bytes(HUGE),
     "80 million pixels in 80 kB": lambda path: Image.new("RGB", (9000, 9000)).save(path),
@@ -87,16 +87,16 @@ PICTURES: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("make", PICTURES.values(), ids=PICTURES.keys())
-def test_only_the_recorded_picture_itself_is_read(
+@pytest.mark.parametrize("make", IMAGES.values(), ids=IMAGES.keys())
+def test_only_the_recorded_image_itself_is_read(
     make: Callable[[Path], object], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *_: pytest.fail("Ghostscript runs"))
-    picture = sorted((folder / "images").iterdir())[0]
-    picture.unlink()
-    make(picture)
-    recording, name = Recording.open(folder), f"images/{picture.name}"
-    for read in (recording.picture, recording.picture_file):
+    image = sorted((folder / "images").iterdir())[0]
+    image.unlink()
+    make(image)
+    recording, name = Recording.open(folder), f"images/{image.name}"
+    for read in (recording.image, recording.image_file):
         with pytest.raises(UserError):
             read(name)
     with pytest.raises(UserError):
@@ -108,15 +108,15 @@ def test_only_the_recorded_picture_itself_is_read(
     assert show([str(folder), "--worst", "100"]) == 0
 
 
-def test_a_picture_is_served_and_embedded_as_it_was_recorded(folder: Path) -> None:
-    picture, source = sorted((folder / "images").iterdir())[0], Source(folder)
-    assert embedded(source, f"images/{picture.name}") == picture.read_bytes()
+def test_a_image_is_served_and_embedded_as_it_was_recorded(folder: Path) -> None:
+    image, source = sorted((folder / "images").iterdir())[0], Source(folder)
+    assert embedded(source, f"images/{image.name}") == image.read_bytes()
 
 
-def test_decoded_pictures_are_kept_up_to_a_number_of_bytes(folder: Path) -> None:
+def test_decoded_images_are_kept_up_to_a_number_of_bytes(folder: Path) -> None:
     first, second, *_ = sorted((folder / "images").iterdir())
     size = 3 * Image.open(first).width * Image.open(first).height
-    store = PictureStore(max_bytes=size)
+    store = DecodedImages(max_bytes=size)
     assert store.read(first) is store.read(first) and store.num_bytes == size
     store.read(second)
     assert store.num_bytes == 3 * Image.open(second).width * Image.open(second).height
@@ -385,11 +385,11 @@ def test_a_line_whose_values_would_fill_memory_is_left_out_and_said(unit: bytes,
         Recording.open(folder).tokens()
 
 
-def test_pictures_of_an_episode_are_bounded_together(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_of_an_episode_are_bounded_together(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recording = Recording.open(folder)
-    episode = next(e for e in recording.episodes() if len(set(picture_names(e.messages))) > 1)
+    episode = next(e for e in recording.episodes() if len(set(image_names(e.messages))) > 1)
     monkeypatch.setattr("agents.recording.recording.MAX_KEPT", 3 * 160 * 128)
-    with pytest.raises(UserError, match="must have pictures of at most 61440 bytes together"):
+    with pytest.raises(UserError, match="must have images of at most 61440 bytes together"):
         recording.messages(episode.messages)
 
 

@@ -62,5 +62,5 @@ def whole_ids(
     num_prompt: int | None = None,
 ) -> tuple[int, ...]:
     """Return the ids of a whole conversation: the text of `Renderer.text` tokenised at once, images expanded."""
-    images = [renderer.images.process(picture) for picture in message_images(messages)] if renderer.images else []
+    images = [renderer.images.process(image) for image in message_images(messages)] if renderer.images else []
     return tuple(renderer.expand(renderer.encoder.encode(renderer.text(messages, tools, num_prompt)), images))

@@ -1,4 +1,4 @@
-"""Claims about the image store: a picture is processed once, memory is bounded, and the same pixels go everywhere."""
+"""Claims about the image store: an image is processed once, memory is bounded, and the same pixels go everywhere."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from envs.images import MAX_RATIO, image_digest
 from starter.architecture import build_image_processor
 from tests.agents.rendering.template_cases import renderer_for
 from tests.budget import examples
-from tests.prompts import picture, question
+from tests.prompts import make_image, question
 
 
 def qwen_processor(patch_size: int, shortest: int, longest: int) -> Any:
@@ -145,8 +145,8 @@ def test_limits_of_pixels_inside_size_are_the_limits(
         {"image_std": [0.5, 0.0, 0.5]},
     ],
 )
-def test_settings_that_cannot_process_a_picture_are_a_user_error(settings: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"must have a preprocessor_config\.json that can process a picture, got"):
+def test_settings_that_cannot_process_a_image_are_a_user_error(settings: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"must have a preprocessor_config\.json that can process an image, got"):
         ImageStore.find(processor_folder(tmp_path, **settings))
 
 
@@ -175,17 +175,17 @@ def test_a_png_is_not_resized_again_and_gives_the_same_patches(
         ("qwen3_vl", (8000, 40), (6400, 32)),  # it gives 8000 x 32, a ratio of 250 that it would refuse
     ],
 )
-def test_a_very_thin_picture_is_resized_until_its_size_is_stable(
+def test_a_very_thin_image_is_resized_until_its_size_is_stable(
     name: str, size: tuple[int, int], expected: tuple[int, int]
 ) -> None:
     assert not is_stable(name, *size)
     image = store(name).process(noise(*size))
-    assert image.picture is not None
-    assert image.picture.size == expected
+    assert image.resized is not None
+    assert image.resized.size == expected
 
 
 @pytest.mark.parametrize("size", [(0, 0), (0, 4), (1, 300), (4000, 10)])
-def test_a_picture_that_no_model_can_see_is_refused(size: tuple[int, int]) -> None:
+def test_a_image_that_no_model_can_see_is_refused(size: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match=r"must have pixels|aspect ratio"):
         store().process(Image.new("RGB", size))
 
@@ -207,11 +207,11 @@ def test_placeholders_are_those_of_the_models_own_processor(
     sizes = [(w, h) for w, h in [*sizes, (20 * ratio, 20)] if max(w, h) <= 60 * min(w, h)]
     prompt = question("Find x.", *(noise(width, height) for width, height in sizes))
     text = processor.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
-    pictures = [part["image"] for part in prompt[0]["content"] if part["type"] == "image"]
-    expected = processor(text=[text], images=pictures or None, return_tensors="np")
+    images = [part["image"] for part in prompt[0]["content"] if part["type"] == "image"]
+    expected = processor(text=[text], images=images or None, return_tensors="np")
     rendered = renderer.prompt(prompt)
     assert rendered.ids == tuple(np.asarray(expected["input_ids"])[0].tolist())
-    if pictures:
+    if images:
         assert np.array_equal(np.concatenate([i.pixels_PD for i in rendered.images]), expected["pixel_values"])
         assert [list(i.grid_thw) for i in rendered.images] == expected["image_grid_thw"].tolist()
 
@@ -220,7 +220,7 @@ def test_all_samples_share_one_image_and_it_is_hashed_once(monkeypatch: pytest.M
     hashed: list[int] = []
     monkeypatch.setattr("agents.rendering.images.image_digest", lambda image: hashed.append(1) or image_digest(image))
     images = store()
-    shared = picture(seed=1)
+    shared = make_image(seed=1)
     first = images.process(shared)
     assert all(images.process(shared) is first for _ in range(8))
     assert len(hashed) == 1
@@ -233,7 +233,7 @@ def test_all_samples_share_one_image_and_it_is_hashed_once(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("mode", ["L", "P", "RGBA", "1", "CMYK"])
-def test_a_picture_of_another_mode_is_the_one_that_it_is_in_rgb(mode: str) -> None:
+def test_a_image_of_another_mode_is_the_one_that_it_is_in_rgb(mode: str) -> None:
     images = store()
     other = noise(64, 64, mode)
     assert images.process(other) is images.process(other) is images.process(other.convert("RGB"))
@@ -254,70 +254,70 @@ def draw(image: Image.Image) -> None:
         lambda image: image.thumbnail((32, 32)),
     ],
 )
-def test_an_object_whose_pixels_are_changed_is_another_picture(change: Any) -> None:
+def test_an_object_whose_pixels_are_changed_is_another_image(change: Any) -> None:
     images = store()
-    shared = picture(seed=1)
+    shared = make_image(seed=1)
     first = images.process(shared)
     change(shared)
     second = images.process(shared)
     assert second is not first
     assert second.digest == image_digest(shared.convert("RGB"))
-    assert images.process(picture(seed=1)) is first
+    assert images.process(make_image(seed=1)) is first
     change(shared)
     assert images.process(shared).digest == image_digest(shared.convert("RGB"))
 
 
 def test_pixels_cannot_be_changed_behind_the_stores_back() -> None:
     images = store()
-    shared = picture(seed=1)
+    shared = make_image(seed=1)
     first = images.process(shared)
     with pytest.raises(ValueError, match="readonly"):
         shared.load()[0, 0] = (1, 2, 3)
     png = first.png
     draw(shared)
-    assert np.array_equal(first.pixels_PD, store().process(picture(seed=1)).pixels_PD)
-    assert png == store().process(picture(seed=1)).png
+    assert np.array_equal(first.pixels_PD, store().process(make_image(seed=1)).pixels_PD)
+    assert png == store().process(make_image(seed=1)).png
 
 
 def test_the_store_keeps_to_its_bytes_and_lets_go_of_what_was_used_longest_ago() -> None:
-    size = store().process(picture()).num_bytes
+    size = store().process(make_image()).num_bytes
     images = store(max_bytes=2 * size)
-    one = images.process(picture(seed=1))
-    two_pixels = images.process(picture(seed=2)).pixels_PD.copy()
-    assert images.process(picture(seed=1)) is one
-    images.process(picture(seed=3))
+    one = images.process(make_image(seed=1))
+    two_pixels = images.process(make_image(seed=2)).pixels_PD.copy()
+    assert images.process(make_image(seed=1)) is one
+    images.process(make_image(seed=3))
     gc.collect()
     stats = images.stats()
     assert (stats.num_images, stats.bytes, stats.misses, stats.evictions) == (2, 2 * size, 3, 1)
-    assert images.process(picture(seed=1)) is one
+    assert images.process(make_image(seed=1)) is one
     assert images.stats().misses == 3
-    assert (images.process(picture(seed=2)).pixels_PD == two_pixels).all()
+    assert (images.process(make_image(seed=2)).pixels_PD == two_pixels).all()
     assert images.stats().misses == 4
 
 
 def test_an_image_that_a_trajectory_holds_is_never_processed_again() -> None:
     images = store(max_bytes=1)
-    shared = picture(seed=1)
+    shared = make_image(seed=1)
     held = images.process(shared)
     for seed in range(2, 6):
-        images.process(picture(seed=seed))
+        images.process(make_image(seed=seed))
     assert images.stats().num_images == 1
     assert images.process(shared) is held
-    assert images.process(picture(seed=1)) is held
+    assert images.process(make_image(seed=1)) is held
     assert images.stats().misses == 5
 
 
 def test_the_store_forgets_objects_that_are_gone() -> None:
     images = store()
     for seed in range(5):
-        images.process(picture(seed=seed))
+        images.process(make_image(seed=seed))
     gc.collect()
     assert len(images._hashed) == 0
     assert images.stats().num_images == 5
 
 
-def test_an_image_without_its_picture_has_no_png() -> None:
+def test_an_image_without_its_image_has_no_png() -> None:
     image = ProcessedImage("abc", np.zeros((4, 8), np.float32), (1, 2, 2), 1)
     assert image.num_bytes == 4 * 8 * 4
-    with pytest.raises(ValueError, match="image abc was made without its picture"):
+    with pytest.raises(ValueError, match="image abc was made without its image"):
         _ = image.png

@@ -20,7 +20,7 @@ from envs.types import Message
 from starter.architecture import build_image_processor
 from tests.budget import examples
 from tests.paths import SHARED
-from tests.prompts import picture, question
+from tests.prompts import make_image, question
 
 QWEN = SHARED / "qwen_tokenizer"
 TEMPLATES = ("starter", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_training", "qwen2_5", "qwen3")
@@ -95,7 +95,7 @@ def conversation(prompt: list[Message], turns: list[tuple[str, Message]]) -> lis
     return [*prompt, *replies]
 
 
-def pictured(role: str, *parts: str | Image.Image) -> Message:
+def imaged(role: str, *parts: str | Image.Image) -> Message:
     """Return a message of texts and images in that order."""
     content = [
         {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part} for part in parts
@@ -120,26 +120,32 @@ def test_prompt_and_suffixes_equal_the_rendering_of_the_whole_conversation(any_r
 def test_images_in_prompt_and_answers_equal_the_rendering_of_the_whole_conversation(any_renderer: Renderer) -> None:
     if not knows_images(any_renderer):
         pytest.skip("a template without images")
-    prompt = [{"role": "system", "content": "Solve it."}, pictured("user", picture(96, 64), "Find x.", picture(32, 32))]
+    prompt = [
+        {"role": "system", "content": "Solve it."},
+        imaged("user", make_image(96, 64), "Find x.", make_image(32, 32)),
+    ]
     turns = [
-        (CALL, pictured("tool", "Zoomed: ", picture(64, 64, 3), " (2x)")),
-        (CALL, pictured("tool", picture(64, 96, 4))),
-        ("Hm.", pictured("user", picture(32, 64, 5), picture(32, 64, 5), "Compare.")),
-        ("Hm.", pictured("user", "Now answer.")),
+        (CALL, imaged("tool", "Zoomed: ", make_image(64, 64, 3), " (2x)")),
+        (CALL, imaged("tool", make_image(64, 96, 4))),
+        ("Hm.", imaged("user", make_image(32, 64, 5), make_image(32, 64, 5), "Compare.")),
+        ("Hm.", imaged("user", "Now answer.")),
     ]
     assert stream(any_renderer, prompt, turns) == whole(any_renderer, conversation(prompt, turns))
 
 
 @pytest.mark.parametrize("tools", [(), TOOLS], ids=["plain", "tools"])
-def test_the_length_of_a_prompt_is_known_without_processing_its_pictures(renderer: Renderer, tools: Any) -> None:
+def test_the_length_of_a_prompt_is_known_without_processing_its_images(renderer: Renderer, tools: Any) -> None:
     store = ImageStore(build_image_processor(), merge_size=2)
     fresh = Renderer(renderer.tokenizer, store)
     for sizes in ((), ((64, 32),), ((5, 900), (1200, 800), (32, 32))):
-        prompt = [{"role": "system", "content": "Solve."}, pictured("user", "See", *(picture(*size) for size in sizes))]
+        prompt = [
+            {"role": "system", "content": "Solve."},
+            imaged("user", "See", *(make_image(*size) for size in sizes)),
+        ]
         length = fresh.prompt_length(prompt, tools)
         assert store.stats().misses == 0
         assert length == len(renderer.prompt(prompt, tools).ids)
-    wide = [pictured("user", picture(4000, 8))]
+    wide = [imaged("user", make_image(4000, 8))]
     for count in (fresh.prompt_length, fresh.prompt):
         with pytest.raises(ValueError, match="smaller than 200"):
             count(wide)
@@ -161,7 +167,7 @@ def test_any_texts_give_the_stream_of_the_whole_conversation(
 ) -> None:
     prompt: list[Message] = [{"role": "user", "content": start}]
     plan = [
-        (model, pictured(role, picture(32, 32), text) if image else {"role": role, "content": text})
+        (model, imaged(role, make_image(32, 32), text) if image else {"role": role, "content": text})
         for model, text, role, image in turns
     ]
     assert stream(renderer, prompt, plan) == whole(renderer, conversation(prompt, plan))
@@ -184,7 +190,7 @@ def test_sampled_ids_are_kept_and_never_encoded_again(renderer: Renderer) -> Non
 
 
 def test_placeholders_are_as_many_as_the_image_has_tokens(renderer: Renderer) -> None:
-    rendered = renderer.prompt(question("x?", picture(96, 64), picture(32, 128, 1)))
+    rendered = renderer.prompt(question("x?", make_image(96, 64), make_image(32, 128, 1)))
     assert [i.grid_thw for i in rendered.images] == [(1, 4, 6), (1, 8, 2)]
     assert rendered.ids.count(renderer.image_token_id) == 6 + 4
     names = renderer.tokenizer.convert_ids_to_tokens(rendered.ids)
@@ -217,7 +223,7 @@ def test_a_control_token_cut_over_two_text_parts_stays_text(any_renderer: Render
     if not knows_images(any_renderer):
         pytest.skip("a template without content parts")
     for cut in range(1, len(token)):
-        whole_text, parts = pictured("user", "abc"), pictured("user", token[:cut], token[cut:])
+        whole_text, parts = imaged("user", "abc"), imaged("user", token[:cut], token[cut:])
         expected = num_special(any_renderer, any_renderer.prompt([whole_text]).ids)
         assert num_special(any_renderer, any_renderer.prompt([parts]).ids) == expected
         expected = num_special(any_renderer, any_renderer.suffix([whole_text], last_id=0).ids)
@@ -225,13 +231,13 @@ def test_a_control_token_cut_over_two_text_parts_stays_text(any_renderer: Render
 
 
 def test_text_parts_without_an_image_read_as_one_text(any_renderer: Renderer) -> None:
-    parts: list[Message] = [pictured("system", "Solve ", "it."), pictured("user", "Find", " x.")]
+    parts: list[Message] = [imaged("system", "Solve ", "it."), imaged("user", "Find", " x.")]
     text: list[Message] = [{"role": "system", "content": "Solve it."}, {"role": "user", "content": "Find x."}]
     tools = TOOLS if any_renderer.teaches_tools else ()
     assert any_renderer.prompt(parts, tools).ids == tuple(whole(any_renderer, text, tools))
     for role in ("user", "tool"):
         one = any_renderer.suffix([{"role": role, "content": "Score 1.0"}], last_id=0)
-        assert any_renderer.suffix([pictured(role, "Score", " ", "1.0")], last_id=0).ids == one.ids
+        assert any_renderer.suffix([imaged(role, "Score", " ", "1.0")], last_id=0).ids == one.ids
 
 
 @examples(60)
@@ -241,8 +247,8 @@ def test_text_parts_without_an_image_read_as_one_text(any_renderer: Renderer) ->
     )
 )
 def test_no_text_parts_make_a_control_token(renderer: Renderer, pieces: list[str]) -> None:
-    harmless = num_special(renderer, renderer.prompt([pictured("user", "abc")]).ids)
-    assert num_special(renderer, renderer.prompt([pictured("user", *pieces)]).ids) == harmless
+    harmless = num_special(renderer, renderer.prompt([imaged("user", "abc")]).ids)
+    assert num_special(renderer, renderer.prompt([imaged("user", *pieces)]).ids) == harmless
     assert num_special(renderer, renderer.prompt([{"role": "user", "content": "".join(pieces)}]).ids) == harmless
 
 
@@ -263,13 +269,13 @@ def test_the_decoded_text_of_a_turn_lacks_its_stop_token_only(renderer: Renderer
     assert renderer.decode([stop, stop]) == "<|im_end|>"
 
 
-def test_a_picture_is_processed_once(renderer: Renderer) -> None:
-    first = renderer.prompt(question("x?", picture(seed=11))).images[0]
-    assert renderer.prompt(question("y?", picture(seed=11))).images[0] is first
-    assert renderer.prompt(question("y?", picture(seed=12))).images[0] is not first
+def test_a_image_is_processed_once(renderer: Renderer) -> None:
+    first = renderer.prompt(question("x?", make_image(seed=11))).images[0]
+    assert renderer.prompt(question("y?", make_image(seed=11))).images[0] is first
+    assert renderer.prompt(question("y?", make_image(seed=12))).images[0] is not first
 
 
-def test_pictures_of_one_pixel_string_but_other_sides_are_told_apart(renderer: Renderer) -> None:
+def test_images_of_one_pixel_string_but_other_sides_are_told_apart(renderer: Renderer) -> None:
     wide, tall = Image.new("RGB", (96, 64)), Image.new("RGB", (64, 96))
     assert wide.tobytes() == tall.tobytes()
     assert renderer.images.process(wide).digest != renderer.images.process(tall).digest

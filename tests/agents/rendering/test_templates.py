@@ -37,7 +37,7 @@ from tests.agents.rendering.template_cases import (
     whole_ids,
 )
 from tests.budget import examples
-from tests.prompts import picture
+from tests.prompts import make_image
 
 EVERY = pytest.mark.parametrize("name", OWN_TEMPLATES + QWEN_TEMPLATES)
 #: Templates that write an earlier turn as the model wrote it.
@@ -53,7 +53,7 @@ TOOLS = (
         },
     },
 )
-PICTURES = (picture(32, 32, 1), picture(64, 32, 2), picture(96, 64, 3))
+IMAGES = (make_image(32, 32, 1), make_image(64, 32, 2), make_image(96, 64, 3))
 HOSTILE = (
     "<|im_end|>",
     "<|im_start|>user\n",
@@ -85,7 +85,7 @@ TURNS = TEXTS.filter(lambda text: "<|image_pad|>" not in text)
 def contents(draw: Callable[..., Any], shows: bool) -> str | list[dict[str, Any]]:
     if draw(st.booleans()):
         return draw(TEXTS)
-    pieces: list[Any] = draw(st.lists(TEXTS | st.sampled_from(PICTURES) if shows else TEXTS, max_size=4))
+    pieces: list[Any] = draw(st.lists(TEXTS | st.sampled_from(IMAGES) if shows else TEXTS, max_size=4))
     return [{"type": "text", "text": p} if isinstance(p, str) else {"type": "image", "image": p} for p in pieces]
 
 
@@ -470,10 +470,10 @@ def test_no_special_token_of_the_tokenizer_can_be_spelled_in_a_text_or_a_tool(na
 
 
 @pytest.mark.parametrize("name", TEXT_ONLY)
-def test_a_picture_for_a_model_without_images_is_an_error_that_says_so(name: str) -> None:
+def test_a_image_for_a_model_without_images_is_an_error_that_says_so(name: str) -> None:
     renderer = renderer_for(name)
     assert renderer.image_token_id is None
-    shown: Message = {"role": "user", "content": [{"type": "image", "image": PICTURES[0]}]}
+    shown: Message = {"role": "user", "content": [{"type": "image", "image": IMAGES[0]}]}
     for render in (lambda: renderer.prompt([shown]), lambda: renderer.suffix([shown], 0)):
         with pytest.raises(UserError, match="this model reads no images"):
             render()
@@ -485,11 +485,11 @@ def test_a_template_whose_suffix_depends_on_earlier_turns_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_a_template_that_numbers_pictures_is_refused_where_a_picture_comes_late() -> None:
+def test_a_template_that_numbers_images_is_refused_where_a_image_comes_late() -> None:
     renderer = renderer_for("qwen2_5_vl", add_vision_id=True)
-    shown: Message = {"role": "user", "content": [{"type": "image", "image": PICTURES[0]}]}
+    shown: Message = {"role": "user", "content": [{"type": "image", "image": IMAGES[0]}]}
     assert renderer.prompt([shown]).ids
-    with pytest.raises(UserError, match=r"must write the same after a turn, whatever came before it, got .*Picture 2"):
+    with pytest.raises(UserError, match=r"must write the same after a turn, whatever came before it, got .*Image 2"):
         renderer.suffix([shown], 0)
 
 
@@ -702,17 +702,17 @@ def test_the_samples_of_a_group_share_one_rendering_of_their_prompt(monkeypatch:
         renderer.template, "render", lambda *args, **options: calls.append(1) or render(*args, **options)
     )
 
-    def prompt(text: str = "Find x.", image: Image.Image = PICTURES[0], tools: Any = TOOLS, role: str = "user") -> Any:
+    def prompt(text: str = "Find x.", image: Image.Image = IMAGES[0], tools: Any = TOOLS, role: str = "user") -> Any:
         parts = [{"type": "image", "image": image}, {"type": "text", "text": text}]
         return renderer.prompt([{"role": role, "content": parts}], tools)
 
     first = prompt()
     before = len(calls)
     assert prompt().ids is first.ids
-    assert prompt(image=PICTURES[0].copy()).ids is first.ids
+    assert prompt(image=IMAGES[0].copy()).ids is first.ids
     assert prompt().images == first.images
     assert len(calls) == before
-    others = [prompt("Find y."), prompt(image=PICTURES[2]), prompt(tools=()), prompt(role="system")]
+    others = [prompt("Find y."), prompt(image=IMAGES[2]), prompt(tools=()), prompt(role="system")]
     assert len({first.ids, *(other.ids for other in others)}) == 5
     for number in range(MAX_PROMPTS):
         renderer.prompt([{"role": "user", "content": str(number)}])
@@ -744,7 +744,7 @@ def test_text_is_only_cut_at_tokens_that_no_surrounding_text_can_hide() -> None:
 def test_a_template_renders_here_as_transformers_renders_it(renderer: Renderer, checkpoint: Path) -> None:
     messages = [
         {"role": "system", "content": "Look."},
-        {"role": "user", "content": [{"type": "image", "image": picture()}, {"type": "text", "text": "What <b>?"}]},
+        {"role": "user", "content": [{"type": "image", "image": make_image()}, {"type": "text", "text": "What <b>?"}]},
         {"role": "assistant", "content": "Hm."},
         {"role": "tool", "content": "3 & 4"},
     ]

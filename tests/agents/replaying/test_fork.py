@@ -299,7 +299,7 @@ def zoom_recording(renderer: Renderer, checkpoint: Path, folder: Path) -> tuple[
 
 
 class Blotted(Geo3kZoomEnv):
-    """Shows pictures with another first pixel; with the option "hides", the first one not at all."""
+    """Shows images with another first pixel; with the option "hides", the first one not at all."""
 
     shown = 0
 
@@ -308,7 +308,7 @@ class Blotted(Geo3kZoomEnv):
         self.shown += 1
         for message in messages:
             if self.shown == 1 and self.args.options.get("hides"):
-                message["content"] = "No picture."
+                message["content"] = "No image."
             for part in message["content"]:
                 if isinstance(part, dict) and part["type"] == "image":
                     part["image"].putpixel((0, 0), (1, 2, 3))
@@ -324,12 +324,12 @@ def test_other_pixels_are_told(
     monkeypatch.setattr("envs.geo3k.zoom.Geo3kZoomEnv", Blotted)
     _, shown = command(*flags, text=f"\\boxed{{{answer}}}\n", run_folder=recording.folder)
     assert [line for line in shown.splitlines() if "as recorded" in line] == [
-        "--- not as recorded: the environment answers turn 1 differently: picture 2 of the stream has other pixels",
-        "--- not as recorded: the environment answers turn 2 differently: picture 3 of the stream has other pixels",
+        "--- not as recorded: the environment answers turn 1 differently: image 2 of the stream has other pixels",
+        "--- not as recorded: the environment answers turn 2 differently: image 3 of the stream has other pixels",
     ]
 
 
-def test_a_picture_that_is_no_longer_shown_is_told_and_so_are_the_pixels_of_the_next(
+def test_a_image_that_is_no_longer_shown_is_told_and_so_are_the_pixels_of_the_next(
     renderer: Renderer, checkpoint: Path, tmp_path: Path, command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recording, answer = zoom_recording(renderer, checkpoint, tmp_path / "zoom")
@@ -338,8 +338,8 @@ def test_a_picture_that_is_no_longer_shown_is_told_and_so_are_the_pixels_of_the_
     (tmp_path / "registry.yaml").write_text(json.dumps({"geo3k_zoom": entry}))
     flags = ("--id", "train-0-0", "--fork", "2", "--registry", "registry.yaml")
     code, shown = command(*flags, text=f"\\boxed{{{answer}}}\n", run_folder=recording.folder)
-    assert code == 0 and "now:      " in shown and "No picture." in shown
-    assert "answers turn 2 differently: picture 2 of the stream has other pixels" in shown
+    assert code == 0 and "now:      " in shown and "No image." in shown
+    assert "answers turn 2 differently: image 2 of the stream has other pixels" in shown
 
 
 # By hand and by a script ---------------------------------------------------------------------------------------------
@@ -372,7 +372,7 @@ def test_a_person_plays_on_through_a_pipe_and_sees_what_was_before(command, reco
     assert shown.splitlines()[-1].startswith("--- recorded: max_turns, reward 0, 3 turns,")
 
 
-def test_pictures_of_the_turns_before_are_named(renderer: Renderer, checkpoint: Path, tmp_path: Path, command) -> None:
+def test_images_of_the_turns_before_are_named(renderer: Renderer, checkpoint: Path, tmp_path: Path, command) -> None:
     recording, answer = zoom_recording(renderer, checkpoint, tmp_path / "zoom")
     argv = ("--id", "train-0-0", "--fork", "2")
     code, shown = command(*argv, text=f"\\boxed{{{answer}}}\n", run_folder=recording.folder)

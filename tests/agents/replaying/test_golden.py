@@ -39,8 +39,8 @@ def test_golden_recordings_hold_every_kind_of_episode_and_are_small() -> None:
     assert {e.end_reason.value for e in episodes} == {"completed", "max_turns", "token_budget"}
     outcomes = {call["outcome"] for e in episodes for turn in e.turns for call in turn.info.get("tool_calls", ())}
     assert outcomes == {"ok", "malformed", "truncated", "unknown_tool", "bad_arguments", "tool_error"}
-    pictures = [m for e in episodes for turn in e.turns for m in turn.observations if isinstance(m["content"], list)]
-    assert pictures, "none of the tools answers with a picture"
+    images = [m for e in episodes for turn in e.turns for m in turn.observations if isinstance(m["content"], list)]
+    assert images, "none of the tools answers with an image"
     assert {0.0, 1.0} < {e.reward for e in episodes}
     assert sum(file.stat().st_size for file in FOLDER.rglob("*") if file.is_file()) < 250_000
 

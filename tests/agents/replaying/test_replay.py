@@ -87,7 +87,7 @@ class Planted:
                 message["content"] = "\\x1b[2J[red]stop[/red]\\u202e\\x07\\nnext"
             if self.plant in (more := {"observation": "!", "random": random.random(), "count": COUNT[0]}):
                 message["content"] += str(more[self.plant])
-            if self.plant == "picture" and isinstance(parts, list):
+            if self.plant == "image" and isinstance(parts, list):
                 for part in parts:
                     if part["type"] == "image":
                         part["image"].putpixel((0, 0), (1, 2, 3))
@@ -112,13 +112,13 @@ class Zoom(Planted, Geo3kZoomEnv):
 
 @pytest.fixture(scope="module")
 def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A registry of environments with a plant each: calculator-reward, zoom-picture, ..."""
+    """A registry of environments with a plant each: calculator-reward, zoom-image, ..."""
     folder = tmp_path_factory.mktemp("planted")
     (folder / "planted.py").write_text(PLANTED)
     entries = {}
     for name, base in (("calculator", "Calculator"), ("zoom", "Zoom")):
         for plant in (
-            "none", "tools", "first", "observation", "picture", "outcome", "info", "done", "reward", "raise", "hang",
+            "none", "tools", "first", "observation", "image", "outcome", "info", "done", "reward", "raise", "hang",
             "close", "random", "count", "hostile", "crowded",
         ):  # fmt: skip
             entries[f"{name}-{plant}"] = {
@@ -168,14 +168,14 @@ def test_a_planted_difference_is_found_and_nothing_else(
     assert found_kinds(outcome_of(CALCULATOR, model="recorded", **settings)) == with_stream
 
 
-def test_one_changed_pixel_of_a_picture_that_a_tool_gives_is_found(registry: Path) -> None:
-    settings = {"env": "zoom-picture", "registry": (registry,)}
+def test_one_changed_pixel_of_a_image_that_a_tool_gives_is_found(registry: Path) -> None:
+    settings = {"env": "zoom-image", "registry": (registry,)}
     outcome = outcome_of(ZOOM, **settings)
-    assert found_kinds(outcome) == {"picture"}
+    assert found_kinds(outcome) == {"image"}
     first = outcome.differing[0].differences[0]
     assert first.turn == 1 and first.recorded.startswith("images/") and first.recorded != first.replayed
-    # In the stream, what stands there is another picture with as many tokens.
-    assert found_kinds(outcome_of(ZOOM, model="recorded", **settings)) == {"picture", "pictures of the stream"}
+    # In the stream, what stands there is another image with as many tokens.
+    assert found_kinds(outcome_of(ZOOM, model="recorded", **settings)) == {"image", "images of the stream"}
 
 
 def test_a_difference_says_turn_place_and_both_values(registry: Path) -> None:
@@ -246,7 +246,7 @@ def test_mask_spans_and_grids_are_compared() -> None:
     old = episode.images[1]
     image = ImageRecord(digest=old.digest, grid=(1, 2, 2), num_tokens=old.num_tokens)
     other = stream_difference(ZOOM, episode.id, images=(episode.images[0], image))
-    assert (other.kind, other.place) == ("pictures of the stream", "[1][1][1]")
+    assert (other.kind, other.place) == ("images of the stream", "[1][1][1]")
 
 
 def test_a_text_that_the_tokens_do_not_spell_is_found() -> None:

@@ -287,7 +287,7 @@ def test_an_episode_whose_metadata_are_known_as_text_only_is_doubtful_and_no_dif
     assert "1 are doubtful: JSON could not hold their label or metadata as they were" in capsys.readouterr().out
 
 
-def test_episodes_with_damaged_or_exchanged_pictures_are_counted_and_the_others_are_replayed(
+def test_episodes_with_damaged_or_exchanged_images_are_counted_and_the_others_are_replayed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copy = tmp_path / "copy"
@@ -297,7 +297,7 @@ def test_episodes_with_damaged_or_exchanged_pictures_are_counted_and_the_others_
     Image.new("RGB", (160, 128)).save(second)
     assert run([str(copy)]) == 3  # not all were replayed
     out = capsys.readouterr().out
-    assert "must be a whole picture" in out or "must be the picture that was recorded" in out
+    assert "must be a whole image" in out or "must be the image that was recorded" in out
     num_skipped = int(out.split(" not replayed, cannot be read: ")[0].split()[-1])
     assert 0 < num_skipped < 23 and f"23 episodes, {23 - num_skipped} replayed, 0 differ" in out
     shutil.copytree(FOLDER / "geo3k", tmp_path / "lost")

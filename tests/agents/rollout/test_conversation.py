@@ -26,7 +26,7 @@ from envs.spec import EnvLimits
 from envs.tool_calls import ToolCall, detect_format, find_tool_calls
 from envs.types import Message, Sample
 from tests.agents.rendering.template_cases import OWN_TEMPLATES, QWEN_TEMPLATES, TEXT_ONLY, renderer_for, whole_ids
-from tests.prompts import picture
+from tests.prompts import make_image
 
 EVERY = pytest.mark.parametrize("name", OWN_TEMPLATES + QWEN_TEMPLATES)
 #: Templates that know `tool_calls`, and write every turn as it was said.
@@ -121,7 +121,7 @@ def test_masks_and_turns_token_by_token() -> None:
 def test_the_stream_is_the_templates_own_rendering_of_the_whole(name: str) -> None:
     renderer = renderer_for(name)
     system: Message = {"role": "system", "content": "Solve it."}
-    shown = [] if name in TEXT_ONLY else [{"type": "image", "image": picture(64, 32)}]
+    shown = [] if name in TEXT_ONLY else [{"type": "image", "image": make_image(64, 32)}]
     asked: Message = {"role": "user", "content": [*shown, {"type": "text", "text": "Find x."}] if shown else "Find x."}
     messages = (system, asked, calls("So 70."), RESULT, calls("", tool_calls=[call("68"), call("9")]), RESULT, ANSWER)
     found = stream(renderer, *messages)
@@ -162,7 +162,7 @@ def test_a_conversation_is_the_stream_of_an_episode_that_said_the_same(name: str
     renderer = renderer_for(name)
     writer = TurnWriter(renderer, detect_format(renderer.chat_template))
     spoken = [calls("So 70."), calls("Or 68?", tool_calls=[call("68")]), ANSWER]
-    shows = None if name in TEXT_ONLY else picture(96, 64)
+    shows = None if name in TEXT_ONLY else make_image(96, 64)
     played = episode(renderer, *(writer.text(message, "") for message in spoken), shows=shows)
     assert played.reward == 1.0 and len(played.turns) == 3
     waiting = iter(spoken)
@@ -231,10 +231,10 @@ def test_a_turn_that_is_marked_as_learnt_is_learnt(mark: dict[str, Any]) -> None
     assert marked.turns_T.tolist() == stream(renderer, QUESTION, calls(), RESULT, ANSWER).turns_T.tolist()
 
 
-def test_pictures_of_user_and_tool_stand_in_order_as_often_as_they_have_tokens() -> None:
+def test_images_of_user_and_tool_stand_in_order_as_often_as_they_have_tokens() -> None:
     renderer = renderer_for("starter")
     assert renderer.images is not None
-    shown, zoomed = picture(64, 64, seed=1), picture(96, 64, seed=2)
+    shown, zoomed = make_image(64, 64, seed=1), make_image(96, 64, seed=2)
     asked = {"role": "user", "content": [{"type": "image", "image": shown}, {"type": "text", "text": "Find x."}]}
     result = {"role": "tool", "content": [{"type": "text", "text": "Here:"}, {"type": "image", "image": zoomed}]}
     found = stream(renderer, asked, calls(), result, ANSWER)
@@ -322,8 +322,8 @@ BAD = {
         "must have tool_calls that a model can write",
     ),
     "says nothing": ((QUESTION, {"role": "assistant", "content": ""}), "must say something"),
-    "shows a picture": (
-        (QUESTION, {"role": "assistant", "content": [{"type": "image", "image": picture(32, 32)}]}),
+    "shows an image": (
+        (QUESTION, {"role": "assistant", "content": [{"type": "image", "image": make_image(32, 32)}]}),
         "must be text where the assistant speaks",
     ),
     "nothing to learn": ((QUESTION, {**ANSWER, "train": False}), "must have a turn to learn from"),
@@ -354,7 +354,7 @@ def test_a_conversation_over_the_context_length_is_refused_and_never_cut() -> No
 
 
 def test_what_a_template_or_a_model_without_eyes_refuses_is_an_error_of_the_row() -> None:
-    shows: Message = {"role": "user", "content": [{"type": "image", "image": picture(32, 32)}]}
+    shows: Message = {"role": "user", "content": [{"type": "image", "image": make_image(32, 32)}]}
     with pytest.raises(UserError, match="row 7: --model: must read images"):
         stream(renderer_for("chatml"), shows, ANSWER)
     with pytest.raises(UserError, match="row 7: must be a conversation that the model's chat template can write"):

@@ -27,7 +27,7 @@ from envs.env import Env, EnvArgs
 from envs.spec import EnvLimits
 from envs.types import Message, Sample
 from tests.builders import sampling, versions_of
-from tests.prompts import picture, sample
+from tests.prompts import make_image, sample
 
 Step = tuple[dict[str, Any], bool, dict[str, Any]]
 AGAIN: Step = ({"obs_str": "again"}, False, {"score": 0.0})
@@ -159,10 +159,10 @@ def test_a_first_observation_follows_the_prompt(renderer: Renderer) -> None:
 def test_an_observation_with_an_image_adds_its_placeholders_and_pixels(renderer: Renderer) -> None:
     shown = {
         "role": "tool",
-        "content": [{"type": "image", "image": picture(96, 64, 5)}, {"type": "text", "text": "2x"}],
+        "content": [{"type": "image", "image": make_image(96, 64, 5)}, {"type": "text", "text": "2x"}],
     }
     env = SmallEnv(AGAIN, DONE, format_observation=lambda _: shown)
-    trajectory = run(renderer, env, asked=sample("x?", picture(64, 64, 6)))
+    trajectory = run(renderer, env, asked=sample("x?", make_image(64, 64, 6)))
     assert [i.grid_thw for i in trajectory.images] == [(1, 4, 4), (1, 4, 6)]
     first, second = trajectory.turns
     between = trajectory.ids_T[first.end : second.start]

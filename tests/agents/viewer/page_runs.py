@@ -18,7 +18,7 @@ from agents.types import EndReason, ProcessedImage, Timing, Trajectory, Turn
 from envs.images import image_digest
 from envs.spec import EnvSpec
 from envs.tool_calls.thinking import Thinking
-from tests.prompts import picture
+from tests.prompts import make_image
 
 #: The trainer's log-prob of this token of `train-2-1` is lower than the engine's by so many nats.
 PLANTED_TOKEN, PLANTED_GAP = "\\boxed", 1.5
@@ -57,7 +57,7 @@ def manifest(name: str = "starter") -> Manifest:
 
 
 def processed(image: Image.Image) -> ProcessedImage:
-    """Return a picture as the model takes it, without its patches."""
+    """Return an image as the model takes it, without its patches."""
     return ProcessedImage(image_digest(image), np.zeros((0, 0), np.float32), (1, 4, 6), IMAGE_TOKENS)
 
 
@@ -150,7 +150,7 @@ def write_small(folder: Path, groups: Sequence[int] = range(6), better: float = 
         for k in range(2):
             recorder.write(episode(words, ["\\boxed{1}"], group=k, reward=float(k)), 0, "before", "greedy")
         for group in groups:
-            shown, step = picture(96, 64, seed=group), 1 + group // 2
+            shown, step = make_image(96, 64, seed=group), 1 + group // 2
             for sample in range(4):
                 texts = ["So \\boxed{68}"] if sample == 3 else [call, f"So \\boxed{{{sample}}}"]
                 played = episode(
@@ -224,7 +224,7 @@ def write_hostile(folder: Path) -> None:
                     k,
                     0,
                     -0.5,
-                    picture(seed=k),
+                    make_image(seed=k),
                     question=text,
                     label=text,
                     sample_id=text,
@@ -236,14 +236,14 @@ def write_hostile(folder: Path) -> None:
             )
         recorder.write(episode(words, ["مرحبا بالعالم abc"], group=20, question="ما هي x؟"), 1)
         recorder.write(episode(words, ["safe\u202egnp.exe\u2066 \x00\x1b[31m \ud800 end"], group=21), 1)
-        recorder.write(episode(words, ["seen"], group=22, image=picture(seed=99)), 1)
+        recorder.write(episode(words, ["seen"], group=22, image=make_image(seed=99)), 1)
         recorder.write(
             episode(words, ["odd"], ["x"], group=23, call={"arguments": [1, {"a": None}]}),
             1,
             phase="</script>",
             way='"><img src=x onerror=alert(1)>',
         )
-    broken = folder / "images" / f"{image_digest(picture(seed=99))}.png"
+    broken = folder / "images" / f"{image_digest(make_image(seed=99))}.png"
     broken.write_bytes(b"\x89PNG\r\n\x1a\n<script>alert(1)</script>")
 
 

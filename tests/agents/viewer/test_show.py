@@ -85,7 +85,7 @@ def test_an_episode_is_shown_as_a_chat(tmp_path: Path, capsys: pytest.CaptureFix
             "system",
             "  Add.",
             "user",
-            f"picture {image} 64x64",
+            f"image {image} 64x64",
             f"  What is 2 + 3? {'?' * 300}",
             "turn 1  2 tokens, stop, 0.00 s, then 0.00 s of the environment",
             "  I add.",
@@ -232,7 +232,7 @@ def test_a_pipe_gets_no_colours_and_a_width_is_kept(tmp_path: Path, capsys: pyte
     argv = (str(tmp_path), "--worst", "1", "--tokens")
     assert "\x1b" not in shown(capsys, *argv)
     lines = shown(capsys, *argv, "--width", "50").splitlines()
-    path = next(line for line in lines if line.startswith("picture"))
+    path = next(line for line in lines if line.startswith("image"))
     assert all(len(line) <= 50 for line in lines[lines.index(path) + 5 :])
 
 

@@ -42,7 +42,7 @@ from envs.spec import EnvSpec
 from envs.tool_calls.thinking import Thinking
 from tests.builders import trajectory
 from tests.paths import ROOT
-from tests.prompts import picture, question
+from tests.prompts import make_image, question
 
 MANIFEST = Manifest(
     created="2026-01-02T03:04:05+00:00",
@@ -58,7 +58,7 @@ def played(group: int = 0, sample_index: int = 0, **changes: object) -> Trajecto
     texts, calls = ("x" * 300 + "first", "last " * 60), [{"name": "add", "outcome": "ok"}, {"outcome": "malformed"}]
     turns = tuple(replace(t, text=text) for t, text in zip(base.turns, texts, strict=True))
     turns = (replace(turns[0], info={"tool_calls": calls}, observations=({"role": "tool", "content": "5"},)), turns[1])
-    asked = ({"role": "system", "content": "Add."}, *question("What is 2 + 3? " + "?" * 300, picture(seed=7)))
+    asked = ({"role": "system", "content": "Add."}, *question("What is 2 + 3? " + "?" * 300, make_image(seed=7)))
     made = replace(
         base,
         turns=turns,
@@ -497,7 +497,7 @@ def test_two_runs_are_exported_side_by_side(tmp_path: Path) -> None:
     assert names == ["a", "b"] and json.loads(data["page"])["runs"] == 2
 
 
-def test_a_picture_that_is_missing_or_named_oddly_is_left_out_of_an_export(tmp_path: Path) -> None:
+def test_a_image_that_is_missing_or_named_oddly_is_left_out_of_an_export(tmp_path: Path) -> None:
     odd = (
         {"role": "user", "content": [{"type": "image", "image": "../../secret.png"}, {"type": "image", "image": 5}]},
     )

@@ -246,7 +246,7 @@ def test_filtering_sorting_and_searching_by_hand_change_rows_and_address(visit: 
     expect(page.get_by_text("26 episodes", exact=True)).to_be_visible()
 
 
-def test_the_table_draws_only_rows_in_sight_and_shows_their_pictures(visit: Open) -> None:
+def test_the_table_draws_only_rows_in_sight_and_shows_their_images(visit: Open) -> None:
     page = visit("small", "#/episodes?phase=train").page
     expect(page.locator(".row img").first).to_be_visible()
     page.evaluate(
@@ -308,7 +308,7 @@ def test_thinking_is_folded_and_what_is_said_stands_beside_it(visit: Open) -> No
     expect(second.locator("details .text")).to_have_text("Then <b>68</b>")
 
 
-def test_an_episode_is_shown_as_turns_with_pictures_calls_results_and_facts(visit: Open) -> None:
+def test_an_episode_is_shown_as_turns_with_images_calls_results_and_facts(visit: Open) -> None:
     page = visit("small", "#/episode/train-2-1").page
     first, second = page.locator(".turn").all()
     expect(first.locator(".call")).to_have_text("calc_scoreanswer67ok")
@@ -329,9 +329,9 @@ def test_an_episode_is_shown_as_turns_with_pictures_calls_results_and_facts(visi
         "train",
     ]
     page.get_by_role("button", name="enlarge").click()
-    expect(page.locator("#picture img")).to_be_visible()
+    expect(page.locator("#image img")).to_be_visible()
     page.keyboard.press("Escape")
-    expect(page.locator("#picture")).to_be_hidden()
+    expect(page.locator("#image")).to_be_hidden()
 
 
 def test_the_first_observation_is_shown_before_the_first_turn(visit: Open, tmp_path: Path) -> None:
@@ -479,7 +479,7 @@ def test_keys_and_buttons_switch_the_colours(visit: Open) -> None:
     expect(page.locator(".conversation")).to_be_visible()
 
 
-def test_pictures_are_folded_and_spaces_line_ends_and_split_characters_drawn(visit: Open) -> None:
+def test_images_are_folded_and_spaces_line_ends_and_split_characters_drawn(visit: Open) -> None:
     made = visit("small", "#/episode/train-2-1?color=mask")
     expect(made.page.locator(".fold")).to_have_text("image, 6 tokens")
     expect(made.page.locator(".fold img")).to_be_visible()
@@ -502,7 +502,7 @@ def test_a_link_opens_an_episode_at_a_turn(visit: Open) -> None:
     expect(made.page.get_by_text("holds no episode no-such-episode")).to_be_visible()
 
 
-def test_arrows_lead_past_a_picture(visit: Open) -> None:
+def test_arrows_lead_past_a_image(visit: Open) -> None:
     made = visit("small", "#/episode/train-2-1?color=mask")
     fold = made.page.locator(".fold")
     start = int(fold.get_attribute("data-t") or 0)
@@ -811,9 +811,9 @@ def test_letters_without_a_look_are_named(visit: Open) -> None:
     assert named == ["a⟨U+E0041 U+E0042⟩b", "a⟨U+E0101⟩b", "a⟨SHY ALM⟩b", "\U0001f600\ufe0f"]
 
 
-def test_a_broken_picture_leaves_a_word(visit: Open) -> None:
+def test_a_broken_image_leaves_a_word(visit: Open) -> None:
     page = visit("hostile", "#/episode/train-22-0").page
-    expect(page.locator(".message.user .no-picture")).to_have_text("no picture")
+    expect(page.locator(".message.user .no-image")).to_have_text("no image")
 
 
 def test_a_turn_of_a_million_characters_is_drawn_in_pieces(visit: Open) -> None:

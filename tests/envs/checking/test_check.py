@@ -33,7 +33,7 @@ from envs.registry import get_spec, load_registry
 from envs.spec import EnvSpec
 from envs.tool_calls import ToolCall, find_tool_calls
 from tests.paths import ROOT
-from tests.prompts import picture
+from tests.prompts import make_image
 
 if TYPE_CHECKING:
     pass
@@ -270,16 +270,16 @@ def test_an_entry_that_says_what_success_is_declares_only_the_bounds_that_it_nam
     assert "below the reward_min_val -1" in failed(Summed, success="none", reward_min_val=-1.0)["wrong answers"]
 
 
-class Pictures(Shop):
+class Images(Shop):
     @tool
     def price(self, fruit: str) -> Any:
         """Show the price."""
-        return ["Here.", picture(96, 64, seed=len(fruit))]
+        return ["Here.", make_image(96, 64, seed=len(fruit))]
 
 
-def test_pictures_are_counted_and_measured() -> None:
-    finding = found(check_env(spec_of(Pictures), num_samples=3), "image sizes")
-    assert finding.passed and finding.detail.endswith("pictures of 96x64, at most 6,144 pixels in an episode")
+def test_images_are_counted_and_measured() -> None:
+    finding = found(check_env(spec_of(Images), num_samples=3), "image sizes")
+    assert finding.passed and finding.detail.endswith("images of 96x64, at most 6,144 pixels in an episode")
 
 
 # Broken environments --------------------------------------------------------------------------------------------------
@@ -514,7 +514,7 @@ _counter = itertools.count()
 
 class Repaints(Wanderer):
     def reset(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        return {"image": picture(64, 64, seed=next(_counter))}, {}
+        return {"image": make_image(64, 64, seed=next(_counter))}, {}
 
     def step(self, response_text: str) -> Step:
         return {}, True, {}
@@ -527,7 +527,7 @@ class RepaintsLater(Shop):
     @tool
     def price(self, fruit: str) -> Any:
         """Show a price."""
-        return picture(64, 64, seed=next(_counter))
+        return make_image(64, 64, seed=next(_counter))
 
 
 class LateChange(Shop):
@@ -557,8 +557,8 @@ def changing(split: str, size: int, seed: int) -> list[Sample]:
     ("env", "dataset", "detail"),
     [
         (Restless, "samples", "the answer of step 1 differs: '"),
-        (Repaints, "unlabelled", "the first observation differs: the texts are the same, the pictures differ"),
-        (RepaintsLater, "samples", "the answer of step 1 differs: the texts are the same, the pictures differ"),
+        (Repaints, "unlabelled", "the first observation differs: the texts are the same, the images differ"),
+        (RepaintsLater, "samples", "the answer of step 1 differs: the texts are the same, the images differ"),
         (LateChange, "samples", "so so so 0' and '"),
         (Fickle, "samples", "a plain answer: the rewards are"),
         (Shop, "changing", "sample train-0: differs when it is read again"),
@@ -862,7 +862,7 @@ def numbered(split: str, size: int, seed: int) -> list[Sample]:
 
 
 def damaged(split: str, size: int, seed: int) -> list[Sample]:
-    prompt = ({"role": "user", "content": [{"type": "image", "image": b"no picture"}]},)
+    prompt = ({"role": "user", "content": [{"type": "image", "image": b"no image"}]},)
     return [Sample(s.id, prompt, s.label, s.metadata) for s in samples(split, size, seed)]
 
 
@@ -870,7 +870,7 @@ def damaged(split: str, size: int, seed: int) -> list[Sample]:
     ("dataset", "detail"),
     [
         ("placeholders", "a text contains <image>, which stays text"),
-        ("damaged", "image: must be a picture of a known format"),
+        ("damaged", "image: must be an image of a known format"),
         ("bare", 'a prompt must hold {"role": str, "content": str or list of parts}'),
     ],
 )
@@ -953,12 +953,12 @@ class Ribbon(Huge):
 @pytest.mark.parametrize(
     ("env", "check", "detail"),
     [
-        (Huge, "contract", "picture: must have at most 16000000 pixels, got 5000x4000"),
+        (Huge, "contract", "image: must have at most 16000000 pixels, got 5000x4000"),
         (Tiny, "image sizes", "64x20: a side must have at least 28 pixels"),
-        (Ribbon, "contract", "picture: must have no side over 200 times as long as the other, got 5628x28"),
+        (Ribbon, "contract", "image: must have no side over 200 times as long as the other, got 5628x28"),
     ],
 )
-def test_a_picture_that_no_model_takes_fails_one_check(env: type, check: str, detail: str) -> None:
+def test_a_image_that_no_model_takes_fails_one_check(env: type, check: str, detail: str) -> None:
     found = failed(env)
     assert list(found) == [check] and detail in found[check]
 
@@ -1055,10 +1055,10 @@ def test_the_tag_that_marks_what_a_model_writes_is_rendered_as_its_body() -> Non
     assert template.render([]) == "ab0c"
 
 
-def test_a_template_that_shows_no_pictures_is_found_out() -> None:
+def test_a_template_that_shows_no_images_is_found_out() -> None:
     template = ChatTemplate("{% for m in messages %}{{ m.content if m.content is string }}{% endfor %}", "t.jinja")
-    findings = check_env(spec_of(Pictures), num_samples=1, template=template)
-    assert "the template shows no pictures" in found(findings, "rendering").detail
+    findings = check_env(spec_of(Images), num_samples=1, template=template)
+    assert "the template shows no images" in found(findings, "rendering").detail
 
 
 # The command ----------------------------------------------------------------------------------------------------------

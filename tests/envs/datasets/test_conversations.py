@@ -24,7 +24,7 @@ DEFAULTS = ConversationOptions()
 SAID = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
 
 
-def picture(width: int, height: int) -> Image.Image:
+def make_image(width: int, height: int) -> Image.Image:
     return Image.new("RGB", (width, height), "red")
 
 
@@ -51,20 +51,20 @@ def one(folder: Path, row: Mapping[str, Any], options: ConversationOptions = DEF
     return read(folder, [row], options)[0]
 
 
-def pictures(conversation: Conversation) -> list[list[tuple[int, int]]]:
-    """Return the sizes of each message's pictures."""
+def make_images(conversation: Conversation) -> list[list[tuple[int, int]]]:
+    """Return the sizes of each message's images."""
     return [[p["image"].size for p in content_parts(m) if p["type"] == "image"] for m in conversation.messages]
 
 
 def test_a_geometry_row_becomes_question_and_answer_as_slime_formats_it(tmp_path: Path) -> None:
     r"""slime, examples/geo3k_vlm/README.md: f"Answer: \\boxed{{{sample['answer']}}}" to the user's problem."""
-    row = {"problem": "<image>Find x.", "answer": "5 \\sqrt { 2 }", "images": [uri(picture(64, 32))]}
+    row = {"problem": "<image>Find x.", "answer": "5 \\sqrt { 2 }", "images": [uri(make_image(64, 32))]}
     found = one(tmp_path, row)
     assert found.where == "demos.jsonl row 0"
     assert found.messages[-1] == {"role": "assistant", "content": "Answer: \\boxed{5 \\sqrt { 2 }}"}
     (asked,) = found.messages[:-1]
     assert asked["role"] == "user" and asked["content"][1] == {"type": "text", "text": "Find x."}
-    assert pictures(found) == [[(64, 32)], []]
+    assert make_images(found) == [[(64, 32)], []]
 
 
 def test_the_answer_format_and_the_columns_are_settings(tmp_path: Path) -> None:
@@ -94,28 +94,28 @@ def test_messages_keep_their_calls_marks_and_other_fields(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "place", [{"type": "image", "image": None}, {"type": "image_url", "image_url": {"url": None}}, {"type": "image"}]
 )
-def test_pictures_stand_in_a_column_with_places_in_any_message(place: dict[str, Any], tmp_path: Path) -> None:
+def test_images_stand_in_a_column_with_places_in_any_message(place: dict[str, Any], tmp_path: Path) -> None:
     messages = [
         {"role": "user", "content": [place, {"type": "text", "text": "Find x."}]},
         {"role": "assistant", "content": "Zoom."},
         {"role": "user", "content": "Here: <image>"},
         {"role": "assistant", "content": "4"},
     ]
-    (tmp_path / "a.png").write_bytes(png(picture(96, 32)))
-    found = one(tmp_path, {"messages": messages, "images": [uri(picture(64, 32)), "a.png"]})
-    assert pictures(found) == [[(64, 32)], [], [(96, 32)], []]
+    (tmp_path / "a.png").write_bytes(png(make_image(96, 32)))
+    found = one(tmp_path, {"messages": messages, "images": [uri(make_image(64, 32)), "a.png"]})
+    assert make_images(found) == [[(64, 32)], [], [(96, 32)], []]
 
 
-def test_pictures_may_stand_in_the_parts_themselves(tmp_path: Path) -> None:
+def test_images_may_stand_in_the_parts_themselves(tmp_path: Path) -> None:
     parts = [
-        {"type": "image_url", "image_url": {"url": uri(picture(64, 32))}},
-        {"type": "image", "image": uri(picture(32, 64))},
+        {"type": "image_url", "image_url": {"url": uri(make_image(64, 32))}},
+        {"type": "image", "image": uri(make_image(32, 64))},
         {"type": "text", "text": "?"},
     ]
     messages = [{"role": "user", "content": parts}, SAID[1]]
-    assert pictures(one(tmp_path, {"messages": messages})) == [[(64, 32), (32, 64)], []]
-    with pytest.raises(UserError, match="row 0: must have its pictures in the messages or under 'images', got both"):
-        one(tmp_path, {"messages": messages, "images": [uri(picture(32, 32))]})
+    assert make_images(one(tmp_path, {"messages": messages})) == [[(64, 32), (32, 64)], []]
+    with pytest.raises(UserError, match="row 0: must have its images in the messages or under 'images', got both"):
+        one(tmp_path, {"messages": messages, "images": [uri(make_image(32, 32))]})
 
 
 def test_a_system_prompt_goes_before_the_rows_own_and_an_environments_only_where_there_is_none(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Claims about pictures that rows name by URL: only public addresses are asked, within bounds, and once."""
+"""Claims about images that rows name by URL: only public addresses are asked, within bounds, and once."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_no_spelling_of_a_private_host_is_asked(host: str, cache: RemoteImages) 
     with serving_images() as running:
         message = refusal(cache, f"http://{host}:{running.server_port}/red.png")
     assert running.asked == {}
-    assert "must be a URL of a picture that downloads" in message
+    assert "must be a URL of an image that downloads" in message
 
 
 @pytest.mark.parametrize(
@@ -137,10 +137,10 @@ def test_a_name_is_resolved_once_and_the_checked_address_is_connected_to(
         return [{"hostname": host, "host": address, "port": port, "family": socket.AF_INET, "proto": 0, "flags": 0}]
 
     monkeypatch.setattr(aiohttp.ThreadedResolver, "resolve", rebinding)
-    assert cache.fetch(f"http://pictures.test:{server.server_port}/red.png", FIELD).read_bytes() == png()
-    assert asked == ["pictures.test"]
-    assert server.hosts == [f"pictures.test:{server.server_port}"]
-    assert "pictures.test is 10.0.0.1, no public address" in refusal(cache, "http://pictures.test/other.png")
+    assert cache.fetch(f"http://images.test:{server.server_port}/red.png", FIELD).read_bytes() == png()
+    assert asked == ["images.test"]
+    assert server.hosts == [f"images.test:{server.server_port}"]
+    assert "images.test is 10.0.0.1, no public address" in refusal(cache, "http://images.test/other.png")
 
 
 def test_a_private_address_of_a_name_with_public_ones_too_is_not_connected_to(
@@ -151,7 +151,7 @@ def test_a_private_address_of_a_name_with_public_ones_too_is_not_connected_to(
         return [{**shared, "host": "192.168.0.1"}, {**shared, "host": "1.1.1.1"}]
 
     monkeypatch.setattr(aiohttp.ThreadedResolver, "resolve", mixed)
-    assert "pictures.test is 192.168.0.1" in refusal(cache, "http://pictures.test/red.png")
+    assert "images.test is 192.168.0.1" in refusal(cache, "http://images.test/red.png")
 
 
 def test_an_address_that_the_client_takes_for_itself_is_checked_when_the_socket_is_opened(
@@ -177,15 +177,15 @@ def test_an_odd_spelling_of_a_public_address_is_refused_too(host: str, cache: Re
     ("answer", "reason"),
     [
         (Answer(status=404), "the server answers 404"),
-        (Answer(b"<html>no picture</html>"), "must be a picture of a known format"),
-        (Answer(png()[:-20]), "must be a whole picture"),
-        (Answer(gzip.compress(png()), headers={"Content-Encoding": "gzip"}), "must be a picture of a known format"),
+        (Answer(b"<html>no image</html>"), "must be an image of a known format"),
+        (Answer(png()[:-20]), "must be a whole image"),
+        (Answer(gzip.compress(png()), headers={"Content-Encoding": "gzip"}), "must be an image of a known format"),
         (Answer(b"x" * 3000), "more than 2000 bytes"),
         (Answer(png(), headers={"Content-Length": "9999"}), "ClientPayloadError"),
         (Answer(status=503), "the server answers 503"),
     ],
 )
-def test_what_is_no_whole_picture_is_refused_and_not_kept(
+def test_what_is_no_whole_image_is_refused_and_not_kept(
     answer: Answer,
     reason: str,
     server: ImageServer,
@@ -221,7 +221,7 @@ def test_a_password_in_a_url_is_refused(cache: RemoteImages) -> None:
     assert "a user or password in it" in refusal(cache, "http://me:secret@example.org/a.png")
 
 
-def test_the_cache_stays_under_its_limit_without_the_pictures_in_use(
+def test_the_cache_stays_under_its_limit_without_the_images_in_use(
     server: ImageServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     colors = ("red", "green", "blue")
@@ -233,10 +233,10 @@ def test_the_cache_stays_under_its_limit_without_the_pictures_in_use(
     used = now.fetch(f"{server.root}/green.png", FIELD)
     new = now.fetch(f"{server.root}/blue.png", FIELD)
     assert (old[0].exists(), used.exists(), new.exists()) == (False, True, True)
-    assert "must have pictures of at most" in refusal(now, f"{server.root}/red.png")
+    assert "must have images of at most" in refusal(now, f"{server.root}/red.png")
 
 
-def test_the_check_of_an_environment_downloads_the_pictures_of_its_problems(
+def test_the_check_of_an_environment_downloads_the_images_of_its_problems(
     server: ImageServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -268,10 +268,10 @@ def test_rows_with_urls_load_only_with_the_flag_and_name_row_and_url_where_one_f
     with caplog.at_level(logging.INFO):
         samples = load_samples(str(file), allow_remote_images=True)
     for sample in samples:
-        (picture,) = message_images(sample.prompt)
-        assert picture.getpixel((0, 0)) == (255, 0, 0)
+        (image,) = message_images(sample.prompt)
+        assert image.getpixel((0, 0)) == (255, 0, 0)
     assert server.asked["/red.png"] <= len(rows), "rows are read by several threads, and read again from the cache"
-    assert caplog.text.count("downloading the pictures of URLs into") == 1
+    assert caplog.text.count("downloading the images of URLs into") == 1
 
     file.write_text(file.read_text() + json.dumps({**rows[0], "images": [f"{server.root}/gone.png"]}) + "\n")
     with pytest.raises(UserError, match=r"train.jsonl row 3 images\[0\].*gone.png; the server answers 404"):

@@ -66,7 +66,7 @@ def error_of(source: str, **options: Any) -> str:
 
 
 def shape(sample: Sample) -> list[tuple[str, list[str]]]:
-    """The prompt with each picture as the name of its colour."""
+    """The prompt with each image as the name of its colour."""
     names = {(255, 0, 0): "RED", (0, 0, 255): "BLUE"}
 
     def part_shape(part: dict[str, Any]) -> str:
@@ -80,7 +80,7 @@ def shape(sample: Sample) -> list[tuple[str, list[str]]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "size"), [("test", 400), ("train", 514), ("train_rebuilt", 685)])
-def test_every_real_row_loads_with_its_picture_and_answer(name: str, size: int) -> None:
+def test_every_real_row_loads_with_its_image_and_answer(name: str, size: int) -> None:
     if not GEO3K.is_dir():
         pytest.skip("the shared data set is not here")
     samples = load_samples(str(GEO3K / f"{name}.jsonl"))
@@ -99,12 +99,12 @@ def test_a_folder_gives_the_file_named_for_the_split() -> None:
     assert len(load_samples(str(GEO3K), split="train", limit=7)) == 7
 
 
-def test_placeholders_become_the_pictures_in_order(folder: Path) -> None:
+def test_placeholders_become_the_images_in_order(folder: Path) -> None:
     samples = load(folder, row("A <image> and <image>\nb", images=("red.png", "blue.png")), system_prompt="Think.")
     assert shape(samples[0]) == [("system", ["Think."]), ("user", ["A ", "RED", " and ", "BLUE", "\nb"])]
 
 
-def test_without_placeholders_the_pictures_come_first(folder: Path) -> None:
+def test_without_placeholders_the_images_come_first(folder: Path) -> None:
     samples = load(folder, row("Which?", images=("red.png", "blue.png")), row("One?", images="blue.png"))
     assert shape(samples[0]) == [("user", ["RED", "BLUE", "Which?"])]
     assert shape(samples[1]) == [("user", ["BLUE", "One?"])]
@@ -130,7 +130,7 @@ def test_chat_messages_keep_their_turns_and_places(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("images", [None, [], "missing"])
-def test_rows_without_pictures_are_text(images: Any, folder: Path) -> None:
+def test_rows_without_images_are_text(images: Any, folder: Path) -> None:
     given_row = row("1 + 1?", 2, images)
     if images == "missing":
         del given_row["images"]
@@ -418,11 +418,11 @@ def test_a_hugging_face_id_without_network_is_one_line(folder: Path) -> None:
         (row(images=None), "got 1 placeholders and 0 images"),
         (row("<image>", images=("red.png", "blue.png")), "got 1 placeholders and 2 images"),
         (row(images=("gone.png",)), "row 1 images[0]: no such file"),
-        (row("a", images=("red.png", "broken.png")), "row 1 images[1]: must be a whole picture, got broken.png"),
+        (row("a", images=("red.png", "broken.png")), "row 1 images[1]: must be a whole image, got broken.png"),
         (row(images=("../set.png",)), "row 1 images[0]: must be inside the data set's folder"),
         (
             {"problem": "a", "answer": "1", "image": "red.png"},
-            "row 1: must hold its pictures under the images key 'images'",
+            "row 1: must hold its images under the images key 'images'",
         ),
     ],
 )
@@ -434,7 +434,7 @@ def test_a_bad_row_is_found_at_load_and_named(bad: dict[str, Any], message: str,
     assert message in error
 
 
-def test_outside_pictures_load_when_allowed(folder: Path) -> None:
+def test_outside_images_load_when_allowed(folder: Path) -> None:
     (folder / "set").mkdir()
     samples = load(folder / "set", row(images=("../red.png",)), allow_outside_images=True)
     assert shape(samples[0]) == [("user", ["RED", "Find x."])]
@@ -564,7 +564,7 @@ def test_an_epoch_order_is_the_same_on_every_machine_and_differs_by_epoch_and_se
     assert len({tuple(epoch_order(20, seed, epoch)) for seed in range(3) for epoch in range(3)}) == 9
 
 
-def test_the_pictures_of_a_prompt_are_a_list_from_which_one_can_be_taken() -> None:
+def test_the_images_of_a_prompt_are_a_list_from_which_one_can_be_taken() -> None:
     one, other = Image.new("RGB", (28, 28)), Image.new("RGB", (56, 28))
     parts = [{"type": "image", "image": one}, {"type": "text", "text": "and"}, {"type": "image", "image": other}]
     assert message_images([{"role": "user", "content": parts}])[1] is other

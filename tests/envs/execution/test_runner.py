@@ -285,11 +285,11 @@ def test_an_observation_may_be_several_messages() -> None:
     assert shown(two) == tuple(two)
 
 
-def test_pictures_are_decoded_from_what_an_environment_may_have(tmp_path: Path) -> None:
-    picture = Image.new("RGBA", (40, 30), (255, 0, 0, 255))
-    picture.save(tmp_path / "a.png")
+def test_images_are_decoded_from_what_an_environment_may_have(tmp_path: Path) -> None:
+    image = Image.new("RGBA", (40, 30), (255, 0, 0, 255))
+    image.save(tmp_path / "a.png")
     data = (tmp_path / "a.png").read_bytes()
-    parts = [{"type": "image", "image": value} for value in (picture, data, {"bytes": data})]
+    parts = [{"type": "image", "image": value} for value in (image, data, {"bytes": data})]
     (message,) = shown({"role": "tool", "content": [*parts, {"type": "text", "text": "t"}]})
     images = [part["image"] for part in message["content"] if part["type"] == "image"]
     assert [(i.mode, i.size, i.getpixel((0, 0))) for i in images] == [("RGB", (40, 30), (255, 0, 0))] * 3
@@ -298,10 +298,10 @@ def test_pictures_are_decoded_from_what_an_environment_may_have(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("observation", "said"),
     [
-        ({"obs_str": "hello", "images": []}, "pictures must stand in multi_modal_data, got 'images'; write"),
+        ({"obs_str": "hello", "images": []}, "images must stand in multi_modal_data, got 'images'; write"),
         ({"text": "hello", "image": 1}, "must hold obs_str or multi_modal_data, or format_observation be defined, got"),
-        ({"obs_str": "x", "multi_modal_data": [1]}, 'multi_modal_data must be like {"image": [picture]}, got [1]'),
-        ({"obs_str": "x", "multi_modal_data": {"image": 1}}, "must be like {\"image\": [picture]}, got {'image': 1}"),
+        ({"obs_str": "x", "multi_modal_data": [1]}, 'multi_modal_data must be like {"image": [image]}, got [1]'),
+        ({"obs_str": "x", "multi_modal_data": {"image": 1}}, "must be like {\"image\": [image]}, got {'image': 1}"),
     ],
 )
 def test_an_observation_that_would_be_shown_as_nothing_is_a_fault(observation: dict[str, Any], said: str) -> None:
@@ -329,7 +329,7 @@ def test_a_reward_that_is_no_number_is_a_fault(value: Any, said: str) -> None:
     assert said in str(caught.value)
 
 
-def test_an_array_in_the_place_of_a_picture_is_told_what_to_do() -> None:
+def test_an_array_in_the_place_of_a_image_is_told_what_to_do() -> None:
     array = np.zeros((4, 3, 3), dtype=np.uint8)
     with pytest.raises(EnvFault, match=r"got ndarray of shape \(4, 3, 3\); use PIL.Image.fromarray"):
         shown({"role": "tool", "content": [{"type": "image", "image": array}]})

@@ -1,4 +1,4 @@
-"""Overprinted pictures: the plain problem, and one digit of another reading over one of its own."""
+"""Overprinted images: the plain problem, and one digit of another reading over one of its own."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def test_an_overprinted_problem_is_the_plain_one_with_a_second_reading() -> None
     assert rivals > 50
 
 
-def test_the_picture_shows_both_readings_equally_and_nothing_else_changes() -> None:
-    """In the same layout, an overprinted picture is the mean of the pictures of both readings."""
+def test_the_image_shows_both_readings_equally_and_nothing_else_changes() -> None:
+    """In the same layout, an overprinted image is the mean of the images of both readings."""
     problem = Problem("rectangle", 2, (18, 34), "area", "Find the area.", "612", "18 * 34 = 612.")
     num_equal = 0
     for seed in range(20):
@@ -51,7 +51,7 @@ def test_the_picture_shows_both_readings_equally_and_nothing_else_changes() -> N
     assert num_equal > 10  # the others are laid out for the sides of 13 x 34
 
 
-def test_a_picture_without_a_rival_is_what_it_was() -> None:
+def test_a_image_without_a_rival_is_what_it_was() -> None:
     problem = make_problem("triangle_angles", 3, Random(1))
     same = replace(problem, rival=problem.givens)
     assert draw_problem(problem, Random(2)).tobytes() == draw_problem(same, Random(2)).tobytes()

@@ -154,7 +154,7 @@ def test_about_one_key_in_ten_is_held_out_and_one_in_ten_is_for_training() -> No
         assert 0.08 < sum(split_of(key) == split for key in keys) / len(keys) < 0.12
 
 
-def test_label_boxes_are_where_the_picture_has_its_labels() -> None:
+def test_label_boxes_are_where_the_image_has_its_labels() -> None:
     source = ProceduralGeo3k("train", 40, seed=3)
     for index in range(40):
         problem, image, boxes = source.drawn(index)
@@ -197,7 +197,7 @@ def test_another_seed_gives_other_problems() -> None:
     assert sum(one.problem(i) == other.problem(i) for i in range(50)) < 10
 
 
-def test_a_sample_shows_one_picture_and_the_question_without_the_givens() -> None:
+def test_a_sample_shows_one_image_and_the_question_without_the_givens() -> None:
     source = ProceduralGeo3k("heldout", 60, seed=4)
     for index in range(60):
         sample, problem = source[index], source.problem(index)

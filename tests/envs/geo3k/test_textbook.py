@@ -223,7 +223,7 @@ def drawings(family: str, count: int, style: str = "textbook") -> list[tuple[Pro
 
 
 @pytest.mark.parametrize("family", list(THEOREMS))
-def test_every_text_stands_alone_inside_the_picture(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_text_stands_alone_inside_the_image(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = drawings(family, 3)
     monkeypatch.setattr(Image.Image, "paste", _paste_without_text(Image.Image.paste))
     bare = drawings(family, 3)
@@ -265,7 +265,7 @@ def test_a_figure_whose_labels_hardly_fit_is_drawn_smaller() -> None:
         assert max(width, height) <= 256 and width * height <= 48 * CELL**2
 
 
-def test_pictures_are_whole_tokens_and_bounded() -> None:
+def test_images_are_whole_tokens_and_bounded() -> None:
     sizes = {image.image.size for family in list(THEOREMS)[::2] for _, image in drawings(family, 3)}
     assert len(sizes) >= 10, "aspect ratios vary"
     for width, height in sizes:
@@ -273,19 +273,19 @@ def test_pictures_are_whole_tokens_and_bounded() -> None:
         assert max(width, height) <= 256 and width * height <= 48 * CELL**2
 
 
-def test_the_picture_is_true_to_scale_to_the_pixel() -> None:
-    """A circle of radius 20 in a picture: its ink is 40 units wide and high, within 2 pixels for the line's width."""
+def test_the_image_is_true_to_scale_to_the_pixel() -> None:
+    """A circle of radius 20 in an image: its ink is 40 units wide and high, within 2 pixels for the line's width."""
     figure = Figure({"o": 0j, "A": 20 + 0j})
     figure.circles.append("oA")
     for seed in range(5):
-        picture = draw(figure, Wording(0, "", ""), Random(seed), SCALES["textbook"])
-        paper = picture.image.getpixel((0, 0))
+        image = draw(figure, Wording(0, "", ""), Random(seed), SCALES["textbook"])
+        paper = image.image.getpixel((0, 0))
         left, top, right, bottom = ImageChops.difference(
-            picture.image,
-            Image.new("RGB", picture.image.size, paper),  # type: ignore[arg-type]
+            image.image,
+            Image.new("RGB", image.image.size, paper),  # type: ignore[arg-type]
         ).getbbox()  # type: ignore[misc]
         for side in (right - left, bottom - top):
-            assert 0 <= side - 40 * picture.pixels_per_unit <= 4, "the line is at most 2 pixels wide"
+            assert 0 <= side - 40 * image.pixels_per_unit <= 4, "the line is at most 2 pixels wide"
 
 
 def test_small_print_is_legible_only_when_it_is_enlarged() -> None:
@@ -294,20 +294,20 @@ def test_small_print_is_legible_only_when_it_is_enlarged() -> None:
     source = ProceduralGeo3k("train", 4, style="small_print")
     for index in range(4):
         sample = source[index]
-        (picture,) = message_images(sample.prompt)
+        (image,) = message_images(sample.prompt)
         digit = digit_height(*source.item(index))
-        reduction = min(1.0, math.sqrt(seen_pixels / (picture.width * picture.height)))
+        reduction = min(1.0, math.sqrt(seen_pixels / (image.width * image.height)))
         assert digit * reduction < 5
         for share, least in ((500, 9), (250, 18)):
             zoomed = Geo3kZoomEnv(sample, EnvArgs(max_turns=3)).zoom(300, 300, 300 + share, 300 + share)
-            enlarged = zoomed.width / (picture.width * share / 1000)
+            enlarged = zoomed.width / (image.width * share / 1000)
             again = min(1.0, math.sqrt(seen_pixels / (zoomed.width * zoomed.height)))
             assert digit * enlarged * again > least
 
 
-def digit_height(problem: Problem, picture: Image.Image) -> float:
-    """Return the height of the largest digit that the style can draw, in pixels of its picture."""
-    assert max(picture.size) >= 400, problem.key
+def digit_height(problem: Problem, image: Image.Image) -> float:
+    """Return the height of the largest digit that the style can draw, in pixels of its image."""
+    assert max(image.size) >= 400, problem.key
     return max(ink_height("8", font, SCALES["small_print"].font[1]) for font in FONTS)
 
 
@@ -322,9 +322,9 @@ def test_textbook_digits_are_legible_as_they_are() -> None:
 
 @pytest.mark.parametrize("family", list(THEOREMS))
 def test_every_given_is_drawn_or_told_and_the_asked_part_is_marked_or_named(family: str) -> None:
-    for problem, picture in drawings(family, 3):
+    for problem, image in drawings(family, 3):
         figure, wording = figure_of(problem)
-        drawn = [text for text, _ in picture.texts]
+        drawn = [text for text, _ in image.texts]
         shown = "".join(re.sub(r"[^\d ]", " ", text) + " " for text in (*drawn, problem.question)).split()
         for number in problem.givens:
             # A factor of 1 is not written.
@@ -346,7 +346,7 @@ def test_questions_name_only_points_that_have_letters_and_never_the_answer_alone
             assert ("find" in problem.question) == bool(problem.wording.told), problem
 
 
-def test_the_style_decides_families_and_pictures_and_plain_stays_the_default() -> None:
+def test_the_style_decides_families_and_images_and_plain_stays_the_default() -> None:
     assert ProceduralGeo3k("train", 1).style == "plain"
     assert ProceduralGeo3k("train", 1).families == tuple(FAMILIES)
     for style, families in STYLES.items():
@@ -387,7 +387,7 @@ def test_the_command_draws_one_problem_of_each_family(tmp_path: Path, capsys: py
     assert sheet.run(["--families", "angle_sum", "--families", "kite_angles", "--columns", "1", "--out", str(out)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines[:2]] == ["angle_sum:", "kite_angles:"]
-    assert lines[2] == f"2 pictures in {out}"
+    assert lines[2] == f"2 images in {out}"
     with Image.open(out) as page:
         assert page.width >= 64 + 16 and page.height >= 2 * 64 + 24
     with pytest.raises(UserError, match="--out: must be a file that can be written"):

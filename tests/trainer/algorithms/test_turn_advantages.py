@@ -96,11 +96,11 @@ def test_states_are_told_apart_by_their_key_or_else_by_text_role_and_pixels() ->
         first = replace(episode.turns[0], observations=({"role": role, "content": content},), info=info)
         return state_before(replace(episode, turns=(first, episode.turns[1])), 1)
 
-    picture: list[Any] = [{"type": "image", "image": red}, {"type": "text", "text": "a"}]
+    image: list[Any] = [{"type": "image", "image": red}, {"type": "text", "text": "a"}]
     again: list[Any] = [{"type": "image", "image": red.copy()}, {"type": "text", "text": "a"}]
     moved: list[Any] = [{"type": "image", "image": other}, {"type": "text", "text": "a"}]
-    assert shows(picture) == shows(again)
-    keys = [shows(picture), shows(moved), shows("a"), shows("b"), shows("a", "tool"), shows("a", state=1)]
+    assert shows(image) == shows(again)
+    keys = [shows(image), shows(moved), shows("a"), shows("b"), shows("a", "tool"), shows("a", state=1)]
     assert len({*keys, shows("a", state="1")}) == 7
     assert shows("a", state=[1, 2]) == shows("b", state=[1, 2])
 
@@ -116,7 +116,7 @@ def test_each_turn_is_trained_with_its_own_advantage() -> None:
 # The gradient in sums over all outcomes -----------------------------------------------------------------------------
 
 #: In its first turn, which earns 1, the policy stops with probability 1 - p. Else its second turn earns 2 with
-#: probability q and 0 otherwise. Each outcome: rewards, its probability, and d log p of each turn by (logit p, logit q).
+#: probability q and 0 otherwise. Each outcome: rewards, probability, and d log p of each turn by (logit p, logit q).
 P, Q = 0.3, 0.6
 OUTCOMES = (
     ((1.0,), 1 - P, ((-P, 0.0),)),

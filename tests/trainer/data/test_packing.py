@@ -151,9 +151,9 @@ def test_samples_of_one_group_become_one_row_with_the_prompt_once() -> None:
     two = trajectory([1, IMAGE, IMAGE, 4, IMAGE, 5], [0, 0, 0, 1, 0, 1], images=[early, late], reward=1.0)
     other = trajectory([1, IMAGE, IMAGE, 2], [0, 0, 0, 1], images=[image("c")], reward=1.0)
     rows = pack_rows(samples_of(group(one, two, other)), 100)
-    assert [len(row.samples) for row in rows] == [2, 1]  # the same ids before another picture are another prompt
+    assert [len(row.samples) for row in rows] == [2, 1]  # the same ids before another image are another prompt
     assert [row.num_tokens for row in rows] == [3 + 2 + 3, 4]
-    assert [picture.digest for picture in rows[0].images] == ["a", "b"]
+    assert [raw_image.digest for raw_image in rows[0].images] == ["a", "b"]
     batch = collate(rows[:1], IMAGE, "cpu").packed
     assert batch.ids_T.tolist() == [1, IMAGE, IMAGE, 2, 3, 4, IMAGE, 5]
     assert batch.segments.q_bounds_S.tolist() == [0, 3, 5, 8]
@@ -305,7 +305,7 @@ def test_samples_that_go_on_after_a_full_row_open_another_with_the_same_prompt()
 
 
 @pytest.mark.parametrize("with_image", [True, False])
-def test_a_filler_weighs_nothing_and_shows_one_small_black_picture(model: PolicyModel, with_image: bool) -> None:
+def test_a_filler_weighs_nothing_and_shows_one_small_black_image(model: PolicyModel, with_image: bool) -> None:
     (sample,) = filler_row(model, with_image).samples
     assert sample.ids_T.tolist() == [0, model.image_token_id if with_image else 0]
     assert not sample.mask_T.any() and not sample.turns_T.any() and not sample.logprobs_T.any()

@@ -188,7 +188,7 @@ class Read(list[Sample]):
 
 
 def test_problems_are_read_when_their_turn_comes(renderer: Renderer) -> None:
-    """So that the pictures of a large set are not in memory all at once."""
+    """So that the images of a large set are not in memory all at once."""
     samples = Read(problems(5))
     ended: list[int] = []
     play = play_of(renderer, lambda *_: r"\boxed{5}", samples, EvaluationOptions(max_concurrent=2))

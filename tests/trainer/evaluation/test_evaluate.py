@@ -177,7 +177,7 @@ def test_bad_flags_are_one_line_and_leave_nothing(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_broken_picture_is_found_before_anything_is_played(tmp_path: Path) -> None:
+def test_a_broken_image_is_found_before_anything_is_played(tmp_path: Path) -> None:
     Image.new("RGB", (64, 64), "white").save(tmp_path / "a.png")
     (tmp_path / "cut.png").write_bytes((tmp_path / "a.png").read_bytes()[:60])
     row = {"problem": "<image>Find x.", "answer": "5"}

@@ -166,7 +166,7 @@ def test_compiled_blocks_have_the_same_gradients_and_few_forms(
 ) -> None:
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     case = Case.write(tmp_path / model_type, model_type)
-    # Some blocks recomputed, some not, and batches of one stream and of several, with pictures and without.
+    # Some blocks recomputed, some not, and batches of one stream and of several, with images and without.
     config = LearnerConfig(recompute=0.5, compile="off")
     expected = take_variant(case, Variant(max_tokens=100, config=config))
     assert traced["stats"]["unique_graphs"] == 0

@@ -99,11 +99,11 @@ def test_a_state_that_is_written_before_the_first_update_changes_nothing_in_trai
 
 
 def test_parameters_that_had_no_gradient_yet_have_no_moments_afterwards(checkpoint: Path, tmp_path: Path) -> None:
-    def without_pictures(learner: FSDPLearner, seed: int) -> list[TrainingSample]:
+    def without_images(learner: FSDPLearner, seed: int) -> list[TrainingSample]:
         return [sample for sample in random_samples(learner.model, seed) if not sample.images]
 
     unbroken = learner_of(checkpoint)
-    unbroken.step([without_pictures(unbroken, 0)])
+    unbroken.step([without_images(unbroken, 0)])
     save(unbroken, tmp_path / "state")
     restored = learner_of(checkpoint)
     restored.restore(tmp_path / "state")

@@ -23,7 +23,7 @@ from envs.env import Env
 from envs.types import Message, Sample
 from tests.builders import fresh_model, full_logprobs, group, play, request, sampling, trajectory
 from tests.processes import run_ranks
-from tests.prompts import picture, question
+from tests.prompts import make_image, question
 from tests.trainer.networks import logits
 from tests.trainer.steps import Stepped, random_samples, rank_main, relative, samples_of, take_step
 from trainer.config.algorithm import AlgorithmConfig
@@ -38,9 +38,9 @@ OPTIM = OptimConfig(lr=1e-3, warmup_steps=0, weight_decay=0.1)
 TIS = AlgorithmConfig(correction_cap=1.3)
 PROMPTS = (
     question("Find x."),
-    question("Find the area.", picture(64, 64, seed=1)),
-    question("What is the perimeter of the triangle?", picture(96, 64, seed=2), picture(64, 64, seed=1)),
-    question("y?", picture(64, 96, seed=3)),
+    question("Find the area.", make_image(64, 64, seed=1)),
+    question("What is the perimeter of the triangle?", make_image(96, 64, seed=2), make_image(64, 64, seed=1)),
+    question("y?", make_image(64, 96, seed=3)),
 )
 
 
@@ -164,13 +164,13 @@ def two_ranks(
 ) -> dict[str, Stepped]:
     """One step per way to split the samples over two processes."""
     out = tmp_path_factory.mktemp("ranks")
-    text, pictured = samples[:3], samples[3:]
-    assert not any(s.images for s in text) and all(s.images for s in pictured)
+    text, imaged = samples[:3], samples[3:]
+    assert not any(s.images for s in text) and all(s.images for s in imaged)
     splits = {
         "uneven": (samples[:2] + samples[4:], samples[2:4]),
         "none on the second": (samples, []),
         "none on the first": ([], samples),
-        "text here and pictures there": (text, pictured),
+        "text here and images there": (text, imaged),
         "text alone": (text[:2], text[2:]),
         "text alone on one": (text, []),
     }
@@ -181,13 +181,13 @@ def two_ranks(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("split", ["uneven", "none on the second", "none on the first", "text here and pictures there"])
+@pytest.mark.parametrize("split", ["uneven", "none on the second", "none on the first", "text here and images there"])
 def test_two_ranks_take_the_same_step_as_one(two_ranks: dict[str, Stepped], one_batch: Stepped, split: str) -> None:
     assert_same_step(two_ranks[split], one_batch)
 
 
 @pytest.mark.parametrize("split", ["text alone", "text alone on one"])
-def test_two_ranks_without_pictures_take_the_same_step_as_one(
+def test_two_ranks_without_images_take_the_same_step_as_one(
     checkpoint: Path,
     samples: list[TrainingSample],
     params: SamplingParams,
@@ -208,7 +208,7 @@ def test_on_policy_streams_have_no_gap_to_the_trainer(
 
 
 class Gallery(Env):
-    """Answers every turn with a picture and a text, and a second message."""
+    """Answers every turn with an image and a text, and a second message."""
 
     def __init__(self, sample: Sample, args: object) -> None:
         self.turn = 0
@@ -221,7 +221,7 @@ class Gallery(Env):
         return {"turn": self.turn}, False, {}
 
     def format_observation(self, observation: dict[str, Any]) -> list[Message]:
-        shown = {"type": "image", "image": picture(64 + 32 * observation["turn"], 64, seed=observation["turn"])}
+        shown = {"type": "image", "image": make_image(64 + 32 * observation["turn"], 64, seed=observation["turn"])}
         return [
             {"role": "tool", "content": [shown, {"type": "text", "text": "See."}]},
             {"role": "tool", "content": "Again."},
@@ -231,7 +231,7 @@ class Gallery(Env):
         return float(len(final_text) % 2)
 
 
-def test_pictures_and_several_messages_in_later_turns_leave_no_gap_to_the_trainer(
+def test_images_and_several_messages_in_later_turns_leave_no_gap_to_the_trainer(
     checkpoint: Path, renderer: Renderer
 ) -> None:
     any_word = tuple(range(30, renderer.tokenizer.vocab_size, 3))  # so that the random model ends its turns
@@ -241,7 +241,7 @@ def test_pictures_and_several_messages_in_later_turns_leave_no_gap_to_the_traine
     groups = asyncio.run(rollout_groups(episode, samples, Gallery, None, group_size=4, seed=3))
     played = [t for g in groups for t in g.trajectories]
     assert all(t.end_reason is EndReason.MAX_TURNS and len(t.turns) == 3 for t in played)
-    assert {len(t.images) for t in played} == {2, 3}  # two later pictures, and the prompt's where it has one
+    assert {len(t.images) for t in played} == {2, 3}  # two later images, and the prompt's where it has one
     images = renderer.images
     stats = take_step(checkpoint, samples_of(groups, renderer.image_token_id, images.merge_size), params, OPTIM).stats
     assert stats.num_tokens == sum(t.num_model_tokens for t in played)
@@ -280,15 +280,15 @@ def test_the_trainers_log_probs_come_back_by_sample(
     assert "logprobs" not in stats.row()
 
 
-def test_an_update_on_text_beside_one_on_pictures_counts_nothing_of_its_filler(
+def test_an_update_on_text_beside_one_on_images_counts_nothing_of_its_filler(
     checkpoint: Path, on_policy: list[TrainingSample], params: SamplingParams
 ) -> None:
-    """Where any update shows pictures, a micro-batch of text alone gets a filler that shows one."""
+    """Where any update shows images, a micro-batch of text alone gets a filler that shows one."""
     named = [replace(s, key=(number, 0, 0)) for number, s in enumerate(on_policy)]
-    text, pictured = named[:3], named[3:]
-    assert not any(s.images for s in text) and all(s.images for s in pictured)
+    text, imaged = named[:3], named[3:]
+    assert not any(s.images for s in text) and all(s.images for s in imaged)
     learner = FSDPLearner(PolicyModel.load(checkpoint), params, 1, OPTIM.model_copy(update={"lr": 1e-30}))
-    stats = learner.step([text, pictured])
+    stats = learner.step([text, imaged])
     assert stats.num_tokens == sum(int(s.mask_T.sum()) for s in named)
     assert stats.logprobs.keys() == {s.key for s in named}
     assert stats.rollout_train_kl < 1e-8

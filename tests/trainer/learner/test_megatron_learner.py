@@ -107,8 +107,8 @@ def rank_main(rank: int, folder: Path, layouts: Mapping[str, dict[str, Any]], ou
         parallel_state.destroy_model_parallel()
 
 
-def pictures_main(rank: int, folder: Path, together: Sequence[int], out: Path) -> None:
-    """Take a step with pictures and recomputed blocks, up to so many of their tokens encoded together; keep what is
+def images_main(rank: int, folder: Path, together: Sequence[int], out: Path) -> None:
+    """Take a step with images and recomputed blocks, up to so many of their tokens encoded together; keep what is
     left of it, and what it left in memory.
     """
     from tests.megatron_cpu import on_cpu, without_kernels
@@ -141,7 +141,7 @@ def pictures_main(rank: int, folder: Path, together: Sequence[int], out: Path) -
         alive = [x for x in computed if x.ndim == 3 and x.shape[1] == 1]  # hidden states: tokens, 1, hidden size
         left = {"stats": stats, "weights": {n: w.clone() for n, w in learner.weights().items()}, "encoded": encoded}
         begun = learner.num_batches_begun
-        torch.save({**left, "alive": len(alive), "micro_batches": begun}, out / f"pictures-{most}.pt")
+        torch.save({**left, "alive": len(alive), "micro_batches": begun}, out / f"images-{most}.pt")
         parallel_state.destroy_model_parallel()
 
 
@@ -212,7 +212,7 @@ def test_a_run_of_two_tensor_ranks_resumes_on_two_pipeline_stages(done: Path) ->
 
 
 @pytest.mark.slow
-def test_pictures_are_encoded_once_for_many_micro_batches_and_recomputed_blocks_leave_nothing_in_memory(
+def test_images_are_encoded_once_for_many_micro_batches_and_recomputed_blocks_leave_nothing_in_memory(
     tmp_path: Path,
 ) -> None:
     pytest.importorskip("megatron", reason="needs Megatron")
@@ -224,9 +224,9 @@ def test_pictures_are_encoded_once_for_many_micro_batches_and_recomputed_blocks_
     weights = learner.weights()
     patches = {image.digest: len(image.pixels_PD) for sample in samples for image in sample.images}
     all_of_them, none = 10**6, 0
-    run_ranks(pictures_main, 1, tmp_path / "store", tmp_path / "qwen3_vl", (all_of_them, none), tmp_path)
+    run_ranks(images_main, 1, tmp_path / "store", tmp_path / "qwen3_vl", (all_of_them, none), tmp_path)
     for most in (all_of_them, none):
-        got = left(tmp_path, f"pictures-{most}")
+        got = left(tmp_path, f"images-{most}")
         assert got["stats"].loss == pytest.approx(stats.loss, rel=1e-5)
         assert got["stats"].grad_norm == pytest.approx(stats.grad_norm, rel=1e-5)
         for name, weight in got["weights"].items():
@@ -243,8 +243,8 @@ def test_pictures_are_encoded_once_for_many_micro_batches_and_recomputed_blocks_
     ("most", "groups"),
     [(100, [4]), (30, [4]), (29, [1, 3]), (10, [1, 1, 2]), (0, [1, 1, 1, 1])],
 )
-def test_micro_batches_share_an_encoding_while_their_different_pictures_are_few(most: int, groups: list[int]) -> None:
-    """Micro-batches with pictures A and B, B and C, C twice, none: 10 tokens each."""
+def test_micro_batches_share_an_encoding_while_their_different_images_are_few(most: int, groups: list[int]) -> None:
+    """Micro-batches with images A and B, B and C, C twice, none: 10 tokens each."""
     a, b, c = (ProcessedImage(name, np.zeros((40, 3), np.float32), (1, 5, 8), num_tokens=10) for name in "abc")
     batches = [(a, b), (b, c), (c, c), ()]
     found = shared_groups(batches, most)

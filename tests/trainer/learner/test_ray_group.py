@@ -137,7 +137,7 @@ def test_the_example_of_the_split() -> None:
     assert [[len(s.ids_T) for s in part] for part in parts] == [[20, 50], [30, 40]]
 
 
-def test_ranks_are_sent_their_part_of_every_minibatch_without_pictures() -> None:
+def test_ranks_are_sent_their_part_of_every_minibatch_without_images() -> None:
     image = ProcessedImage("a", np.zeros((4, 2), dtype=np.float32), (1, 2, 2), 1, Image.new("RGB", (32, 32)))
     assert image.png
     one, other, third = sample_of(1, 5, image=image), sample_of(1, 9, image=replace(image)), sample_of(2, 4)
@@ -145,7 +145,7 @@ def test_ranks_are_sent_their_part_of_every_minibatch_without_pictures() -> None
     assert [[len(s.ids_T) for s in part] for part in first] == [[8, 12], []]
     assert [[len(s.ids_T) for s in part] for part in second] == [[7], []]
     sent = [s.images[0] for s in first[0]]
-    assert sent[0] is sent[1] and sent[0].picture is None and "png" not in vars(sent[0])
+    assert sent[0] is sent[1] and sent[0].resized is None and "png" not in vars(sent[0])
     assert sent[0].pixels_PD is image.pixels_PD
     assert light([[third]])[0][0].images == ()
 

@@ -192,7 +192,7 @@ def test_blocks_keep_what_the_formulas_say(model_type: str) -> None:
     if vision := getattr(config, "vision_config", None):
         vision.hidden_size, vision.num_heads, vision.intermediate_size, vision.out_hidden_size = 256, 16, 1024, 256
         pixels = torch.randn(256, 3 * vision.temporal_patch_size * vision.patch_size**2).numpy()
-        images = [ProcessedImage("picture", pixels, (1, 16, 16), 64)]
+        images = [ProcessedImage("image", pixels, (1, 16, 16), 64)]
         ids = np.concatenate([ids[:20], np.full(64, config.image_token_id), ids[20:]])
     model = PolicyModel.from_config(config).bfloat16()
     ours = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}

@@ -157,9 +157,9 @@ def test_streams_are_read_again_after_a_push_unless_the_cache_is_kept() -> None:
     assert pays.forecast(layout()).step_s > keeps.forecast(layout()).step_s
 
 
-def test_each_new_prompt_stops_its_server_for_its_picture() -> None:
-    pictures = replace(EQUAL, images=4)
-    found, without = (speed(workload=work, picture_s=0.25).forecast(layout()).step_s for work in (pictures, EQUAL))
+def test_each_new_prompt_stops_its_server_for_its_image() -> None:
+    images = replace(EQUAL, images=4)
+    found, without = (speed(workload=work, image_s=0.25).forecast(layout()).step_s for work in (images, EQUAL))
     assert found - without == pytest.approx(2 * 0.25, rel=1e-3)
 
 
@@ -168,7 +168,7 @@ def test_a_full_cache_makes_streams_wait() -> None:
     assert speed(decode_step_s=0.5).latency_s(layout(cache_tokens=23)) == pytest.approx(2 * wide)
 
 
-#: Turns of 240 words with one picture, 512 tokens at most (benchmarks/planner.py compares all runs).
+#: Turns of 240 words with one image, 512 tokens at most (benchmarks/planner.py compares all runs).
 LONG = Workload(prompt=250, images=110, turns=1.7, turn_tokens=206, observation=30, tool_s=0.0, spread=0.16)
 
 
@@ -185,7 +185,7 @@ LONG = Workload(prompt=250, images=110, turns=1.7, turn_tokens=206, observation=
 def test_a_forecast_is_within_15_percent_of_the_measured_run(
     hardware: str, staleness: int, placement: str, measured: float
 ) -> None:
-    machine_then = replace(Hardware.read(hardware), picture_s=0.035)
+    machine_then = replace(Hardware.read(hardware), image_s=0.035)
     planner = Speed(shape_of("2b"), machine_then, LONG, Schedule(16, 8, staleness))
     assert planner.forecast(layout(placement, cache_tokens=1e6)).samples_per_s == pytest.approx(measured, rel=0.15)
 

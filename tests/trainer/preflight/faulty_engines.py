@@ -18,7 +18,7 @@ from agents.model.policy import PolicyModel
 from agents.types import Completion, GenerateRequest, ProcessedImage
 
 
-class ChangedPictures(HFEngine):
+class ChangedImages(HFEngine):
     """An engine that reads other pixels than it is given."""
 
     def changed(self, pixels_PD: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -37,15 +37,15 @@ class ChangedPictures(HFEngine):
         return await super().score(ids, self._images(images))
 
 
-class BlindEngine(ChangedPictures):
-    """Ignores what is in a picture."""
+class BlindEngine(ChangedImages):
+    """Ignores what is in an image."""
 
     def changed(self, pixels_PD: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return grey."""
         return np.zeros_like(pixels_PD)
 
 
-class UnnormalisedEngine(ChangedPictures):
+class UnnormalisedEngine(ChangedImages):
     """Reads pixels from 0 to 1, as if its processor did not normalise."""
 
     def changed(self, pixels_PD: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -99,8 +99,8 @@ class StalePrefixEngine(HFEngine):
         return completion
 
 
-class StalePicturesEngine(HFEngine):
-    """Encodes each picture once, over changes of weights."""
+class StaleImagesEngine(HFEngine):
+    """Encodes each image once, over changes of weights."""
 
     def __init__(self, model: PolicyModel, *args: Any, **options: Any) -> None:
         super().__init__(model, *args, **options)

@@ -27,7 +27,7 @@ from envs.config.cli import parse
 from tests.flags import last_of_each
 from tests.trainer.preflight.faulty_engines import (
     BlindEngine,
-    StalePicturesEngine,
+    StaleImagesEngine,
     StalePrefixEngine,
     StaleSessionEngine,
     SwappedEngine,
@@ -225,7 +225,7 @@ def nothing(_: Path) -> Iterator[Sequence[str]]:
 LEARNER_PATHS = ("trainer.data.packing", "agents.model.stream_logprobs")
 SAID = "render(message.content or '')"
 FAULTS: tuple[PlantedFault, ...] = (
-    PlantedFault("a", "blind engine", "engine reads every picture as grey", "sight of the engine", engine(BlindEngine)),
+    PlantedFault("a", "blind engine", "engine reads every image as grey", "sight of the engine", engine(BlindEngine)),
     PlantedFault(
         "b", "swapped weights, engine", "decoder layers 0 and 1 exchanged", "weights of the engine",
         engine(SwappedEngine),
@@ -263,8 +263,8 @@ FAULTS: tuple[PlantedFault, ...] = (
         engine(StalePrefixEngine),
     ),
     PlantedFault(
-        "e", "stale pictures", "pictures encoded once are never encoded again", "caches after new weights",
-        engine(StalePicturesEngine),
+        "e", "stale images", "images encoded once are never encoded again", "caches after new weights",
+        engine(StaleImagesEngine),
     ),
     PlantedFault(
         "f", "template without newline", "no newline after <|im_end|>", "chat template",

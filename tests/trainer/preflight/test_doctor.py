@@ -419,13 +419,13 @@ def test_agreement_is_judged_by_the_kl_and_by_the_runs_own_tolerance(kl: float, 
     assert check_agreement(stats(kl, mean), tolerance=0.2).status == status
 
 
-def test_a_difference_is_placed_before_the_picture_behind_it_or_in_a_turn() -> None:
+def test_a_difference_is_placed_before_the_image_behind_it_or_in_a_turn() -> None:
     played = trajectory(ids=(5, 6, 9, 9, 7, 8, 8), mask=(0, 0, 0, 0, 0, 1, 1))
     learner = np.zeros(6, dtype=np.float32)
-    engine = np.array([0.0, 9.0, 9.0, 0.5, 0.25, 0.75], dtype=np.float32)  # of tokens 1 to 6; two are of the picture
+    engine = np.array([0.0, 9.0, 9.0, 0.5, 0.25, 0.75], dtype=np.float32)  # of tokens 1 to 6; two are of the image
     context = gaps_by_part(engine, learner, played, image_token_id=9)
-    assert context == {"prompt before the picture": 0.0, "prompt after it": 0.5, "turn 1": 0.5}
-    assert describe_parts(context) == "scored: prompt before the picture 0, prompt after it 0.5, turn 1 0.5"
+    assert context == {"prompt before the image": 0.0, "prompt after it": 0.5, "turn 1": 0.5}
+    assert describe_parts(context) == "scored: prompt before the image 0, prompt after it 0.5, turn 1 0.5"
     assert describe_parts({"prompt": 0.01}) == ""
 
 

@@ -80,7 +80,7 @@ def started(folder: Path, *argv: str, code: int = 0) -> Path:
 
 @pytest.fixture(scope="module")
 def recorded(uneven: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with pictures, broken episodes, groups played again and groups left out, of two updates on three groups."""
+    """A run with images, broken episodes, groups played again and groups left out, of two updates on three groups."""
     folder = tmp_path_factory.mktemp("runs") / "recorded"
     return started(folder, *uneven, *FILTERED, "--steps", str(STEPS))
 
@@ -493,7 +493,7 @@ def copied(recorded: Path, folder: Path) -> Path:
     return folder
 
 
-def first_picture(run: Path) -> Path:
+def first_image(run: Path) -> Path:
     return next(iter(sorted((run / "episodes" / "images").iterdir())))
 
 
@@ -514,21 +514,21 @@ def test_a_share_of_the_groups_is_not_trained_on(uneven: list[str], tmp_path: Pa
 
 
 @pytest.mark.parametrize("fault", ["missing", "cut off", "others"])
-def test_a_picture_that_is_not_whole_is_said_before_anything_is_loaded(
+def test_a_image_that_is_not_whole_is_said_before_anything_is_loaded(
     recorded: Path, tmp_path: Path, fault: str
 ) -> None:
     run = copied(recorded, tmp_path / "run")
-    picture = first_picture(run)
+    image = first_image(run)
     if fault == "missing":
-        picture.unlink()
+        image.unlink()
     elif fault == "cut off":
-        picture.write_bytes(picture.read_bytes()[:-200])
+        image.write_bytes(image.read_bytes()[:-200])
     else:
-        Image.open(picture).transpose(Image.Transpose.ROTATE_180).save(picture)
+        Image.open(image).transpose(Image.Transpose.ROTATE_180).save(image)
     words = {
         "missing": "No such file",
-        "cut off": "must be a whole picture",
-        "others": "must be the picture that was recorded",
+        "cut off": "must be a whole image",
+        "others": "must be the image that was recorded",
     }
     with pytest.raises(UserError, match=words[fault]):
         replayed(tmp_path / "replay", run)
@@ -566,7 +566,7 @@ def test_another_model_is_refused(recorded: Path, checkpoint: Path, tmp_path: Pa
     configured("short", text_config={**settings["text_config"], "vocab_size": image_id})
     refused(f"must read id {image_id} as '<.image_pad.>', as recorded, got no such id", "short")
     configured("unseen", image_token_id=7)
-    refused("must have .* image tokens, of id 7, for its pictures", "unseen")
+    refused("must have .* image tokens, of id 7, for its images", "unseen")
 
     cutting = shutil.copytree(checkpoint, tmp_path / "coarse") / "preprocessor_config.json"
     limits = {"shortest_edge": 64 * 64, "longest_edge": 96 * 96}
@@ -575,10 +575,10 @@ def test_another_model_is_refused(recorded: Path, checkpoint: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("size", [(160, 128), (33, 700), (1, 9), (900, 31), (64, 64)])
-def test_the_grid_of_a_picture_is_known_without_cutting_it(size: tuple[int, int], renderer: Renderer) -> None:
+def test_the_grid_of_a_image_is_known_without_cutting_it(size: tuple[int, int], renderer: Renderer) -> None:
     assert renderer.images is not None
-    picture = Image.new("RGB", size)
-    assert renderer.images.grid(picture) == renderer.images.process(picture).grid_thw
+    image = Image.new("RGB", size)
+    assert renderer.images.grid(image) == renderer.images.process(image).grid_thw
 
 
 def test_a_step_is_read_as_it_was_taken(recorded: Path, renderer: Renderer) -> None:

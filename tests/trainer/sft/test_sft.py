@@ -42,7 +42,7 @@ from starter.demonstrations import run as write_demonstrations
 from starter.plans import MAX_TURNS, Mixture, Plan
 from tests.builders import fresh_model
 from tests.paths import DOCS
-from tests.prompts import picture
+from tests.prompts import make_image
 from tests.recordings import lines_of
 from tests.trainer.runs import drawing
 from tests.trainer.steps import Stepped, relative, take_step
@@ -64,11 +64,11 @@ def says(text: str, **others: Any) -> Message:
 
 
 def asks(text: str, *seeds: int) -> Message:
-    shown = [{"type": "image", "image": picture(64, 32 * seed, seed)} for seed in seeds]
+    shown = [{"type": "image", "image": make_image(64, 32 * seed, seed)} for seed in seeds]
     return {"role": "user", "content": [*shown, {"type": "text", "text": text}]}
 
 
-#: Streams of one to three turns, with and without pictures, two of them from one prompt.
+#: Streams of one to three turns, with and without images, two of them from one prompt.
 SPOKEN: tuple[tuple[Message, ...], ...] = (
     (asks("Find x.", 2), says("68")),
     (asks("Find x.", 2), says("70.", train=False), asks("No."), says("So it is 68.")),
@@ -178,13 +178,13 @@ def write(file: Path, rows: Sequence[Any]) -> Path:
 
 GOOD = {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
 ENDS_WRONG = {"messages": [*GOOD["messages"], {"role": "user", "content": "Sure?"}]}
-NO_PICTURE = {"messages": [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "4"}]}
+NO_IMAGE = {"messages": [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "4"}]}
 
 
 def test_bad_rows_are_counted_by_rule_and_left_out_up_to_a_share(
     checkpoint: Path, renderer: Renderer, tmp_path: Path
 ) -> None:
-    rows = [GOOD, ENDS_WRONG, GOOD, NO_PICTURE, ENDS_WRONG, GOOD, GOOD, GOOD]
+    rows = [GOOD, ENDS_WRONG, GOOD, NO_IMAGE, ENDS_WRONG, GOOD, GOOD, GOOD]
     source = open_conversations(str(write(tmp_path / "demos.jsonl", rows)), ConversationOptions())
     conversations, facts = ConversationRenderer(renderer, 4096), ModelFacts.load(checkpoint)
     found = check_conversations(source, conversations, facts, max_bad_frac=3 / 8)

@@ -343,7 +343,7 @@ def test_the_file_that_is_printed_gives_the_same_run_as_the_command(
         ("--partial-rollout", "stop_early", True),
         ("--rollout-external-engine-addrs a:1 b:2", "engine_url", ("http://a:1", "http://b:2")),
         ("--use-wandb --use-tensorboard", "tracker", ("wandb", "tensorboard")),
-        ('--multimodal-keys \'{"image": "picture"}\'', "image_keys", "picture"),
+        ('--multimodal-keys \'{"image": "image"}\'', "image_keys", "image"),
         ("--eval-prompt-data geo3k rows.parquet", "eval_data", "rows.parquet"),
         ("--prompt-data 2026", "data", "2026"),
         ("--calculate-per-token-loss 1", "aggregation", "token-mean"),

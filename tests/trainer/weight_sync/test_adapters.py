@@ -29,7 +29,7 @@ from agents.types import Completion, GenerateRequest
 from envs.errors import UserError
 from tests.agents.engines.sglang_server import NEW, OLD, AdaptedLinear, LoadedAdapter
 from tests.builders import fresh_model, sampling
-from tests.prompts import picture, question
+from tests.prompts import make_image, question
 from tests.servers import TAKES_ADAPTERS, serving
 from trainer.config.learner import LearnerConfig
 from trainer.learner.fsdp_learner import FSDPLearner
@@ -42,7 +42,7 @@ from trainer.weight_sync.transports import AdapterTransport, ServersTransport, T
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
 
-PROMPT = question("Find x.", picture())
+PROMPT = question("Find x.", make_image())
 SERVER = (sys.executable, "-m", "tests.agents.engines.sglang_server")
 
 
@@ -122,7 +122,7 @@ def tell(url: str, where: str, **body: Any) -> Any:
 
 
 def held(url: str) -> dict[str, Any]:
-    """Return the names of a server's adapters, and the number of its encoded pictures."""
+    """Return the names of a server's adapters, and the number of its encoded images."""
     with urllib.request.urlopen(f"{url}/held", timeout=20) as answer:
         return json.load(answer)
 
@@ -241,7 +241,7 @@ def test_a_running_server_that_was_restarted_unnoticed_gets_the_adapter_and_no_t
     assert np.abs(own_logprobs(learner, renderer, completion) - completion.logprobs).max() < 1e-4
 
 
-def test_pictures_are_encoded_once_for_all_adapters(
+def test_images_are_encoded_once_for_all_adapters(
     url: str, checkpoint: Path, renderer: Renderer, tmp_path: Path
 ) -> None:
     """The learner trains no part of the vision tower, so an encoding stays right; the server holds it by its hash."""

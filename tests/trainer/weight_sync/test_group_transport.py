@@ -29,7 +29,7 @@ from envs.errors import UserError
 from tests.agents.engines.sglang_server import digests
 from tests.builders import fresh_model, sampling
 from tests.listening import listening, open_to_others
-from tests.prompts import picture, question
+from tests.prompts import make_image, question
 from tests.recordings import episodes_in, lines_of
 from tests.servers import serving
 from tests.trainer.test_run import train
@@ -44,7 +44,7 @@ from trainer.weight_sync.group_transport import GroupTransport
 from trainer.weight_sync.sync import SyncError, WeightSync
 from trainer.weight_sync.weight_checks import SHARES, WeightChecks
 
-PROMPT = question("Find x.", picture())
+PROMPT = question("Find x.", make_image())
 SERVER = (sys.executable, "-m", "tests.agents.engines.sglang_server")
 #: Values of a bucket, so that the tiny network has several.
 SMALL = 100_000

@@ -32,14 +32,14 @@ from agents.model.stream_logprobs import stream_logprobs
 from agents.rendering.renderer import Renderer
 from agents.types import Completion, GenerateRequest
 from tests.builders import fresh_model, sampling
-from tests.prompts import picture, question
+from tests.prompts import make_image, question
 from trainer.learner.buckets import buckets
 from trainer.learner.cuda_ipc import COUNTER_PLACES, DEVICE_PLACE, Counters, Loan, handles, lend_weights
 from trainer.learner.fsdp_learner import FSDPLearner
 from trainer.weight_sync.sync import SyncError, WeightSync
 from trainer.weight_sync.transports import InProcessTransport, IpcTransport, ServersTransport, Transfer
 
-PROMPT = question("Find x.", picture())
+PROMPT = question("Find x.", make_image())
 
 
 def learner_of(checkpoint: Path, renderer: Renderer) -> FSDPLearner:

@@ -146,7 +146,7 @@ class MegatronNetwork:
         )
         self.sequence = bool(provider.sequence_parallel)
         self._towers = list(towers_of(self.chunks, self.sequence))
-        #: Tokens of pictures that micro-batches encode together: no more than memory was estimated for.
+        #: Tokens of images that micro-batches encode together: no more than memory was estimated for.
         self._most_encoded = min(ENCODED_TOKENS, int(IMAGE_SHARE * config.max_tokens_per_microbatch))
         _recompute(self.chunks, config.recompute)
         self.vocab_size = int(self.bridge.hf_pretrained.config.get_text_config().vocab_size)
@@ -226,7 +226,7 @@ class MegatronNetwork:
         """Return log-probs and entropies (2, N) on the last stage, hidden states before it."""
         row = batch.row
         device = batch.targets_N.device
-        whole = self.sees or self.context[1] == 1  # networks with vision cut the row after the pictures are in it
+        whole = self.sees or self.context[1] == 1  # networks with vision cut the row after the images are in it
         mine_L = slice(None) if whole else row.split(self.context[1])[self.context[0]]
         inputs: dict[str, Any] = {
             "input_ids": torch.from_numpy(row.ids_T[mine_L])[None].to(device),

@@ -13,7 +13,7 @@ from torch import Tensor
 from agents.model.packed import VisionBatch
 from agents.types import ProcessedImage
 
-#: So many tokens of pictures fill a GPU: encoding more of them together gains nothing.
+#: So many tokens of images fill a GPU: encoding more of them together gains nothing.
 ENCODED_TOKENS = 4096
 
 
@@ -26,12 +26,12 @@ def towers_of(chunks: Sequence[Any], shares_tokens: bool) -> Iterator[Tower]:
 
 
 class Tower:
-    """A vision tower that computes once what pictures and micro-batches have in common.
+    """A vision tower that computes once what images and micro-batches have in common.
 
-    - A pass encodes the pictures of many micro-batches at once, each different picture once. The tower launches as many
-      kernels for one picture as for twenty, and a GPU waits for that: at 2B a third of a micro-batch's time.
-    - Positions are made once for each size of pictures: the bridge makes them patch by patch in Python, and waits for
-      the GPU at each picture. The longest picture is a number here, not a tensor that each layer waits for.
+    - A pass encodes the images of many micro-batches at once, each different image once. The tower launches as many
+      kernels for one image as for twenty, and a GPU waits for that: at 2B a third of a micro-batch's time.
+    - Positions are made once for each size of images: the bridge makes them patch by patch in Python, and waits for
+      the GPU at each image. The longest image is a number here, not a tensor that each layer waits for.
     - Mergers get the exact GELU that the model was trained with: the bridge gives them the tower's own activation, GELU
       by tanh, and features differ by 2e-4.
     - Where ranks share tokens (`--sp`), each puts DeepStack's features on its own tokens alone, and the bridge leaves
@@ -67,7 +67,7 @@ class Tower:
     def begin(self, images: Sequence[Sequence[ProcessedImage]], most_tokens: int, is_pipelined: bool) -> None:
         """Begin a pass over micro-batches with these images.
 
-        Those whose different pictures have up to `most_tokens` together share an encoding. In a pipeline, several
+        Those whose different images have up to `most_tokens` together share an encoding. In a pipeline, several
         micro-batches are between their forward and backward: there all of them share one, or each has its own.
         """
         groups = shared_groups(images, most_tokens)
@@ -78,7 +78,7 @@ class Tower:
         self._given = []
 
     def next(self, device: torch.device, dtype: torch.dtype) -> VisionBatch | None:
-        """Return the pictures of the next micro-batch's group, of which the network gets its own; None: it has none."""
+        """Return the images of the next micro-batch's group, of which the network gets its own; None: it has none."""
         if not self._indices:
             self.backward()  # of the group before, all of whose micro-batches have ended
             group = self._groups.popleft()
@@ -92,7 +92,7 @@ class Tower:
         return self._vision if len(self._index_M) else None
 
     def _give(self, vision: VisionBatch, device: torch.device, dtype: torch.dtype) -> None:
-        """Encode pictures. Their features get a graph of their own, and sum up gradients in float32."""
+        """Encode images. Their features get a graph of their own, and sum up gradients in float32."""
         from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 
         grids_n3 = torch.tensor(vision.grids, device=device)

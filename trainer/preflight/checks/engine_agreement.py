@@ -2,7 +2,7 @@
 
 The engine generates real turns on the run's own problems, at the run's temperature. The learner takes them in a
 training step with advantage 0: it returns its statistics and learns nothing. Then both score one stream token by token,
-which shows where they differ: before a picture, after it, or in the model's turns.
+which shows where they differ: before an image, after it, or in the model's turns.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def gaps_by_part(
 ) -> dict[str, float]:
     """Return the mean |engine - learner| over each part of a stream, in its order; empty parts are left out.
 
-    Example: `{"prompt before the picture": 0.0, "prompt after it": 0.31, "turn 1": 0.28}`.
+    Example: `{"prompt before the image": 0.0, "prompt after it": 0.31, "turn 1": 0.28}`.
     """
     ids_T = trajectory.ids_T
     is_text_T = ids_T != image_token_id
@@ -70,7 +70,7 @@ def gaps_by_part(
     first = int(np.argmin(is_text_T)) if not is_text_T.all() else len(ids_T)
     is_prompt_T = places_T < trajectory.prompt_length
     parts = {
-        "prompt" if first == len(ids_T) else "prompt before the picture": is_prompt_T & (places_T < first),
+        "prompt" if first == len(ids_T) else "prompt before the image": is_prompt_T & (places_T < first),
         "prompt after it": is_prompt_T & is_text_T & (places_T >= first),
     }
     parts |= {

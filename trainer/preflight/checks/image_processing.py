@@ -1,6 +1,6 @@
-"""Checks image preprocessing: the checkpoint's settings, and the patches that are cut from a picture.
+"""Checks image preprocessing: the checkpoint's settings, and the patches that are cut from an image.
 
-Settings must fit the network and its family. Patches must equal those of Transformers and the picture's own pixels.
+Settings must fit the network and its family. Patches must equal those of Transformers and the image's own pixels.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trainer.preflight.finding import Verdict, fault, ok
 
 #: Patches may differ by this much, because float32 operations have another order.
 MAX_GAP = 1e-4
-#: The mean of a channel may differ by this much from the mean of the picture's bytes.
+#: The mean of a channel may differ by this much from the mean of the image's bytes.
 MAX_MEAN_GAP = 1e-3
 
 
@@ -81,34 +81,34 @@ def _rounded(values: Any) -> str:
 def check_patches(
     ours: ProcessedImage, theirs_PD: NDArray[np.float32], grid: tuple[int, ...], settings: Mapping[str, Any]
 ) -> Verdict:
-    """Return whether our patches of a picture equal Transformers' patches and the picture's normalised pixels."""
+    """Return whether our patches of an image equal Transformers' patches and the image's normalised pixels."""
     if ours.grid_thw != grid:
-        return fault(f"the picture has the grid {ours.grid_thw} here and {grid} in Transformers", _OURS)
+        return fault(f"the image has the grid {ours.grid_thw} here and {grid} in Transformers", _OURS)
     gap = float(np.abs(ours.pixels_PD - theirs_PD).max())
     if not gap <= MAX_GAP:
         return fault(f"patches differ from those of Transformers by up to {gap:.3g}", _OURS)
-    assert ours.picture is not None
-    pixels_HWC = np.asarray(ours.picture, dtype=np.float64) / 255
+    assert ours.resized is not None
+    pixels_HWC = np.asarray(ours.resized, dtype=np.float64) / 255
     expected_C = (pixels_HWC.mean((0, 1)) - settings["image_mean"]) / settings["image_std"]
     means_C = ours.pixels_PD.astype(np.float64).reshape(len(ours.pixels_PD), 3, -1).mean((0, 2))
     if not np.allclose(means_C, expected_C, atol=MAX_MEAN_GAP):
-        return fault(f"channels have the means {_rounded(means_C)}, the picture's are {_rounded(expected_C)}", _OURS)
+        return fault(f"channels have the means {_rounded(means_C)}, the image's are {_rounded(expected_C)}", _OURS)
     return ok(f"{len(theirs_PD)} patches are those of Transformers")
 
 
 _OURS = "look at agents/rendering/images.py and the installed transformers"
 
 
-def transformers_patches(path: str | Path, picture: Image.Image) -> tuple[NDArray[np.float32], tuple[int, ...]]:
-    """Return the patches, and their grid, that Transformers' own Pillow processor makes of a picture."""
+def transformers_patches(path: str | Path, image: Image.Image) -> tuple[NDArray[np.float32], tuple[int, ...]]:
+    """Return the patches, and their grid, that Transformers' own Pillow processor makes of an image."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    made = Qwen2VLImageProcessorPil.from_pretrained(path)(images=[picture], return_tensors="np")
+    made = Qwen2VLImageProcessorPil.from_pretrained(path)(images=[image], return_tensors="np")
     return np.asarray(made["pixel_values"], dtype=np.float32), tuple(int(n) for n in made["image_grid_thw"][0])
 
 
-def test_picture(size: tuple[int, int] = (201, 153)) -> Image.Image:
-    """Return a picture of coloured noise whose sides are not multiples of a patch."""
+def test_image(size: tuple[int, int] = (201, 153)) -> Image.Image:
+    """Return an image of coloured noise whose sides are not multiples of a patch."""
     pixels = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
     pixels[:, : size[0] // 2, 0] //= 4  # so that channels differ, and halves differ
     return Image.fromarray(pixels)

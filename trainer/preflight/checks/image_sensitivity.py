@@ -1,4 +1,4 @@
-"""Checks that a network sees: a changed picture must move the log-probs of the text after it.
+"""Checks that a network sees: a changed image must move the log-probs of the text after it.
 
 The original stream is scored twice, which gives the noise. A network that moves no more than the noise is blind.
 """
@@ -11,15 +11,15 @@ from numpy.typing import NDArray
 from trainer.preflight.finding import Verdict, fault, ok, warning
 from trainer.preflight.probe_streams import ImageVariants, Score
 
-#: A changed picture must move the text by more than this many nats, and more than this many times the noise.
+#: A changed image must move the text by more than this many nats, and more than this many times the noise.
 LEAST_MOVE = 1e-6
 NOISE_TIMES = 5.0
-#: A picture that moves the text by less than this, in nats, hardly matters to the network.
+#: An image that moves the text by less than this, in nats, hardly matters to the network.
 WEAK_MOVE = 1e-3
 
 
 async def score_variants(score: Score, variants: ImageVariants) -> tuple[NDArray[np.float32], ...]:
-    """Return the log-probs of the text after the picture: original, original again, changed picture, no picture."""
+    """Return the log-probs of the text after the image: original, original again, changed image, no image."""
     v = variants
     original, again = [await score(v.original.ids, v.original.images) for _ in range(2)]
     changed = await score(v.changed.ids, v.changed.images)
@@ -33,7 +33,7 @@ def check_image_sensitivity(
     changed_N: NDArray[np.float32],
     removed_N: NDArray[np.float32],
 ) -> Verdict:
-    """Return whether pictures change the log-probs of the text after them.
+    """Return whether images change the log-probs of the text after them.
 
     >>> import numpy as np
     >>> original = np.array([-1.0, -2.0])
@@ -42,10 +42,10 @@ def check_image_sensitivity(
     """
     noise, moved, gone = (float(np.abs(original_N - x).mean()) for x in (again_N, changed_N, removed_N))
     if not np.isfinite([noise, moved, gone]).all():
-        return fault("log-probs after a picture are not finite", "look at weights and image preprocessing")
-    found = f"another picture moves the text after it by {moved:.2g} nats, none by {gone:.2g}; noise {noise:.1g}"
+        return fault("log-probs after an image are not finite", "look at weights and image preprocessing")
+    found = f"another image moves the text after it by {moved:.2g} nats, none by {gone:.2g}; noise {noise:.1g}"
     if moved <= max(LEAST_MOVE, NOISE_TIMES * noise):
-        return fault(f"blind: {found}", "pictures do not reach the network: look at the engine's version and arguments")
+        return fault(f"blind: {found}", "images do not reach the network: look at the engine's version and arguments")
     if moved < WEAK_MOVE:
-        return warning(found, "pictures hardly matter to this network: is its vision tower trained?")
+        return warning(found, "images hardly matter to this network: is its vision tower trained?")
     return ok(found)

@@ -1,7 +1,7 @@
 """Compares the learner's positions and log-probs with those of Transformers.
 
 The positions are those of training samples, made by the same code as in a training step. The log-probs are compared
-with the checkpoint as Transformers alone runs it: its own positions, attention and merging of pictures.
+with the checkpoint as Transformers alone runs it: its own positions, attention and merging of images.
 
 Legend: T tokens of a stream, N chosen tokens.
 """
@@ -47,10 +47,10 @@ def check_positions(samples: Sequence[TrainingSample], network: PolicyModel) -> 
         got = sample.positions_3T[:, place].tolist()
         wanted = expected_3T[:, place].tolist()
         is_flat = bool((sample.positions_3T == np.arange(len(sample.ids_T))).all())
-        what = "are flat, with no rows and columns for pictures" if is_flat else "are not those of Transformers"
+        what = "are flat, with no rows and columns for images" if is_flat else "are not those of Transformers"
         found = f"positions {what}: token {place} stands at {got}, get_rope_index says {wanted}"
-        return fault(found, "positions of a network with pictures are three: time, row, column (agents/model/mrope.py)")
-    return ok(f"{tokens} positions of {len(samples)} streams with {images} pictures are those of Transformers")
+        return fault(found, "positions of a network with images are three: time, row, column (agents/model/mrope.py)")
+    return ok(f"{tokens} positions of {len(samples)} streams with {images} images are those of Transformers")
 
 
 def rope_index(sample: TrainingSample, network: PolicyModel) -> NDArray[np.int64]:

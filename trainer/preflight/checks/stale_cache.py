@@ -1,6 +1,6 @@
 """Checks that an engine uses no cache of older weights after new weights were pushed.
 
-Three caches are tried after the learner's weights have changed: encoded pictures (the same stream is scored again), the
+Three caches are tried after the learner's weights have changed: encoded images (the same stream is scored again), the
 prefix cache (the same prompt is continued in a new session), and the keys and values of a session that was open during
 the push. In all three, the engine must give the learner's new log-probs.
 """
@@ -29,7 +29,7 @@ class CacheGaps:
 
     `moved` is how far the learner's own log-probs moved. `is_tower_trained` says whether the vision tower changed too.
 
-    Example: an engine with stale pictures has `CacheGaps(before=1e-7, moved=1.9, after={"scored again": 0.8, ...})`.
+    Example: an engine with stale images has `CacheGaps(before=1e-7, moved=1.9, after={"scored again": 0.8, ...})`.
     """
 
     before: float

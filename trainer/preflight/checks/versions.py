@@ -84,7 +84,7 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
     KnownBad(
         "sglang",
         f"<{FIRST_EXACT}",
-        "decodes the ids of a request with pictures and tokenises the text again: it may read another stream",
+        "decodes the ids of a request with images and tokenises the text again: it may read another stream",
         "install sglang 0.5.15 or later",
         # The setting SGLANG_MM_AVOID_RETOKENIZE is not in the wheel of 0.5.12.post1, and on by default in 0.5.13's.
         "https://github.com/sgl-project/sglang/issues/12383, https://github.com/sgl-project/sglang/pull/26555",
@@ -93,7 +93,7 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
     KnownBad(
         "transformers",
         ">=5.3,<5.5.4",
-        "get_rope_index gives pictures of Qwen2.5-VL wrong positions in time",
+        "get_rope_index gives images of Qwen2.5-VL wrong positions in time",
         "install transformers 5.12 or later",
         "https://github.com/huggingface/transformers/issues/45325, https://github.com/huggingface/transformers/pull/45330",
         concerns=lambda versions, uses: uses.model_type == "qwen2_5_vl",

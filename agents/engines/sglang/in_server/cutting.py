@@ -1,8 +1,8 @@
-"""Cuts pictures into patches as the checkpoint's processor does, in two steps: levels by patch, then their values.
+"""Cuts images into patches as the checkpoint's processor does, in two steps: levels by patch, then their values.
 
 A processor of the Qwen family gives each pixel a value that depends on its level and channel alone, and orders the
 values by patch. `learn_values` reads the values off the processor itself, and proves that nothing else happens. So a
-picture can wait and travel as one byte for each level, a quarter of its patches in bfloat16, and get its values on the
+image can wait and travel as one byte for each level, a quarter of its patches in bfloat16, and get its values on the
 GPU that encodes it.
 
 Legend: P patches, N values of a patch, C channels, L levels.
@@ -18,11 +18,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from agents.engines.sglang.in_server.kept_pictures import Grid
+from agents.engines.sglang.in_server.kept_images import Grid
 
 CHANNELS = 3
 LEVELS = 256
-#: Sides of the pictures to learn from, in patches: one of them is not resized.
+#: Sides of the images to learn from, in patches: one of them is not resized.
 PROBE_SIDES = (4, 8, 16, 32, 64)
 #: What a processor returns: patches (P, N), and their grid.
 Processed = Callable[[Image.Image], tuple[Tensor, Grid]]
@@ -30,7 +30,7 @@ Processed = Callable[[Image.Image], tuple[Tensor, Grid]]
 
 @dataclass(frozen=True)
 class PatchForm:
-    """Pixels along a side of a patch, patches along a side of a token, and how often a picture stands in a patch.
+    """Pixels along a side of a patch, patches along a side of a token, and how often an image stands in a patch.
 
     The last is because patches were made for videos.
     """
@@ -40,17 +40,17 @@ class PatchForm:
     frames: int
 
 
-def ordered_levels(picture: Image.Image, form: PatchForm) -> tuple[Tensor, Grid]:
-    """Return the levels of an RGB picture by patch and channel, for one frame, and the grid of its patches.
+def ordered_levels(image: Image.Image, form: PatchForm) -> tuple[Tensor, Grid]:
+    """Return the levels of an RGB image by patch and channel, for one frame, and the grid of its patches.
 
-    Its sides must be multiples of patch size times merge size. Example: a picture of 160 x 128 in patches of 16 gives
+    Its sides must be multiples of patch size times merge size. Example: an image of 160 x 128 in patches of 16 gives
     levels of shape (80, 768) and the grid (1, 8, 10).
     """
     size = form.patch_size
     merge = form.merge_size
-    rows = picture.height // size // merge
-    columns = picture.width // size // merge
-    pixels = np.asarray(picture).reshape(rows, merge, size, columns, merge, size, CHANNELS)
+    rows = image.height // size // merge
+    columns = image.width // size // merge
+    pixels = np.asarray(image).reshape(rows, merge, size, columns, merge, size, CHANNELS)
     levels = np.ascontiguousarray(pixels.transpose(0, 3, 1, 4, 6, 2, 5))
     return torch.from_numpy(levels).view(-1, CHANNELS * size**2), (1, rows * merge, columns * merge)
 

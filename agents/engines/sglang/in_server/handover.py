@@ -1,8 +1,8 @@
 """Hands a prepared prompt from SGLang's tokenizer manager to its scheduler.
 
-Up to 0.5.18 SGLang pickles what its processors return. A `PreparedPrompt` pickles as numbers and `PictureAddress`es,
-and is unpickled in the scheduler as SGLang's own `MultimodalProcessorOutput`, whose pictures are mapped from shared
-memory. Later releases write records field by field, so they get their own record, with the kept pictures in it.
+Up to 0.5.18 SGLang pickles what its processors return. A `PreparedPrompt` pickles as numbers and `ImageAddress`es,
+and is unpickled in the scheduler as SGLang's own `MultimodalProcessorOutput`, whose images are mapped from shared
+memory. Later releases write records field by field, so they get their own record, with the kept images in it.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -25,14 +25,14 @@ from sglang.srt.managers.schedule_batch import (
 
 from agents.engines.sglang.in_server import scheduler
 from agents.engines.sglang.in_server.cutting import CHANNELS, LEVELS
-from agents.engines.sglang.in_server.kept_pictures import PictureAddress, map_picture
+from agents.engines.sglang.in_server.kept_images import ImageAddress, map_image
 from agents.engines.sglang.in_server.prompts import ExpandedPrompt
 from agents.engines.sglang.in_server.scheduler.levels import LEVEL_VALUES
 
 #: The releases whose scheduler is known to take what is handed over. With another one SGLang ignores these modules.
 PROVEN = tuple(f"0.5.{number}" for number in range(15, 24))
 if not sglang.__version__.startswith(PROVEN):
-    raise ImportError(f"pictures are kept with SGLang {PROVEN[0]} to {PROVEN[-1]}, got {sglang.__version__}")
+    raise ImportError(f"images are kept with SGLang {PROVEN[0]} to {PROVEN[-1]}, got {sglang.__version__}")
 #: Whether records are pickled.
 IS_PICKLED = dataclasses.is_dataclass(MultimodalProcessorOutput)
 
@@ -44,14 +44,14 @@ def takes_levels() -> bool:
 
 def prepared_prompt(
     prompt: ExpandedPrompt,
-    addresses: Sequence[PictureAddress],
+    addresses: Sequence[ImageAddress],
     hashes: Sequence[int],
     level_values: torch.Tensor | None,
     token_ids: dict[str, Any],
 ) -> Any:
-    """Return what the processor returns; `hashes` are the keys of SGLang's caches, one a picture.
+    """Return what the processor returns; `hashes` are the keys of SGLang's caches, one an image.
 
-    `level_values` are those of `patch_values`, for pictures that are kept as levels.
+    `level_values` are those of `patch_values`, for images that are kept as levels.
     """
     items = [
         MultimodalDataItem(modality=Modality.IMAGE, hash=number, offsets=[span])
@@ -69,7 +69,7 @@ def prepared_prompt(
             **token_ids,
         )
     for item, address in zip(items, addresses, strict=True):
-        item.feature = map_picture(address)
+        item.feature = map_image(address)
         item.model_specific_data = _data(address, level_values)
     return MultimodalProcessorOutput(
         mm_items=items,
@@ -85,12 +85,12 @@ _Record: Any = MultimodalProcessorOutput if IS_PICKLED else object
 
 
 class PreparedPrompt(_Record):
-    """SGLang's record, with pictures by address and positions as bytes."""
+    """SGLang's record, with images by address and positions as bytes."""
 
     def __init__(
         self,
         prompt: ExpandedPrompt,
-        addresses: Sequence[PictureAddress],
+        addresses: Sequence[ImageAddress],
         level_values: torch.Tensor | None,
         **fields: Any,
     ) -> None:
@@ -110,11 +110,11 @@ class PreparedPrompt(_Record):
         return unpack, (padded_ids, keys, self.addresses, levels, positions, self.prompt.delta, ids)
 
 
-def _data(address: PictureAddress, level_values: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """Return what an item holds beside its picture."""
+def _data(address: ImageAddress, level_values: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """Return what an item holds beside its image."""
     data = {"image_grid_thw": torch.tensor([address.grid_thw])}
     if address.dtype == "uint8":
-        assert level_values is not None, "a picture was kept as levels before their values were learnt"
+        assert level_values is not None, "an image was kept as levels before their values were learnt"
         data[LEVEL_VALUES] = level_values
     return data
 
@@ -127,7 +127,7 @@ def _level_values(dtype: str, values: bytes) -> torch.Tensor:
 def unpack(
     padded_ids: array[int],
     keys: Sequence[tuple[int, int, tuple[int, int]]],
-    addresses: Sequence[PictureAddress],
+    addresses: Sequence[ImageAddress],
     levels: tuple[str, bytes] | None,
     positions: bytes,
     delta: int,
@@ -141,7 +141,7 @@ def unpack(
             hash=number,
             pad_value=pad_value,
             offsets=[span],
-            feature=map_picture(address),
+            feature=map_image(address),
             model_specific_data=_data(address, level_values),
         )
         for (number, pad_value, span), address in zip(keys, addresses, strict=True)

@@ -1,4 +1,4 @@
-"""The picture processor of the SGLang servers that we start. Pictures that come in another way are left to SGLang."""
+"""The image processor of the SGLang servers that we start. Images that come in another way are left to SGLang."""
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
@@ -14,7 +14,7 @@ from sglang.srt.multimodal.processors.qwen_vl import QwenVLImageProcessor
 
 from agents.engines.sglang.in_server.cutting import PatchForm, learn_values, ordered_levels, patch_values
 from agents.engines.sglang.in_server.handover import prepared_prompt, takes_levels
-from agents.engines.sglang.in_server.kept_pictures import Allocate, Grid, KeptPictures, PictureError, picture_entries
+from agents.engines.sglang.in_server.kept_images import Allocate, Grid, ImageError, KeptImages, image_entries
 from agents.engines.sglang.in_server.prompts import expand
 from agents.rendering.images import stable_size
 
@@ -23,14 +23,14 @@ ARCHITECTURES = tuple(f"{name}ForConditionalGeneration" for name in ("Qwen2_5_VL
 NARROW_TYPES = {"bfloat16": torch.bfloat16, "half": torch.float16, "float16": torch.float16}
 
 
-class PictureProcessor(QwenVLImageProcessor):
-    """Reads each picture once, and hands prompts over with the addresses of their pictures."""
+class ImageProcessor(QwenVLImageProcessor):
+    """Reads each image once, and hands prompts over with the addresses of their images."""
 
     models = tuple(model for model in QwenVLImageProcessor.models if model.__name__ in ARCHITECTURES)
 
     def __init__(self, hf_config: Any, server_args: Any, _processor: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(hf_config, server_args, _processor, *args, **kwargs)
-        self._pictures = KeptPictures(self._read)
+        self._images = KeptImages(self._read)
         self._type = NARROW_TYPES.get(str(server_args.dtype), torch.float32)
         self._sglang = threading.Lock()  # Transformers' processors are not safe in two threads
         self._image_processor = _processor.image_processor
@@ -39,41 +39,41 @@ class PictureProcessor(QwenVLImageProcessor):
 
     @functools.cached_property
     def _level_values(self) -> torch.Tensor | None:
-        """The values of levels; None where SGLang was told to size pictures in its own way (`--mm-process-config`)."""
+        """The values of levels; None where SGLang was told to size images in its own way (`--mm-process-config`)."""
         return None if self.image_config else learn_values(self._cut_by_sglang, self._form)
 
     def _read(self, png: bytes, allocate: Allocate) -> Grid:
-        """Write the levels of a picture, or else its patches, those that SGLang's own way gives; return their grid."""
+        """Write the levels of an image, or else its patches, those that SGLang's own way gives; return their grid."""
         with Image.open(io.BytesIO(png)) as file:
             file.load()
-            picture = file if file.mode == "RGB" else file.convert("RGB")
-        size = (picture.height, picture.width)
+            image = file if file.mode == "RGB" else file.convert("RGB")
+        size = (image.height, image.width)
         if self._level_values is None or stable_size(self._image_processor, *size) != size:
-            kept_PN, grid = self._cut_by_sglang(picture)
+            kept_PN, grid = self._cut_by_sglang(image)
         else:
-            kept_PN, grid = ordered_levels(picture, self._form)
+            kept_PN, grid = ordered_levels(image, self._form)
             if not takes_levels():
                 kept_PN = patch_values(kept_PN, self._level_values, self._form.frames)
         rows, columns = kept_PN.shape
         allocate((rows, columns), kept_PN.dtype).copy_(kept_PN)
         return grid
 
-    def _cut_by_sglang(self, picture: Image.Image) -> tuple[torch.Tensor, Grid]:
+    def _cut_by_sglang(self, image: Image.Image) -> tuple[torch.Tensor, Grid]:
         with self._sglang:
-            cut = self.process_mm_data(self.mm_tokens.image_token, images=[picture])
+            cut = self.process_mm_data(self.mm_tokens.image_token, images=[image])
         (grid,) = cut["image_grid_thw"].tolist()
         return cut["pixel_values"].to(self._type), tuple(grid)
 
     async def process_mm_data_async(
         self, image_data: Any, input_text: Any, request_obj: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Return the prompt, expanded and with positions; raises `PictureError`, which the client understands."""
-        entries = picture_entries(image_data)
+        """Return the prompt, expanded and with positions; raises `ImageError`, which the client understands."""
+        entries = image_entries(image_data)
         if entries is None:
             return await super().process_mm_data_async(image_data, input_text, request_obj, *args, **kwargs)
         if not isinstance(input_text, list):
-            raise PictureError("pictures by key need input_ids")
-        addresses = await self._pictures.addresses(entries)
+            raise ImageError("images by key need input_ids")
+        addresses = await self._images.addresses(entries)
         grids = [address.grid_thw for address in addresses]
         prompt = expand(input_text, grids, self.mm_tokens.image_token_id, self.spatial_merge_size)
         token_ids = {

@@ -1,4 +1,4 @@
-"""A prompt with pictures, ready for SGLang's scheduler: ids, where the pictures are in them, and mRoPE positions."""
+"""A prompt with images, ready for SGLang's scheduler: ids, where the images are in them, and mRoPE positions."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.engines.sglang.in_server.kept_pictures import Grid, PictureError
+from agents.engines.sglang.in_server.kept_images import Grid, ImageError
 from agents.model.mrope import mrope_positions
 
 
 @dataclass(frozen=True, eq=False)
 class ExpandedPrompt:
-    """Ids with one placeholder per image token, the first and last place of each picture, positions of shape (3, T)."""
+    """Ids with one placeholder per image token, the first and last place of each image, positions of shape (3, T)."""
 
     ids: list[int]
     spans: list[tuple[int, int]]
@@ -27,10 +27,10 @@ class ExpandedPrompt:
 
 
 def expand(ids: Sequence[int], grids: Sequence[Grid], image_token_id: int, merge_size: int) -> ExpandedPrompt:
-    """Expand the one placeholder of each picture; all other ids stay what they are.
+    """Expand the one placeholder of each image; all other ids stay what they are.
 
     Raises:
-        PictureError: there are more or fewer placeholders than pictures.
+        ImageError: there are more or fewer placeholders than images.
 
     >>> prompt = expand([7, 9, 7], [(1, 2, 4)], image_token_id=9, merge_size=2)
     >>> prompt.ids, prompt.spans, prompt.delta
@@ -38,7 +38,7 @@ def expand(ids: Sequence[int], grids: Sequence[Grid], image_token_id: int, merge
     """
     places = [place for place, token in enumerate(ids) if token == image_token_id]
     if len(places) != len(grids):
-        raise PictureError(f"{len(places)} placeholders for {len(grids)} pictures")
+        raise ImageError(f"{len(places)} placeholders for {len(grids)} images")
     expanded: list[int] = []
     spans: list[tuple[int, int]] = []
     end = 0

@@ -1,6 +1,6 @@
-"""Gives pictures that came as levels their values on the GPU, where SGLang's models encode them.
+"""Gives images that came as levels their values on the GPU, where SGLang's models encode them.
 
-SGLang's scheduler copies every picture to the GPU, and does nothing else meanwhile: 2.7 ms for the patches of 1,024
+SGLang's scheduler copies every image to the GPU, and does nothing else meanwhile: 2.7 ms for the patches of 1,024
 tokens in bfloat16, which are four times as large as the levels.
 """
 
@@ -19,7 +19,7 @@ LEVEL_VALUES = "level_values"
 
 
 def install(model_class: Any) -> None:
-    """Change a class of SGLang that encodes the pictures of its items by `get_image_feature`."""
+    """Change a class of SGLang that encodes the images of its items by `get_image_feature`."""
     theirs = model_class.get_image_feature
 
     @functools.wraps(theirs)

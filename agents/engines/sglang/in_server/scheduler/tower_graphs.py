@@ -1,10 +1,10 @@
-"""Encodes pictures by CUDA graphs, in the scheduler of a server with Qwen3-VL.
+"""Encodes images by CUDA graphs, in the scheduler of a server with Qwen3-VL.
 
 SGLang launches the kernels of the vision tower one by one, and 0.5.15 waits for the GPU in each of its layers. At 2B
-that takes 14 to 35 ms a picture, however small, in which the server writes nothing. A graph launches them at once.
+that takes 14 to 35 ms an image, however small, in which the server writes nothing. A graph launches them at once.
 
 SGLang's own (`SGLANG_VIT_ENABLE_CUDA_GRAPH`) stay off. In 0.5.15 they put positions elsewhere than the learner, take
-two pictures for one with as many patches, and hand out memory that the next picture overwrites.
+two images for one with as many patches, and hand out memory that the next image overwrites.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 #: Patches of a graph: a pass runs in the next larger one. Beyond the last, products take longer than launching them,
-#: so more pictures than that are several passes.
+#: so more images than that are several passes.
 SIZES = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096)
-#: Pictures of a pass. One alone has graphs of its own, whose attention has no room for others.
-MAX_PICTURES = 8
+#: Images of a pass. One alone has graphs of its own, whose attention has no room for others.
+MAX_IMAGES = 8
 #: How far a graph's first encoding may be from SGLang's: bfloat16 in other products gives 0.01.
 MAX_DIFFERENCE = 0.05
-#: SGLang's kinds of attention, and whether their graph mode takes the lengths of pictures beside their starts.
+#: SGLang's kinds of attention, and whether their graph mode takes the lengths of images beside their starts.
 _TAKES_LENGTHS = {"VisionTritonAttention": True, "VisionFlash3Attention": False}
 
 Run = Callable[[], None]
@@ -50,7 +50,7 @@ class CudaCapture:
 
 
 class TowerGraphs:
-    """The graphs of one tower, captured as they are needed, by size and pictures.
+    """The graphs of one tower, captured as they are needed, by size and images.
 
     `eager` is SGLang's own way, and `in_graph_mode()` has its attention take places that are on the GPU. All graphs
     read and write one set of buffers, in rows of patches P. Rows beyond those of a pass say nothing to them.
@@ -79,16 +79,16 @@ class TowerGraphs:
             self._turn_off(reason)
 
     def encode(self, patches_PD: Tensor, grids_N3: Tensor) -> Tensor:
-        """Return the encodings of pictures, as SGLang does: its own where no graph can give them."""
+        """Return the encodings of images, as SGLang does: its own where no graph can give them."""
         grids = grids_N3.tolist()
         if self._is_off or any(frames != 1 for frames, _, _ in grids):
             return self._eager(patches_PD, grids_N3)
         lengths = [height * width for _, height, width in grids]
         encoded = []
         first = 0
-        for pictures in passes(lengths):
-            end = first + sum(lengths[pictures])
-            encoded.append(self._encode_pass(patches_PD[first:end], grids_N3[pictures], grids[pictures]))
+        for images in passes(lengths):
+            end = first + sum(lengths[images])
+            encoded.append(self._encode_pass(patches_PD[first:end], grids_N3[images], grids[images]))
             first = end
         return encoded[0] if len(encoded) == 1 else torch.cat(encoded)
 
@@ -96,7 +96,7 @@ class TowerGraphs:
         size = next((size for size in SIZES if size >= len(patches_PD)), 0)
         if self._is_off or not size:
             return self._eager(patches_PD, grids_N3)
-        key = (size, 1 if len(grids) == 1 else MAX_PICTURES)
+        key = (size, 1 if len(grids) == 1 else MAX_IMAGES)
         if key in self._graphs:
             return self._run(key, patches_PD, grids)
         theirs = self._eager(patches_PD, grids_N3)
@@ -105,19 +105,19 @@ class TowerGraphs:
             difference = ((ours - theirs).float().norm() / theirs.float().norm()).item()
             if not difference <= MAX_DIFFERENCE:
                 raise ArithmeticError(f"a graph of {size} patches differs by {difference:.3f} of the encodings' length")
-        except Exception as error:  # whatever a release or GPU does not take: pictures are encoded as before
+        except Exception as error:  # whatever a release or GPU does not take: images are encoded as before
             self._turn_off(f"{type(error).__name__} {error}")
             return theirs
-        logger.info("pictures of up to %d patches are encoded by a graph, %.4f from SGLang's way", size, difference)
+        logger.info("images of up to %d patches are encoded by a graph, %.4f from SGLang's way", size, difference)
         return ours
 
     def _turn_off(self, reason: str) -> None:
-        logger.warning("pictures are encoded without graphs: %s", reason)
+        logger.warning("images are encoded without graphs: %s", reason)
         self._is_off = True
         self._graphs.clear()
 
     def _run(self, key: tuple[int, int], patches_PD: Tensor, grids: list[list[int]]) -> Tensor:
-        """Return the encodings by the graph of a size and number of pictures, which is captured if it is not there."""
+        """Return the encodings by the graph of a size and number of images, which is captured if it is not there."""
         tower = self._tower
         embedded = tower.patch_embed(patches_PD.to(device=tower.device, dtype=tower.dtype, non_blocking=True))
         embedded = embedded + tower.fast_pos_embed_interpolate_from_list(grids)
@@ -130,10 +130,10 @@ class TowerGraphs:
         self._graphs[key]()
         return buffers.encoded[: len(patches_PD) // tower.spatial_merge_unit].clone()
 
-    def _layers(self, buffers: _Buffers, size: int, num_pictures: int) -> None:
+    def _layers(self, buffers: _Buffers, size: int, num_images: int) -> None:
         """Run all layers over the first rows of the buffers."""
         tower = self._tower
-        starts = buffers.starts[: num_pictures + 1]
+        starts = buffers.starts[: num_images + 1]
         places = [starts, starts[1:] - starts[:-1], size] if _TAKES_LENGTHS[_attention(tower)] else [starts, size]
         state, deep = buffers.embedded[:size].clone().unsqueeze(1), []  # layers add to it in place
         for number, layer in enumerate(tower.blocks):
@@ -150,14 +150,14 @@ class TowerGraphs:
 
 
 def passes(lengths: Sequence[int]) -> Iterator[slice]:
-    """Cut pictures with so many patches each into passes that have a graph; a larger picture is a pass of its own.
+    """Cut images with so many patches each into passes that have a graph; a larger image is a pass of its own.
 
     >>> list(passes([4000, 80, 80, 9000, 80]))
     [slice(0, 2, None), slice(2, 3, None), slice(3, 4, None), slice(4, 5, None)]
     """
     first = patches = 0
     for place, length in enumerate(lengths):
-        if place > first and (patches + length > SIZES[-1] or place - first == MAX_PICTURES):
+        if place > first and (patches + length > SIZES[-1] or place - first == MAX_IMAGES):
             yield slice(first, place)
             first = place
             patches = 0
@@ -176,13 +176,13 @@ class _Buffers:
         heads = (attention.num_attention_heads_per_partition, attention.head_size)
         self.attended = embedded.new_zeros(rows, *heads)
         self.encoded = embedded.new_zeros(rows // tower.spatial_merge_unit, tower.out_hidden_size)
-        self.starts = torch.zeros(MAX_PICTURES + 1, dtype=torch.int32, device=embedded.device)
+        self.starts = torch.zeros(MAX_IMAGES + 1, dtype=torch.int32, device=embedded.device)
 
     def fill(self, embedded: Tensor, cos: Tensor, sin: Tensor, lengths: Sequence[int]) -> None:
-        """Write what a pass reads. Pictures that it does not have are empty."""
+        """Write what a pass reads. Images that it does not have are empty."""
         for buffer, values in ((self.embedded, embedded), (self.cos, cos), (self.sin, sin)):
             buffer[: len(values)] = values
-        padded = [*lengths, *[0] * (MAX_PICTURES - len(lengths))]
+        padded = [*lengths, *[0] * (MAX_IMAGES - len(lengths))]
         starts = torch.tensor([0, *accumulate(padded)], dtype=torch.int32)
         self.starts.copy_(starts, non_blocking=True)  # else the scheduler waits for all that the GPU has to do
 
@@ -219,9 +219,9 @@ def install(qwen3_vl: Any) -> None:
     def forward(self: Any, x: Tensor, grid_thw: Tensor) -> Tensor:
         if mode.get() or not isinstance(grid_thw, Tensor):
             return theirs(self, x, grid_thw)
-        if "picture_graphs" not in self.__dict__:
+        if "image_graphs" not in self.__dict__:
             eager = theirs.__get__(self)
-            self.picture_graphs = TowerGraphs(self, eager, CudaCapture(), in_graph_mode)
-        return self.picture_graphs.encode(x, grid_thw)
+            self.image_graphs = TowerGraphs(self, eager, CudaCapture(), in_graph_mode)
+        return self.image_graphs.encode(x, grid_thw)
 
     tower_class.forward = forward

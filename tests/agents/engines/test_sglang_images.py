@@ -1,4 +1,4 @@
-"""Claims about pictures on servers that keep them: each crosses once, none is mistaken for another, none is lost."""
+"""Claims about images on servers that keep them: each crosses once, none is mistaken for another, none is lost."""
 
 from __future__ import annotations
 
@@ -24,73 +24,73 @@ from PIL import Image, ImageFilter
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from agents.engines.sglang import SGLangEngine, SGLangSettings
-from agents.engines.sglang.in_server import kept_pictures
+from agents.engines.sglang.images import HELLO, PROTOCOL, SentImages, image_key, missed_images, salted_hash
+from agents.engines.sglang.in_server import kept_images
 from agents.engines.sglang.in_server.cutting import PatchForm, Processed, learn_values, ordered_levels, patch_values
-from agents.engines.sglang.in_server.kept_pictures import (
+from agents.engines.sglang.in_server.kept_images import (
     Allocate,
     Grid,
-    KeptPictures,
-    PictureAddress,
-    PictureEntry,
-    PictureError,
-    keep_picture,
-    map_picture,
-    picture_entries,
+    ImageAddress,
+    ImageEntry,
+    ImageError,
+    KeptImages,
+    image_entries,
+    keep_image,
+    map_image,
 )
 from agents.engines.sglang.in_server.prompts import expand
 from agents.engines.sglang.in_server.scheduler import levels
 from agents.engines.sglang.payloads import collapse
-from agents.engines.sglang.pictures import HELLO, PROTOCOL, SentPictures, missed_pictures, picture_key, salted_hash
 from agents.engines.sglang.process import LocalProcess, ReservedPorts
 from agents.model.mrope import mrope_positions
 from agents.rendering.renderer import Renderer
 from agents.types import GenerateRequest, ProcessedImage, SamplingParams
 from tests.agents.engines.test_sglang_engine import EMULATOR, misbehave, settings, url, with_engine
-from tests.prompts import picture, question
+from tests.prompts import make_image, question
 
 __all__ = ["url"]  # a fixture
 
 HASH = "00ff"
 
 
-def entry(name: str) -> PictureEntry:
-    """Return a picture as it comes the first time."""
-    return PictureEntry(picture_key(name.encode()), HASH, base64.b64encode(name.encode()).decode())
+def entry(name: str) -> ImageEntry:
+    """Return an image as it comes the first time."""
+    return ImageEntry(image_key(name.encode()), HASH, base64.b64encode(name.encode()).decode())
 
 
-def known(name: str) -> PictureEntry:
-    return PictureEntry(picture_key(name.encode()), HASH)
+def known(name: str) -> ImageEntry:
+    return ImageEntry(image_key(name.encode()), HASH)
 
 
 def processed(renderer: Renderer, *seeds: int) -> tuple[ProcessedImage, ...]:
     assert renderer.images
-    return tuple(renderer.images.process(picture(64, 32, seed)) for seed in seeds)
+    return tuple(renderer.images.process(make_image(64, 32, seed)) for seed in seeds)
 
 
 # What is sent ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_picture_is_sent_whole_once_and_again_when_it_was_missed(renderer: Renderer) -> None:
-    (one, other), sent = processed(renderer, 1, 2), SentPictures()
+def test_a_image_is_sent_whole_once_and_again_when_it_was_missed(renderer: Renderer) -> None:
+    (one, other), sent = processed(renderer, 1, 2), SentImages()
     first, again, also = sent.entries([one, one, other], "salt")
-    key, hash_ = picture_key(one.png), salted_hash(one, "salt")
-    assert picture_entries([first, again]) == [
-        PictureEntry(key, hash_, base64.b64encode(one.png).decode()),
-        PictureEntry(key, hash_),
+    key, hash_ = image_key(one.png), salted_hash(one, "salt")
+    assert image_entries([first, again]) == [
+        ImageEntry(key, hash_, base64.b64encode(one.png).decode()),
+        ImageEntry(key, hash_),
     ]
     assert sent.entries([one], "other") == [again.replace(hash_, salted_hash(one, "other"))]
-    refusal = f"http://host/generate: status 400: {{'message': 'trueturn-picture misses {key} 00ff'}}"
-    assert missed_pictures(refusal) == (key, "00ff")
-    sent.forget(missed_pictures(refusal))
+    refusal = f"http://host/generate: status 400: {{'message': 'trueturn-image misses {key} 00ff'}}"
+    assert missed_images(refusal) == (key, "00ff")
+    sent.forget(missed_images(refusal))
     assert sent.entries([one, other], "salt") == [first, also.rpartition(":")[0]]
-    assert missed_pictures("status 400: the prompt misses a lot") == ()
+    assert missed_images("status 400: the prompt misses a lot") == ()
 
 
 def test_the_key_is_of_the_pixels_that_the_model_reads(renderer: Renderer) -> None:
     (one,) = processed(renderer, 1)
-    copy = ProcessedImage("another name", one.pixels_PD, one.grid_thw, one.num_tokens, one.picture)
-    resized = ProcessedImage(one.digest, one.pixels_PD, one.grid_thw, one.num_tokens, picture(96, 32, 1))
-    keys = [SentPictures().entries([image], "salt")[0].split(":")[1] for image in (one, copy, resized)]
+    copy = ProcessedImage("another name", one.pixels_PD, one.grid_thw, one.num_tokens, one.image)
+    resized = ProcessedImage(one.digest, one.pixels_PD, one.grid_thw, one.num_tokens, make_image(96, 32, 1))
+    keys = [SentImages().entries([image], "salt")[0].split(":")[1] for image in (one, copy, resized)]
     assert keys[0] == keys[1] != keys[2]
 
 
@@ -98,7 +98,7 @@ def test_the_key_is_of_the_pixels_that_the_model_reads(renderer: Renderer) -> No
 
 
 class Cutter:
-    """Cuts every picture into one patch of its length, and counts."""
+    """Cuts every image into one patch of its length, and counts."""
 
     def __init__(self, rows: int = 1) -> None:
         self.cut: list[bytes] = []
@@ -107,34 +107,34 @@ class Cutter:
     def __call__(self, png: bytes, allocate: Allocate) -> tuple[int, int, int]:
         patches = allocate((self.rows, 2), torch.float32)
         if png == self.broken:
-            raise OSError("no picture")
+            raise OSError("no image")
         self.cut.append(png)
         patches.fill_(len(png))
         return 1, 2, 2
 
 
-def test_a_picture_is_cut_once_for_all_who_ask_and_those_without_it_wait_for_it() -> None:
+def test_a_image_is_cut_once_for_all_who_ask_and_those_without_it_wait_for_it() -> None:
     cutter = Cutter()
 
-    async def play() -> list[list[PictureAddress]]:
-        kept = KeptPictures(cutter)
+    async def play() -> list[list[ImageAddress]]:
+        kept = KeptImages(cutter)
         asked = [kept.addresses([one]) for one in (known("png"), entry("png"), entry("png"), known("png"))]
         return [*await asyncio.gather(*asked), await kept.addresses([known("png"), entry("png")])]
 
     first, *others, both = asyncio.run(play())
     assert all(other == first for other in others) and both == first * 2 and cutter.cut == [b"png"]
-    assert map_picture(first[0]).tolist() == [[3.0, 3.0]]
+    assert map_image(first[0]).tolist() == [[3.0, 3.0]]
 
 
-def test_pictures_that_nobody_brings_are_named_and_are_taken_when_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_pictures, "WAIT_S", 0.05)
+def test_images_that_nobody_brings_are_named_and_are_taken_when_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_images, "WAIT_S", 0.05)
 
     async def play() -> None:
-        kept = KeptPictures(Cutter())
-        with pytest.raises(PictureError) as raised:
+        kept = KeptImages(Cutter())
+        with pytest.raises(ImageError) as raised:
             await kept.addresses([known("a"), entry("b"), known("c")])
-        assert missed_pictures(str(raised.value)) == (known("a").key, known("c").key)
-        assert list(kept._pictures) == [known("b").key]
+        assert missed_images(str(raised.value)) == (known("a").key, known("c").key)
+        assert list(kept._images) == [known("b").key]
         assert len(await kept.addresses([entry("c"), known("b")])) == 2
 
     asyncio.run(play())
@@ -143,54 +143,54 @@ def test_pictures_that_nobody_brings_are_named_and_are_taken_when_they_come(monk
 @pytest.mark.parametrize(
     ("png", "fault"),
     [
-        (base64.b64encode(b"broken").decode(), "OSError no picture"),
+        (base64.b64encode(b"broken").decode(), "OSError no image"),
         ("%%%", "cannot be read"),
         (entry("another").png, "not the one of this key"),
     ],
 )
-def test_a_picture_that_cannot_be_read_fails_its_requests_and_may_come_again(png: str, fault: str) -> None:
+def test_a_image_that_cannot_be_read_fails_its_requests_and_may_come_again(png: str, fault: str) -> None:
     whole = entry("broken")
 
     async def play() -> None:
         cutter = Cutter()
-        kept = KeptPictures(cutter)
+        kept = KeptImages(cutter)
         results = await asyncio.gather(
             *(kept.addresses([replace(whole, png=text)]) for text in (png, "", png)), return_exceptions=True
         )
-        assert all(f"picture {whole.key} cannot be read" in str(result) and fault in str(result) for result in results)
+        assert all(f"image {whole.key} cannot be read" in str(result) and fault in str(result) for result in results)
         cutter.broken = b""
         assert len(await kept.addresses([whole])) == 1
 
     asyncio.run(play())
 
 
-def test_the_pictures_used_last_stay_within_the_bytes_and_none_in_use_is_dropped(
+def test_the_images_used_last_stay_within_the_bytes_and_none_in_use_is_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def play(in_use_s: float) -> str:
-        monkeypatch.setattr(kept_pictures, "IN_USE_S", in_use_s)
-        kept = KeptPictures(Cutter(rows=1000), max_bytes=20_000)
+        monkeypatch.setattr(kept_images, "IN_USE_S", in_use_s)
+        kept = KeptImages(Cutter(rows=1000), max_bytes=20_000)
         for name in "abac":
             await kept.addresses([entry(name)])
             await asyncio.sleep(0.01)
         names = {entry(name).key: name for name in "abc"}
-        return "".join(names[key] for key in kept._pictures)
+        return "".join(names[key] for key in kept._images)
 
     before = len(list(Path("/proc/self/fd").iterdir()))
     assert asyncio.run(play(60.0)) == "bac"
-    monkeypatch.setattr(kept_pictures, "WAIT_S", 0.05)
+    monkeypatch.setattr(kept_images, "WAIT_S", 0.05)
     assert asyncio.run(play(0.0)) == "ac"
-    assert len(list(Path("/proc/self/fd").iterdir())) - before <= 3 + 2 + 2  # kept pictures, and the thread's own
+    assert len(list(Path("/proc/self/fd").iterdir())) - before <= 3 + 2 + 2  # kept images, and the thread's own
 
 
 def test_a_request_of_another_kind_is_left_to_sglang_and_the_protocol_is_told_to_who_asks() -> None:
-    assert picture_entries(None) is None and picture_entries([]) is None
-    assert picture_entries(["data:image/png;base64,AA"]) is None
-    assert picture_entries(["trueturn-picture:aa:00ff", "data:image/png;base64,AA"]) is None
-    with pytest.raises(PictureError, match=PROTOCOL):
-        picture_entries([HELLO])
-    with pytest.raises(PictureError, match="an entry must be trueturn-picture:KEY:HASH"):
-        picture_entries(["trueturn-picture:aa"])
+    assert image_entries(None) is None and image_entries([]) is None
+    assert image_entries(["data:image/png;base64,AA"]) is None
+    assert image_entries(["trueturn-image:aa:00ff", "data:image/png;base64,AA"]) is None
+    with pytest.raises(ImageError, match=PROTOCOL):
+        image_entries([HELLO])
+    with pytest.raises(ImageError, match="an entry must be trueturn-image:KEY:HASH"):
+        image_entries(["trueturn-image:aa"])
 
 
 # Cutting --------------------------------------------------------------------------------------------------------------
@@ -200,8 +200,8 @@ def processor_cut(dtype: torch.dtype, **settings: Any) -> Processed:
     """Return the cut of Transformers' own processor."""
     processor = Qwen2VLImageProcessorPil(size={"shortest_edge": 128 * 128, "longest_edge": 512 * 512}, **settings)
 
-    def cut(picture: Image.Image) -> tuple[torch.Tensor, Grid]:
-        made = processor(images=[picture], return_tensors="pt")
+    def cut(image: Image.Image) -> tuple[torch.Tensor, Grid]:
+        made = processor(images=[image], return_tensors="pt")
         (grid,) = made["image_grid_thw"].tolist()
         return made["pixel_values"].to(dtype), tuple(grid)
 
@@ -235,11 +235,11 @@ def test_patches_are_the_processors_to_the_bit(dtype: torch.dtype, settings: dic
 def test_a_processor_that_mixes_pixels_or_orders_patches_otherwise_is_not_imitated() -> None:
     plain = processor_cut(torch.float32, patch_size=16, merge_size=2)
 
-    def blurred(picture: Image.Image) -> tuple[torch.Tensor, Grid]:
-        return plain(picture.filter(ImageFilter.BLUR))
+    def blurred(image: Image.Image) -> tuple[torch.Tensor, Grid]:
+        return plain(image.filter(ImageFilter.BLUR))
 
-    def reordered(picture: Image.Image) -> tuple[torch.Tensor, Grid]:
-        patches, grid = plain(picture)
+    def reordered(image: Image.Image) -> tuple[torch.Tensor, Grid]:
+        patches, grid = plain(image)
         return patches.flip(0), grid
 
     form = PatchForm(16, 2, 2)
@@ -251,7 +251,7 @@ def test_a_processor_that_mixes_pixels_or_orders_patches_otherwise_is_not_imitat
 
 @dataclass
 class Item:
-    """A picture as SGLang's scheduler holds it."""
+    """An image as SGLang's scheduler holds it."""
 
     feature: torch.Tensor
     model_specific_data: dict[str, torch.Tensor]
@@ -286,24 +286,24 @@ def test_the_network_gets_the_values_of_levels_and_other_items_as_they_came() ->
 # Shared memory --------------------------------------------------------------------------------------------------------
 
 
-def kept(key: str, patches: torch.Tensor, grid_thw: tuple[int, int, int]) -> PictureAddress:
-    """Keep patches as if they had been cut from a picture."""
+def kept(key: str, patches: torch.Tensor, grid_thw: tuple[int, int, int]) -> ImageAddress:
+    """Keep patches as if they had been cut from an image."""
 
     def cut(_: bytes, allocate: Allocate) -> tuple[int, int, int]:
         allocate((len(patches), patches.shape[1]), patches.dtype).copy_(patches)
         return grid_thw
 
-    return keep_picture(key, b"", cut)
+    return keep_image(key, b"", cut)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.uint8])
-def test_another_process_maps_a_picture_to_the_bit(dtype: torch.dtype) -> None:
+def test_another_process_maps_a_image_to_the_bit(dtype: torch.dtype) -> None:
     patches = (100 * torch.rand(80, 1536, generator=torch.Generator().manual_seed(0))).to(dtype)
     address = kept("5f5f", patches, (1, 8, 10))
     code = (
-        "import sys, pickle; from agents.engines.sglang.in_server.kept_pictures import map_picture\n"
-        "address = pickle.load(sys.stdin.buffer); patches = map_picture(address)\n"
-        "assert map_picture(address) is patches\n"
+        "import sys, pickle; from agents.engines.sglang.in_server.kept_images import map_image\n"
+        "address = pickle.load(sys.stdin.buffer); patches = map_image(address)\n"
+        "assert map_image(address) is patches\n"
         "import torch; sys.stdout.buffer.write(patches.view(torch.uint8).numpy().tobytes())"
     )
     done = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(address), capture_output=True, check=True)
@@ -311,9 +311,9 @@ def test_another_process_maps_a_picture_to_the_bit(dtype: torch.dtype) -> None:
     os.close(address.fd)
 
 
-def test_pictures_outlive_the_process_that_made_them_where_they_are_mapped_and_are_never_taken_for_others() -> None:
+def test_images_outlive_the_process_that_made_them_where_they_are_mapped_and_are_never_taken_for_others() -> None:
     address = kept("aa", torch.ones(4, 4), (1, 2, 2))
-    mapped = map_picture(address)
+    mapped = map_image(address)
     os.close(address.fd)
     other = kept("bb", torch.zeros(4, 4), (1, 2, 2))
     assert other.fd == address.fd  # the number is used again
@@ -321,23 +321,23 @@ def test_pictures_outlive_the_process_that_made_them_where_they_are_mapped_and_a
     del mapped
     gc.collect()
     with pytest.raises(LookupError, match="aa was replaced"):
-        map_picture(address)
+        map_image(address)
     os.close(other.fd)
     with pytest.raises(LookupError, match="aa is gone"):
-        map_picture(address)
+        map_image(address)
 
 
-def test_a_picture_that_cannot_be_read_keeps_no_memory() -> None:
+def test_a_image_that_cannot_be_read_keeps_no_memory() -> None:
     def broken(png: bytes, allocate: Allocate) -> tuple[int, int, int]:
         allocate((1000, 1000), torch.float32)
-        raise OSError("no picture")
+        raise OSError("no image")
 
     def open_files() -> list[str]:
         return sorted(path.name for path in Path("/proc/self/fd").iterdir())
 
     before = open_files()
-    with pytest.raises(OSError, match="no picture"):
-        keep_picture("aa", b"", broken)
+    with pytest.raises(OSError, match="no image"):
+        keep_image("aa", b"", broken)
     assert open_files() == before
 
 
@@ -345,7 +345,7 @@ def test_a_picture_that_cannot_be_read_keeps_no_memory() -> None:
 
 
 def test_a_prompt_is_expanded_as_the_renderer_expands_it_with_the_networks_positions(renderer: Renderer) -> None:
-    rendered = renderer.prompt(question("look", picture(64, 32), picture(96, 64)))
+    rendered = renderer.prompt(question("look", make_image(64, 32), make_image(96, 64)))
     assert renderer.image_token_id is not None
     short = collapse(rendered.ids, rendered.images, renderer.image_token_id)
     grids = [image.grid_thw for image in rendered.images]
@@ -361,8 +361,8 @@ def test_a_prompt_is_expanded_as_the_renderer_expands_it_with_the_networks_posit
 
 
 @pytest.mark.parametrize(("ids", "grids"), [([7, 9], []), ([7], [(1, 2, 2)]), ([9, 9], [(1, 2, 2)])])
-def test_pictures_without_their_placeholders_are_refused(ids: list[int], grids: list[Any]) -> None:
-    with pytest.raises(PictureError, match="placeholders for"):
+def test_images_without_their_placeholders_are_refused(ids: list[int], grids: list[Any]) -> None:
+    with pytest.raises(ImageError, match="placeholders for"):
         expand(ids, grids, 9, 2)
 
 
@@ -371,7 +371,7 @@ def test_pictures_without_their_placeholders_are_refused(ids: list[int], grids: 
 
 @pytest.fixture(scope="module")
 def shared_server(checkpoint: Path) -> Iterator[str]:
-    """A server that others have started with our picture processor; `url` makes it as if just started."""
+    """A server that others have started with our image processor; `url` makes it as if just started."""
     ports = ReservedPorts(1)
     (port,) = ports.numbers
     command = [sys.executable, "-m", "agents.engines.sglang.launch", *EMULATOR, "--model-path", str(checkpoint)]
@@ -386,14 +386,14 @@ def shared_server(checkpoint: Path) -> Iterator[str]:
 
 
 def came(engine: SGLangEngine) -> list[dict[str, int]]:
-    """Return how pictures came to each server."""
+    """Return how images came to each server."""
     headers = dict(engine.servers._http[False].headers)
-    requests = [urllib.request.Request(f"{s.client.url}/pictures", headers=headers) for s in engine.servers.all]
+    requests = [urllib.request.Request(f"{s.client.url}/images", headers=headers) for s in engine.servers.all]
     return [json.load(urllib.request.urlopen(request, timeout=20)) for request in requests]
 
 
 def asked(renderer: Renderer, seeds: Sequence[int], seed: int = 1) -> GenerateRequest:
-    rendered = renderer.prompt(question("look", *(picture(64, 32, number) for number in seeds)))
+    rendered = renderer.prompt(question("look", *(make_image(64, 32, number) for number in seeds)))
     return GenerateRequest(rendered.ids, rendered.images, 4, SamplingParams(1.0, (), renderer.suppressed_ids), seed)
 
 
@@ -405,7 +405,7 @@ async def write(engine: SGLangEngine, *requests: GenerateRequest) -> list[Any]:
     return await asyncio.gather(*map(one, requests))
 
 
-def test_a_group_sends_its_picture_once_and_writes_what_it_would_write_with_data_uris(
+def test_a_group_sends_its_image_once_and_writes_what_it_would_write_with_data_uris(
     checkpoint: Path, renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests = [asked(renderer, (1, 2))] * 6 + [asked(renderer, (2, 1, 2))] * 2
@@ -424,7 +424,7 @@ def test_a_group_sends_its_picture_once_and_writes_what_it_would_write_with_data
     assert logprobs == pytest.approx(plain_logprobs, abs=1e-4)  # of batches that form as requests arrive
 
 
-def test_a_picture_crosses_once_over_turns_and_weights_and_is_encoded_anew_by_each(
+def test_a_image_crosses_once_over_turns_and_weights_and_is_encoded_anew_by_each(
     checkpoint: Path, renderer: Renderer, tmp_path: Path
 ) -> None:
     async def play(engine: SGLangEngine) -> Any:
@@ -433,7 +433,7 @@ def test_a_picture_crosses_once_over_turns_and_weights_and_is_encoded_anew_by_ea
                 await engine.pause()
                 await engine.update_from_disk(checkpoint, version)
                 await engine.resume()
-            for seeds in ((1,), (1, 2)):  # the later turn has a further picture
+            for seeds in ((1,), (1, 2)):  # the later turn has a further image
                 (completion,) = await write(engine, asked(renderer, seeds))
                 assert completion.finish == "length" and completion.versions == ((version, 4),)
         return came(engine)
@@ -442,12 +442,12 @@ def test_a_picture_crosses_once_over_turns_and_weights_and_is_encoded_anew_by_ea
     assert with_engine(settings(checkpoint, tmp_path), renderer, play) == [{"png": 2, "key": 7}]
 
 
-def test_a_server_that_forgot_its_pictures_is_sent_them_again_within_the_call(
+def test_a_server_that_forgot_its_images_is_sent_them_again_within_the_call(
     url: str, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def play(engine: SGLangEngine) -> Any:
         await write(engine, asked(renderer, (1, 2)))
-        misbehave(url, "generate", "forget the pictures")
+        misbehave(url, "generate", "forget the images")
         written = await write(engine, asked(renderer, (1, 2)), asked(renderer, (1, 3)))
         assert all(completion.finish == "length" for completion in written)
         assert engine.num_retried == 0 and engine.servers.events == []
@@ -457,7 +457,7 @@ def test_a_server_that_forgot_its_pictures_is_sent_them_again_within_the_call(
     assert how["png"] in (5, 6)  # two, then those two again and one more; the second request may miss one as well
 
 
-def test_two_runs_on_one_server_share_pictures_but_no_encodings(url: str, renderer: Renderer) -> None:
+def test_two_runs_on_one_server_share_images_but_no_encodings(url: str, renderer: Renderer) -> None:
     async def play(engine: SGLangEngine) -> Any:
         other = SGLangEngine(SGLangSettings(urls=(url,)), renderer.image_token_id)
         await other.start()
@@ -472,7 +472,7 @@ def test_two_runs_on_one_server_share_pictures_but_no_encodings(url: str, render
     assert first == second and how == [{"png": 2}]
 
 
-def test_a_server_that_is_killed_gets_its_pictures_again(checkpoint: Path, renderer: Renderer, tmp_path: Path) -> None:
+def test_a_server_that_is_killed_gets_its_images_again(checkpoint: Path, renderer: Renderer, tmp_path: Path) -> None:
     async def play(engine: SGLangEngine) -> Any:
         await write(engine, asked(renderer, (1, 2)))
         process = engine.servers.all[0].process
@@ -485,11 +485,11 @@ def test_a_server_that_is_killed_gets_its_pictures_again(checkpoint: Path, rende
     assert with_engine(settings(checkpoint, tmp_path), renderer, play) == [{"png": 2}]
 
 
-def test_a_bad_picture_ends_its_own_turn_alone(url: str, renderer: Renderer) -> None:
+def test_a_bad_image_ends_its_own_turn_alone(url: str, renderer: Renderer) -> None:
     async def play(engine: SGLangEngine) -> Any:
         good, bad = asked(renderer, (1,)), asked(renderer, (77,))
         (image,) = bad.images
-        object.__setattr__(image, "png", b"no picture")  # a cached property: what would be sent
+        object.__setattr__(image, "png", b"no image")  # a cached property: what would be sent
         broken, sound = await write(engine, bad, good)
         return broken.finish, sound.finish
 

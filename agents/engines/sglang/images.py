@@ -1,12 +1,12 @@
-"""How a picture goes to a server: once, then by its key.
+"""How an image goes to a server: once, then by its key.
 
-A server that we start has a picture processor of ours (`in_server`), which keeps what it has been sent. To any other
-server a picture goes along with every request, as SGLang has it. `SGLangClient.keeps_pictures` finds out which one a
+A server that we start has an image processor of ours (`in_server`), which keeps what it has been sent. To any other
+server an image goes along with every request, as SGLang has it. `SGLangClient.keeps_images` finds out which one a
 server is.
 
-An entry of `image_data` is `trueturn-picture:KEY:HASH`, with `:PNG` in base64 the first time. KEY is of the picture
-alone, HASH is what its encoding is kept under. A server that is asked for a picture it does not have answers
-`trueturn-picture misses KEY ...`; it is then sent again.
+An entry of `image_data` is `trueturn-image:KEY:HASH`, with `:PNG` in base64 the first time. KEY is of the image
+alone, HASH is what its encoding is kept under. A server that is asked for an image it does not have answers
+`trueturn-image misses KEY ...`; it is then sent again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 from agents.engines.sglang.releases import UNKNOWN, Release
 from agents.types import ProcessedImage
 
-MARK = "trueturn-picture"
+MARK = "trueturn-image"
 #: The entry that asks for the protocol, and what `in_server` answers.
 HELLO = f"{MARK}?"
 PROTOCOL = f"{MARK} protocol 1"
@@ -34,8 +34,8 @@ PNG_END = 12
 _MISSES = re.compile(rf"{MARK} misses ((?:[0-9a-f]+ ?)+)")
 
 
-def picture_key(png: bytes) -> str:
-    """Return the key of a PNG file: a hash of it, so that nobody can pass one picture off as another."""
+def image_key(png: bytes) -> str:
+    """Return the key of a PNG file: a hash of it, so that nobody can pass one image off as another."""
     return hashlib.blake2b(png, digest_size=16).hexdigest()
 
 
@@ -45,12 +45,12 @@ _URIS: WeakKeyDictionary[ProcessedImage, tuple[str, str]] = WeakKeyDictionary()
 
 def _key(image: ProcessedImage) -> str:
     if image not in _KEYS:
-        _KEYS[image] = picture_key(image.png)
+        _KEYS[image] = image_key(image.png)
     return _KEYS[image]
 
 
 def data_uri(image: ProcessedImage, salt: str = "") -> str:
-    """Return the picture, already in the size that the model reads, as a data URI; made once per picture and salt."""
+    """Return the image, already in the size that the model reads, as a data URI; made once per image and salt."""
     made = _URIS.get(image)
     if made is None or made[0] != salt:
         made = _URIS[image] = salt, URI + base64.b64encode(salted_file(image.png, salt)).decode()
@@ -67,26 +67,26 @@ def salted_file(png: bytes, salt: str) -> bytes:
 
 
 def salted_hash(image: ProcessedImage, salt: str) -> str:
-    """Return 14 hexadecimal digits (to the server a positive 64-bit number) that depend on picture and salt."""
+    """Return 14 hexadecimal digits (to the server a positive 64-bit number) that depend on image and salt."""
     return hashlib.blake2b(f"{image.digest}/{salt}".encode(), digest_size=7).hexdigest()
 
 
-class SentPictures:
-    """The pictures that one server has been sent.
+class SentImages:
+    """The images that one server has been sent.
 
     Example::
 
-        sent = SentPictures()
-        sent.entries([image], "salt")       # ["trueturn-picture:KEY:HASH:PNG"]
-        sent.entries([image], "salt")       # ["trueturn-picture:KEY:HASH"]
-        sent.forget(missed_pictures(text))  # the server does not have it: the next entry holds the PNG again
+        sent = SentImages()
+        sent.entries([image], "salt")       # ["trueturn-image:KEY:HASH:PNG"]
+        sent.entries([image], "salt")       # ["trueturn-image:KEY:HASH"]
+        sent.forget(missed_images(text))  # the server does not have it: the next entry holds the PNG again
     """
 
     def __init__(self) -> None:
         self._keys: set[str] = set()
 
     def entries(self, images: Iterable[ProcessedImage], salt: str) -> list[str]:
-        """Return the entries of a request; a picture counts as sent from then on."""
+        """Return the entries of a request; an image counts as sent from then on."""
         return [self._entry(image, salt) for image in images]
 
     def _entry(self, image: ProcessedImage, salt: str) -> str:
@@ -97,20 +97,20 @@ class SentPictures:
         return f"{short}:{data_uri(image).removeprefix(URI)}"
 
     def forget(self, keys: Iterable[str]) -> None:
-        """Note that the server does not have these pictures."""
+        """Note that the server does not have these images."""
         self._keys.difference_update(keys)
 
 
-def missed_pictures(refusal: str) -> tuple[str, ...]:
-    """Return the keys of the pictures that a server says it does not have; none where it refuses something else."""
+def missed_images(refusal: str) -> tuple[str, ...]:
+    """Return the keys of the images that a server says it does not have; none where it refuses something else."""
     found = _MISSES.search(refusal)
     return tuple(found[1].split()) if found else ()
 
 
 def image_fields(
-    images: Sequence[ProcessedImage], salt: str, sent: SentPictures | None = None, release: Release = UNKNOWN
+    images: Sequence[ProcessedImage], salt: str, sent: SentImages | None = None, release: Release = UNKNOWN
 ) -> dict[str, Any]:
-    """Return the fields of a body for its pictures; `sent` is None for a server that does not keep them.
+    """Return the fields of a body for its images; `sent` is None for a server that does not keep them.
 
     `salt` becomes part of each image's name on the server. It holds the version of the weights, so that the server does
     not reuse an image that older weights encoded.
