@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import sglang
-from sglang.srt.layers import logits_processor
 from sglang.srt.models import qwen2_5_vl, qwen3_vl
 
-from agents.engines.sglang.in_server.scheduler import levels, output_layer, tower_graphs
+from agents.engines.sglang.in_server.scheduler import levels, tower_graphs
 from agents.engines.sglang.releases import Release
 
 # With another release SGLang ignores this module.
@@ -16,5 +15,4 @@ if doubt := Release.of({"version": sglang.__version__}).doubt:
 
 for model in (qwen2_5_vl.Qwen2_5_VLForConditionalGeneration, qwen3_vl.Qwen3VLForConditionalGeneration):
     levels.install(model)
-output_layer.install(logits_processor)
 tower_graphs.install(qwen3_vl)
