@@ -24,7 +24,7 @@ from torch import Tensor
 from agents.engines.base import Capabilities
 from agents.engines.busy import BusyTime
 from agents.engines.decode_step import DecodeStep, GraphPool
-from agents.engines.hf_batch import BatchCache, CachedPrefix, PendingTurn, Sampler, unread_images, with_one_prompt
+from agents.engines.hf_batch import BatchCache, BatchTurn, CachedPrefix, Sampler, unread_images, with_one_prompt
 from agents.model.cpu import compute, keep_freed_memory
 from agents.model.mrope import mrope_positions
 from agents.model.packed import VisionBatch
@@ -93,7 +93,7 @@ class HFEngine:
         self.busy = BusyTime()
         self._opened = 0
         self._open: dict[int, _Session] = {}
-        self._waiting: list[tuple[_Session, PendingTurn]] = []
+        self._waiting: list[tuple[_Session, BatchTurn]] = []
         self._waiting_since = 0.0
         self._slots: asyncio.Semaphore | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -126,7 +126,7 @@ class HFEngine:
         """Queue one turn; it runs once all open sessions wait for a turn."""
         if self._closed:
             raise RuntimeError("the engine was closed before the turn was asked for")
-        turn = PendingTurn(request, session.prefix, asyncio.get_running_loop().create_future())
+        turn = BatchTurn(request, session.prefix, asyncio.get_running_loop().create_future())
         self._queue(session, turn)
         try:
             return await turn.future
@@ -135,7 +135,7 @@ class HFEngine:
             self._waiting = [entry for entry in self._waiting if entry[1] is not turn]
             raise
 
-    def _queue(self, session: _Session, turn: PendingTurn) -> None:
+    def _queue(self, session: _Session, turn: BatchTurn) -> None:
         loop = asyncio.get_running_loop()
         if not self._waiting:
             self._wait_at_most()
@@ -163,7 +163,7 @@ class HFEngine:
             self._wait_at_most()
         self._running = loop.create_task(self._run(batch))
 
-    async def _run(self, batch: Sequence[tuple[_Session, PendingTurn]]) -> None:
+    async def _run(self, batch: Sequence[tuple[_Session, BatchTurn]]) -> None:
         try:
             with self.busy.request():
                 await compute(self.write, [turn for _, turn in batch])
@@ -171,7 +171,7 @@ class HFEngine:
                 if turn.is_cancelled:
                     continue
                 session.prefix = turn.prefix
-                if turn.finish:
+                if turn.is_whole:
                     turn.future.set_result(turn.completion())
                 else:  # paused: it continues from what it has
                     self._queue(session, turn)
@@ -255,12 +255,12 @@ class HFEngine:
             self._num_scoring -= 1
 
     @torch.inference_mode()
-    def write(self, turns: Sequence[PendingTurn]) -> None:
+    def write(self, turns: Sequence[BatchTurn]) -> None:
         """Write these turns as one batch, each from where it stands to its end, or until `pause`."""
         laws = {turn.law for turn in turns}
         assert len(laws) == 1, f"a batch is drawn with one temperature and one set of suppressed ids, got {laws}"
         for turn in turns:
-            turn.begin()
+            turn.note_cached(len(turn.prefix.ids))
         self._read_prompts(turns)
         capacity = max(len(t.stream) - len(t.prefix.ids) for t in turns) + max(t.num_left for t in turns)
         cache = BatchCache([turn.prefix for turn in turns], capacity, self.device, self._shares)
@@ -272,7 +272,7 @@ class HFEngine:
         for turn in turns:
             turn.stamp(self.weight_version)
 
-    def _read_prompts(self, turns: Sequence[PendingTurn]) -> None:
+    def _read_prompts(self, turns: Sequence[BatchTurn]) -> None:
         """Read the prompts that new sessions share, all but the last token, and give them to their turns."""
         groups = with_one_prompt(turns, self.model.image_token_id)
         if not groups:
@@ -286,7 +286,7 @@ class HFEngine:
             for turn in group:
                 turn.prefix = CachedPrefix(prompt.ids, (), prompt)
 
-    def _read(self, turns: Sequence[PendingTurn], positions_B: Tensor, cache: BatchCache) -> Tensor:
+    def _read(self, turns: Sequence[BatchTurn], positions_B: Tensor, cache: BatchCache) -> Tensor:
         """Read what is new of each stream, whose next positions are given; return the logits after it, (B, V)."""
         ends = [len(turn.stream) for turn in turns]
         last = [turn.stream[-1] for turn in turns]
@@ -319,7 +319,7 @@ class HFEngine:
         grids = [image.grid_thw for image in images]
         return mrope_positions(ids_T, grids, self.model.image_token_id, self.model.merge_size)
 
-    def _prefill(self, turns: Sequence[PendingTurn], ends: Sequence[int], cache: BatchCache) -> Tensor:
+    def _prefill(self, turns: Sequence[BatchTurn], ends: Sequence[int], cache: BatchCache) -> Tensor:
         """Read what is new of each stream up to its end here; return the logits after it, (B, V)."""
         width = max(end - len(turn.prefix.ids) for end, turn in zip(ends, turns, strict=True))
         ids_BT = torch.zeros(len(turns), width, dtype=torch.long)
@@ -352,7 +352,7 @@ class HFEngine:
         cache.advance(real_BT)
         return logits_BV
 
-    def _decode(self, cache: BatchCache, logits_BV: Tensor, positions_B: Tensor, turns: Sequence[PendingTurn]) -> None:
+    def _decode(self, cache: BatchCache, logits_BV: Tensor, positions_B: Tensor, turns: Sequence[BatchTurn]) -> None:
         """Sample until every row has stopped; give each turn its new prefix."""
         sampler = Sampler(turns, self.device)
         while True:

@@ -8,19 +8,19 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from agents.engines.pending_turn import PendingTurn
 from agents.model.mrope import num_images_within
 from agents.model.shared_prompts import SharedPrompts
 from agents.model.stream_logprobs import sampling_logprobs
-from agents.types import Completion, GenerateRequest, ProcessedImage, add_run
+from agents.types import Completion, ProcessedImage
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,23 +48,11 @@ class CachedPrefix:
 
 
 @dataclass(eq=False)
-class PendingTurn:
-    """A turn while it is written: its request, and the tokens sampled so far.
+class BatchTurn(PendingTurn):
+    """A turn of the embedded engine: what is read of its stream, and who waits for it."""
 
-    Example: paused for new weights after two tokens, and stopped by stop id 2 after two more::
-
-        ids [31, 32]         versions [(0, 2)]              finish ""
-        ids [31, 32, 33, 2]  versions [(0, 2), (1, 2)]      finish "stop"
-    """
-
-    request: GenerateRequest
     prefix: CachedPrefix
     future: asyncio.Future[Completion]
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[tuple[int, int]] = field(default_factory=list)
-    finish: Literal["", "stop", "length"] = ""
-    num_cached: int = 0
 
     @cached_property
     def uniforms(self) -> NDArray[np.float64]:
@@ -82,45 +70,15 @@ class PendingTurn:
         return (*self.request.ids, *self.ids) if self.ids else self.request.ids
 
     @property
-    def num_left(self) -> int:
-        """Tokens left of the budget."""
-        return self.request.max_new_tokens - len(self.ids)
-
-    @property
     def is_cancelled(self) -> bool:
         """Whether the call that waits for the turn was cancelled."""
         return self.future.cancelled()
 
-    def begin(self) -> None:
-        """Store how many prompt tokens are cached, unless some of the turn is written already."""
-        if not self.ids:
-            self.num_cached = len(self.prefix.ids)
-
-    def extend(self, ids: Sequence[int], logprobs: Sequence[float]) -> None:
+    def append(self, ids: Sequence[int], logprobs: Sequence[float]) -> None:
         """Append sampled ids; the last one may end the turn."""
-        self.ids += ids
-        self.logprobs += logprobs
+        super().append(ids, logprobs)
         if self.ids[-1] in self.request.sampling.stop_ids:
             self.finish = "stop"
-        elif not self.num_left:
-            self.finish = "length"
-
-    def stamp(self, version: int) -> None:
-        """Give the ids sampled since the last stamp this version of the weights."""
-        new = len(self.ids) - sum(count for _, count in self.versions)
-        add_run(self.versions, version, new)
-
-    def completion(self) -> Completion:
-        """Return the finished turn."""
-        assert self.finish, f"the turn has {len(self.ids)} of {self.request.max_new_tokens} tokens and no end"
-        return Completion(
-            ids=tuple(self.ids),
-            logprobs=tuple(self.logprobs),
-            finish=self.finish,
-            prompt_length=len(self.request.ids),
-            versions=tuple(self.versions),
-            num_cached=self.num_cached,
-        )
 
 
 #: Bytes of a layer's keys and values that sharing prompts must save: a decode step gathers its rows by prompt for it.
@@ -242,7 +200,7 @@ class Sampler:
         sampler.release(1)                    # turns[1].ids, its log-probs and its end
     """
 
-    def __init__(self, turns: Sequence[PendingTurn], device: torch.device) -> None:
+    def __init__(self, turns: Sequence[BatchTurn], device: torch.device) -> None:
         self.turns, self.alive = list(turns), [True] * len(turns)
         self._sampling = turns[0].request.sampling
         most = max(turn.num_left for turn in turns)
@@ -282,11 +240,11 @@ class Sampler:
                 self.alive[row] = not ends
         return ids_B
 
-    def release(self, row: int) -> PendingTurn:
+    def release(self, row: int) -> BatchTurn:
         """Append what was drawn for a row to its turn, and return the turn."""
         turn = self.turns[row]
         count = self._counts[row]
-        turn.extend(self._ids_BT[row, :count].tolist(), self._logprobs_BT[row, :count].tolist())
+        turn.append(self._ids_BT[row, :count].tolist(), self._logprobs_BT[row, :count].tolist())
         return turn
 
     def select(self, rows: Tensor) -> None:
@@ -335,12 +293,12 @@ def _stored(
     return stored, columns_BC
 
 
-def with_one_prompt(turns: Sequence[PendingTurn], image_token_id: int) -> list[list[PendingTurn]]:
+def with_one_prompt(turns: Sequence[BatchTurn], image_token_id: int) -> list[list[BatchTurn]]:
     """Return the turns of new sessions that have one prompt, several a group.
 
     All of a prompt but its last token is read once for a group; so an image's placeholder must not be the last.
     """
-    groups: dict[object, list[PendingTurn]] = {}
+    groups: dict[object, list[BatchTurn]] = {}
     for turn in turns:
         stream = turn.stream
         if not turn.prefix.ids and len(stream) > 1 and stream[-1] != image_token_id:
@@ -348,7 +306,7 @@ def with_one_prompt(turns: Sequence[PendingTurn], image_token_id: int) -> list[l
     return [group for group in groups.values() if len(group) > 1]
 
 
-def unread_images(turn: PendingTurn, image_token_id: int) -> tuple[ProcessedImage, ...]:
+def unread_images(turn: BatchTurn, image_token_id: int) -> tuple[ProcessedImage, ...]:
     """Return the images whose placeholders have not been read yet."""
     images = turn.request.images
     return images[num_images_within(turn.prefix.ids, images, image_token_id) :]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,21 +84,25 @@ def adapter_field(name: str) -> dict[str, Any]:
 
 
 class GenerateAnswer:
-    """The parsed answer of `/generate`: ids and log-probs of the tokens written, why it ended, counts, version."""
+    """The parsed answer of `/generate`: ids and log-probs of the tokens written, why it ended, counts, version.
+
+    A request that was aborted has the finish "": its turn goes on.
+    """
 
     def __init__(self, answer: dict[str, Any]) -> None:
         meta = answer["meta_info"]
         pairs = meta.get("output_token_logprobs") or []
         self.ids = [int(token) for _, token, *_ in pairs]
         self.logprobs = [math.nan if logprob is None else float(logprob) for logprob, *_ in pairs]  # NaN is no JSON
-        self.finish = meta["finish_reason"]["type"]
+        finish = meta["finish_reason"]["type"]
+        if finish not in ("stop", "length", "abort"):
+            raise ValueError(f"finish {finish!r}")
+        self.finish: Literal["", "stop", "length"] = "" if finish == "abort" else finish
         # A request that was aborted in the server's queue has read nothing; its answer has no count.
-        counted = self.finish != "abort" or "prompt_tokens" in meta
+        counted = self.finish or "prompt_tokens" in meta
         self.prompt_length = int(meta["prompt_tokens"]) if counted else None
         self.num_cached = int(meta.get("cached_tokens") or 0)
         self.version = str(meta["weight_version"])
-        if self.finish not in ("stop", "length", "abort"):
-            raise ValueError(f"finish {self.finish!r}")
         if self.ids != answer["output_ids"]:
             raise ValueError(f"log-probs are of {self.ids}, the answer is {answer['output_ids']}")
 

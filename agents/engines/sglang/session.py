@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from agents.engines.sglang.payloads import GenerateAnswer, generate_body, parse_answer
+from agents.engines.pending_turn import PendingTurn
+from agents.engines.sglang.payloads import generate_body, parse_answer
 from agents.engines.sglang.routing import prompt_key
 from agents.engines.sglang.servers import Server
 from agents.engines.weight_servers import ServerLost, ServerRefused
-from agents.types import Completion, GenerateRequest, add_run
+from agents.types import Completion, GenerateRequest
 
 if TYPE_CHECKING:
     from agents.engines.sglang.engine import SGLangEngine
@@ -33,7 +34,7 @@ class SGLangSession:
     async def generate(self, request: GenerateRequest) -> Completion:
         """Write one turn; it survives pauses for new weights and the loss of servers."""
         engine = self._engine
-        turn = _PendingTurn(request)
+        turn = PendingTurn(request)
         tries = 0
         while not turn.is_whole:
             server = await self._assigned_server(request)
@@ -49,13 +50,18 @@ class SGLangSession:
                     answer = parse_answer(await engine.send(server, body, request.images, salt))
                     asked.has_read = bool(answer.ids)
                 if asked.for_others and answer.finish == "length":
-                    answer.finish = "abort"  # it goes on
+                    answer.finish = ""  # it goes on
                 if answer.prompt_length is None:
                     engine.adapters.note_unended(server.client, adapter)
                 if not engine.is_current(answer.version):
                     engine.num_outdated += 1
                     raise ServerLost(f"wrote with weights {answer.version}, not {engine.weight_version}")
-                turn.append(answer, engine.weight_version)
+                if answer.prompt_length is not None and not turn.num_misread:
+                    turn.num_misread = answer.prompt_length - len(request.ids) - len(turn.ids)
+                turn.note_cached(answer.num_cached)
+                turn.append(answer.ids, answer.logprobs)
+                turn.stamp(engine.weight_version)
+                turn.finish = answer.finish
                 if answer.ids or turn.is_whole or engine.is_paused:
                     engine.count_answer()
                     continue
@@ -106,43 +112,6 @@ class SGLangSession:
         if self._server is not None:
             self._server.num_sessions -= 1
             self._server = None
-
-
-@dataclass(eq=False)
-class _PendingTurn:
-    """A turn while it is written, with one request or, after pauses, several."""
-
-    request: GenerateRequest
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[tuple[int, int]] = field(default_factory=list)
-    num_misread: int = 0
-    num_cached: int = 0
-    finish: str = "abort"
-
-    @property
-    def is_whole(self) -> bool:
-        return self.finish != "abort" or len(self.ids) >= self.request.max_new_tokens
-
-    def append(self, answer: GenerateAnswer, version: int) -> None:
-        """Append the tokens that weights `version` wrote."""
-        if answer.prompt_length is not None and not self.num_misread:
-            self.num_misread = answer.prompt_length - len(self.request.ids) - len(self.ids)
-        self.num_cached = self.num_cached if self.ids else answer.num_cached
-        self.ids += answer.ids
-        self.logprobs += answer.logprobs
-        self.finish = answer.finish
-        add_run(self.versions, version, len(answer.ids))
-
-    def completion(self) -> Completion:
-        return Completion(
-            ids=tuple(self.ids),
-            logprobs=tuple(self.logprobs),
-            finish="length" if self.is_whole and self.finish == "abort" else self.finish,  # type: ignore[arg-type]
-            prompt_length=len(self.request.ids) + self.num_misread,
-            versions=tuple(self.versions),
-            num_cached=self.num_cached,
-        )
 
 
 def pause_s(tries: int) -> float:

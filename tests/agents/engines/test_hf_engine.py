@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from agents.engines import hf_batch
 from agents.engines.hf import HFEngine
-from agents.engines.hf_batch import CachedPrefix, PendingTurn, Sampler
+from agents.engines.hf_batch import BatchTurn, CachedPrefix, Sampler
 from agents.model.policy import PolicyModel
 from agents.model.stream_logprobs import sampling_logprobs
 from agents.rendering.renderer import Renderer
@@ -379,7 +379,7 @@ def test_turns_of_two_temperatures_wait_for_each_other_and_are_written_in_batche
     engine, prompt = HFEngine(network), renderer.prompt(question("Find x."))
     write, batches = HFEngine.write, []
 
-    def noted(self: HFEngine, turns: Sequence[PendingTurn]) -> None:
+    def noted(self: HFEngine, turns: Sequence[BatchTurn]) -> None:
         batches.append([turn.request.sampling.temperature for turn in turns])
         write(self, turns)
 
@@ -675,7 +675,7 @@ def test_a_turn_that_was_written_as_it_was_cancelled_is_forgotten(network: Polic
 def test_every_token_is_drawn_with_the_next_number_of_its_turns_random_stream() -> None:
     async def draws() -> list[int]:
         asked = GenerateRequest((1,), (), 30, SamplingParams(), seed=11)
-        turn = PendingTurn(asked, CachedPrefix(), asyncio.get_running_loop().create_future())
+        turn = BatchTurn(asked, CachedPrefix(), asyncio.get_running_loop().create_future())
         sampler = Sampler([turn], torch.device("cpu"))
         while sampler.alive[0]:
             sampler.draw(torch.zeros(1, 1000))
