@@ -25,7 +25,7 @@ from agents.engines.base import Capabilities
 from agents.engines.busy import BusyTime
 from agents.engines.decode_step import DecodeStep, GraphPool
 from agents.engines.hf_batch import BatchCache, BatchTurn, CachedPrefix, Sampler, unread_images, with_one_prompt
-from agents.model.cpu import compute, keep_freed_memory
+from agents.model.cpu import compute
 from agents.model.mrope import mrope_positions
 from agents.model.packed import VisionBatch
 from agents.model.policy import PolicyModel
@@ -72,13 +72,7 @@ class HFEngine:
         keeps_kv_cache: bool = False,
     ) -> None:
         self.model = model.to(device).eval()
-        if torch.device(device).type == "cpu":
-            keep_freed_memory()
         self._dtype = next(self.model.parameters()).dtype
-        #: Only `next_logits` on a CPU in float32 reads shared prompts where they are.
-        self._shares = torch.device(device).type == "cpu" and self._dtype == torch.float32
-        if self._shares:
-            self.model.lay_out_for_few_rows()
         self.context_length = context_length
         self.max_batch = max_batch
         self.device = torch.device(device)
@@ -263,7 +257,7 @@ class HFEngine:
             turn.note_cached(len(turn.prefix.ids))
         self._read_prompts(turns)
         capacity = max(len(t.stream) - len(t.prefix.ids) for t in turns) + max(t.num_left for t in turns)
-        cache = BatchCache([turn.prefix for turn in turns], capacity, self.device, self._shares)
+        cache = BatchCache([turn.prefix for turn in turns], capacity, self.device)
         positions_B = torch.tensor(
             [int(self._positions(t.stream, t.request.images).max()) + 1 for t in turns], device=self.device
         )
@@ -284,7 +278,7 @@ class HFEngine:
         for row, group in enumerate(groups):
             prompt = CachedPrefix(first[row].stream[:-1], cache.row(row, is_last=True))
             for turn in group:
-                turn.prefix = CachedPrefix(prompt.ids, (), prompt)
+                turn.prefix = prompt
 
     def _read(self, turns: Sequence[BatchTurn], positions_B: Tensor, cache: BatchCache) -> Tensor:
         """Read what is new of each stream, whose next positions are given; return the logits after it, (B, V)."""
@@ -378,4 +372,4 @@ class HFEngine:
         for row in rows:
             turn = sampler.release(row)
             # The last sampled id has no keys yet; the next turn reads it.
-            turn.prefix = CachedPrefix(turn.stream[:-1], cache.row(row, is_last), turn.prefix.prompt)
+            turn.prefix = CachedPrefix(turn.stream[:-1], cache.row(row, is_last))

@@ -6,7 +6,6 @@ Legend: B rows of a batch, T new tokens, C cached columns, V vocabulary.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,33 +17,20 @@ from torch import Tensor
 
 from agents.engines.pending_turn import PendingTurn
 from agents.model.mrope import num_images_within
-from agents.model.shared_prompts import SharedPrompts
 from agents.model.stream_logprobs import sampling_logprobs
 from agents.types import Completion, ProcessedImage
 
 
 @dataclass(frozen=True, eq=False)
 class CachedPrefix:
-    """The part of a stream that was read: its ids and, per layer, keys and values of shape (2, heads, C, head_dim).
-
-    Those of its first tokens may be in a `prompt`, which several sessions share; then `layers` are of what follows.
-    """
+    """The part of a stream that was read: its ids and, per layer, keys and values of shape (2, heads, C, head_dim)."""
 
     ids: tuple[int, ...] = ()
     layers: tuple[Tensor, ...] = ()
-    prompt: CachedPrefix | None = None
-
-    @property
-    def num_own(self) -> int:
-        """Tokens after the shared prompt."""
-        return len(self.ids) - (len(self.prompt.ids) if self.prompt else 0)
 
     def first(self, count: int) -> CachedPrefix:
         """Return the part that holds so many tokens."""
-        if self.prompt is not None and count <= len(self.prompt.ids):
-            return self.prompt.first(count)
-        own = self.num_own - len(self.ids) + count
-        return CachedPrefix(self.ids[:count], tuple(layer[:, :, :own] for layer in self.layers), self.prompt)
+        return CachedPrefix(self.ids[:count], tuple(layer[:, :, :count] for layer in self.layers))
 
 
 @dataclass(eq=False)
@@ -81,41 +67,38 @@ class BatchTurn(PendingTurn):
             self.finish = "stop"
 
 
-#: Bytes of a layer's keys and values that sharing prompts must save: a decode step gathers its rows by prompt for it.
-LEAST_SAVED = 2**23
-
-
 class BatchCache:
     """Keys and values of one batch: right-aligned columns that all rows append to at once.
 
-    Transformers calls `update` once per layer. With `shares`, prompts that several rows share are stored once, as
-    `prompts`, and their columns come first, as long as that saves enough. Otherwise each row has a copy of its own.
+    Transformers calls `update` once per layer. `layers` are of shape (2, B, heads, columns, head_dim); they have room
+    for `capacity` columns after those of the prefixes.
     """
 
-    def __init__(
-        self, prefixes: Sequence[CachedPrefix], capacity: int, device: torch.device, shares: bool = False
-    ) -> None:
-        store, self.columns_BC = _stored([(p.num_own, p.layers) for p in prefixes], capacity, device)
-        self.layers = list(store)
-        self.length = self.num_columns - capacity
-        self._first_own = 0
-        self._least_saved = LEAST_SAVED if shares else math.inf
-        self.prompts = _shared_prompts(prefixes, device)
-        self._copy_small_prompts()
+    def __init__(self, prefixes: Sequence[CachedPrefix], capacity: int, device: torch.device) -> None:
+        self.length = max(len(prefix.ids) for prefix in prefixes)
+        self.columns_BC = torch.zeros(len(prefixes), self.length + capacity, dtype=torch.bool, device=device)
+        self.layers: list[Tensor] = []
+        for row, prefix in enumerate(prefixes):
+            first = self.length - len(prefix.ids)
+            self.columns_BC[row, first : self.length] = True
+            for layer, stored in enumerate(prefix.layers):
+                _, heads, _, dim = stored.shape
+                if layer == len(self.layers):
+                    self.layers.append(stored.new_zeros(2, len(prefixes), heads, self.num_columns, dim))
+                self.layers[layer][:, row, :, first : self.length] = stored
 
     @property
     def num_columns(self) -> int:
-        """Columns of the rows' own, those not written yet included."""
+        """All columns, those not written yet included."""
         return self.columns_BC.shape[1]
 
     @property
     def seen_BC(self) -> Tensor:
         """Which columns of a row hold tokens."""
-        own = self.columns_BC[:, : self.length]
-        return own if self.prompts is None else torch.cat([self.prompts.seen_BP, own], dim=-1)
+        return self.columns_BC[:, : self.length]
 
-    def append(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Append (B, heads, T, head_dim) keys and values of one layer; return all of it but shared prompts."""
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        """Append (B, heads, T, head_dim) keys and values of one layer; return all columns of that layer."""
         rows, heads, new, dim = keys.shape
         if layer == len(self.layers):
             self.layers.append(keys.new_zeros(2, rows, heads, self.num_columns, dim))
@@ -125,17 +108,9 @@ class BatchCache:
         store[1, :, :, self.length : end] = values
         return store[0, :, :, :end], store[1, :, :, :end]
 
-    def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Append, and return all columns of that layer."""
-        own = self.append(keys, values, layer)
-        if self.prompts is None:
-            return own
-        keys, values = (torch.cat(both, dim=2) for both in zip(self.prompts.expanded(layer), own, strict=True))
-        return keys, values
-
     def get_seq_length(self, *_: object) -> int:
         """Columns so far, padding included."""
-        return self.length + (self.prompts.num_columns if self.prompts else 0)
+        return self.length
 
     def advance(self, real_BT: Tensor) -> None:
         """Count the columns just written; `real_BT` is True where they hold tokens."""
@@ -149,36 +124,13 @@ class BatchCache:
             _, _, heads, columns, dim = store.shape
             self.layers[layer] = store.new_empty(2, len(rows), heads, columns, dim)
             self.layers[layer][:, :, :, : self.length] = store[:, :, :, : self.length].index_select(1, rows)
-        if self.prompts is not None:
-            self.prompts.select(rows)
-            self._copy_small_prompts()
-
-    def _copy_small_prompts(self) -> None:
-        """Give each row a copy of its prompt, in columns before its own, where sharing saves too little."""
-        prompts = self.prompts
-        if prompts is None or prompts.saved_bytes >= self._least_saved:
-            return
-        self._first_own = prompts.num_columns
-        self.columns_BC = torch.cat([prompts.seen_BP, self.columns_BC], dim=-1)
-        for layer in range(len(prompts.layers)):
-            copies = prompts.expanded(layer)
-            _, rows, heads, columns, dim = copies.shape
-            store = copies.new_empty(2, rows, heads, self.num_columns, dim)
-            store[:, :, :, :columns] = copies
-            if layer < len(self.layers):
-                store[:, :, :, columns : columns + self.length] = self.layers[layer][:, :, :, : self.length]
-                self.layers[layer] = store
-            else:
-                self.layers.append(store)
-        self.length += prompts.num_columns
-        self.prompts = None
 
     def row(self, row: int, is_last: bool) -> tuple[Tensor, ...]:
-        """Return one row's keys and values without padding and shared prompt, (2, heads, C, head_dim) per layer.
+        """Return one row's keys and values without padding, (2, heads, C, head_dim) per layer.
 
         With `is_last` nothing is written after, so they may be views: a session that ends needs no copy.
         """
-        columns = self.columns_BC[row, self._first_own : self.length].nonzero()[:, 0] + self._first_own
+        columns = self.seen_BC[row].nonzero()[:, 0]
         first = int(columns[0])
         end = int(columns[-1]) + 1
         if is_last and end - first == len(columns):
@@ -257,40 +209,6 @@ class Sampler:
             values[rows]
             for values in (self._uniforms_BT, self._stops_BS, self._left_B, self._ids_BT, self._logprobs_BT)
         )
-
-
-def _shared_prompts(prefixes: Sequence[CachedPrefix], device: torch.device) -> SharedPrompts | None:
-    """Return the prompts that rows of a batch share; None if there are none."""
-    nothing = CachedPrefix()
-    prompts = {id(p.prompt): p.prompt or nothing for p in prefixes}
-    if not any(prompt.ids for prompt in prompts.values()):
-        return None
-    number = {key: index for index, key in enumerate(prompts)}
-    layers, seen_GP = _stored([(len(p.ids), p.layers) for p in prompts.values()], 0, device)
-    return SharedPrompts(layers, seen_GP, torch.tensor([number[id(p.prompt)] for p in prefixes], device=device))
-
-
-def _stored(
-    rows: Sequence[tuple[int, Sequence[Tensor]]], capacity: int, device: torch.device
-) -> tuple[Sequence[Tensor], Tensor]:
-    """Store rows of so many tokens with their keys and values, right-aligned, with room for `capacity` columns after.
-
-    Returns a tensor (2, rows, heads, columns, head_dim) per layer, and which columns hold tokens.
-    """
-    length = max((count for count, _ in rows), default=0)
-    columns_BC = torch.zeros(len(rows), length + capacity, dtype=torch.bool, device=device)
-    for row, (count, _) in enumerate(rows):
-        columns_BC[row, length - count : length] = True
-    stored = []
-    for layer in range(max((len(layers) for _, layers in rows), default=0)):
-        example = next(layers[layer] for _, layers in rows if layers)
-        _, heads, _, dim = example.shape
-        store = torch.zeros(2, len(rows), heads, length + capacity, dim, dtype=example.dtype, device=device)
-        for row, (count, layers) in enumerate(rows):
-            if layers:
-                store[:, row, :, length - count : length] = layers[layer]
-        stored.append(store)
-    return stored, columns_BC
 
 
 def with_one_prompt(turns: Sequence[BatchTurn], image_token_id: int) -> list[list[BatchTurn]]:

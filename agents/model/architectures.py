@@ -25,8 +25,8 @@ class Architecture:
     A network with `vision` has a decoder and a vision tower and takes positions on three axes; one without is only a
     decoder and takes one position. `deepstack`: features of several layers of the tower enter the decoder (arXiv
     2406.04334). `windows`: most layers of the tower attend only within windows of `window_size` pixels (Qwen2.5-VL,
-    arXiv 2502.13923, section 2.1.1). `head_norms`: queries and keys are normalised. `names_are_saved`: a checkpoint
-    holds the weights with the same names and shapes as the network in memory.
+    arXiv 2502.13923, section 2.1.1). `names_are_saved`: a checkpoint holds the weights with the same names and shapes
+    as the network in memory.
 
     Example::
 
@@ -40,7 +40,6 @@ class Architecture:
     vision: bool = False
     deepstack: bool = False
     windows: bool = False
-    head_norms: bool = False
 
     def decoder(self, network: nn.Module) -> Any:
         """Return the module with `embed_tokens` and `layers`."""
@@ -103,21 +102,18 @@ MAX_BLOCKS = 10_000
 
 #: By the `model_type` of config.json.
 ARCHITECTURES: Mapping[str, Architecture] = {
-    "qwen3_vl": Architecture(
-        "Qwen3VLForConditionalGeneration", "Qwen3VLProcessor", vision=True, deepstack=True, head_norms=True
-    ),
+    "qwen3_vl": Architecture("Qwen3VLForConditionalGeneration", "Qwen3VLProcessor", vision=True, deepstack=True),
     "qwen3_vl_moe": Architecture(
         "Qwen3VLMoeForConditionalGeneration",
         "Qwen3VLProcessor",
         names_are_saved=False,
         vision=True,
         deepstack=True,
-        head_norms=True,
     ),
     "qwen2_5_vl": Architecture(
         "Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLProcessor", names_are_saved=False, vision=True, windows=True
     ),
-    "qwen3": Architecture("Qwen3ForCausalLM", head_norms=True),
+    "qwen3": Architecture("Qwen3ForCausalLM"),
     "qwen2": Architecture("Qwen2ForCausalLM"),
     "llama": Architecture("LlamaForCausalLM"),
 }

@@ -1,36 +1,19 @@
-"""Memory and threads of a process whose network runs on a CPU."""
+"""Threads of a process whose network runs on a CPU."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ctypes
 import functools
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-#: Parameters of glibc's `mallopt`, see its manual page.
-_TRIM_THRESHOLD = -1
-_MMAP_THRESHOLD = -3
 #: OpenMP's `omp_pause_soft`: threads end, settings stay.
 _SOFT = 1
-
-
-@functools.cache
-def keep_freed_memory() -> None:
-    """Let glibc keep freed tensors of up to 32 MiB for the next ones; on other systems nothing changes.
-
-    By default it returns them to the kernel, which clears every page when it hands it out again: 8 % of a small step.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:
-        mallopt(_MMAP_THRESHOLD, 2**25)
-        mallopt(_TRIM_THRESHOLD, 2**31 - 1)
 
 
 async def compute(work: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
@@ -54,19 +37,12 @@ def alone(work: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
 
 def end_team() -> None:
     """End the threads that GNU OpenMP keeps for this one; its next operation starts them again, in 0.1 ms."""
-    for pause in _pauses():
+    pause = _pause()
+    if pause is not None:
         pause(_SOFT)
 
 
 @functools.cache
-def _pauses() -> list[Any]:
-    """Return the function of each GNU OpenMP of this process, which concerns the calling thread alone."""
-    if sys.platform != "linux":
-        return []
-    lines = (line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines())
-    files = {line[5] for line in lines if len(line) > 5 and Path(line[5]).name.startswith("libgomp")}
-    found = []
-    for file in files:
-        with contextlib.suppress(OSError, AttributeError):  # it was replaced, or is older than GCC 9
-            found.append(ctypes.CDLL(file).omp_pause_resource_all)
-    return found
+def _pause() -> Any | None:
+    """Return the function of torch's GNU OpenMP, which concerns the calling thread alone; None with another OpenMP."""
+    return getattr(ctypes.CDLL(None), "omp_pause_resource_all", None) if sys.platform == "linux" else None

@@ -25,7 +25,6 @@ from torch.nn import functional
 
 from agents.model.architectures import NO_IMAGE_TOKEN, architecture_of, read_config
 from agents.model.attention import TEXT_ATTENTION, VISION_ATTENTION, needs_buckets, register_attention
-from agents.model.decoder_layer import lay_out_for_few_rows, next_hidden, train_with_own_layers
 from agents.model.linear_logprobs import float32_product, linear_scores
 from agents.model.packed import PackedStreams, VisionBatch
 from agents.model.vision import tower_inputs
@@ -115,14 +114,6 @@ class PolicyModel(nn.Module):
         tower = self._vision_tower
         return [*self._decoder.layers, *([tower] if tower is not None else ())]
 
-    def use_own_layers(self) -> None:
-        """Read packed rows by `agents.model.decoder_layer` from now on, which is for a CPU and float32."""
-        train_with_own_layers(self._decoder.layers, self.architecture.head_norms)
-
-    def lay_out_for_few_rows(self) -> None:
-        """Store the decoder's matrices as `next_logits` reads them fastest on a CPU; a learner cannot shard them so."""
-        lay_out_for_few_rows(self._decoder.layers)
-
     @property
     def _decoder(self) -> Any:
         return self.architecture.decoder(self.backbone)
@@ -176,21 +167,12 @@ class PolicyModel(nn.Module):
     def next_logits(self, ids_B: Tensor, positions_B: Tensor, seen_BC: Tensor, cache: Any) -> Tensor:
         """Return the logits (B, V) after one new token a row, and append its keys and values to the cache.
 
-        `seen_BC` is True where a row sees a column; the last column is the new token's. In float32 on a CPU this is
-        `agents.model.decoder_layer`, else `forward`; log-probs of the two differ by less than 1e-5.
+        `seen_BC` is True where a row sees a column; the last column is the new token's.
         """
-        ids_B1 = ids_B[:, None]
         positions_3B1 = positions_B[None, :, None].expand(3, -1, -1)
-        lm_head: Any = self.backbone.lm_head
-        if ids_B.device.type == "cpu" and lm_head.weight.dtype == torch.float32:
-            decoder = self._decoder
-            embeds_B1H = decoder.embed_tokens(ids_B1)
-            rotary = decoder.rotary_emb(embeds_B1H, positions_3B1 if self.architecture.vision else positions_3B1[0])
-            if rotary[0].ndim == 3:  # up to Transformers 5.12, Qwen2.5-VL's layers still had to join the three axes
-                hidden_B1H = next_hidden(decoder, embeds_B1H, rotary, seen_BC, cache, self.architecture.head_norms)
-                return lm_head(hidden_B1H[:, 0])
         rows_B = torch.arange(len(ids_B), device=ids_B.device)  # a mask would make the program wait for the GPU
-        return self(ids_B1, positions_3B1, seen_BC[:, None, None], (rows_B, torch.zeros_like(rows_B)), None, cache)
+        last = (rows_B, torch.zeros_like(rows_B))
+        return self(ids_B[:, None], positions_3B1, seen_BC[:, None, None], last, None, cache)
 
     def token_scores(self, packed: PackedStreams, law: SamplingLaw) -> tuple[Tensor, Tensor]:
         """Return the log-prob of each chosen token and the entropy in nats at its place, both (N,) float32.

@@ -23,7 +23,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from agents.engines.weight_servers import Adapter
-from agents.model.cpu import keep_freed_memory
 from agents.model.policy import PolicyModel
 from agents.model.stream_logprobs import stream_logprobs
 from agents.types import ProcessedImage, SamplingParams
@@ -101,8 +100,6 @@ class FSDPLearner(StepLearner[MicroBatch]):
 
     def _sharded(self, model: PolicyModel, path: Path | str, seed: int) -> PolicyModel:
         """Shard a network in place over all ranks, with its weights, and return it."""
-        if self.device.type == "cpu":
-            keep_freed_memory()
         is_empty = any(parameter.is_meta for parameter in model.parameters())
         on_host = self.config.offload == "all"
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))

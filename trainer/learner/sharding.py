@@ -56,7 +56,7 @@ def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def shard(model: PolicyModel, config: LearnerConfig, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    """Recompute, compile and shard the network in place; on a CPU in float32 its decoder gets layers of our own.
+    """Recompute, compile and shard the network in place.
 
     Weights keep their dtype: float32 for trained ones, so that small updates are exact. The network computes in
     `dtype`, as the engine does. Gradients are summed over ranks in float32.
@@ -66,8 +66,6 @@ def shard(model: PolicyModel, config: LearnerConfig, mesh: DeviceMesh, dtype: to
     if compiled:
         for block in model.blocks:
             block.forward = _compiled(block)
-    elif mesh.device_type == "cpu" and dtype == torch.float32:
-        model.use_own_layers()
     recompute(model.blocks, config.recompute)
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if config.offload == "all" else OffloadPolicy()

@@ -15,7 +15,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agents.engines import hf_batch
 from agents.engines.hf import HFEngine
 from agents.engines.hf_batch import BatchTurn, CachedPrefix, Sampler
 from agents.model.policy import PolicyModel
@@ -110,14 +109,8 @@ def test_logprobs_of_a_ragged_batch_over_several_turns_equal_a_forward_over_the_
         assert_same_as_full_forward(engine.model, talk)
 
 
-@pytest.fixture(params=["read in one place", "copied"])
-def shared_prompts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows read the prompt that they share where it is, however little that saves, or each has a copy."""
-    monkeypatch.setattr(hf_batch, "LEAST_SAVED", 0 if request.param == "read in one place" else 2**60)
-
-
 def test_a_group_that_shares_one_prompt_writes_different_texts_with_true_logprobs(
-    engine: HFEngine, renderer: Renderer, shared_prompts: None
+    engine: HFEngine, renderer: Renderer
 ) -> None:
     prompt = renderer.prompt(question("Find x.", make_image(96, 96)))
     firsts = [request(prompt, sampling(renderer), 8, seed=seed) for seed in range(6)]
@@ -132,7 +125,7 @@ def test_a_group_that_shares_one_prompt_writes_different_texts_with_true_logprob
 
 
 def test_groups_of_two_prompts_and_a_session_of_its_own_have_true_logprobs_turn_by_turn(
-    engine: HFEngine, renderer: Renderer, shared_prompts: None
+    engine: HFEngine, renderer: Renderer
 ) -> None:
     """Rows end one by one, some sessions have more turns than others, and one prompt is longer by an image."""
     prompts = [
@@ -164,16 +157,6 @@ def test_a_prompt_that_ends_in_a_image_is_read_by_each_session(engine: HFEngine,
 
     for talk in asyncio.run(group()):
         assert_same_as_full_forward(engine.model, talk)
-
-
-def test_a_cached_prefix_is_cut_within_its_shared_prompt_and_after_it() -> None:
-    columns = torch.arange(5.0).view(1, 1, 5, 1).expand(2, 1, 5, 1)
-    prefix = CachedPrefix((7, 8, 9, 5, 6), (columns[:, :, 3:],), CachedPrefix((7, 8, 9), (columns[:, :, :3],)))
-    for count in range(6):
-        cut = prefix.first(count)
-        parts = [*(cut.prompt.layers if cut.prompt else ()), *cut.layers]
-        assert cut.ids == prefix.ids[:count] and cut.num_own == cut.layers[0].shape[2]
-        assert torch.cat(parts, dim=2)[0].flatten().tolist() == list(range(count))
 
 
 @examples(12)
@@ -473,9 +456,7 @@ async def converse_with_pauses(
     return await talking
 
 
-def test_pauses_without_new_weights_change_nothing(
-    network: PolicyModel, renderer: Renderer, shared_prompts: None
-) -> None:
+def test_pauses_without_new_weights_change_nothing(network: PolicyModel, renderer: Renderer) -> None:
     params = SamplingParams(stop_ids=(), suppressed_ids=renderer.suppressed_ids)
     firsts = [
         request(renderer.prompt(question("Find x." * (1 + k), *[make_image(seed=k)] * (k % 2))), params, 20 + k, seed=k)

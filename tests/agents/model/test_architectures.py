@@ -21,7 +21,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from agents.engines.hf import HFEngine
-from agents.engines.hf_batch import BatchCache, CachedPrefix
 from agents.model import STARTER_PATH
 from agents.model.architectures import ARCHITECTURES, ModelFacts, architecture_of
 from agents.model.packed import VisionBatch
@@ -201,28 +200,6 @@ def gaps(case: Case) -> np.ndarray:
 
 def test_cached_turns_with_new_images_have_the_log_probs_of_one_whole_forward(case: Case) -> None:
     assert np.abs(gaps(case)).max() <= 1e-4
-
-
-@torch.inference_mode()
-def test_the_pass_for_one_token_a_row_gives_the_log_probs_of_transformers_layers(case: Case) -> None:
-    """The second row is shorter by two tokens, so two columns of the cache are padding."""
-    read_BT = torch.tensor([[True] * 6, [False] * 2 + [True] * 4])
-    ids_BT = torch.arange(5, 17).view(2, 6)
-    positions_3BT = (read_BT.cumsum(-1) - 1).clamp_min(0).expand(3, -1, -1)
-    seen_B1TC = (torch.ones(6, 6).tril().bool() & read_BT[:, None] | torch.eye(6).bool())[:, None]
-    ids_B, positions_B = torch.tensor([20, 21]), read_BT.sum(-1)
-    seen_BC = torch.cat([read_BT, torch.ones(2, 1).bool()], dim=-1)
-    ours, theirs = (BatchCache([CachedPrefix()] * 2, 7, torch.device("cpu")) for _ in range(2))
-    for cache in (ours, theirs):
-        case.model(ids_BT, positions_3BT, seen_B1TC, read_BT, None, cache)
-        cache.advance(read_BT)
-    got_BV = case.model.next_logits(ids_B, positions_B, seen_BC, ours)
-    last_B1 = torch.ones(2, 1).bool()
-    positions_3B1 = positions_B[None, :, None].expand(3, -1, -1)
-    expected_BV = case.model(ids_B[:, None], positions_3B1, seen_BC[:, None, None], last_B1, None, theirs)
-    torch.testing.assert_close(got_BV.log_softmax(-1), expected_BV.log_softmax(-1), rtol=0, atol=1e-5)
-    for mine, other in zip(ours.layers, theirs.layers, strict=True):
-        torch.testing.assert_close(mine, other, rtol=0, atol=1e-5)
 
 
 def test_in_bfloat16_engine_and_trainer_differ_by_its_rounding(case: Case) -> None:

@@ -200,7 +200,6 @@ def test_a_score_compiles_nothing_and_is_that_of_the_uncompiled_network(
     traced: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    monkeypatch.setattr(PolicyModel, "use_own_layers", lambda self: None)  # compiled blocks are Transformers' layers
     case = Case.write(tmp_path / "qwen3", "qwen3")
     scores = []
     for choice in ("off", "on"):
