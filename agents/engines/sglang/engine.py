@@ -22,8 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agents.engines.base import Capabilities, WeightPath
-from agents.engines.sglang.adapter_loading import AdapterLoader
-from agents.engines.sglang.adapters import why_unsupported
+from agents.engines.sglang.adapters import AdapterLoader, why_unsupported
 from agents.engines.sglang.client import SGLangClient
 from agents.engines.sglang.payloads import parse_scores, score_body
 from agents.engines.sglang.process import Launcher
