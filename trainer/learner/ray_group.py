@@ -211,25 +211,25 @@ class LearnerGroup:
         """Take a step, each rank on its share; raises `LearnerLost` if a rank fails."""
         with self.lock, self._watched():
             sent = [ray.put(share) for share in shares(minibatches, self._layout.data_parallel(len(self.workers)))]
-            by_rank: list[StepStats] = self._call("step", *((sent[number],) for number in self._share_of_rank))
+            by_rank: list[StepStats] = self._call("learner.step", *((sent[number],) for number in self._share_of_rank))
             self.steps_done += 1
             if self._is_reshard_open and any(samples for samples in minibatches):
                 self._is_reshard_open = False
-                logger.info(self._call("choose_reshard")[0])
+                logger.info(self._call("learner.choose_reshard")[0])
             return replace(by_rank[0], logprobs={key: own for s in by_rank for key, own in s.logprobs.items()})
 
     def free_memory(self) -> None:
         """Let every rank return its GPU memory that holds no data."""
-        self._call("free_memory")
+        self._call("learner.free_memory")
 
     def score(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> NDArray[np.float32]:
         """Return the log-prob, at temperature 1, of each id of a stream but the first, in nats."""
-        return self._call("score", (tuple(ids), light_images(images)))[0]
+        return self._call("learner.score", (tuple(ids), light_images(images)))[0]
 
     def sum_logprobs(self, samples: Sequence[TrainingSample]) -> tuple[float, int]:
         """Return the sum of the log-probs of the samples' model tokens, in nats, and the number of these tokens."""
         dealt = shares([samples], self._layout.data_parallel(len(self.workers)))
-        return self._call("sum_logprobs", *((dealt[number][0],) for number in self._share_of_rank))[0]
+        return self._call("learner.sum_logprobs", *((dealt[number][0],) for number in self._share_of_rank))[0]
 
     def weights(self) -> dict[str, Tensor]:
         """Return the full weights by parameter name, in float32 on the CPU. Do not write to them."""
@@ -244,13 +244,13 @@ class LearnerGroup:
 
     def save(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """Let rank 0 write a model folder. If rank 0 runs on another host, both hosts must see the folder."""
-        self._call("save", (folder.absolute(), dtype))
+        self._call("learner.save", (folder.absolute(), dtype))
 
     def begin_checkpoint(self, folder: Path) -> None:
         """Let every rank write its shards in the background, into a folder that all hosts see."""
         self._written = [False] * len(self.workers)
         self._fault = ""
-        self._call("begin_checkpoint", (folder.absolute(),))
+        self._call("learner.begin_checkpoint", (folder.absolute(),))
 
     def is_checkpoint_written(self, wait: bool) -> bool:
         """Return whether all ranks have written; raises `CheckpointFailed` if one could not."""
@@ -285,30 +285,30 @@ class LearnerGroup:
 
     def messages(self) -> Sequence[WeightMessage]:
         """Return what `send_weights` sends, in order."""
-        return self._call("messages")[0]
+        return self._call("sender.messages")[0]
 
     def open_group(self, name: str, hosts: Sequence[str], num_receivers: int) -> GroupAddress:
         """Let rank 0 open a process group with servers on these hosts; return where they meet."""
         here = "127.0.0.1" if self.is_here else ray.util.get_node_ip_address()
         hosts = [here if host in LOCAL_HOSTS else host for host in hosts]
-        return self._call("open_group", (name, hosts, num_receivers))[0]
+        return self._call("sender.open_group", (name, hosts, num_receivers))[0]
 
     def join_group(self) -> str:
         """Let rank 0 join it; return why it failed, "" if it did not."""
-        return self._call("join_group")[0]
+        return self._call("sender.join_group")[0]
 
     def send_weights(self) -> Sent:
         """Let all ranks gather the weights, and rank 0 send them."""
-        return self._call("send_weights")[0]
+        return self._call("sender.send_weights")[0]
 
     def checksums(self, cuts: Sequence[Cut]) -> Mapping[Cut, str]:
         """Return the checksum of each cut of the weights; none of cuts that cannot be made."""
-        return self._call("checksums", (tuple(cuts),))[0]
+        return self._call("sender.checksums", (tuple(cuts),))[0]
 
     def close_group(self) -> None:
         """Let rank 0 leave the group, if there is one."""
         if self._lost is None:
-            self._call("close_group")
+            self._call("sender.close_group")
 
     def _call(self, method: str, *args: tuple[Any, ...]) -> list[Any]:
         """Call a method on every rank and return all results, in rank order.
@@ -323,16 +323,24 @@ class LearnerGroup:
         with self.lock, self._watched():
             if self._lost is not None:
                 raise self._lost
-            refs = [getattr(w, method).remote(*own) for w, own in zip(self.workers, given, strict=True)]
+            refs = [w.call.remote(method, *own) for w, own in zip(self.workers, given, strict=True)]
             results: dict[int, Any] = {}
             waiting = list(refs)
-            limit = _ProgressLimit(self._begun_with[0].cluster.learner_timeout_s + SLACK_S)
+            limit_s = self._begun_with[0].cluster.learner_timeout_s + SLACK_S
+            last_pulses: list[int] = []
+            last_progress = time.monotonic()
             while waiting:
                 done, waiting = ray.wait(waiting, num_returns=1, timeout=PULSE_S)
                 self._ray_answered = time.monotonic()
-                if not done and limit.is_over(self._pulses()):
-                    late = GetTimeoutError(f"no answer and no progress for {limit.seconds:.0f} s")
-                    raise self._failure(method, refs, refs.index(waiting[0]), late)
+                if not done:
+                    # A long step is no hang: the limit counts from the last micro-batch that any rank has begun.
+                    pulses = self._pulses()
+                    if not last_pulses or any(now > before for now, before in zip(pulses, last_pulses, strict=True)):
+                        last_pulses = pulses
+                        last_progress = time.monotonic()
+                    if time.monotonic() - last_progress > limit_s:
+                        late = GetTimeoutError(f"no answer and no progress for {limit_s:.0f} s")
+                        raise self._failure(method, refs, refs.index(waiting[0]), late)
                 for ref in done:
                     try:
                         results[refs.index(ref)] = ray.get(ref)
@@ -395,6 +403,7 @@ class LearnerGroup:
             except RayError:
                 continue
         self._end_ranks()
+        method = method.rpartition(".")[2]
         place = self.places[rank] if self.places else None
         where = f" (process {place.pid} on {place.host})" if place else ""
         name = f"learner rank {rank} of {len(self.workers)}{where}"
@@ -428,34 +437,13 @@ class LearnerGroup:
         self._lost = self._lost or LearnerLost("the learners were closed")
         self._end_ranks()
         if self._owns_ray:
-            with self._left_by_others():
+            # Calls of other threads fail soon now that the ranks have ended. Ray must not go while one is in it.
+            is_held = self.lock.acquire(timeout=SLACK_S)
+            try:
                 ray.shutdown()
-
-    @contextlib.contextmanager
-    def _left_by_others(self) -> Iterator[None]:
-        """Wait until no other thread is in a call: it fails soon once the ranks have ended."""
-        is_held = self.lock.acquire(timeout=SLACK_S)
-        try:
-            yield
-        finally:
-            if is_held:
-                self.lock.release()
-
-
-class _ProgressLimit:
-    """Ends a wait once nothing has changed for `seconds`."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self._seen = list[int]()
-        self._since = time.monotonic()
-
-    def is_over(self, pulses: list[int]) -> bool:
-        """Return whether no rank has gone on for too long; `pulses` is what each has done so far."""
-        if not self._seen or any(now > before for now, before in zip(pulses, self._seen, strict=True)):
-            self._seen = pulses
-            self._since = time.monotonic()
-        return time.monotonic() - self._since > self.seconds
+            finally:
+                if is_held:
+                    self.lock.release()
 
 
 def start_ray(cluster: ClusterConfig, more_cpus: int = 0) -> bool:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from ipaddress import ip_address
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import ray
@@ -18,17 +20,14 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from agents.engines.weight_servers import Adapter, GroupAddress, WeightMessage
-from agents.types import ProcessedImage, SamplingParams
+from agents.engines.weight_servers import Adapter
+from agents.types import SamplingParams
 from trainer.config.learner import LearnerPlan
 from trainer.learner.build import build_learner
-from trainer.learner.checksums import Cut
 from trainer.learner.collectives import listen, use_loopback
 from trainer.learner.cuda_ipc import Loan, lend_weights
 from trainer.learner.protocol import CheckpointFailed, RankLearner
-from trainer.learner.rank_split import Share
-from trainer.learner.weight_sender import RankSender, Sent
-from trainer.types import StepStats, TrainingSample
+from trainer.learner.weight_sender import RankSender
 
 #: The thread of a rank that says how far it is while another one works.
 PULSE = "pulse"
@@ -53,11 +52,13 @@ class LearnerWorker:
         worker.join.remote(config, model_path, sampling, rank=0, num_ranks=2, address=("10.0.0.1", 29500))
     """
 
+    #: This rank's part in sending weights, once it has joined.
+    sender: RankSender
+
     def __init__(self) -> None:
         self._rank = 0
         self._meeting: socket.socket | None = None
         self._learner: RankLearner | None = None
-        self._sender: RankSender | None = None
         self._loan = contextlib.ExitStack()
 
     @ray.method(concurrency_group=PULSE)
@@ -113,7 +114,7 @@ class LearnerWorker:
         )
         self._rank = rank
         self._learner = build_learner(config, model_path, sampling, device)
-        self._sender = RankSender(self._learner)
+        self.sender = RankSender(self._learner)
 
     def _open_store(self, host: str, port: int, rank: int, num_ranks: int, limit: timedelta) -> TCPStore:
         """Return the store where the ranks meet: rank 0 serves it at the address that it gave."""
@@ -130,25 +131,9 @@ class LearnerWorker:
         assert self._learner is not None, "a rank joins first"
         return self._learner
 
-    def step(self, share: Share) -> StepStats:
-        """Train on this rank's share of a step; the statistics are the same on all ranks."""
-        return self.learner.step(share)
-
-    def free_memory(self) -> None:
-        """Return this rank's memory that holds no data."""
-        self.learner.free_memory()
-
-    def choose_reshard(self) -> str:
-        """Decide `--reshard auto`; return what was chosen and why."""
-        return self.learner.choose_reshard()
-
-    def score(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> NDArray[np.float32]:
-        """Score a stream; the result is the same on all ranks."""
-        return self.learner.score(ids, images)
-
-    def sum_logprobs(self, samples: Sequence[TrainingSample]) -> tuple[float, int]:
-        """Sum the log-probs of the samples of all ranks, given this rank's share; the result is the same on all."""
-        return self.learner.sum_logprobs(samples)
+    def call(self, method: str, *args: Any) -> Any:
+        """Call a method by its path from here, such as `place`, `learner.step` or `sender.messages`."""
+        return attrgetter(method)(self)(*args)
 
     def weights(self) -> dict[str, NDArray[np.float32]]:
         """Return the full weights on rank 0, and nothing on the others."""
@@ -159,14 +144,6 @@ class LearnerWorker:
         """Return the low-rank updates on rank 0, and nothing on the others."""
         adapter = self.learner.adapter()
         return adapter if self._rank == 0 else None
-
-    def save(self, folder: Path, dtype: torch.dtype) -> None:
-        """Write a model folder; only rank 0 writes."""
-        self.learner.save(folder, dtype)
-
-    def begin_checkpoint(self, folder: Path) -> None:
-        """Start to write this rank's shards in the background."""
-        self.learner.begin_checkpoint(folder)
 
     def checkpoint(self, wait: bool) -> tuple[bool, str]:
         """Return whether writing has ended, and the reason if it failed ("" otherwise).
@@ -195,33 +172,3 @@ class LearnerWorker:
     def take_back(self) -> None:
         """Free the weights that were lent."""
         self._loan.close()
-
-    @property
-    def sender(self) -> RankSender:
-        """This rank's part in sending weights, once it has joined."""
-        assert self._sender is not None, "a rank joins first"
-        return self._sender
-
-    def messages(self) -> Sequence[WeightMessage]:
-        """Return what `send_weights` sends."""
-        return self.sender.messages()
-
-    def open_group(self, name: str, hosts: Sequence[str], num_receivers: int) -> GroupAddress:
-        """Open a process group with servers on rank 0."""
-        return self.sender.open_group(name, hosts, num_receivers)
-
-    def join_group(self) -> str:
-        """Join it on rank 0; return why it failed."""
-        return self.sender.join_group()
-
-    def send_weights(self) -> Sent:
-        """Gather all weights, and send them from rank 0."""
-        return self.sender.send_weights()
-
-    def checksums(self, cuts: Sequence[Cut]) -> Mapping[Cut, str]:
-        """Return the checksums of cuts of the weights on rank 0, and nothing on the others."""
-        return self.sender.checksums(cuts)
-
-    def close_group(self) -> None:
-        """Leave the process group with servers."""
-        self.sender.close_group()
