@@ -14,11 +14,12 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +33,8 @@ from trainer.learner.cuda_ipc import Loan
 from trainer.learner.protocol import Learner
 from trainer.weight_sync.weight_checks import WeightChecks
 
-E = TypeVar("E", bound=TrainableEngine)
+E = TypeVar("E", bound=Engine)
+T = TypeVar("T", bound=TrainableEngine)
 #: Lends the weights until the context is left, as `trainer.learner.cuda_ipc.lend_weights` does.
 Lend = Callable[[], AbstractContextManager[Loan]]
 
@@ -45,7 +47,7 @@ class Transfer:
     parts: Mapping[str, float] = field(default_factory=dict)
 
 
-class Transport(Protocol):
+class Transport(ABC, Generic[E]):
     """Brings a learner's weights to an engine.
 
     Example::
@@ -55,59 +57,47 @@ class Transport(Protocol):
         await transport.push(version=1)
     """
 
-    @property
-    def engine(self) -> Engine:
-        """The engine that gets the weights."""
-        ...
+    def __init__(self, learner: Learner, engine: E) -> None:
+        self.learner = learner
+        self.engine = engine
 
     @property
     def events(self) -> Sequence[str]:
         """Messages for the console about the engine's servers, in order: lost, back, and so on."""
-        ...
+        return ()
 
     @property
     def busy_s(self) -> Sequence[float]:
         """The seconds so far in which each server wrote, or the embedded engine; empty where nobody knows."""
-        ...
+        return ()
 
     async def start(self) -> None:
-        """Start the engine with the weights that the learner starts from.
+        """Start the engine with the weights that the learner starts from, which it has loaded itself.
 
         Raises:
             UserError: a server cannot be started or found.
         """
-        ...
+        await self.engine.start()
 
+    @abstractmethod
     async def push(self, version: int) -> Transfer:
         """Bring the learner's weights to the engine as `version`, while it is paused or idle."""
-        ...
 
     async def scores(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> Sequence[NDArray[np.float32]]:
         """Return the log-probs of a stream, as `Engine.score` does, from every server."""
-        ...
+        return [await self.engine.score(ids, images)]
 
     def close(self) -> None:
-        """Delete the files that were written."""
-        ...
+        """Delete the files that were written, if there are any."""
 
 
-class InProcessTransport:
+class InProcessTransport(Transport[MemoryEngine]):
     """Copies weights to the embedded engine in memory."""
-
-    events: Sequence[str] = ()
-
-    def __init__(self, learner: Learner, engine: MemoryEngine) -> None:
-        self.learner = learner
-        self.engine = engine
 
     @property
     def busy_s(self) -> Sequence[float]:
         """The engine's seconds."""
         return [self.engine.busy.seconds]
-
-    async def start(self) -> None:
-        """Start the engine, which has loaded the same weights as the learner."""
-        await self.engine.start()
 
     async def push(self, version: int) -> Transfer:
         """Copy the learner's weights to the engine."""
@@ -115,36 +105,14 @@ class InProcessTransport:
         self.engine.load_weights(weights, version)
         return Transfer(sum(weight.nbytes for weight in weights.values()))
 
-    async def scores(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> Sequence[NDArray[np.float32]]:
-        """Return the log-probs of the engine."""
-        return [await self.engine.score(ids, images)]
 
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class DiskTransport(Generic[E]):
+class DiskTransport(Transport[T]):
     """Writes weights to a checkpoint folder that the engine reads."""
 
-    def __init__(self, learner: Learner, engine: E, folder: Path) -> None:
-        self.learner = learner
-        self.engine = engine
+    def __init__(self, learner: Learner, engine: T, folder: Path) -> None:
+        super().__init__(learner, engine)
         self.folder = folder
         self._saved_version = -1
-
-    @property
-    def events(self) -> Sequence[str]:
-        """Messages about servers."""
-        return ()
-
-    @property
-    def busy_s(self) -> Sequence[float]:
-        """Nothing: a user's engine does not say."""
-        return ()
-
-    async def start(self) -> None:
-        """Start the engine, which has loaded the same weights as the learner."""
-        await self.engine.start()
 
     async def push(self, version: int) -> Transfer:
         """Let the engine load the learner's weights, then delete the folders of older weights."""
@@ -162,10 +130,6 @@ class DiskTransport(Generic[E]):
         folder = await asyncio.to_thread(self.save)
         await self.engine.update_from_disk(folder, version)
         return Transfer(sum(file.stat().st_size for file in folder.glob("*.safetensors")))
-
-    async def scores(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> Sequence[NDArray[np.float32]]:
-        """Return the log-probs of the engine."""
-        return [await self.engine.score(ids, images)]
 
     def save(self) -> Path:
         """Return a checkpoint folder with the learner's current weights; it is written once per step."""
@@ -278,15 +242,14 @@ class IpcTransport(ServersTransport):
             return Transfer(loan.num_bytes)
 
 
-class AdapterTransport:
+class AdapterTransport(Transport[ServersEngine]):
     """Sends servers the adapter alone; if one refuses it at the start, `merged` brings them all whole weights instead.
 
     The engine keeps the adapter that it was given last, for servers that restart.
     """
 
     def __init__(self, merged: ServersTransport, is_required: bool = False) -> None:
-        self.learner = merged.learner
-        self.engine = merged.engine
+        super().__init__(merged.learner, merged.engine)
         self._merged = merged
         self._is_required = is_required
         self._is_offered = self._is_refused = False
