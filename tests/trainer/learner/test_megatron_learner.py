@@ -26,7 +26,6 @@ from tests.tiny_models import write_tiny_model
 from tests.trainer.steps import random_samples
 from trainer.config.learner import BackendConfig, LearnerConfig, OptimConfig
 from trainer.learner.fsdp_learner import FSDPLearner
-from trainer.learner.hf_folder import write_weights
 from trainer.learner.layout import Layout
 from trainer.learner.megatron.adapters import megatron_targets
 from trainer.learner.megatron.network import check_rope, provider_settings
@@ -278,17 +277,3 @@ def test_a_target_of_lora_is_the_layer_that_holds_it() -> None:
     ]
     with pytest.raises(UserError, match="q_proj"):
         megatron_targets(["q_prj"], sees=False)
-
-
-@pytest.mark.parametrize(("file_bytes", "num_files"), [(10**9, 1), (20_000, None)])
-def test_a_streamed_folder_holds_every_weight_once_however_many_files_it_has(
-    folder: Path, tmp_path: Path, file_bytes: int, num_files: int | None
-) -> None:
-    model = PolicyModel.load(folder)
-    named = {name.removeprefix("backbone."): weight for name, weight in model.named_parameters()}
-    write_weights(tmp_path, named.items(), torch.float32, file_bytes=file_bytes)
-    model.save_settings(tmp_path, torch.float32)
-    files = list(tmp_path.glob("*.safetensors"))
-    assert len(files) == num_files if num_files else len(files) > 2
-    read = dict(PolicyModel.load(tmp_path).named_parameters())
-    assert all(torch.equal(read[f"backbone.{name}"], weight) for name, weight in named.items())

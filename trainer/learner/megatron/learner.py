@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from huggingface_hub import save_torch_state_dict
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -31,7 +32,6 @@ from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.learner import BackendConfig, LearnerConfig, OptimConfig
 from trainer.data.packing import filler_row
 from trainer.learner.collectives import ensure_process_group
-from trainer.learner.hf_folder import write_weights
 from trainer.learner.layout import Layout
 from trainer.learner.megatron.adapters import disabled
 from trainer.learner.megatron.kernels import load_kernels
@@ -266,8 +266,12 @@ class MegatronLearner(StepLearner[ThdBatch]):
 
     def save(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """Write the configuration and the weights, in `dtype`, into a model folder; every rank must call it."""
-        write_weights(folder, self.stream(), dtype, writes=dist.get_rank() == 0)
-        if dist.get_rank() == 0:
+        is_writer = dist.get_rank() == 0
+        # Every rank takes the stream to its end: the writer cannot gather weights without the others.
+        weights = {name: weight.to("cpu", dtype) for name, weight in self.stream() if is_writer}
+        if is_writer:
+            folder.mkdir(parents=True, exist_ok=True)
+            save_torch_state_dict(weights, folder)
             self.model.save_settings(folder, dtype)
         dist.barrier()
 
