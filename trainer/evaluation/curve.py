@@ -72,13 +72,13 @@ def figure_of(config: EvaluationConfig, spec: EnvSpec) -> Figure:
     return "accuracy" if by == "success" else "mean_reward"
 
 
-def title(figure: Figure) -> str:
-    """Return the name of a figure in texts.
+def title(name: str) -> str:
+    """Return the name of a figure, or of a way of playing, in texts.
 
     >>> title("mean_reward")
     'mean reward'
     """
-    return figure.replace("_", " ")
+    return name.replace("_", " ")
 
 
 def values(ways: Ways, figure: Figure) -> dict[str, float]:

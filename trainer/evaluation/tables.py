@@ -43,15 +43,11 @@ def _table(title: str, *columns: str, num_words: int = 1) -> Table:
     return table
 
 
-def _title(way: str) -> str:
-    return way.replace("_", " ")
-
-
 def _main_table(report: Report) -> Table:
     """Return the main table, with a column for each way."""
     samples = "1 sample" if report.num_samples == 1 else f"{report.num_samples} samples"
     how = "greedy" if report.temperature == 0 else f"temperature {report.temperature:g}"
-    table = _table(f"{samples} each, {how} [{report.confidence:.0%} interval]", "", *map(_title, report.ways))
+    table = _table(f"{samples} each, {how} [{report.confidence:.0%} interval]", "", *map(title, report.ways))
     columns = [_column(evaluation) for evaluation in report.ways.values()]
     for name in dict.fromkeys(name for column in columns for name in column):
         table.add_row(name, *(column.get(name, "") for column in columns))
@@ -79,7 +75,7 @@ def _column(evaluation: Evaluation) -> dict[str, str]:
 
 
 def _difference_line(report: Report, difference: Difference) -> str:
-    first, second = map(_title, report.ways)
+    first, second = map(title, report.ways)
     d = difference.accuracy or difference.mean_reward
     assert d, "a difference has one of the two"
     line = f"{first} less {second}, {d.num_problems} problems: {d.value:+.3f} [{d.low:+.3f}, {d.high:+.3f}]"
@@ -103,7 +99,7 @@ def _ends(report: Report) -> Table:
         for reason, end in evaluation.ends.items():
             figure = end.mean_reward if end.accuracy is None else end.accuracy
             cells = f"{end.share:.3f}", "" if figure is None else f"{figure:.3f}", f"{end.mean_turns:.2f}"
-            table.add_row(_title(way), reason, str(end.num_episodes), *cells)
+            table.add_row(title(way), reason, str(end.num_episodes), *cells)
     return table
 
 
@@ -114,7 +110,7 @@ def _outcomes(report: Report) -> Table:
         if evaluation.tool_outcomes.keys() - {"none"}:
             for outcome, count in evaluation.tool_outcomes.items():
                 name = "none (a turn without a call)" if outcome == "none" else outcome
-                table.add_row(_title(way), name, str(count), f"{count / evaluation.num_turns:.3f}")
+                table.add_row(title(way), name, str(count), f"{count / evaluation.num_turns:.3f}")
     return table
 
 
@@ -124,7 +120,7 @@ def _tags(report: Report) -> Iterator[Table]:
         columns = [evaluation.by_tag.get(tag, {}) for evaluation in report.ways.values()]
         values = list(dict.fromkeys(value for column in columns for value in column))
         name = title(_main_figure(report.ways)).capitalize()
-        table = _table(f"{name} by {tag}", tag, "n", *map(_title, report.ways))
+        table = _table(f"{name} by {tag}", tag, "n", *map(title, report.ways))
         for value in values[:MAX_VALUES_SHOWN]:
             found = [column.get(value) for column in columns]
             num = max(estimate.num_problems for estimate in found if estimate)
@@ -160,7 +156,7 @@ def print_training_summary(
                 change = _change(before[name], final, figure) if phase == "after" else ""
                 reward = f"{result.mean_reward.value:.3f}" if result.mean_reward else ""
                 cells = [str(result.estimate(figure) or ""), change, *([reward] if others else [])]
-                table.add_row(f"{_title(name)}, {phase}", *cells, f"{result.mean_turns:.2f}")
+                table.add_row(f"{title(name)}, {phase}", *cells, f"{result.mean_turns:.2f}")
         console.print(table)
     table = Table(title="How training episodes ended")
     table.add_column("end reason")

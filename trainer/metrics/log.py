@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import TypeAdapter, ValidationError
 
 from agents.recording.run_files import METRICS
+from agents.recording.safe_files import read_lines
 from agents.rollout.groups import StepRollout
 from agents.types import Trajectory, Turn
 from envs.contract import TOOL_FAULT
@@ -26,6 +28,8 @@ from trainer.metrics.trackers import TrackedRun, Tracker, open_trackers
 from trainer.types import StepStats
 
 logger = logging.getLogger(__name__)
+
+_ROW = TypeAdapter(dict[str, float | None])
 
 
 def rollout_metrics(rollout: StepRollout, max_turns: int, seconds: float) -> dict[str, float]:
@@ -209,7 +213,7 @@ class MetricsLog:
         self._trackers = open_trackers(trackers, TrackedRun(folder, config, project, steps_done))
         self._file = self.path.open("a", encoding="utf-8")
         self._last_start = self.path.stat().st_size
-        self.rows = _rows(self.path)
+        self.rows: list[dict[str, Any]] = list(read_rows(self.path))
         assert len(self.rows) == steps_done, (len(self.rows), steps_done)
 
     def write(self, step: int, metrics: Mapping[str, float], stats: StepStats | None = None) -> dict[str, float]:
@@ -263,13 +267,13 @@ def peak_memory_gib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
-def _rows(path: Path) -> list[dict[str, float]]:
-    """Return the rows of the steps before. Raises `UserError` where a line is damaged."""
-    rows: list[dict[str, float]] = []
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+def read_rows(path: Path) -> list[dict[str, float | None]]:
+    """Return the metrics of every complete step. Raises `UserError` where a line has anything but numbers."""
+    rows: list[dict[str, float | None]] = []
+    for number, (_, line) in enumerate(read_lines(path), 1):
         try:
-            rows.append(dict(json.loads(line)))
-        except (ValueError, TypeError, RecursionError) as error:
+            rows.append(_ROW.validate_json(line))
+        except ValidationError as error:
             fix = "take the file from a copy of the run folder, or repair the line"
             raise UserError(f"{path} line {number}", "must be an object of numbers", first_line(error), fix) from error
     return rows

@@ -22,7 +22,7 @@ from agents.types import TrajectoryGroup
 from envs.config.settings import FieldPath, changed, flag_of, is_under, leaves
 from envs.errors import UserError
 from envs.safe_text import write_text
-from trainer.checkpoint.run_dir import ENVIRONMENT
+from trainer.checkpoint.run_dir import ENVIRONMENT, found_folder
 from trainer.checkpoint.settings_parts import parts_until
 from trainer.config.run import RunConfig
 from trainer.config.sources import INHERITED, read_config
@@ -136,9 +136,7 @@ def prepare_replay(config: RunConfig, start: Start) -> RecordedContext:
 
 def recorded_settings(run: Path, step: int) -> RunConfig:
     """Return the settings that a recorded run had in a step. Raises `UserError` where the folder has none."""
-    if not (run / CONFIG).is_file():
-        rule = f"must be a run folder, with {CONFIG}"
-        raise UserError("--replay-rollouts", rule, str(run), "give the folder that the run has printed")
+    found_folder(run, "--replay-rollouts")
     parts = parts_until(run, step)
     return parts[-1].read(RunConfig) if parts else read_config(run / CONFIG)
 

@@ -8,32 +8,26 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import TypeAdapter, ValidationError
-
 from agents.recording import EpisodeRecord, Recording
 from agents.recording.run_files import METRICS
-from agents.recording.safe_files import read_lines
 from agents.recording.schema import TRAIN
 from agents.rendering.images import ImageStore
 from agents.rollout.groups import StepRollout
 from agents.types import Trajectory, TrajectoryGroup
-from envs.errors import UserError, first_line
+from envs.errors import UserError
+from trainer.metrics.log import read_rows
 
 DISCARDED = "discarded"
-_ROW = TypeAdapter(dict[str, float | None])
 
 
 @dataclass(frozen=True)
 class RecordedEpisode:
-    """Where an episode stands in the file of episodes, and its outcome.
+    """Where an episode stands in the file of episodes, the number of its group, and its outcome.
 
-    Example: `RecordedEpisode("train-12-3", group=12, sample_index=3, attempt=0, fate="train", start=0, end=1450)`.
+    Example: `RecordedEpisode(group=12, fate="train", start=0, end=1450)`.
     """
 
-    id: str
     group: int
-    sample_index: int
-    attempt: int
     fate: str
     start: int
     end: int
@@ -69,7 +63,7 @@ class RecordedSteps:
                 are too large for this machine's memory.
         """
         recording = Recording.open(run)
-        rows = read_rows(run)
+        rows = read_rows(run / METRICS)
         if num_steps > len(rows):
             there = f"the {len(rows)} steps" if len(rows) != 1 else "the only step"
             fix = f"give --steps {len(rows)}" if rows else "give a run that has taken a step"
@@ -83,13 +77,12 @@ class RecordedSteps:
             if outcome:
                 taken = memory.setdefault(outcome.step, {})
                 taken |= {episode.id: episode.memory, **check(episode)}
-                group = episode.group
-                copy = episode.sample_index
-                found[episode.id] = RecordedEpisode(episode.id, group, copy, episode.attempt, outcome.fate, start, end)
+                # An episode that a resumed run has played again has the outcome of its last line.
+                found[episode.id] = RecordedEpisode(episode.group, outcome.fate, start, end)
             start = end
         steps: dict[int, list[RecordedEpisode]] = {step: [] for step in range(1, num_steps + 1)}
-        for episode in found.values():
-            steps[outcomes[episode.id].step].append(episode)
+        for id, episode in found.items():
+            steps[outcomes[id].step].append(episode)
         recorded = cls(run, recording, rows[:num_steps], steps)
         recorded._check_whole(group_size)
         for step, sizes in memory.items():
@@ -116,10 +109,15 @@ class RecordedSteps:
 
     def rollout(self, step: int, images: ImageStore | None) -> StepRollout:
         """Return the groups of a step, used and unused; only images of used ones are processed."""
-        played = self._trajectories(self.steps[step], images)
+        coming = {episode.end: episode for episode in self.steps[step]}
         by_fate: dict[str, dict[int, list[Trajectory]]] = defaultdict(lambda: defaultdict(list))
-        for episode in self.steps[step]:
-            by_fate[episode.fate][episode.group].append(played[episode.id])
+        first = min((episode.start for episode in coming.values()), default=0)
+        for end, record in self.recording.episodes_from(first):
+            if not coming:
+                break
+            if episode := coming.pop(end, None):
+                shown = images if episode.fate == TRAIN else None
+                by_fate[episode.fate][episode.group].append(self.recording.trajectory(record, shown))
         discarded = by_fate[DISCARDED]
         return StepRollout(
             groups=tuple(_group(t, discarded[number]) for number, t in sorted(by_fate[TRAIN].items())),
@@ -127,17 +125,6 @@ class RecordedSteps:
             surplus=_unused(by_fate["surplus"]),
             aborted=_unused(by_fate["aborted"]),
         )
-
-    def _trajectories(self, episodes: Sequence[RecordedEpisode], images: ImageStore | None) -> dict[str, Trajectory]:
-        outcomes = {episode.end: episode.fate for episode in episodes}
-        found: dict[str, Trajectory] = {}
-        first = min((episode.start for episode in episodes), default=0)
-        for end, record in self.recording.episodes_from(first):
-            if not outcomes:
-                break
-            if fate := outcomes.pop(end, ""):
-                found[record.id] = self.recording.trajectory(record, images if fate == TRAIN else None)
-        return found
 
 
 def _group(trajectories: Iterable[Trajectory], discarded: Iterable[Trajectory]) -> TrajectoryGroup:
@@ -163,19 +150,3 @@ def check_memory(place: str, num_bytes: int) -> None:
         rule = f"must take at most half of the memory, {most} bytes"
         fix = "take a machine with more, or fewer --steps"
         raise UserError(place, rule, f"up to {num_bytes}", fix)
-
-
-def read_rows(run: Path) -> list[dict[str, float | None]]:
-    """Return the metrics of every complete step of a run. Raises `UserError` where a line has anything but numbers."""
-    return [
-        _row(f"{run / METRICS} line {number}", line) for number, (_, line) in enumerate(read_lines(run / METRICS), 1)
-    ]
-
-
-def _row(place: str, line: bytes) -> dict[str, float | None]:
-    try:
-        return _ROW.validate_json(line)
-    except ValidationError as error:
-        got = first_line(error)
-        fix = "take a copy of the whole folder"
-        raise UserError(place, "must be an object of numbers", got, fix) from error

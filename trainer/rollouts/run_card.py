@@ -43,7 +43,7 @@ def run_card(
         ending=ending,
         tables=tuple(table for table in (figures, curves) if len(table[1]) > 1),
         results={
-            f"held-out {title(figure)}, {_title(way)}": value
+            f"held-out {title(figure)}, {title(way)}": value
             for way, value in values(curve.get(step, {}), figure).items()
         },
         metric=figure,
@@ -57,7 +57,7 @@ def figure_table(curve: Curve, step: int, figure: Figure = "accuracy") -> list[l
     table = [["", "before", f"after step {step}", "problems"]]
     for way, found in curve.get(step, {}).items():
         first = _cell(curve.get(0, {}), way, figure)
-        table.append([_title(way), first, _cell(curve[step], way, figure), str(found.num_problems)])
+        table.append([title(way), first, _cell(curve[step], way, figure), str(found.num_problems)])
     return table
 
 
@@ -65,7 +65,7 @@ def curve_table(curve: Curve, rows: Sequence[Mapping[str, float]], figure: Figur
     """Return reward and a held-out figure at some steps, evenly spread."""
     rewards = {round(row["step"]): row["reward"] for row in rows}
     names: Ways = next(iter(curve.values()), {})
-    table = [["step", f"reward, mean of {WINDOW} steps", *(f"{title(figure)} {_title(way)}" for way in names)]]
+    table = [["step", f"reward, mean of {WINDOW} steps", *(f"{title(figure)} {title(way)}" for way in names)]]
     for step in sorted({*_spread(list(rewards)), *_spread(sorted(curve))}):
         window = [rewards[each] for each in range(step - WINDOW + 1, step + 1) if each in rewards]
         reward = f"{sum(window) / len(window):.3f}" if window else ""
@@ -84,7 +84,3 @@ def _spread(steps: Sequence[int]) -> list[int]:
     if len(steps) <= MAX_ROWS:
         return list(steps)
     return [steps[round(number * (len(steps) - 1) / (MAX_ROWS - 1))] for number in range(MAX_ROWS)]
-
-
-def _title(way: str) -> str:
-    return way.replace("_", " ")
