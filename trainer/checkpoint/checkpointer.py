@@ -140,6 +140,7 @@ class Checkpoints:
             self._writing = None
             part = self._part(step)
             whole = self.folder / f"step-{step}"
+            # Files first, then the manifest, then the name: whoever finds the name finds everything.
             _write_manifest(part, step)
             if whole.exists():  # left by a run that was rolled back
                 whole.rename(_free_name(whole, "abandoned"))

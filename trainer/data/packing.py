@@ -207,6 +207,7 @@ def collate(
         ids.append(first.ids_T[:prefix])
         positions.append(first.positions_3T[:, :prefix])
         end += prefix
+        # A prompt that several samples share is a span of its own, which their spans see.
         shares = len(row.samples) > 1
         if shares:
             spans.append(Span(start, prefix))
@@ -243,6 +244,7 @@ def token_batch(samples: Sequence[TrainingSample], device: torch.device | str) -
         return torch.from_numpy(array).to(device, non_blocking=True)
 
     return TokenBatch(
+        # The order of tokens here is that of `before_N` and `targets_N` in `collate`.
         samples=tuple(samples),
         sample_N=tensor(np.repeat(np.arange(len(samples)), counts)),
         turns_N=tensor(np.concatenate([s.turns_T[s.mask_T] for s in samples])),

@@ -95,7 +95,7 @@ class LearnerWorker:
         """
         os.environ.update(variables)
         on_gpu = config.cluster.num_gpus > 0
-        # Ray shows a rank only its own GPU.
+        # Ray shows a rank only its own GPU, so it is always the first.
         device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_on_node))
         torch.manual_seed(config.seed + rank)  # its own seed differs from process to process

@@ -136,6 +136,7 @@ class StepLearner(abc.ABC, Generic[BatchT]):
 
     def _split_rows(self, samples: Sequence[TrainingSample]) -> tuple[list[Row], list[Row]]:
         """Return the rows that are only measured, because their gradient would be 0, and the rows that are trained."""
+        # Rows without an advantage still count in the statistics, so they run forward, but cost no backward.
         rows = self._rows(samples)
         if not skips_zero_advantages(self.algorithm):
             return [], rows

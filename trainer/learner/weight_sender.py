@@ -117,6 +117,7 @@ class RankSender:
         send_s = 0.0
         num_bytes = 0
         fault = ""
+        # All ranks come here: `stream` gathers shards, rank 0 alone has a group to send into.
         for bucket in buckets(self.learner.stream(), self._bucket_values):
             started = time.perf_counter()
             if self._group and not fault:

@@ -115,6 +115,7 @@ class WeightSync:
 
     async def begin_training(self) -> None:
         """Give the learner the memory of servers on its GPUs, if they free it, until the next push."""
+        # Servers write nothing from here until the push: it gives them their memory back, with the new weights.
         servers = servers_of(self.engine)
         if servers and self.pauses_to_train:
             await servers.free_memory()
@@ -140,6 +141,7 @@ class WeightSync:
         """Pause the engine, push to it, and let it go on."""
         if self.pauses_to_train:
             await asyncio.to_thread(self.learner.free_memory)
+        # Paused before anything is sent: a token must not be written by weights of which a part is new.
         await self.engine.pause()
         try:
             transfer = await self.transport.push(version)
@@ -159,6 +161,7 @@ class WeightSync:
         """
         learner = await compute(self.learner.score, self._ids, self._images)
         scores = await self.transport.scores(self._ids, self._images)
+        # The server that is farthest from the learner stands for all: each must agree.
         engine = max(scores, key=lambda score: self._distance(score, learner))
         previous = self._previous
         self._previous = (learner, engine)
