@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import shlex
 import signal
@@ -26,6 +27,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -33,7 +35,7 @@ from agents.recording import Recording
 from benchmarks.report import RESULTS, ROOT, commit, markdown, write_result
 from tests.recordings import episodes_in
 from tests.trainer.checkpoint.learner_drill import MOMENTS, Fault, fault_at, kill_server, ranks_of, signal_rank
-from tests.trainer.runs import episodes_of, metrics_of, num_lines, num_members, state_of
+from tests.trainer.runs import PATIENT, episodes_of, metrics_of, num_lines, num_members, state_of
 from trainer.rollouts.live import LiveRollouts
 from trainer.run import run
 
@@ -47,7 +49,7 @@ SMALL = {
     "--group-size": "4",
     "--save-every": "2",
     # However busy the machine is, the same episodes share a batch.
-    "--batch-wait-s": "600",
+    "--config": PATIENT,
 }
 
 
@@ -210,9 +212,9 @@ def try_faults(names: list[str], moments: list[str], argv: list[str], place: Pat
                     continue
                 if name == "node" and nodes:
                     add_node()
-                more = ["--learner-timeout-s", "10"] if name == "stopped-rank" else []
-                with fault_at(moment, step, faults[name]) as drill:
-                    assert run([*argv, *more, "--out", str(place), "--name", folder.name]) == 0
+                variables = {"TRUETURN_LEARNER_TIMEOUT_S": "10"} if name == "stopped-rank" else {}
+                with patch.dict(os.environ, variables), fault_at(moment, step, faults[name]) as drill:
+                    assert run([*argv, "--out", str(place), "--name", folder.name]) == 0
                 yield recovery(name, moment, drill.seconds, unbroken, folder)
     finally:
         if nodes:

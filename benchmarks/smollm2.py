@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -41,9 +42,11 @@ EPISODE = ("--env", ENV, "--max-turns", "3", "--max-new-tokens", "96")
 SUPERVISED = ("--epochs", "1", "--batch-size", "16", "--lr", "1e-4", "--save-every", "0", "--compile", "off")
 REINFORCED = (
     *("--steps", "40", "--problems-per-step", "32", "--group-size", "16", "--lr", "2e-5", "--train-size", "4096"),
-    *("--max-batch", "512", "--max-tokens-per-microbatch", "8192", "--save-every", "0", "--compile", "off"),
+    *("--max-tokens-per-microbatch", "8192", "--save-every", "0", "--compile", "off"),
     *("--doctor", "warn"),  # it counts on having the GPU to itself
 )
+#: Episodes that the embedded engine runs at once, in training and in evaluation.
+BATCHES = {**os.environ, "TRUETURN_MAX_BATCH": "512"}
 #: What is kept of every step.
 KEPT = ("step", "reward", "turns", "tokens_per_episode", "groups_used_frac", "entropy", "grad_norm")
 KEPT += ("rollout_train_kl", "rollout_s", "train_s", "sync_s", "tool/ok", "tool/none")
@@ -116,7 +119,7 @@ def run_command(words: Sequence[str | Path], log: Path) -> None:
     with log.open("a", encoding="utf-8") as file:
         file.write(f"$ python {shlex.join(map(str, words))}\n")
         file.flush()
-        done = subprocess.run([sys.executable, *words], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+        done = subprocess.run([sys.executable, *words], cwd=ROOT, env=BATCHES, stdout=file, stderr=subprocess.STDOUT)
     if done.returncode:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-12:]
         raise RuntimeError(f"exit code {done.returncode} of {words[1]}:\n" + "\n".join(lines))
@@ -134,7 +137,7 @@ def measure_base(study: Study) -> dict[str, Any]:
         "--size",
         str(study.num_held_out),
     ]
-    words += ["--max-batch", "512", "--out", study.folder, "--name", "base"]
+    words += ["--out", study.folder, "--name", "base"]
     run_command(words, study.folder / "base.log")
     report = json.loads((study.folder / "base" / "evaluation.json").read_text(encoding="utf-8"))
     return {"ways": report["ways"], "seconds": report["seconds"]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 #: Flags that a command takes several times.
-REPEATED = ("--only", "--reward", "--callback", "--registry", "--tag", "--tracker")
+REPEATED = ("--config", "--only", "--reward", "--callback", "--registry", "--tag", "--tracker")
 
 
 def last_of_each(words: Iterable[str]) -> list[str]:

@@ -27,6 +27,7 @@ from envs.config.settings import (
     Setting,
     Settings,
     flag_of,
+    has_flag,
     is_tuple,
     leaves,
     section_of,
@@ -118,7 +119,7 @@ def parse(
     """
     if argv is None and sys.argv[0].startswith(PROGRAM):
         prog = sys.argv[0]
-    fields = list(leaves(model))
+    fields = [(path, field) for path, field in leaves(model) if has_flag(field)]
     words = sys.argv[1:] if argv is None else argv
     parser = _parser(model, prog, description, layers, () if HELP_ALL in words else first)
     if first:
@@ -203,7 +204,7 @@ def _parser(
             )
         parser.epilog = (
             "The groups are the sections of a --config file. As an environment variable, --some-flag is "
-            f"{PREFIX}SOME_FLAG."
+            f"{PREFIX}SOME_FLAG. Settings without a flag stand in files and variables; --print-config shows all."
         )
     return parser
 
@@ -217,7 +218,7 @@ def _add_section(
     for name, field in model.model_fields.items():
         if section := section_of(field):
             _add_section(parser, section, shown, (*path, name))
-        else:
+        elif has_flag(field):
             _add(group, flag_of(name, field), field, name in shown)
 
 

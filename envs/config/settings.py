@@ -13,12 +13,16 @@ from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic.config import JsonDict
 from pydantic.fields import FieldInfo
 
 from envs.config.plugins import Plugin
 from envs.errors import UserError
 
 M = TypeVar("M", bound=BaseModel)
+
+#: The `json_schema_extra` of a field that files and environment variables alone set.
+NO_FLAG: JsonDict = {"flag": False}
 
 #: The path of a field in the tree of sections: ("optim", "lr").
 FieldPath = tuple[str, ...]
@@ -108,8 +112,15 @@ def words_of(annotation: Any) -> list[str]:
     return [word for part in parts for word in part] if all(parts) else []
 
 
+def has_flag(field: FieldInfo) -> bool:
+    """Return whether a command line can give a field."""
+    return field.json_schema_extra != NO_FLAG
+
+
 def flag_of(name: str, field: FieldInfo) -> str:
-    """Return the name of a field on the command line: `--max-turns`, or `ENV` for a required `env`."""
+    """Return the name of a field on the command line, `--max-turns`, or `ENV` for a required `env`; else its own."""
+    if not has_flag(field):
+        return name
     return name.upper() if field.is_required() else "--" + name.replace("_", "-")
 
 

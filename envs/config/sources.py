@@ -18,6 +18,7 @@ from envs.config.settings import (
     Setting,
     Settings,
     flag_of,
+    has_flag,
     is_tuple,
     is_under,
     leaves,
@@ -115,17 +116,26 @@ class Sources:
         return settings
 
     def translated(self, model: type[BaseModel], flag: str) -> str:
-        """Return which flag of ours an unknown one of another program is; empty if it is of none, or not of `model`.
+        """Return how to give what an unknown flag stands for: a setting without a flag, or one of another program.
+
+        Empty if it stands for nothing that `model` has.
 
         Example: "--beta of TRL is --kl-coef here: weight of the KL to the reference network in the loss".
         """
         name = flag.lstrip("-+~").replace("-", "_").lower()
-        fields = {path[-1]: field for path, field in leaves(model)}
+        fields = {path[-1]: (path, field) for path, field in leaves(model)}
+        for path, field in fields.values():
+            if not has_flag(field) and path[-1] in (name, name.removeprefix("no_")):
+                return f"it has no flag: {in_file(path)}, or set {PREFIX}{path[-1].upper()}"
         programs = self.other_names()
         for own in dict.fromkeys(names[name] for names in programs.values() if name in names):
             if own in fields:
                 users = [user for user, names in programs.items() if names.get(name) == own]
-                described = f"{flag_of(own, fields[own])} here: {fields[own].description}"
+                path, field = fields[own]
+                place = flag_of(own, field)
+                if not has_flag(field):
+                    place = f"{'.'.join(path)} of a --config file"
+                described = f"{place} here: {field.description}"
                 return f"{flag} of {' and '.join(users)} is {described}"
         short = name.rpartition(".")[2]
         reason = self.no_counterpart().get(short)
@@ -165,6 +175,17 @@ class Sources:
                 rule = "names code, which is not run because a recording says so"
                 raise UserError(setting.place, rule, setting.value, f"give {flag} yourself")
         return found
+
+
+def in_file(path: FieldPath) -> str:
+    """Return how to give a setting in a file.
+
+    >>> in_file(("rollout", "resample"))
+    'write rollout: {resample: ...} into a --config file'
+    """
+    *sections, name = path
+    opened = "".join(f"{section}: {{" for section in sections)
+    return f"write {opened}{name}: ...{'}' * len(sections)} into a --config file"
 
 
 def _items(name: str, text: str) -> list[object]:

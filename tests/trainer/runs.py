@@ -20,6 +20,8 @@ from trainer.metrics.curves import draw_losses, draw_rewards
 
 #: What draws the curve at the end of a run, by where it is looked up.
 CURVES = {"trainer.rollouts.session.draw_rewards": draw_rewards, "trainer.sft.session.draw_losses": draw_losses}
+#: The `--config` of runs that are compared to the bit.
+PATIENT = str(Path(__file__).with_name("patient.yaml"))
 #: Of an episode, in seconds.
 TIMES = ("began", "total_s", "engine_s", "env_s", "check_s")
 

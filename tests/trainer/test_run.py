@@ -351,8 +351,9 @@ def test_a_failing_engine_ends_the_run_with_its_error_and_keeps_what_was_played(
         write(self, turns)
 
     monkeypatch.setattr(HFEngine, "write", failing)
+    monkeypatch.setenv("TRUETURN_MAX_BATCH", "3")
     with pytest.raises(ConnectionError, match="the network is gone"):
-        train(checkpoint, tmp_path / "run", "--max-batch", "3", eval_size=0)
+        train(checkpoint, tmp_path / "run", eval_size=0)
     episodes = episodes_in(tmp_path / "run")
     assert {e["fate"] for e in episodes} == {"aborted"} and len(episodes) == len({e["seed"] for e in episodes}) == 4
     assert any("the network is gone" in (e["error"] or "") for e in episodes)
@@ -363,7 +364,8 @@ def test_too_many_broken_streams_stop_the_run_with_the_rule_that_broke(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("agents.rollout.episode.broken_invariant", lambda *_: "turn 1: token 17 is 5, and was 6")
-    argv = ["--model", str(checkpoint), "--out", str(tmp_path), "--name", "run", *SMALL, "--resample", "0"]
+    argv = ["--model", str(checkpoint), "--out", str(tmp_path), "--name", "run", *SMALL]
+    monkeypatch.setenv("TRUETURN_RESAMPLE", "0")
     assert run([*argv, "--doctor", "off", "--eval-size", "0", "--tracker="]) == 1
     *_, line = capsys.readouterr().err.strip().splitlines()
     assert re.match(r"error: 4 of 4 episodes .* 0\.01; episode 0 of .*: turn 1: token 17", line), line
@@ -375,14 +377,18 @@ def test_too_many_broken_streams_stop_the_run_with_the_rule_that_broke(
 @pytest.mark.parametrize(
     ("argv", "flag"),
     [
-        (["--oversample", "4"], "--max-oversample: must be at least --oversample 4"),
-        (["--max-staleness", "1", "--max-rollout-tokens", "9"], "--max-staleness: cannot .* --max-rollout-tokens"),
+        (["--oversample", "4"], "max_oversample: must be at least --oversample 4"),
+        (["--max-staleness", "1", "--config", "budget.yaml"], "--max-staleness: cannot .* max_rollout_tokens"),
         (["--keep-kv-cache"], "--keep-kv-cache: needs --max-staleness above 0"),
         (["--keep-kv-cache", "--max-staleness", "1", "--placement", "colocate", "--engine", "sglang"], COLOCATE),
         (["--keep-kv-cache", "--max-staleness", "1", "--engine", "mine.py:make"], "--keep-kv-cache: is for .*mine.py"),
     ],
 )
-def test_flags_of_the_rollout_that_contradict_each_other_are_refused(argv: list[str], flag: str) -> None:
+def test_flags_of_the_rollout_that_contradict_each_other_are_refused(
+    argv: list[str], flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("budget.yaml").write_text("rollout: {max_rollout_tokens: 9}")
     with pytest.raises(UserError, match=flag):
         run(argv)
 

@@ -94,8 +94,9 @@ def test_a_reward_function_that_fails_is_named_with_its_line_before_step_0(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("my.py").write_text(BROKEN)
+    monkeypatch.setenv("TRUETURN_STEP_TIMEOUT_S", "0.5")
     with pytest.raises(UserError) as caught:
-        train("--reward", "answer", "--reward", f"my.py:{name}", "--step-timeout-s=0.5")
+        train("--reward", "answer", "--reward", f"my.py:{name}")
     assert told in str(caught.value)
 
 
@@ -104,7 +105,8 @@ def test_a_run_in_which_no_episode_can_be_scored_ends_with_code_1_and_names_the_
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("my.py").write_text("def later(t):\n    return 1.0 / (t.seed == 0)\n")
-    assert run([*QUICK, "--reward=my.py:later", "--resample=0", "--tracker="]) == 1
+    monkeypatch.setenv("TRUETURN_RESAMPLE", "0")
+    assert run([*QUICK, "--reward=my.py:later", "--tracker="]) == 1
     told = "nothing was learnt in 2 steps in a row: the reward function later failed: ZeroDivisionError"
     assert told in capsys.readouterr().err
     assert {e.end_reason.value for e in Recording.open("runs/run").episodes()} == {"reward_error"}

@@ -29,7 +29,7 @@ class Objective:
     - `clip_frac`: tokens whose ratio was clipped, dual clip included.
     - `ratio_mean`: the ratio of `--policy-loss`.
     - `correction_mean`, `correction_clipped_frac`: the weight of `--correction`, and tokens that it clipped or dropped.
-    - `ref_kl`: the KL to the reference by `--kl-estimator`, if there is a reference.
+    - `ref_kl`: the KL to the reference by `kl_estimator`, if there is a reference.
 
     `ref_kl_max`, of which the maximum is taken, is that KL of the token where it is largest.
 

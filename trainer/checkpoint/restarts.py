@@ -90,7 +90,7 @@ def why_give_up(losses: Sequence[RunLost], max_restarts: int) -> str:
     if len(alike) == 2:
         return f"step {last.step} failed twice in the same way: {causes}"
     if len(losses) > max_restarts:
-        return f"lost {len(losses)} times without getting further (--max-restarts {max_restarts}): {causes}"
+        return f"lost {len(losses)} times without getting further (max_restarts {max_restarts}): {causes}"
     return ""
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from envs.config.plugins import Plugin
-from envs.config.settings import Section
+from envs.config.settings import NO_FLAG, Section
 
 AdvantageName = Literal["grpo", "rloo", "reinforce++", "turn", "gigpo"]
 PolicyLossName = Literal["ppo", "gspo", "likelihood"]
@@ -47,6 +47,7 @@ class AlgorithmConfig(Section):
     clip_low: float = Field(default=0.2, ge=0, lt=1, description="lower clip of the ratio: 1 - clip_low")
     clip_high: float = Field(default=0.28, ge=0, description="upper clip of the ratio: 1 + clip_high")
     dual_clip: float = Field(
+        json_schema_extra=NO_FLAG,
         default=0.0,
         ge=0,
         description="bound on the loss of a token with negative advantage, as a multiple of the advantage; above 1, "
@@ -54,13 +55,16 @@ class AlgorithmConfig(Section):
     )
     aggregation: AggregationName = Field(default="token-mean", description="how to combine the token losses of a step")
     loss_constant: int = Field(
+        json_schema_extra=NO_FLAG,
         default=0,
         ge=0,
         description="divisor of each sequence's sum with --aggregation constant; 0: --max-new-tokens",
     )
     kl_coef: float = Field(default=0.0, ge=0, description="weight of the KL to the reference network in the loss")
     kl_estimator: KLEstimatorName = Field(
-        default="k3", description="estimator of that KL; k1 and k3 are unbiased in value, k2 in gradient"
+        json_schema_extra=NO_FLAG,
+        default="k3",
+        description="estimator of that KL; k1 and k3 are unbiased in value, k2 in gradient",
     )
     entropy_coef: float = Field(default=0.0, ge=0, description="weight of the entropy bonus in the loss")
     correction: CorrectionName | Annotated[str, CORRECTION] = Field(
@@ -68,15 +72,21 @@ class AlgorithmConfig(Section):
         description="importance weight, the trainer's over the engine's probability: clamped per token (tis), or 0 out "
         "of bounds per token (icepop) or per sequence (mis)",
     )
-    correction_cap: float = Field(default=2.0, gt=0, description="largest weight of --correction tis")
-    correction_low: float = Field(default=0.5, ge=0, description="smallest ratio that icepop and mis keep")
+    correction_cap: float = Field(
+        json_schema_extra=NO_FLAG, default=2.0, gt=0, description="largest weight of --correction tis"
+    )
+    correction_low: float = Field(
+        json_schema_extra=NO_FLAG, default=0.5, ge=0, description="smallest ratio that icepop and mis keep"
+    )
     correction_high: float = Field(
+        json_schema_extra=NO_FLAG,
         default=5.0,
         gt=0,
         validate_default=True,
         description="largest ratio that icepop and mis keep",
     )
     mask_truncated: bool = Field(
+        json_schema_extra=NO_FLAG,
         default=False,
         description="leave episodes that reached a limit (turns, tokens, context) out of the loss; the statistics "
         "include them",
@@ -108,5 +118,5 @@ class AlgorithmConfig(Section):
     def _is_above_low(cls, value: float, info: ValidationInfo) -> float:
         low = info.data.get("correction_low", 0.0)
         if value <= low:
-            raise ValueError(f"must be above --correction-low {low:g}")
+            raise ValueError(f"must be above correction_low {low:g}")
         return value

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 
-from envs.config.settings import Section
+from envs.config.settings import NO_FLAG, Section
 from envs.datasets.hub import check_is_there
 from envs.datasets.rows import check_is_a_source
 from envs.errors import UserError
@@ -41,13 +41,22 @@ class EnvConfig(Section):
         default=256, ge=1, description="token budget of an episode after its prompt, tool output included"
     )
     max_turns: int | None = Field(default=None, ge=1, description="maximum number of model turns in an episode")
-    reset_timeout_s: float | None = Field(default=None, gt=0, description="seconds to build and reset an environment")
-    step_timeout_s: float | None = Field(default=None, gt=0, description="seconds for one step, and for the reward")
-    isolation: Literal["inline", "thread", "process"] | None = Field(default=None, description="where environments run")
+    reset_timeout_s: float | None = Field(
+        json_schema_extra=NO_FLAG, default=None, gt=0, description="seconds to build and reset an environment"
+    )
+    step_timeout_s: float | None = Field(
+        json_schema_extra=NO_FLAG, default=None, gt=0, description="seconds for one step, and for the reward"
+    )
+    isolation: Literal["inline", "thread", "process"] | None = Field(
+        json_schema_extra=NO_FLAG, default=None, description="where environments run"
+    )
     tool_format: Literal["auto", "hermes", "qwen_xml"] | None = Field(
-        default=None, description="format of a tool call in the model's text; auto: the one of its chat template"
+        json_schema_extra=NO_FLAG,
+        default=None,
+        description="format of a tool call in the model's text; auto: the one of its chat template",
     )
     thinking: ThinkingSetting | None = Field(
+        json_schema_extra=NO_FLAG,
         default=None,
         description="tags around the thoughts that environments do not get; auto: those of the model's chat template; "
         "keep: they get thoughts too",
@@ -59,8 +68,12 @@ class EnvConfig(Section):
         "answer@1 is the environment's own reward; empty: that alone",
     )
     success: SuccessSetting = Field(default=None, description=SUCCESS_DESCRIPTION)
-    reward_max_val: float | None = Field(default=None, allow_inf_nan=False, description="reward of a right answer")
-    reward_min_val: float | None = Field(default=None, allow_inf_nan=False, description="reward of a wrong answer")
+    reward_max_val: float | None = Field(
+        json_schema_extra=NO_FLAG, default=None, allow_inf_nan=False, description="reward of a right answer"
+    )
+    reward_min_val: float | None = Field(
+        json_schema_extra=NO_FLAG, default=None, allow_inf_nan=False, description="reward of a wrong answer"
+    )
 
     def resolve(self) -> EnvSpec:
         """Return the registry entry with the settings given here replacing its own.

@@ -6,7 +6,7 @@ from typing import Any, Literal, Protocol
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from envs.config.settings import Section
+from envs.config.settings import NO_FLAG, Section
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.inputs import ModelConfig
 
@@ -71,6 +71,7 @@ class ClusterConfig(BackendConfig):
         default="", description="Ray cluster: auto, or HOST:PORT of its head; empty: start one on this host"
     )
     learner_timeout_s: float = Field(
+        json_schema_extra=NO_FLAG,
         default=600.0,
         gt=0,
         description="longest wait in seconds of a learner process for the others, and for them to start",
@@ -104,8 +105,8 @@ class AdamWConfig(Section):
         default="constant", description="learning rate over all steps, multiplied by the warm-up"
     )
     warmup_steps: int = Field(default=2, ge=0, description="steps of linear warm-up")
-    beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW's first moment decay")
-    beta2: float = Field(default=0.95, ge=0, lt=1, description="AdamW's second moment decay")
+    beta1: float = Field(json_schema_extra=NO_FLAG, default=0.9, ge=0, lt=1, description="AdamW's first moment decay")
+    beta2: float = Field(json_schema_extra=NO_FLAG, default=0.95, ge=0, lt=1, description="AdamW's second moment decay")
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW's weight decay")
     max_grad_norm: float = Field(
         default=1.0, gt=0, allow_inf_nan=True, description="gradients are scaled down to this norm; inf: never"

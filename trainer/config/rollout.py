@@ -11,7 +11,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from agents.engines.own import ENGINE, EngineName
 from envs.config.plugins import Plugin
-from envs.config.settings import Section
+from envs.config.settings import NO_FLAG, Section
 
 #: Holds the API key of the servers. It is no setting: a key must not stand in config.yaml.
 API_KEY_VARIABLE = "TRUETURN_ENGINE_API_KEY"
@@ -65,15 +65,17 @@ class ServersConfig(Section):
         '--engine-args="--attention-backend triton"',
     )
     request_timeout_s: float = Field(
-        default=600.0, gt=0, description="longest wait in seconds for one turn of a server"
+        json_schema_extra=NO_FLAG, default=600.0, gt=0, description="longest wait in seconds for one turn of a server"
     )
     turn_wait_s: float = Field(
+        json_schema_extra=NO_FLAG,
         default=0.2,
         ge=0,
         description="started servers: longest wait in seconds of a turn for others while its server writes for many, "
         "which all stand still whenever it begins to read; 0: none",
     )
     batch_wait_s: float = Field(
+        json_schema_extra=NO_FLAG,
         default=10.0,
         gt=0,
         description="embedded engine: longest wait in seconds of a batch for busy environments; a seed repeats a run "
@@ -115,6 +117,7 @@ class EngineConfig(ServersConfig):
         "of the memory",
     )
     probe_tolerance: float = Field(
+        json_schema_extra=NO_FLAG,
         default=0.2,
         gt=0,
         description="largest mean log-prob gap in nats between engine and learner on a fixed stream; a larger one "
@@ -139,13 +142,18 @@ class RolloutConfig(Section):
     problems_per_step: int = Field(default=8, ge=1, description="problems per training step")
     group_size: int = Field(default=8, ge=2, description="episodes per problem (G of GRPO)")
     resample: int = Field(
-        default=1, ge=0, description="how often to play a group again that has fewer than two valid episodes"
+        json_schema_extra=NO_FLAG,
+        default=1,
+        ge=0,
+        description="how often to play a group again that has fewer than two valid episodes",
     )
     temperature: float = Field(default=1.0, gt=0, description="sampling temperature, the same in engine and trainer")
     eval_temperature: float = Field(
         default=0.0, ge=0, description="temperature of evaluation; 0: always the most likely token"
     )
-    max_batch: int = Field(default=64, ge=1, description="episodes that the embedded engine runs at once")
+    max_batch: int = Field(
+        json_schema_extra=NO_FLAG, default=64, ge=1, description="episodes that the embedded engine runs at once"
+    )
     max_concurrent: int = Field(default=1024, ge=1, description="episodes in progress at once; others wait their turn")
     sampler: Annotated[str, SAMPLER] = Field(
         default="",
@@ -166,22 +174,28 @@ class RolloutConfig(Section):
         description="start this many times the step's problems and use the first groups that count",
     )
     max_oversample: float = Field(
+        json_schema_extra=NO_FLAG,
         default=3.0,
         ge=1,
         validate_default=True,
         description="upper limit, as a multiple of the step's problems, when searching for groups whose rewards differ",
     )
     stop_early: bool = Field(
+        json_schema_extra=NO_FLAG,
         default=False,
         description="end a rollout once enough groups are complete; this prefers problems with short episodes",
     )
     max_rollout_s: float = Field(
+        json_schema_extra=NO_FLAG,
         default=0.0,
         ge=0,
         description="seconds after which a step's rollout ends and its complete groups are trained on; 0: no limit",
     )
     max_rollout_tokens: int = Field(
-        default=0, ge=0, description="sampled tokens after which a step's rollout ends; 0: no limit"
+        json_schema_extra=NO_FLAG,
+        default=0,
+        ge=0,
+        description="sampled tokens after which a step's rollout ends; 0: no limit",
     )
     max_staleness: int = Field(
         default=0,
@@ -196,6 +210,7 @@ class RolloutConfig(Section):
         "--max-staleness above 0",
     )
     max_invalid_frac: float = Field(
+        json_schema_extra=NO_FLAG,
         default=0.01,
         ge=0,
         le=1,
@@ -203,6 +218,7 @@ class RolloutConfig(Section):
     )
 
     max_lost_steps: int = Field(
+        json_schema_extra=NO_FLAG,
         default=3,
         ge=1,
         description="steps in a row in which no episode could be scored, or no gradient was finite, that end the run "
@@ -238,5 +254,5 @@ class RolloutConfig(Section):
     @classmethod
     def _ends_by_groups(cls, value: int, info: ValidationInfo) -> int:
         if value and info.data.get("max_rollout_tokens"):
-            raise ValueError("cannot be given with --max-rollout-tokens: episodes do not end with a step")
+            raise ValueError("cannot be given with max_rollout_tokens: episodes do not end with a step")
         return value

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from envs.config.plugins import Plugin
-from envs.config.settings import Section
+from envs.config.settings import NO_FLAG, Section
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.inputs import DataConfig, EnvConfig, ModelConfig, Tools
 from trainer.config.learner import ClusterConfig, LearnerConfig, OptimConfig
@@ -54,6 +54,7 @@ class EvaluationConfig(Section):
     )
     tools: Tools = "both"
     best_by: Literal["success", "reward"] | None = Field(
+        json_schema_extra=NO_FLAG,
         default=None,
         description="what best/ and --patience go by: success, the held-out accuracy, or reward, the held-out mean "
         "reward; empty: success where the environment says what that is, else reward",
@@ -64,7 +65,7 @@ class EvaluationConfig(Section):
     patience: int = Field(
         default=0,
         ge=0,
-        description="end the run after this many evaluations without a new best, see --best-by; 0: never",
+        description="end the run after this many evaluations without a new best, see best_by; 0: never",
     )
 
     @field_validator("best_by", "stop_at_accuracy", "patience")
@@ -79,11 +80,14 @@ class CheckpointConfig(Section):
     """Checkpoints, and the run to resume."""
 
     save_every: int = Field(default=10, ge=0, description="steps between checkpoints; 0: no checkpoints")
-    keep_checkpoints: int = Field(default=2, ge=1, description="number of checkpoints to keep, the newest ones")
+    keep_checkpoints: int = Field(
+        json_schema_extra=NO_FLAG, default=2, ge=1, description="number of checkpoints to keep, the newest ones"
+    )
     resume: Path | None = Field(
         default=None, description="run folder to resume from its newest complete checkpoint, with its settings"
     )
     max_restarts: int = Field(
+        json_schema_extra=NO_FLAG,
         default=3,
         ge=0,
         description="how often in a row to start lost learner processes again, from the newest complete checkpoint, "
@@ -105,7 +109,12 @@ class RunDirConfig(Section):
         description="trainer.callbacks.Callback of your own, whose methods are called as the run goes on: "
         "module:NAME or file.py:NAME",
     )
-    project: str = Field(default="trueturn", min_length=1, description="project of the run at wandb and trackio")
+    project: str = Field(
+        json_schema_extra=NO_FLAG,
+        default="trueturn",
+        min_length=1,
+        description="project of the run at wandb and trackio",
+    )
 
 
 class LogConfig(RunDirConfig):

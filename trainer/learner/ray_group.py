@@ -49,7 +49,7 @@ ANSWER_S = 10.0
 REASON_S = 3.0
 #: How often to ask ranks that work whether they go on, and for how long to wait for what they say.
 PULSE_S = 5.0
-#: Ranks that wait for a silent one give up after `--learner-timeout-s`, and name it better than this process can.
+#: Ranks that wait for a silent one give up after `learner_timeout_s`, and name it better than this process can.
 SLACK_S = 15.0
 #: What torch says where a rank does not fit, and what to do about it.
 OUT_OF_MEMORY = "CUDA out of memory"
@@ -361,7 +361,7 @@ class LearnerGroup:
         def watch() -> None:
             while not is_over.wait(PULSE_S):
                 if time.monotonic() - self._ray_answered > limit_s:
-                    silence = f"Ray on this host gave no answer for {limit_s:.0f} s (--learner-timeout-s)"
+                    silence = f"Ray on this host gave no answer for {limit_s:.0f} s (learner_timeout_s)"
                     print(f"error: {silence}; end its process raylet, then --resume the run", file=sys.stderr)
                     sys.stderr.flush()
                     os._exit(1)
@@ -409,9 +409,9 @@ class LearnerGroup:
         name = f"learner rank {rank} of {len(self.workers)}{where}"
         fault = ""
         if isinstance(error, RayActorError) and self.places:
-            what = "died: it was killed, ran out of memory, or waited too long for another (--learner-timeout-s)"
+            what = "died: it was killed, ran out of memory, or waited too long for another (learner_timeout_s)"
         elif isinstance(error, GetTimeoutError):
-            what = f"hangs in {method}: {error} (--learner-timeout-s)"
+            what = f"hangs in {method}: {error} (learner_timeout_s)"
         else:
             fault = what = f"failed in {method}: {end_of_traceback(str(error))}"
         if not self._is_joined:

@@ -223,7 +223,7 @@ class TrainingSession(RunSession[LoopState]):
         if len(broken) > most * len(rollout.played):
             first = broken[0]
             raise InvalidStreams(
-                f"{len(broken)} of {len(rollout.played)} episodes broke the token stream, over --max-invalid-frac "
+                f"{len(broken)} of {len(rollout.played)} episodes broke the token stream, over max_invalid_frac "
                 f"{most:g}; episode {first.sample_index} of {first.sample_id}: {first.error}"
             )
 
@@ -404,7 +404,7 @@ def large_kl(stats: StepStats) -> str:
         return ""
     return (
         f"one token has a KL to the reference of {largest:.3g}, which can rule the loss: k3 grows as e^gap without "
-        "bound; give --kl-estimator k2, which grows as gap^2, or a smaller --kl-coef or --lr"
+        "bound; set kl_estimator: k2, which grows as gap^2, or a smaller --kl-coef or --lr"
     )
 
 

@@ -53,12 +53,12 @@ def check_success(config: EvaluationConfig, spec: EnvSpec) -> None:
     """Raise `UserError` if a run should go by a success that the environment does not know."""
     if spec.success_rule:
         return
-    asked = "--stop-at-accuracy" if config.stop_at_accuracy is not None else "--best-by"
+    asked = "--stop-at-accuracy" if config.stop_at_accuracy is not None else "best_by"
     if config.stop_at_accuracy is not None or config.best_by == "success":
         rule = f"needs an environment that says what a success is, and '{spec.id}' has success: none"
         fix = (
             "write success: 0.9 (a reward) or success: KEY (of the episode's info) in the entry, or give it as "
-            "--success; --patience and --best-by reward go by the mean reward"
+            "--success; --patience and best_by reward go by the mean reward"
         )
         raise UserError(asked, rule, config.stop_at_accuracy or config.best_by, fix)
 

@@ -9,7 +9,18 @@ from dataclasses import dataclass
 
 from envs.config.commands import flag_words
 from envs.config.files import text_of
-from envs.config.settings import FieldPath, Setting, Settings, changed, flag_of, is_tuple, leaves, validate
+from envs.config.settings import (
+    FieldPath,
+    Setting,
+    Settings,
+    changed,
+    flag_of,
+    has_flag,
+    is_tuple,
+    leaves,
+    validate,
+)
+from envs.config.sources import PREFIX
 from envs.errors import UserError, first_line, shortened
 from envs.safe_text import escape_controls
 from trainer.config.other_trainers import Trainer, other_trainers
@@ -49,8 +60,14 @@ class Translation:
     same: tuple[tuple[str, Value, str], ...]
 
     def command(self) -> str:
-        """Return the command, one flag a line, with only what differs from the defaults."""
-        return " \\\n    ".join(["python -m trainer.run", *_flags(self.config)])
+        """Return the command, one flag a line, with only what differs from the defaults.
+
+        Variables of the environment before it hold the settings that have no flag.
+        """
+        flags = list(_flags(self.config))
+        named = [flag for flag in flags if flag.startswith("--")]
+        variables = [flag for flag in flags if not flag.startswith("--")]
+        return " \\\n    ".join([" ".join([*variables, "python -m trainer.run"]), *named])
 
     def yaml(self) -> str:
         """Return a `--config` file with only what differs from the defaults."""
@@ -162,11 +179,14 @@ def _validated(fields: Mapping[str, tuple[Value, str]], title: str) -> RunConfig
 
 
 def _flags(config: RunConfig) -> Iterator[str]:
-    """Yield the flags, quoted for a shell, of what differs from the defaults; the environment is always named."""
+    """Yield the flags and variables, quoted for a shell, that differ from the defaults; `--env` always."""
     differing: dict[FieldPath, object] = {_PATHS["env"]: config.env.env}
     differing |= {path: value for path, (_, value) in changed(config, RunConfig()).items()}
     for path, value in differing.items():
-        yield shlex.join(flag_words(path[-1], value))
+        if has_flag(_FIELDS[path[-1]]):
+            yield shlex.join(flag_words(path[-1], value))
+        else:
+            yield f"{PREFIX}{path[-1].upper()}={shlex.quote(str(value))}"
 
 
 def _shown(name: str, value: Value) -> str:

@@ -167,7 +167,7 @@ def _turns_together(facts: ServerFacts) -> list[Argument]:
     most = "--prefill-delayer-max-delay-ms"
     words = ("--enable-prefill-delayer", ratio, f"{1 / WRITTEN_FOR_ONE:g}", most, f"{1000 * facts.turn_wait_s:g}")
     others = (ratio, most, "--max-running-requests", "--disable-overlap-schedule")
-    return [Argument(words, f"--turn-wait-s {facts.turn_wait_s:g}", others)]
+    return [Argument(words, f"turn_wait_s {facts.turn_wait_s:g}", others)]
 
 
 def _context(facts: ServerFacts) -> list[Argument]:

@@ -11,8 +11,10 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
 from envs.config.cli import exit_code, parse
+from envs.config.settings import has_flag, leaves
 from envs.errors import UserError
 from trainer.config.run import FIRST_SETTINGS, RunConfig
+from trainer.config.sources import SOURCES
 
 
 class Inner(BaseModel):
@@ -327,3 +329,23 @@ def test_a_path_that_is_too_long_is_one_line_in_any_command(capsys: pytest.Captu
 def test_an_error_repeats_no_more_than_a_little_of_a_value() -> None:
     error = UserError("f" * 5000, "must be a list", "x" * 5000, f"write [{'x' * 5000}]")
     assert len(str(error)) < 1500
+
+
+def test_a_setting_without_a_flag_is_set_by_files_and_variables_and_a_flag_for_it_names_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("rollout: {resample: 0}")
+    assert parse(RunConfig, ["--config", str(file)], "prog", "", SOURCES).rollout.resample == 0
+    monkeypatch.setenv("TRUETURN_RESAMPLE", "2")
+    assert parse(RunConfig, ["--config", str(file)], "prog", "", SOURCES).rollout.resample == 2
+    fix = r"it has no flag: write rollout: \{resample: \.\.\.\} into a --config file, or set TRUETURN_RESAMPLE"
+    with pytest.raises(UserError, match=fix):
+        parse(RunConfig, ["--resample", "0"], "prog", "", SOURCES)
+    with pytest.raises(UserError, match=r"write rollout: .stop_early"):
+        parse(RunConfig, ["--no-stop-early"], "prog", "", SOURCES)
+
+
+def test_a_run_has_at_most_100_flags() -> None:
+    flags = [path for path, field in leaves(RunConfig) if has_flag(field)]
+    assert len(flags) + len(("--config", "--print-config", "--from-slime")) <= 100

@@ -22,7 +22,7 @@ from tests.environments import lucky_lengths
 from tests.flags import last_of_each
 from tests.recordings import episodes_in, lines_of
 from tests.servers import serving
-from tests.trainer.runs import assert_equal_runs, metrics_of, num_members, state_of
+from tests.trainer.runs import PATIENT, assert_equal_runs, metrics_of, num_members, state_of
 from trainer.checkpoint.checkpointer import Checkpoint
 from trainer.checkpoint.restarts import RunLost, run_restarting, why_give_up
 from trainer.checkpoint.session import RunFailed
@@ -55,7 +55,7 @@ def flags(cluster: str, checkpoint: Path, tmp_path_factory: pytest.TempPathFacto
     """Flags of a small run on two nodes, whose steps teach something."""
     with lucky_lengths(tmp_path_factory.mktemp("lucky"), "lucky_restarts", "float(len(text) % 3)", 6) as flags:
         few = ["--problems-per-step", "2", "--group-size", "4", "--max-new-tokens", "24", "--eval-size", "0"]
-        often = ["--steps", str(STEPS), "--save-every", "2", "--batch-wait-s", "600", "--lr", "1e-3", "--tracker="]
+        often = ["--steps", str(STEPS), "--save-every", "2", "--config", PATIENT, "--lr", "1e-3", "--tracker="]
         ranks = ["--num-learners", "2", "--ray-address", cluster]
         yield [*flags, "--model", str(checkpoint), *few, *often, *ranks]
 
@@ -86,9 +86,12 @@ def test_a_run_whose_rank_is_killed_ends_as_one_that_lost_none(
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_is_replaced(flags: list[str], unbroken: Path, tmp_path: Path) -> None:
+def test_a_rank_that_hangs_is_replaced(
+    flags: list[str], unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRUETURN_LEARNER_TIMEOUT_S", "4")
     with fault_at("update, early", 3, signal_rank(1, signal.SIGSTOP)) as drill:
-        assert run([*flags, "--learner-timeout-s", "4", "--out", str(tmp_path), "--name", "run"]) == 0
+        assert run([*flags, "--out", str(tmp_path), "--name", "run"]) == 0
     assert 4 < drill.seconds < 200
     assert_same_run(tmp_path / "run", unbroken)
 
@@ -166,7 +169,7 @@ def test_a_lost_node_is_replaced_by_another_or_named_where_there_is_none(
         nodes.shutdown()
     said = str(failed.value)
     assert said.count("step 2: the learner could not be started again: --num-learners: must be at most the 1 CPUs") == 3
-    assert "(--max-restarts 3): step 2: learner rank 1 of 2 " in said
+    assert "(max_restarts 3): step 2: learner rank 1 of 2 " in said
     assert said.endswith("there is no checkpoint to resume from")
 
 
@@ -221,7 +224,7 @@ def loss(step: int, fault: str = "", is_interrupted: bool = False) -> RunLost:
         ([loss(7)], 0, "lost in 7"),
         ([loss(7, is_interrupted=True)], 3, "lost in 7"),
         ([loss(7), loss(7), loss(7)], 3, ""),
-        ([loss(7), loss(7)], 1, r"lost 2 times .*--max-restarts 1.*: step 7: lost in 7; step 7: lost in 7"),
+        ([loss(7), loss(7)], 1, r"lost 2 times .*max_restarts 1.*: step 7: lost in 7; step 7: lost in 7"),
         ([loss(7, "took 3 GiB"), loss(7, "took 4 GiB")], 3, "step 7 failed twice in the same way: "),
         ([loss(7, "took 3 GiB"), loss(6, "took 3 GiB")], 3, ""),
         ([loss(7, "took 3 GiB"), loss(7, "no link")], 3, ""),

@@ -24,7 +24,7 @@ from tests.flags import last_of_each
 from tests.processes import Command, run_command
 from tests.recordings import episodes_in, lines_of
 from tests.trainer.checkpoint.test_checkpointer import largest_file
-from tests.trainer.runs import assert_equal_runs, episodes_of, metrics_of, num_lines, num_members, state_of
+from tests.trainer.runs import PATIENT, assert_equal_runs, episodes_of, metrics_of, num_lines, num_members, state_of
 from tests.trainer.test_run import SMALL, train
 from trainer.checkpoint.checkpointer import found_steps
 from trainer.checkpoint.model_card import CARD
@@ -34,7 +34,7 @@ from trainer.learner.fsdp_learner import FSDPLearner
 from trainer.run import run
 
 #: No limit of the clock on which episodes share a batch: what is compared below is compared bit for bit.
-STEPS, OFTEN = 5, ["--save-every", "2", "--batch-wait-s", "600"]
+STEPS, OFTEN = 5, ["--save-every", "2", "--config", PATIENT]
 
 
 @pytest.fixture(scope="module")

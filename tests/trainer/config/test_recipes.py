@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 
 from envs.config.cli import parse
 from envs.config.files import text_of
-from envs.config.settings import FieldPath, changed, flag_of, is_tuple, leaves, takes_code, words_of
+from envs.config.settings import FieldPath, changed, flag_of, has_flag, is_tuple, leaves, takes_code, words_of
 from envs.config.sources import PREFIX
 from envs.errors import UserError
 from tests.paths import ROOT
@@ -44,6 +44,7 @@ NEEDED = {
     "stop_at_accuracy": {("evaluation", "eval_every"): 2},
     "patience": {("evaluation", "eval_every"): 2},
     "keep_kv_cache": {("rollout", "max_staleness"): 1},
+    "discount": {("algorithm", "advantage"): "turn"},
 }
 VALUES = {"dual_clip": 3.0, "oversample": 1.5, "max_oversample": 4.0}
 
@@ -103,9 +104,14 @@ def test_every_field_reads_its_value_from_every_layer(
     assert changed(config, RunConfig()).keys() == settings.keys()
 
     argv: list[str] = []
+    extra = tmp_path / "without_flags.yaml"
+    without = {place: value for place, value in settings.items() if not has_flag(FIELDS[place])}
+    extra.write_text(json.dumps(nested(without), default=str))
     for place, value in settings.items():
         flag = flag_of(place[-1], FIELDS[place])
-        if isinstance(value, bool):
+        if not has_flag(FIELDS[place]):
+            argv += ["--config", str(extra)]
+        elif isinstance(value, bool):
             argv.append(flag if value else f"--no-{flag[2:]}")
         else:
             argv += [f"{flag}={item}" for item in (value if isinstance(value, tuple) else (value,))]
@@ -274,7 +280,7 @@ def test_the_page_on_configuration_names_what_there_is() -> None:
         "--help-all",
         "--from-slime",
     }
-    others = {"--split", "--logdir", "--no-stop-early"}
+    others = {"--split", "--logdir"}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE)) <= flags | others
     assert re.findall(r"^\| `([\w-]+)` \|", PAGE.split("| name | what")[1], re.MULTILINE)[:6] == [
         "starter-geo3k", "slime-geo3k-multi-turn", "slime-geo3k", "rlinf-qwen3-vl-2b-geo3k", "qwen3-vl-8b-lora",

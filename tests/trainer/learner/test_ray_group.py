@@ -268,7 +268,8 @@ def test_a_rank_that_is_killed_ends_the_run_with_its_name_and_keeps_what_was_pla
 
     monkeypatch.setattr(LearnerGroup, "step", step_and_kill)
     argv = [*flags, "--problems-per-step", "3", "--steps", "500", "--out", str(tmp_path), "--name", "run"]
-    assert run([*argv, "--num-learners", "2", "--max-restarts", "0"]) == 1
+    monkeypatch.setenv("TRUETURN_MAX_RESTARTS", "0")
+    assert run([*argv, "--num-learners", "2"]) == 1
     error = capsys.readouterr().err.strip()
     assert len(error.splitlines()) == 1
     assert f"error: learner rank 1 of 2 (process {killed[0]} on" in error and "died" in error, error

@@ -193,7 +193,7 @@ def test_the_ratio_of_a_later_update_is_to_the_weights_before_the_first(
 
 def test_a_step_names_a_token_whose_kl_to_the_reference_rules_the_loss() -> None:
     stats = StepStats(0.0, 0.0, 0.0, 1, 1, 0, 0.0, (0.0,), 0.0, 0.0, 0.0, 0.0, {"ref_kl": 0.1, "ref_kl_max": 535.0})
-    assert "a KL to the reference of 535" in large_kl(stats) and "--kl-estimator k2" in large_kl(stats)
+    assert "a KL to the reference of 535" in large_kl(stats) and "kl_estimator: k2" in large_kl(stats)
     for sound in ({"ref_kl_max": 9.9}, {}):
         assert large_kl(replace(stats, objective=sound)) == ""
 

@@ -23,7 +23,7 @@ from tests.environments import lucky_geometry
 from tests.flags import last_of_each
 from tests.processes import Command
 from tests.recordings import lines_of
-from tests.trainer.runs import drawing, episodes_of, metrics_of, state_of
+from tests.trainer.runs import PATIENT, drawing, episodes_of, metrics_of, state_of
 from tests.trainer.test_run import SMALL, train
 from trainer.evaluate import run as evaluate
 from trainer.evaluation.best_model import RECORD
@@ -31,7 +31,7 @@ from trainer.run import run
 
 STEPS = 4
 #: No limit of the clock on which episodes share a batch: what is compared below is compared bit for bit.
-FLAGS = ["--lr", "1e-3", "--batch-wait-s", "600", "--save-every", "3"]
+FLAGS = ["--lr", "1e-3", "--config", PATIENT, "--save-every", "3"]
 EVERY = ["--eval-every", "2"]
 WAYS = {"with_tool", "without_tool"}
 #: Sends this process a signal in the second reward after `metrics.jsonl` has reached a state.
@@ -283,9 +283,10 @@ def test_a_run_without_a_success_goes_by_the_mean_reward(
 
 
 def test_the_best_model_can_be_chosen_by_the_reward_where_there_is_a_success(
-    checkpoint: Path, lucky: list[str], tmp_path: Path
+    checkpoint: Path, lucky: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    summary = train(checkpoint, tmp_path / "run", *lucky, "--eval-every", "1", "--best-by", "reward")
+    monkeypatch.setenv("TRUETURN_BEST_BY", "reward")
+    summary = train(checkpoint, tmp_path / "run", *lucky, "--eval-every", "1")
     reached = [point["mean_reward"]["with_tool"] for point in summary["evaluations"]]
     assert summary["best"]["mean_reward"] == max(reached) and summary["accuracy_after"].keys() == WAYS
 

@@ -33,7 +33,7 @@ from tests.recordings import episodes_in, lines_of
 from tests.servers import serving
 from tests.tiny_models import write_tiny_model
 from tests.trainer.checkpoint.test_checkpointer import largest_file
-from tests.trainer.runs import metrics_of, state_of
+from tests.trainer.runs import PATIENT, metrics_of, state_of
 from trainer.checkpoint.settings_parts import part_file
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.inputs import ModelConfig
@@ -55,7 +55,7 @@ from trainer.weight_sync.sync import WeightSync
 
 STEPS = 4
 SMALL = ["--train-size", "12", "--problems-per-step", "3", "--group-size", "4", "--max-new-tokens", "24",
-         "--eval-size", "2", "--tracker=", "--batch-wait-s", "600", "--save-every", "2", "--lr", "1e-3"]  # fmt: skip
+         "--eval-size", "2", "--tracker=", "--config", PATIENT, "--save-every", "2", "--lr", "1e-3"]  # fmt: skip
 FILTERED = ["--filter-equal", "--oversample", "1.5", "--minibatches", "2", "--epochs", "2"]
 
 
@@ -151,10 +151,11 @@ def test_training_on_recorded_rollouts_repeats_the_run_to_the_bit(
 
 @pytest.mark.slow
 def test_adapters_and_episodes_that_saw_two_versions_repeat_too(
-    uneven: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    uneven: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("peft")
-    argv = ["--lora-rank", "2", "--max-staleness", "2", "--max-batch", "8", "--eval-size", "0"]
+    monkeypatch.setenv("TRUETURN_MAX_BATCH", "8")
+    argv = ["--lora-rank", "2", "--max-staleness", "2", "--eval-size", "0"]
     recorded = started(tmp_path / "recorded", *uneven, *argv, "--steps", "3", "--kl-coef", "0.01")
     assert max(row["staleness/max"] for row in metrics_of(recorded)) >= 1
     capsys.readouterr()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import os
 import re
 import shlex
 import subprocess
@@ -11,6 +12,7 @@ import time
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
@@ -146,9 +148,16 @@ def translated(capsys: pytest.CaptureFixture[str], source: str, *flags: str) -> 
     """Return what our own parser reads in the printed command, and everything that was printed."""
     assert run([source, *flags]) == 0
     text = capsys.readouterr().out
-    words = words_of(text)
-    assert words[:3] == ["python", "-m", "trainer.run"]
-    return parse(RunConfig, words[3:], "python -m trainer.run", "", SOURCES), text
+    return read_back(text), text
+
+
+def read_back(command: str) -> RunConfig:
+    """Return what our own parser reads in a printed command, with the variables before it."""
+    words = words_of(command)
+    start = words.index("python")
+    assert words[start : start + 3] == ["python", "-m", "trainer.run"]
+    with patch.dict(os.environ, dict(word.split("=", 1) for word in words[:start])):
+        return parse(RunConfig, words[start + 3 :], "python -m trainer.run", "", SOURCES)
 
 
 def words_of(command: str) -> list[str]:
@@ -563,7 +572,6 @@ def test_any_settings_give_a_command_that_our_parser_reads_or_one_line(trainer: 
         assert "\n" not in str(error)
         return
     assert isinstance(found, Translation)
-    words = words_of(found.command())[3:]
-    assert parse(RunConfig, words, "", "", SOURCES) == found.config
+    assert read_back(found.command()) == found.config
     lost = {name: reason for name, _, reason in found.lost}
     assert ("other" in given_settings) == (lost.get(theirs.spelt("other")) == "no setting here does this")

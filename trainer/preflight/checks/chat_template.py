@@ -116,7 +116,7 @@ def check_format(renderer: Renderer, args: EnvArgs, has_tools: bool) -> list[Ver
     if not has_tools or not renderer.teaches_tools or taught == args.tool_format:
         return []
     found = f"the template teaches calls in the form {taught}, the environment reads {args.tool_format}"
-    return [warning(found, "give --tool-format auto")]
+    return [warning(found, "set tool_format: auto")]
 
 
 async def play_scripted(

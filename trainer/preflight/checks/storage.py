@@ -48,7 +48,7 @@ class DiskNeed:
         """Return what a configuration writes.
 
         A checkpoint holds float32 weights and Adam's two moments of all trained parameters. While a checkpoint is
-        written, there is one more than `--keep-checkpoints`.
+        written, there is one more than `keep_checkpoints`.
         """
         every = config.checkpoint.save_every if config.trains else 0
         kept = config.checkpoint.keep_checkpoints
@@ -99,7 +99,7 @@ def _room(place: Path, free: int, need: DiskNeed) -> Verdict:
         if size
     ]
     found = f"a run writes up to {need.total / GIB:.1f} GiB ({', '.join(parts)}), {free / GIB:.1f} are free at {place}"
-    fix = "give another --out, keep fewer with --keep-checkpoints, or record less with --record"
+    fix = "give another --out, a smaller keep_checkpoints, or record less with --record"
     if need.total > free:
         # A run can lose recordings, but not checkpoints, weights for servers or the model at its end.
         least = need.checkpoints + need.model + need.sync
