@@ -64,10 +64,10 @@ class Translation:
 
         Variables of the environment before it hold the settings that have no flag.
         """
-        flags = list(_flags(self.config))
-        named = [flag for flag in flags if flag.startswith("--")]
-        variables = [flag for flag in flags if not flag.startswith("--")]
-        return " \\\n    ".join([" ".join([*variables, "python -m trainer.run"]), *named])
+        words = list(_words(self.config))
+        variables = [word for word in words if word.startswith(PREFIX)]
+        flags = [word for word in words if not word.startswith(PREFIX)]
+        return " \\\n    ".join([" ".join([*variables, "python -m trainer.run"]), *flags])
 
     def yaml(self) -> str:
         """Return a `--config` file with only what differs from the defaults."""
@@ -178,7 +178,7 @@ def _validated(fields: Mapping[str, tuple[Value, str]], title: str) -> RunConfig
     return validate(RunConfig, settings)
 
 
-def _flags(config: RunConfig) -> Iterator[str]:
+def _words(config: RunConfig) -> Iterator[str]:
     """Yield the flags and variables, quoted for a shell, that differ from the defaults; `--env` always."""
     differing: dict[FieldPath, object] = {_PATHS["env"]: config.env.env}
     differing |= {path: value for path, (_, value) in changed(config, RunConfig()).items()}
