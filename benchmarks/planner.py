@@ -21,8 +21,12 @@ from trainer.planning.speed import Layout, LearnerLayout, Schedule, Speed, Workl
 
 COLUMNS = ("run", "figure", "predicted", "measured", "error")
 #: Turns of 240 words: 1.7 a run, of which 68 % end at 512 tokens, so the longest of 128 episodes has about 512.
-LONG = Workload(prompt=250, images=110, turns=1.7, turn_tokens=206, observation=30, tool_s=0.0, spread=0.16)
-SHORT = Workload(prompt=250, images=110, turns=1.7, turn_tokens=46, observation=30, tool_s=0.0, spread=0.6)
+LONG = Workload(
+    prompt_tokens=250, image_tokens=110, turns=1.7, turn_tokens=206, observation_tokens=30, tool_s=0.0, spread=0.16
+)
+SHORT = Workload(
+    prompt_tokens=250, image_tokens=110, turns=1.7, turn_tokens=46, observation_tokens=30, tool_s=0.0, spread=0.6
+)
 #: Variant of `asynchrony_2b.json`, machine, workload, staleness, whether the cache is kept and GPUs are shared, seconds
 #: of a new image (0.035 before images were encoded by CUDA graphs).
 RUNS = (
@@ -42,7 +46,7 @@ RUNS = (
     ("graphs-short-one-gpu", "h100", SHORT, 0, False, True, 0.013),
 )
 #: Of the learner's benchmarks: prompts of 260 tokens, 110 of an image, responses of 644 with 5 % tool output.
-GEO3K = Workload(prompt=150, images=110, turns=2, turn_tokens=306, observation=32)
+GEO3K = Workload(prompt_tokens=150, image_tokens=110, turns=2, turn_tokens=306, observation_tokens=32)
 #: Run, machine, problems of 8, learner, tokens a second.
 LEARNER = (
     ("H100, 1 rank, constants from it", "h100", 8, LearnerLayout(1), 44_790),
@@ -91,9 +95,9 @@ def whole_runs(shape: ModelShape) -> Iterator[Compared]:
     for name, machine, workload, staleness, keeps, shares, image_s in RUNS:
         found = measured[name]
         tokens = found["tokens_per_s"] / found["samples_per_s"]  # of an episode
-        workload = replace(workload, turn_tokens=tokens / workload.turns)
+        workload = workload.model_copy(update={"turn_tokens": tokens / workload.turns})
         hardware = replace(Hardware.read(machine), image_s=image_s)
-        schedule = Schedule(16, 8, staleness, keep_kv_cache=keeps)
+        schedule = Schedule(problems_per_step=16, max_staleness=staleness, keep_kv_cache=keeps)
         layout = Layout("colocate" if shares else "split", LearnerLayout(), 1, 1, "ipc", cache_tokens=1e6)
         forecast = Speed(shape, hardware, workload, schedule).forecast(layout)
         yield Compared(f"2B, {name}", "training, s", forecast.train_s, found["train_s"])
@@ -104,7 +108,7 @@ def learner_steps(shape: ModelShape) -> Iterator[Compared]:
     """Predict recorded steps of a learner without a run around it."""
     for name, machine, problems, learner, measured in LEARNER:
         hardware = replace(Hardware.read(machine), update_s=0.0)
-        seconds = Speed(shape, hardware, GEO3K, Schedule(problems, 8)).train_s(learner)
+        seconds = Speed(shape, hardware, GEO3K, Schedule(problems_per_step=problems)).train_s(learner)
         yield Compared(name, "learner tokens/s", problems * 8 * GEO3K.stream / seconds, measured)
 
 

@@ -14,18 +14,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, field_validator
 
 from envs.config.cli import exit_code, parse
 from envs.config.commands import command_line, flag_words
 from envs.config.settings import Section
 from envs.errors import UserError
 from trainer.planning.qwen3_vl import QWEN3_VL, hub_id
+from trainer.planning.speed import Layout, Schedule, Speed, Workload
 
 if TYPE_CHECKING:
     from trainer.planning.hardware import Hardware
     from trainer.planning.layouts import Planned
-    from trainer.planning.speed import Layout
 
 #: Model tokens of an episode below which forecasts missed by up to 44 % (docs/scale.md).
 LEAST_TOKENS = 300
@@ -47,55 +47,13 @@ class MachineConfig(Section):
         return value
 
 
-class ScheduleConfig(Section):
-    """The run. Empty and 0 leave the choice to the planner."""
-
-    placement: Literal["auto", "colocate", "split"] = Field(default="auto", description="--placement of trainer.run")
-    max_staleness: int = Field(default=0, ge=0, description="--max-staleness of trainer.run")
-    keep_kv_cache: bool = Field(default=False, description="--keep-kv-cache of trainer.run; means --placement split")
-    num_servers: int = Field(default=0, ge=0, description="--num-servers of trainer.run")
-    tensor_parallel: int = Field(default=0, ge=0, description="--tensor-parallel of trainer.run")
-    sync: Literal["auto", "ipc", "nccl", "disk"] = Field(default="auto", description="--sync of trainer.run")
-    problems_per_step: int = Field(default=32, ge=1, description="--problems-per-step of trainer.run")
-    group_size: int = Field(default=8, ge=2, description="--group-size of trainer.run")
-    max_concurrent: int = Field(default=1024, ge=1, description="--max-concurrent of trainer.run")
-
-    @field_validator("keep_kv_cache")
-    @classmethod
-    def _has_episodes_at_a_push(cls, value: bool, info: ValidationInfo) -> bool:
-        if value and (info.data.get("placement") == "colocate" or not info.data.get("max_staleness")):
-            raise ValueError("is for --max-staleness above 0 and --placement split")
-        return value
-
-    @property
-    def wanted_placement(self) -> Literal["colocate", "split"] | None:
-        """The placement to plan; None leaves the choice to the planner."""
-        if self.keep_kv_cache:
-            return "split"
-        return None if self.placement == "auto" else self.placement
-
-
-class WorkloadConfig(Section):
-    """The episodes: means, or a recorded run."""
-
-    like: Path | None = Field(default=None, description="run folder whose recorded episodes to take, in place of means")
-    prompt_tokens: int = Field(default=400, ge=1, description="text tokens of a prompt")
-    image_tokens: int = Field(default=256, ge=0, description="tokens of the prompt's images")
-    turns: float = Field(default=3.0, ge=1, le=1000, description="model turns of an episode")
-    turn_tokens: int = Field(default=300, ge=1, description="tokens that the model writes in a turn")
-    observation_tokens: int = Field(default=60, ge=0, description="tokens of the environment's answer to a turn")
-    tool_s: float = Field(default=0.1, ge=0, description="seconds of the environment in a turn")
-    spread: float = Field(
-        default=0.6, ge=0, le=2, description="standard deviation of the logarithm of lengths and seconds; 0: all equal"
-    )
-
-
 class PlanConfig(Section):
     """What to plan."""
 
+    like: Path | None = Field(default=None, description="run folder whose recorded episodes to take, in place of means")
     machine: MachineConfig = MachineConfig()
-    run: ScheduleConfig = ScheduleConfig()
-    workload: WorkloadConfig = WorkloadConfig()
+    run: Schedule = Schedule()
+    workload: Workload = Workload()
 
 
 def run(argv: Sequence[str] | None = None) -> int:
@@ -104,41 +62,20 @@ def run(argv: Sequence[str] | None = None) -> int:
     config = parse(PlanConfig, argv, "python -m trainer.plan", description)
     # Imported late, so that --help and a mistyped flag answer at once.
     from trainer.planning.hardware import Hardware
-    from trainer.planning.layouts import Search, Wanted
+    from trainer.planning.layouts import Search
     from trainer.planning.memory import count_values, empty_network
     from trainer.planning.shape import ModelShape
-    from trainer.planning.speed import Schedule, Speed, Workload
 
     machine = config.machine
-    schedule = config.run
-    given = config.workload
     hardware = Hardware.read(machine.hardware)
-    workload = Workload(
-        prompt=given.prompt_tokens,
-        images=given.image_tokens,
-        turns=given.turns,
-        turn_tokens=given.turn_tokens,
-        observation=given.observation_tokens,
-        tool_s=given.tool_s,
-        spread=given.spread,
-    )
-    if given.like:
-        workload = Workload.recorded(given.like)
+    workload = Workload.recorded(config.like) if config.like else config.workload
     if workload.model_tokens < LEAST_TOKENS:
         rule = f"must give episodes of {LEAST_TOKENS} model tokens or more: shorter ones were missed by up to 44 %"
-        flag = "--like" if given.like else "--turn-tokens"
+        flag = "--like" if config.like else "--turn-tokens"
         raise UserError(flag, rule, f"{workload.model_tokens:.0f} in {workload.turns:.1f} turns", "measure a short run")
-    wanted = Wanted(
-        placement=schedule.wanted_placement,
-        num_servers=schedule.num_servers,
-        tensor_parallel=schedule.tensor_parallel,
-        transport=None if schedule.sync == "auto" else schedule.sync,
-    )
     network = empty_network(machine.model)
     shape = ModelShape.of(network.config, count_values(network.parameters()))
-    scheduled = {"problems_per_step", "group_size", "max_staleness", "max_concurrent", "keep_kv_cache"}
-    speed = Speed(shape, hardware, workload, Schedule(**schedule.model_dump(include=scheduled)))
-    planned = Search(network, speed).best(machine.num_gpus, wanted)
+    planned = Search(network, Speed(shape, hardware, workload, config.run)).best(machine.num_gpus)
     print(f"Computed, not measured: {machine.model} of {shape.parameters / 1e6:,.0f} M parameters on {hardware.name}")
     print("\n".join(plan_lines(planned, hardware, machine.num_gpus)))
     print(run_command(config, planned.layout))

@@ -26,23 +26,6 @@ MOST_GPUS = 4096
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What the user has fixed; None and 0 leave the choice to the planner."""
-
-    placement: Literal["colocate", "split"] | None = None
-    num_servers: int = 0
-    tensor_parallel: int = 0
-    transport: Transport | None = None
-
-    def __post_init__(self) -> None:
-        """Raise `UserError` for what a run refuses."""
-        if self.placement == "colocate" and self.transport == "nccl":
-            rule = "needs servers on GPUs of their own"
-            fix = "give --sync auto, or --placement split"
-            raise UserError("--sync nccl", rule, "--placement colocate", fix)
-
-
-@dataclass(frozen=True)
 class Planned:
     """A layout and its forecast."""
 
@@ -57,22 +40,26 @@ class Search:
     Example::
 
         search = Search(network, Speed(shape, Hardware.read("h200"), Workload(), Schedule(max_staleness=1)))
-        best = search.best(64, Wanted())
+        best = search.best(64)
         best.layout.num_servers, best.forecast.samples_per_s
     """
 
     network: PolicyModel
     speed: Speed
 
-    def best(self, num_gpus: int, wanted: Wanted) -> Planned:
+    def best(self, num_gpus: int) -> Planned:
         """Return the layout of at most so many GPUs with the most samples a second; of equally fast ones the smallest.
 
         Raises:
-            UserError: none fits.
+            UserError: none fits, or a run refuses what the schedule asks for.
         """
+        if self.speed.schedule.placement == "colocate" and self.speed.schedule.sync == "nccl":
+            rule = "needs servers on GPUs of their own"
+            fix = "give --sync auto, or --placement split"
+            raise UserError("--sync nccl", rule, "--placement colocate", fix)
         found: Planned | None = None
         refused = "give more GPUs"
-        for layout in self._candidates(num_gpus, wanted):
+        for layout in self._candidates(num_gpus):
             if isinstance(layout, str):
                 refused = layout  # the last one has the most learners
                 continue
@@ -135,7 +122,7 @@ class Search:
     def estimate(self, learner: LearnerLayout) -> MemoryEstimate:
         """Return what one rank takes; `trainer.memory` prints the same."""
         work = self.speed.workload
-        image_tokens = round(learner.tokens * work.images / work.stream)
+        image_tokens = round(learner.tokens * work.image_tokens / work.stream)
         plan = Plan(
             num_gpus=learner.num_ranks,
             tokens=learner.tokens,
@@ -153,33 +140,32 @@ class Search:
         free = gib * GIB - COMPUTE_BYTES * shape.parameters / tensor_parallel
         return max(0.0, free * min(tensor_parallel, shape.kv_heads) / (COMPUTE_BYTES * shape.cache_values))
 
-    def _candidates(self, num_gpus: int, wanted: Wanted) -> Iterator[Layout | str]:
+    def _candidates(self, num_gpus: int) -> Iterator[Layout | str]:
         """Yield the layouts of at most so many GPUs, or why one does not fit."""
+        wanted = self.speed.schedule
         sizes = [wanted.tensor_parallel] if wanted.tensor_parallel else self._server_sizes()
         for ranks, size in itertools.product(ladder(num_gpus), sizes):
             if size > self.speed.hardware.gpus_per_host:
                 continue
-            if wanted.placement != "split" and wanted.transport != "nccl" and ranks >= size:
+            if wanted.allows_colocate and ranks >= size:
                 count = wanted.num_servers or ranks // size
                 if count * size <= ranks:
-                    yield self._first("colocate", ranks, count, size, wanted)
+                    yield self._first("colocate", ranks, count, size)
             left = (num_gpus - ranks) // size
             if wanted.placement != "colocate" and left:
                 for count in [wanted.num_servers] if wanted.num_servers else ladder(left):
                     if count <= left:
-                        yield self._first("split", ranks, count, size, wanted)
+                        yield self._first("split", ranks, count, size)
 
-    def _first(
-        self, placement: Literal["colocate", "split"], ranks: int, count: int, size: int, wanted: Wanted
-    ) -> Layout | str:
+    def _first(self, placement: Literal["colocate", "split"], ranks: int, count: int, size: int) -> Layout | str:
         """Return the layout with the first transport whose copies of the weights fit, in the order of a run."""
         used = ranks if placement == "colocate" else ranks + count * size
         is_one_host = used <= self.speed.hardware.gpus_per_host
         transports: list[Transport] = ["ipc", "nccl"] if is_one_host else ["nccl"]
         if placement == "colocate":  # NCCL has no two processes on one GPU
             transports = ["ipc"] if is_one_host else ["disk"]
-        if wanted.transport:
-            transports = [wanted.transport]
+        if self.speed.schedule.sync != "auto":
+            transports = [self.speed.schedule.sync]
         made = [self.layout(placement, ranks, count, size, transport) for transport in transports]
         return next((layout for layout in made if isinstance(layout, Layout)), made[-1])
 

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from pydantic import Field, ValidationInfo, field_validator
+
+from envs.config.settings import Section
 from envs.errors import UserError
 from trainer.config.rollout import EngineConfig
 from trainer.planning.hardware import Hardware
@@ -26,21 +29,24 @@ COMPUTE_BYTES = 2
 GRADIENT_BYTES = 4
 
 
-@dataclass(frozen=True)
-class Workload:
-    """Means of the episodes. Lengths are log-normal with `spread`, the standard deviation of their logarithm.
+class Workload(Section):
+    """Means of the episodes.
 
-    Example: `Workload(prompt=400, images=256, turns=3, turn_tokens=300)` has streams of 1,676 tokens in the mean,
-    900 of them the model's.
+    Lengths are log-normal with `spread`, the standard deviation of their logarithm.
+
+    Example: `Workload(prompt_tokens=400, image_tokens=256, turns=3, turn_tokens=300)` has streams of 1,676 tokens in
+    the mean, 900 of them the model's.
     """
 
-    prompt: int = 400
-    images: int = 256
-    turns: float = 3.0
-    turn_tokens: float = 300
-    observation: float = 60
-    tool_s: float = 0.1
-    spread: float = 0.6
+    prompt_tokens: int = Field(default=400, ge=1, description="text tokens of a prompt")
+    image_tokens: int = Field(default=256, ge=0, description="tokens of the prompt's images")
+    turns: float = Field(default=3.0, ge=1, le=1000, description="model turns of an episode")
+    turn_tokens: float = Field(default=300, ge=1, description="tokens that the model writes in a turn")
+    observation_tokens: float = Field(default=60, ge=0, description="tokens of the environment's answer to a turn")
+    tool_s: float = Field(default=0.1, ge=0, description="seconds of the environment in a turn")
+    spread: float = Field(
+        default=0.6, ge=0, le=2, description="standard deviation of the logarithm of lengths and seconds; 0: all equal"
+    )
 
     @classmethod
     def recorded(cls, run: Path) -> Workload:
@@ -64,12 +70,13 @@ class Workload:
         mean = sum(written) / len(written)
         deviation = math.sqrt(sum((tokens - mean) ** 2 for tokens in written) / len(written))
         turns_each = len(turns) / len(episodes)
-        return cls(
-            prompt=round((prompts - images) / len(episodes)),
-            images=round(images / len(episodes)),
+        # Measured means may be outside the ranges that a user may give.
+        return cls.model_construct(
+            prompt_tokens=round((prompts - images) / len(episodes)),
+            image_tokens=round(images / len(episodes)),
             turns=turns_each,
             turn_tokens=sum(written) / len(turns),
-            observation=(streams - prompts - sum(written)) / max(1, len(turns) - len(episodes)),
+            observation_tokens=(streams - prompts - sum(written)) / max(1, len(turns) - len(episodes)),
             tool_s=sum(turn.env_s for turn in turns) / len(turns),
             # That of a turn: an episode's turns average it out.
             spread=math.sqrt(turns_each * math.log1p((deviation / max(mean, 1)) ** 2)),
@@ -83,12 +90,14 @@ class Workload:
     @property
     def stream(self) -> float:
         """Tokens of an episode's stream."""
-        return self.prompt + self.images + self.model_tokens + (self.turns - 1) * self.observation
+        return self.prompt_tokens + self.image_tokens + self.model_tokens + (self.turns - 1) * self.observation_tokens
 
     @property
     def longest(self) -> int:
         """The tokens of a stream that hardly any exceeds: three times the mean."""
-        return self.images + round(3 * (self.prompt + self.turns * (self.turn_tokens + self.observation)))
+        return self.image_tokens + round(
+            3 * (self.prompt_tokens + self.turns * (self.turn_tokens + self.observation_tokens))
+        )
 
     def longest_of(self, num_episodes: int) -> float:
         """Return how many tokens the model writes in the longest of so many episodes, about."""
@@ -97,15 +106,30 @@ class Workload:
         return self.model_tokens * math.exp(deviation * normal - deviation**2 / 2)
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """How much a run plays, and how far rollouts may be ahead of the learner."""
+class Schedule(Section):
+    """The run. Empty and 0 leave the choice to the planner."""
 
-    problems_per_step: int = 8
-    group_size: int = 8
-    max_staleness: int = 0
-    max_concurrent: int = 1024
-    keep_kv_cache: bool = False
+    placement: Literal["auto", "colocate", "split"] = Field(default="auto", description="--placement of trainer.run")
+    max_staleness: int = Field(default=0, ge=0, description="--max-staleness of trainer.run")
+    keep_kv_cache: bool = Field(default=False, description="--keep-kv-cache of trainer.run; means --placement split")
+    num_servers: int = Field(default=0, ge=0, description="--num-servers of trainer.run")
+    tensor_parallel: int = Field(default=0, ge=0, description="--tensor-parallel of trainer.run")
+    sync: Literal["auto", "ipc", "nccl", "disk"] = Field(default="auto", description="--sync of trainer.run")
+    problems_per_step: int = Field(default=32, ge=1, description="--problems-per-step of trainer.run")
+    group_size: int = Field(default=8, ge=2, description="--group-size of trainer.run")
+    max_concurrent: int = Field(default=1024, ge=1, description="--max-concurrent of trainer.run")
+
+    @field_validator("keep_kv_cache")
+    @classmethod
+    def _has_episodes_at_a_push(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and (info.data.get("placement") == "colocate" or not info.data.get("max_staleness")):
+            raise ValueError("is for --max-staleness above 0 and --placement split")
+        return value
+
+    @property
+    def allows_colocate(self) -> bool:
+        """Whether servers may share the learners' GPUs: no cache is kept there, and NCCL has one process a GPU."""
+        return self.placement != "split" and not self.keep_kv_cache and self.sync != "nccl"
 
     @property
     def episodes(self) -> int:
@@ -245,10 +269,10 @@ class Speed:
         """Return the seconds in which servers read a step's prompts, images and observations, and write nothing."""
         work = self.workload
         problems = self.schedule.problems_per_step / layout.num_servers
-        observed = self.schedule.episodes / layout.num_servers * (work.turns - 1) * work.observation
-        images = self.hardware.image_s if work.images else 0.0
-        prompt = work.prompt + work.images
-        prompt_s = self._prefill_s(prompt, triangle(prompt), work.images, layout)
+        observed = self.schedule.episodes / layout.num_servers * (work.turns - 1) * work.observation_tokens
+        images = self.hardware.image_s if work.image_tokens else 0.0
+        prompt = work.prompt_tokens + work.image_tokens
+        prompt_s = self._prefill_s(prompt, triangle(prompt), work.image_tokens, layout)
         return problems * (prompt_s + images) + self._prefill_s(observed, observed * self._half_stream, 0, layout)
 
     def read_again_s(self, layout: Layout) -> float:
@@ -268,10 +292,10 @@ class Speed:
         """
         work = self.workload
         group = self.schedule.group_size
-        prompt = work.prompt + work.images
+        prompt = work.prompt_tokens + work.image_tokens
         added = work.stream - prompt
         pairs = triangle(prompt) + group * (triangle(work.stream) - triangle(prompt))
-        forward = self.shape.read_flops(prompt + group * added, pairs, work.images)
+        forward = self.shape.read_flops(prompt + group * added, pairs, work.image_tokens)
         forward += group * self.shape.head_flops(work.model_tokens)
         groups = math.ceil(self.schedule.problems_per_step / learner.num_ranks)
         operations = groups * forward * (TRAINING_FACTOR + learner.recompute)
@@ -322,7 +346,7 @@ class Speed:
 
     def requests_s(self, layout: Layout) -> float:
         """Return what a server's tokenizer process takes for the turns of a step."""
-        each = self.hardware.request_s + self.workload.images * self.hardware.image_token_s
+        each = self.hardware.request_s + self.workload.image_tokens * self.hardware.image_token_s
         return self.schedule.episodes * self.workload.turns * each / layout.num_servers
 
     def _link(self, ranks: int) -> float:

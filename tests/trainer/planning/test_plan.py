@@ -7,6 +7,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from trainer.config.run import RunConfig
 from trainer.learner.weights_io import meta_model
 from trainer.plan import run
 from trainer.planning.hardware import BUNDLED, CONSTANTS, Hardware
-from trainer.planning.layouts import Search, Wanted, ladder
+from trainer.planning.layouts import Search, ladder
 from trainer.planning.memory import GIB, count_values
 from trainer.planning.qwen3_vl import qwen3_vl_config
 from trainer.planning.shape import ModelShape
@@ -37,10 +38,15 @@ TINY = ModelShape(
     patch_flops=0.0,
     patches_per_token=4,
 )
-EQUAL = Workload(prompt=10, images=0, turns=2, turn_tokens=5, observation=3, tool_s=7.0, spread=0)
+EQUAL = Workload(prompt_tokens=10, image_tokens=0, turns=2, turn_tokens=5, observation_tokens=3, tool_s=7.0, spread=0)
 
-FOUR = Schedule(2, 2)
-SMALL = Schedule(8, 4)
+
+def schedule(problems: int = 8, group_size: int = 4, max_staleness: int = 0, **more: Any) -> Schedule:
+    return Schedule(problems_per_step=problems, group_size=group_size, max_staleness=max_staleness, **more)
+
+
+FOUR = schedule(2, 2)
+SMALL = schedule(8, 4)
 
 
 def machine(**given: float) -> Hardware:
@@ -101,11 +107,11 @@ def test_a_decode_step_is_what_it_reads_or_computes_whichever_is_longer() -> Non
 
 
 def test_training_reads_a_prompt_once_and_counts_three_forwards() -> None:
-    one = speed(Schedule(1, 2), train_tflops=1e-12)
+    one = speed(schedule(1, 2), train_tflops=1e-12)
     pairs = 55 + 2 * (23 * 24 / 2 - 55)
     by_hand = 3 * (2 * (10 + 2 * 13) * 500 + 4 * pairs * 8 + 2 * (2 * 10) * 80)
     assert one.train_s(LearnerLayout()) == pytest.approx(by_hand)
-    three = speed(Schedule(3, 2), train_tflops=1e-12)
+    three = speed(schedule(3, 2), train_tflops=1e-12)
     assert three.train_s(LearnerLayout(2)) == pytest.approx(2 * by_hand, rel=1e-6)
     assert three.train_s(LearnerLayout(64)) == pytest.approx(by_hand, rel=1e-6)  # more ranks than prompts
     assert one.train_s(LearnerLayout(recompute=1.0)) == pytest.approx(by_hand * 4 / 3)
@@ -131,25 +137,27 @@ def test_a_synchronous_step_is_rollout_plus_training_plus_push_by_hand() -> None
 
 
 def test_with_staleness_a_step_waits_for_its_share_of_a_rollout() -> None:
-    ahead = speed(Schedule(2, 2, max_staleness=1), decode_step_s=0.5, update_s=3.0, push_s=2.0).forecast(layout())
+    ahead = speed(schedule(2, 2, max_staleness=1), decode_step_s=0.5, update_s=3.0, push_s=2.0).forecast(layout())
     assert ahead.step_s == pytest.approx((10 * 0.5 + TURN_WAIT_S + 14) / 2 + 3 + 2, rel=1e-3)
-    assert speed(Schedule(2, 2, 1), decode_step_s=0.5, update_s=40.0).forecast(layout()).limit == "learner"
+    assert speed(schedule(2, 2, 1), decode_step_s=0.5, update_s=40.0).forecast(layout()).limit == "learner"
 
 
 def test_what_every_step_must_pass_through_bounds_it() -> None:
-    many = Schedule(64, 8, max_staleness=4)
+    many = schedule(64, 8, max_staleness=4)
     turns = speed(many, request_s=0.25).forecast(layout())
     assert turns.limit == "tokenizer process" and turns.step_s == pytest.approx(1024 * 0.25, rel=1e-3)
     assert speed(many, request_s=0.25).forecast(layout(servers=4)).step_s == pytest.approx(turns.step_s / 4, rel=1e-3)
     driver = speed(many, turn_s=0.5).forecast(layout())
     assert driver.limit == "driver" and driver.step_s == pytest.approx(1024 * 0.5)
-    servers = speed(many, replace(EQUAL, tool_s=0.0), decode_row_s=0.5).forecast(layout())
+    servers = speed(many, EQUAL.model_copy(update={"tool_s": 0.0}), decode_row_s=0.5).forecast(layout())
     assert servers.limit == "servers" and servers.step_s == pytest.approx(64 * 8 * 10 * 0.5, rel=1e-3)
 
 
 def test_streams_are_read_again_after_a_push_unless_the_cache_is_kept() -> None:
-    ahead = Schedule(2, 2, max_staleness=2)
-    pays, keeps = (speed(replace(ahead, keep_kv_cache=kept), prefill_tflops=1e-9) for kept in (False, True))
+    ahead = schedule(2, 2, max_staleness=2)
+    pays, keeps = (
+        speed(ahead.model_copy(update={"keep_kv_cache": kept}), prefill_tflops=1e-9) for kept in (False, True)
+    )
     half = 23 / 2
     one = (2 * half * 500 + 4 * half * (half + 1) / 2 * 8) / 1e3
     assert pays.read_again_s(layout()) == pytest.approx(8 / 2 * one, rel=0.05)
@@ -158,7 +166,7 @@ def test_streams_are_read_again_after_a_push_unless_the_cache_is_kept() -> None:
 
 
 def test_each_new_prompt_stops_its_server_for_its_image() -> None:
-    images = replace(EQUAL, images=4)
+    images = EQUAL.model_copy(update={"image_tokens": 4})
     found, without = (speed(workload=work, image_s=0.25).forecast(layout()).step_s for work in (images, EQUAL))
     assert found - without == pytest.approx(2 * 0.25, rel=1e-3)
 
@@ -169,7 +177,9 @@ def test_a_full_cache_makes_streams_wait() -> None:
 
 
 #: Turns of 240 words with one image, 512 tokens at most (benchmarks/planner.py compares all runs).
-LONG = Workload(prompt=250, images=110, turns=1.7, turn_tokens=206, observation=30, tool_s=0.0, spread=0.16)
+LONG = Workload(
+    prompt_tokens=250, image_tokens=110, turns=1.7, turn_tokens=206, observation_tokens=30, tool_s=0.0, spread=0.16
+)
 
 
 @pytest.mark.parametrize(
@@ -186,14 +196,14 @@ def test_a_forecast_is_within_15_percent_of_the_measured_run(
     hardware: str, staleness: int, placement: str, measured: float
 ) -> None:
     machine_then = replace(Hardware.read(hardware), image_s=0.035)
-    planner = Speed(shape_of("2b"), machine_then, LONG, Schedule(16, 8, staleness))
+    planner = Speed(shape_of("2b"), machine_then, LONG, schedule(16, 8, staleness))
     assert planner.forecast(layout(placement, cache_tokens=1e6)).samples_per_s == pytest.approx(measured, rel=0.15)
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_more_gpus_are_never_slower(staleness: int) -> None:
-    planner = search(schedule=Schedule(8, 4, staleness))
-    found = [planner.best(number, Wanted()) for number in (2, 3, 4, 6, 8)]
+    planner = search(schedule=schedule(8, 4, staleness))
+    found = [planner.best(number) for number in (2, 3, 4, 6, 8)]
     rates = [each.forecast.samples_per_s for each in found]
     assert rates == sorted(rates) and rates[-1] > rates[0]
     assert found[0].layout.num_gpus <= 2 and found[-1].layout.num_gpus <= 8
@@ -201,18 +211,17 @@ def test_more_gpus_are_never_slower(staleness: int) -> None:
 
 
 def test_what_the_user_fixes_is_kept() -> None:
-    found = search().best(4, Wanted("split", num_servers=1, tensor_parallel=2)).layout
+    found = search(schedule=schedule(placement="split", num_servers=1, tensor_parallel=2)).best(4).layout
     assert (found.placement, found.num_servers, found.tensor_parallel) == ("split", 1, 2)
 
 
 def test_weights_travel_as_in_a_run() -> None:
     with pytest.raises(UserError, match="--sync nccl: needs servers on GPUs of their own, got --placement colocate"):
-        Wanted("colocate", transport="nccl")
-    planner = search()
-    assert planner.best(4, Wanted(transport="nccl")).layout.placement == "split"
-    assert planner.best(2, Wanted("colocate")).layout.transport == "ipc"
-    assert planner.best(16, Wanted("colocate", num_servers=16)).layout.transport == "disk"
-    assert planner.best(16, Wanted("split", num_servers=8)).layout.transport == "nccl"
+        search(schedule=schedule(placement="colocate", sync="nccl")).best(4)
+    assert search(schedule=schedule(sync="nccl")).best(4).layout.placement == "split"
+    assert search(schedule=schedule(placement="colocate")).best(2).layout.transport == "ipc"
+    assert search(schedule=schedule(placement="colocate", num_servers=16)).best(16).layout.transport == "disk"
+    assert search(schedule=schedule(placement="split", num_servers=8)).best(16).layout.transport == "nccl"
 
 
 def test_memory_is_that_of_the_estimate_and_of_the_cache_by_hand() -> None:
@@ -304,6 +313,6 @@ def test_a_recorded_run_has_the_means_that_it_measured(tmp_path: Path) -> None:
     row = json.loads((tmp_path / "a" / "metrics.jsonl").read_text())
     found = Workload.recorded(tmp_path / "a")
     assert found.model_tokens == pytest.approx(row["tokens_per_episode"]) and found.turns == row["turns"]
-    assert found.stream == pytest.approx(row["length/stream_mean"], abs=1.5) and found.images > 0
+    assert found.stream == pytest.approx(row["length/stream_mean"], abs=1.5) and found.image_tokens > 0
     with pytest.raises(UserError):
         Workload.recorded(STARTER_PATH)
