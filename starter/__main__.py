@@ -49,7 +49,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     # Imported late, so that --help and a mistyped flag answer at once.
     import torch
 
-    from trainer.setup.components import check_device
+    from trainer.config.inputs import check_device
 
     device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device)

@@ -135,6 +135,12 @@ class ModelConfig(Section):
         default="", description='variables of the chat template, a JSON object such as {"enable_thinking": false}'
     )
 
+    def check_room(self, max_prompt_tokens: int) -> None:
+        """Raise `UserError` if the longest prompt would leave no room for an answer."""
+        if max_prompt_tokens >= self.context_length:
+            fix = f"give less than the --context-length of {self.context_length}"
+            raise UserError("--max-prompt-tokens", "must leave room to answer", max_prompt_tokens, fix)
+
 
 def check_sources(model: str, *data: str) -> None:
     """Raise `UserError` if the model or a data set is not there. It takes no time: torch is not imported."""
@@ -142,3 +148,19 @@ def check_sources(model: str, *data: str) -> None:
         check_is_there(model)
     for source in filter(None, data):
         check_is_a_source(source)
+
+
+def check_device(name: str) -> None:
+    """Raise `UserError` if torch cannot use the device."""
+    import torch
+
+    try:
+        device = torch.device(name)
+        if device.index:
+            fix = f"set CUDA_VISIBLE_DEVICES={device.index} and give cuda"
+            raise UserError("--device", "must be the first GPU that the process sees", name, fix)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).split("\n")[0]
+        usable = "cpu or cuda" if torch.cuda.is_available() else "cpu: torch sees no GPU here"
+        raise UserError("--device", "must be usable by torch", name, f"give {usable} ({reason})") from error

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any, Literal, Protocol
 
 from pydantic import Field, ValidationInfo, field_validator
 
 from envs.config.settings import NO_FLAG, Section
+from envs.errors import UserError
 from trainer.config.algorithm import AlgorithmConfig
-from trainer.config.inputs import ModelConfig
+from trainer.config.inputs import ModelConfig, check_device
 
 Backend = Literal["fsdp", "megatron"]
 Offload = Literal["none", "optimizer", "all"]
@@ -95,6 +97,32 @@ class ClusterConfig(BackendConfig):
     def num_ranks(self) -> int:
         """The number of learner processes; 0: training runs in the process of the command."""
         return self.num_gpus or self.num_learners
+
+    def check(self, device: str) -> None:
+        """Raise `UserError` if no learner can run here on a device of this kind: no such device, no Ray, few GPUs."""
+        if not self.num_ranks:
+            check_device(device)
+            return
+        import torch
+
+        self.check_ray()
+        if self.num_learners and device.split(":")[0] != "cpu":
+            raise UserError("--device", "must be cpu with --num-learners", device, "give --num-gpus instead")
+        unset = ModelConfig.model_fields["device"].default  # which config.yaml holds as well
+        if self.num_gpus and device != unset and device.split(":")[0] != "cuda":
+            raise UserError("--device", "must be cuda with --num-gpus", device, "leave it out, or give --num-learners")
+        here = torch.cuda.device_count()
+        if self.num_gpus > here and not self.ray_address:
+            fix = "give --num-learners for CPUs"
+            if here:
+                fix = f"give {here} or less, or the --ray-address of a cluster"
+            raise UserError("--num-gpus", f"must be at most the {here} GPUs of this host", self.num_gpus, fix)
+
+    def check_ray(self) -> None:
+        """Raise `UserError` if Ray is not installed."""
+        if importlib.util.find_spec("ray") is None:
+            flag = "--num-gpus" if self.num_gpus else "--num-learners"
+            raise UserError(flag, "needs the package ray", self.num_ranks, "pip install 'trueturn[cluster]'")
 
 
 class AdamWConfig(Section):

@@ -9,9 +9,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from agents.engines.own import ENGINE, EngineName
+from agents.engines.own import ENGINE, EngineName, find_engine
 from envs.config.plugins import Plugin
 from envs.config.settings import NO_FLAG, Section
+from envs.errors import UserError
 
 #: Holds the API key of the servers. It is no setting: a key must not stand in config.yaml.
 API_KEY_VARIABLE = "TRUETURN_ENGINE_API_KEY"
@@ -95,6 +96,18 @@ class ServersConfig(Section):
         if importlib.util.find_spec("sglang") is None:
             return "hf", "SGLang, which is faster on a GPU, is not installed"
         return "sglang", f"it is installed, and the device is {device}"
+
+    def check(self, chosen: str) -> None:
+        """Raise `UserError` if the chosen engine cannot run here."""
+        if chosen != "sglang":
+            if self.engine_url:
+                raise UserError("--engine-url", "is for --engine sglang", chosen, "leave one of the two out")
+            find_engine(chosen)
+        elif not self.engine_url and importlib.util.find_spec("sglang") is None:
+            fix = (
+                "pip install 'trueturn[sglang]', give the --engine-url of a server that runs elsewhere, or --engine hf"
+            )
+            raise UserError("--engine", "needs the package sglang to start a server", "sglang", fix)
 
     def memory_share(self, beside_learner: bool) -> float:
         """Return the share of a GPU's memory for the servers on it."""

@@ -12,8 +12,9 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from envs.config.plugins import Plugin
 from envs.config.settings import NO_FLAG, Section
+from envs.errors import UserError
 from trainer.config.algorithm import AlgorithmConfig
-from trainer.config.inputs import DataConfig, EnvConfig, ModelConfig, Tools
+from trainer.config.inputs import DataConfig, EnvConfig, ModelConfig, Tools, check_device
 from trainer.config.learner import ClusterConfig, LearnerConfig, OptimConfig
 from trainer.config.rollout import EngineConfig, RolloutConfig
 
@@ -185,6 +186,32 @@ class RunConfig(Section):
     def trains(self) -> bool:
         """Whether weights are trained."""
         return not self.stages.rollout_only
+
+    def check(self) -> None:
+        """Raise `UserError` where sections do not fit together, or to this host."""
+        num_groups = self.rollout.problems_per_step
+        if self.trains and self.optim.minibatches > num_groups:
+            rule = f"must be at most the {num_groups} groups of a step, one for each of its problems"
+            fix = "give less, or more --problems-per-step"
+            raise UserError("--minibatches", rule, self.optim.minibatches, fix)
+        if self.plays and self.rollout.keep_kv_cache:
+            self._check_kv_cache()
+        self.cluster.check(self.model.device)
+        if self.plays:
+            self.model.check_room(self.data.max_prompt_tokens)
+            chosen = self.engine_choice[0]
+            self.engine.check(chosen)
+            if chosen != "sglang" and self.cluster.num_gpus:
+                check_device("cuda")
+
+    def _check_kv_cache(self) -> None:
+        chosen = self.engine_choice[0]
+        if chosen not in ("hf", "sglang"):
+            raise UserError("--keep-kv-cache", "is for --engine sglang or hf", chosen, "leave one of the two out")
+        if self.engine.placement == "colocate":
+            rule = "needs servers that keep their memory while the learner trains"
+            fix = "leave it out, or give --placement split"
+            raise UserError("--keep-kv-cache", rule, "--placement colocate", fix)
 
     @property
     def most_tokens_trained(self) -> int:

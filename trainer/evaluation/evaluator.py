@@ -37,14 +37,14 @@ from envs.types import Sample
 from trainer.checkpoint.cancel import cancel_on_request
 from trainer.checkpoint.run_dir import EPISODES, make_folder
 from trainer.config.evaluation import EvaluateConfig, MeasurementConfig
-from trainer.config.inputs import NUM_HELD_OUT
+from trainer.config.inputs import NUM_HELD_OUT, check_device
 from trainer.evaluation.episodes import EvaluationOptions, ProblemPlayer, Way, ways
 from trainer.evaluation.results import Difference, Evaluation, ProblemResult, compare, summarise
 from trainer.evaluation.statistics import Intervals
 from trainer.metrics.console import Display
-from trainer.setup.components import build_episode, check_device, check_engine
+from trainer.setup.components import build_episode
 from trainer.setup.engines import build_engine
-from trainer.setup.model_source import check_fit, resolve_model, template_options
+from trainer.setup.model_source import check_reach, resolve_model, template_options
 from trainer.setup.problems import check_command, load_rows, own_problems, probe_tools
 from trainer.setup.scripted_episode import try_functions
 from trainer.setup.servers import check_servers, place_servers
@@ -116,10 +116,11 @@ def prepare(config: EvaluateConfig) -> EvaluationContext:
     RewardSum.load(spec.reward)
     model_path = resolve_model(config.model.model)
     facts = ModelFacts.load(model_path)
-    check_fit(config.model, data.max_prompt_tokens, facts)
+    check_reach(config.model, facts)
+    config.model.check_room(data.max_prompt_tokens)
     check_device(config.model.device)
     chosen, _ = config.engine.choice(config.model.device)
-    check_engine(config.engine, chosen)
+    config.engine.check(chosen)
     check_servers(config.engine, facts)
     renderer = Renderer.from_checkpoint(model_path, template_options(config.model))
     if data.data:

@@ -39,20 +39,18 @@ from trainer.rollouts.protocol import OnEpisode, OnEvaluated
 from trainer.setup.backend import prepare_backend
 from trainer.setup.components import (
     build_episode,
-    check_kv_cache,
-    check_processes,
-    check_updates,
     connect_workers,
     reserve_room,
     sampling_params,
     with_compile_chosen,
 )
 from trainer.setup.engines import build_transport, match_servers, own_servers
-from trainer.setup.model_source import check_fit, resolve_model, template_options
+from trainer.setup.model_source import check_reach, resolve_model, template_options
 from trainer.setup.plugins import check_algorithm, check_rollout, own_filter, problem_order
 from trainer.setup.problems import check_command, check_held_out, check_success, load_problems, probe_tools
 from trainer.setup.run_context import RunContext, begin_or_resume, open_run
 from trainer.setup.scripted_episode import try_functions
+from trainer.setup.servers import check_servers
 from trainer.setup.start import Start
 from trainer.weight_sync.sync import WeightSync
 
@@ -275,13 +273,10 @@ def prepare(config: RunConfig, start: Start | None = None, with_engine: bool = T
         check_algorithm(config.algorithm)
         model_path = resolve_model(config.model.model)
         facts = ModelFacts.load(model_path)
-        if config.trains:
-            check_updates(config.optim, config.rollout.problems_per_step)
-        check_fit(config.model, config.data.max_prompt_tokens, facts)
+        check_reach(config.model, facts)
         prepare_backend(config.cluster, config.model, config.learner, model_path)
-        if config.rollout.keep_kv_cache:
-            check_kv_cache(config.engine, config.engine_choice[0])
-        check_processes(config.engine, config.cluster, config.model, facts)
+        config.check()
+        check_servers(config.engine, facts)
         match_servers(config.engine, config.cluster)
         renderer = Renderer.from_checkpoint(model_path, template_options(config.model))
         label = f"{config.env.env}-{'' if config.trains else 'rollouts-'}seed{config.seed}"

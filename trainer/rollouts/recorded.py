@@ -33,7 +33,7 @@ from trainer.rollouts.protocol import OnEpisode, OnEvaluated
 from trainer.rollouts.recorded_groups import RecordedSteps
 from trainer.rollouts.recording_check import RecordingCheck
 from trainer.setup.backend import prepare_backend
-from trainer.setup.components import check_learner, check_updates, sampling_params, with_compile_chosen
+from trainer.setup.components import sampling_params, with_compile_chosen
 from trainer.setup.model_source import check_reach, resolve_model, template_options
 from trainer.setup.plugins import check_algorithm
 from trainer.setup.problems import check_held_out
@@ -96,14 +96,13 @@ def prepare_replay(config: RunConfig, start: Start) -> RecordedContext:
     recording = Recording.open(run)
     base = recorded_settings(run, config.steps)
     check_read(config, base)
-    check_updates(config.optim, config.rollout.problems_per_step)
     check_algorithm(config.algorithm)
     check_model_given(config, base)
     model_path = resolve_model(config.model.model)
     facts = ModelFacts.load(model_path)
     check_reach(config.model, facts)
     prepare_backend(config.cluster, config.model, config.learner, model_path)
-    check_learner(config.cluster, config.model)
+    config.check()
     renderer = Renderer.from_checkpoint(model_path, template_options(config.model))
     check = RecordingCheck(recording, renderer, facts, int(read_network(model_path).get_text_config().vocab_size))
     check.model()

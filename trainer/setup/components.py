@@ -1,11 +1,10 @@
-"""Builds the learner and the agent loop of a run, and checks what they need before anything is loaded.
+"""Builds the learner and the agent loop of a run.
 
 The learner is an object of this process, or a group of processes (`trainer.learner`). Ray is imported only for a group.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 from collections.abc import Callable
@@ -18,18 +17,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from agents.engines.base import Engine
-from agents.engines.own import find_engine
-from agents.model.architectures import ModelFacts, read_config
+from agents.model.architectures import read_config
 from agents.rendering.renderer import Renderer
 from agents.rendering.thinking import find_thinking
 from agents.rollout.episode import Episode, Limits
 from agents.rollout.rewards import RewardSum
 from agents.types import SamplingParams
-from envs.errors import UserError
 from envs.spec import EnvLimits, EnvSpec
-from trainer.config.inputs import ModelConfig
-from trainer.config.learner import ClusterConfig, LearnerPlan, OptimConfig
-from trainer.config.rollout import EngineConfig, ServersConfig
+from trainer.config.learner import ClusterConfig, LearnerPlan
 from trainer.config.run import RunConfig
 from trainer.learner.build import build_learner
 from trainer.learner.compile_choice import explain, is_compiled
@@ -37,7 +32,6 @@ from trainer.learner.cuda_ipc import lend_weights
 from trainer.learner.protocol import Learner
 from trainer.learner.weight_sender import RankSender, WeightSender
 from trainer.learner.weights_io import meta_model
-from trainer.setup.servers import check_servers
 from trainer.weight_sync.transports import Lend
 
 if TYPE_CHECKING:
@@ -61,82 +55,6 @@ class StartedLearner:
     gpus_here: tuple[int, ...]
     node: Callable[[], str] = str
     is_apart: bool = False
-
-
-def check_processes(engine: ServersConfig, cluster: ClusterConfig, model: ModelConfig, facts: ModelFacts) -> None:
-    """Raise `UserError` if the learner or the engine cannot run on this host as configured."""
-    check_learner(cluster, model)
-    chosen, _ = engine.choice(model.device, cluster.num_gpus)
-    check_engine(engine, chosen)
-    if chosen != "sglang" and cluster.num_gpus:
-        check_device("cuda")
-    check_servers(engine, facts)
-
-
-def check_learner(cluster: ClusterConfig, model: ModelConfig) -> None:
-    """Raise `UserError` if the learner cannot run as configured: no such device, no Ray, too few GPUs."""
-    device = model.device
-    if not cluster.num_ranks:
-        check_device(device)
-        return
-    check_ray(cluster)
-    if cluster.num_learners and device.split(":")[0] != "cpu":
-        raise UserError("--device", "must be cpu with --num-learners", device, "give --num-gpus instead")
-    unset = ModelConfig.model_fields["device"].default  # which config.yaml holds as well
-    if cluster.num_gpus and device != unset and device.split(":")[0] != "cuda":
-        raise UserError("--device", "must be cuda with --num-gpus", device, "leave it out, or give --num-learners")
-    here = torch.cuda.device_count()
-    if cluster.num_gpus > here and not cluster.ray_address:
-        fix = f"give {here} or less, or the --ray-address of a cluster" if here else "give --num-learners for CPUs"
-        raise UserError("--num-gpus", f"must be at most the {here} GPUs of this host", cluster.num_gpus, fix)
-
-
-def check_ray(cluster: ClusterConfig) -> None:
-    """Raise `UserError` if Ray is not installed."""
-    if importlib.util.find_spec("ray") is None:
-        flag = "--num-gpus" if cluster.num_gpus else "--num-learners"
-        raise UserError(flag, "needs the package ray", cluster.num_ranks, "pip install 'trueturn[cluster]'")
-
-
-def check_kv_cache(engine: EngineConfig, chosen: str) -> None:
-    """Raise `UserError` if the chosen engine cannot keep its cache while new weights come."""
-    if chosen not in ("hf", "sglang"):
-        raise UserError("--keep-kv-cache", "is for --engine sglang or hf", chosen, "leave one of the two out")
-    if engine.placement == "colocate":
-        rule = "needs servers that keep their memory while the learner trains"
-        raise UserError("--keep-kv-cache", rule, "--placement colocate", "leave it out, or give --placement split")
-
-
-def check_updates(optim: OptimConfig, num_groups: int) -> None:
-    """Raise `UserError` if a step of `num_groups` groups cannot be cut into its minibatches."""
-    if optim.minibatches > num_groups:
-        rule = f"must be at most the {num_groups} groups of a step, one for each of its problems"
-        raise UserError("--minibatches", rule, optim.minibatches, "give less, or more --problems-per-step")
-
-
-def check_device(name: str) -> None:
-    """Raise `UserError` if torch cannot use the device."""
-    try:
-        device = torch.device(name)
-        if device.index:
-            fix = f"set CUDA_VISIBLE_DEVICES={device.index} and give cuda"
-            raise UserError("--device", "must be the first GPU that the process sees", name, fix)
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).split("\n")[0]
-        usable = "cpu or cuda" if torch.cuda.is_available() else "cpu: torch sees no GPU here"
-        raise UserError("--device", "must be usable by torch", name, f"give {usable} ({reason})") from error
-
-
-def check_engine(engine: ServersConfig, chosen: str) -> None:
-    """Raise `UserError` if the chosen engine cannot run here."""
-    if chosen != "sglang":
-        if engine.engine_url:
-            raise UserError("--engine-url", "is for --engine sglang", chosen, "leave one of the two out")
-        find_engine(chosen)
-    elif not engine.engine_url and importlib.util.find_spec("sglang") is None:
-        fix = "pip install 'trueturn[sglang]', give the --engine-url of a server that runs elsewhere, or --engine hf"
-        raise UserError("--engine", "needs the package sglang to start a server", "sglang", fix)
 
 
 def start_learner(
@@ -197,7 +115,7 @@ def connect_workers(cluster: ClusterConfig, spec: EnvSpec, cleanup: ExitStack) -
     """Connect to the run's Ray cluster if environments run on it; without one, the first of them starts one here."""
     if spec.workers != "ray" or not cluster.num_ranks:
         return
-    check_ray(cluster)
+    cluster.check_ray()
     import ray
 
     from trainer.learner.ray_group import start_ray

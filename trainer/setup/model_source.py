@@ -50,11 +50,3 @@ def check_reach(config: ModelConfig, facts: ModelFacts) -> None:
     if config.context_length > reach:
         rule = f"must be at most the model's {reach} positions"
         raise UserError("--context-length", rule, config.context_length, f"give {reach} or less")
-
-
-def check_fit(config: ModelConfig, max_prompt_tokens: int, facts: ModelFacts) -> None:
-    """Raise `UserError` if a stream could be longer than the model's largest position, or a prompt leave no room."""
-    check_reach(config, facts)
-    if max_prompt_tokens >= config.context_length:
-        fix = f"give less than the --context-length of {config.context_length}"
-        raise UserError("--max-prompt-tokens", "must leave room to answer", max_prompt_tokens, fix)

@@ -27,7 +27,7 @@ from trainer.config.inputs import NUM_HELD_OUT, NUM_TRAIN, EnvConfig
 from trainer.config.sft import SftConfig
 from trainer.learner.protocol import Learner
 from trainer.setup.backend import prepare_backend
-from trainer.setup.components import check_learner, with_compile_chosen
+from trainer.setup.components import with_compile_chosen
 from trainer.setup.model_source import check_reach, resolve_model, template_options
 from trainer.setup.problems import NUM_PROBED, check_command, check_eval_size, probe_tools
 from trainer.setup.run_context import begin_or_resume, open_run
@@ -102,7 +102,7 @@ def prepare(config: SftConfig, data: SftData) -> SftContext:
         raise UserError("--batch-size", rule, config.batch_size, "give less, or more conversations")
     num_steps = config.num_steps(count)
     prepare_backend(config.cluster, config.model, config.learner, data.model_path)
-    check_learner(config.cluster, config.model)
+    config.cluster.check(config.model.device)
     # No token is suppressed, as an engine would: the model learns not to write it.
     sampling = SamplingParams(stop_ids=data.renderer.stop_ids)
     with ExitStack() as cleanup:

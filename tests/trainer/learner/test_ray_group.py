@@ -46,7 +46,6 @@ from trainer.learner.protocol import LearnerLost
 from trainer.learner.rank_split import light, shares, split_samples
 from trainer.rollouts.live import LiveContext
 from trainer.run import run
-from trainer.setup.components import check_learner
 from trainer.setup.servers import first_server_gpu
 from trainer.sft.__main__ import run as fine_tune
 from trainer.types import Row, TrainingSample
@@ -351,7 +350,7 @@ def test_the_settings_of_a_run_on_gpus_are_accepted_when_it_is_resumed(tmp_path:
     write_config(RunConfig(cluster=ClusterConfig(num_gpus=2, ray_address="auto")), tmp_path / "config.yaml")
     config = read_config(tmp_path / "config.yaml")
     assert config.cluster.num_gpus == 2
-    check_learner(config.cluster, config.model)
+    config.cluster.check(config.model.device)
 
 
 @pytest.mark.parametrize(
@@ -394,7 +393,7 @@ def test_more_learners_than_the_cluster_has_cpus_are_refused(cluster: str, flags
 def test_without_ray_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(
-        "trainer.setup.components.importlib.util.find_spec", lambda name: None if name == "ray" else find(name)
+        "trainer.config.learner.importlib.util.find_spec", lambda name: None if name == "ray" else find(name)
     )
     with pytest.raises(UserError, match=r"needs the package ray, got 2; pip install 'trueturn\[cluster\]'"):
         run(["--num-learners", "2"])

@@ -104,7 +104,7 @@ def nothing_plays(monkeypatch: pytest.MonkeyPatch) -> None:
         "trainer.config.inputs.get_spec",
         "trainer.weight_sync.sync.WeightSync.__init__",
         "envs.execution.runner.EnvRunner.open",
-        "trainer.setup.components.check_engine",
+        "trainer.config.rollout.ServersConfig.check",
     ):
         monkeypatch.setattr(place, refuse)
 
