@@ -17,7 +17,7 @@ from pydantic import Field
 from rich.text import Text
 
 from agents.engines.own import ENGINE, find_engine
-from envs.checking.findings import print_findings
+from envs.checks import print_findings
 from envs.config.cli import exit_code, parse
 from envs.config.settings import Section
 from envs.console import Console

@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.report import RESULTS, commit, markdown, write_result
+from envs.checks import Finding
 from tests.trainer.preflight.planted_faults import CONTROL, FAULTS, PlantedFault, examine, odd
 from trainer.metrics.console import open_console
-from trainer.preflight.finding import Finding
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from pydantic import Field
@@ -22,7 +23,7 @@ from envs.checking.behaviour import (
 )
 from envs.checking.chat_template import ChatTemplate
 from envs.checking.episodes import PlayedEpisode, PlayOptions, Script
-from envs.checking.findings import Evidence, Finding, print_findings
+from envs.checking.findings import Evidence
 from envs.checking.hostile import hostile_scripts
 from envs.checking.leftovers import ProcessState
 from envs.checking.messages import (
@@ -35,6 +36,7 @@ from envs.checking.messages import (
 )
 from envs.checking.players import Player
 from envs.checking.worker_player import longest_episode_s, open_player
+from envs.checks import CheckRun, Finding, Verdict, print_findings
 from envs.config.cli import exit_code, parse
 from envs.config.settings import Section
 from envs.console import Console
@@ -48,22 +50,23 @@ from envs.spec import EnvSpec
 from envs.tool_calls import detect_format
 from envs.types import Sample
 
-CHECKS: tuple[Callable[[Evidence], Finding], ...] = (
-    check_contract,
-    check_prompts,
-    check_tools,
-    check_deterministic,
-    check_gold,
-    check_wrong,
-    check_reward_source,
-    check_calls,
-    check_timing,
-    check_rendering,
-    check_control_tokens,
-    check_images,
-    check_closing,
-    check_leftovers,
-)
+#: By the name of the row.
+CHECKS: Mapping[str, Callable[[Evidence], Verdict]] = {
+    "contract": check_contract,
+    "prompts": check_prompts,
+    "tools": check_tools,
+    "deterministic": check_deterministic,
+    "gold answer": check_gold,
+    "wrong answers": check_wrong,
+    "reward source": check_reward_source,
+    "malformed calls": check_calls,
+    "timing": check_timing,
+    "rendering": check_rendering,
+    "control tokens": check_control_tokens,
+    "image sizes": check_images,
+    "closing": check_closing,
+    "leftovers": check_leftovers,
+}
 
 
 #: What is played twice, to see whether it is the same and what it leaves.
@@ -126,7 +129,10 @@ def check_env(
     finally:
         player.close()
     evidence = replace(evidence, samples_again=tuple(read_sample(spec, again, k) for k in range(len(samples))))
-    return [check(evidence) for check in CHECKS]
+    checks = CheckRun()
+    for name, check in CHECKS.items():
+        checks.run(name, partial(check, evidence))
+    return checks.findings
 
 
 def longest_s(spec: EnvSpec, max_seconds: float) -> float:

@@ -10,38 +10,20 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from rich import box
-from rich.table import Table
 from rich.text import Text
 
+from envs.checks import Status, findings_table
 from envs.config.cli import exit_code, parse
 from envs.config.settings import with_absolute_paths
 from envs.console import Console
 from trainer.config.sources import SOURCES
 from trainer.metrics.console import open_console
-from trainer.preflight.finding import Finding
 from trainer.preflight.report import DoctorConfig, summary_line
 
-_WORDS = {"ok": ("sound", "green"), "warning": ("warning", "yellow"), "fault": ("FAULT", "bold red")}
-
-
-def table(findings: Sequence[Finding]) -> Table:
-    """Return the findings for the screen."""
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    shown.add_column("check", no_wrap=True)
-    shown.add_column("result", no_wrap=True)
-    shown.add_column("found", overflow="fold")
-    shown.add_column("s", justify="right", no_wrap=True)
-    for finding in findings:
-        word, style = _WORDS.get(finding.status, ("skipped", "dim"))
-        found = Text(finding.found, "dim" if finding.status == "skipped" else "")
-        if finding.fix:
-            found.append(f"\n-> {finding.fix}", "bold")
-        shown.add_row(finding.check, Text(word, style), found, f"{finding.seconds:.1f}")
-    return shown
+_WORDS: Mapping[Status, str] = {"skipped": "skipped", "ok": "sound", "warning": "warning", "fault": "FAULT"}
 
 
 def run(argv: Sequence[str] | None = None) -> int:
@@ -56,7 +38,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     started = time.perf_counter()
     with console.status("") as status:
         findings = diagnose(config, lambda check: status.update(Text(f"checking: {check}")))
-    console.print(table(findings))
+    console.print(findings_table(findings, _WORDS, ("check", "result", "found", "s")))
     console.print(summary_line(findings, time.perf_counter() - started))
     if config.checkup.report:
         text = json.dumps({"findings": [asdict(finding) for finding in findings]}, indent=1)

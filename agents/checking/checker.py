@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from transformers.utils import logging
 
@@ -23,7 +25,7 @@ from agents.checking.probabilities import (
     check_verbatim,
 )
 from agents.checking.reference import Reference
-from agents.checking.trial import Broken, NotApplicable, Trial
+from agents.checking.trial import Trial
 from agents.checking.turns import (
     END_S,
     check_budget,
@@ -43,12 +45,12 @@ from agents.engines.own import MakeEngine
 from agents.engines.scripted import ScriptedEngine
 from agents.rendering.renderer import Renderer
 from agents.rendering.tokenizer_files import model_folder
-from envs.checking.findings import Finding
+from envs.checks import Broken, CheckRun, Finding, NotApplicable, Result
 from envs.config.plugins import import_cause
 from envs.workers.process_info import children
 
 #: By the name of the row. The last one, "closing", is added by `check_engine`.
-CHECKS: Mapping[str, Callable[[Trial], Awaitable[str]]] = {
+CHECKS: Mapping[str, Callable[[Trial], Coroutine[Any, Any, str]]] = {
     "protocol": check_protocol,
     "completion": check_completion,
     "prompt length": check_prompt_length,
@@ -69,65 +71,38 @@ CHECKS: Mapping[str, Callable[[Trial], Awaitable[str]]] = {
     "pausing": check_pausing,
     "new weights": check_new_weights,
 }
-#: Without these two rows no other can be tried.
-FIRST = ("building", "protocol")
 #: What the scripted engine writes.
 SCRIPT = "The answer is \\boxed{7}."
 
 
 @dataclass(eq=False)
-class _Checker:
-    """Runs named steps one after the other on an event loop of their own, until one hangs or the time is up."""
+class _TimedLoop:
+    """Runs checks on an event loop of their own, each with a time limit, until one hangs or the time is up."""
 
     limit_s: float
     end: float
-    on_check: Callable[[str], None]
+    doing: Callable[[], str] = lambda: "the engine's function"
+    has_hung: bool = False
 
     def __post_init__(self) -> None:
-        self._loop = LoopThread()
-        self.findings: list[Finding] = []
-        self.doing: Callable[[], str] = lambda: "the engine's function"
-        self.has_hung = False
+        self.loop = LoopThread()
 
-    def add(self, name: str, check: Callable[[], Awaitable[str]], limit_s: float | None = None) -> bool:
-        """Run a check and add its finding; return whether it passed."""
-        self.on_check(name)
-        limit_s = min(limit_s or self.limit_s, max(END_S, self.end - time.monotonic()))
+    def run(self, check: Coroutine[Any, Any, Result]) -> Result:
+        """Return the result of a check."""
         try:
-            detail = self._loop.run(_awaited(check), limit_s)
-            passed = True
-        except NotApplicable as reason:
-            detail = str(reason)
-            passed = None
-        except Broken as broken:
-            detail = str(broken)
-            passed = False
+            return self.loop.run(check, min(self.limit_s, max(END_S, self.end - time.monotonic())))
+        except (Broken, NotApplicable):
+            raise
         except Hung as hung:
-            detail = f"{self.doing()} {hung}; return, or let others run meanwhile"
-            passed = False
             self.has_hung = True
+            raise Broken(f"{self.doing()} {hung}", "return, or let others run meanwhile") from hung
         except Exception as error:  # whatever the user's engine raises
-            detail = f"{self.doing()}: {import_cause(error)}; it must not raise"
-            passed = False
-        self.findings.append(Finding(name, passed, detail))
-        return passed is not False
-
-    def skip(self, name: str, reason: str) -> None:
-        """Add a check that did not run."""
-        self.findings.append(Finding(name, None, reason))
-
-    def stop(self) -> None:
-        """End the event loop."""
-        self._loop.stop()
+            raise Broken(f"{self.doing()}: {import_cause(error)}", "it must not raise") from error
 
     @property
     def is_over(self) -> bool:
         """Whether no check may begin any more."""
         return self.has_hung or time.monotonic() > self.end
-
-
-async def _awaited(check: Callable[[], Awaitable[str]]) -> str:
-    return await check()
 
 
 def check_engine(
@@ -136,7 +111,7 @@ def check_engine(
     with_network: bool = True,
     limit_s: float = 60.0,
     max_seconds: float = 600.0,
-    only: Collection[str] = (),
+    only: Sequence[str] = (),
     on_check: Callable[[str], None] = lambda name: None,
 ) -> list[Finding]:
     """Make an engine, try it, and return what each check found: "building", those of `CHECKS`, "closing".
@@ -155,7 +130,8 @@ def check_engine(
     logging.disable_progress_bar()
     renderer = Renderer.from_checkpoint(setup.model_path)
     reference = Reference.load(setup.model_path, setup.dtype, setup.device) if with_network else None
-    run = _Checker(limit_s, time.monotonic() + max_seconds, on_check)
+    loop = _TimedLoop(limit_s, time.monotonic() + max_seconds)
+    checks = CheckRun(only, on_check, loop.run)
     num_children = len(children())
     trials = list[Trial]()
 
@@ -168,19 +144,22 @@ def check_engine(
         return f"made and started {type(engine).__name__}"
 
     with tempfile.TemporaryDirectory(prefix="weights-") as folder:
-        can_go_on = run.add("building", build)
+        can_go_on = checks.run("building", build, is_needed=True)
         if trials:
             trials[0].load_other()
-            run.doing = lambda: trials[0].doing
+            loop.doing = lambda: trials[0].doing
         for name, check in CHECKS.items():
-            if not can_go_on or run.is_over:
-                run.skip(name, "the check stopped before it")
-            elif (not only or name in only) and not run.add(name, lambda check=check: check(trials[0])):
-                can_go_on = name not in FIRST
+            if not can_go_on or loop.is_over:
+                break
+            has_passed = checks.run(name, partial(check, *trials))
+            can_go_on = has_passed or name != "protocol"
+        checks.skip(CHECKS, "the check stopped before it")
         if trials:
-            run.add("closing", lambda: check_closing(trials[0], num_children, can_go_on and not run.is_over), 4 * END_S)
-    run.stop()
-    return run.findings
+            with_turn = can_go_on and not loop.is_over
+            loop.limit_s = 4 * END_S
+            checks.run("closing", lambda: check_closing(trials[0], num_children, with_turn), is_needed=True)
+    loop.loop.stop()
+    return checks.findings
 
 
 def setup_of(

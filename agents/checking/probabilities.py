@@ -11,9 +11,12 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from agents.checking.reference import LEAST_MOVE
-from agents.checking.trial import Broken, NotApplicable, Trial
+from agents.checking.image_gaps import changed_images, measure_image_gaps
+from agents.checking.reference import LEAST_MOVE, text_gap
+from agents.checking.trial import Trial
+from agents.rendering.renderer import Rendered
 from agents.types import Completion, GenerateRequest, SamplingLaw
+from envs.checks import Broken, NotApplicable
 
 #: Turns that are drawn for the check of the distribution.
 NUM_DRAWN = 24
@@ -153,22 +156,17 @@ async def check_images(trial: Trial) -> str:
     network = trial.network
     request = trial.request(trial.prompt(2, [1]))
     written = await trial.write(request)
-    other = replace(request, images=trial.prompt(2, [5]).images)
-    ids = (*request.ids, *written.ids)
-    last = max(place for place, token in enumerate(ids) if token == trial.renderer.image_token_id)
-
-    def moved(one: np.ndarray, two: np.ndarray) -> float:
-        return float(np.abs(one - two)[last:].mean())
-
-    wanted = moved(*(network.score(ids, each.images) for each in (request, other)))
+    stream = Rendered((*request.ids, *written.ids), request.images)
+    wanted = (await measure_image_gaps(network.score, stream, trial.renderer)).changed
     trial.doing = "score(ids, images)"
-    got = moved(await trial.engine.score(ids, request.images), await trial.engine.score(ids, other.images))
+    got = (await measure_image_gaps(trial.engine.score, stream, trial.renderer)).changed
     found = f"another image moves the text after it by {got:.2g} nats, in the network by {wanted:.2g}"
     if wanted < LEAST_MOVE * network.bound:
         raise NotApplicable(f"{found}: too little to tell")
     if not 0.5 * wanted < got < 2 * wanted:
         raise Broken(found, "give the pixels of the request's images to the network, and cache them by their digest")
     fix = "give the pixels of the request's images to the network when it writes, too"
+    other = replace(request, images=changed_images(stream, trial.renderer))
     trial.compare([(request, written), (other, await trial.write(other))], fix)
     return found
 
@@ -183,16 +181,11 @@ async def check_score(trial: Trial) -> str:
             shown = f"{got.dtype} of shape {got.shape}" if isinstance(got, np.ndarray) else type(got).__name__
             raise Broken(f"{shown} for {len(prompt.ids)} ids", "return float32, one number less than ids")
         if trial.reference is not None and len(got):
-            longest = max(longest, _score_gap(trial, prompt.ids, got, trial.reference.score(prompt.ids, prompt.images)))
+            wanted = await trial.reference.score(prompt.ids, prompt.images)
+            longest = max(longest, text_gap(prompt.ids, got, wanted, trial.renderer.image_token_id))
     if trial.reference is None:
         return "as many numbers as ids but the first"
     found = f"mean |d| {longest:.1g} nats to the network, at most {trial.network.bound:g} is rounding"
     if not longest <= trial.network.bound:
         raise Broken(found, "score at temperature 1, with nothing suppressed, each id given those before it")
     return f"{len(trial.prompts())} streams, {found}"
-
-
-def _score_gap(trial: Trial, ids: tuple[int, ...], got: np.ndarray, wanted: np.ndarray) -> float:
-    """Return the mean |d| over the text of a stream; inf where one is NaN."""
-    text = np.asarray(ids[1:]) != trial.renderer.image_token_id
-    return float(np.nan_to_num(np.abs(got - wanted)[text].mean(), nan=np.inf))

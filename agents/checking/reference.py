@@ -26,6 +26,14 @@ BOUNDS = {"float32": 1e-3, "bfloat16": 0.05}
 LEAST_MOVE = 20.0
 
 
+def text_gap(
+    ids: Sequence[int], one: NDArray[np.float32], other: NDArray[np.float32], image_token_id: int | None
+) -> float:
+    """Return the mean |d| in nats over the text of a stream between two scores of it; inf where one is NaN."""
+    is_text = np.asarray(ids[1:]) != image_token_id
+    return float(np.nan_to_num(np.abs(one - other)[is_text].mean(), nan=np.inf))
+
+
 @dataclass(frozen=True, eq=False)
 class Reference:
     """A network without any engine: one forward pass over a whole stream.
@@ -74,35 +82,29 @@ class Reference:
 
     def gap(self, request: GenerateRequest, completion: Completion, law: SamplingLaw | None = None) -> float:
         """Return the mean |d| in nats between a completion's log-probs and this network's; inf where one is NaN."""
-        return self.gap_of(request, completion.ids, completion.logprobs, law)
+        scores = self._logprobs((*request.ids, *completion.ids), request.images, law or request.sampling.law)
+        gaps_N = np.abs(scores[len(request.ids) - 1 :] - np.asarray(completion.logprobs))
+        return float(np.nan_to_num(gaps_N.mean(), nan=np.inf))
 
-    def gap_of(
-        self,
-        request: GenerateRequest,
-        ids: Sequence[int],
-        logprobs: Sequence[float],
-        law: SamplingLaw | None = None,
-    ) -> float:
-        """Return the mean |d| in nats over the tokens that continue a request."""
-        table_NV = self.table(request, ids, law)
-        own_N = table_NV[torch.arange(len(ids)), torch.tensor(ids)].numpy()
-        gap = float(np.abs(own_N - np.asarray(logprobs)).mean())
-        return gap if np.isfinite(gap) else np.inf
+    async def score(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> NDArray[np.float32]:
+        """Return the log-prob of each id but the first, as an engine does."""
+        return self._logprobs(ids, images)
 
-    def score(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> NDArray[np.float32]:
-        """Return the log-prob of each id but the first."""
-        return stream_logprobs(self.model, ids, images, self.device, getattr(torch, self.dtype))
+    def _logprobs(
+        self, ids: Sequence[int], images: Sequence[ProcessedImage], law: SamplingLaw = SamplingLaw()
+    ) -> NDArray[np.float32]:
+        return stream_logprobs(self.model, ids, images, self.device, getattr(torch, self.dtype), law)
 
     @torch.no_grad()
     def disturbed(self, path: str, ids: Sequence[int], images: Sequence[ProcessedImage]) -> Reference:
         """Return the network with so much noise on its weights that the log-probs of a stream move."""
         other = Reference.load(path, self.dtype, self.device)
-        before = self.score(ids, images)
+        before = self._logprobs(ids, images)
         generator = torch.Generator().manual_seed(1)
         for _ in range(8):
             for parameter in other.model.parameters():
                 noise = torch.randn(parameter.shape, generator=generator).to(parameter)
                 parameter.add_(noise * (0.1 * parameter.float().std().nan_to_num(0.0)).to(parameter))
-            if float(np.abs(other.score(ids, images) - before).mean()) > LEAST_MOVE * self.bound:
+            if float(np.abs(other._logprobs(ids, images) - before).mean()) > LEAST_MOVE * self.bound:
                 break
         return other

@@ -16,6 +16,7 @@ from agents.engines.base import EngineSetup, Session, TrainableEngine
 from agents.engines.own import missing_parts
 from agents.rendering.renderer import Rendered, Renderer
 from agents.types import Completion, GenerateRequest, SamplingParams
+from envs.checks import Broken, NotApplicable
 from envs.types import Message
 
 #: Tokens of an ordinary turn.
@@ -23,17 +24,6 @@ TURN = 24
 #: Fewer tokens than these may differ by more than rounding does on average.
 ENOUGH = 8
 QUESTIONS = ("What is 3 + 4?", "Name a colour.", "Find x.", "Say anything that comes to your mind, at some length.")
-
-
-class Broken(Exception):
-    """The engine breaks a promise: what was seen, and the fix."""
-
-    def __init__(self, found: str, fix: str) -> None:
-        super().__init__(f"{found}; {fix}")
-
-
-class NotApplicable(Exception):
-    """A check does not apply to this engine or model; the message says why."""
 
 
 @dataclass(eq=False)

@@ -11,11 +11,12 @@ import time
 from collections.abc import Awaitable
 from dataclasses import replace
 
-from agents.checking.trial import TURN, Broken, NotApplicable, Trial
+from agents.checking.trial import TURN, Trial
 from agents.engines.base import Engine, Session
 from agents.engines.own import missing_parts
 from agents.rollout.invariants import FINISHES, MAX_LOGPROB, broken_turn
 from agents.types import Completion, GenerateRequest
+from envs.checks import Broken, NotApplicable
 from envs.workers.process_info import children
 
 #: Tokens of a turn that is long enough to be interrupted, at first and at most.

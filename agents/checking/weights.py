@@ -6,14 +6,18 @@ Each check returns what was seen, or raises `Broken` or `NotApplicable`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 
-from agents.checking.reference import Reference
-from agents.checking.trial import TURN, Broken, Trial
+from agents.checking.reference import Reference, text_gap
+from agents.checking.trial import TURN, Trial
 from agents.checking.turns import LONG_TURN, LONGEST_TURN, RUN_S
+from agents.engines.base import Engine
 from agents.types import Completion, GenerateRequest
+from envs.checks import Broken
 
+#: What was asked for, and what was written.
+Turn = tuple[GenerateRequest, Completion]
 #: How long nothing may be written in a pause, in seconds.
 PAUSE_S = 0.3
 #: What to do where tokens have other log-probs or versions than those of the weights that wrote them.
@@ -33,7 +37,7 @@ async def check_pausing(trial: Trial) -> str:
         return _judge(trial, pairs, {trial.engine.weight_version: trial.other or first} | {old: first})
 
 
-def _judge(trial: Trial, pairs: list[tuple[GenerateRequest, Completion]], networks: Mapping[int, Reference]) -> str:
+def _judge(trial: Trial, pairs: list[Turn], networks: Mapping[int, Reference]) -> str:
     """Compare each token of turns that were paused with the network of its version; the last one began in the pause."""
     new = trial.engine.weight_version
     late = pairs[-1][1]
@@ -51,7 +55,7 @@ def _judge(trial: Trial, pairs: list[tuple[GenerateRequest, Completion]], networ
     return f"{len(pairs)} turns over a pause of {PAUSE_S:g} s: {seen}"
 
 
-async def _paused_turns(trial: Trial, num_tokens: int) -> tuple[list[tuple[GenerateRequest, Completion]], bool]:
+async def _paused_turns(trial: Trial, num_tokens: int) -> tuple[list[Turn], bool]:
     """Pause while turns are written, and load other weights; return the turns, and whether one was cut.
 
     The last turn was asked for in the pause.
@@ -87,41 +91,55 @@ def _runs(request: GenerateRequest, completion: Completion) -> list[tuple[int, C
     return found
 
 
+async def turns_over_update(
+    engine: Engine,
+    request: GenerateRequest,
+    follow: Callable[[GenerateRequest, Completion], GenerateRequest],
+    update: Callable[[], Awaitable[None]],
+) -> tuple[Turn, Turn]:
+    """Write a turn, update the weights, and return what is then written: in a new session, and in the open one."""
+    async with engine.session() as session:
+        first = await session.generate(request)
+        await update()
+        longer = follow(request, first)
+        second = await session.generate(longer)
+    async with engine.session() as session:
+        fresh = await session.generate(request)
+    return (request, fresh), (longer, second)
+
+
 async def check_new_weights(trial: Trial) -> str:
     """After an update everything is the new network's: scores, turns, open sessions, images seen before."""
     other = trial.other_network
+    version = trial.engine.weight_version + 1
+
+    async def update() -> None:
+        async with trial.paused():
+            await trial.push(other)
+        if trial.engine.weight_version != version:
+            found = f"weight_version is {trial.engine.weight_version} after update_from_disk(folder, {version})"
+            raise Broken(found, "take over the version with the weights")
+        trial.doing = "generate(request)"
+
     async with trial.first_weights_again():
         prompt = trial.prompt(0, [1] if trial.sees else [])
         request = trial.request(prompt)
         await trial.engine.score(prompt.ids, prompt.images)  # what is cached of it must not be used again
-        async with trial.engine.session() as session:
-            first = await trial.generate(session, request)
-            async with trial.paused():
-                version = await trial.push(other)
-            if trial.engine.weight_version != version:
-                found = f"weight_version is {trial.engine.weight_version} after update_from_disk(folder, {version})"
-                raise Broken(found, "take over the version with the weights")
-            longer = trial.following(request, first)
-            second = await trial.generate(session, longer)
-        fresh = await trial.write(request)
-        for completion in (fresh, second):
+        trial.doing = "generate(request)"
+        turns = await turns_over_update(trial.engine, request, trial.following, update)
+        for _, completion in turns:
             if completion.versions != ((version, len(completion.ids)),):
                 found = f"versions {completion.versions} of a turn by weights {version}"
                 raise Broken(found, "stamp each token with the version that wrote it")
         fix = "load every weight of the folder, and drop encoded images and keys and values of the old ones"
-        seen = trial.compare([(request, fresh)], f"in a new session: {fix}", other)
-        trial.compare([(longer, second)], f"in a session that was open meanwhile: {fix}", other)
+        seen = trial.compare(turns[:1], f"in a new session: {fix}", other)
+        trial.compare(turns[1:], f"in a session that was open meanwhile: {fix}", other)
         got = await trial.engine.score(prompt.ids, prompt.images)
-        wanted = other.score(prompt.ids, prompt.images)
-        moved = abs(wanted - trial.network.score(prompt.ids, prompt.images)).mean()
-        gap = float(abs(got - wanted).mean())
-        if not gap <= other.bound:
+        wanted = await other.score(prompt.ids, prompt.images)
+        moved = abs(wanted - await trial.network.score(prompt.ids, prompt.images)).mean()
+        gap = text_gap(prompt.ids, got, wanted, trial.renderer.image_token_id)
+        if gap > other.bound:
             raise Broken(f"score is {gap:.2g} nats off the new network, which moved by {moved:.2g}", fix)
-    await _check_first(trial, request)
-    return f"the network moved by {moved:.2g} nats, and the engine with it: {seen}"
-
-
-async def _check_first(trial: Trial, request: GenerateRequest) -> None:
-    """The first weights, loaded again, give their own log-probs again."""
     fix = "load every weight of the folder: the first weights were loaded again"
     trial.compare([(request, await trial.write(request))], fix)
+    return f"the network moved by {moved:.2g} nats, and the engine with it: {seen}"

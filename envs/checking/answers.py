@@ -10,9 +10,10 @@ from fractions import Fraction
 from typing import Any
 
 from envs.checking.episodes import PlayedEpisode, Script
-from envs.checking.findings import NOT_REACHED, Evidence, Finding, listed, names_label, quoted, said, texts, where
+from envs.checking.findings import NOT_REACHED, Evidence, listed, names_label, quoted, said, texts, where
 from envs.checking.hostile import example_arguments, write_call
 from envs.checking.messages import usable
+from envs.checks import Verdict, fault, ok, skipped
 from envs.env import EnvArgs
 from envs.grading import grade
 from envs.tool_calls import outside_tool_calls
@@ -118,18 +119,17 @@ def _differ(one: str, other: str) -> bool:
         return one.casefold().split() != other.casefold().split() and grade(one, other) == 0.0
 
 
-def check_gold(evidence: Evidence) -> Finding:
+def check_gold(evidence: Evidence) -> Verdict:
     """The right answer is a success."""
-    name = "gold answer"
     by_sample: dict[str, list[PlayedEpisode]] = defaultdict(list)
     for episode in evidence.of("gold"):
         by_sample[episode.sample.id].append(episode)
     if not by_sample:
         unknown = "no solution() and no label that is an answer, so the right answer is unknown"
-        return Finding(name, None, unknown if evidence.is_opened else NOT_REACHED)
+        return skipped(unknown if evidence.is_opened else NOT_REACHED)
     if evidence.spec.success_rule is None:
         rewards = dict.fromkeys(f"{each.reward:g}" for each in evidence.of("gold") if each.reward is not None)
-        return Finding(name, None, f"the entry says success: none; rewards: {listed(rewards) or 'none'}")
+        return skipped(f"the entry says success: none; rewards: {listed(rewards) or 'none'}")
     problems = []
     for episodes in by_sample.values():
         too_long = [episode for episode in episodes if len(episode.script.texts) > evidence.args.max_turns]
@@ -143,13 +143,13 @@ def check_gold(evidence: Evidence) -> Finding:
             rule = f"{', '.join(scores)}; {_needed(evidence, episodes)}"
             problems.append(f"sample {sample.id} (label {sample.label!r:.40}{form}): {rule}")
     if problems:
-        return Finding(name, False, listed(problems))
+        return fault(listed(problems))
     judged = [episode for episode in evidence.of("gold") if episode.reward is not None]
     if not judged:
-        return Finding(name, None, NOT_REACHED)
+        return skipped(NOT_REACHED)
     total = Counter(episode.script.name for episode in judged)
     right = Counter(episode.script.name for episode in judged if evidence.is_success(episode))
-    return Finding(name, True, ", ".join(f"{form} {right[form]}/{count}" for form, count in total.items()))
+    return ok(", ".join(f"{form} {right[form]}/{count}" for form, count in total.items()))
 
 
 def _needed(evidence: Evidence, episodes: Sequence[PlayedEpisode]) -> str:
@@ -166,9 +166,8 @@ def _needed(evidence: Evidence, episodes: Sequence[PlayedEpisode]) -> str:
     return f"best is {spec.reward_max_val:g}{other}"
 
 
-def check_wrong(evidence: Evidence) -> Finding:
+def check_wrong(evidence: Evidence) -> Verdict:
     """Wrong answers are no success, and no reward is out of the range of the entry."""
-    name = "wrong answers"
     spec = evidence.spec
     judged = [(episode, episode.reward) for episode in evidence.of("wrong") if episode.reward is not None]
     problems = [
@@ -178,13 +177,13 @@ def check_wrong(evidence: Evidence) -> Finding:
     ]
     problems += [*_out_of_range(evidence)]
     if problems:
-        return Finding(name, False, listed(problems))
+        return fault(listed(problems))
     if not judged:
         is_unknown = evidence.is_opened and not evidence.of("wrong")
-        return Finding(name, None, "there is no known wrong answer" if is_unknown else NOT_REACHED)
+        return skipped("there is no known wrong answer" if is_unknown else NOT_REACHED)
     partial = [f"{where(episode)} {reward:g}" for episode, reward in judged if reward != spec.reward_min_val]
     at_worst = f"{len(judged) - len(partial)} of {len(judged)} texts score {spec.reward_min_val:g}"
-    return Finding(name, True, f"{at_worst}; partly right: {listed(partial)}" if partial else at_worst)
+    return ok(f"{at_worst}; partly right: {listed(partial)}" if partial else at_worst)
 
 
 def _out_of_range(evidence: Evidence) -> Iterator[str]:
@@ -199,19 +198,18 @@ def _out_of_range(evidence: Evidence) -> Iterator[str]:
             yield f"{where(episode)}: scores {episode.reward:g}, {rule}"
 
 
-def check_reward_source(evidence: Evidence) -> Finding:
+def check_reward_source(evidence: Evidence) -> Verdict:
     """The reward depends on the model's own text only, not on what the environment showed."""
-    name = "reward source"
     gold = evidence.of("gold")
     if not evidence.is_opened or (gold and all(episode.reward is None for episode in gold)):
-        return Finding(name, None, NOT_REACHED)
+        return skipped(NOT_REACHED)
     right = [episode for episode in gold if evidence.is_success(episode)]
     if not any(names_label(_outside_calls(evidence, episode), episode.sample.label) for episode in right):
-        return Finding(name, None, "no final text with the label is known to get a reward")
+        return skipped("no final text with the label is known to get a reward")
     rewarded = [(episode, episode.reward) for episode in evidence.of("revealed") if episode.reward is not None]
     revealing = [(episode, reward) for episode, reward in rewarded if _shows_label(episode)]
     if not revealing:
-        return Finding(name, None, "no tool result showed a label")
+        return skipped("no tool result showed a label")
     problems = [
         f"{where(episode)}: shown {episode.sample.label!r:.40}, "
         f"the model's {quoted(episode.script.texts[-1])} scores {reward:g}"
@@ -219,8 +217,8 @@ def check_reward_source(evidence: Evidence) -> Finding:
         if evidence.is_success(episode)
     ]
     if problems:
-        return Finding(name, False, listed(problems))
-    return Finding(name, True, f"{len(revealing)} results showed the label; a final text without an answer scored less")
+        return fault(listed(problems))
+    return ok(f"{len(revealing)} results showed the label; a final text without an answer scored less")
 
 
 def _outside_calls(evidence: Evidence, episode: PlayedEpisode) -> str:

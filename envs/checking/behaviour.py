@@ -11,7 +11,6 @@ from envs.checking.episodes import Fault, PlayedEpisode, checked_prompt
 from envs.checking.findings import (
     NOT_REACHED,
     Evidence,
-    Finding,
     call_records,
     digest,
     duration,
@@ -21,6 +20,7 @@ from envs.checking.findings import (
     unlike,
     where,
 )
+from envs.checks import Verdict, fault, ok, skipped
 from envs.errors import UserError
 from envs.execution.runner import StepResult
 
@@ -35,24 +35,23 @@ LEFTOVERS = (
 )
 
 
-def check_contract(evidence: Evidence) -> Finding:
+def check_contract(evidence: Evidence) -> Verdict:
     """Every call returns what the contract says, and none raises or hangs."""
-    name = "contract"
     faults = [
         (episode, fault.call, fault.summary) for episode, fault in evidence.ordinary_faults if not fault.too_large
     ]
     if faults:
-        return Finding(name, False, listed(grouped(faults)) + _worth(evidence, faults))
+        return fault(listed(grouped(faults)) + _worth(evidence, faults))
     try:
         evidence.spec.check_tool_faults(any(episode.runs_tools for episode in evidence.episodes))
     except UserError as error:
-        return Finding(name, False, str(error))
+        return fault(str(error))
     if _never_ends(evidence):
         rule = "step never returns done=True, not even after the right answer, so every episode ends as max_turns"
-        return Finding(name, False, rule)
+        return fault(rule)
     count = len(evidence.of("survey", "gold", "wrong", "plain"))
     detail = f"{count} episodes of reset, step, format_observation, reward and close"
-    return Finding(name, True, "; ".join([detail, *_unwritable(evidence)]))
+    return ok("; ".join([detail, *_unwritable(evidence)]))
 
 
 def _never_ends(evidence: Evidence) -> bool:
@@ -83,9 +82,8 @@ def _worth(evidence: Evidence, faults: Sequence[tuple[PlayedEpisode, str, str]])
     return f"; in training: on_tool_fault: {evidence.spec.on_tool_fault}" if is_of_step else ""
 
 
-def check_deterministic(evidence: Evidence) -> Finding:
+def check_deterministic(evidence: Evidence) -> Verdict:
     """The same sample and texts give the same episode, and the same index the same sample."""
-    name = "deterministic"
     different = [
         f"sample {first.id}: differs when it is read again"
         for first, again in zip(evidence.samples, evidence.samples_again, strict=True)
@@ -96,10 +94,10 @@ def check_deterministic(evidence: Evidence) -> Finding:
     pairs = [(first, again) for first, again in evidence.repeats if not first.fault and not again.fault]
     different += [f"{where(first)}: {what}" for first, again in pairs if (what := _difference(first, again))]
     if different:
-        return Finding(name, False, listed(different))
+        return fault(listed(different))
     if not pairs:
-        return Finding(name, None, NOT_REACHED)
-    return Finding(name, True, f"{len(pairs)} episodes played twice and {len(evidence.samples)} samples read twice")
+        return skipped(NOT_REACHED)
+    return ok(f"{len(pairs)} episodes played twice and {len(evidence.samples)} samples read twice")
 
 
 def _difference(first: PlayedEpisode, again: PlayedEpisode) -> str | None:
@@ -116,9 +114,8 @@ def _difference(first: PlayedEpisode, again: PlayedEpisode) -> str | None:
     return None if first.reward == again.reward else f"the rewards are {first.reward:g} and {again.reward:g}"
 
 
-def check_calls(evidence: Evidence) -> Finding:
+def check_calls(evidence: Evidence) -> Verdict:
     """No model text causes a fault or exceeds the time limit of a step, and a broken call gets an answer."""
-    name = "malformed calls"
     limit_s = evidence.spec.step_timeout_s
     known = {(fault.call, fault.summary) for _, fault in evidence.ordinary_faults}
     episodes = evidence.of("hostile", "revealed")
@@ -146,11 +143,11 @@ def check_calls(evidence: Evidence) -> Finding:
         ):
             problems.append(f"{where(episode)}: the call cannot be made, and the model is not told ({outcome})")
     if faults or problems:
-        return Finding(name, False, note + listed([*grouped(faults), *problems]) + _worth(evidence, faults))
+        return fault(note + listed([*grouped(faults), *problems]) + _worth(evidence, faults))
     if not outcomes:
-        return Finding(name, None, NOT_REACHED)
+        return skipped(NOT_REACHED)
     groups = (f"{outcome}: {', '.join(dict.fromkeys(names))}" for outcome, names in outcomes.items())
-    return Finding(name, True, f"{note}{sum(map(len, outcomes.values()))} texts. " + "; ".join(groups))
+    return ok(f"{note}{sum(map(len, outcomes.values()))} texts. " + "; ".join(groups))
 
 
 def _outcome(step: StepResult) -> str:
@@ -162,15 +159,14 @@ def _outcome(step: StepResult) -> str:
     return "answered" if any(text.strip() for text in said(step)) else "silence"
 
 
-def check_timing(evidence: Evidence) -> Finding:
+def check_timing(evidence: Evidence) -> Verdict:
     """Resets and steps stay within their time limits; `check_calls` judges the steps with hostile texts."""
-    name = "timing"
     spec = evidence.spec
     episodes = [episode for episode in evidence.of("gold", "wrong", "plain", "revealed") if not episode.fault]
     resets = [episode.reset_s for episode in episodes if episode.reset_s is not None]
     steps = [seconds for episode in episodes for seconds in episode.steps_s]
     if not resets or not steps:
-        return Finding(name, None, NOT_REACHED)
+        return skipped(NOT_REACHED)
 
     def figures(what: str, times: Sequence[float], limit_s: float) -> str:
         share = f"{100 * max(times) / limit_s:.2g} % of the limit of {limit_s:g} s"
@@ -178,33 +174,34 @@ def check_timing(evidence: Evidence) -> Finding:
 
     stopped = f"stopped after {evidence.stopped_after_s:g} s (--max-seconds); " if evidence.stopped_after_s else ""
     detail = f"{stopped}{figures('reset', resets, spec.reset_timeout_s)}; {figures('step', steps, spec.step_timeout_s)}"
-    return Finding(name, max(resets) <= spec.reset_timeout_s and max(steps) <= spec.step_timeout_s, detail)
+    is_in_time = max(resets) <= spec.reset_timeout_s and max(steps) <= spec.step_timeout_s
+    if not is_in_time:
+        return fault(detail)
+    return ok(detail)
 
 
-def check_closing(evidence: Evidence) -> Finding:
+def check_closing(evidence: Evidence) -> Verdict:
     """`close` never raises: after an episode, after a fault, and called twice."""
-    name = "closing"
     errors = [
         (episode, Fault("close", episode.close_error).summary) for episode in evidence.episodes if episode.close_error
     ]
     if errors:
-        return Finding(name, False, listed(grouped((episode, "", error) for episode, error in errors)))
+        return fault(listed(grouped((episode, "", error) for episode, error in errors)))
     if all(episode.fault and episode.fault.call == "building" for episode in evidence.episodes):
-        return Finding(name, None, NOT_REACHED)
+        return skipped(NOT_REACHED)
     if not evidence.of("closing"):
-        return Finding(name, None, "the check stopped before it")
+        return skipped("the check stopped before it")
     detail = f"after {len(evidence.episodes)} episodes, before the first reset, after a fault, and twice"
-    return Finding(name, True, detail)
+    return ok(detail)
 
 
-def check_leftovers(evidence: Evidence) -> Finding:
+def check_leftovers(evidence: Evidence) -> Verdict:
     """Episodes leave nothing behind in the program, and its directory, settings and modules as they were."""
-    name = "leftovers"
     first, middle, last = evidence.states
     if evidence.spec.isolation == "process":
-        return Finding(name, None, "a worker process ends what an episode leaves")
+        return skipped("a worker process ends what an episode leaves")
     if not evidence.repeats or middle.pid != last.pid:
-        return Finding(name, None, "the check stopped before it")
+        return skipped("the check stopped before it")
     num_episodes = len(evidence.repeats)
     found = []
     for field, nouns, per_episode in LEFTOVERS:
@@ -222,8 +219,8 @@ def check_leftovers(evidence: Evidence) -> Finding:
     if seeded := sorted({name for pair in evidence.repeats for name in _seeded(*pair)}):
         found.append(f"the seed of {listed(seeded)}, which all episodes share, is set; use a generator of your own")
     if found:
-        return Finding(name, False, "; ".join(found) + "; end it in close, or write `isolation: process`")
-    return Finding(name, True, f"nothing after {num_episodes} episodes played again")
+        return fault("; ".join(found) + "; end it in close, or write `isolation: process`")
+    return ok(f"nothing after {num_episodes} episodes played again")
 
 
 def _seeded(first: PlayedEpisode, again: PlayedEpisode) -> list[str]:

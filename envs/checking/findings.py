@@ -1,4 +1,4 @@
-"""What checks read (`Evidence`) and return (`Finding`), and helpers that word both for people."""
+"""What the checks of an environment read (`Evidence`), and helpers that word what they find."""
 
 from __future__ import annotations
 
@@ -9,14 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from PIL import Image
-from rich import box
-from rich.table import Table
-from rich.text import Text
 
 from envs.checking.chat_template import ChatTemplate
 from envs.checking.episodes import Fault, Kind, PlayedEpisode
 from envs.checking.leftovers import ProcessState
-from envs.console import Console
 from envs.env import EnvArgs
 from envs.execution.runner import StepResult
 from envs.images import image_digest
@@ -26,36 +22,6 @@ from envs.types import Message, Sample, content_parts
 MAX_SHOWN = 3
 #: The reason when the episodes ended before the part that a check judges.
 NOT_REACHED = "no episode got as far as this"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The result of a check: passed, failed or None (does not apply), and the reason or the figures.
-
-    Example::
-
-        Finding("gold answer", False, "sample 3 (label '68'): Answer: label 0.0")
-    """
-
-    check: str
-    passed: bool | None
-    detail: str
-
-
-def print_findings(name: str, what: str, findings: Sequence[Finding], console: Console) -> int:
-    """Print findings about something of this name as a table; return the exit code."""
-    table = Table(title=f"{name}: {what}", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("check", no_wrap=True)
-    table.add_column("result", no_wrap=True)
-    table.add_column("detail", overflow="fold")
-    words = {True: ("passed", "green"), False: ("FAILED", "bold red"), None: ("n/a", "dim")}
-    for finding in findings:
-        word, style = words[finding.passed]
-        table.add_row(finding.check, Text(word, style), Text(finding.detail, "dim" if finding.passed is None else ""))
-    console.print(table)
-    count = {result: sum(finding.passed is result for finding in findings) for result in words}
-    console.print(f"{name}: {count[True]} passed, {count[False]} failed, {count[None]} not applicable")
-    return 1 if count[False] else 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,8 +12,9 @@ from PIL import Image
 
 from envs.checking.chat_template import ChatTemplate
 from envs.checking.episodes import PlayedEpisode
-from envs.checking.findings import NOT_REACHED, Evidence, Finding, call_records, listed, quoted, span, texts, where
+from envs.checking.findings import NOT_REACHED, Evidence, call_records, listed, quoted, span, texts, where
 from envs.checking.hostile import example_arguments
+from envs.checks import Verdict, fault, ok, skipped
 from envs.contract import MAX_IMAGE_PIXELS, EnvFault, checked_messages
 from envs.errors import UserError
 from envs.images import MAX_RATIO, image_digest
@@ -30,9 +31,8 @@ _CONTROL = re.compile(r"<\|[^|<>\s]{1,40}\|>")
 _TAGS = re.compile(r"<\|[^|<>\s]{1,40}\|>|</?tool_(?:call|response)>")
 
 
-def check_prompts(evidence: Evidence) -> Finding:
+def check_prompts(evidence: Evidence) -> Verdict:
     """Prompts are messages with known roles and parts, and their images decode."""
-    name = "prompts"
     problems = []
     counts = []
     openings = {episode.sample.id: episode.opening for episode in evidence.of("survey") if episode.reset_s is not None}
@@ -59,20 +59,19 @@ def check_prompts(evidence: Evidence) -> Finding:
     ids = Counter(sample.id for sample in evidence.samples)
     problems += [f"{count} samples have the id {each}" for each, count in ids.items() if count > 1]
     if problems:
-        return Finding(name, False, listed(problems))
+        return fault(listed(problems))
     if not counts:
-        return Finding(name, None, NOT_REACHED)
-    return Finding(name, True, f"{len(counts)} prompts; images in each: {span(counts)}")
+        return skipped(NOT_REACHED)
+    return ok(f"{len(counts)} prompts; images in each: {span(counts)}")
 
 
-def check_tools(evidence: Evidence) -> Finding:
+def check_tools(evidence: Evidence) -> Verdict:
     """Tools are schemas in the form that chat templates expect."""
-    name = "tools"
     tools = next((episode.tools for episode in evidence.episodes if episode.tools), ())
     if not tools and any(episode.runs_tools for episode in evidence.episodes):
-        return Finding(name, None, "no method of this ToolEnv is marked with @tool")
+        return skipped("no method of this ToolEnv is marked with @tool")
     if not tools:
-        return Finding(name, None, "the environment has no tools" if evidence.is_opened else NOT_REACHED)
+        return skipped("the environment has no tools" if evidence.is_opened else NOT_REACHED)
     problems = []
     remarks = []
     for each in tools:
@@ -89,8 +88,8 @@ def check_tools(evidence: Evidence) -> Finding:
     names = [each["function"]["name"] for each in tools if not schema_problem(each)]
     problems += [f"two tools are called {each}" for each, count in Counter(names).items() if count > 1]
     if problems:
-        return Finding(name, False, listed(problems))
-    return Finding(name, True, "; ".join([", ".join(names), *remarks]))
+        return fault(listed(problems))
+    return ok("; ".join([", ".join(names), *remarks]))
 
 
 def _silence(evidence: Evidence, tool: dict[str, Any]) -> tuple[bool, str] | None:
@@ -141,9 +140,8 @@ def schema_problem(tool: Any) -> str | None:
     return None
 
 
-def check_rendering(evidence: Evidence) -> Finding:
+def check_rendering(evidence: Evidence) -> Verdict:
     """Every conversation renders: each text verbatim, each image as one placeholder."""
-    name = "rendering"
     template = evidence.template
     problems = []
     count = 0
@@ -173,10 +171,10 @@ def check_rendering(evidence: Evidence) -> Finding:
             f"{where(episode)}: {what}" for what in _render_problems(template, rendered, conversation, episode)
         ]
     if problems:
-        return Finding(name, False, listed(problems))
+        return fault(listed(problems))
     if not count:
-        return Finding(name, None, "the environment sent no message" if evidence.is_stepped else NOT_REACHED)
-    return Finding(name, True, f"{count} observations with {template.name}")
+        return skipped("the environment sent no message" if evidence.is_stepped else NOT_REACHED)
+    return ok(f"{count} observations with {template.name}")
 
 
 def _render_problems(
@@ -199,9 +197,8 @@ def _render_problems(
         yield f"{images} images, but {found} placeholders {template.placeholder}"
 
 
-def check_control_tokens(evidence: Evidence) -> Finding:
+def check_control_tokens(evidence: Evidence) -> Verdict:
     """The environment's texts contain no token with which a template marks turns or images."""
-    name = "control tokens"
     own = []
     echoed = Counter[str]()
     for episode in evidence.episodes:
@@ -216,19 +213,16 @@ def check_control_tokens(evidence: Evidence) -> Finding:
                 else:
                     own.append(f"{token} in {place}")
     if own:
-        return Finding(name, False, listed(dict.fromkeys(own)))
+        return fault(listed(dict.fromkeys(own)))
     if echoed:
-        return Finding(
-            name, True, f"only those that the model wrote before: {', '.join(echoed)} (rendered as plain text)"
-        )
+        return ok(f"only those that the model wrote before: {', '.join(echoed)} (rendered as plain text)")
     if not evidence.is_stepped:
-        return Finding(name, None, NOT_REACHED)
-    return Finding(name, True, "none in any text")
+        return skipped(NOT_REACHED)
+    return ok("none in any text")
 
 
-def check_images(evidence: Evidence) -> Finding:
+def check_images(evidence: Evidence) -> Verdict:
     """Images have a size that a vision-language model accepts."""
-    name = "image sizes"
     too_large = {fault.too_large for _, fault in evidence.ordinary_faults if fault.too_large}
     limit = f"an image may have at most {MAX_IMAGE_PIXELS:,} pixels"
     problems = [f"{size} in an observation: {limit}" for size in sorted(too_large)]
@@ -249,9 +243,9 @@ def check_images(evidence: Evidence) -> Finding:
         elif max(width, height) > MAX_RATIO * min(width, height):
             problems.append(f"{width}x{height}: one side may be at most {MAX_RATIO} times as long as the other")
     if problems:
-        return Finding(name, False, listed(problems))
+        return fault(listed(problems))
     if not sizes:
-        return Finding(name, None, "there are no images" if evidence.is_stepped else NOT_REACHED)
+        return skipped("there are no images" if evidence.is_stepped else NOT_REACHED)
     smallest, largest = (f"{width}x{height}" for width, height in (sizes[0], sizes[-1]))
     spread = smallest if len(sizes) == 1 else f"{smallest} to {largest}"
-    return Finding(name, True, f"{len(raw_images)} images of {spread}, at most {most_pixels:,} pixels in an episode")
+    return ok(f"{len(raw_images)} images of {spread}, at most {most_pixels:,} pixels in an episode")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from envs.check import check_env, longest_s
-from envs.checking.findings import Finding
+from envs.checks import Finding
 from envs.errors import UserError
 from tests.catalogue import contract, data, graders, hangs, healthy, leftovers, not_found, resources, tools
 from tests.catalogue.base import Row
@@ -55,7 +55,7 @@ def check(row: Row) -> Checked:
     try:
         findings = check_env(row.spec, num_samples=3, max_seconds=MAX_SECONDS)
     except UserError as error:
-        findings = [Finding("error", False, str(error))]
+        findings = [Finding("error", "fault", str(error))]
     return Checked(row, findings, time.monotonic() - started, longest_s(row.spec, MAX_SECONDS))
 
 

@@ -1,10 +1,10 @@
 """The doctor: checks a run before step 0, so that a run that would be wrong does not start.
 
-`checks/` has one file per check, with functions that return verdicts. Four classes call them on what a run is made of:
-`ConfigChecks` on the configuration alone, `PreparedChecks` on a prepared run, `EngineChecks` on a prepared run whose
-engine runs, and `RecordedChecks` on a run that replays rollouts. `FindingLog` makes a finding of each verdict.
+`checks/` has one file per subject, with functions that return verdicts. Four classes call them on what a run is made
+of: `ConfigChecks` on the configuration, `PreparedChecks` on a prepared run, `RecordedChecks` on a run that replays
+rollouts, and `EngineChecks` on a running engine. `CheckRun` of `envs.checks` makes a finding of each verdict.
 
-To add a check: write `checks/NAME.py` with a function that returns a `Verdict`; call it in a method of the class that
-has what the check needs; add its name to `report.CHECKS`; call the method in `diagnosis` and, if it takes less
-than a second and needs no engine, in `quick.QuickChecks`; add a line to the table in `docs/doctor.md`.
+To add a check: write a function in `checks/` that returns a `Verdict`; call it in a method of the class that has what
+the check needs, and name it in `checks` there; add its name to `report.CHECKS` and, if it takes less than a second and
+needs no engine, to `quick.QUICK`; add a line to the table in `docs/doctor.md`.
 """

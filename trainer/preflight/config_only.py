@@ -11,6 +11,7 @@ from agents.engines.weight_servers import LOCAL_HOSTS
 from agents.model.architectures import architecture_of, read_config
 from agents.model.policy import PolicyModel
 from agents.rendering.renderer import Renderer
+from envs.checks import Verdict, combine
 from trainer.config.run import RunConfig
 from trainer.learner.weights_io import meta_model
 from trainer.planning.memory import MetaNetworks, Parameters
@@ -19,7 +20,6 @@ from trainer.preflight.checks.free_memory import FreeMemory
 from trainer.preflight.checks.memory import check_memory, on_gpu
 from trainer.preflight.checks.storage import DiskNeed, check_folder
 from trainer.preflight.checks.versions import Uses, check_versions, read_versions
-from trainer.preflight.finding import Verdict, combine
 from trainer.setup.backend import check_backend
 from trainer.setup.model_source import resolve_model, template_options
 

@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from envs.errors import UserError
+from envs.checks import CheckRun, Finding, crashed
+from envs.errors import UserError, did_you_mean
 from trainer.config.run import RunConfig, StagesConfig
 from trainer.preflight.config_only import ConfigChecks
-from trainer.preflight.finding import Finding, Verdict, crashed, ok
 from trainer.preflight.prepared_run import PreparedChecks
 from trainer.preflight.quick import NUM_PROBLEMS
-from trainer.preflight.report import CHECKS, ENGINE_CHECKS, PREPARED_CHECKS, DoctorConfig, FindingLog
+from trainer.preflight.report import CHECKS, ENGINE_CHECKS, PREPARED_CHECKS, DoctorConfig
 from trainer.preflight.running_engine import EngineChecks
 from trainer.rollouts.live import LiveContext, prepare
 
@@ -33,79 +33,70 @@ def diagnose(config: DoctorConfig, on_check: Callable[[str], None] = lambda chec
 
         findings = diagnose(DoctorConfig(model=ModelConfig(model="path/to/checkpoint")))
         [finding.line for finding in findings if finding.status == "fault"]
+
+    Raises:
+        UserError: a word of `--only` is in no check's name.
     """
-    log = FindingLog(config.checkup.only, on_check)
+    only = config.checkup.only
+    for word in only:
+        if not any(word in name for name in CHECKS):
+            raise UserError("--only", "must be in the name of a check", word, did_you_mean(word, CHECKS))
+    with asyncio.Runner() as loop:
+        run = CheckRun(only, on_check, loop.run)
+        run.skip(CHECKS, _check_all(config, run, loop))
+    return run.findings
+
+
+def _check_all(config: DoctorConfig, run: CheckRun, loop: asyncio.Runner) -> str:
+    """Run the checks in their order; return why those that are left cannot run."""
     checks = ConfigChecks(config)
     try:
         checks.network  # noqa: B018 - loaded here, so that a checkpoint that cannot be read is one fault
     except UserError as error:
         refused = crashed(error)
-        log.add("set-up", lambda: refused, is_needed=True)
-        log.skip(CHECKS, "the checkpoint cannot be read")
-        return log.findings
-    log.add("versions", checks.versions)
-    log.add("run folder", checks.run_folder)
-    log.add("memory", checks.memory)
-    log.add("chat template", checks.chat_template)
-    for check, reason in (("memory", "it would not fit into memory"), ("chat template", "the template cannot be used")):
-        if log.faults(check) and (check == "memory" or not _has_renderer(checks)):
-            log.skip((*PREPARED_CHECKS, *ENGINE_CHECKS), f"not loaded: {reason}")
-            return log.findings
-    if not log.wants(*PREPARED_CHECKS, *ENGINE_CHECKS):
-        return log.findings
-    with scratch_folder(config.log.out) as folder:
+        run.run("set-up", lambda: refused, is_needed=True)
+        return "the checkpoint cannot be read"
+    run.run("versions", checks.versions)
+    run.run("run folder", checks.run_folder)
+    if not run.run("memory", checks.memory):
+        return "not loaded: it would not fit into memory"
+    if not run.run("chat template", checks.chat_template) and not _has_renderer(checks):
+        return "not loaded: the template cannot be used"
+    if not run.wants(*PREPARED_CHECKS, *ENGINE_CHECKS):
+        return ""
+    with scratch_folder(config.log.out) as folder, contextlib.ExitStack() as cleanup:
         contexts: list[LiveContext] = []
 
-        def set_up() -> Verdict:
+        def set_up() -> str:
             hidden = checks.network_config.get_text_config().hidden_size
-            contexts.append(prepare(trial(config, folder, hidden), with_engine=log.wants(*ENGINE_CHECKS)))
-            return ok(f"{len(contexts[0].train_samples)} problems, {config.model.model}, {config.env.env}")
+            contexts.append(prepare(trial(config, folder, hidden), with_engine=run.wants(*ENGINE_CHECKS)))
+            cleanup.callback(contexts[0].close)
+            return f"{len(contexts[0].train_samples)} problems, {config.model.model}, {config.env.env}"
 
-        log.add("set-up", set_up, is_needed=True)
-        if not contexts:
-            log.skip((*PREPARED_CHECKS, *ENGINE_CHECKS), "the run cannot be set up")
-            return log.findings
+        if not run.run("set-up", set_up, is_needed=True):
+            return "the run cannot be set up"
+        num_problems = max(config.checkup.problems, NUM_PROBLEMS)
+        prepared = loop.run(PreparedChecks.open(contexts[0], checks.network, num_problems))
+        for name, check in prepared.checks(config.checkup.answers, with_wrong=True).items():
+            run.run(name, check)
+        if not run.wants(*ENGINE_CHECKS):
+            return ""
         try:
-            asyncio.run(_check_prepared(contexts[0], config, checks, log))
+            return _check_engine(EngineChecks(prepared, config.checkup.problems), run)
         finally:
-            contexts[0].close()
-    return log.findings
+            loop.run(contexts[0].engine.close())
 
 
-async def _check_prepared(
-    context: LiveContext, config: DoctorConfig, config_checks: ConfigChecks, log: FindingLog
-) -> None:
-    """Run the checks of a prepared run, then start its engine and run the checks of that."""
-    num_problems = config.checkup.problems
-    prepared = await PreparedChecks.open(context, config_checks.network, max(num_problems, NUM_PROBLEMS))
-    await log.add_async("data", prepared.data)
-    await log.add_async("template in play", prepared.template_in_play)
-    await log.add_async("gold answers", lambda: prepared.gold_answers(config.checkup.answers, with_wrong=True))
-    await log.add_async("image preprocessing", prepared.image_preprocessing)
-    await log.add_async("positions", prepared.positions)
-    await log.add_async("forward pass", prepared.forward_pass)
-    await log.add_async("weights of the learner", prepared.weights)
-    await log.add_async("sight of the learner", prepared.image_sensitivity)
-    if not log.wants(*ENGINE_CHECKS):
-        return
-    engine = EngineChecks(prepared)
-
-    async def start() -> Verdict:
-        await context.weight_sync.transport.start()
-        return engine.describe()
-
-    try:
-        await log.add_async("engine", start, is_needed=True)
-        if log.faults("engine"):
-            log.skip(ENGINE_CHECKS, "the engine does not run")
-            return
-        await log.add_async("weights of the engine", engine.weights)
-        await log.add_async("sight of the engine", engine.image_sensitivity)
-        is_needed = log.wants("caches after new weights")  # that check uses the episodes of this one
-        await log.add_async("agreement", lambda: engine.agreement(num_problems), is_needed)
-        await log.add_async("caches after new weights", engine.caches)
-    finally:
-        await context.engine.close()
+def _check_engine(engine: EngineChecks, run: CheckRun) -> str:
+    """Start the engine and run its checks; return why they cannot run."""
+    if not run.run("engine", engine.start, is_needed=True):
+        return "the engine does not run"
+    run.run("weights of the engine", engine.weights)
+    run.run("sight of the engine", engine.image_sensitivity)
+    # The check of the caches uses the episodes of the check before it.
+    run.run("agreement", engine.agreement, is_needed=run.wants("caches after new weights"))
+    run.run("caches after new weights", engine.caches)
+    return ""
 
 
 def _has_renderer(checks: ConfigChecks) -> bool:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from agents.checking.image_gaps import Score, check_image_gaps, measure_image_gaps
 from agents.model.cpu import compute
 from agents.model.policy import PolicyModel
 from agents.rendering.renderer import Rendered
 from agents.rendering.thinking import find_thinking
-from agents.types import ProcessedImage
+from agents.types import ProcessedImage, Trajectory
+from envs.checks import Check, Verdict, combine, skipped
 from envs.env import EnvArgs
 from envs.spec import EnvLimits
 from envs.types import message_images
@@ -31,7 +33,6 @@ from trainer.preflight.checks.image_processing import (
     test_image,
     transformers_patches,
 )
-from trainer.preflight.checks.image_sensitivity import check_image_sensitivity, score_variants
 from trainer.preflight.checks.positions import (
     check_positions,
     check_scores,
@@ -41,9 +42,7 @@ from trainer.preflight.checks.positions import (
 )
 from trainer.preflight.checks.prompt_lengths import check_lengths
 from trainer.preflight.checks.weights import check_learner, rows_of, rows_of_checkpoint
-from trainer.preflight.finding import Verdict, combine, skipped
 from trainer.preflight.probe_streams import (
-    ImageVariants,
     OpenedProblem,
     as_training_samples,
     as_trajectory,
@@ -51,14 +50,80 @@ from trainer.preflight.probe_streams import (
     with_answer,
 )
 from trainer.rollouts.live import LiveContext
+from trainer.rollouts.recorded import RecordedContext
+from trainer.setup.run_context import RunContext
 
 #: A second network is loaded only if it takes less than this in float32, and less than half of the free memory.
 MAX_REFERENCE_BYTES = 16 * GIB
 
 
-@dataclass(eq=False)
-class PreparedChecks:
-    """Checks a prepared run on its first problems; `network` is the checkpoint's network without weights.
+@dataclass(frozen=True, eq=False)
+class LearnerChecks:
+    """Checks the learner of a run on the token streams that a subclass gives; `network` has no weights."""
+
+    context: RunContext
+    network: PolicyModel
+
+    @cached_property
+    def episodes(self) -> Sequence[Trajectory]:
+        """The streams whose positions are compared."""
+        raise NotImplementedError
+
+    @cached_property
+    def stream_with_image(self) -> Rendered | str:
+        """A stream that shows an image or, if there is none, the reason."""
+        raise NotImplementedError
+
+    async def score(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> NDArray[np.float32]:
+        """Return the learner's log-probs of a stream."""
+        return await compute(self.context.learner.score, ids, images)
+
+    def positions(self) -> Verdict:
+        """Compare the learner's positions with those of Transformers."""
+        if not self.episodes:
+            return skipped("no episode was recorded")
+        samples = as_training_samples(self.episodes, [0.0] * len(self.episodes), self.context.facts)
+        return check_positions(samples, self.network)
+
+    async def image_sensitivity(self, score: Score | None = None) -> Verdict:
+        """Check that images change the log-probs of the text after them: the learner's, or those of `score`."""
+        stream = self.stream_with_image
+        if isinstance(stream, str):
+            return skipped(stream)
+        return check_image_gaps(await measure_image_gaps(score or self.score, stream, self.context.renderer))
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedChecks(LearnerChecks):
+    """Checks a run that replays rollouts, on one episode of each of its first groups."""
+
+    context: RecordedContext
+    num_groups: int
+
+    @cached_property
+    def episodes(self) -> Sequence[Trajectory]:
+        """The recorded episodes."""
+        if not self.context.recorded.steps:
+            return []
+        groups = self.context.recorded.rollout(1, self.context.renderer.images).groups[: self.num_groups]
+        return [group.trajectories[0] for group in groups if group.trajectories[0].num_model_tokens]
+
+    @cached_property
+    def stream_with_image(self) -> Rendered | str:
+        """The first recorded episode that shows an image."""
+        for episode in self.episodes:
+            if episode.images:
+                return Rendered(tuple(episode.ids_T.tolist()), episode.images)
+        return f"none of the first {len(self.episodes)} recorded episodes shows an image"
+
+    def checks(self) -> Mapping[str, Check]:
+        """Return the checks by name."""
+        return {"positions": self.positions, "sight of the learner": self.image_sensitivity}
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedChecks(LearnerChecks):
+    """Checks a prepared run on its first problems.
 
     Example::
 
@@ -67,8 +132,20 @@ class PreparedChecks:
     """
 
     context: LiveContext
-    network: PolicyModel
     problems: Sequence[OpenedProblem]
+
+    def checks(self, num_answers: int, with_wrong: bool) -> Mapping[str, Check]:
+        """Return the checks by name; the rewards of wrong answers are checked if wanted."""
+        return {
+            "data": self.data,
+            "template in play": self.template_in_play,
+            "gold answers": partial(self.gold_answers, num_answers, with_wrong),
+            "image preprocessing": self.image_preprocessing,
+            "positions": self.positions,
+            "forward pass": self.forward_pass,
+            "weights of the learner": self.weights,
+            "sight of the learner": self.image_sensitivity,
+        }
 
     @classmethod
     async def open(cls, context: LiveContext, network: PolicyModel, num_problems: int) -> PreparedChecks:
@@ -96,11 +173,13 @@ class PreparedChecks:
         return next((problem for problem in self.problems if problem.prompt.images), None)
 
     @cached_property
-    def why_no_image(self) -> str:
-        """Why there is no image to check with; "" if there is one."""
+    def stream_with_image(self) -> Rendered | str:
+        """The stream of the first problem with an image."""
         if not self.network.architecture.vision:
             return f"a {self.network.config.model_type} network takes no images"
-        return "" if self.problem_with_image else f"none of the first {len(self.problems)} problems shows an image"
+        if self.problem_with_image is None:
+            return f"none of the first {len(self.problems)} problems shows an image"
+        return with_answer(self.problem_with_image, self.context.renderer)
 
     @cached_property
     def streams(self) -> list[tuple[Rendered, int]]:
@@ -116,11 +195,12 @@ class PreparedChecks:
         ids = (*plain.ids, *renderer.encoder.encode("The answer is \\boxed{7}."), renderer.closer_id)
         return [*found, (Rendered(ids, ()), len(plain.ids))]
 
-    async def score(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> NDArray[np.float32]:
-        """Return the learner's log-probs of a stream."""
-        return await compute(self.context.learner.score, ids, images)
+    @cached_property
+    def episodes(self) -> Sequence[Trajectory]:
+        """The streams as episodes."""
+        return [as_trajectory(stream, num_prompt) for stream, num_prompt in self.streams]
 
-    async def data(self) -> Verdict:
+    def data(self) -> Verdict:
         """Check the lengths of prompts."""
         lengths = [len(problem.prompt.ids) for problem in self.problems]
         config = self.context.config
@@ -150,7 +230,7 @@ class PreparedChecks:
         )
         return check_answers(rewards, success, self.args.reward_min_val)
 
-    async def image_preprocessing(self) -> Verdict:
+    def image_preprocessing(self) -> Verdict:
         """Compare the image settings with the network's, and the patches of images with those of Transformers."""
         store = self.context.renderer.images
         path = self.context.model_path
@@ -165,11 +245,6 @@ class PreparedChecks:
             verdicts.append(check_patches(store.process(image), theirs_PD, grid, settings))
         return combine(verdicts)
 
-    async def positions(self) -> Verdict:
-        """Compare the learner's positions with those of Transformers."""
-        played = [as_trajectory(stream, num_prompt) for stream, num_prompt in self.streams]
-        return check_positions(as_training_samples(played, [0.0] * len(played), self.context.facts), self.network)
-
     async def forward_pass(self) -> Verdict:
         """Compare the learner's log-probs with those of Transformers."""
         if isinstance(self.reference, str):
@@ -182,12 +257,6 @@ class PreparedChecks:
             expected.append((await compute(reference_logprobs, self.reference, stream))[places])
         return check_scores(own, expected, self.context.config.model.dtype, "Transformers'")
 
-    async def image_sensitivity(self) -> Verdict:
-        """Check that images change the learner's log-probs of the text after them."""
-        if self.why_no_image:
-            return skipped(self.why_no_image)
-        return check_image_sensitivity(*await score_variants(self.score, self.image_variants))
-
     async def weights(self) -> Verdict:
         """Compare the learner's weights with the checkpoint's."""
         weights = await asyncio.to_thread(self.learner_weights)
@@ -198,12 +267,6 @@ class PreparedChecks:
         if isinstance(self.reference, str):
             return skipped(f"saved under other names than they have in memory, and {self.reference}")
         return check_learner(weights, rows_of(dict(self.reference.named_parameters())))
-
-    @cached_property
-    def image_variants(self) -> ImageVariants:
-        """The stream of the first problem with an image, with its own image, a changed one and none."""
-        assert self.problem_with_image is not None, self.why_no_image
-        return ImageVariants.of(with_answer(self.problem_with_image, self.context.renderer), self.context.renderer)
 
     @cached_property
     def reference(self) -> Any:

@@ -5,17 +5,15 @@ Legend: T tokens of a stream, N chosen tokens.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
-from PIL import Image, ImageOps
 
 from agents.model.architectures import ModelFacts
 from agents.rendering.renderer import Rendered, Renderer
-from agents.types import EndReason, ProcessedImage, Trajectory, TrajectoryGroup, Turn
+from agents.types import EndReason, Trajectory, TrajectoryGroup, Turn
 from envs.env import EnvArgs
 from envs.execution.runner import EnvRunner
 from envs.spec import BuildEnv, EnvLimits
@@ -23,9 +21,6 @@ from envs.types import Message, Sample, SampleSource
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.data.packing import training_samples
 from trainer.types import TrainingSample
-
-#: Returns the log-prob, at temperature 1, of each id of a stream but the first: the learner's or the engine's.
-Score = Callable[[Sequence[int], Sequence[ProcessedImage]], Awaitable[NDArray[np.float32]]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,43 +57,6 @@ def with_answer(problem: OpenedProblem, renderer: Renderer) -> Rendered:
     text = f"The answer is \\boxed{{{label if label is not None else 7}}}."
     ids = (*problem.prompt.ids, *renderer.encoder.encode(text), renderer.closer_id)
     return Rendered(ids, problem.prompt.images)
-
-
-@dataclass(frozen=True, eq=False)
-class ImageVariants:
-    """One stream with its own images, with changed images, and without images.
-
-    `after_N` indexes the log-probs of the text after the first image, in `original` and `changed`; `after_removed_N`
-    indexes the same tokens in `removed`.
-    """
-
-    original: Rendered
-    changed: Rendered
-    removed: Rendered
-    after_N: NDArray[np.int64]
-    after_removed_N: NDArray[np.int64]
-
-    @classmethod
-    def of(cls, stream: Rendered, renderer: Renderer) -> ImageVariants:
-        """Make the variants; a changed image is the original upside down, with inverted colours."""
-        assert renderer.images is not None and stream.images, "there must be an image"
-        changed = []
-        for image in stream.images:
-            assert image.resized is not None, "the image is needed to make a changed one"
-            turned = ImageOps.invert(image.resized.transpose(Image.Transpose.ROTATE_180))
-            changed.append(renderer.images.process(turned))
-        ids_T = np.asarray(stream.ids)
-        is_image_T = ids_T == renderer.image_token_id
-        places_N = np.flatnonzero(~is_image_T)
-        places_N = places_N[places_N > np.argmax(is_image_T)]
-        num_images_before_T = np.cumsum(is_image_T)
-        return cls(
-            original=stream,
-            changed=Rendered(stream.ids, tuple(changed)),
-            removed=Rendered(tuple(ids_T[~is_image_T].tolist()), ()),
-            after_N=places_N - 1,
-            after_removed_N=places_N - num_images_before_T[places_N] - 1,
-        )
 
 
 def as_trajectory(stream: Rendered, num_prompt: int, logprobs: Sequence[float] = ()) -> Trajectory:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from envs.checks import Check, CheckRun, Finding
 from envs.errors import UserError
 from trainer.config.run import RunConfig
 from trainer.preflight.config_only import ConfigChecks
-from trainer.preflight.finding import Finding
-from trainer.preflight.prepared_run import PreparedChecks
-from trainer.preflight.recorded_run import RecordedChecks
-from trainer.preflight.report import FindingLog, summary_line
+from trainer.preflight.prepared_run import PreparedChecks, RecordedChecks
+from trainer.preflight.report import summary_line
 from trainer.rollouts.live import LiveContext
 from trainer.rollouts.recorded import RecordedContext
 from trainer.setup.backend import check_backend
@@ -23,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 #: The checks use this many of the run's problems.
 NUM_PROBLEMS = 4
+#: The checks of a prepared run that need no engine and little time.
+QUICK = ("template in play", "gold answers", "positions", "sight of the learner")
 
 
 class RunRefused(UserError):
@@ -49,7 +50,7 @@ class QuickChecks:
     def __init__(self, config: RunConfig) -> None:
         self._mode = config.doctor
         self._config_checks = ConfigChecks(config)
-        self._log = FindingLog()
+        self._run = CheckRun()
         self._num_reported = 0
         self._seconds = 0.0
 
@@ -72,9 +73,9 @@ class QuickChecks:
         config = checks.config
         check_backend(config.cluster, config.model, config.learner, checks.network_config)
         checks.networks.trained(config.learner)
-        self._log.add("versions", checks.versions)
-        self._log.add("run folder", checks.run_folder)
-        self._log.add("memory", checks.memory)
+        self._run.run("versions", checks.versions)
+        self._run.run("run folder", checks.run_folder)
+        self._run.run("memory", checks.memory)
         self._seconds = time.perf_counter() - started
         self._report_new()
 
@@ -87,29 +88,27 @@ class QuickChecks:
         if self._mode == "off":
             return
         started = time.perf_counter()
-        asyncio.run(self._check_prepared(context))
+        self._config_checks.renderer = context.renderer
+        self._run.run("chat template", self._config_checks.chat_template)
+        for name, check in self._checks_of(context).items():
+            if name in QUICK:
+                self._run.run(name, check)
         self._seconds += time.perf_counter() - started
         self._report_new()
-        logger.info(summary_line(self._log.findings, self._seconds))
+        logger.info(summary_line(self._run.findings, self._seconds))
 
-    async def _check_prepared(self, context: RunContext) -> None:
-        self._config_checks.renderer = context.renderer
-        self._log.add("chat template", self._config_checks.chat_template)
+    def _checks_of(self, context: RunContext) -> Mapping[str, Check]:
         network = self._config_checks.network
         if isinstance(context, LiveContext):
-            prepared = await PreparedChecks.open(context, network, NUM_PROBLEMS)
-            await self._log.add_async("template in play", prepared.template_in_play)
-            await self._log.add_async("gold answers", lambda: prepared.gold_answers(NUM_PROBLEMS, with_wrong=False))
-        else:
-            assert isinstance(context, RecordedContext), type(context)
-            prepared = RecordedChecks(context, network, NUM_PROBLEMS)
-        await self._log.add_async("positions", prepared.positions)
-        await self._log.add_async("sight of the learner", prepared.image_sensitivity)
+            prepared = asyncio.run(PreparedChecks.open(context, network, NUM_PROBLEMS))
+            return prepared.checks(NUM_PROBLEMS, with_wrong=False)
+        assert isinstance(context, RecordedContext), type(context)
+        return RecordedChecks(context, network, NUM_PROBLEMS).checks()
 
     def _report_new(self) -> None:
         """Log new warnings (and faults, with `--doctor warn`); raise `RunRefused` for faults with `--doctor stop`."""
-        new = self._log.findings[self._num_reported :]
-        self._num_reported = len(self._log.findings)
+        new = self._run.findings[self._num_reported :]
+        self._num_reported = len(self._run.findings)
         faults = [finding for finding in new if finding.status == "fault"]
         for finding in new:
             if finding.status == "warning" or (finding.status == "fault" and self._mode == "warn"):

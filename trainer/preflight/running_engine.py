@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.engines.base import Session, memory_engine
+from agents.checking.reference import text_gap
+from agents.checking.weights import turns_over_update
+from agents.engines.base import memory_engine
 from agents.engines.weight_servers import servers_of
 from agents.model.cpu import compute
 from agents.model.mrope import num_images_within
@@ -16,16 +19,16 @@ from agents.rendering.renderer import Rendered
 from agents.rollout.groups import derive_seed
 from agents.rollout.manager import rollout_groups
 from agents.types import Completion, GenerateRequest, Trajectory
+from envs.checks import Verdict, combine, fault, ok, skipped
 from trainer.preflight.checks.engine_agreement import check_agreement, check_episodes, describe_parts, gaps_by_part
-from trainer.preflight.checks.image_sensitivity import check_image_sensitivity, score_variants
 from trainer.preflight.checks.positions import check_scores, text_places
 from trainer.preflight.checks.stale_cache import LEAST_MOVE, CacheGaps, check_caches
 from trainer.preflight.checks.versions import check_releases
 from trainer.preflight.checks.weights import check_same, rows_of
-from trainer.preflight.finding import Verdict, combine, fault, ok, skipped
 from trainer.preflight.prepared_run import PreparedChecks
 from trainer.preflight.probe_streams import as_training_samples, as_trajectory
 from trainer.setup.components import sampling_params
+from trainer.types import StepStats
 from trainer.weight_sync.sync import SyncError
 
 #: Episodes per problem, and tokens of each turn that the check of the caches generates.
@@ -37,16 +40,23 @@ MAX_UPDATES = 8
 
 @dataclass(eq=False)
 class EngineChecks:
-    """Checks the running engine of a prepared run; `played` holds the episodes that it has generated.
+    """Checks the engine of a prepared run; `played` holds the episodes that it has generated.
 
     Example::
 
-        checks = EngineChecks(prepared)
-        await checks.agreement(num_problems=4)    # Verdict("ok", "KL 1.1e-13 over 412 tokens (by turn ...), ...")
+        checks = EngineChecks(prepared, num_problems=4)
+        await checks.start()
+        await checks.agreement()          # Verdict("ok", "KL 1.1e-13 over 412 tokens (by turn ...), ...")
     """
 
     prepared: PreparedChecks
+    num_problems: int
     played: list[Trajectory] = field(default_factory=list)
+
+    async def start(self) -> Verdict:
+        """Start the engine."""
+        await self.prepared.context.weight_sync.transport.start()
+        return self.describe()
 
     def describe(self) -> Verdict:
         """Return which engine runs, and what is not known of the releases of its servers."""
@@ -74,30 +84,30 @@ class EngineChecks:
         stream, _ = prepared.streams[index]
         if name == "images" and not stream.images:
             return None
-        places = text_places(stream.ids, prepared.context.facts.image_token_id)
-        learner = (await prepared.score(stream.ids, stream.images))[places]
+        learner = await prepared.score(stream.ids, stream.images)
         scores = await prepared.context.weight_sync.transport.scores(stream.ids, stream.images)
-        worst = max(scores, key=lambda score: float(np.nan_to_num(np.abs(score[places] - learner), nan=np.inf).mean()))
-        verdict = check_scores([worst[places]], [learner], prepared.context.config.model.dtype, "the learner's")
+        worst = max(scores, key=lambda score: self._text_gap(stream.ids, score, learner))
+        places = text_places(stream.ids, prepared.context.facts.image_token_id)
+        verdict = check_scores([worst[places]], [learner[places]], prepared.context.config.model.dtype, "the learner's")
         fix = "the engine runs other weights" if name == "text" else "other vision weights, or other pixels"
         return replace(verdict, found=f"on {name}, {verdict.found}", fix=fix if verdict.fix else "")
 
+    def _text_gap(self, ids: Sequence[int], one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
+        """Return the mean |d| over the text of a stream, in nats."""
+        return text_gap(ids, one, other, self.prepared.context.facts.image_token_id)
+
     async def image_sensitivity(self) -> Verdict:
         """Check that images change the engine's log-probs of the text after them."""
-        if self.prepared.why_no_image:
-            return skipped(self.prepared.why_no_image)
-        score = self.prepared.context.engine.score
-        variants = self.prepared.image_variants
-        return check_image_sensitivity(*await score_variants(score, variants))
+        return await self.prepared.image_sensitivity(self.prepared.context.engine.score)
 
-    async def agreement(self, num_problems: int) -> Verdict:
+    async def agreement(self) -> Verdict:
         """Compare the engine's log-probs of the turns that it generates with the learner's."""
         context = self.prepared.context
         turns = context.spec.max_turns
         samples = context.train_samples
         groups = await rollout_groups(
             context.episode(turns, context.config.rollout.temperature),
-            [samples[index] for index in range(min(num_problems, len(samples)))],
+            [samples[index] for index in range(min(self.num_problems, len(samples)))],
             context.build_env,
             context.env_args(turns),
             group_size=COPIES,
@@ -108,10 +118,15 @@ class EngineChecks:
         self.played = [t for t in everything if t.end_reason.is_valid and t.num_model_tokens]
         if not self.played:
             return broken or skipped("the engine wrote no token")
-        training_samples = as_training_samples(self.played, [0.0] * len(self.played), context.facts)
-        stats = await compute(context.learner.step, [training_samples])
+        stats = await self._step(self.played)
         verdict = check_agreement(stats, context.config.engine.probe_tolerance, await self._differing_parts())
         return combine([verdict, broken]) if broken else verdict
+
+    async def _step(self, episodes: Sequence[Trajectory], advantages: Sequence[float] | None = None) -> StepStats:
+        """Return the statistics of the learner's step on episodes; without advantages it learns nothing."""
+        context = self.prepared.context
+        samples = as_training_samples(episodes, advantages or [0.0] * len(episodes), context.facts)
+        return await compute(context.learner.step, [samples])
 
     async def _differing_parts(self) -> str:
         """Return in which parts of a stream engine and learner differ; "" if in none."""
@@ -139,15 +154,18 @@ class EngineChecks:
             return skipped("no episode could be played")
         context = self.prepared.context
         trajectory = self._played_with_image()
-        prompt = tuple(trajectory.ids_T[: trajectory.prompt_length].tolist())
+        ids = trajectory.ids_T.tolist()
+        prompt = tuple(ids[: trajectory.prompt_length])
         sampling = sampling_params(context.renderer, context.config.rollout.temperature)
         images = trajectory.images[: num_images_within(prompt, trajectory.images, context.facts.image_token_id)]
         request = GenerateRequest(prompt, images, CACHE_TOKENS, sampling, seed=1)
-        before = await self._gap(trajectory)
-        old = await self.prepared.score(trajectory.ids_T.tolist(), trajectory.images)
+        engine, old = await self._scores(trajectory)
+        before = self._text_gap(ids, engine, old)
+        moved = 0.0
         sync_error = ""
-        async with context.engine.session() as session:
-            first = await session.generate(request)
+
+        async def update() -> None:
+            nonlocal moved, sync_error
             moved = await self._move_learner(trajectory, old)
             await context.engine.pause()
             try:
@@ -155,13 +173,16 @@ class EngineChecks:
             except SyncError as error:
                 sync_error = str(error)
             await context.engine.resume()
+
+        def follow(request: GenerateRequest, first: Completion) -> GenerateRequest:
             suffix = context.renderer.suffix(({"role": "user", "content": "Go on."},), first.ids[-1])
-            longer = replace(request, ids=(*prompt, *first.ids, *suffix.ids), seed=2)
-            again, fresh = await asyncio.gather(session.generate(longer), self._generate(request))
+            return replace(request, ids=(*request.ids, *first.ids, *suffix.ids), seed=2)
+
+        new_session, open_session = await turns_over_update(context.engine, request, follow, update)
         after = {
-            "scored again": await self._gap(trajectory),
-            "new session": await self._generated_gap(request, fresh),
-            "open session": await self._generated_gap(longer, again),
+            "scored again": self._text_gap(ids, *await self._scores(trajectory)),
+            "new session": await self._generated_gap(*new_session),
+            "open session": await self._generated_gap(*open_session),
         }
         learner = context.config.learner
         verdict = check_caches(CacheGaps(before, moved, after, not (learner.freeze_vision or learner.lora_rank)))
@@ -169,39 +190,20 @@ class EngineChecks:
             return fault(sync_error, "see what is found of the engine's weights")
         return verdict
 
-    async def _generate(self, request: GenerateRequest) -> Completion:
-        """Generate in a session of its own."""
-        session: Session
-        async with self.prepared.context.engine.session() as session:
-            return await session.generate(request)
-
     async def _move_learner(self, trajectory: Trajectory, old: NDArray[np.float32]) -> float:
         """Update the learner until its log-probs of a stream have moved far enough; return how far, in nats."""
-        context = self.prepared.context
         ids = trajectory.ids_T.tolist()
-        places = text_places(ids, context.facts.image_token_id)
         moved = 0.0
         advantages = [1.0 if number % 2 else -1.0 for number in range(len(self.played))]
         for _ in range(MAX_UPDATES):
-            samples = as_training_samples(self.played, advantages, context.facts)
-            await compute(context.learner.step, [samples])
-            new = await self.prepared.score(ids, trajectory.images)
-            moved = float(np.abs(new - old)[places].mean())
-            if not moved < LEAST_MOVE:
+            await self._step(self.played, advantages)
+            moved = self._text_gap(ids, await self.prepared.score(ids, trajectory.images), old)
+            if moved >= LEAST_MOVE:
                 break
         return moved
-
-    async def _gap(self, trajectory: Trajectory) -> float:
-        """Return the mean |engine - learner| over the text of an episode, in nats."""
-        engine, learner = await self._scores(trajectory)
-        places = text_places(trajectory.ids_T.tolist(), self.prepared.context.facts.image_token_id)
-        return float(np.abs(engine - learner)[places].mean())
 
     async def _generated_gap(self, request: GenerateRequest, completion: Completion) -> float:
         """Return the mean |engine - learner| over a generated turn, as a training step measures it."""
         stream = Rendered((*request.ids, *completion.ids), request.images)
-        generated = as_trajectory(stream, len(request.ids), completion.logprobs)
-        context = self.prepared.context
-        samples = as_training_samples([generated], [0.0], context.facts)
-        stats = await compute(context.learner.step, [samples])
+        stats = await self._step([as_trajectory(stream, len(request.ids), completion.logprobs)])
         return stats.logprob_gap_mean

@@ -15,7 +15,7 @@ from agents.checking import turns
 from agents.checking.checker import CHECKS, check_engine, setup_of
 from agents.engines.base import EngineSetup
 from agents.engines.own import make_embedded
-from envs.checking.findings import Finding
+from envs.checks import Finding
 from envs.config.cli import exit_code
 from tests.agents.engines.faulty import FAULTS, Blocks, Hangs
 from tests.agents.engines.plain_engine import make_engine

@@ -25,8 +25,8 @@ from envs.check import CHECKS, check_env, run
 from envs.checking.answers import as_written
 from envs.checking.chat_template import ChatTemplate
 from envs.checking.error_location import author_location
-from envs.checking.findings import Finding
 from envs.checking.hostile import example_value, hostile_scripts, write_call
+from envs.checks import Finding
 from envs.config.cli import exit_code
 from envs.errors import UserError
 from envs.registry import get_spec, load_registry
@@ -125,7 +125,7 @@ class Labelled(Shop):
 def test_without_a_solution_the_forms_of_the_label_are_tried_and_counted() -> None:
     findings = check_env(spec_of(Labelled), num_samples=3)
     assert found(findings, "gold answer") == Finding(
-        "gold answer", True, "\\boxed{label} 3/3, Answer: label 3/3, label 0/3"
+        "gold answer", "ok", "\\boxed{label} 3/3, Answer: label 3/3, label 0/3"
     )
 
 
@@ -177,7 +177,7 @@ def test_where_the_entry_says_that_the_label_is_no_answer_no_gold_answer_is_trie
     findings = check_env(spec_of(Game, grader="none"), num_samples=3)
     assert [finding for finding in findings if finding.passed is False] == []
     detail = "no solution() and no label that is an answer, so the right answer is unknown"
-    assert found(findings, "gold answer") == Finding("gold answer", None, detail)
+    assert found(findings, "gold answer") == Finding("gold answer", "skipped", detail)
 
 
 class Wanderer(Env):
@@ -216,7 +216,7 @@ class Partial(Shop):
 def test_partial_credit_for_wrong_answers_passes_and_is_reported() -> None:
     finding = found(check_env(spec_of(Partial), num_samples=1), "wrong answers")
     assert finding == Finding(
-        "wrong answers", True, "3 of 4 texts score 0; partly right: sample train-0, no answer 0.25"
+        "wrong answers", "ok", "3 of 4 texts score 0; partly right: sample train-0, no answer 0.25"
     )
 
 
@@ -256,7 +256,7 @@ def test_without_a_success_no_answer_is_right_or_wrong() -> None:
     findings = check_env(spec_of(ShapedShop, success="none"), num_samples=2)
     assert [finding for finding in findings if finding.passed is False] == []
     detail = "the entry says success: none; rewards: 0.88"
-    assert found(findings, "gold answer") == Finding("gold answer", None, detail)
+    assert found(findings, "gold answer") == Finding("gold answer", "skipped", detail)
 
 
 class Summed(Shop):
@@ -441,7 +441,7 @@ def test_where_every_step_is_a_fault_what_steps_say_does_not_apply() -> None:
 
 def test_a_first_observation_that_was_never_seen_is_not_missed_in_the_prompt() -> None:
     finding = found(check_env(spec_of(NeverReset, "unlabelled"), num_samples=3), "prompts")
-    assert finding == Finding("prompts", None, NOT_REACHED)
+    assert finding == Finding("prompts", "skipped", NOT_REACHED)
 
 
 class Garbage(Shop):
@@ -467,7 +467,7 @@ class Unmarked(ToolEnv):
 
 def test_a_tool_that_is_not_marked_is_asked_for() -> None:
     finding = found(check_env(spec_of(Unmarked), num_samples=2), "tools")
-    assert finding == Finding("tools", None, "no method of this ToolEnv is marked with @tool")
+    assert finding == Finding("tools", "skipped", "no method of this ToolEnv is marked with @tool")
 
 
 class Unready(Shop):
@@ -801,7 +801,7 @@ class Ends(Labelled):
 
 
 def test_a_tool_that_ends_the_episode_may_answer_nothing() -> None:
-    assert found(check_env(spec_of(Ends), num_samples=1), "tools") == Finding("tools", True, "price")
+    assert found(check_env(spec_of(Ends), num_samples=1), "tools") == Finding("tools", "ok", "price")
 
 
 class Mute(Labelled):

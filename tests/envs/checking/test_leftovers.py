@@ -16,7 +16,7 @@ import pytest
 
 from envs import Env, Sample
 from envs.check import check_env
-from envs.checking.findings import Finding
+from envs.checks import Finding
 from envs.execution.process_env import ProcessEnv
 from envs.spec import EnvSpec
 from envs.workers.process_info import children, num_files

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from agents.engines.hf import HFEngine
 from agents.model import STARTER_PATH
+from envs.checks import Finding
 from envs.config.cli import parse
 from tests.flags import last_of_each
 from tests.trainer.preflight.faulty_engines import (
@@ -39,7 +40,6 @@ from trainer.learner.build import build_learner
 from trainer.learner.protocol import RankLearner
 from trainer.planning.qwen3_vl import qwen3_vl_config
 from trainer.preflight.diagnosis import diagnose
-from trainer.preflight.finding import Finding
 from trainer.preflight.report import DoctorConfig
 
 #: The run that is examined.

@@ -16,11 +16,13 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from agents.checking.image_gaps import ImageGaps, check_image_gaps
 from agents.engines.sglang import SGLangEngine, SGLangSettings
 from agents.engines.sglang.client import SGLangClient
 from agents.engines.sglang.releases import Release
 from agents.engines.sglang.servers import Server
 from agents.model import STARTER_PATH
+from envs.checks import CheckRun, Finding, Verdict, combine, fault, ok, skipped, warning
 from envs.config.cli import parse
 from envs.config.settings import leaves
 from envs.errors import UserError
@@ -52,7 +54,6 @@ from trainer.preflight.checks.engine_agreement import check_agreement, describe_
 from trainer.preflight.checks.free_memory import FreeMemory, host_free
 from trainer.preflight.checks.gold_answers import AnswerRewards, check_answers
 from trainer.preflight.checks.image_processing import check_settings
-from trainer.preflight.checks.image_sensitivity import check_image_sensitivity
 from trainer.preflight.checks.memory import check_memory, memory_need
 from trainer.preflight.checks.prompt_lengths import check_lengths
 from trainer.preflight.checks.stale_cache import CacheGaps, check_caches
@@ -60,9 +61,8 @@ from trainer.preflight.checks.storage import DiskNeed, check_folder, file_system
 from trainer.preflight.checks.versions import RANGES, Uses, Versions, check_versions, read_driver
 from trainer.preflight.checks.weights import check_same, check_tower, rows_of
 from trainer.preflight.diagnosis import diagnose
-from trainer.preflight.finding import Finding, Verdict, combine, fault, ok, run_check, skipped, warning
 from trainer.preflight.quick import RunRefused
-from trainer.preflight.report import CHECKS, DoctorConfig, FindingLog, summary_line
+from trainer.preflight.report import CHECKS, DoctorConfig, summary_line
 from trainer.preflight.running_engine import EngineChecks
 from trainer.run import run as run_training
 from trainer.types import StepStats
@@ -162,17 +162,18 @@ def test_a_check_that_fails_itself_is_a_finding_and_hides_no_other() -> None:
     def crash() -> Verdict:
         raise ZeroDivisionError("division by zero")
 
-    findings = FindingLog()
-    findings.add("versions", crash)
-    findings.add("memory", lambda: ok("fits"))
-    first, second = findings.findings
+    checks = CheckRun()
+    checks.run("versions", crash)
+    checks.run("memory", lambda: ok("fits"))
+    first, second = checks.findings
     assert first.status == "fault" and re.match(r"ended with ZeroDivisionError: .* \(test_doctor.py:\d+\)", first.found)
     assert second.status == "ok"
 
     def refuse() -> Verdict:
         raise UserError("--model", "must have a tokenizer", "x", "add tokenizer.json")
 
-    assert run_check("set-up", refuse).line == "set-up: --model must have a tokenizer, got x; add tokenizer.json"
+    checks.run("set-up", refuse)
+    assert checks.findings[2].line == "set-up: --model must have a tokenizer, got x; add tokenizer.json"
 
 
 def test_several_verdicts_are_as_bad_as_the_worst_and_say_only_that() -> None:
@@ -263,7 +264,7 @@ def test_the_check_of_the_engine_names_releases_of_its_servers_and_what_is_not_k
             engine.servers.all.append(Server(client.url, number, is_up=True))
             engine.servers.all[-1].client = client
         prepared: Any = SimpleNamespace(context=SimpleNamespace(engine=engine))
-        return EngineChecks(prepared).describe()
+        return EngineChecks(prepared, num_problems=1).describe()
 
     assert described("0.5.15.post1", "0.5.23") == ok("SGLangEngine runs 0.5.15.post1, 0.5.23")
     verdict = described("0.5.23", "0.6.0", "0.6.0")
@@ -397,14 +398,12 @@ def test_a_folder_that_other_hosts_must_see_should_be_on_a_shared_file_system(tm
 # What the checks of a network judge
 
 
-def test_only_a_move_beyond_the_noise_is_sight() -> None:
-    right = np.array([-1.0, -2.0, -3.0], dtype=np.float32)
-    assert check_image_sensitivity(right, right, right + 0.5, right - 1).status == "ok"
-    assert (
-        check_image_sensitivity(right, right + 0.01, right + 0.02, right - 1).status == "fault"
-    )  # twice the noise is not enough
-    assert check_image_sensitivity(right, right, right + 1e-4, right).status == "warning"
-    assert check_image_sensitivity(right, right, right * np.nan, right).status == "fault"
+@pytest.mark.parametrize(
+    ("noise", "changed", "status"),
+    [(0.0, 0.5, "ok"), (0.01, 0.02, "fault"), (0.0, 1e-4, "warning"), (0.0, np.nan, "fault")],
+)
+def test_only_a_move_beyond_the_noise_is_sight(noise: float, changed: float, status: str) -> None:
+    assert check_image_gaps(ImageGaps(noise, changed, removed=1.0)).status == status
 
 
 def stats(kl: float, mean: float, num_tokens: int = 10) -> StepStats:

@@ -18,13 +18,13 @@ from agents.rollout.episode import Episode, Limits
 from agents.types import EndReason, GenerateRequest, SamplingParams, Trajectory
 from envs.checking.error_location import located_line
 from envs.checking.hostile import example_arguments, write_call
+from envs.checks import Verdict, fault, ok, warning
 from envs.config.text_files import read_text
 from envs.env import EnvArgs
 from envs.execution.runner import last_line
 from envs.spec import BuildEnv, EnvLimits
 from envs.tool_calls import detect_format
 from envs.tool_calls.thinking import Thinking
-from trainer.preflight.finding import Verdict, fault, ok, warning
 from trainer.preflight.probe_streams import OpenedProblem
 
 #: Earlier turns of the model; a template must show them unchanged. They have no thinking, and no blanks at the ends.

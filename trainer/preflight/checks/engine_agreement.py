@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agents.types import Trajectory
+from envs.checks import Verdict, fault, ok, warning
 from envs.execution.runner import last_line
-from trainer.preflight.finding import Verdict, fault, ok, warning
 from trainer.types import StepStats
 
 #: KL in nats (k3, mean over model tokens). Above the first it is more than rounding, above the second another policy.

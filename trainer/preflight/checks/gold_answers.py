@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 
 from envs.checking.answers import answer_scripts
 from envs.checking.episodes import Kind, PlayedEpisode, PlayOptions, Script, checked_prompt, play_episode
+from envs.checks import Verdict, fault, ok, skipped, warning
 from envs.env import EnvArgs
 from envs.spec import BuildEnv, EnvLimits
 from envs.success import Success
 from envs.types import Sample, SampleSource
-from trainer.preflight.finding import Verdict, fault, ok, skipped, warning
 
 #: The names of the wrong scripts that are played on each problem.
 WRONG = ("no answer", "a wrong answer")

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from agents.types import ProcessedImage
-from trainer.preflight.finding import Verdict, fault, ok
+from envs.checks import Verdict, fault, ok
 
 #: Patches may differ by this much, because float32 operations have another order.
 MAX_GAP = 1e-4

@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from envs.checks import Verdict, combine, fault, ok, skipped, warning
 from trainer.config.learner import IMAGE_SHARE
 from trainer.config.run import RunConfig
 from trainer.learner.compile_choice import is_compiled
 from trainer.planning.memory import GIB, MetaNetworks, Parameters, Plan, estimate
 from trainer.preflight.checks.free_memory import FreeMemory
-from trainer.preflight.finding import Verdict, combine, fault, ok, skipped, warning
 from trainer.setup.servers import first_server_gpu, shared_gpus
 
 #: Memory of a process for torch's libraries, a CUDA context and the allocator's gaps.

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from agents.model.policy import PolicyModel
 from agents.rendering.renderer import Rendered
-from trainer.preflight.finding import Verdict, fault, ok, warning
+from envs.checks import Verdict, fault, ok, warning
 from trainer.types import TrainingSample
 
 

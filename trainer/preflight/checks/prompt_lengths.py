@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainer.preflight.finding import Verdict, ok, warning
+from envs.checks import Verdict, ok, warning
 
 #: A larger share of problems left out is a warning.
 MANY_LEFT_OUT = 0.1

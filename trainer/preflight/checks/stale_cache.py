@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainer.preflight.finding import Verdict, fault, ok, warning
+from envs.checks import Verdict, fault, ok, warning
 
 #: The learner's log-probs of the stream must move by this, in nats, for the check to mean anything.
 LEAST_MOVE = 0.1

@@ -11,11 +11,11 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from envs.checks import Verdict, combine, fault, ok, warning
 from trainer.checkpoint.checkpointer import found_steps
 from trainer.checkpoint.run_dir import CHECKPOINTS
 from trainer.config.run import RunConfig
 from trainer.planning.memory import GIB
-from trainer.preflight.finding import Verdict, combine, fault, ok, warning
 
 #: Bytes of a recorded token in a line of JSON: its id, mask and log-prob, and its share of the text.
 RECORDED_BYTES = 24

@@ -18,7 +18,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from trainer.preflight.finding import Status, Verdict, combine, fault, ok, warning
+from envs.checks import Status, Verdict, combine, fault, ok, warning
 from trainer.setup.servers import FIRST_EXACT, SUPPORTED, release_doubt
 
 #: The supported versions. A later version is untried; an earlier one lacks something that TrueTurn uses, or of SGLang

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from envs.checks import Verdict, combine, fault, ok, warning
 from trainer.learner.weights_io import CheckpointTensors
-from trainer.preflight.finding import Verdict, combine, fault, ok, warning
 
 #: Of a tensor with more values, only some rows are compared, with about this many values.
 MAX_VALUES = 2**22
