@@ -22,6 +22,7 @@ from agents.engines.weight_servers import (
     ServerRefused,
     WeightMessage,
 )
+from envs.execution.threads import DaemonThread
 
 #: Time limits: to answer `model_info` or `server_info`, which a busy server does late, to say how it takes images, to
 #: load weights, to load an adapter, and to free or take memory.
@@ -64,9 +65,20 @@ def ask(url: str, path: str, api_key: str, body: bytes | None = None, timeout_s:
     """Return what a server answers, without an event loop.
 
     Raises:
-        OSError: no answer, or one of another status than 200.
+        OSError: no whole answer in time, or one of another status than 200.
         ValueError: the answer is longer than `MAX_ANSWER`.
     """
+    thread = DaemonThread("question")
+    answer = thread.begin(lambda: _ask(url, path, api_key, body, timeout_s))
+    thread.end()
+    # urllib's own limit begins anew with each byte.
+    try:
+        return answer.result(timeout_s)
+    except TimeoutError:
+        raise TimeoutError(f"no whole answer within {timeout_s:g} s") from None
+
+
+def _ask(url: str, path: str, api_key: str, body: bytes | None, timeout_s: float) -> bytes:
     proxies = () if uses_proxy(url) else (ProxyHandler({}),)
     headers = authorization(api_key) | {"Content-Type": "application/json"}
     request = Request(f"{url.rstrip('/')}/{path}", body, headers)

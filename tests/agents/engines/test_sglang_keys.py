@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import re
 import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 from pathlib import Path
 
@@ -123,3 +125,22 @@ def test_all_calls_with_a_key_go_through_the_client_that_follows_no_redirect() -
             assert not found or path.relative_to(ROOT).as_posix() == client, path
     calls = re.findall(r"_http\.request\((.*?)\) as", (ROOT / client).read_text(encoding="utf-8"), re.DOTALL)
     assert calls and all("allow_redirects=False" in call for call in calls)
+
+
+@pytest.mark.parametrize("head", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n"])
+def test_a_server_that_answers_a_byte_now_and_then_is_given_up_in_time(head: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def drip() -> None:
+            connection, _ = server.accept()
+            with connection, contextlib.suppress(OSError):
+                connection.sendall(head)
+                for byte in b"HTTP/1.1 200 OK, and a header without end ":
+                    connection.sendall(bytes([byte]))
+                    time.sleep(0.1)
+
+        threading.Thread(target=drip, daemon=True).start()
+        began = time.monotonic()
+        with pytest.raises(TimeoutError, match=r"no whole answer within 0\.5 s"):
+            ask(f"http://127.0.0.1:{server.getsockname()[1]}", "model_info", "", timeout_s=0.5)
+        assert time.monotonic() - began < 2
