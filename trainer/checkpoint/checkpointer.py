@@ -19,6 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from envs.config.text_files import MODEL_BYTES, read_text
+from envs.errors import UserError
 from trainer.config.run import CheckpointConfig
 from trainer.learner.protocol import CheckpointFailed, Learner
 
@@ -193,13 +195,18 @@ def newest_whole(folder: Path) -> Checkpoint | None:
 def damage(checkpoint: Checkpoint) -> str | None:
     """Return the fault of a checkpoint's files, or None."""
     try:
-        manifest = json.loads((checkpoint.folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest = json.loads(read_text(checkpoint.folder / MANIFEST, MANIFEST, MODEL_BYTES))
         schema = manifest["schema"]
+        step = manifest["step"]
         files = dict(manifest["files"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, UserError, ValueError, KeyError, TypeError, RecursionError) as error:
         return f"{MANIFEST} cannot be read ({type(error).__name__})"
     if schema != SCHEMA_VERSION:
         return f"{MANIFEST} is of schema {schema}, this version reads {SCHEMA_VERSION}"
+    if step != checkpoint.step:
+        return f"{MANIFEST} is of step {step}"
+    if not files:
+        return f"{MANIFEST} names no files"
     paths = [checkpoint.folder / name for name in files]
     with ThreadPoolExecutor() as pool:
         for path, now, then in zip(paths, pool.map(_fingerprint, paths), files.values(), strict=True):
@@ -226,6 +233,8 @@ def _write_manifest(folder: Path, step: int) -> None:
 
 def _fingerprint(path: Path) -> tuple[int, int] | None:
     """Return size and CRC-32 of a file, None where it cannot be read."""
+    if not path.is_file():  # to read a pipe may take for ever
+        return None
     size = crc = 0
     try:
         with path.open("rb") as file:

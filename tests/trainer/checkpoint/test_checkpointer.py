@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -79,7 +81,7 @@ def test_what_a_killed_process_was_writing_is_thrown_away(tmp_path: Path, learne
 
 
 @pytest.mark.parametrize("file", ["learner/__0_0.distcp", "learner/.metadata", "progress.json", "manifest.json"])
-@pytest.mark.parametrize("fault", ["flipped", "cut", "gone"])
+@pytest.mark.parametrize("fault", ["flipped", "cut", "gone", "pipe"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     tmp_path: Path, learner: FSDPLearner, caplog: pytest.LogCaptureFixture, file: str, fault: str
 ) -> None:
@@ -89,13 +91,29 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     if fault == "flipped":
         content[len(content) // 2] ^= 0x80
     path.unlink()
-    if fault != "gone":
+    if fault == "pipe":
+        os.mkfifo(path)
+    elif fault != "gone":
         path.write_bytes(content[: len(content) // 2] if fault == "cut" else content)
     found = newest_whole(tmp_path)
     assert found is not None and found.step == 1
     [line] = said(caplog)
     assert "step 2 is damaged" in line and path.name in line and "step-2.damaged" in line
     assert names(tmp_path) == ["step-1", "step-2.damaged"]
+
+
+def test_a_checkpoint_under_the_name_of_another_step_and_one_without_files_are_damaged(
+    tmp_path: Path, learner: FSDPLearner, caplog: pytest.LogCaptureFixture
+) -> None:
+    written(tmp_path, learner, range(1, 2))
+    shutil.copytree(tmp_path / "step-1", tmp_path / "step-9")
+    (tmp_path / "step-8").mkdir()
+    (tmp_path / "step-8" / "manifest.json").write_text('{"schema": 1, "step": 8, "files": {}}')
+    found = newest_whole(tmp_path)
+    assert found is not None and found.step == 1
+    of_another, of_nothing = said(caplog)
+    assert "step 9 is damaged and skipped: manifest.json is of step 1" in of_another
+    assert "step 8 is damaged and skipped: manifest.json names no files" in of_nothing
 
 
 def test_a_full_disk_is_said_and_costs_only_the_checkpoint_at_hand(
