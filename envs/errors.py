@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import reprlib
 from collections.abc import Callable, Iterable
@@ -9,6 +10,8 @@ from pathlib import PurePath
 
 from envs.safe_text import escape_controls
 
+#: What code of a user may raise and a program must not take for its own end. KeyboardInterrupt is the operator's.
+CODE_FAULTS = (Exception, SystemExit, GeneratorExit, asyncio.CancelledError)
 #: Writes out values whose whole text could be endless, such as lists that hold each other.
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel = 4

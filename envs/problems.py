@@ -13,7 +13,7 @@ from envs.config.settings import Section
 from envs.contract import plain
 from envs.datasets.prompts import DataKeys, add_system_prompt
 from envs.datasets.samples import load_samples
-from envs.errors import UserError
+from envs.errors import CODE_FAULTS, UserError
 from envs.execution.watchdog import watched
 from envs.spec import EnvSpec
 from envs.types import Sample, SampleSource
@@ -100,7 +100,7 @@ class CheckedSamples:
             sample = self.source[index]
         except UserError:
             raise
-        except Exception as error:
+        except CODE_FAULTS as error:
             raise self._error(f"sample {index} must be created", _cause(error), "fix the data set") from error
         if not isinstance(sample, Sample):
             raise self._error(f"sample {index} must be an envs.Sample", type(sample).__name__, "return Sample(...)")
@@ -162,7 +162,7 @@ def read_sample(spec: EnvSpec, source: SampleSource, index: int) -> Sample:
     return source[index]
 
 
-def _cause(error: Exception) -> str:
+def _cause(error: BaseException) -> str:
     """Return an error in one line, with the line of the author's code that raised it, if any."""
     location = author_location((frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__))
     return f"{type(error).__name__}: {error}{f' ({location})' if location else ''}"

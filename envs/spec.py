@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from envs.config.plugins import WeightedPlugin, check_parameters, import_cause, import_object
 from envs.contract import MAX_REWARD
 from envs.env import CallPolicy, Env, EnvArgs, ToolFaultPolicy
-from envs.errors import UserError
+from envs.errors import CODE_FAULTS, UserError
 from envs.grading import GraderReference
 from envs.success import NONE, SUCCESS_DESCRIPTION, Success, SuccessSetting
 from envs.tool_calls import ToolFormat
@@ -300,7 +300,7 @@ class EnvSpec(BaseModel):
             samples = make_samples(split=split, size=size, seed=seed, **self.dataset_options)
         except UserError:
             raise
-        except Exception as error:  # code of the environment's author
+        except CODE_FAULTS as error:  # of the environment's author
             raise UserError(field, f"{call} must return samples", import_cause(error), "fix the data set") from error
         if not (hasattr(samples, "__len__") and hasattr(samples, "__getitem__")):
             fix = "return a list of samples, or anything else with a length and an index"

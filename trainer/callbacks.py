@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from envs.config.plugins import check_not_async, import_cause
-from envs.errors import UserError, did_you_mean
+from envs.errors import CODE_FAULTS, UserError, did_you_mean
 from envs.execution.watchdog import watched
 from trainer.config.run import CALLBACK
 
@@ -167,7 +167,7 @@ def _watched(reference: str, method: str) -> Iterator[None]:
     try:
         with watched(f"{FLAG} {name}", math.inf):
             yield
-    except Exception as error:
+    except CODE_FAULTS as error:
         raise UserError(FLAG, f"{name} must not raise", import_cause(error), "fix it and resume the run") from error
     finally:
         timer.cancel()

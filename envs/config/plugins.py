@@ -10,6 +10,7 @@ An object that Python code gives, rather than a name, gets a reference too: see 
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import hashlib
 import importlib
@@ -31,7 +32,7 @@ from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
 from envs.config import given
-from envs.errors import UserError, did_you_mean, quoted
+from envs.errors import CODE_FAULTS, UserError, did_you_mean, quoted
 
 R = TypeVar("R")
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
@@ -100,7 +101,7 @@ class Plugin:
         check_not_async(field, reference, function)
         try:
             return function(*args)
-        except Exception as error:
+        except CODE_FAULTS as error:
             raise UserError(field, f"'{reference}' must not raise", import_cause(error), "fix it") from error
 
     @contextlib.contextmanager
@@ -200,7 +201,7 @@ def import_object(field: str, reference: str) -> object:
             module = _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except UserError:
         raise
-    except (Exception, SystemExit) as error:  # of a user's module
+    except CODE_FAULTS as error:
         raise UserError(field, f"'{place}' must import", import_cause(error), _import_fix(error, place)) from error
     names = vars(module)
     if name in names:
@@ -229,6 +230,8 @@ def _not_by_itself(field: str, place: str) -> Iterator[None]:
 def _import_file(path: Path) -> ModuleType:
     """Return the module of a file, which is run once as long as it does not change."""
     path = path.resolve()
+    if not path.is_file():  # to read a pipe may take for ever
+        raise FileNotFoundError(errno.ENOENT, "no such file", str(path))
     changed = path.stat().st_mtime_ns
     if path in _FILES and _FILES[path][0] == changed:
         return _FILES[path][1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import time
@@ -78,6 +79,21 @@ def test_a_callback_of_a_file_ends_a_run_which_can_be_resumed(
     assert "The run stopped after step 2 of 4: Mine: enough." in (tmp_path / "run" / "model" / "README.md").read_text()
     assert run(["--resume", str(tmp_path / "run")]) == 0  # it asks at step 2 alone
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps_done"] == 4
+
+
+class Raises(Callback):
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def on_evaluation(self, step: int, metrics: Any) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), asyncio.CancelledError(), GeneratorExit(), StopIteration()])
+def test_a_callback_cannot_end_the_program_without_being_named(error: BaseException) -> None:
+    callbacks = Callbacks([give(Raises(error))])
+    with pytest.raises(UserError, match=rf"on_evaluation must not raise, got {type(error).__name__}"):
+        callbacks.on_evaluation(1, {})
 
 
 @pytest.mark.parametrize("method", ["on_step_end(self, step, row)", "on_evaluation(self, step, metrics)"])

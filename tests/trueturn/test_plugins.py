@@ -189,6 +189,13 @@ def test_what_cannot_be_found_is_said_before_anything_is_made(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("flag", ["--reward", "--callback"])
+def test_a_pipe_is_no_file_of_code_and_is_not_waited_for(flag: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "mine.py")
+    with pytest.raises(UserError, match=r"mine.py' must import, got no such file"):
+        train(flag, f"{tmp_path / 'mine.py'}:f")
+
+
 UNGUARDED = """
 from envs import ToolEnv
 from envs.config.plugins import import_object
