@@ -20,12 +20,15 @@ from agents.engines.sglang.releases import KEEPS_IDS, NEWEST, OLDEST, UNKNOWN, R
 from agents.engines.sglang.server_arguments import server_gpus
 from agents.model.architectures import NO_IMAGE_TOKEN, ModelFacts
 from envs.errors import UserError, first_line
+from envs.execution.watchdog import bounded
 from trainer.config.inputs import ModelConfig
 from trainer.config.rollout import API_KEY_VARIABLE, EngineConfig, Placement, ServersConfig
 
 #: The releases of SGLang that a run supports, and the first one that keeps the ids of requests with images.
 SUPPORTED = f"{dotted(OLDEST)} to {dotted(NEWEST)}"
 FIRST_EXACT = dotted(KEEPS_IDS)
+#: How long a program may take to write a key into a pipe.
+KEY_S = 10.0
 
 
 def release_doubt(version: str) -> str:
@@ -43,7 +46,8 @@ def engine_api_key(engine: ServersConfig) -> str:
     if file is None:
         return os.environ.get(API_KEY_VARIABLE, "").strip()
     try:
-        api_key = file.read_text(encoding="utf-8").strip()
+        with bounded(f"reading --engine-api-key-file {file}", KEY_S):  # it may be a pipe
+            api_key = file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         fix = f"give a file that holds the key ({first_line(error)})"
         raise UserError("--engine-api-key-file", "must be readable", str(file), fix) from error

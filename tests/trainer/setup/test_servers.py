@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from trainer.config.learner import ClusterConfig
 from trainer.config.rollout import EngineConfig, RolloutConfig, ServersConfig
 from trainer.config.run import RunConfig
 from trainer.setup.engines import own_servers
-from trainer.setup.servers import check_server, server_settings
+from trainer.setup.servers import check_server, engine_api_key, server_settings
 
 
 @pytest.mark.parametrize(
@@ -91,3 +93,16 @@ def test_a_server_that_names_no_list_of_networks_is_one_error(served: Any) -> No
         server.answers["/model_info"] = Answer(json.dumps({"architectures": served}).encode())
         with pytest.raises(UserError, match="--engine-url: must"):
             check_server(server.root, facts)
+
+
+def test_a_key_may_come_from_a_pipe_which_is_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = tmp_path / "key"
+    os.mkfifo(pipe)
+    config = ServersConfig(engine_api_key_file=pipe)
+    threading.Thread(target=pipe.write_text, args=("secret\n",), daemon=True).start()
+    assert engine_api_key(config) == "secret"
+    monkeypatch.setattr("trainer.setup.servers.KEY_S", 0.2)
+    with pytest.raises(UserError, match=r"--engine-api-key-file: must be readable, .* took longer than 0\.2 s"):
+        engine_api_key(config)
