@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel
@@ -239,6 +240,11 @@ def exit_code(main: Callable[[], int]) -> int:
 
     Whatever the command prints is escaped, to the end of the process.
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed, as after `>&-`
+            nowhere = Path(os.devnull).open("w")  # noqa: SIM115 - open to the end
+            os.set_inheritable(nowhere.fileno(), True)  # it has the number that children take for their own
+            setattr(sys, name, nowhere)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a text of anyone may hold what the terminal cannot encode
             stream.reconfigure(errors="backslashreplace")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -143,6 +144,16 @@ class ConsoleHandler(logging.Handler):
             self.handleError(record)
 
 
+class TrainerConsole(Console):
+    """The console of a command that takes long."""
+
+    def on_broken_pipe(self) -> None:
+        """End the program, as rich does, but not without a word."""
+        with contextlib.suppress(OSError):
+            print("error: nobody reads what the command prints (broken pipe), so it ends", file=sys.stderr)
+        super().on_broken_pipe()
+
+
 def open_console() -> Console:
     """Return the console of a command: TrueTurn's packages log to it, libraries print neither progress nor warnings."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -153,7 +164,7 @@ def open_console() -> Console:
     transformers_logging.disable_progress_bar()
     # A notebook calls itself a terminal and cannot move a progress bar: it gets the lines of the steps alone.
     is_notebook = "ipykernel" in sys.modules
-    console = Console(force_jupyter=False, force_terminal=False if is_notebook else None)
+    console = TrainerConsole(force_jupyter=False, force_terminal=False if is_notebook else None)
     for package in ("envs", "agents", "trainer"):
         logging.getLogger(package).setLevel(logging.INFO)
         logging.getLogger(package).handlers = [ConsoleHandler(console)]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import shlex
+import subprocess
+import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Literal
@@ -13,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from envs.config.cli import exit_code, parse
 from envs.config.settings import has_flag, leaves
 from envs.errors import UserError
+from tests.paths import ROOT
 from trainer.config.run import FIRST_SETTINGS, RunConfig
 from trainer.config.sources import SOURCES
 
@@ -303,6 +307,13 @@ def test_a_command_prints_a_users_error_as_one_line_and_returns_two(capsys: pyte
     )
     assert captured.out == ""
     assert exit_code(lambda: 0) == 0
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_a_command_runs_with_its_output_closed(closed: str) -> None:
+    command = f"{shlex.quote(sys.executable)} -m envs.check calculator {closed}"
+    done = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_an_error_is_one_readable_line_whatever_it_quotes() -> None:
