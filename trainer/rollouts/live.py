@@ -48,6 +48,7 @@ from trainer.setup.engines import build_transport, match_servers, own_servers
 from trainer.setup.model_source import check_reach, resolve_model, template_options
 from trainer.setup.plugins import check_algorithm, check_rollout, own_filter, problem_order
 from trainer.setup.problems import check_command, check_held_out, check_success, load_problems, probe_tools
+from trainer.setup.resumed_inputs import changed_data, changed_environment
 from trainer.setup.run_context import RunContext, begin_or_resume, open_run
 from trainer.setup.scripted_episode import try_functions
 from trainer.setup.servers import check_servers
@@ -294,6 +295,12 @@ def prepare(config: RunConfig, start: Start | None = None, with_engine: bool = T
             plan = with_compile_chosen(plan, model_path, plan.most_tokens_trained)
             learner = begin_or_resume(config, plan, opened, model_path, sampling, cleanup, room)
         write_text(folder / ENVIRONMENT, json_text(spec))
+        data = {"--data": config.data.data, "--eval-data": config.data.eval_data}
+        changes = changed_data(folder, data)
+        if opened.checkpoint:
+            changes += changed_environment(folder, spec, renderer)
+        for change in changes:
+            logger.warning(f"not as when the run began: {change}")
         with start.clock.stage("the engine's weights"):
             transport = build_transport(config, model_path, facts, renderer, learner, folder, servers)
         probed = renderer.prompt(problems.train[0].prompt, problems.tools)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -30,8 +31,11 @@ from trainer.setup.backend import prepare_backend
 from trainer.setup.components import with_compile_chosen
 from trainer.setup.model_source import check_reach, resolve_model, template_options
 from trainer.setup.problems import NUM_PROBED, check_command, check_eval_size, probe_tools
+from trainer.setup.resumed_inputs import changed_data
 from trainer.setup.run_context import begin_or_resume, open_run
 from trainer.sft.data import ConversationSet, check_conversations
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,6 +116,8 @@ def prepare(config: SftConfig, data: SftData) -> SftContext:
         learner = begin_or_resume(config, plan, opened, data.model_path, sampling, cleanup)
         folder = opened.folder
         checkpoint = opened.checkpoint
+        for change in changed_data(folder, {"--data": config.data.data, "--eval-data": config.data.eval_data}):
+            logger.warning(f"not as when the run began: {change}")
         return SftContext(config, folder, data, num_steps, learner.learner, checkpoint, cleanup.pop_all())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import threading
@@ -238,6 +239,36 @@ def test_what_a_run_is_cannot_change_when_it_goes_on(unbroken: Path) -> None:
         run(["--resume", str(unbroken), "--group-size", "4"])
     with pytest.raises(UserError, match="--resume"):
         run(["--resume", str(unbroken.parent)])
+
+
+def test_a_resume_warns_of_data_code_and_template_that_are_not_as_they_were(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(checkpoint, model)
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"problem": "2+2?", "answer": "4"}\n' * 2)
+    code = tmp_path / "asked.py"
+    code.write_text("from envs import ToolEnv\nclass Asked(ToolEnv):\n    pass\n")
+    registry = tmp_path / "asked.yaml"
+    registry.write_text("asked: {entry_point: asked:Asked, description: d, max_turns: 2}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    run_folder = tmp_path / "run"
+    flags = ["--env", "asked", "--registry", str(registry), "--data", str(data), "--save-every", "1"]
+    train(model, run_folder, *flags, steps=1)
+    go_on(run_folder, "--steps", "2")
+    assert "not as when" not in capsys.readouterr().out
+    data.write_text('{"problem": "2+3?", "answer": "5"}\n' * 2)
+    code.write_text(code.read_text() + "    flavour = 1\n")
+    registry.write_text(registry.read_text().replace("max_turns: 2", "max_turns: 3"))
+    template = model / "chat_template.jinja"
+    template.write_text(template.read_text() + "{# new #}")
+    go_on(run_folder, "--steps", "3")
+    said = re.findall(r"not as when the run began: (.*)", capsys.readouterr().out)
+    assert said[0] == f"--data {data} has other content"
+    assert said[1] == "the entry of 'asked' has other values: max_turns 3 (recorded: 2)"
+    assert said[2].startswith("the code of 'asked' is not that of the recording")
+    assert said[3].startswith("the chat template is not the recorded one")
 
 
 def test_two_processes_never_write_one_run(unbroken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
