@@ -9,10 +9,13 @@ names where the value came from: flag, argument, variable, or file and key.
 from __future__ import annotations
 
 import argparse
+import atexit
 import errno
 import io
 import os
 import sys
+import threading
+import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -235,6 +238,10 @@ def _add(group: argparse._ActionsContainer, flag: str, field: FieldInfo, is_show
         group.add_argument(flag, action=action, metavar=metavar_of(field.annotation), default=None, help=text)
 
 
+#: How long code that runs at exit may take until it is said.
+END_S = 15.0
+
+
 def exit_code(main: Callable[[], int]) -> int:
     """Run a command and return its exit code: 2 after a user's error, printed as one line, and 130 after Ctrl-C.
 
@@ -268,3 +275,21 @@ def exit_code(main: Callable[[], int]) -> int:
     except KeyboardInterrupt:  # before there was anything to save
         print("interrupted", file=sys.stderr)
         return 130
+    finally:
+        atexit.unregister(_watch_the_end)
+        atexit.register(_watch_the_end)  # the last one that is registered runs first
+
+
+def _watch_the_end() -> None:
+    """Say where the end of the process stands, if code that someone has registered with `atexit` keeps it."""
+    timer = threading.Timer(END_S, _say_where_it_stands)
+    timer.daemon = True
+    timer.start()
+
+
+def _say_where_it_stands() -> None:
+    ident = threading.main_thread().ident
+    frame = sys._current_frames().get(ident) if ident else None
+    stack = "".join(traceback.format_stack(frame)) if frame else ""
+    said = f"note: the command is done, and code that runs at exit has kept its process for {END_S:g} s"
+    print(f"{said}; Ctrl-C ends it\n{stack}", file=sys.stderr, flush=True)

@@ -316,6 +316,20 @@ def test_a_command_runs_with_its_output_closed(closed: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_code_that_hangs_at_exit_is_named_with_its_line() -> None:
+    code = (
+        "import atexit, time\nfrom envs.config import cli\ncli.END_S = 0.2\n"
+        "def author(): time.sleep(1)\ncli.exit_code(lambda: atexit.register(author) and 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stderr.startswith(
+        "note: the command is done, and code that runs at exit has kept its process for 0.2 s"
+    )
+    assert "in author" in done.stderr
+
+
 def test_an_error_is_one_readable_line_whatever_it_quotes() -> None:
     bomb: list[object] = ["x"]
     for _ in range(60):
