@@ -18,13 +18,15 @@ from agents.rendering.renderer import Renderer
 from envs.errors import UserError
 from envs.types import Message
 from starter.architecture import build_image_processor
+from tests.agents.rendering.template_cases import QWEN_TEMPLATES, TEXT_ONLY, renderer_for
 from tests.budget import examples
-from tests.paths import SHARED
+from tests.paths import SHARED, published_template
 from tests.prompts import make_image, question
 
 QWEN = SHARED / "qwen_tokenizer"
-TEMPLATES = ("starter", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_training", "qwen2_5", "qwen3")
-TEXT_ONLY = ("qwen2_5", "qwen3")  # templates that know no images
+TEMPLATES = ("starter", *QWEN_TEMPLATES)
+WITH_IMAGES = tuple(name for name in TEMPLATES if name not in TEXT_ONLY)
+WHOLE_VOCABULARY = "qwen3_vl, whole vocabulary"
 TOOLS = (
     {
         "type": "function",
@@ -41,19 +43,16 @@ CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<
 
 @pytest.fixture(scope="module", params=TEMPLATES)
 def any_renderer(request: pytest.FixtureRequest, renderer: Renderer) -> Renderer:
-    """The starter's renderer, and Qwen's tokenizer under each of its templates where they are at hand."""
+    """The starter's renderer, one for each of Qwen's templates, or one with all of Qwen's own vocabulary."""
     if request.param == "starter":
         return renderer
-    template = QWEN / "templates" / f"{request.param}.jinja"
-    if not template.exists():
+    if request.param != WHOLE_VOCABULARY:
+        return renderer_for(request.param)
+    if not QWEN.exists():
         pytest.skip("Qwen's tokenizer is not here")
     tokenizer = AutoTokenizer.from_pretrained(QWEN)
-    tokenizer.chat_template = template.read_text(encoding="utf-8")
+    tokenizer.chat_template = published_template("qwen3_vl")
     return Renderer(tokenizer, ImageStore(build_image_processor(), merge_size=2))
-
-
-def knows_images(any_renderer: Renderer) -> bool:
-    return "image" in any_renderer.tokenizer.chat_template
 
 
 def whole(renderer: Renderer, messages: list[Message], tools: tuple[dict[str, Any], ...] = ()) -> list[int]:
@@ -103,6 +102,7 @@ def imaged(role: str, *parts: str | Image.Image) -> Message:
     return {"role": role, "content": content}
 
 
+@pytest.mark.parametrize("any_renderer", [*TEMPLATES, WHOLE_VOCABULARY], indirect=True)
 @pytest.mark.parametrize("stop", [True, False], ids=["stopped", "cut"])
 def test_prompt_and_suffixes_equal_the_rendering_of_the_whole_conversation(any_renderer: Renderer, stop: bool) -> None:
     prompt: list[Message] = [{"role": "system", "content": "Solve it."}, {"role": "user", "content": "Find x."}]
@@ -117,9 +117,8 @@ def test_prompt_and_suffixes_equal_the_rendering_of_the_whole_conversation(any_r
         assert stream(any_renderer, prompt, turns, tools, stop) == expected
 
 
+@pytest.mark.parametrize("any_renderer", [*WITH_IMAGES, WHOLE_VOCABULARY], indirect=True)
 def test_images_in_prompt_and_answers_equal_the_rendering_of_the_whole_conversation(any_renderer: Renderer) -> None:
-    if not knows_images(any_renderer):
-        pytest.skip("a template without images")
     prompt = [
         {"role": "system", "content": "Solve it."},
         imaged("user", make_image(96, 64), "Find x.", make_image(32, 32)),
@@ -218,10 +217,9 @@ def test_a_control_token_spelled_in_a_text_stays_text(any_renderer: Renderer, to
     assert num_special(any_renderer, hostile.ids) == num_special(any_renderer, plain.ids)
 
 
+@pytest.mark.parametrize("any_renderer", WITH_IMAGES, indirect=True)
 @pytest.mark.parametrize("token", CONTROL)
 def test_a_control_token_cut_over_two_text_parts_stays_text(any_renderer: Renderer, token: str) -> None:
-    if not knows_images(any_renderer):
-        pytest.skip("a template without content parts")
     for cut in range(1, len(token)):
         whole_text, parts = imaged("user", "abc"), imaged("user", token[:cut], token[cut:])
         expected = num_special(any_renderer, any_renderer.prompt([whole_text]).ids)

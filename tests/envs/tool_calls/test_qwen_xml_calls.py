@@ -17,9 +17,8 @@ from envs.tool_calls import (
 )
 from tests.budget import examples
 from tests.envs.tool_calls.fuzz import block
-from tests.paths import SHARED
+from tests.paths import published_template
 
-TEMPLATES = SHARED / "qwen_tokenizer" / "templates"
 GOOD = "<function=calc_score>\n<parameter=answer>\n68\n</parameter>\n</function>"
 CALL = ToolCall("calc_score", {"answer": "68"})
 EARLY = "The call ends too early."
@@ -222,7 +221,4 @@ def test_the_format_is_what_the_chat_template_teaches() -> None:
 
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen2_5_vl", "qwen3", "qwen3_vl", "qwen3_vl_training"])
 def test_qwens_chat_templates_teach_hermes(name: str) -> None:
-    path = TEMPLATES / f"{name}.jinja"
-    if not path.exists():
-        pytest.skip("Qwen's chat templates are not here")
-    assert detect_format(path.read_text(encoding="utf-8")) == "hermes"
+    assert detect_format(published_template(name)) == "hermes"
