@@ -489,7 +489,7 @@ def test_a_template_that_numbers_images_is_refused_where_a_image_comes_late() ->
     renderer = renderer_for("qwen2_5_vl", add_vision_id=True)
     shown: Message = {"role": "user", "content": [{"type": "image", "image": IMAGES[0]}]}
     assert renderer.prompt([shown]).ids
-    with pytest.raises(UserError, match=r"must write the same after a turn, whatever came before it, got .*Image 2"):
+    with pytest.raises(UserError, match=r"must write the same after a turn, whatever came before it, got .*Picture 2"):
         renderer.suffix([shown], 0)
 
 
